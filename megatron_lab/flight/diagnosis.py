@@ -1,9 +1,12 @@
-"""Which rank keeps the others waiting. Pure: from what the records of all ranks show.
+"""Diagnosis of a hang: find the rank that keeps the other ranks waiting. Pure functions of the records of all ranks.
 
-A waiting rank waits for those whose count of calls is behind its own on a channel that they share: they have not entered the call.
-What it has merely posted in advance counts as well, which may add ranks that themselves wait. So the culprit is at the end: it is
-waited for, and waits for nobody. Where a message was left out all wait in a circle: then the rank that has come the least far in
-its schedule lacks something, and the culprit is one that it waits for, which has gone on without sending it.
+Each rank counts its calls (collectives and messages) on each channel, which is a process group or a pair of ranks. A waiting rank
+waits for every rank of the channel whose count is lower than its own: that rank has not entered the call yet. A receive that is
+posted in advance is counted too, so a rank may seem to wait for ranks that wait themselves.
+
+The culprit is a rank that others wait for and that waits for no rank. If all ranks wait in a cycle, a rank did not send a message
+that it should have sent. Then the rank with the least progress in its schedule lacks this message, and the culprit is a rank that
+it waits for and that has made more progress without sending the message.
 """
 
 from __future__ import annotations
@@ -13,167 +16,197 @@ from dataclasses import dataclass
 
 from megatron_lab.flight.record import Channel, Snapshot
 
-_DOWN = "it, or the link to it, is down or very slow"
+_DOWN_TEXT = "the node or the link to it is down or very slow"
 
 
 @dataclass(frozen=True)
-class Departure:
-    """Who keeps the others waiting."""
+class HangDiagnosis:
+    """Result of the analysis of a hang: which rank causes it, and a message for the log."""
 
     culprit: int | None
-    """The rank; None where no rank is behind."""
-    words: str
-    """One line: the rank, its node, what it did not do, what it did last."""
+    """Rank that causes the hang; None if no single rank can be named."""
+    message: str
+    """One log line: the rank, its node, the collective or message that it did not enter, and its last activity."""
     waiting: tuple[int, ...]
-    """Ranks that wait for it, directly or for others that do."""
+    """Ranks that wait for the culprit, directly or through other ranks."""
 
 
-def find_departed(snapshots: Sequence[Snapshot]) -> Departure:
-    """Find the rank that all wait for.
+def diagnose_ranks(snapshots: Sequence[Snapshot]) -> HangDiagnosis:
+    """Find the rank that keeps all other ranks waiting.
 
     Args:
-        snapshots: of all ranks whose records can be read.
+        snapshots: snapshots of all ranks whose records can be read.
     """
-    by_rank = {one.rank: one for one in snapshots}
-    for state, words in (("gone", "is gone"), ("stopped", "was stopped by a signal (SIGSTOP, or a debugger)")):
-        if found := [one for one in snapshots if one.process == state]:
-            one = max(found, key=lambda one: one.quiet_s)
-            others = tuple(sorted(rank for rank in by_rank if rank != one.rank))
-            return Departure(one.rank, f"{_who(one)}: its process {words}; last seen {_doing(one)}", others)
-    behind = {one.rank: _waits_for(one, by_rank) if one.waiting else {} for one in snapshots}
-    candidates = {other for edges in behind.values() for other in edges if not behind[other]}
-    if not candidates and any(behind.values()):
-        candidates = {_who_went_on(behind, by_rank)}
+    by_rank = {snapshot.rank: snapshot for snapshot in snapshots}
+    for state, state_text in (("gone", "is gone"), ("stopped", "was stopped by a signal (SIGSTOP, or a debugger)")):
+        if matches := [snapshot for snapshot in snapshots if snapshot.process == state]:
+            snapshot = max(matches, key=lambda snapshot: snapshot.quiet_s)
+            remaining = tuple(sorted(rank for rank in by_rank if rank != snapshot.rank))
+            return HangDiagnosis(
+                snapshot.rank,
+                f"{_format_rank(snapshot)}: its process {state_text}; last seen {_format_activity(snapshot)}",
+                remaining,
+            )
+    wait_graph = {snapshot.rank: _find_awaited_calls(snapshot, by_rank) if snapshot.waiting else {} for snapshot in snapshots}
+    candidates = {peer for edges in wait_graph.values() for peer in edges if not wait_graph[peer]}
+    if not candidates and any(wait_graph.values()):
+        candidates = {_find_cycle_culprit(wait_graph, by_rank)}
     if not candidates:
-        return _nobody(snapshots)
-    dependents = {rank: _who_waits(rank, behind) for rank in candidates}
+        return _diagnose_without_culprit(snapshots)
+    dependents = {rank: _find_dependents(rank, wait_graph) for rank in candidates}
     culprit = max(candidates, key=lambda rank: (len(dependents[rank]), by_rank[rank].quiet_s))
-    one, told = by_rank[culprit], dependents[culprit]
-    # In a circle the call that the culprit left out is one that a rank waits for which it waits for itself.
-    first = min((rank for rank, edges in behind.items() if culprit in edges), key=lambda rank: (rank not in behind[culprit], rank))
-    missed = behind[first][culprit]
-    state = f"; its process is {one.process}" if one.process else ""
-    words = f"{_who(one)}: did not enter {missed}, for which rank {first} waits; last seen {_doing(one)}{state}"
-    if one.waiting and not behind[culprit]:
-        words += "; what it waits for itself all have entered: a message to it is lost, or its device hangs"
-    return Departure(culprit, words, told)
+    snapshot, waiting = by_rank[culprit], dependents[culprit]
+    # In a cycle, the call that the culprit left out is awaited by a rank that the culprit waits for.
+    waiting_rank = min(
+        (rank for rank, edges in wait_graph.items() if culprit in edges), key=lambda rank: (rank not in wait_graph[culprit], rank)
+    )
+    missed_call = wait_graph[waiting_rank][culprit]
+    state = f"; its process is {snapshot.process}" if snapshot.process else ""
+    state_text = (
+        f"{_format_rank(snapshot)}: did not enter {missed_call}, for which rank {waiting_rank} waits; "
+        f"last seen {_format_activity(snapshot)}{state}"
+    )
+    if snapshot.waiting and not wait_graph[culprit]:
+        state_text += "; all ranks have entered the call that it waits for itself: a message to it is lost, or its device hangs"
+    return HangDiagnosis(culprit, state_text, waiting)
 
 
-def node_not_heard(silent_s: float, ranks: Sequence[Snapshot], living: Sequence[Snapshot]) -> Departure:
-    """What keeps the ranks waiting is a node of which nothing is heard, or the link to it.
-
-    Args:
-        silent_s: seconds since it was heard.
-        ranks: its ranks as they were then.
-        living: the ranks of all nodes.
-    """
-    there = sorted(one.rank for one in ranks)
-    words = f"node {ranks[0].host} ({listed(there)}) has not been heard from for {silent_s:.0f} s: {_DOWN}"
-    return Departure(None, words, tuple(sorted(one.rank for one in living if one.rank not in there)))
-
-
-def never_heard(missing: int, living: Sequence[Snapshot]) -> Departure:
-    """Nothing moves, and of some ranks nothing was ever heard.
+def diagnose_silent_node(silent_s: float, silent_snapshots: Sequence[Snapshot], alive: Sequence[Snapshot]) -> HangDiagnosis:
+    """Describe a hang during which a node sends no reports: the node or the link to it is the cause.
 
     Args:
-        missing: how many these are.
-        living: all others.
+        silent_s: seconds since the node's last report.
+        silent_snapshots: ranks of the node, from its last report.
+        alive: ranks of all nodes that have not ended.
     """
-    words = f"{missing} ranks have never been heard from: their nodes, or the links to them, are down"
-    return Departure(None, words, tuple(sorted(one.rank for one in living)))
+    silent_ranks = sorted(snapshot.rank for snapshot in silent_snapshots)
+    node = f"node {silent_snapshots[0].host} ({format_rank_list(silent_ranks)})"
+    message = f"{node} has sent no report for {silent_s:.0f} s: {_DOWN_TEXT}"
+    return HangDiagnosis(None, message, tuple(sorted(snapshot.rank for snapshot in alive if snapshot.rank not in silent_ranks)))
 
 
-def head_not_heard(silent_s: float, address: str, living: Sequence[Snapshot]) -> Departure:
-    """The same as another node sees it that does not hear the first one.
+def diagnose_missing_ranks(num_missing: int, alive: Sequence[Snapshot]) -> HangDiagnosis:
+    """Describe a hang during which some ranks have never been reported by their nodes.
 
     Args:
-        address: of the first node's watcher.
-        living: the ranks of the node that sees it.
+        num_missing: number of these ranks.
+        alive: all ranks that have been reported and have not ended.
     """
-    words = f"the first node has not been heard from at {address} for {silent_s:.0f} s: {_DOWN}"
-    return Departure(None, words, tuple(sorted(one.rank for one in living)))
+    message = f"{num_missing} ranks have never sent a report: their nodes, or the links to them, are down"
+    return HangDiagnosis(None, message, tuple(sorted(snapshot.rank for snapshot in alive)))
 
 
-def listed(ranks: Sequence[int]) -> str:
-    """Ranks in words, eight of them at the most."""
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+def diagnose_silent_first_node(silent_s: float, address: str, alive: Sequence[Snapshot]) -> HangDiagnosis:
+    """Describe a hang during which the first node does not answer. Called on another node.
+
+    Args:
+        silent_s: seconds since the first node's last answer.
+        address: address of the first node's watcher.
+        alive: ranks of this node that have not ended.
+    """
+    message = f"the first node ({address}) has not answered for {silent_s:.0f} s: {_DOWN_TEXT}"
+    return HangDiagnosis(None, message, tuple(sorted(snapshot.rank for snapshot in alive)))
 
 
-def _who_went_on(behind: Mapping[int, Mapping[int, str]], by_rank: Mapping[int, Snapshot]) -> int:
-    """The rank of a circle that the one which is the least far waits for and that is further itself. (Tensor ranks of the least far
-    wait for it too, at the same place.)"""
+def format_rank_list(ranks: Sequence[int]) -> str:
+    """Format ranks as text: at most eight ranks, then the number of the remaining ranks."""
+    text = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {text}"
 
-    def come(rank: int) -> tuple[int, int]:
-        return by_rank[rank].iteration, by_rank[rank].place
 
-    pairs = [(come(rank) >= come(other), come(rank), -by_rank[rank].quiet_s, other) for rank in behind for other in behind[rank]]
+def _find_cycle_culprit(wait_graph: Mapping[int, Mapping[int, str]], by_rank: Mapping[int, Snapshot]) -> int:
+    """Return the rank that causes a cycle of ranks that wait for each other.
+
+    The rank with the least progress lacks a message. The culprit is one of the ranks that it waits for, with more progress.
+    Tensor-parallel peers of the least advanced rank also belong to the ranks that it waits for, but they are at the same position
+    of the schedule.
+    """
+
+    def get_progress(rank: int) -> tuple[int, int]:
+        return by_rank[rank].iteration, by_rank[rank].num_started_ops
+
+    pairs = [
+        (get_progress(rank) >= get_progress(peer), get_progress(rank), -by_rank[rank].quiet_s, peer)
+        for rank in wait_graph
+        for peer in wait_graph[rank]
+    ]
     return min(pairs)[-1]
 
 
-def _waits_for(one: Snapshot, by_rank: Mapping[int, Snapshot]) -> dict[int, str]:
-    """Ranks that have not entered what a rank has, each with the call in words."""
-    found: dict[int, str] = {}
-    for mine in one.channels:
-        for rank in mine.ranks:
-            other = by_rank.get(rank)
-            if other is None or rank == one.rank:
+def _find_awaited_calls(snapshot: Snapshot, by_rank: Mapping[int, Snapshot]) -> dict[int, str]:
+    """Return the ranks that this rank waits for, each with a description of the call that it has not entered."""
+    awaited_calls: dict[int, str] = {}
+    for channel in snapshot.channels:
+        for rank in channel.ranks:
+            peer = by_rank.get(rank)
+            if peer is None or rank == snapshot.rank:
                 continue
-            # A receive is posted, and a send begun, by either end.
-            its = next((its for its in other.channels if _same(mine, its)), None)
-            if (0 if its is None else its.calls) < mine.calls:
-                found.setdefault(rank, _call(mine, 1 if its is None else its.calls + 1))
-    return found
+            # Both ends of a message count it: the sender when it starts to send, the receiver when it posts the receive.
+            peer_channel = next((peer_channel for peer_channel in peer.channels if _is_same_channel(channel, peer_channel)), None)
+            if (0 if peer_channel is None else peer_channel.calls) < channel.calls:
+                awaited_calls.setdefault(rank, _format_call(channel, 1 if peer_channel is None else peer_channel.calls + 1))
+    return awaited_calls
 
 
-def _same(one: Channel, other: Channel) -> bool:
-    return (one.group, one.ranks, one.directed) == (other.group, other.ranks, other.directed)
+def _is_same_channel(a: Channel, b: Channel) -> bool:
+    return (a.group, a.ranks, a.directed) == (b.group, b.ranks, b.directed)
 
 
-def _call(channel: Channel, number: int) -> str:
+def _format_call(channel: Channel, ordinal: int) -> str:
     if channel.directed:
-        return f"message {number} from rank {channel.ranks[0]} to rank {channel.ranks[1]} ({channel.group})"
-    return f"call {number} of the group {channel.group} of {len(channel.ranks)} ranks ({channel.last})"
+        return f"message {ordinal} from rank {channel.ranks[0]} to rank {channel.ranks[1]} ({channel.group})"
+    return f"call {ordinal} of the group {channel.group} of {len(channel.ranks)} ranks ({channel.last})"
 
 
-def _who_waits(rank: int, behind: Mapping[int, Mapping[int, str]]) -> tuple[int, ...]:
-    found, new = set[int](), {rank}
-    while new:
-        new = {one for one, edges in behind.items() if one not in found and any(other in edges for other in new)}
-        found |= new
-    return tuple(sorted(found - {rank}))
+def _find_dependents(rank: int, wait_graph: Mapping[int, Mapping[int, str]]) -> tuple[int, ...]:
+    dependents, frontier = set[int](), {rank}
+    while frontier:
+        frontier = {
+            waiting_rank
+            for waiting_rank, edges in wait_graph.items()
+            if waiting_rank not in dependents and any(dependency in edges for dependency in frontier)
+        }
+        dependents |= frontier
+    return tuple(sorted(dependents - {rank}))
 
 
-def _nobody(snapshots: Sequence[Snapshot]) -> Departure:
-    """No waiting rank has a rank behind it."""
-    waiting = tuple(one.rank for one in snapshots if one.waiting)
-    busy = [one for one in snapshots if not one.waiting and one.phase != "ended"]
+def _diagnose_without_culprit(snapshots: Sequence[Snapshot]) -> HangDiagnosis:
+    """Describe a hang in which all waiting ranks have made equally many calls, so that no rank can be blamed by its calls."""
+    waiting = tuple(snapshot.rank for snapshot in snapshots if snapshot.waiting)
+    busy = [snapshot for snapshot in snapshots if not snapshot.waiting and snapshot.phase != "ended"]
     if not waiting and busy:
-        one = max(busy, key=lambda one: one.quiet_s)
-        state = f"; its process is {one.process}" if one.process else ""
-        if one.process or len(busy) == 1:
-            return Departure(one.rank, f"{_who(one)}: {_doing(one)}{state}", ())
-        words = (
-            f"no rank waits for a call of another: {len(busy)} ranks compute, or wait for their devices; rank {one.rank} longest"
+        snapshot = max(busy, key=lambda snapshot: snapshot.quiet_s)
+        state = f"; its process is {snapshot.process}" if snapshot.process else ""
+        if snapshot.process or len(busy) == 1:
+            return HangDiagnosis(snapshot.rank, f"{_format_rank(snapshot)}: {_format_activity(snapshot)}{state}", ())
+        message = (
+            f"no rank waits for a call of another: {len(busy)} ranks compute, or wait for their devices; "
+            f"rank {snapshot.rank} longest"
         )
-        return Departure(None, f"{words}, {_doing(one)}", ())
+        return HangDiagnosis(None, f"{message}, {_format_activity(snapshot)}", ())
     if len(busy) == 1:
-        one = busy[0]
-        return Departure(one.rank, f"{_who(one)}: {_doing(one)}, and all others wait", waiting)
-    longest = max((one for one in snapshots if one.waiting), key=lambda one: one.quiet_s, default=None)
-    at = "" if longest is None else f"; rank {longest.rank} waits longest, {_doing(longest)}"
-    hosts = sorted({one.host for one in snapshots if one.waiting})
+        snapshot = busy[0]
+        return HangDiagnosis(snapshot.rank, f"{_format_rank(snapshot)}: {_format_activity(snapshot)}, and all others wait", waiting)
+    longest_waiting = max(
+        (snapshot for snapshot in snapshots if snapshot.waiting), key=lambda snapshot: snapshot.quiet_s, default=None
+    )
+    longest_note = (
+        "" if longest_waiting is None else f"; rank {longest_waiting.rank} waits longest, {_format_activity(longest_waiting)}"
+    )
+    hosts = sorted({snapshot.host for snapshot in snapshots if snapshot.waiting})
     link = f", or a link between nodes {', '.join(hosts[:4])} is slow" if len(hosts) > 1 else ""
-    return Departure(
-        None, f"no rank is behind: all have entered the same calls, so a message is lost or a device hangs{link}{at}", waiting
+    return HangDiagnosis(
+        None,
+        f"no rank is behind: all have entered the same calls, so a message is lost or a device hangs{link}{longest_note}",
+        waiting,
     )
 
 
-def _who(one: Snapshot) -> str:
-    return f"rank {one.rank} (node {one.host}, process {one.pid})"
+def _format_rank(snapshot: Snapshot) -> str:
+    return f"rank {snapshot.rank} (node {snapshot.host}, process {snapshot.pid})"
 
 
-def _doing(one: Snapshot) -> str:
-    operation = f", {one.operation}" if one.operation else ""
-    waits = ", waiting" if one.waiting else ""
-    return f"{one.phase}{operation}{waits}, iteration {one.iteration}, {one.quiet_s:.0f} s ago"
+def _format_activity(snapshot: Snapshot) -> str:
+    op_text = f", {snapshot.op}" if snapshot.op else ""
+    waiting_text = ", waiting" if snapshot.waiting else ""
+    return f"{snapshot.phase}{op_text}{waiting_text}, iteration {snapshot.iteration}, {snapshot.quiet_s:.0f} s ago"

@@ -1,4 +1,4 @@
-"""The watching of a run's ranks (--hang-warn-s): what they do now, who keeps the others waiting, and who is slow."""
+"""Monitoring of a run's ranks for hangs and stragglers (--hang-warn-s, --straggler-interval)."""
 
 from __future__ import annotations
 
@@ -6,34 +6,38 @@ from contextlib import ExitStack
 
 from megatron.parallel.context import ParallelContext
 from megatron.training.failure import Explanations
-from megatron.training.features import Feature, RunParts
-from megatron.training.watch import Watcher
-from megatron_lab.flight.stragglers import StragglerReports
-from megatron_lab.flight.watched import Flight, stack_folder, watched
+from megatron.training.features import Feature, RunComponents
+from megatron.training.watch import Callback
+from megatron_lab.flight.stragglers import StragglerCallback
+from megatron_lab.flight.watched import Flight, get_stack_folder, watch_rank
 
 
-class _Phases(Watcher):
-    """Writes into the record of this rank what it is about."""
+class _PhaseCallback(Callback):
+    """Callback that writes the current phase of the run (such as a step, an evaluation or a save) into the record of this rank."""
 
     def __init__(self, flight: Flight) -> None:
         self._flight = flight
 
     def on_phase(self, name: str, iteration: int | None = None) -> None:
-        """Write the name of the phase into the record."""
-        self._flight.phase(name, iteration)
+        """Write the phase that begins into the record."""
+        self._flight.set_phase(name, iteration)
 
 
 class HangFeature(Feature):
-    """--hang-warn-s, and --straggler-interval, which needs its records."""
+    """Feature of --hang-warn-s. It is also enabled by --straggler-interval, which uses the records of waiting times."""
 
-    def connected(self, context: ParallelContext, stack: ExitStack, explanations: Explanations) -> None:
-        """Make the record of this rank, and start the watcher of its node."""
-        self._flight = stack.enter_context(watched(context, self.config.parallel, stack_folder(self.config.checkpoint.save)))
-        explanations.code_asked_for, explanations.lost = self._flight.code_asked_for, self._flight.lost
+    def on_connected(self, context: ParallelContext, stack: ExitStack, explanations: Explanations) -> None:
+        """Create the record of this rank, and start the watcher process of its node."""
+        self._flight = stack.enter_context(watch_rank(context, self.config.parallel, get_stack_folder(self.config.checkpoint.save)))
+        explanations.requested_exit_code, explanations.find_lost_rank = (
+            self._flight.requested_exit_code,
+            self._flight.find_lost_rank,
+        )
 
-    def watchers(self, run: RunParts) -> list[Watcher]:
-        """Record the phases and operations of this rank, and compare ranks if that is asked for."""
-        run.step.executor.mark = self._flight.operation
-        every = run.config.parallel.straggler_interval
-        reports = [] if every is None else [StragglerReports(run.context, self._flight, every, run.reporter)]
-        return [_Phases(self._flight), *reports]
+    def callbacks(self, run: RunComponents) -> list[Callback]:
+        """Build the callbacks that write phases and operations into the record, and that compare ranks if --straggler-interval is
+        set."""
+        run.step.executor.on_op_start = self._flight.start_op
+        interval = run.config.parallel.straggler_interval
+        reports = [] if interval is None else [StragglerCallback(run.context, self._flight, interval, run.reporter)]
+        return [_PhaseCallback(self._flight), *reports]

@@ -1,7 +1,8 @@
-"""Counts the calls of torch's process groups in the rank's record, whoever makes them: layers, stages, `fully_shard`, gathers of
-Python values.
+"""Counts all calls of torch's process groups (collectives and messages) in the record of this rank. They come from layers, pipeline
+stages, `fully_shard`, and gathers of Python objects.
 
-Wrapped are the methods of torch's classes that every call goes through. That costs about a microsecond a call, and no wait.
+The hooks wrap the methods of torch's classes through which every call passes. A wrapped call takes about a microsecond longer and
+never waits.
 """
 
 from __future__ import annotations
@@ -31,68 +32,73 @@ _METHODS = {
     "recv": "receive",
     **dict.fromkeys(("gather", "scatter", "reduce", "allreduce_coalesced", "allgather_into_tensor_coalesced"), "collective"),
 }
-"""Methods of a process group; some have other names from torch 2.13 on."""
+"""Type of call by method of a process group. Some methods have other names from torch 2.13 on."""
 
 
 @contextmanager
-def counted_calls(record: FlightRecord) -> Iterator[None]:
-    """Count calls and waits of this process in a record."""
+def count_calls(record: FlightRecord) -> Iterator[None]:
+    """Count all communication calls and waits of this process in its record while the context is active."""
     group, work = dist.ProcessGroup, dist.Work
-    before: list[tuple[type, str, Any]] = [(work, "wait", work.wait)]
-    before += [(group, name, getattr(group, name)) for name in _METHODS if hasattr(group, name)]
+    originals: list[tuple[type, str, Any]] = [(work, "wait", work.wait)]
+    originals += [(group, name, getattr(group, name)) for name in _METHODS if hasattr(group, name)]
     channels = _Channels(record)
     try:
-        work.wait = _waiting(record, work.wait)  # type: ignore[method-assign]
-        for kind, name, method in before[1:]:
-            setattr(kind, name, _calling(channels, CALLS.index(_METHODS[name]), method))
+        work.wait = _wrap_wait(record, work.wait)  # type: ignore[method-assign]
+        for cls, name, method in originals[1:]:
+            setattr(cls, name, _wrap_call(channels, CALLS.index(_METHODS[name]), method))
         yield
     finally:
-        for kind, name, method in before:
-            setattr(kind, name, method)
+        for cls, name, method in originals:
+            setattr(cls, name, method)
 
 
 class _Channels:
-    """The channels by process group, and by the other end of a message."""
+    """Finds the channel of a call: by process group and, for messages, by the other rank. A new channel is added to the record."""
 
     def __init__(self, record: FlightRecord) -> None:
         self.record = record
-        self._numbers: dict[tuple[int, int, int], int] = {}
-        self._groups: list[dist.ProcessGroup] = []  # kept, so that no other gets the id() of one of them
+        self._indices: dict[tuple[int, int, int], int] = {}
+        self._groups: list[dist.ProcessGroup] = []  # referenced so that their id() is not reused
 
-    def call(self, group: dist.ProcessGroup, kind: int, peer: int) -> None:
-        """Count a call; `peer` is the other end's place in the group, or -1 in a collective."""
-        key = (id(group), kind if peer >= 0 else -1, peer)
-        number = self._numbers.get(key)
-        if number is None:
-            number = self._numbers[key] = self._enter(group, kind, peer)
-        self.record.call(number, kind)
+    def count_call(self, group: dist.ProcessGroup, call_type: int, peer: int) -> None:
+        """Count a call on its channel.
 
-    def _enter(self, group: dist.ProcessGroup, kind: int, peer: int) -> int:
+        Args:
+            call_type: index into `CALLS`.
+            peer: rank of the other end within the group; -1 for a collective.
+        """
+        key = (id(group), call_type if peer >= 0 else -1, peer)
+        index = self._indices.get(key)
+        if index is None:
+            index = self._indices[key] = self._add_channel(group, call_type, peer)
+        self.record.count_call(index, call_type)
+
+    def _add_channel(self, group: dist.ProcessGroup, call_type: int, peer: int) -> int:
         self._groups.append(group)
         ranks = dist.get_process_group_ranks(group)
         name = group.group_desc if group.group_desc not in ("", "undefined", "default_pg") else "of all ranks"
         if peer < 0:
-            return self.record.channel(name, tuple(ranks))
-        ends = (self.record.rank, ranks[peer])
-        return self.record.channel(name, ends if CALLS[kind] == "send" else ends[::-1], directed=True)
+            return self.record.add_channel(name, tuple(ranks))
+        endpoints = (self.record.rank, ranks[peer])
+        return self.record.add_channel(name, endpoints if CALLS[call_type] == "send" else endpoints[::-1], directed=True)
 
 
-def _calling(channels: _Channels, kind: int, method: Callable[..., Any]) -> Callable[..., Any]:
-    directed = CALLS[kind] in ("send", "receive")
+def _wrap_call(channels: _Channels, call_type: int, method: Callable[..., Any]) -> Callable[..., Any]:
+    is_directed = CALLS[call_type] in ("send", "receive")
 
     def call(self: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        channels.call(self, kind, args[1] if directed else -1)
+        channels.count_call(self, call_type, args[1] if is_directed else -1)
         return method(self, *args, **kwargs)
 
     return call
 
 
-def _waiting(record: FlightRecord, method: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_wait(record: FlightRecord, method: Callable[..., Any]) -> Callable[..., Any]:
     def wait(self: dist.Work, *args: Any, **kwargs: Any) -> Any:
-        record.wait(True)
+        record.set_waiting(True)
         try:
             return method(self, *args, **kwargs)
         finally:
-            record.wait(False)
+            record.set_waiting(False)
 
     return wait

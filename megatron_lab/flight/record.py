@@ -1,11 +1,20 @@
-"""What a rank does now: a few numbers in a file in memory, which the watcher of its node reads at any time. Nothing is sent.
+"""Record of a rank's current activity: a small file in memory that the watcher of the node reads at any time. Nothing is sent.
 
-A *channel* is what ranks call together: a group for collectives, or one direction between two ranks of it. The rank counts its
-calls on each. A rank whose count is behind is what others wait for; `diagnosis.py` makes use of that.
+A *channel* is a set of ranks that communicate: a group with its collectives, or one direction between two ranks of the group. A
+rank counts its calls on each channel. Other ranks wait for a rank whose count is lower than theirs; `diagnosis.py` evaluates this.
 
-Layout of the file: the state at 0, the exit code that the watcher asks for at 512, whether it asks for torch's trace of calls at
-520, the number of bytes of the description (JSON: who the rank is, and its channels) at 1,024 with that description behind it, and
-from 64 KiB on two numbers for each channel: calls, and what the last one was.
+Layout of the file:
+
+====== ==============================================================================
+offset content
+====== ==============================================================================
+0      state (`_STATE`)
+512    exit code with which the watcher requests the rank to end; 0 for no request
+520    whether the watcher requests torch's trace of calls
+1,024  number of bytes of the description
+1,032  description as JSON: identity of the rank, and its channels
+64 KiB two integers per channel: number of calls, and type of the last call
+====== ==============================================================================
 """
 
 from __future__ import annotations
@@ -24,30 +33,31 @@ PHASES = ("starting", "reading data", "in a step", "evaluating", "saving", "rewi
 CALLS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "barrier", "send", "receive", "collective")
 
 _STATE = struct.Struct("<dqqqqqqd")
-"""Time of the last change, phase, iteration, steps done, operation, its place, waiting, seconds waited."""
-_CODE, _LENGTH, _CHANNEL = struct.Struct("<q"), struct.Struct("<q"), struct.Struct("<qq")
-_CODE_AT, _TRACE_AT, _LENGTH_AT, _TEXT_AT, _CHANNELS_AT, _SIZE = 512, 520, 1024, 1032, 1 << 16, 1 << 17
-_MOST_CHANNELS = (_SIZE - _CHANNELS_AT) // _CHANNEL.size
+"""Time of the last change, phase, iteration, completed steps, operation, operations started in this step, nested waits, seconds
+waited."""
+_INT64, _LENGTH, _CHANNEL = struct.Struct("<q"), struct.Struct("<q"), struct.Struct("<qq")
+_EXIT_CODE_OFFSET, _TRACE_OFFSET, _LENGTH_OFFSET, _TEXT_OFFSET, _CHANNELS_OFFSET, _SIZE = 512, 520, 1024, 1032, 1 << 16, 1 << 17
+_MAX_CHANNELS = (_SIZE - _CHANNELS_OFFSET) // _CHANNEL.size
 
 
 @dataclass(frozen=True)
 class Channel:
-    """Calls of a rank on one channel."""
+    """Counter of a rank's communication calls on one channel."""
 
     group: str
-    """The group's name."""
+    """Name of the process group."""
     ranks: tuple[int, ...]
-    """Who calls together: the group; or (sender, receiver)."""
+    """Ranks of the process group; (sender, receiver) for a directed channel."""
     directed: bool
-    """Whether it goes from the first of these ranks to the second."""
+    """Whether the channel is for messages from the first to the second of two ranks. If not, it is for collectives."""
     calls: int
     last: str
-    """What the last call was."""
+    """Name of the last call, such as all-gather."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A rank as its record shows it."""
+    """State of a rank at one time, read from its record by the watcher."""
 
     rank: int
     host: str
@@ -55,28 +65,29 @@ class Snapshot:
     phase: str
     iteration: int
     steps: int
-    """How many steps it has done."""
-    operation: str
-    """What it does of the schedule, in words; empty outside of operations."""
-    place: int
-    """Number of operations that it has begun in this step, with this one."""
+    """Number of completed steps."""
+    op: str
+    """Current operation of the schedule as text; empty outside of operations."""
+    num_started_ops: int
+    """Number of operations of the schedule that the rank has started in this step, including the current one."""
     waiting: bool
-    """Whether it waits for what it has called."""
+    """Whether the rank waits for the completion of a communication call."""
     quiet_s: float
-    """Seconds since anything changed."""
+    """Seconds since the last change of the record."""
     waited_s: float
-    """Seconds that it has waited in all."""
+    """Total seconds that the rank has waited for communication calls."""
     process: str
-    """As the operating system has it: "" where it runs or sleeps, else "gone", "stopped" or "in the kernel"."""
+    """State of the process in the operating system: "gone" if it has ended, "stopped" by a signal, or "in the kernel" if it is
+    blocked there; "" if it runs or sleeps."""
     channels: tuple[Channel, ...]
 
 
 class FlightRecord:
-    """The record of this rank, as it writes it.
+    """Record into which a rank writes its current activity.
 
     Args:
-        path: a file in memory, such as in /dev/shm.
-        rank: number of the rank.
+        path: file in memory, for example in /dev/shm.
+        rank: global rank.
     """
 
     def __init__(self, path: Path, rank: int) -> None:
@@ -85,123 +96,150 @@ class FlightRecord:
             file.truncate(_SIZE)
             self._memory = mmap.mmap(file.fileno(), _SIZE)
         self.rank = rank
-        self._who = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid()}
+        self._identity = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid()}
         self._channels: list[dict[str, Any]] = []
         self._calls: list[int] = []
-        self._phase = self._iteration = self._steps = self._operation = self._place = self._waiting = 0
-        self._waited = self._since = 0.0
-        self._describe()
-        self._put()
+        self._phase = self._iteration = self._steps = self._op_code = self._num_started_ops = self._wait_depth = 0
+        self._waited_s = self._wait_start = 0.0
+        self._write_description()
+        self._write_state()
 
-    def channel(self, group: str, ranks: tuple[int, ...], *, directed: bool = False) -> int:
-        """Enter a new channel; returns its number, by which calls are counted. Of too many the last one stands for the rest."""
-        if len(self._channels) < _MOST_CHANNELS:
+    def add_channel(self, group: str, ranks: tuple[int, ...], *, directed: bool = False) -> int:
+        """Add a channel, and return its index for `count_call`. If the record is full, return the index of the last channel, which
+        then counts the calls of all further channels.
+
+        Args:
+            group: name of the process group.
+            ranks: ranks of the process group; (sender, receiver) for a directed channel.
+            directed: the channel is for messages from the first to the second of two ranks, not for collectives.
+        """
+        if len(self._channels) < _MAX_CHANNELS:
             self._channels.append({"group": group, "ranks": ranks, "directed": directed})
             self._calls.append(0)
-            if not self._describe():
+            if not self._write_description():
                 self._channels.pop()
                 self._calls.pop()
         return len(self._calls) - 1
 
-    def call(self, channel: int, kind: int) -> None:
-        """Count a call of a kind (an index into `CALLS`)."""
-        calls = self._calls[channel] = self._calls[channel] + 1
-        _CHANNEL.pack_into(self._memory, _CHANNELS_AT + channel * _CHANNEL.size, calls, kind)
-        self._put()
+    def count_call(self, channel: int, call_type: int) -> None:
+        """Count a communication call.
 
-    def wait(self, waits: bool) -> None:
-        """Say that the rank waits for what it has called, or waits no longer. Waits may lie in each other."""
-        if waits:
-            if self._waiting == 0:
-                self._since = time.monotonic()
-            self._waiting += 1
+        Args:
+            channel: index of the channel.
+            call_type: index into `CALLS`.
+        """
+        num_calls = self._calls[channel] = self._calls[channel] + 1
+        _CHANNEL.pack_into(self._memory, _CHANNELS_OFFSET + channel * _CHANNEL.size, num_calls, call_type)
+        self._write_state()
+
+    def set_waiting(self, is_waiting: bool) -> None:
+        """Record the start or the end of a wait for the completion of a call. Waits may be nested."""
+        if is_waiting:
+            if self._wait_depth == 0:
+                self._wait_start = time.monotonic()
+            self._wait_depth += 1
         else:
-            self._waiting -= 1
-            if self._waiting == 0:
-                self._waited += time.monotonic() - self._since
-        self._put()
+            self._wait_depth -= 1
+            if self._wait_depth == 0:
+                self._waited_s += time.monotonic() - self._wait_start
+        self._write_state()
 
-    def phase(self, name: str, iteration: int | None = None) -> None:
-        """Say what the rank is about."""
-        self._phase, self._operation, self._place = PHASES.index(name), 0, 0
+    def set_phase(self, name: str, iteration: int | None = None) -> None:
+        """Record the current phase, one of `PHASES`."""
+        self._phase, self._op_code, self._num_started_ops = PHASES.index(name), 0, 0
         self._steps += name == "between steps"
         self._iteration = self._iteration if iteration is None else iteration
-        self._put()
+        self._write_state()
 
-    def operation(self, kind: str, chunk: int, microbatch: int) -> None:
-        """Say which operation of the schedule it begins; `kind` is one letter."""
-        self._operation, self._place = ord(kind) << 48 | chunk << 32 | microbatch, self._place + 1
-        self._put()
+    def start_op(self, op_type: str, chunk: int, microbatch: int) -> None:
+        """Record the start of an operation of the schedule.
+
+        Args:
+            op_type: value of an `OpType`, one letter.
+        """
+        self._op_code, self._num_started_ops = ord(op_type) << 48 | chunk << 32 | microbatch, self._num_started_ops + 1
+        self._write_state()
 
     @property
     def waited_s(self) -> float:
-        """Seconds that the rank has waited in all."""
-        return self._waited
+        """Total seconds that the rank has waited for communication calls."""
+        return self._waited_s
 
-    def code_asked_for(self) -> int:
-        """The exit code with which the watcher asks the rank to end; 0 as long as it does not."""
-        return int(_CODE.unpack_from(self._memory, _CODE_AT)[0])
+    def requested_exit_code(self) -> int:
+        """Exit code with which the watcher wants the rank to exit; 0 if it has made no such request."""
+        return int(_INT64.unpack_from(self._memory, _EXIT_CODE_OFFSET)[0])
 
-    def trace_asked_for(self) -> bool:
-        """Whether the watcher has asked for torch's trace of calls since this was asked last."""
-        asked = bool(_CODE.unpack_from(self._memory, _TRACE_AT)[0])
-        _CODE.pack_into(self._memory, _TRACE_AT, 0)
-        return asked
+    def consume_trace_request(self) -> bool:
+        """Return whether the watcher has requested a dump of torch's flight recorder since the last call of this method."""
+        is_requested = bool(_INT64.unpack_from(self._memory, _TRACE_OFFSET)[0])
+        _INT64.pack_into(self._memory, _TRACE_OFFSET, 0)
+        return is_requested
 
-    def _put(self) -> None:
+    def _write_state(self) -> None:
         now = time.monotonic()
-        state = (self._phase, self._iteration, self._steps, self._operation, self._place, self._waiting)
-        _STATE.pack_into(self._memory, 0, now, *state, self._waited)
+        state = (self._phase, self._iteration, self._steps, self._op_code, self._num_started_ops, self._wait_depth)
+        _STATE.pack_into(self._memory, 0, now, *state, self._waited_s)
 
-    def _describe(self) -> bool:
-        text = json.dumps({**self._who, "channels": self._channels}).encode()
-        if len(text) > _CHANNELS_AT - _TEXT_AT:
+    def _write_description(self) -> bool:
+        text = json.dumps({**self._identity, "channels": self._channels}).encode()
+        if len(text) > _CHANNELS_OFFSET - _TEXT_OFFSET:
             return False
-        self._memory[_TEXT_AT : _TEXT_AT + len(text)] = text
-        _LENGTH.pack_into(self._memory, _LENGTH_AT, len(text))
+        self._memory[_TEXT_OFFSET : _TEXT_OFFSET + len(text)] = text
+        _LENGTH.pack_into(self._memory, _LENGTH_OFFSET, len(text))
         return True
 
 
 def read_record(path: Path) -> Snapshot | None:
-    """The rank as its record shows it now; None while the file is being made."""
+    """Read the state of a rank from its record. Return None while the file is incomplete."""
     memory = path.read_bytes()
     if len(memory) < _SIZE:
         return None
-    length = _LENGTH.unpack_from(memory, _LENGTH_AT)[0]
+    length = _LENGTH.unpack_from(memory, _LENGTH_OFFSET)[0]
     try:
-        who = json.loads(memory[_TEXT_AT : _TEXT_AT + length])
-    except ValueError:  # a channel is being entered
+        description = json.loads(memory[_TEXT_OFFSET : _TEXT_OFFSET + length])
+    except ValueError:  # the rank is adding a channel
         return None
-    changed, phase, iteration, steps, operation, place, waiting, waited = _STATE.unpack_from(memory, 0)
-    counts = [_CHANNEL.unpack_from(memory, _CHANNELS_AT + number * _CHANNEL.size) for number in range(len(who["channels"]))]
+    changed_at, phase, iteration, steps, op_code, num_started_ops, waiting, waited = _STATE.unpack_from(memory, 0)
+    counts = [_CHANNEL.unpack_from(memory, _CHANNELS_OFFSET + i * _CHANNEL.size) for i in range(len(description["channels"]))]
     channels = tuple(
-        Channel(one["group"], tuple(one["ranks"]), one["directed"], calls, CALLS[kind])
-        for one, (calls, kind) in zip(who["channels"], counts, strict=True)
+        Channel(entry["group"], tuple(entry["ranks"]), entry["directed"], calls, CALLS[call_type])
+        for entry, (calls, call_type) in zip(description["channels"], counts, strict=True)
     )
-    quiet = time.monotonic() - changed
-    process = process_state(who["pid"])
-    where = (who["rank"], who["host"], who["pid"], PHASES[phase], iteration, steps, _in_words(operation), place)
-    return Snapshot(*where, bool(waiting), quiet, waited, process, channels)
+    quiet_s = time.monotonic() - changed_at
+    process = get_process_state(description["pid"])
+    identity = (
+        description["rank"],
+        description["host"],
+        description["pid"],
+        PHASES[phase],
+        iteration,
+        steps,
+        _format_op(op_code),
+        num_started_ops,
+    )
+    return Snapshot(*identity, bool(waiting), quiet_s, waited, process, channels)
 
 
-def ask_to_end(path: Path, code: int) -> None:
-    """Ask a rank to end with an exit code."""
-    _write(path, _CODE_AT, code)
+def request_exit(path: Path, code: int) -> None:
+    """Request that a rank exits with an exit code. Called by the watcher."""
+    _write(path, _EXIT_CODE_OFFSET, code)
 
 
-def ask_for_trace(path: Path) -> None:
-    """Ask a rank to write torch's trace of its calls."""
-    _write(path, _TRACE_AT, 1)
+def request_trace(path: Path) -> None:
+    """Request that a rank writes a dump of torch's flight recorder, the list of its last communication calls. Called by the
+    watcher."""
+    _write(path, _TRACE_OFFSET, 1)
 
 
-def _write(path: Path, at: int, number: int) -> None:
+def _write(path: Path, offset: int, value: int) -> None:
     with path.open("rb+") as file:
-        file.seek(at)
-        file.write(_CODE.pack(number))
+        file.seek(offset)
+        file.write(_INT64.pack(value))
 
 
-def process_state(pid: int) -> str:
-    """What the operating system says of a process: "" where it runs or sleeps, else "gone", "stopped" or "in the kernel"."""
+def get_process_state(pid: int) -> str:
+    """Return the state of a process in the operating system: "gone" if it has ended, "stopped" by a signal, or "in the kernel" if
+    it is blocked there; "" if it runs or sleeps."""
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -209,11 +247,11 @@ def process_state(pid: int) -> str:
     return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone", "D": "in the kernel"}.get(letter, "")
 
 
-_OPERATIONS = {"F": "forward", "R": "recompute", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+_OP_NAMES = {"F": "forward", "R": "recompute", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 
-def _in_words(operation: int) -> str:
-    if not operation:
+def _format_op(op_code: int) -> str:
+    if not op_code:
         return ""
-    kind, chunk, microbatch = chr(operation >> 48), operation >> 32 & 0xFFFF, operation & 0xFFFFFFFF
-    return f"{_OPERATIONS.get(kind, kind)} of chunk {chunk}, microbatch {microbatch}"
+    op_type, chunk, microbatch = chr(op_code >> 48), op_code >> 32 & 0xFFFF, op_code & 0xFFFFFFFF
+    return f"{_OP_NAMES.get(op_type, op_type)} of chunk {chunk}, microbatch {microbatch}"

@@ -1,7 +1,8 @@
-"""--straggler-interval: ranks that compute longer than their peers, though all wait for each other and so take equally long.
+"""Detection of slow ranks (--straggler-interval): ranks that compute longer than their peers.
 
-Compared is the time of a step apart from waits, as the rank's record of calls has it (`megatron_lab/flight/`), with that of the
-other ranks of the same pipeline stage. On a GPU that is the host's time: of devices that are slow this says nothing.
+Step times do not show a slow rank, because all ranks wait for each other and take equally long. This module therefore compares the
+time of a step without the waits that the rank's record of calls counts (`megatron_lab/flight/`). The peers of a rank are the other
+ranks of its pipeline stage. On a GPU this is the time of the host: slow devices are not detected.
 """
 
 from __future__ import annotations
@@ -19,73 +20,76 @@ from megatron.parallel.context import ParallelContext
 from megatron.training.progress import Progress
 from megatron.training.reporter import Reporter
 from megatron.training.step import StepResult
-from megatron.training.watch import Watcher
+from megatron.training.watch import Callback
 from megatron_lab.flight.watched import Flight
 
-_SLOWER, _SPREADS = 1.1, 4.0
-"""A rank is slow that takes so many times the median of its peers, and exceeds it by so many of their spreads (1.4826 x the median
-absolute deviation, which for a normal distribution is its standard deviation)."""
-_IN_A_ROW = 2
-"""Intervals in which it must be slow before it is told."""
+_MIN_RATIO, _MIN_DEVIATIONS = 1.1, 4.0
+"""A rank is slow if its time is more than `_MIN_RATIO` times the median of its peers, and exceeds the median by more than
+`_MIN_DEVIATIONS` deviations. The deviation is 1.4826 times the median absolute deviation, which equals the standard deviation of a
+normal distribution."""
+_MIN_CONSECUTIVE = 2
+"""Consecutive intervals in which a rank must be slow before it is reported."""
 
 
-def slow_ranks(seconds: Sequence[float], stages: Sequence[int]) -> dict[int, float]:
-    """Ranks that take longer than their peers, each with how many times as long.
+def find_slow_ranks(rank_seconds: Sequence[float], stages: Sequence[int]) -> dict[int, float]:
+    """Find the ranks that take longer than their peers. Return the ratio of their time to the median time of the peers, by rank.
 
     Args:
-        seconds: what each rank took.
-        stages: the pipeline stage of each; its other ranks are its peers.
+        rank_seconds: time of each rank, in seconds.
+        stages: pipeline stage of each rank. The other ranks of the stage are its peers.
     """
-    found = {}
-    for rank, (mine, stage) in enumerate(zip(seconds, stages, strict=True)):
-        peers = [took for other, took in enumerate(seconds) if stages[other] == stage and other != rank]
-        if not peers:
+    ratios = {}
+    for rank, (rank_s, stage) in enumerate(zip(rank_seconds, stages, strict=True)):
+        peer_seconds = [peer_s for peer, peer_s in enumerate(rank_seconds) if stages[peer] == stage and peer != rank]
+        if not peer_seconds:
             continue
-        middle = statistics.median(peers)
-        spread = 1.4826 * statistics.median(abs(took - middle) for took in peers)
-        if mine > _SLOWER * middle and mine > middle + _SPREADS * spread:
-            found[rank] = mine / middle if middle else float("inf")
-    return found
+        median = statistics.median(peer_seconds)
+        deviation = 1.4826 * statistics.median(abs(peer_s - median) for peer_s in peer_seconds)
+        if rank_s > _MIN_RATIO * median and rank_s > median + _MIN_DEVIATIONS * deviation:
+            ratios[rank] = rank_s / median if median else float("inf")
+    return ratios
 
 
-class StragglerReports(Watcher):
-    """Says which ranks have been slower than their peers.
+class StragglerCallback(Callback):
+    """Callback that logs ranks that compute longer than the other ranks of their pipeline stage.
 
     Args:
-        every: steps of an interval.
+        interval: steps between comparisons.
     """
 
-    def __init__(self, context: ParallelContext, flight: Flight, every: int, reporter: Reporter) -> None:
-        self._context, self._flight, self._every, self._reporter = context, flight, every, reporter
+    def __init__(self, context: ParallelContext, flight: Flight, interval: int, reporter: Reporter) -> None:
+        self._context, self._flight, self._interval, self._reporter = context, flight, interval, reporter
         self._hosts = gather_objects(socket.gethostname(), context.world)
         self._stages = [context.topology.coordinates(rank)["pp"] for rank in range(context.world.size)]
-        self._busy, self._steps, self._since = 0.0, 0, (0.0, 0.0)
-        self._slow: dict[int, int] = {}
-        """For each rank that was slow in the last interval, in how many in a row."""
+        self._busy_s, self._steps, self._step_start = 0.0, 0, (0.0, 0.0)
+        self._slow_intervals: dict[int, int] = {}
+        """Number of consecutive slow intervals, for each rank that was slow in the last interval."""
 
     def before_step(self, batch: Sequence[ModelInputs], iteration: int) -> None:
-        """See `Watcher`."""
-        self._since = time.perf_counter(), self._flight.waited_s
+        """Store the start time of the step."""
+        self._step_start = time.perf_counter(), self._flight.waited_s
 
     def after_step(self, progress: Progress, result: StepResult, samples: int, learning_rate: float, weight_decay: float) -> None:
-        """See `Watcher`. The ranks tell each other at the end of an interval."""
-        began, waited = self._since
-        self._busy += time.perf_counter() - began - (self._flight.waited_s - waited)
+        """Add the computing time of the step. At the end of an interval, gather the mean times of all ranks and compare them."""
+        start, start_waited_s = self._step_start
+        self._busy_s += time.perf_counter() - start - (self._flight.waited_s - start_waited_s)
         self._steps += 1
-        if progress.iteration % self._every:
+        if progress.iteration % self._interval:
             return
-        mine = torch.tensor([self._busy / self._steps], dtype=torch.float64, device=self._context.device)
-        self._tell(progress, all_gather(mine, self._context.world).tolist())
-        self._busy, self._steps = 0.0, 0
+        mean_busy_s = torch.tensor([self._busy_s / self._steps], dtype=torch.float64, device=self._context.device)
+        self._report_findings(progress, all_gather(mean_busy_s, self._context.world).tolist())
+        self._busy_s, self._steps = 0.0, 0
 
-    def _tell(self, progress: Progress, seconds: Sequence[float]) -> None:
-        slow = slow_ranks(seconds, self._stages)
-        self._slow = {rank: self._slow.get(rank, 0) + 1 for rank in slow}
-        told: Mapping[int, float] = {rank: ratio for rank, ratio in slow.items() if self._slow[rank] >= _IN_A_ROW}
-        for rank, ratio in told.items():
-            self._reporter.say(
-                f"  rank {rank} (node {self._hosts[rank]}): {ratio:.2f} x its peers' time of computing "
-                f"for {self._slow[rank] * self._every} steps"
+    def _report_findings(self, progress: Progress, rank_seconds: Sequence[float]) -> None:
+        slow = find_slow_ranks(rank_seconds, self._stages)
+        self._slow_intervals = {rank: self._slow_intervals.get(rank, 0) + 1 for rank in slow}
+        reported: Mapping[int, float] = {
+            rank: ratio for rank, ratio in slow.items() if self._slow_intervals[rank] >= _MIN_CONSECUTIVE
+        }
+        for rank, ratio in reported.items():
+            self._reporter.log(
+                f"  rank {rank} (node {self._hosts[rank]}) computes {ratio:.2f} x as long as the other ranks of its stage, "
+                f"for {self._slow_intervals[rank] * self._interval} steps"
             )
-        worst = max(told, key=lambda rank: told[rank], default=-1)
-        self._reporter.measured(progress, {"straggler_rank": worst, "straggler_ratio": told.get(worst, 1.0)})
+        worst = max(reported, key=lambda rank: reported[rank], default=-1)
+        self._reporter.log_measurements(progress, {"straggler_rank": worst, "straggler_ratio": reported.get(worst, 1.0)})

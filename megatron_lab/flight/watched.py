@@ -1,5 +1,5 @@
-"""A rank's side: it makes its record, lets its calls be counted, and ends when the watcher asks for it. The first rank of a node
-starts the node's watcher."""
+"""Monitoring of a rank, in the rank's own process: write its record, count its calls, and end the process when the watcher requests
+it. The first rank of each node starts the watcher process of the node."""
 
 from __future__ import annotations
 
@@ -21,141 +21,153 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.config.launcher import module_start
+from megatron.config.launcher import build_module_command
 from megatron.config.parallel import ParallelConfig
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.meeting import own_address
-from megatron.parallel.torch_private import flight_recorder_dumps, get_default_store
+from megatron.parallel.rendezvous import get_node_address
+from megatron.parallel.torch_private import find_flight_recorder_dumps, get_default_store
 from megatron.spec.operations import Op
-from megatron_lab.flight.hooks import counted_calls
+from megatron_lab.flight.hooks import count_calls
 from megatron_lab.flight.record import FlightRecord, read_record
-from megatron_lab.flight.watcher import CALLS_SUFFIX, STACKS, Orders
+from megatron_lab.flight.watcher import CALLS_SUFFIX, STACK_SIGNAL, WatcherConfig
 
-_MEMORY, _PREFIX = "/dev/shm", "flight-"
-_STARTED_WITHIN_S = 600.0
-"""A folder without records may belong to a start that is only this old."""
-_LOOK_EVERY_S = 0.5
-_GONE_WITHIN_S = 1.0
-_HEARD_WITHIN_S = 1.0
-"""From the moment a rank is asked to end to its end. So all are asked before one of them loses contact with another that ended."""
+_MEMORY_FOLDER, _FOLDER_PREFIX = "/dev/shm", "flight-"
+_MIN_STALE_AGE_S = 600.0
+"""Age in seconds up to which a folder without records may belong to a run that is starting."""
+_POLL_INTERVAL_S = 0.5
+_EXIT_TIMEOUT_S = 1.0
+_EXIT_DELAY_S = 1.0
+"""Seconds between the request to end and the end of a rank. All ranks receive the request before one of them loses contact with
+a rank that has ended."""
 
 
 class Flight:
-    """What the loop tells of this rank; it does nothing where nobody watches.
+    """Interface through which the training loop writes the record of this rank. All methods do nothing if the run is not monitored.
 
     Args:
-        record: None where nobody watches.
+        record: record of this rank; None if the run is not monitored.
         nodes: name and address of each rank's node.
     """
 
     def __init__(self, record: FlightRecord | None = None, nodes: Sequence[tuple[str, str]] = ()) -> None:
         self._record, self._nodes = record, nodes
 
-    def phase(self, name: str, iteration: int | None = None) -> None:
-        """Say what the rank is about (one of `record.PHASES`)."""
+    def set_phase(self, name: str, iteration: int | None = None) -> None:
+        """Record the current phase, one of `record.PHASES`."""
         if self._record is not None:
-            self._record.phase(name, iteration)
+            self._record.set_phase(name, iteration)
 
     @property
     def waited_s(self) -> float:
-        """Seconds that the rank has waited for others in all."""
+        """Total seconds that the rank has waited for other ranks."""
         return 0.0 if self._record is None else self._record.waited_s
 
-    def code_asked_for(self) -> int:
-        """The exit code with which the watcher asks the rank to end; 0 as long as it does not."""
-        return 0 if self._record is None else self._record.code_asked_for()
+    def requested_exit_code(self) -> int:
+        """Exit code with which the watcher wants the rank to exit; 0 if it has made no such request."""
+        return 0 if self._record is None else self._record.requested_exit_code()
 
-    def lost(self, reason: str) -> str | None:
-        """Which rank contact is lost with, as far as this node can tell; None if it cannot.
+    def find_lost_rank(self, reason: str) -> str | None:
+        """Describe the rank to which the contact is lost. Return None if this node cannot identify it.
 
         Args:
-            reason: what torch says; it may name the address of the other end.
+            reason: text of torch's error, which may contain the address of the peer.
         """
         if self._record is None:
             return None
-        until = time.monotonic() + _GONE_WITHIN_S  # connections end before the process does
-        while not (gone := self._gone()) and time.monotonic() < until:
+        deadline = time.monotonic() + _EXIT_TIMEOUT_S  # the connections of a process close before it is gone
+        while not (gone_ranks := self._find_gone_ranks()) and time.monotonic() < deadline:
             time.sleep(0.05)
-        if gone:
-            more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
-            return f"rank {gone[0]} (node {self._nodes[gone[0]][0]}){more}, whose process is gone"
-        mine = self._nodes[self._record.rank][1]
-        there = [rank for rank, (_, address) in enumerate(self._nodes) if address != mine and f"[{address}]" in reason]
-        return f"a rank of {there[0]} to {there[-1]} (node {self._nodes[there[0]][0]})" if there else None
+        if gone_ranks:
+            suffix = f" and {len(gone_ranks) - 1} more" if len(gone_ranks) > 1 else ""
+            return f"rank {gone_ranks[0]} (node {self._nodes[gone_ranks[0]][0]}){suffix}, whose process is gone"
+        local_address = self._nodes[self._record.rank][1]
+        remote_ranks = [
+            rank for rank, (_, address) in enumerate(self._nodes) if address != local_address and f"[{address}]" in reason
+        ]
+        return (
+            f"one of the ranks {remote_ranks[0]} to {remote_ranks[-1]} (node {self._nodes[remote_ranks[0]][0]})"
+            if remote_ranks
+            else None
+        )
 
-    def _gone(self) -> list[int]:
-        """Ranks of this node whose process is gone, the one that moved last longest ago first."""
+    def _find_gone_ranks(self) -> list[int]:
+        """Return the ranks of this node whose process has ended, the one with the oldest activity first."""
         assert self._record is not None
-        found = [read_record(path) for path in self._record.path.parent.glob("rank-*.record")]
-        gone = [one for one in found if one is not None and one.process == "gone"]
-        return [one.rank for one in sorted(gone, key=lambda one: -one.quiet_s)]
+        snapshots = [read_record(path) for path in self._record.path.parent.glob("rank-*.record")]
+        gone = [snapshot for snapshot in snapshots if snapshot is not None and snapshot.process == "gone"]
+        return [snapshot.rank for snapshot in sorted(gone, key=lambda snapshot: -snapshot.quiet_s)]
 
-    def operation(self, op: Op) -> None:
-        """Say which operation of the schedule it begins."""
+    def start_op(self, op: Op) -> None:
+        """Record the start of an operation of the schedule."""
         if self._record is not None:
-            self._record.operation(op.kind, op.chunk, op.microbatch)
+            self._record.start_op(op.type, op.chunk, op.microbatch)
 
 
 @contextmanager
-def watched(context: ParallelContext, config: ParallelConfig, stacks: str | None) -> Iterator[Flight]:
-    """Let this rank be watched, if the settings say so. All ranks of the world enter it together; a world of one is not watched.
+def watch_rank(context: ParallelContext, config: ParallelConfig, stack_folder: str | None) -> Iterator[Flight]:
+    """Monitor this rank while the context is active, if the settings request monitoring. All ranks enter the context together. A
+    run with a single rank is not monitored.
 
     Args:
-        stacks: folder in which the stacks of a hang stay.
+        stack_folder: folder to which stack traces are copied when a hang is found; None to copy none.
     """
-    rank, world, warn_s = context.rank, context.world.size, config.hang_warn_s
-    if not warn_s or world == 1:
+    rank, world_size, warn_s = context.rank, context.world.size, config.hang_warn_s
+    if not warn_s or world_size == 1:
         yield Flight()
         return
-    local = int(os.environ.get("LOCAL_RANK", rank))
-    node, ranks = rank - local, int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    first_local_rank, num_local_ranks = rank - local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     store = dist.PrefixStore("flight", get_default_store())
-    if local == 0:
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_MEMORY if os.path.isdir(_MEMORY) else None))
-        _sweep(folder.parent)
+    if local_rank == 0:
+        folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=_MEMORY_FOLDER if os.path.isdir(_MEMORY_FOLDER) else None))
+        _remove_stale_folders(folder.parent)
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        _start_watcher(Orders(str(folder), ranks, world, warn_s, config.hang_kill_s, "", None, stacks), rank, store)
-        store.set(f"folder/{node}", str(folder))
-    folder = Path(store.get(f"folder/{node}").decode())
+        _start_watcher(
+            WatcherConfig(str(folder), num_local_ranks, world_size, warn_s, config.hang_kill_s, "", None, stack_folder), rank, store
+        )
+        store.set(f"folder/{first_local_rank}", str(folder))
+    folder = Path(store.get(f"folder/{first_local_rank}").decode())
     record = FlightRecord(folder / f"rank-{rank}.record", rank)
-    nodes = gather_objects((socket.gethostname(), own_address()), context.world)
+    nodes = gather_objects((socket.gethostname(), get_node_address()), context.world)
     with (folder / f"rank-{rank}.stack").open("w") as file:
-        faulthandler.register(STACKS, file, all_threads=True)
-        threading.Thread(target=_obey, args=(record,), daemon=True, name="flight").start()
+        faulthandler.register(STACK_SIGNAL, file, all_threads=True)
+        threading.Thread(target=_poll_requests, args=(record,), daemon=True, name="flight").start()
         try:
-            with counted_calls(record):
+            with count_calls(record):
                 yield Flight(record, nodes)
-            record.phase("ended")
+            record.set_phase("ended")
         finally:
-            faulthandler.unregister(STACKS)
+            faulthandler.unregister(STACK_SIGNAL)
 
 
-def stack_folder(save: str | None) -> str | None:
-    """Where the stacks of a hang stay: in the folder of the run, if it has one on this node's file systems."""
+def get_stack_folder(save: str | None) -> str | None:
+    """Return the folder for the stack traces of a hang: a folder in the save folder. Return None if there is no save folder, or if
+    it is a URL."""
     return None if save is None or "://" in save else os.path.join(save, "stacks")
 
 
-def _sweep(root: Path) -> None:
-    """Remove what starts left that were killed with their watcher, or before they had one."""
-    for folder in root.glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # another start may do the same
-            state = folder.stat()
-            if state.st_uid != os.getuid() or time.time() - state.st_mtime < _STARTED_WITHIN_S:
+def _remove_stale_folders(root: Path) -> None:
+    """Remove record folders of earlier runs that were killed together with their watcher, or before it started."""
+    for folder in root.glob(f"{_FOLDER_PREFIX}*"):
+        with suppress(OSError):  # another run may remove the folder at the same time
+            stat = folder.stat()
+            if stat.st_uid != os.getuid() or time.time() - stat.st_mtime < _MIN_STALE_AGE_S:
                 continue
-            found = [one for path in folder.glob("rank-*.record") if (one := read_record(path)) is not None]
-            if all(one.process == "gone" and one.host == socket.gethostname() for one in found):
+            snapshots = [snapshot for path in folder.glob("rank-*.record") if (snapshot := read_record(path)) is not None]
+            if all(snapshot.process == "gone" and snapshot.host == socket.gethostname() for snapshot in snapshots):
                 shutil.rmtree(folder)
 
 
-def _start_watcher(orders: Orders, rank: int, store: dist.Store) -> None:
-    """Start the node's watcher, and tell the others where that of the first node listens."""
+def _start_watcher(watcher_config: WatcherConfig, rank: int, store: dist.Store) -> None:
+    """Start the watcher process of this node. The first rank of the run publishes the address of its watcher in the store, and the
+    other nodes read the address."""
     if rank == 0:
-        orders = dataclasses.replace(orders, token=secrets.token_hex(16))
+        watcher_config = dataclasses.replace(watcher_config, token=secrets.token_hex(16))
     else:
         address, token = store.get("head").decode().split()
-        orders = dataclasses.replace(orders, head=address, token=token)
-    command, environment = module_start("megatron_lab.flight.watcher")
+        watcher_config = dataclasses.replace(watcher_config, first_node_address=address, token=token)
+    command, environment = build_module_command("megatron_lab.flight.watcher")
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -165,28 +177,30 @@ def _start_watcher(orders: Orders, rank: int, store: dist.Store) -> None:
     )
     assert process.stdin is not None
     with process.stdin:
-        process.stdin.write(json.dumps(dataclasses.asdict(orders)).encode())
+        process.stdin.write(json.dumps(dataclasses.asdict(watcher_config)).encode())
     if rank == 0:
         assert process.stdout is not None
         port = process.stdout.readline().decode().strip()
-        store.set("head", f"{os.environ.get('MASTER_ADDR') or socket.gethostname()}:{port} {orders.token}")
+        store.set("head", f"{os.environ.get('MASTER_ADDR') or socket.gethostname()}:{port} {watcher_config.token}")
 
 
-def _obey(record: FlightRecord) -> None:
-    """Do what the watcher asks for, while the main thread waits for others."""
+def _poll_requests(record: FlightRecord) -> None:
+    """Check for requests of the watcher, and execute them. Runs in a thread, because the main thread may be waiting for other
+    ranks."""
     while True:
-        time.sleep(_LOOK_EVERY_S)
-        if record.trace_asked_for():
+        time.sleep(_POLL_INTERVAL_S)
+        if record.consume_trace_request():
             _write_trace(record.path.with_suffix(CALLS_SUFFIX))
-        code = record.code_asked_for()
+        code = record.requested_exit_code()
         if code:
-            time.sleep(_HEARD_WITHIN_S)
+            time.sleep(_EXIT_DELAY_S)
             os._exit(code)
 
 
 def _write_trace(path: Path) -> None:
-    """Write the trace of torch's flight recorder: the last calls of NCCL's groups, or those of gloo if NCCL has made none."""
-    for dump in flight_recorder_dumps():
+    """Write a dump of torch's flight recorder: the last calls of the NCCL groups, or of the gloo groups if there are no NCCL
+    calls."""
+    for dump in find_flight_recorder_dumps():
         with suppress(RuntimeError, OSError):
             trace = dump()
             if json.loads(trace).get("entries"):

@@ -1,15 +1,17 @@
-"""The process of a node that watches its ranks, and tells who keeps the others waiting when nothing moves any more.
+"""Watcher process of a node: monitors the ranks of the node, and reports the rank that keeps the others waiting when no rank makes
+progress.
 
-    python -P -m megatron_lab.flight.watcher < ORDERS
+    python -P -m megatron_lab.flight.watcher < CONFIG
 
-It is started by the first rank of the node (`watched.py`) and imports no torch. The watchers of other nodes send what they read to
-that of the first node, over TCP and outside of the training's groups; that one finds the culprit, tells it once, and says what the
-others are to do: write the stacks of their ranks, and later end them. A node that is not heard from any more while nothing moves is
-itself what is told; its own watcher, which does not hear the first node either, judges its ranks alone.
+The first rank of the node starts the process (`watched.py`), which does not import torch. The watchers of the other nodes send the
+state of their ranks to the watcher of the first node, over TCP and independently of the training's process groups. The watcher of
+the first node finds the culprit and reports it once. Then it sends commands to the other watchers: first to write the stack traces
+of their ranks, and later to end the ranks. If a node sends no reports during a stall, the node itself is reported as the cause. If
+a node receives no answer from the first node, its own watcher diagnoses only the ranks of this node.
 
-How long a stillness is a hang: --hang-warn-s, or three times the longest one that ended by itself in the same phase, whichever is
-longer. A phase that no rank has left yet (the start, with its compilation; the first save; the first evaluation) gets ten times
---hang-warn-s.
+A *stall* is a time in which no rank makes progress. It counts as a hang if it lasts longer than --hang-warn-s, and longer than
+three times the longest earlier stall in the same phase after which the run continued. A phase that no rank has completed yet (the
+start with its compilation, the first save, the first evaluation) may take ten times --hang-warn-s.
 """
 
 from __future__ import annotations
@@ -30,334 +32,361 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from megatron_lab.flight.diagnosis import Departure, find_departed, head_not_heard, listed, never_heard, node_not_heard
-from megatron_lab.flight.record import Channel, Snapshot, ask_for_trace, ask_to_end, process_state, read_record
+from megatron_lab.flight.diagnosis import (
+    HangDiagnosis,
+    diagnose_missing_ranks,
+    diagnose_ranks,
+    diagnose_silent_first_node,
+    diagnose_silent_node,
+    format_rank_list,
+)
+from megatron_lab.flight.record import Channel, Snapshot, get_process_state, read_record, request_exit, request_trace
 
 HANG_EXIT_CODE = 86
-"""That of a job that is ended because it hangs."""
-_LONGEST_LINE = 1 << 24
-"""Characters of a message of another node, at the most; a record has some hundred."""
+"""Exit code of a job that is ended because of a hang."""
+_MAX_LINE_CHARS = 1 << 24
+"""Maximum length of a message from another node, in characters. One record has a few hundred."""
 CALLS_SUFFIX = ".calls.json"
-"""End of the name of the file with torch's trace of a rank's calls."""
-_TRACES_WITHIN_S = 2.0
-STACKS = signal.SIGRTMIN + 3
-"""The signal on which a rank writes the stacks of its threads."""
-_EVERY_S = 0.5
-_ANSWER_WITHIN_S = 5.0
-_APART = 0.5
-"""Share of a stillness for which a node must not have been heard from to be told as its cause; and two seconds in any case."""
-_APART_S = 4 * _EVERY_S
-_ALL_HEARD_WITHIN_S = 120.0
-_UNSEEN, _SEEN = 10.0, 3.0
-_ORDINARY = ("in a step", "reading data", "between steps")
-"""Phases that last a step, so that --hang-warn-s is right for them from the second step on."""
+"""File name suffix of torch's trace of a rank's calls."""
+_TRACE_TIMEOUT_S = 2.0
+STACK_SIGNAL = signal.SIGRTMIN + 3
+"""Signal on which a rank writes the stacks of its threads."""
+_POLL_INTERVAL_S = 0.5
+_REPLY_TIMEOUT_S = 5.0
+_SILENCE_RATIO = 0.5
+"""A node is reported as the cause of a stall if it has been silent for more than this fraction of the stall, and for more than
+`_MIN_SILENCE_S` seconds."""
+_MIN_SILENCE_S = 4 * _POLL_INTERVAL_S
+_REPORT_TIMEOUT_S = 120.0
+_NEW_PHASE_FACTOR, _STALL_FACTOR = 10.0, 3.0
+_STEP_PHASES = ("in a step", "reading data", "between steps")
+"""Phases that occur in every step, so that --hang-warn-s applies to them from the second step on."""
 
 
 @dataclass(frozen=True)
-class Orders:
-    """What a watcher is started with."""
+class WatcherConfig:
+    """Configuration of a watcher, which it reads from its standard input."""
 
     folder: str
-    """Where the records of the node's ranks are, in memory."""
-    ranks: int
-    """How many of the node there are."""
-    world: int
+    """Folder in memory with the records of the node's ranks."""
+    num_ranks: int
+    """Number of ranks of this node."""
+    world_size: int
     warn_s: float
     kill_s: float | None
     token: str
-    """What a watcher says first to that of the first node."""
-    head: str | None = None
-    """Address of the first node's watcher; None on that node."""
-    stacks: str | None = None
-    """Folder in which stacks stay."""
+    """Secret that a watcher sends first when it connects to the watcher of the first node."""
+    first_node_address: str | None = None
+    """Address of the first node's watcher; None on the first node."""
+    stack_folder: str | None = None
+    """Folder to which stack traces are copied when a hang is found; None to copy none."""
 
 
-class Judge:
-    """Says when a stillness is a hang.
+class HangDetector:
+    """Decides how long a stall may last until it counts as a hang.
 
     Args:
-        warn_s: see --hang-warn-s.
+        warn_s: value of --hang-warn-s.
     """
 
     def __init__(self, warn_s: float) -> None:
         self._warn_s = warn_s
-        self._longest: dict[str, float] = {}
-        self._left = set[str]()
-        self._stillness, self._phases = 0.0, frozenset[str]()
-        self._stepped = False
+        self._longest_stall_s: dict[str, float] = {}
+        self._left_phases = set[str]()
+        self._stall_s, self._phases = 0.0, frozenset[str]()
+        self._has_stepped = False
 
-    def limit_s(self) -> float:
-        """Seconds of stillness from which on this is a hang."""
-        return max(map(self._limit, self._phases), default=self._warn_s)
+    def get_limit_s(self) -> float:
+        """Return the duration in seconds from which on a stall in the current phases counts as a hang."""
+        return max(map(self._get_phase_limit_s, self._phases), default=self._warn_s)
 
-    def look(self, snapshots: Sequence[Snapshot]) -> float:
-        """Take in what is seen; returns the seconds since anything moved."""
-        stillness = min(one.quiet_s for one in snapshots)
-        self._stepped = any(one.steps for one in snapshots)
-        if stillness < self._stillness:  # it ended by itself
+    def update(self, snapshots: Sequence[Snapshot]) -> float:
+        """Update the detector with the current snapshots of the ranks. Return the duration of the current stall: the seconds since
+        any rank made progress."""
+        stall_s = min(snapshot.quiet_s for snapshot in snapshots)
+        self._has_stepped = any(snapshot.steps for snapshot in snapshots)
+        if stall_s < self._stall_s:  # the stall ended by itself
             for phase in self._phases:
-                self._longest[phase] = max(self._longest.get(phase, 0.0), self._stillness)
-        phases = frozenset(one.phase for one in snapshots)
-        self._left |= self._phases - phases
-        self._stillness, self._phases = stillness, phases
-        return stillness
+                self._longest_stall_s[phase] = max(self._longest_stall_s.get(phase, 0.0), self._stall_s)
+        phases = frozenset(snapshot.phase for snapshot in snapshots)
+        self._left_phases |= self._phases - phases
+        self._stall_s, self._phases = stall_s, phases
+        return stall_s
 
-    def _limit(self, phase: str) -> float:
-        if phase in self._left or (phase in _ORDINARY and self._stepped):
-            return max(self._warn_s, _SEEN * self._longest.get(phase, 0.0))
-        return _UNSEEN * self._warn_s
+    def _get_phase_limit_s(self, phase: str) -> float:
+        if phase in self._left_phases or (phase in _STEP_PHASES and self._has_stepped):
+            return max(self._warn_s, _STALL_FACTOR * self._longest_stall_s.get(phase, 0.0))
+        return _NEW_PHASE_FACTOR * self._warn_s
 
 
 @dataclass(frozen=True)
 class _NodeReport:
-    """The last records that another node has sent of its ranks."""
+    """Latest report of another node, with the state of its ranks."""
 
     received_at: float
     """Time at which the report arrived, by `time.monotonic` of this node."""
     delay_s: float
-    """Longest time, in seconds, that the report can have spent on the network. A node sends a report `_EVERY_S` after the answer to
-    the one before, so this is the interval between the two, less `_EVERY_S`."""
+    """Upper bound of the time, in seconds, that the report spent on the network. A node sends a report `_POLL_INTERVAL_S` after
+    the answer to its previous report, so the bound is the interval between the two reports minus `_POLL_INTERVAL_S`."""
     ranks: list[Snapshot]
 
 
 class NodeWatcher:
-    """Watches the ranks of a node, and on the first node all ranks."""
+    """Watcher of a node's ranks. The watcher of the first node monitors the ranks of all nodes."""
 
-    def __init__(self, orders: Orders) -> None:
-        self._orders, self._judge = orders, Judge(orders.warn_s)
-        self._folder = Path(orders.folder)
-        self._others: dict[str, _NodeReport] = {}
+    def __init__(self, config: WatcherConfig) -> None:
+        self._config, self._detector = config, HangDetector(config.warn_s)
+        self._folder = Path(config.folder)
+        self._node_reports: dict[str, _NodeReport] = {}
         self._commands: list[dict[str, Any]] = []
-        self._still_since: float | None = None
-        """Start of the stillness that has been reported, by `time.monotonic`; None while none is reported."""
-        self._began, self._missed = time.monotonic(), False
+        self._stall_start: float | None = None
+        """Start of the reported stall, by `time.monotonic`; None while no stall is reported."""
+        self._start_time, self._has_reported_missing = time.monotonic(), False
 
     def run(self) -> None:
-        """Watch until all ranks of the node have ended."""
-        link = None if self._orders.head is None else _Link(self._orders)
+        """Monitor the ranks until all ranks of the node have ended."""
+        link = None if self._config.first_node_address is None else _Link(self._config)
         parent = os.getppid()
         while True:
-            mine = self.read()
-            complete = len(mine) == self._orders.ranks or os.getppid() != parent  # a rank may end before it has a record
-            if complete and all(one.phase == "ended" or one.process == "gone" for one in mine):
+            snapshots = self.read_records()
+            is_complete = (
+                len(snapshots) == self._config.num_ranks or os.getppid() != parent
+            )  # a rank may end before it has a record
+            if is_complete and all(snapshot.phase == "ended" or snapshot.process == "gone" for snapshot in snapshots):
                 break
             if link is None:
-                self._judge_all(mine)
+                self._check_all_nodes(snapshots)
             else:
-                for command in link.tell(mine):
-                    self._obey(command)
-                self._judge_alone(mine, link)
-            time.sleep(_EVERY_S)
+                for command in link.exchange(snapshots):
+                    self._execute(command)
+                self._check_local_node(snapshots, link)
+            time.sleep(_POLL_INTERVAL_S)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def read(self) -> list[Snapshot]:
-        """The records of the node's ranks."""
-        found = []
+    def read_records(self) -> list[Snapshot]:
+        """Read the records of the node's ranks."""
+        records = []
         for path in sorted(self._folder.glob("rank-*.record")):
             with contextlib.suppress(OSError):
-                found.append(read_record(path))
-        return [one for one in found if one is not None]
+                records.append(read_record(path))
+        return [record for record in records if record is not None]
 
     def receive(self, node: str, ranks: list[Snapshot]) -> None:
-        """Store the records that another node has sent of its ranks."""
-        now, last = time.monotonic(), self._others.get(node)
-        delay_s = 0.0 if last is None else max(0.0, now - last.received_at - _EVERY_S)
-        self._others[node] = _NodeReport(now, delay_s, ranks)
+        """Store the report of another node about its ranks."""
+        now, previous = time.monotonic(), self._node_reports.get(node)
+        delay_s = 0.0 if previous is None else max(0.0, now - previous.received_at - _POLL_INTERVAL_S)
+        self._node_reports[node] = _NodeReport(now, delay_s, ranks)
 
     def serve(self, listener: socket.socket) -> None:
-        """Answer the watchers of other nodes, each in a thread."""
+        """Answer the watchers of other nodes, each in its own thread."""
 
-        def hear(connection: socket.socket) -> None:
-            # What is not as a watcher writes it ends the connection, not the watch.
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError), connection, connection.makefile("rw") as lines:
-                if not hmac.compare_digest(lines.readline(_LONGEST_LINE).strip().encode(), self._orders.token.encode()):
+        def handle_connection(connection: socket.socket) -> None:
+            # Invalid data ends the connection, but not the watcher.
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError), connection, connection.makefile("rw") as stream:
+                if not hmac.compare_digest(stream.readline(_MAX_LINE_CHARS).strip().encode(), self._config.token.encode()):
                     return
-                done = 0
-                while line := lines.readline(_LONGEST_LINE):
+                num_answered = 0
+                while line := stream.readline(_MAX_LINE_CHARS):
                     message = json.loads(line)
-                    self.receive(message["node"], [_snapshot(one) for one in message["ranks"]])
-                    lines.write(json.dumps(self._commands[done:]) + "\n")
-                    lines.flush()
-                    done = len(self._commands)
+                    self.receive(message["node"], [_parse_snapshot(snapshot) for snapshot in message["ranks"]])
+                    stream.write(json.dumps(self._commands[num_answered:]) + "\n")
+                    stream.flush()
+                    num_answered = len(self._commands)
 
         def accept() -> None:
             while True:
-                threading.Thread(target=hear, args=(listener.accept()[0],), daemon=True).start()
+                threading.Thread(target=handle_connection, args=(listener.accept()[0],), daemon=True).start()
 
         threading.Thread(target=accept, daemon=True).start()
 
-    def _judge_all(self, mine: list[Snapshot]) -> None:
-        """Judge the ranks of all nodes, on the first. What a node said grows old until it says more.
+    def _check_all_nodes(self, local_snapshots: list[Snapshot]) -> None:
+        """Check the ranks of all nodes for a hang. Called on the first node.
 
-        A report that may be older than the stillness cannot show which rank caused it. The judgement then waits until the node
-        sends a newer report, or has been silent for so long that the node itself is the cause.
+        The age of a report is added to the quiet time of its ranks. A report that may be older than the stall cannot show which
+        rank caused the stall. The diagnosis then waits until the node sends a newer report, or has been silent for so long that the
+        node itself is the cause.
         """
-        now, others = time.monotonic(), [*self._others.values()]
-        aged = [
-            dataclasses.replace(one, quiet_s=one.quiet_s + now - report.received_at) for report in others for one in report.ranks
+        now, reports = time.monotonic(), [*self._node_reports.values()]
+        remote_snapshots = [
+            dataclasses.replace(snapshot, quiet_s=snapshot.quiet_s + now - report.received_at)
+            for report in reports
+            for snapshot in report.ranks
         ]
-        everyone = [*mine, *aged]
-        living = [one for one in everyone if one.phase != "ended"]
-        missing = self._orders.world - len(everyone)
-        if missing and not self._missed and now - self._began > _ALL_HEARD_WITHIN_S:
-            self._missed = True
-            self._say(
-                f"the records of {missing} of {self._orders.world} ranks are not seen, so no rank can be "
-                "told as the cause of a hang. The watchers of the nodes speak over TCP with that of the first node"
+        all_snapshots = [*local_snapshots, *remote_snapshots]
+        alive = [snapshot for snapshot in all_snapshots if snapshot.phase != "ended"]
+        num_missing = self._config.world_size - len(all_snapshots)
+        if num_missing and not self._has_reported_missing and now - self._start_time > _REPORT_TIMEOUT_S:
+            self._has_reported_missing = True
+            self._log(
+                f"no records of {num_missing} of {self._config.world_size} ranks have arrived, so no rank can be named as the "
+                "cause of a hang. Check that all nodes can connect to the first node over TCP"
             )
-        if not living:
+        if not alive:
             return
-        stillness = self._judge.look(living)
-        if missing and stillness < _UNSEEN * self._orders.warn_s:  # a node may be slow to begin
-            return
-
-        running = [report for report in others if any(one.phase != "ended" for one in report.ranks)]
-        silent = [report for report in running if now - report.received_at > max(_APART * stillness, _APART_S)]
-        outdated = any(now - report.received_at + report.delay_s >= stillness for report in running)
-        unreported = self._still_since is None and stillness >= self._judge.limit_s()
-        if unreported and outdated and not (silent or missing):
+        stall_s = self._detector.update(alive)
+        if num_missing and stall_s < _NEW_PHASE_FACTOR * self._config.warn_s:  # a node may start slowly
             return
 
-        def finding() -> Departure:
-            if missing:
-                return never_heard(missing, living)
-            if silent:
-                oldest = min(silent, key=lambda report: report.received_at)
-                return node_not_heard(now - oldest.received_at, oldest.ranks, living)
-            return find_departed(living)
+        running_reports = [report for report in reports if any(snapshot.phase != "ended" for snapshot in report.ranks)]
+        silent_reports = [
+            report for report in running_reports if now - report.received_at > max(_SILENCE_RATIO * stall_s, _MIN_SILENCE_S)
+        ]
+        has_outdated_report = any(now - report.received_at + report.delay_s >= stall_s for report in running_reports)
+        is_unreported = self._stall_start is None and stall_s >= self._detector.get_limit_s()
+        if is_unreported and has_outdated_report and not (silent_reports or num_missing):
+            return
 
-        self._act(stillness, finding)
+        def diagnose() -> HangDiagnosis:
+            if num_missing:
+                return diagnose_missing_ranks(num_missing, alive)
+            if silent_reports:
+                oldest = min(silent_reports, key=lambda report: report.received_at)
+                return diagnose_silent_node(now - oldest.received_at, oldest.ranks, alive)
+            return diagnose_ranks(alive)
 
-    def _judge_alone(self, mine: list[Snapshot], link: _Link) -> None:
-        """Judge the ranks of this node, which is another, as long as it does not hear the first."""
-        living = [one for one in mine if one.phase != "ended"]
-        if len(mine) == self._orders.ranks and living:
-            stillness, silent = self._judge.look(living), link.silent_s()
-            if silent > max(_APART * self._judge.limit_s(), _APART_S):
-                self._act(stillness, lambda: head_not_heard(silent, self._orders.head or "", living))
+        self._handle_stall(stall_s, diagnose)
+
+    def _check_local_node(self, local_snapshots: list[Snapshot], link: _Link) -> None:
+        """Check the ranks of this node for a hang while the first node does not answer. Called on the other nodes."""
+        alive = [snapshot for snapshot in local_snapshots if snapshot.phase != "ended"]
+        if len(local_snapshots) == self._config.num_ranks and alive:
+            stall_s, silence_s = self._detector.update(alive), link.get_silence_s()
+            if silence_s > max(_SILENCE_RATIO * self._detector.get_limit_s(), _MIN_SILENCE_S):
+                self._handle_stall(
+                    stall_s, lambda: diagnose_silent_first_node(silence_s, self._config.first_node_address or "", alive)
+                )
             else:
-                self._still_since = None
+                self._stall_start = None
 
-    def _act(self, stillness: float, find: Callable[[], Departure]) -> None:
-        """Tell a stillness that is too long, once, and end one that is far too long."""
-        limit = self._judge.limit_s()
-        if stillness < limit:
-            if self._still_since is not None:
-                self._say(f"the run goes on, after {time.monotonic() - self._still_since:.0f} s without a movement")
-                self._still_since = None
+    def _handle_stall(self, stall_s: float, diagnose: Callable[[], HangDiagnosis]) -> None:
+        """If a stall counts as a hang, report it once, and end the run when the stall exceeds --hang-kill-s."""
+        limit_s = self._detector.get_limit_s()
+        if stall_s < limit_s:
+            if self._stall_start is not None:
+                self._log(f"the run continues after {time.monotonic() - self._stall_start:.0f} s without progress")
+                self._stall_start = None
             return
-        if self._still_since is None:
-            self._still_since = time.monotonic() - stillness
-            self._tell(find(), stillness)
-        kill_s = self._orders.kill_s
-        if kill_s is not None and stillness >= max(kill_s, limit):
-            self._say(f"nothing has moved for {stillness:.0f} s, so the run ends (--hang-kill-s), with exit code {HANG_EXIT_CODE}")
-            self._command({"end": HANG_EXIT_CODE})
-            time.sleep(2 * _EVERY_S)  # the other nodes ask at least as often
+        if self._stall_start is None:
+            self._stall_start = time.monotonic() - stall_s
+            self._report_hang(diagnose(), stall_s)
+        kill_s = self._config.kill_s
+        if kill_s is not None and stall_s >= max(kill_s, limit_s):
+            self._log(
+                f"no rank has made progress for {stall_s:.0f} s, so the run ends with exit code {HANG_EXIT_CODE} (--hang-kill-s)"
+            )
+            self._send_command({"end": HANG_EXIT_CODE})
+            time.sleep(2 * _POLL_INTERVAL_S)  # time for the other nodes to fetch the command
 
-    def _tell(self, finding: Departure, stillness: float) -> None:
-        who = f"; {listed(finding.waiting)} wait" + "s" * (len(finding.waiting) == 1) if finding.waiting else ""
-        self._say(f"nothing has moved for {stillness:.0f} s. {finding.words}{who}")
-        self._command({"stacks": True})
-        if finding.culprit is not None:
-            for line in self._stack_of(finding.culprit):
-                self._say(f"    {line}")
-        if self._orders.stacks is not None:
-            self._say(f"the stacks and last calls of all ranks are in {self._orders.stacks}")
+    def _report_hang(self, diagnosis: HangDiagnosis, stall_s: float) -> None:
+        waiting_text = (
+            f"; {format_rank_list(diagnosis.waiting)} wait" + "s" * (len(diagnosis.waiting) == 1) if diagnosis.waiting else ""
+        )
+        self._log(f"no rank has made progress for {stall_s:.0f} s. {diagnosis.message}{waiting_text}")
+        self._send_command({"stacks": True})
+        if diagnosis.culprit is not None:
+            for line in self._read_stack(diagnosis.culprit):
+                self._log(f"    {line}")
+        if self._config.stack_folder is not None:
+            self._log(f"the stacks and last calls of all ranks are in {self._config.stack_folder}")
 
-    def _command(self, command: dict[str, Any]) -> None:
+    def _send_command(self, command: dict[str, Any]) -> None:
         self._commands.append(command)
-        self._obey(command)
+        self._execute(command)
 
-    def _obey(self, command: dict[str, Any]) -> None:
-        mine = [one for one in self.read() if one.phase != "ended" and one.process != "gone"]
+    def _execute(self, command: dict[str, Any]) -> None:
+        snapshots = [snapshot for snapshot in self.read_records() if snapshot.phase != "ended" and snapshot.process != "gone"]
         if command.get("stacks"):
-            for one in mine:
+            for snapshot in snapshots:
                 with contextlib.suppress(OSError):
-                    os.kill(one.pid, STACKS)
-                    ask_for_trace(self._folder / f"rank-{one.rank}.record")
-            until = time.monotonic() + _TRACES_WITHIN_S
-            while time.monotonic() < until and len([*self._folder.glob(f"*{CALLS_SUFFIX}")]) < len(mine):
-                time.sleep(_EVERY_S)
-            if self._orders.stacks is not None:
+                    os.kill(snapshot.pid, STACK_SIGNAL)
+                    request_trace(self._folder / f"rank-{snapshot.rank}.record")
+            deadline = time.monotonic() + _TRACE_TIMEOUT_S
+            while time.monotonic() < deadline and len([*self._folder.glob(f"*{CALLS_SUFFIX}")]) < len(snapshots):
+                time.sleep(_POLL_INTERVAL_S)
+            if self._config.stack_folder is not None:
                 with contextlib.suppress(OSError):
-                    os.makedirs(self._orders.stacks, exist_ok=True)
+                    os.makedirs(self._config.stack_folder, exist_ok=True)
                     for path in [*self._folder.glob("rank-*.stack"), *self._folder.glob(f"*{CALLS_SUFFIX}")]:
-                        shutil.copy(path, self._orders.stacks)
+                        shutil.copy(path, self._config.stack_folder)
         elif "end" in command:
-            for one in mine:
-                ask_to_end(self._folder / f"rank-{one.rank}.record", command["end"])
+            for snapshot in snapshots:
+                request_exit(self._folder / f"rank-{snapshot.rank}.record", command["end"])
             time.sleep(4.0)
-            for one in mine:  # those that cannot: stopped, or held by the kernel
-                if process_state(one.pid) != "gone":
+            for snapshot in snapshots:  # ranks that are stopped, or blocked in the kernel, cannot exit by themselves
+                if get_process_state(snapshot.pid) != "gone":
                     with contextlib.suppress(ProcessLookupError, PermissionError):
-                        os.kill(one.pid, signal.SIGKILL)
+                        os.kill(snapshot.pid, signal.SIGKILL)
 
-    def _stack_of(self, rank: int) -> list[str]:
-        """The innermost calls of a rank's main thread, if it is of this node and could write them."""
+    def _read_stack(self, rank: int) -> list[str]:
+        """Return the innermost calls of a rank's main thread, one per line. Return an empty list if the rank is on another node or
+        has written no stack trace."""
         try:
             text = (self._folder / f"rank-{rank}.stack").read_text()
         except OSError:
             return []
-        main = text.rpartition("Current thread")[2] or text
-        return [line.strip() for line in main.splitlines()[1:7] if line.strip().startswith("File")]
+        main_thread = text.rpartition("Current thread")[2] or text
+        return [line.strip() for line in main_thread.splitlines()[1:7] if line.strip().startswith("File")]
 
     @staticmethod
-    def _say(line: str) -> None:
+    def _log(line: str) -> None:
         sys.stderr.write(f"hang: {line}\n")
         sys.stderr.flush()
 
 
 class _Link:
-    """To the watcher of the first node; made again where it broke."""
+    """Connection to the watcher of the first node. It reconnects after an error."""
 
-    def __init__(self, orders: Orders) -> None:
-        host, _, port = (orders.head or "").rpartition(":")
-        self._address, self._token = (host, int(port)), orders.token
-        self._lines: TextIO | None = None
-        self._node = orders.folder + socket.gethostname()
-        self._heard_at = time.monotonic()
+    def __init__(self, config: WatcherConfig) -> None:
+        host, _, port = (config.first_node_address or "").rpartition(":")
+        self._address, self._token = (host, int(port)), config.token
+        self._stream: TextIO | None = None
+        self._node = config.folder + socket.gethostname()
+        self._last_heard_at = time.monotonic()
 
-    def tell(self, ranks: Sequence[Snapshot]) -> list[dict[str, Any]]:
-        """Send what is read here; returns what is to be done."""
+    def exchange(self, ranks: Sequence[Snapshot]) -> list[dict[str, Any]]:
+        """Send the snapshots of this node's ranks to the watcher of the first node. Return the commands that it answers, which this
+        node must execute."""
         try:
-            if self._lines is None:
-                with socket.create_connection(self._address, timeout=_ANSWER_WITHIN_S) as connection:
-                    self._lines = connection.makefile("rw")
-                self._lines.write(self._token + "\n")
-            self._lines.write(json.dumps({"node": self._node, "ranks": [dataclasses.asdict(one) for one in ranks]}) + "\n")
-            self._lines.flush()
-            if answer := self._lines.readline():
-                self._heard_at = time.monotonic()
-                found: list[dict[str, Any]] = json.loads(answer)
-                return found
+            if self._stream is None:
+                with socket.create_connection(self._address, timeout=_REPLY_TIMEOUT_S) as connection:
+                    self._stream = connection.makefile("rw")
+                self._stream.write(self._token + "\n")
+            self._stream.write(
+                json.dumps({"node": self._node, "ranks": [dataclasses.asdict(snapshot) for snapshot in ranks]}) + "\n"
+            )
+            self._stream.flush()
+            if reply := self._stream.readline():
+                self._last_heard_at = time.monotonic()
+                commands: list[dict[str, Any]] = json.loads(reply)
+                return commands
         except OSError:
             pass
-        with contextlib.suppress(OSError):  # what was not sent is written once more when it is closed
-            if self._lines is not None:
-                self._lines.close()
-        self._lines = None
+        with contextlib.suppress(OSError):  # closing writes buffered data, which fails again
+            if self._stream is not None:
+                self._stream.close()
+        self._stream = None
         return []
 
-    def silent_s(self) -> float:
-        """Seconds since the first node's watcher was heard."""
-        return time.monotonic() - self._heard_at
+    def get_silence_s(self) -> float:
+        """Return the seconds since the last answer of the first node's watcher."""
+        return time.monotonic() - self._last_heard_at
 
 
-def _snapshot(given: dict[str, Any]) -> Snapshot:
-    channels = tuple(Channel(**{**one, "ranks": tuple(one["ranks"])}) for one in given.pop("channels"))
-    return Snapshot(**given, channels=channels)
+def _parse_snapshot(fields: dict[str, Any]) -> Snapshot:
+    channels = tuple(Channel(**{**channel, "ranks": tuple(channel["ranks"])}) for channel in fields.pop("channels"))
+    return Snapshot(**fields, channels=channels)
 
 
 def main() -> None:
-    """Watch as ordered on the standard input; the first node's watcher prints its port first."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the ranks decide
+    """Run a watcher with the configuration from the standard input. The watcher of the first node first prints the port at which it
+    listens."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the watcher ends with its ranks, not by a signal
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    orders = Orders(**json.load(sys.stdin))
-    watcher = NodeWatcher(orders)
-    if orders.head is None:
-        alone = orders.ranks == orders.world  # then no other node has to reach it
-        listener = socket.create_server(("127.0.0.1" if alone else "", 0))
+    config = WatcherConfig(**json.load(sys.stdin))
+    watcher = NodeWatcher(config)
+    if config.first_node_address is None:
+        is_single_node = config.num_ranks == config.world_size  # no other node has to connect
+        listener = socket.create_server(("127.0.0.1" if is_single_node else "", 0))
         watcher.serve(listener)
         print(listener.getsockname()[1], flush=True)
     watcher.run()
