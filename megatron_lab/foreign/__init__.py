@@ -1,2 +1,6 @@
-"""Weights of whole models in folders of any program: reads checkpoints of Megatron-LM and Megatron-Core, with the state of their
-runs, Hugging Face folders, and checkpoints of runs here; knows fields and tensors of a Hugging Face folder, for who writes one."""
+"""Readers of model weights from the checkpoints of several programs. Every reader provides complete (unsharded) tensors.
+
+The readers support checkpoints of this framework, Hugging Face folders, and checkpoints of Megatron-LM and Megatron-Core. From the
+latter two, they also read the optimizer state and the counters of the run. `huggingface` also describes the config fields and the
+tensors that a Hugging Face folder must have, for the exporter.
+"""

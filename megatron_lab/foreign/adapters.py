@@ -1,4 +1,4 @@
-"""A model with LoRA's adapters as one without: their products are added to the weights (Hu et al. 2021, section 4.1)."""
+"""Merging of LoRA adapters into the weights: W + scale * B A (Hu et al. 2021, section 4.1)."""
 
 from __future__ import annotations
 
@@ -8,48 +8,58 @@ from collections.abc import Mapping
 import torch
 
 from megatron.config.model import LoraFields, ModelConfig
-from megatron.parallel.boxes import Box
+from megatron.parallel.tensor_slice import TensorSlice
 from megatron.spec.weights import LORA_A, LORA_B
-from megatron_lab.foreign.source import OtherModel, TensorInfo, WeightSource
+from megatron_lab.foreign.source import DerivedSource, TensorInfo, WeightSource
 
 
-def merged(source: WeightSource) -> WeightSource:
-    """The model without adapters that computes the same; a source of a model without adapters as it is."""
-    return source if source.model.lora_rank is None else _Merged(source, without_adapters(source.model))
+def merge_adapters(source: WeightSource) -> WeightSource:
+    """Return a source whose weights include the LoRA adapters. Its model has no adapters and computes the same function.
+
+    A source of a model without adapters is returned unchanged.
+    """
+    return source if source.model.lora_rank is None else _MergedSource(source, remove_lora_settings(source.model))
 
 
-def without_adapters(model: ModelConfig) -> ModelConfig:
-    """The model beside whose layers the adapters are."""
+def remove_lora_settings(model: ModelConfig) -> ModelConfig:
+    """Return the configuration of the same model without LoRA adapters."""
     return dataclasses.replace(model, **vars(LoraFields()))
 
 
-def adapter_names(weight: str) -> tuple[str, str]:
-    """The names of the two matrices beside a linear layer's weight, A and B."""
+def get_adapter_names(weight: str) -> tuple[str, str]:
+    """Return the names of the adapter matrices A and B of a linear layer.
+
+    Args:
+        weight: name of the layer's weight.
+    """
     layer = weight.removesuffix("weight")
     return f"{layer}{LORA_A}", f"{layer}{LORA_B}"
 
 
-class _Merged(OtherModel):
+class _MergedSource(DerivedSource):
+    """Weights of another source with the LoRA adapters added. Its `notes` tell the user that adapters were merged."""
+
     def __init__(self, source: WeightSource, model: ModelConfig) -> None:
         super().__init__(source, model)
         self._scale = source.model.lora_scale
-        found = {name: one for name, one in source.weights.items() if not name.endswith((LORA_A, LORA_B))}
-        adapted = [name for name in found if adapter_names(name)[0] in source.weights]
-        for name in adapted:  # as exact as the adapters, which are small beside rounding of the weights
-            wide = torch.promote_types(found[name].dtype, source.weights[adapter_names(name)[0]].dtype)
-            found[name] = dataclasses.replace(found[name], dtype=wide)
-        self.weights: Mapping[str, TensorInfo] = found
+        infos = {name: info for name, info in source.weights.items() if not name.endswith((LORA_A, LORA_B))}
+        adapted = [name for name in infos if get_adapter_names(name)[0] in source.weights]
+        # Keep the wider of both dtypes: the adapters may be smaller than the rounding error of the weights' dtype.
+        for name in adapted:
+            promoted_dtype = torch.promote_types(infos[name].dtype, source.weights[get_adapter_names(name)[0]].dtype)
+            infos[name] = dataclasses.replace(infos[name], dtype=promoted_dtype)
+        self.weights: Mapping[str, TensorInfo] = infos
         self.notes = [
             *source.notes,
             f"the adapters (--lora-rank {source.model.lora_rank}) of {len(adapted)} linear layers are added to their weights",
         ]
 
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        found, (a, b) = super().read(name, box), adapter_names(name)
-        if a not in self._source.weights:
-            return found
-        box = box or Box.whole(self.weights[name].shape)
-        rank = self._source.weights[a].shape[0]
-        rows = self._source.read(b, Box((*box.offsets[:-1], 0), (*box.sizes[:-1], rank)))
-        columns = self._source.read(a, Box((0, box.offsets[-1]), (rank, box.sizes[-1])))
-        return (found.double() + self._scale * (rows.double() @ columns.double())).to(self.weights[name].dtype)
+    def read(self, name: str, tensor_slice: TensorSlice | None = None) -> torch.Tensor:
+        weight, (a_name, b_name) = super().read(name, tensor_slice), get_adapter_names(name)
+        if a_name not in self._source.weights:
+            return weight
+        tensor_slice = tensor_slice or TensorSlice.full(self.weights[name].shape)
+        rank = self._source.weights[a_name].shape[0]
+        b_rows = self._source.read(b_name, TensorSlice((*tensor_slice.offsets[:-1], 0), (*tensor_slice.sizes[:-1], rank)))
+        a_cols = self._source.read(a_name, TensorSlice((0, tensor_slice.offsets[-1]), (rank, tensor_slice.sizes[-1])))
+        return (weight.double() + self._scale * (b_rows.double() @ a_cols.double())).to(self.weights[name].dtype)

@@ -1,4 +1,4 @@
-"""A model as it is used: what is exported, and what generates text. It lacks what only training needs."""
+"""Conversion of a trained model to the form that inference and export need, without the parts that only training uses."""
 
 from __future__ import annotations
 
@@ -8,38 +8,51 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.config.model import ModelConfig
-from megatron.spec.weights import depth_of, model_weights
-from megatron_lab.foreign.adapters import merged
-from megatron_lab.foreign.source import OtherModel, TensorInfo, WeightSource
+from megatron.spec.weights import iter_weights, parse_mtp_depth
+from megatron_lab.foreign.adapters import merge_adapters
+from megatron_lab.foreign.source import DerivedSource, TensorInfo, WeightSource
 
-_OF_TRAINING = ("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity", "moe_input_jitter_eps")
-
-
-def as_used(source: WeightSource) -> WeightSource:
-    """The model without multi-token prediction, which predicts the next token as before, and without what balances experts: they
-    take all tokens; adapters are added to the weights. A source of such a model as it is."""
-    source = merged(source)
-    plain: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(ModelConfig) if field.name in _OF_TRAINING}
-    if source.model.moe_router_load_balancing_type == "global_aux_loss":  # which keeps the shares of experts
-        plain["moe_router_load_balancing_type"] = "aux_loss"
-    model = dataclasses.replace(source.model, mtp_num_layers=0, **plain)
-    return source if model == source.model else _Used(source, model)
+_TRAINING_FIELDS = (
+    "moe_expert_capacity_factor",
+    "moe_token_drop_policy",
+    "moe_pad_expert_input_to_capacity",
+    "moe_input_jitter_eps",
+)
 
 
-class _Used(OtherModel):
+def build_inference_source(source: WeightSource) -> WeightSource:
+    """Return a source of the model in the form that inference needs.
+
+    The result has no multi-token-prediction layers; the prediction of the next token does not change. Its experts have no capacity
+    and drop no tokens, so they process all tokens assigned to them. LoRA adapters are merged into the weights. A source that needs
+    none of these changes is returned unchanged.
+    """
+    source = merge_adapters(source)
+    overrides: dict[str, Any] = {
+        field.name: field.default for field in dataclasses.fields(ModelConfig) if field.name in _TRAINING_FIELDS
+    }
+    if source.model.moe_router_load_balancing_type == "global_aux_loss":  # this type stores the load of the experts
+        overrides["moe_router_load_balancing_type"] = "aux_loss"
+    model = dataclasses.replace(source.model, mtp_num_layers=0, **overrides)
+    return source if model == source.model else _InferenceSource(source, model)
+
+
+class _InferenceSource(DerivedSource):
+    """Weights of the model in the form for inference. Its `notes` tell the user which layers and limits were removed."""
+
     def __init__(self, source: WeightSource, model: ModelConfig) -> None:
         super().__init__(source, model)
-        kept = {weight.name for weight in model_weights(model, source.vocab_size)}
-        self.weights: Mapping[str, TensorInfo] = {name: one for name, one in source.weights.items() if name in kept}
+        names = {weight.name for weight in iter_weights(model, source.vocab_size)}
+        self.weights: Mapping[str, TensorInfo] = {name: info for name, info in source.weights.items() if name in names}
         self.notes = [*source.notes]
-        left = [math.prod(one.shape) for name, one in source.weights.items() if depth_of(name) is not None]
-        if left:
+        mtp_numels = [math.prod(info.shape) for name, info in source.weights.items() if parse_mtp_depth(name) is not None]
+        if mtp_numels:
             self.notes.append(
-                f"the {len(left)} tensors of multi-token prediction (--mtp-num-layers {source.model.mtp_num_layers}; {sum(left):,} "
-                "parameters) are left out: they change no logit of the next token"
+                f"the {len(mtp_numels)} tensors of multi-token prediction (--mtp-num-layers {source.model.mtp_num_layers}; "
+                f"{sum(mtp_numels):,} parameters) are left out: they change no logit of the next token"
             )
         if source.model.moe_expert_capacity_factor is not None:
             self.notes.append(
-                f"experts take all tokens; in training they took --moe-expert-capacity-factor "
-                f"{source.model.moe_expert_capacity_factor:g} x the mean"
+                f"experts accept all tokens; in training their capacity was --moe-expert-capacity-factor "
+                f"{source.model.moe_expert_capacity_factor:g} x the mean number of tokens"
             )

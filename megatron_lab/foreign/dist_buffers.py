@@ -1,7 +1,9 @@
-"""Optimizer state of the form `dp_reshardable` in a checkpoint of Megatron-Core: the buckets of flat buffers, as ranks hold them.
+"""Reader of optimizer state that Megatron-Core saved with sharding type `dp_reshardable`: the buckets of the flat buffers in which
+the distributed optimizer keeps its state.
 
-There are no names in them. Which parameters a buffer holds follows from the layout of the run, and their order from the model. Both
-are found to be right, or refused, by a comparison of main parameters with weights.
+The buckets contain no parameter names. The layout of the run determines which parameters a buffer holds, and the model determines
+their order. A comparison of the main parameters with the weights verifies the assumed order. If no order fits, the reader refuses
+the state.
 """
 
 from __future__ import annotations
@@ -15,184 +17,247 @@ import torch
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.global_tensor import WEIGHT
-from megatron.parallel.boxes import Box
 from megatron.parallel.params import ParamRecord
-from megatron.spec.weights import OUTPUT, WORD_EMBEDDING, in_layer
-from megatron_lab.foreign.distcp_files import DistcpFiles
-from megatron_lab.foreign.flat_buffers import MAIN, FlatParam, refill
-from megatron_lab.foreign.megatron_source import MOMENTS, WEIGHTS_ALONE, their_shape
+from megatron.parallel.tensor_slice import TensorSlice
+from megatron.spec.weights import OUTPUT_WEIGHT, WORD_EMBEDDING, split_layer_name
+from megatron_lab.foreign.distcp_files import DistcpReader
+from megatron_lab.foreign.flat_buffers import MAIN_PARAM, FlatParam, fill_buckets
+from megatron_lab.foreign.megatron_source import MOMENTS, WEIGHTS_ONLY_HINT, get_megatron_shape
 
-_START = "optimizer.distributed.dp_group_idx_{rank}."
-_BUCKET = _START + "gbuf_idx_{chunk}.dtype_{dtype}.bucket_idx_{bucket}.{kind}"
-_ATTENTION = ("attention.output", "attention.qkv", "attention.q_norm", "attention.k_norm")
-_ORDERS = (
-    ("attention_norm", *_ATTENTION, "mlp_norm", "mlp.up", "mlp.down"),
-    ("attention.output", "attention_norm", *_ATTENTION[1:], "mlp_norm", "mlp.up", "mlp.down"),
+_BUFFER_PREFIX = "optimizer.distributed.dp_group_idx_{rank}."
+_BUCKET_KEY = _BUFFER_PREFIX + "gbuf_idx_{chunk}.dtype_{dtype}.bucket_idx_{bucket}.{kind}"
+_ATTENTION_MODULES = ("attention.output", "attention.qkv", "attention.q_norm", "attention.k_norm")
+_MODULE_ORDERS = (
+    ("attention_norm", *_ATTENTION_MODULES, "mlp_norm", "mlp.up", "mlp.down"),
+    ("attention.output", "attention_norm", *_ATTENTION_MODULES[1:], "mlp_norm", "mlp.up", "mlp.down"),
 )
-"""Orders in which a layer of Megatron-Core declares its modules: with norms of their own, and with those of Transformer Engine."""
-_BEFORE, _BEHIND = ("embedding.word", "embedding.position"), ("final_norm", "output")
+"""Orders in which a layer of Megatron-Core declares its modules: with separate norms, and with the fused norms of Transformer
+Engine."""
+_FIRST_MODULES, _LAST_MODULES = ("embedding.word", "embedding.position"), ("final_norm", "output")
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """A parameter's part on one tensor rank: the tensor of its bucket, without the kind, and its first element there."""
-
-    bucket: str
-    start: int
-
-
-class FlatState:
-    """Main parameters and moments out of the buckets.
+class _BucketShard:
+    """Position in a bucket of the shard of a parameter that one tensor-parallel rank holds.
 
     Args:
-        pieces: of each parameter by tensor rank.
-        optimizer: state of the optimizer without tensors.
+        bucket_key: key of the bucket's tensors in the checkpoint, without the buffer name at the end.
+        offset: offset of the shard in the bucket, in elements.
     """
 
-    def __init__(self, files: DistcpFiles, pieces: Mapping[str, Sequence[_Piece]], padded: int, optimizer: dict[str, Any]) -> None:
-        self._files, self._pieces, self._padded, self.optimizer = files, pieces, padded, optimizer
-
-    def dtype(self, kind: str) -> torch.dtype:
-        """The dtype of main parameters (`WEIGHT`) or of a moment."""
-        return self._files.tensors[f"{self._pieces[WORD_EMBEDDING][0].bucket}{_theirs(kind)}"].dtype
-
-    def read(self, kind: str, record: ParamRecord, box: Box) -> torch.Tensor:
-        """A box of a main parameter or a moment; a new contiguous tensor."""
-        found = torch.empty(box.sizes, dtype=self.dtype(kind))
-        pieces = self._pieces[record.name] if record.splits else self._pieces[record.name][:1]
-        local = local_shape(record, len(pieces), self._padded)
-        for rank, piece in enumerate(pieces):
-            offsets = [0] * len(local)
-            for split in record.splits:
-                offsets[split.dim] = rank * local[split.dim]
-            held = Box(tuple(offsets), tuple(local))
-            if (common := held.intersect(box)) is not None:
-                flat = self._files.read(f"{piece.bucket}{_theirs(kind)}", Box((piece.start,), (held.numel,)))
-                found[common.relative_to(box).index] = flat.view(local)[common.relative_to(held).index]
-        return found
+    bucket_key: str
+    offset: int
 
 
-def find_buffers(
-    files: DistcpFiles, args: Namespace, records: Mapping[str, ParamRecord], weight: Callable[[str], torch.Tensor], padded: int
-) -> FlatState:
-    """The state of every parameter.
+class FlatOptimizerState:
+    """Main parameters and moments of a Megatron-Core checkpoint with sharding type `dp_reshardable`, read from the buckets of its
+    flat buffers.
 
     Args:
-        weight: reads a parameter.
-        padded: rows of the word embedding with padding.
+        reader: reader of the checkpoint.
+        shards: position of the shard of each tensor-parallel rank, for each parameter.
+        padded_vocab_size: rows of the word embedding with padding.
+        optimizer: saved state of the optimizer, except for its tensors.
+    """
+
+    def __init__(
+        self, reader: DistcpReader, shards: Mapping[str, Sequence[_BucketShard]], padded_vocab_size: int, optimizer: dict[str, Any]
+    ) -> None:
+        self._reader, self._shards, self._padded_vocab_size, self.optimizer = reader, shards, padded_vocab_size, optimizer
+
+    def get_dtype(self, state_type: str) -> torch.dtype:
+        """Return the dtype of the main parameters (`WEIGHT`) or of a moment."""
+        return self._reader.tensors[f"{self._shards[WORD_EMBEDDING][0].bucket_key}{_get_buffer_name(state_type)}"].dtype
+
+    def read(self, state_type: str, record: ParamRecord, tensor_slice: TensorSlice) -> torch.Tensor:
+        """Read a slice of a main parameter (`WEIGHT`) or of a moment into a new contiguous tensor.
+
+        Args:
+            state_type: `WEIGHT` or the name of the moment, such as `exp_avg`.
+            record: parameter to read.
+            tensor_slice: region of the parameter.
+        """
+        result = torch.empty(tensor_slice.sizes, dtype=self.get_dtype(state_type))
+        shards = self._shards[record.name] if record.splits else self._shards[record.name][:1]
+        shard_shape = compute_local_shape(record, len(shards), self._padded_vocab_size)
+        for rank, shard in enumerate(shards):
+            offsets = [0] * len(shard_shape)
+            for split in record.splits:
+                offsets[split.dim] = rank * shard_shape[split.dim]
+            shard_slice = TensorSlice(tuple(offsets), tuple(shard_shape))
+            if (overlap := shard_slice.intersect(tensor_slice)) is not None:
+                flat = self._reader.read(
+                    f"{shard.bucket_key}{_get_buffer_name(state_type)}", TensorSlice((shard.offset,), (shard_slice.numel,))
+                )
+                result[overlap.relative_to(tensor_slice).index] = flat.view(shard_shape)[overlap.relative_to(shard_slice).index]
+        return result
+
+
+def find_flat_state(
+    reader: DistcpReader,
+    args: Namespace,
+    records: Mapping[str, ParamRecord],
+    read_weight: Callable[[str], torch.Tensor],
+    padded_vocab_size: int,
+) -> FlatOptimizerState:
+    """Locate the optimizer state of every parameter in the buckets of the flat buffers.
+
+    The function tries each known order in which Megatron-Core declares the modules. It verifies an order by comparing main
+    parameters with weights, for the first layer and the parameters outside of layers.
+
+    Args:
+        reader: reader of the checkpoint.
+        args: arguments of the run.
+        records: records of the parameters by name.
+        read_weight: reads a weight by name.
+        padded_vocab_size: rows of the word embedding with padding.
 
     Raises:
-        CheckpointError: the buckets do not hold the parameters in any order that is known.
+        CheckpointError: no known order of the parameters fits the buckets.
     """
-    problem = "no layer in them is as the weights say"
-    for order in _ORDERS:
+    problem = "the main parameters differ from the weights"
+    for module_order in _MODULE_ORDERS:
         try:
-            state = FlatState(files, _pieces(files, args, records, order, padded), padded, _beside(files))
+            state = FlatOptimizerState(
+                reader,
+                _locate_shards(reader, args, records, module_order, padded_vocab_size),
+                padded_vocab_size,
+                _read_optimizer_objects(reader),
+            )
         except ValueError as error:
             problem = str(error)
             continue
-        first = [record for record in records.values() if in_layer(record.name)[0] in (None, 0)]
-        if all(_agrees(state, record, weight(record.name)) for record in first):
+        sample_records = [record for record in records.values() if split_layer_name(record.name)[0] in (None, 0)]
+        if all(_matches_weight(state, record, read_weight(record.name)) for record in sample_records):
             return state
     raise CheckpointError(
-        f"{files.folder}: its optimizer state lies in flat buffers (dp_reshardable), and what is in them cannot be told "
-        f"({problem}). Load and save it with Megatron-LM's --dist-ckpt-optim-fully-reshardable. {WEIGHTS_ALONE}"
+        f"{reader.folder}: its optimizer state is stored in flat buffers (dp_reshardable), whose layout cannot be determined "
+        f"({problem}). Load and save it with Megatron-LM's --dist-ckpt-optim-fully-reshardable. {WEIGHTS_ONLY_HINT}"
     )
 
 
-def _agrees(state: FlatState, record: ParamRecord, weight: torch.Tensor) -> bool:
-    return torch.equal(state.read(WEIGHT, record, Box.whole(record.shape)).to(weight.dtype), weight)
+def _matches_weight(state: FlatOptimizerState, record: ParamRecord, weight: torch.Tensor) -> bool:
+    """Return whether the main parameter, rounded to the dtype of the weight, equals the weight. If so, the assumed position in the
+    buckets is right."""
+    return torch.equal(state.read(WEIGHT, record, TensorSlice.full(record.shape)).to(weight.dtype), weight)
 
 
-def _theirs(kind: str) -> str:
-    return MAIN if kind == WEIGHT else kind
+def _get_buffer_name(state_type: str) -> str:
+    """Return the name that Megatron-Core gives the buffer of main parameters (`WEIGHT`) or of a moment."""
+    return MAIN_PARAM if state_type == WEIGHT else state_type
 
 
-def local_shape(record: ParamRecord, ranks: int, padded: int) -> list[int]:
-    """The shape of a parameter's part on one of so many tensor ranks, with padding."""
+def compute_local_shape(record: ParamRecord, tp_size: int, padded_vocab_size: int) -> list[int]:
+    """Return the shape of a parameter's shard, with padding, on each of `tp_size` tensor-parallel ranks."""
     shape = list(record.shape)
     for split in record.splits:
-        shape[split.dim] = (padded if split.padded_size is not None else shape[split.dim]) // ranks
+        shape[split.dim] = (padded_vocab_size if split.padded_size is not None else shape[split.dim]) // tp_size
     return shape
 
 
-def _beside(files: DistcpFiles) -> dict[str, Any]:
-    """What the first rank says of the optimizer beside tensors."""
-    found = {}
-    for name in files.objects:
-        start, _, rest = name.partition(_START.format(rank=0))
-        if not start and rest and (key := rest.partition("/")[0]) in ("optimizer", "grad_scaler"):
-            content = files.read_object(name)
-            found[key] = content[0] if isinstance(content, list) and content else content
-    return found
+def _read_optimizer_objects(reader: DistcpReader) -> dict[str, Any]:
+    """Return the part of the first rank's optimizer state that is not tensors: `optimizer` and `grad_scaler`."""
+    objects = {}
+    for name in reader.objects:
+        text_before, _, object_key = name.partition(_BUFFER_PREFIX.format(rank=0))
+        if not text_before and object_key and (key := object_key.partition("/")[0]) in ("optimizer", "grad_scaler"):
+            content = reader.read_object(name)
+            objects[key] = content[0] if isinstance(content, list) and content else content
+    return objects
 
 
-def _pieces(
-    files: DistcpFiles, args: Namespace, records: Mapping[str, ParamRecord], order: Sequence[str], padded: int
-) -> dict[str, list[_Piece]]:
-    """Where each parameter lies, on every tensor rank.
+def _locate_shards(
+    reader: DistcpReader, args: Namespace, records: Mapping[str, ParamRecord], module_order: Sequence[str], padded_vocab_size: int
+) -> dict[str, list[_BucketShard]]:
+    """Return the position in the buckets of the shard of each tensor-parallel rank, for each parameter.
 
     Raises:
-        ValueError: not in these buckets.
+        ValueError: the parameters do not fit the buckets.
     """
-    tensor, stages, virtual = (
+    tp_size, pp_size, num_chunks = (
         vars(args).get(f"{axis}_model_parallel_size") or 1 for axis in ("tensor", "pipeline", "virtual_pipeline")
     )
-    found: dict[str, list[_Piece]] = {}
-    used = set()
-    for depth, names in enumerate(_chunks(records, order, stages * virtual)):
-        chunk, stage = divmod(depth, stages)
-        shared = OUTPUT not in records and stages > 1
+    shards: dict[str, list[_BucketShard]] = {}
+    used_keys = set()
+    for virtual_stage, names in enumerate(_iter_chunk_params(records, module_order, pp_size * num_chunks)):
+        chunk, stage = divmod(virtual_stage, pp_size)
+        is_shared = OUTPUT_WEIGHT not in records and pp_size > 1
         params = [
             FlatParam(
                 name,
-                tuple(their_shape(records[name], local_shape(records[name], tensor, padded))),
-                alone=shared and name == WORD_EMBEDDING,
+                tuple(get_megatron_shape(records[name], compute_local_shape(records[name], tp_size, padded_vocab_size))),
+                has_separate_bucket=is_shared and name == WORD_EMBEDDING,
             )
             for name in names
         ]
-        if shared and depth == stages * virtual - 1:  # the copy for the output layer
-            word = local_shape(records[WORD_EMBEDDING], tensor, padded)
-            params.append(replace(FlatParam(OUTPUT, tuple(word)), alone=True))
-        for rank in range(tensor):
-            buckets = list(_buckets(files, stage * tensor + rank, chunk))
-            used |= {f"{bucket}{kind}" for bucket in buckets for kind in (MAIN, *MOMENTS)}
-            numels = [files.tensors[f"{bucket}{MAIN}"].shape[0] for bucket in buckets]
-            for bucket, content in zip(buckets, refill(params, numels), strict=True):
-                for name, start in content.starts.items():
-                    found.setdefault(name, []).append(_Piece(bucket, start))
-    if others := {name for name in files.tensors if name.startswith("optimizer.")} ^ used:
-        raise ValueError(f"{sorted(others)[0]} and {len(others) - 1} others are not what a run of its layout saves")
-    return found
+        if is_shared and virtual_stage == pp_size * num_chunks - 1:  # replica of the embedding that the output layer uses
+            embedding_shape = compute_local_shape(records[WORD_EMBEDDING], tp_size, padded_vocab_size)
+            params.append(replace(FlatParam(OUTPUT_WEIGHT, tuple(embedding_shape)), has_separate_bucket=True))
+        for tp_rank in range(tp_size):
+            bucket_keys = list(_iter_bucket_keys(reader, stage * tp_size + tp_rank, chunk))
+            used_keys |= {f"{bucket_key}{buffer_name}" for bucket_key in bucket_keys for buffer_name in (MAIN_PARAM, *MOMENTS)}
+            numels = [reader.tensors[f"{key}{MAIN_PARAM}"].shape[0] for key in bucket_keys]
+            for key, filled_bucket in zip(bucket_keys, fill_buckets(params, numels), strict=True):
+                for name, offset in filled_bucket.offsets.items():
+                    shards.setdefault(name, []).append(_BucketShard(key, offset))
+    if unexpected := {name for name in reader.tensors if name.startswith("optimizer.")} ^ used_keys:
+        raise ValueError(
+            f"{sorted(unexpected)[0]} and {len(unexpected) - 1} other tensors do not match those that a run of this layout saves"
+        )
+    return shards
 
 
-def _buckets(files: DistcpFiles, rank: int, chunk: int) -> Iterator[str]:
-    """The names of the buckets of a buffer, without kind."""
-    start = _START.format(rank=rank) + f"gbuf_idx_{chunk}.dtype_"
-    dtypes = {name[len(start) :].partition(".bucket_idx_")[0] for name in files.tensors if name.startswith(start)}
+def _iter_bucket_keys(reader: DistcpReader, mp_rank: int, chunk: int) -> Iterator[str]:
+    """Yield the keys of the buckets of a rank's buffer for one model chunk, without the buffer name at the end.
+
+    Args:
+        reader: reader of the checkpoint.
+        mp_rank: model-parallel rank, pipeline stage * tensor-parallel size + tensor-parallel rank.
+        chunk: index of the model chunk on the stage.
+
+    Raises:
+        ValueError: the rank does not have exactly one buffer for the chunk.
+    """
+    prefix = _BUFFER_PREFIX.format(rank=mp_rank) + f"gbuf_idx_{chunk}.dtype_"
+    dtypes = {name[len(prefix) :].partition(".bucket_idx_")[0] for name in reader.tensors if name.startswith(prefix)}
     if len(dtypes) != 1:
-        raise ValueError(f"{len(dtypes)} buffers of chunk {chunk} of model-parallel rank {rank}")
+        raise ValueError(
+            f"model-parallel rank {mp_rank} has {len(dtypes)} buffers for model chunk {chunk}, but should have exactly one"
+        )
     (dtype,) = dtypes
-    bucket = 0
+    bucket_index = 0
     while True:
-        name = _BUCKET.format(rank=rank, chunk=chunk, dtype=dtype, bucket=bucket, kind="")
-        if f"{name}{MAIN}" not in files.tensors:
+        name = _BUCKET_KEY.format(rank=mp_rank, chunk=chunk, dtype=dtype, bucket=bucket_index, kind="")
+        if f"{name}{MAIN_PARAM}" not in reader.tensors:
             return
         yield name
-        bucket += 1
+        bucket_index += 1
 
 
-def _chunks(records: Mapping[str, ParamRecord], order: Sequence[str], number: int) -> Iterator[list[str]]:
-    """The parameters of each chunk in the order of their declaration, all chunks with as many layers."""
-    layers = 1 + max(layer for name in records if (layer := in_layer(name)[0]) is not None)
-    if layers % number:
-        raise ValueError(f"{layers} layers on {number} chunks")
-    each = layers // number
+def _iter_chunk_params(records: Mapping[str, ParamRecord], module_order: Sequence[str], num_chunks: int) -> Iterator[list[str]]:
+    """Yield the parameter names of each model chunk in the order in which Megatron-Core declares them. All chunks have equally many
+    layers.
 
-    def of(modules: Sequence[str], start: str = "") -> list[str]:
-        wanted = (f"{start}{module}.{part}" for module in modules for part in ("weight", "bias"))
-        return [name for name in wanted if name in records]
+    Raises:
+        ValueError: the number of layers is not a multiple of the number of chunks.
+    """
+    num_layers = 1 + max(layer for name in records if (layer := split_layer_name(name)[0]) is not None)
+    if num_layers % num_chunks:
+        raise ValueError(f"the number of layers ({num_layers}) is not a multiple of the number of model chunks ({num_chunks})")
+    layers_per_chunk = num_layers // num_chunks
 
-    for depth in range(number):
-        inside = [name for layer in range(depth * each, (depth + 1) * each) for name in of(order, f"layers.{layer}.")]
-        yield [*(of(_BEFORE) if depth == 0 else []), *inside, *(of(_BEHIND) if depth == number - 1 else [])]
+    def select_params(modules: Sequence[str], prefix: str = "") -> list[str]:
+        candidates = (f"{prefix}{module}.{suffix}" for module in modules for suffix in ("weight", "bias"))
+        return [name for name in candidates if name in records]
+
+    for chunk_index in range(num_chunks):
+        layer_params = [
+            name
+            for layer in range(chunk_index * layers_per_chunk, (chunk_index + 1) * layers_per_chunk)
+            for name in select_params(module_order, f"layers.{layer}.")
+        ]
+        yield [
+            *(select_params(_FIRST_MODULES) if chunk_index == 0 else []),
+            *layer_params,
+            *(select_params(_LAST_MODULES) if chunk_index == num_chunks - 1 else []),
+        ]

@@ -1,9 +1,11 @@
-"""Reads weights and optimizer state from a checkpoint of Megatron-Core in its format `torch_dist`: the names and forms of tensors.
+"""Reader of Megatron-Core checkpoints in the format `torch_dist`: names and layouts of the stored tensors.
 
-Tensors are those of the whole model, by name. Layers are stacked in a leading dimension, or have names of their own; a gated up
-projection is [2f, h], gate above, or two tensors; the optimizer state has the name of its parameter behind
-`optimizer.state.<kind>.`. Where it was saved as the ranks hold it, there are two forms more: cut in a grid and flattened
-(`fully_sharded_model_space`), or the flat buffers themselves (`dp_reshardable`, see `dist_buffers.py`).
+The tensors are unsharded and have names. The layers are stacked along a leading dimension, or each layer has its own tensors. The
+weight of a gated MLP is one tensor [2f, h], gate first, or two tensors.
+
+The optimizer state of a parameter is named `optimizer.state.<type>.<parameter>`. Two other ways to save the optimizer state
+(sharding types) exist. With `fully_sharded_model_space` each tensor is divided along a grid into cells, and each cell is flattened.
+With `dp_reshardable` the checkpoint contains flat buffers (see `dist_buffers.py`).
 """
 
 from __future__ import annotations
@@ -18,278 +20,333 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, format_list
 from megatron.checkpoint.global_tensor import WEIGHT
-from megatron.parallel.boxes import Box
 from megatron.parallel.params import ParamRecord
-from megatron.spec.weights import in_layer
-from megatron_lab.foreign.dist_buffers import FlatState, find_buffers
-from megatron_lab.foreign.distcp_files import METADATA, DistcpFiles
-from megatron_lab.foreign.legacy_files import LATEST, newest_folder
+from megatron.parallel.tensor_slice import TensorSlice
+from megatron.spec.weights import split_layer_name
+from megatron_lab.foreign.dist_buffers import FlatOptimizerState, find_flat_state
+from megatron_lab.foreign.distcp_files import METADATA, DistcpReader
+from megatron_lab.foreign.legacy_files import LATEST, find_iteration_folder
 from megatron_lab.foreign.megatron_source import (
-    LEFT_OUT,
+    EMBEDDING_KEY,
     MOMENTS,
-    WEIGHTS_ALONE,
-    WORD,
+    NON_PARAM_SUFFIXES,
+    WEIGHTS_ONLY_HINT,
     MegatronSource,
     SavedRun,
-    saved_run,
-    stored_names,
-    their_shape,
+    get_megatron_keys,
+    get_megatron_shape,
+    parse_saved_run,
 )
 from megatron_lab.foreign.source import TensorInfo
 from megatron_lab.foreign.torch_file import TorchFile
 
-ABOUT, COMMON = "metadata.json", "common.pt"
-_STATE = "optimizer.state."
-_MAINS = ("param", "fp32_param")
-"""Names of main parameters, of newer and of older programs."""
-_BY_NAME = (None, "fully_reshardable", "fully_sharded_model_space")
-"""Forms in which state stands under the name of its parameter; None: an optimizer that is not sharded."""
-_HALVES = ("_w", "_v")
-"""Ends of the names of gate and up projection where they are two tensors."""
+FORMAT_FILE, COMMON_FILE = "metadata.json", "common.pt"
+_STATE_PREFIX = "optimizer.state."
+_MAIN_PARAM_NAMES = ("param", "fp32_param")
+"""Names of the main parameters in the optimizer state of newer and of older versions."""
+_NAMED_SHARDING_TYPES = (None, "fully_reshardable", "fully_sharded_model_space")
+"""Sharding types whose state tensors have parameter names. None: the optimizer is not sharded."""
+_HALF_SUFFIXES = ("_w", "_v")
+"""Suffixes of the two tensors of a gated MLP weight: gate and up projection."""
 
 
-def dist_folder(path: Path) -> Path | None:
-    """The folder with the files that a --save folder or an iteration's folder means; None if it is neither."""
-    return newest_folder(path, lambda folder: (folder / ABOUT).is_file())
+def find_dist_folder(path: Path) -> Path | None:
+    """Return the folder with the files of a `torch_dist` checkpoint. `path` is a --save folder or the folder of one iteration.
+
+    Returns None if there is no such checkpoint.
+    """
+    return find_iteration_folder(path, lambda folder: (folder / FORMAT_FILE).is_file())
 
 
-class _ParamPlace(NamedTuple):
-    """Where a parameter lies: the names without kind (two for halves), and its row of stacked layers."""
+class _ParamLocation(NamedTuple):
+    """Names of the stored tensors that hold a parameter, and its position in them.
+
+    Args:
+        keys: names of the stored tensors without the prefix of optimizer state. There are two if the halves of a gated MLP weight
+            are stored separately.
+        layer_row: row of the parameter in a tensor of stacked layers; None if the layers are not stacked.
+    """
 
     keys: tuple[str, ...]
-    row: int | None
+    layer_row: int | None
 
 
 class DistCheckpoint(MegatronSource):
-    """A `WeightSource` over the files. A read takes the memory of one tensor and of one chunk.
+    """A `WeightSource` that reads Megatron-Core's checkpoint format `torch_dist`.
+
+    A read needs memory for one tensor and one stored chunk (region) of a tensor.
 
     Args:
-        path: a --save folder (its newest checkpoint), or one of its iter_ or release folders.
-        vocab_size: as of `LegacyCheckpoint`.
+        path: a --save folder (its latest checkpoint is read), or one of its iter_ or release folders.
+        vocab_size: vocabulary size without padding. By default the size that the checkpoint records, which it does only for
+            NullTokenizer. Otherwise the padding counts as part of the vocabulary, and a note says so.
 
     Raises:
-        CheckpointError: no such checkpoint, of another format or kind of model, with tensors too many or too few, or with a type in
-            it that is not safe.
+        CheckpointError: there is no checkpoint, its format or model is not supported, it has missing or unexpected tensors, or a
+            file contains an unsafe type.
         DamagedCheckpointError: files are missing or cannot be read.
     """
 
     def __init__(self, path: Path | str, vocab_size: int | None = None) -> None:
         if "://" in str(path):
-            raise CheckpointError(f"{path}: checkpoints of Megatron-Core are read from a disk: copy it to one")
-        folder = dist_folder(Path(path))
+            raise CheckpointError(f"{path}: checkpoints of Megatron-Core can be read only from a local disk. Copy it to one.")
+        folder = find_dist_folder(Path(path))
         if folder is None:
-            raise CheckpointError(f"{path} holds no torch_dist checkpoint: no {ABOUT}, and no {LATEST} that leads to one")
+            raise CheckpointError(
+                f"{path} holds no torch_dist checkpoint: it has neither {FORMAT_FILE} nor a {LATEST} that names an iteration"
+            )
         self.folder = folder
-        _check_format(folder / ABOUT)
-        self._common = TorchFile(folder / COMMON).content
+        _check_format(folder / FORMAT_FILE)
+        self._common = TorchFile(folder / COMMON_FILE).content
         args = self._common.get("args") if isinstance(self._common, dict) else None
         if not isinstance(args, Namespace):
-            raise CheckpointError(f"{folder / COMMON} holds no args, so its model is not known")
-        super().__init__(str(path), args, str(folder / COMMON))
-        self._files = DistcpFiles(folder)
-        if WORD not in self._files.tensors:
-            raise CheckpointError(f"{folder / METADATA} lists no {WORD}: {listed(sorted(self._files.tensors))}")
-        tensor_ranks = vars(args).get("tensor_model_parallel_size")
-        self._decide_vocabulary(
-            self._files.tensors[WORD].shape[0],
-            tensor_ranks if isinstance(tensor_ranks, int) and tensor_ranks > 0 else 1,
+            raise CheckpointError(f"{folder / COMMON_FILE} holds no args (the arguments of the run), so its model is not known")
+        super().__init__(str(path), args, str(folder / COMMON_FILE))
+        self._reader = DistcpReader(folder)
+        if EMBEDDING_KEY not in self._reader.tensors:
+            raise CheckpointError(f"{folder / METADATA} lists no {EMBEDDING_KEY}: {format_list(sorted(self._reader.tensors))}")
+        tp_size = vars(args).get("tensor_model_parallel_size")
+        self._set_vocab_size(
+            self._reader.tensors[EMBEDDING_KEY].shape[0],
+            tp_size if isinstance(tp_size, int) and tp_size > 0 else 1,
             vocab_size,
         )
-        self._places = {name: self._find(record) for name, record in self._records.items()}
-        self._refuse_unread()
-        self.notes += self._left_out()
+        self._locations = {name: self._locate(record) for name, record in self._records.items()}
+        self._check_all_tensors_read()
+        self.notes += self._describe_ignored()
 
     @functools.cached_property
     def weights(self) -> Mapping[str, TensorInfo]:
-        return {name: self._info("", name) for name in self._records}
+        return {name: self._get_tensor_info("", name) for name in self._records}
 
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """A parameter, or a box of it, on the CPU in its stored dtype; a new contiguous tensor.
+    def read(self, name: str, tensor_slice: TensorSlice | None = None) -> torch.Tensor:
+        """Read a parameter, or a slice of it, into a new contiguous CPU tensor in its stored dtype.
 
         Raises:
             DamagedCheckpointError: a file is damaged.
         """
-        return self._read("", name, box or Box.whole(self._records[name].shape))
+        return self._read_tensor("", name, tensor_slice or TensorSlice.full(self._records[name].shape))
 
-    # ---- the state of the run
+    # Training state
 
     @functools.cached_property
-    def _sharding(self) -> str | None:
-        """The form in which the state of a sharded optimizer was saved; None: it is not sharded."""
+    def _sharding_type(self) -> str | None:
+        """Sharding type with which Megatron-Core saved the optimizer state; None if the optimizer is not sharded."""
         optimizer, content = self._common.get("optimizer"), self._common.get("content_metadata")
-        found = optimizer.get("param_state_sharding_type") if isinstance(optimizer, dict) else None
-        return found or (content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None)
+        sharding_type = optimizer.get("param_state_sharding_type") if isinstance(optimizer, dict) else None
+        return sharding_type or (content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None)
 
     @functools.cached_property
-    def saved(self) -> SavedRun | None:
-        common, where = self._common, str(self.folder / COMMON)
-        if common.get("optimizer") is None and not any(name.startswith("optimizer.") for name in self._files.tensors):
+    def saved_run(self) -> SavedRun | None:
+        common, path = self._common, str(self.folder / COMMON_FILE)
+        if common.get("optimizer") is None and not any(name.startswith("optimizer.") for name in self._reader.tensors):
             return None
-        if self._sharding == "dp_reshardable":
-            found = saved_run(common, self._buffers.optimizer, where)
-        elif self._sharding in _BY_NAME:
-            found = saved_run(common, common.get("optimizer"), where)
-            self._refuse_unread_state()
+        if self._sharding_type == "dp_reshardable":
+            run = parse_saved_run(common, self._flat_state.optimizer, path)
+        elif self._sharding_type in _NAMED_SHARDING_TYPES:
+            run = parse_saved_run(common, common.get("optimizer"), path)
+            self._check_state_complete()
         else:
             raise CheckpointError(
-                f"{self.folder}: its optimizer state is of the form {self._sharding}, which is not read. Load and save it with "
-                f"Megatron-LM's --dist-ckpt-optim-fully-reshardable, which gives every parameter its state by name. {WEIGHTS_ALONE}"
+                f"{self.folder}: its optimizer state has the unsupported form {self._sharding_type}. Load and save it with "
+                "Megatron-LM's --dist-ckpt-optim-fully-reshardable, which stores the state of every parameter by name. "
+                f"{WEIGHTS_ONLY_HINT}"
             )
-        return found
+        return run
 
     @functools.cached_property
-    def _buffers(self) -> FlatState:
-        return find_buffers(self._files, self.args, self._records, self.read, self._padded)
+    def _flat_state(self) -> FlatOptimizerState:
+        return find_flat_state(self._reader, self.args, self._records, self.read, self._padded_vocab_size)
 
-    def _state_info(self, kind: str, name: str) -> TensorInfo | None:
-        if self._sharding == "dp_reshardable":
-            return TensorInfo(self._records[name].shape, self._buffers.dtype(kind))
-        start = self._start(kind)
-        return None if start is None else self._info(start, name)
+    def _get_state_info(self, state_type: str, name: str) -> TensorInfo | None:
+        if self._sharding_type == "dp_reshardable":
+            return TensorInfo(self._records[name].shape, self._flat_state.get_dtype(state_type))
+        prefix = self._find_state_prefix(state_type)
+        return None if prefix is None else self._get_tensor_info(prefix, name)
 
-    def _read_state(self, kind: str, name: str, box: Box) -> torch.Tensor:
-        if self._sharding == "dp_reshardable":
-            return self._buffers.read(kind, self._records[name], box)
-        start = self._start(kind)
-        assert start is not None, "asked only for what is there"
-        return self._read(start, name, box)
+    def _read_state(self, state_type: str, name: str, tensor_slice: TensorSlice) -> torch.Tensor:
+        if self._sharding_type == "dp_reshardable":
+            return self._flat_state.read(state_type, self._records[name], tensor_slice)
+        prefix = self._find_state_prefix(state_type)
+        assert prefix is not None, "the checkpoint has this state"
+        return self._read_tensor(prefix, name, tensor_slice)
 
-    def _start(self, kind: str) -> str | None:
-        """What stands before the name of a parameter in that of its state; None: there is no such state."""
-        starts = [f"{_STATE}{theirs}." for theirs in (_MAINS if kind == WEIGHT else (kind,))]
-        return next((start for start in starts if f"{start}{WORD}" in self._files.tensors), None)
+    def _find_state_prefix(self, state_type: str) -> str | None:
+        """Return the prefix of the names of main parameters (`WEIGHT`) or of a moment; None if the checkpoint has no tensors of
+        this type."""
+        prefixes = [f"{_STATE_PREFIX}{name}." for name in (_MAIN_PARAM_NAMES if state_type == WEIGHT else (state_type,))]
+        return next((prefix for prefix in prefixes if f"{prefix}{EMBEDDING_KEY}" in self._reader.tensors), None)
 
-    def _refuse_unread_state(self) -> None:
-        """Check that there is state of every parameter, and none beside."""
-        starts = [start for kind in (WEIGHT, *MOMENTS) if (start := self._start(kind)) is not None]
-        wanted = {f"{start}{key}" for start in starts for place in self._places.values() for key in place.keys}
-        held = {name for name in self._files.tensors if name.startswith("optimizer.")}
-        if len(starts) < len(MOMENTS) or wanted != held:
-            odd = sorted(wanted ^ held) or [f"no {_STATE}{'* and '.join(MOMENTS)}*"]
+    def _check_state_complete(self) -> None:
+        """Check that the checkpoint has optimizer state for every parameter, and no other optimizer state."""
+        prefixes = [prefix for state_type in (WEIGHT, *MOMENTS) if (prefix := self._find_state_prefix(state_type)) is not None]
+        expected = {f"{prefix}{key}" for prefix in prefixes for location in self._locations.values() for key in location.keys}
+        actual = {name for name in self._reader.tensors if name.startswith("optimizer.")}
+        if len(prefixes) < len(MOMENTS) or expected != actual:
+            differences = sorted(expected ^ actual) or [f"no {_STATE_PREFIX}{'* and '.join(MOMENTS)}*"]
             raise CheckpointError(
-                f"{self.folder}: its optimizer state is not Adam's of this model's parameters: {listed(odd)}. {WEIGHTS_ALONE}"
+                f"{self.folder}: its optimizer state is not that of Adam for the parameters of this model: "
+                f"{format_list(differences)}. {WEIGHTS_ONLY_HINT}"
             )
 
-    # ---- where a parameter lies
+    # Locations of parameters
 
-    def _find(self, record: ParamRecord) -> _ParamPlace:
-        layer, _ = in_layer(record.name)
-        held = self._files.tensors
-        for own in stored_names(record.name, 0):
-            stacked = own if layer is None else own.replace(f"decoder.layers.{layer}.", "decoder.layers.", 1)
-            for key, row in ((own, None), (stacked, layer)):
-                if key in held:
-                    return self._checked(record, _ParamPlace((key,), row))
-                halves = tuple(f"{key}{end}" for end in _HALVES)
-                if all(half in held for half in halves):
-                    return self._checked(record, _ParamPlace(halves, row))
-        raise CheckpointError(f"{self.folder} has no {' nor '.join(stored_names(record.name, 0))}")
+    def _locate(self, record: ParamRecord) -> _ParamLocation:
+        """Return which stored tensors hold a parameter. The layers may be stacked, and the halves of a gated MLP weight may be
+        separate tensors."""
+        layer, _ = split_layer_name(record.name)
+        tensors = self._reader.tensors
+        for unstacked in get_megatron_keys(record.name, 0):
+            stacked = unstacked if layer is None else unstacked.replace(f"decoder.layers.{layer}.", "decoder.layers.", 1)
+            for key, layer_row in ((unstacked, None), (stacked, layer)):
+                if key in tensors:
+                    return self._check_shape(record, _ParamLocation((key,), layer_row))
+                halves = tuple(f"{key}{suffix}" for suffix in _HALF_SUFFIXES)
+                if all(half in tensors for half in halves):
+                    return self._check_shape(record, _ParamLocation(halves, layer_row))
+        raise CheckpointError(f"{self.folder} has no {' nor '.join(get_megatron_keys(record.name, 0))}")
 
-    def _checked(self, record: ParamRecord, place: _ParamPlace) -> _ParamPlace:
-        theirs = self._whole_shape(record, place)
-        for key in place.keys:
-            if (shape := self._files.tensors[key].shape) != theirs:
-                raise CheckpointError(f"{self.folder}: {key} is of shape {list(shape)}, where its args make it {list(theirs)}")
-        return place
+    def _check_shape(self, record: ParamRecord, location: _ParamLocation) -> _ParamLocation:
+        """Check the shapes of the stored tensors that hold a parameter, and return the location unchanged."""
+        expected = self._get_stored_shape(record, location)
+        for key in location.keys:
+            if (shape := self._reader.tensors[key].shape) != expected:
+                raise CheckpointError(
+                    f"{self.folder}: {key} has shape {list(shape)}, but according to its args it should be {list(expected)}"
+                )
+        return location
 
-    def _whole_shape(self, record: ParamRecord, place: _ParamPlace) -> tuple[int, ...]:
-        """The shape of a tensor there, of all layers where they are stacked."""
+    def _get_stored_shape(self, record: ParamRecord, location: _ParamLocation) -> tuple[int, ...]:
+        """Return the shape that each stored tensor of a parameter must have. Stacked layers add a leading dimension."""
         shape = list(record.shape)
         for split in record.splits:
             if split.padded_size is not None:
-                shape[split.dim] = self._padded
-        theirs = their_shape(record, shape)
-        theirs[0] //= len(place.keys)
-        return (*(() if place.row is None else (self.model.num_layers,)), *theirs)
+                shape[split.dim] = self._padded_vocab_size
+        stored_shape = get_megatron_shape(record, shape)
+        stored_shape[0] //= len(location.keys)
+        return (*(() if location.layer_row is None else (self.model.num_layers,)), *stored_shape)
 
-    def _info(self, start: str, name: str) -> TensorInfo:
-        return TensorInfo(self._records[name].shape, self._files.tensors[start + self._places[name].keys[0]].dtype)
+    def _get_tensor_info(self, prefix: str, name: str) -> TensorInfo:
+        return TensorInfo(self._records[name].shape, self._reader.tensors[prefix + self._locations[name].keys[0]].dtype)
 
-    def _read(self, start: str, name: str, box: Box) -> torch.Tensor:
-        record, place = self._records[name], self._places[name]
-        shape, whole = record.shape, self._whole_shape(record, place)
-        gated = len(shape) > len(their_shape(record, [*shape]))
-        found = torch.empty(box.sizes, dtype=self._files.tensors[start + place.keys[0]].dtype)
-        for target, half, inner in _halves(found, box) if gated else [(found, 0, box)]:
-            key = place.keys[half if len(place.keys) > 1 else 0]
-            down = half * shape[1] if gated and len(place.keys) == 1 else 0
-            inner = Box((inner.offsets[0] + down, *inner.offsets[1:]), inner.sizes)
-            if place.row is not None:
-                inner = Box((place.row, *inner.offsets), (1, *inner.sizes))
-            target.copy_(self._read_grid(start + key, whole, inner).view(target.shape))
-        return found
+    def _read_tensor(self, prefix: str, name: str, tensor_slice: TensorSlice) -> torch.Tensor:
+        """Read a slice of a weight, or of optimizer state if `prefix` is that of a moment or main parameter."""
+        record, location = self._records[name], self._locations[name]
+        shape, full_shape = record.shape, self._get_stored_shape(record, location)
+        is_gated = len(shape) > len(get_megatron_shape(record, [*shape]))
+        result = torch.empty(tensor_slice.sizes, dtype=self._reader.tensors[prefix + location.keys[0]].dtype)
+        for target, half, stored_slice in _split_halves(result, tensor_slice) if is_gated else [(result, 0, tensor_slice)]:
+            key = location.keys[half if len(location.keys) > 1 else 0]
+            row_offset = half * shape[1] if is_gated and len(location.keys) == 1 else 0
+            stored_slice = TensorSlice((stored_slice.offsets[0] + row_offset, *stored_slice.offsets[1:]), stored_slice.sizes)
+            if location.layer_row is not None:
+                stored_slice = TensorSlice((location.layer_row, *stored_slice.offsets), (1, *stored_slice.sizes))
+            target.copy_(self._read_grid(prefix + key, full_shape, stored_slice).view(target.shape))
+        return result
 
-    def _read_grid(self, key: str, shape: tuple[int, ...], box: Box) -> torch.Tensor:
-        """A box of a tensor of a shape, whether it is stored so or as a grid of flattened parts.
+    def _read_grid(self, key: str, shape: tuple[int, ...], tensor_slice: TensorSlice) -> torch.Tensor:
+        """Read a slice of a stored tensor, which may be divided along a grid into flattened cells.
+
+        A tensor that is stored as a grid has the shape [number of cells along dimension 0, number of cells along dimension 1, ...,
+        elements of a cell].
+
+        Args:
+            key: name of the stored tensor.
+            shape: shape of the tensor without the grid.
+            tensor_slice: region to read.
 
         Raises:
-            CheckpointError: it is stored in another shape.
+            CheckpointError: the stored shape is neither `shape` nor a grid of cells that divide `shape`.
         """
-        stored = self._files.tensors[key].shape
-        if stored == shape:
-            return self._files.read(key, box)
-        grid, numel = stored[:-1], stored[-1] if stored else 0
-        fits = len(grid) == len(shape) and all(cuts and size % cuts == 0 for size, cuts in zip(shape, grid, strict=True))
-        part = tuple(size // cuts for size, cuts in zip(shape, grid, strict=True)) if fits else ()
-        if not fits or math.prod(part) != numel:
-            raise CheckpointError(f"{self.folder}: {key} is of shape {list(stored)}, which is no form of {list(shape)}")
-        found = torch.empty(box.sizes, dtype=self._files.tensors[key].dtype)
-        for place in _cells(box, part):
-            held = Box(tuple(at * size for at, size in zip(place, part, strict=True)), part)
-            common = held.intersect(box)
-            assert common is not None, "a cell that overlaps"
-            flat = self._files.read(key, Box((*place, 0), (*(1 for _ in place), numel)))
-            found[common.relative_to(box).index] = flat.view(part)[common.relative_to(held).index]
-        return found
+        stored_shape = self._reader.tensors[key].shape
+        if stored_shape == shape:
+            return self._reader.read(key, tensor_slice)
+        grid, numel = stored_shape[:-1], stored_shape[-1] if stored_shape else 0
+        is_divisible = len(grid) == len(shape) and all(count and size % count == 0 for size, count in zip(shape, grid, strict=True))
+        cell_shape = tuple(size // count for size, count in zip(shape, grid, strict=True)) if is_divisible else ()
+        if not is_divisible or math.prod(cell_shape) != numel:
+            raise CheckpointError(
+                f"{self.folder}: {key} has shape {list(stored_shape)}, which does not fit its parameter of shape "
+                f"{list(shape)}: expected "
+                "that shape, or the number of cells along each dimension followed by the number of elements of a cell"
+            )
+        result = torch.empty(tensor_slice.sizes, dtype=self._reader.tensors[key].dtype)
+        for cell in _iter_cells(tensor_slice, cell_shape):
+            cell_slice = TensorSlice(tuple(index * size for index, size in zip(cell, cell_shape, strict=True)), cell_shape)
+            overlap = cell_slice.intersect(tensor_slice)
+            assert overlap is not None, "the cell overlaps the slice"
+            flat = self._reader.read(key, TensorSlice((*cell, 0), (*(1 for _ in cell), numel)))
+            result[overlap.relative_to(tensor_slice).index] = flat.view(cell_shape)[overlap.relative_to(cell_slice).index]
+        return result
 
-    # ---- what else is there
+    # Other content
 
-    def _refuse_unread(self) -> None:
-        used = {key for place in self._places.values() for key in place.keys}
+    def _check_all_tensors_read(self) -> None:
+        """Check that the checkpoint contains no tensor that the model does not have."""
+        used = {key for location in self._locations.values() for key in location.keys}
         unread = [
             name
-            for name in self._files.tensors
-            if name not in used and not name.startswith("optimizer.") and not name.endswith(LEFT_OUT)
+            for name in self._reader.tensors
+            if name not in used and not name.startswith("optimizer.") and not name.endswith(NON_PARAM_SUFFIXES)
         ]
         if unread:
-            raise CheckpointError(f"{self.folder} holds tensors that the model of its args has not: {listed(sorted(unread))}")
+            raise CheckpointError(
+                f"{self.folder} holds tensors that the model described by its args does not have: {format_list(sorted(unread))}"
+            )
 
-    def _left_out(self) -> Iterator[str]:
-        kept = {"args", "checkpoint_version", "iteration", "optimizer", "opt_param_scheduler", "content_metadata"}
-        objects = {name.partition("/")[0] for name in self._files.objects if not name.startswith("optimizer.")}
-        extra = {name for name in objects if name.endswith(LEFT_OUT)}
-        if others := sorted({*map(str, self._common), *objects} - kept - extra):
-            yield f"Left out: {', '.join(others)}."
-        if extra:
-            yield f"Left out, since they are no parameters: {len(extra)} entries {' or '.join(LEFT_OUT)}."
-
-
-def _halves(found: torch.Tensor, box: Box) -> Iterator[tuple[torch.Tensor, int, Box]]:
-    """(The part of a box of [2, f, ...] in a half, which half, the box of that part in [f, ...]) for each half that it overlaps."""
-    for at in range(box.sizes[0]):
-        yield found[at], box.offsets[0] + at, Box(box.offsets[1:], box.sizes[1:])
+    def _describe_ignored(self) -> Iterator[str]:
+        """Yield notes for the user about content of the checkpoint that is not read."""
+        read_keys = {"args", "checkpoint_version", "iteration", "optimizer", "opt_param_scheduler", "content_metadata"}
+        objects = {name.partition("/")[0] for name in self._reader.objects if not name.startswith("optimizer.")}
+        non_params = {name for name in objects if name.endswith(NON_PARAM_SUFFIXES)}
+        if ignored_keys := sorted({*map(str, self._common), *objects} - read_keys - non_params):
+            yield f"Left out: {', '.join(ignored_keys)}."
+        if non_params:
+            yield f"Left out, since they are not parameters: {len(non_params)} entries {' or '.join(NON_PARAM_SUFFIXES)}."
 
 
-def _cells(box: Box, part: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The cells of a grid of parts that overlap a box."""
-    if not part:
+def _split_halves(tensor: torch.Tensor, tensor_slice: TensorSlice) -> Iterator[tuple[torch.Tensor, int, TensorSlice]]:
+    """Split a tensor that holds a slice of a gated MLP weight [2, f, ...] into the halves that the slice overlaps.
+
+    Args:
+        tensor: tensor with the shape of the slice.
+        tensor_slice: region of the parameter that the tensor holds.
+
+    Yields:
+        (view of the tensor, index of the half, slice within the half [f, ...]).
+    """
+    for i in range(tensor_slice.sizes[0]):
+        yield tensor[i], tensor_slice.offsets[0] + i, TensorSlice(tensor_slice.offsets[1:], tensor_slice.sizes[1:])
+
+
+def _iter_cells(tensor_slice: TensorSlice, cell_shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Yield the grid indices of the cells that a slice overlaps.
+
+    Args:
+        tensor_slice: region of the tensor.
+        cell_shape: shape of a cell.
+    """
+    if not cell_shape:
         yield ()
         return
-    for first in range(box.offsets[0] // part[0], -(-(box.offsets[0] + box.sizes[0]) // part[0])):
-        for rest in _cells(Box(box.offsets[1:], box.sizes[1:]), part[1:]):
-            yield first, *rest
+    for index in range(
+        tensor_slice.offsets[0] // cell_shape[0], -(-(tensor_slice.offsets[0] + tensor_slice.sizes[0]) // cell_shape[0])
+    ):
+        for inner_indices in _iter_cells(TensorSlice(tensor_slice.offsets[1:], tensor_slice.sizes[1:]), cell_shape[1:]):
+            yield index, *inner_indices
 
 
 def _check_format(path: Path) -> None:
+    """Check that metadata.json names the format `torch_dist`, version 1."""
     try:
-        about: Any = json.loads(path.read_bytes()[:1_000_000])
+        content: Any = json.loads(path.read_bytes()[:1_000_000])
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedCheckpointError(f"{path} cannot be read: {error}") from error
-    kind = about.get("sharded_backend") if isinstance(about, dict) else None
-    if kind != "torch_dist" or about.get("sharded_backend_version", 1) != 1:
+    backend = content.get("sharded_backend") if isinstance(content, dict) else None
+    if backend != "torch_dist" or content.get("sharded_backend_version", 1) != 1:
         raise CheckpointError(
-            f"{path} names the format {str(kind)[:40]!r}; of Megatron-Core's only torch_dist, version 1, is read here.\n"
+            f"{path} names the format {str(backend)[:40]!r}; of Megatron-Core's formats only torch_dist, version 1, is supported.\n"
             "  Load it with Megatron-LM, and save it with --ckpt-format torch_dist."
         )

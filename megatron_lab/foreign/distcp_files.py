@@ -1,7 +1,8 @@
-"""The files of a distributed checkpoint of torch (torch.distributed.checkpoint), as Megatron-Core's format `torch_dist` has them.
+"""Reader of torch.distributed.checkpoint files, as in Megatron-Core's format `torch_dist`.
 
-`.metadata`, a pickle that is read as data (`inert_pickle.py`), says for every tensor its shape, its dtype and its chunks, and for
-every chunk the bytes of a `.distcp` file in which torch.save has written it.
+The file `.metadata` lists the shape, dtype and chunks of every tensor. A chunk is a rectangular region of a tensor that was saved
+as a unit. For every chunk, `.metadata` names a `.distcp` file and a byte range, which contains the output of torch.save.
+`.metadata` is a pickle and is parsed without executing anything (`inert_pickle.py`).
 """
 
 from __future__ import annotations
@@ -15,20 +16,22 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
-from megatron.checkpoint.manifest import tiles
-from megatron.parallel.boxes import Box
-from megatron_lab.foreign.inert_pickle import Made, Named, read_pickle
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, format_list
+from megatron.checkpoint.manifest import is_partition
+from megatron.parallel.tensor_slice import TensorSlice
+from megatron_lab.foreign.inert_pickle import CallRecord, GlobalName, read_pickle
 from megatron_lab.foreign.torch_file import TorchFile
 
 METADATA = ".metadata"
-_MOST_BYTES = 2 << 30
-"""Bytes of .metadata; that of a model of a trillion parameters on ten thousand ranks has fewer."""
-_MOST_AROUND = 1 << 16
-"""Bytes that torch.save writes around the data of a tensor; it needs some 1,200."""
-_OF_METADATA = "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata MetadataIndex StorageMeta TensorProperties"
-_OF_PLANS = "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData"
-_OF_MEGATRON = "MCoreMetadata MCoreSavePlan"
+_MAX_METADATA_BYTES = 2 << 30
+"""Maximum size of .metadata in bytes. The file of a model with 10^12 parameters on 10,000 ranks is smaller."""
+_MAX_OVERHEAD_BYTES = 1 << 16
+"""Maximum number of bytes that torch.save adds to the data of a tensor. It adds about 1,200."""
+_METADATA_CLASSES = (
+    "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata MetadataIndex StorageMeta TensorProperties"
+)
+_PLANNER_CLASSES = "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData"
+_MEGATRON_CLASSES = "MCoreMetadata MCoreSavePlan"
 _DTYPES = {
     f"torch.{name}": getattr(torch, name)
     for name in (
@@ -36,25 +39,27 @@ _DTYPES = {
         *("uint16 uint32 uint64 complex64 complex128".split()),
     )
 }
-_KNOWN = frozenset(
+_ALLOWED_NAMES = frozenset(
     (
-        *(f"torch.distributed.checkpoint.metadata.{name}" for name in (*_OF_METADATA.split(), "_MEM_FORMAT_ENCODING")),
-        *(f"torch.distributed.checkpoint.planner.{name}" for name in _OF_PLANS.split()),
-        *(f"megatron.core.dist_checkpointing.strategies.torch.{name}" for name in _OF_MEGATRON.split()),
+        *(f"torch.distributed.checkpoint.metadata.{name}" for name in (*_METADATA_CLASSES.split(), "_MEM_FORMAT_ENCODING")),
+        *(f"torch.distributed.checkpoint.planner.{name}" for name in _PLANNER_CLASSES.split()),
+        *(f"megatron.core.dist_checkpointing.strategies.torch.{name}" for name in _MEGATRON_CLASSES.split()),
         *(f"torch.distributed._shard.sharded_tensor.metadata.{name}" for name in ("TensorProperties", "MEM_FORMAT_ENCODING")),
         *("torch.distributed.checkpoint.filesystem._StorageInfo", "torch.serialization._get_layout", "torch.Size"),
         *("pathlib.PosixPath", "pathlib._local.PosixPath", "collections.OrderedDict", "collections.defaultdict", "builtins.dict"),
         *_DTYPES,
     )
 )
-"""Names in such a file: torch 2.1 and later, Megatron-Core up to 0.16. They are read as words; no class is looked up."""
+"""Names that .metadata may contain, as torch 2.1 and later and Megatron-Core up to 0.16 write it. The reader never imports
+them."""
 
 
 @dataclass(frozen=True)
 class DistcpChunk:
-    """A box of a tensor, or an object without one, and the bytes in which it lies."""
+    """Byte range in a file that stores a region of a tensor (`tensor_slice`) or an object that is not a tensor (`tensor_slice` is
+    None)."""
 
-    box: Box | None
+    tensor_slice: TensorSlice | None
     file: str
     offset: int
     length: int
@@ -62,124 +67,135 @@ class DistcpChunk:
 
 @dataclass
 class DistcpTensor:
-    """A tensor."""
+    """Shape, dtype and chunks of a stored tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: list[DistcpChunk] = field(default_factory=list)
 
 
-class DistcpFiles:
-    """The tensors and objects of one checkpoint.
+class DistcpReader:
+    """Reader of the tensors and other objects in one torch.distributed.checkpoint folder.
 
     Args:
-        folder: the folder with `.metadata`.
+        folder: folder that contains `.metadata`.
 
     Raises:
-        CheckpointError: `.metadata` is of another kind, or would do something when opened as a pickle.
-        DamagedCheckpointError: it is missing or altered, or does not fit its files.
+        CheckpointError: `.metadata` contains unexpected names or opcodes.
+        DamagedCheckpointError: `.metadata` is missing or altered, or does not match its files.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         path = folder / METADATA
         try:
-            if (num_bytes := path.stat().st_size) > _MOST_BYTES:
-                raise CheckpointError(f"{path} has {num_bytes:,} bytes, more than any checkpoint needs: it is not read")
+            if (num_bytes := path.stat().st_size) > _MAX_METADATA_BYTES:
+                raise CheckpointError(
+                    f"{path} has {num_bytes:,} bytes, more than the metadata of any checkpoint needs, so it is not read"
+                )
             data = path.read_bytes()
         except OSError as error:
             raise DamagedCheckpointError(f"{path} cannot be read ({error.strerror or error})") from error
         self.tensors: dict[str, DistcpTensor] = {}
         self.objects: dict[str, DistcpChunk] = {}
-        self._whole: set[str] = set()
+        self._verified: set[str] = set()
         try:
-            self._fill(read_pickle(data, str(path), _KNOWN))
+            self._parse_metadata(read_pickle(data, str(path), _ALLOWED_NAMES))
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise DamagedCheckpointError(f"{path} is not what torch's checkpoints say of themselves ({str(error)[:80]})") from error
+            raise DamagedCheckpointError(f"{path} is damaged, or not metadata of a torch checkpoint ({str(error)[:80]})") from error
 
-    def _fill(self, metadata: Any) -> None:
-        parts = _state(metadata, "Metadata")
-        sizes: dict[str, int] = {}
-        wanted: dict[str, dict[tuple[int, ...], Box]] = {}
-        for name, kind in _mapping(parts["state_dict_metadata"]).items():
-            if kind.name.endswith(".TensorStorageMetadata"):
-                about = _state(kind, "TensorStorageMetadata")
-                self.tensors[name] = DistcpTensor(_size(about["size"]), _dtype(about["properties"]))
-                chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in about["chunks"]]
-                boxes = [Box(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks]
-                wanted[name] = {box.offsets: box for box in boxes}
-            elif not kind.name.endswith(".BytesStorageMetadata"):
-                raise ValueError(f"{name} is a {kind.name}")
-        lost: list[str] = []
-        for index, info in _mapping(parts["storage_data"]).items():
-            key, place = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
-            name, file = key["fqn"], place["relative_path"]
+    def _parse_metadata(self, metadata: Any) -> None:
+        """Fill `tensors` and `objects` from the parsed `.metadata`, and check that every byte range lies within its file."""
+        metadata_fields = _get_fields(metadata, "Metadata")
+        file_sizes: dict[str, int] = {}
+        expected: dict[str, dict[tuple[int, ...], TensorSlice]] = {}
+        for name, entry_metadata in _get_dict(metadata_fields["state_dict_metadata"]).items():
+            if entry_metadata.name.endswith(".TensorStorageMetadata"):
+                tensor_fields = _get_fields(entry_metadata, "TensorStorageMetadata")
+                self.tensors[name] = DistcpTensor(_parse_size(tensor_fields["size"]), _parse_dtype(tensor_fields["properties"]))
+                chunks = [_get_fields(chunk, "ChunkStorageMetadata") for chunk in tensor_fields["chunks"]]
+                slices = [TensorSlice(_parse_size(chunk["offsets"]), _parse_size(chunk["sizes"])) for chunk in chunks]
+                expected[name] = {tensor_slice.offsets: tensor_slice for tensor_slice in slices}
+            elif not entry_metadata.name.endswith(".BytesStorageMetadata"):
+                raise ValueError(f"{name} is a {entry_metadata.name}")
+        truncated: list[str] = []
+        for index, storage_info in _get_dict(metadata_fields["storage_data"]).items():
+            index_fields, storage_fields = _get_fields(index, "MetadataIndex"), _get_fields(storage_info, "_StorageInfo")
+            name, file = index_fields["fqn"], storage_fields["relative_path"]
             if not isinstance(file, str) or Path(file).name != file or file.startswith("."):
                 raise CheckpointError(f"{self.folder / METADATA} names files outside of its folder: {str(file)[:80]!r}")
-            if place.get("transform_descriptors"):
-                raise CheckpointError(f"{self.folder}: {name} is compressed or encrypted, which is not read here")
-            offset, length = _count(place["offset"]), _count(place["length"])
-            if file not in sizes:
+            if storage_fields.get("transform_descriptors"):
+                raise CheckpointError(f"{self.folder}: {name} is compressed or encrypted, which is not supported")
+            offset, length = _parse_count(storage_fields["offset"]), _parse_count(storage_fields["length"])
+            if file not in file_sizes:
                 try:
-                    sizes[file] = (self.folder / file).stat().st_size
+                    file_sizes[file] = (self.folder / file).stat().st_size
                 except OSError as error:
                     raise DamagedCheckpointError(f"{self.folder / file} is missing") from error
-            if offset + length > sizes[file]:
-                lost.append(f"{name} (up to byte {offset + length:,} of {file}, which has {sizes[file]:,})")
+            if offset + length > file_sizes[file]:
+                truncated.append(f"{name} (up to byte {offset + length:,} of {file}, which has {file_sizes[file]:,})")
                 continue
             if name not in self.tensors:
                 self.objects[name] = DistcpChunk(None, file, offset, length)
                 continue
             entry = self.tensors[name]
-            at = (0,) * len(entry.shape) if key["offset"] is None else _size(key["offset"])
-            if at not in wanted[name]:
-                raise ValueError(f"{name} has no chunk at {at}, or two")
-            entry.chunks.append(DistcpChunk(wanted[name].pop(at), file, offset, length))
-        if lost:
-            raise DamagedCheckpointError(f"{self.folder} is truncated or altered: it lacks {listed(lost)}")
+            offsets = (0,) * len(entry.shape) if index_fields["offset"] is None else _parse_size(index_fields["offset"])
+            if offsets not in expected[name]:
+                raise ValueError(f"{name} must have exactly one chunk that starts at {offsets}, but has none or several")
+            entry.chunks.append(DistcpChunk(expected[name].pop(offsets), file, offset, length))
+        if truncated:
+            raise DamagedCheckpointError(f"{self.folder} is truncated or altered: it lacks {format_list(truncated)}")
 
-    def read(self, name: str, box: Box) -> torch.Tensor:
-        """A box of a tensor: a new contiguous tensor in its stored dtype.
+    def read(self, name: str, tensor_slice: TensorSlice) -> torch.Tensor:
+        """Read a slice of a tensor into a new contiguous tensor in its stored dtype.
 
         Raises:
             DamagedCheckpointError: a file is truncated or altered, or chunks are missing.
         """
         entry = self.tensors[name]
-        if name not in self._whole:
-            if not tiles(entry.shape, [chunk.box for chunk in entry.chunks if chunk.box is not None]):
-                raise DamagedCheckpointError(f"{self.folder}: the chunks of {name} are not the whole tensor, once")
-            self._whole.add(name)
-        found = torch.empty(box.sizes, dtype=entry.dtype)
+        if name not in self._verified:
+            if not is_partition(entry.shape, [chunk.tensor_slice for chunk in entry.chunks if chunk.tensor_slice is not None]):
+                raise DamagedCheckpointError(f"{self.folder}: the chunks of {name} do not cover every element exactly once")
+            self._verified.add(name)
+        result = torch.empty(tensor_slice.sizes, dtype=entry.dtype)
         for chunk in entry.chunks:
-            assert chunk.box is not None
-            if (common := chunk.box.intersect(box)) is not None:
-                found[common.relative_to(box).index] = self._chunk(name, entry, chunk)[common.relative_to(chunk.box).index]
-        return found
+            assert chunk.tensor_slice is not None
+            if (overlap := chunk.tensor_slice.intersect(tensor_slice)) is not None:
+                result[overlap.relative_to(tensor_slice).index] = self._read_chunk(name, entry, chunk)[
+                    overlap.relative_to(chunk.tensor_slice).index
+                ]
+        return result
 
     def read_object(self, name: str) -> Any:
-        """What is stored under a name that is no tensor, opened without running anything."""
-        file = self._part(name, self.objects[name])
+        """Return a stored object that is not a tensor, such as a dictionary of settings. No code in the file is executed."""
+        file = self._open_chunk(name, self.objects[name])
         return file.content
 
-    def _chunk(self, name: str, entry: DistcpTensor, chunk: DistcpChunk) -> torch.Tensor:
-        assert chunk.box is not None
-        most = chunk.box.numel * entry.dtype.itemsize + _MOST_AROUND
-        if chunk.length > most:
+    def _read_chunk(self, name: str, entry: DistcpTensor, chunk: DistcpChunk) -> torch.Tensor:
+        """Read the tensor of one stored chunk, and check its size, shape, dtype and checksum."""
+        assert chunk.tensor_slice is not None
+        max_length = chunk.tensor_slice.numel * entry.dtype.itemsize + _MAX_OVERHEAD_BYTES
+        if chunk.length > max_length:
             raise DamagedCheckpointError(
-                f"{self.folder / chunk.file}: {name} takes {chunk.length:,} bytes, and needs at most {most:,}"
+                f"{self.folder / chunk.file}: a chunk of {name} is stored in {chunk.length:,} bytes, but needs at most "
+                f"{max_length:,}"
             )
-        file = self._part(name, chunk)
+        file = self._open_chunk(name, chunk)
         tensor = file.content
-        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != chunk.box.sizes or tensor.dtype != entry.dtype:
-            what = f"{list(tensor.shape)} {tensor.dtype}" if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
+        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != chunk.tensor_slice.sizes or tensor.dtype != entry.dtype:
+            description = (
+                f"{list(tensor.shape)} {tensor.dtype}" if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
+            )
             raise DamagedCheckpointError(
-                f"{self.folder / chunk.file}: {name} is {what} there, and {METADATA} says {list(chunk.box.sizes)} {entry.dtype}"
+                f"{self.folder / chunk.file}: {name} is {description} there, but {METADATA} says "
+                f"{list(chunk.tensor_slice.sizes)} {entry.dtype}"
             )
         return file.check(tensor, name)
 
-    def _part(self, name: str, chunk: DistcpChunk) -> TorchFile:
+    def _open_chunk(self, name: str, chunk: DistcpChunk) -> TorchFile:
+        """Open the byte range of a chunk as a file written by torch.save."""
         path = self.folder / chunk.file
         try:
             with path.open("rb") as file:
@@ -191,39 +207,42 @@ class DistcpFiles:
             raise DamagedCheckpointError(f"{name}, {chunk.length:,} bytes from byte {chunk.offset:,} on: {error}") from error
 
 
-def _state(made: Any, kind: str) -> Mapping[str, Any]:
-    """The fields of a record of some class."""
-    if not isinstance(made, Made) or made.name.rpartition(".")[2] != kind or not isinstance(made.state, dict):
-        raise ValueError(f"no {kind}")
-    return made.state
+def _get_fields(record: Any, class_name: str) -> Mapping[str, Any]:
+    """Return the attributes of an object in a pickle, after checking that its class is `class_name`."""
+    if not isinstance(record, CallRecord) or record.name.rpartition(".")[2] != class_name or not isinstance(record.state, dict):
+        raise ValueError(f"an entry is not an object of the class {class_name}")
+    return record.state
 
 
-def _mapping(value: Any) -> dict[Any, Any]:
-    found = value.state if isinstance(value, Made) else value
-    if not isinstance(found, dict):
-        raise ValueError("no dictionary")
-    return found
+def _get_dict(value: Any) -> dict[Any, Any]:
+    """Return the content of a dictionary, or of an object of a dictionary subclass, in a pickle."""
+    content = value.state if isinstance(value, CallRecord) else value
+    if not isinstance(content, dict):
+        raise ValueError("an entry is not a dictionary")
+    return content
 
 
-def _size(value: Any) -> tuple[int, ...]:
-    """A torch.Size."""
-    if isinstance(value, Made) and value.name == "torch.Size":
+def _parse_size(value: Any) -> tuple[int, ...]:
+    """Convert a torch.Size in a pickle to a tuple."""
+    if isinstance(value, CallRecord) and value.name == "torch.Size":
         (value,) = value.args
-    if not isinstance(value, tuple) or len(value) > 8 or math.prod(map(_count, value)) >= 1 << 62:
-        raise ValueError("no size")
+    if not isinstance(value, tuple) or len(value) > 8 or math.prod(map(_parse_count, value)) >= 1 << 62:
+        raise ValueError("an entry is not a valid torch.Size")
     return value
 
 
-def _count(value: Any) -> int:
+def _parse_count(value: Any) -> int:
+    """Check that a value in a pickle is a valid number of bytes or elements, and return it."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
-        raise ValueError(f"{str(value)[:40]} is no number of bytes or elements")
+        raise ValueError(f"{str(value)[:40]} is not a number of bytes or elements")
     return value
 
 
-def _dtype(properties: Any) -> torch.dtype:
-    if not isinstance(properties, Made) or not properties.name.endswith(".TensorProperties"):
-        raise ValueError("no properties of a tensor")
-    named = properties.state[0] if isinstance(properties.state, tuple) else properties.state["dtype"]
-    if not isinstance(named, Named) or named.name not in _DTYPES:
-        raise ValueError("no dtype")
-    return _DTYPES[named.name]
+def _parse_dtype(properties: Any) -> torch.dtype:
+    """Return the dtype that a TensorProperties object in a pickle contains."""
+    if not isinstance(properties, CallRecord) or not properties.name.endswith(".TensorProperties"):
+        raise ValueError("an entry is not a TensorProperties")
+    dtype_name = properties.state[0] if isinstance(properties.state, tuple) else properties.state["dtype"]
+    if not isinstance(dtype_name, GlobalName) or dtype_name.name not in _DTYPES:
+        raise ValueError("an entry is not a supported dtype")
+    return _DTYPES[dtype_name.name]

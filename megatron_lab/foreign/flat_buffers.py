@@ -1,9 +1,11 @@
-"""Where Megatron-Core's distributed optimizer has the elements of each parameter in its flat buffers.
+"""Layout of the flat buffers of Megatron-Core's distributed optimizer: the offset of each parameter.
 
-A chunk of the model has one buffer. Its parameters lie there from the last to the first, each from a multiple of 64 elements on, in
-buckets that follow each other (Megatron-Core, core/distributed/param_and_grad_buffer.py). Its checkpoints hold the buckets one by
-one (`dp_reshardable`), or joined without the padding at their ends (distrib_optim.pt of the format `torch`); no names are there. So
-whoever reads them compares the main parameters found with the weights.
+Each model chunk has one buffer, divided into consecutive buckets. The buffer contains the parameters in reverse order of their
+declaration, and each parameter starts at a multiple of 64 elements (Megatron-Core, core/distributed/param_and_grad_buffer.py). A
+checkpoint stores the buckets separately (`dp_reshardable`), or joined without the padding at the end of each bucket
+(distrib_optim.pt of the format `torch`).
+
+Neither format stores parameter names. Readers therefore compare the main parameters with the weights to verify the assumed layout.
 """
 
 from __future__ import annotations
@@ -13,23 +15,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.parallel.boxes import aligned
+from megatron.parallel.tensor_slice import align_numel
 
-MAIN = "param"
-"""Name of the main parameters there, beside exp_avg and exp_avg_sq."""
+MAIN_PARAM = "param"
+"""Name of the main parameters in the optimizer state, next to `exp_avg` and `exp_avg_sq`."""
 
 
 @dataclass(frozen=True)
 class FlatParam:
-    """A parameter of one rank, in the order in which the model declares them."""
+    """Name and shape of a parameter on one rank. Lists of them are in the order in which Megatron-Core declares the parameters."""
 
     name: str
     shape: tuple[int, ...]
-    alone: bool = False
-    """Whether it has a bucket of its own: a word embedding that two stages share."""
+    has_separate_bucket: bool = False
+    """Whether the parameter has its own bucket: true for a word embedding that two stages share."""
 
     @property
     def numel(self) -> int:
+        """Number of elements of the parameter on the rank."""
         total = 1
         for size in self.shape:
             total *= size
@@ -38,78 +41,96 @@ class FlatParam:
 
 @dataclass
 class FlatBucket:
-    """Parameters that follow each other, and the elements that they take with the padding between them."""
+    """Part of a flat buffer that holds consecutive parameters, with the offset of each.
 
-    starts: dict[str, int] = field(default_factory=dict)
+    Args:
+        offsets: offset of each parameter in the bucket, in elements.
+        numel: number of elements of the bucket, with the padding between parameters.
+    """
+
+    offsets: dict[str, int] = field(default_factory=dict)
     numel: int = 0
 
 
-def lay_out(params: Sequence[FlatParam], most: int | None) -> list[FlatBucket]:
-    """The buckets of a buffer.
+def plan_buckets(params: Sequence[FlatParam], bucket_size: int | None) -> list[FlatBucket]:
+    """Return the buckets into which Megatron-Core divides the buffer of a model chunk.
 
     Args:
-        params: those of the chunk on this rank.
-        most: a bucket is closed when it has so many elements (None: never).
+        params: parameters of the model chunk on this rank, in declaration order.
+        bucket_size: number of elements at which a bucket is complete; None for one bucket.
     """
     buckets = [FlatBucket()]
     for param in reversed(params):
         bucket = buckets[-1]
-        start = aligned(bucket.numel)
-        if param.alone and bucket.starts:
-            bucket.numel = start
+        offset = align_numel(bucket.numel)
+        if param.has_separate_bucket and bucket.offsets:
+            bucket.numel = offset
             buckets.append(bucket := FlatBucket())
-            start = 0
-        bucket.starts[param.name], bucket.numel = start, start + param.numel
-        if param.alone or (most is not None and bucket.numel >= most):
+            offset = 0
+        bucket.offsets[param.name], bucket.numel = offset, offset + param.numel
+        if param.has_separate_bucket or (bucket_size is not None and bucket.numel >= bucket_size):
             buckets.append(FlatBucket())
-    return [bucket for bucket in buckets if bucket.starts]
+    return [bucket for bucket in buckets if bucket.offsets]
 
 
-def refill(params: Sequence[FlatParam], numels: Sequence[int]) -> list[FlatBucket]:
-    """The buckets of a buffer whose sizes are known.
+def fill_buckets(params: Sequence[FlatParam], numels: Sequence[int]) -> list[FlatBucket]:
+    """Assign the parameters of a model chunk to buckets of known sizes.
+
+    Args:
+        params: parameters of the model chunk on this rank, in declaration order.
+        numels: number of elements of each bucket.
 
     Raises:
-        ValueError: the parameters do not fill them.
+        ValueError: the parameters do not exactly fill the buckets.
     """
-    buckets, rest = [], [*params]
+    buckets, remaining = [], [*params]
     for numel in numels:
         bucket = FlatBucket(numel=numel)
-        at = 0
-        while rest and aligned(at) + rest[-1].numel <= numel:
-            param = rest.pop()
-            bucket.starts[param.name] = aligned(at)
-            at = aligned(at) + param.numel
-        if aligned(at) != aligned(numel):
-            raise ValueError(f"its parameters take {at:,} of {numel:,} elements of a bucket")
+        end = 0
+        while remaining and align_numel(end) + remaining[-1].numel <= numel:
+            param = remaining.pop()
+            bucket.offsets[param.name] = align_numel(end)
+            end = align_numel(end) + param.numel
+        if align_numel(end) != align_numel(numel):
+            raise ValueError(f"the parameters of a bucket fill only {end:,} of its {numel:,} elements")
         buckets.append(bucket)
-    if rest:
-        raise ValueError(f"it has no place for {len(rest)} of its parameters, of which the last is {rest[-1].name}")
+    if remaining:
+        raise ValueError(f"the buckets are too small for {len(remaining)} parameters, such as {remaining[-1].name}")
     return buckets
 
 
-def most_elements(args: Namespace, stage: int, chunk: int, numel: int) -> int | None:
-    """Elements at which the run closed its buckets; None where it had one for the whole chunk.
+def infer_bucket_size(args: Namespace, stage: int, chunk: int, numel: int) -> int | None:
+    """Return the number of elements at which Megatron-Core completes a bucket of a model chunk; None if the chunk has a single
+    bucket.
 
     Args:
-        args: of the run.
+        args: arguments of the run.
         stage: pipeline stage.
-        chunk: number of the chunk on the stage.
-        numel: elements of the parameters of the chunk.
+        chunk: index of the model chunk on the stage.
+        numel: number of elements of the chunk's parameters.
     """
-    given: dict[str, Any] = vars(args)
-    if not given.get("overlap_grad_reduce") or stage > 0 or chunk > 0 or given.get("overlap_param_gather_with_optimizer_step"):
+    args_dict: dict[str, Any] = vars(args)
+    if (
+        not args_dict.get("overlap_grad_reduce")
+        or stage > 0
+        or chunk > 0
+        or args_dict.get("overlap_param_gather_with_optimizer_step")
+    ):
         return None
-    if number := given.get("ddp_num_buckets"):
-        return numel // int(number)
-    if given.get("ddp_bucket_size"):
-        return int(given["ddp_bucket_size"])
-    return max(40_000_000, 1_000_000 * int(given.get("data_parallel_size") or 1) * int(given.get("context_parallel_size") or 1))
+    if num_buckets := args_dict.get("ddp_num_buckets"):
+        return numel // int(num_buckets)
+    if args_dict.get("ddp_bucket_size"):
+        return int(args_dict["ddp_bucket_size"])
+    return max(
+        40_000_000, 1_000_000 * int(args_dict.get("data_parallel_size") or 1) * int(args_dict.get("context_parallel_size") or 1)
+    )
 
 
-def places(buckets: Sequence[FlatBucket]) -> Iterator[tuple[str, int]]:
-    """(parameter, its start) where the buckets are joined without the padding at their ends."""
-    before = 0
+def iter_joined_offsets(buckets: Sequence[FlatBucket]) -> Iterator[tuple[str, int]]:
+    """Yield (parameter name, offset) for a buffer that is stored as its joined buckets, without the padding at the end of each
+    bucket."""
+    bucket_offset = 0
     for bucket in buckets:
-        for name, start in bucket.starts.items():
-            yield name, before + start
-        before += bucket.numel
+        for name, offset in bucket.offsets.items():
+            yield name, bucket_offset + offset
+        bucket_offset += bucket.numel

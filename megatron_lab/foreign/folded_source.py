@@ -1,4 +1,7 @@
-"""A model trained with muP as one that needs no multiplier: the division of the logits goes into the final norm."""
+"""Removal of muP's output multiplier, for formats without it: the weight of the final norm is divided instead of the logits.
+
+The result is a model that needs no multiplier and computes the same logits. Its attention scale is set explicitly.
+"""
 
 from __future__ import annotations
 
@@ -7,42 +10,46 @@ import dataclasses
 import torch
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.parallel.boxes import Box
-from megatron.spec.layers import norm_of, scores_of
-from megatron_lab.foreign.source import OtherModel, WeightSource
+from megatron.parallel.tensor_slice import TensorSlice
+from megatron.spec.layers import build_norm_spec, build_score_spec
+from megatron_lab.foreign.source import DerivedSource, WeightSource
 
 
-def folded(source: WeightSource) -> WeightSource:
-    """The weights of a model that computes the same without --mup-base-width; a source without it as it is.
+def fold_mup_scaling(source: WeightSource) -> WeightSource:
+    """Return a source of a model without --mup-base-width that computes the same logits.
+
+    A source of a model without muP scaling is returned unchanged.
 
     Raises:
-        CheckpointError: the final norm has no weight.
+        CheckpointError: the final norm has no weight that could be divided.
     """
-    if source.model.mup_width == 1.0:
+    if source.model.width_multiplier == 1.0:
         return source
     if not any(name.startswith("final_norm.") for name in source.weights):
         raise CheckpointError(
-            f"{source.name}: its logits are divided (--mup-base-width), and its final norm has no weight to take that"
+            f"{source.name}: a model with --mup-base-width divides its logits. The result cannot express this division: "
+            "it would have "
+            "to divide the weight of the final norm, but the final norm of this model has no weight"
         )
-    return _Folded(source)
+    return _FoldedSource(source)
 
 
-class _Folded(OtherModel):
-    """The model with another final norm."""
+class _FoldedSource(DerivedSource):
+    """Weights of another source, with the weight of the final norm divided by the muP width multiplier."""
 
     def __init__(self, source: WeightSource) -> None:
-        model, self._width = source.model, source.model.mup_width
-        scale = model.softmax_scale if model.mup_base_kv_channels is None else scores_of(model, window=False).scale
+        model, self._width_multiplier = source.model, source.model.width_multiplier
+        scale = model.softmax_scale if model.mup_base_kv_channels is None else build_score_spec(model, has_window=False).scale
         super().__init__(source, dataclasses.replace(model, mup_base_width=None, mup_base_kv_channels=None, softmax_scale=scale))
         self.notes = [
             *source.notes,
-            f"the logits of this model are divided by {self._width:g} (--mup-base-width); here its final norm is, which gives the "
-            "same logits, but trains otherwise",
+            f"the logits of this model are divided by {self._width_multiplier:g} (--mup-base-width); here the weight of its final "
+            "norm is divided instead, which gives the same logits, but different updates in further training",
         ]
 
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        found = super().read(name, box)
+    def read(self, name: str, tensor_slice: TensorSlice | None = None) -> torch.Tensor:
+        tensor = super().read(name, tensor_slice)
         if not name.startswith("final_norm."):
-            return found
-        centre = float(norm_of(self.model).zero_centred and name.endswith(".weight"))
-        return (found + centre) / self._width - centre
+            return tensor
+        center = float(build_norm_spec(self.model).zero_centered and name.endswith(".weight"))
+        return (tensor + center) / self._width_multiplier - center

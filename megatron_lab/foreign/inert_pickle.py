@@ -1,8 +1,8 @@
-"""Reads a pickle as data: nothing that it names is looked up, and nothing is called.
+"""Pickle reader that executes nothing: it imports no name and calls no function.
 
-A pickle is a program for a machine with a stack. This one knows the opcodes that put plain values and objects together. What would
-be a call of `module.name` becomes a record of that call, so the file says what was saved and can do nothing. Work and memory are in
-proportion to the bytes of the file.
+A pickle is a program for a stack machine. This reader implements only the opcodes that build plain values and objects. A call of
+`module.name` becomes a `CallRecord`, so a file can describe data but cannot run code. Time and memory are linear in the size of the
+file.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 
 
 @dataclass(eq=False)
-class Named:
-    """A class or a function, by `module.name`."""
+class GlobalName:
+    """Reference in a pickle to a class or function, as `module.name`. The class or function is not imported."""
 
     name: str
 
 
 @dataclass(eq=False)
-class Made:
-    """What a call of something named would have given, and the state that it would have been given then."""
+class CallRecord:
+    """Record of a call that a pickle requests: function name, arguments, and the state to set on the result. The call is not
+    executed."""
 
     name: str
     args: tuple[Any, ...]
@@ -32,134 +33,143 @@ class Made:
 
 
 _MARK = object()
-_PLAIN = frozenset(
+_VALUE_OPCODES = frozenset(
     (
         *("BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE SHORT_BINUNICODE BINUNICODE8".split()),
         *("BINBYTES SHORT_BINBYTES BINBYTES8".split()),
     )
 )
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_CONSTANT_OPCODES = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _GETATTR = ("builtins.getattr", "__builtin__.getattr")
-"""Python 3.11.0 to 3.11.3 write a member of an enum as getattr(its class, its name); protocol 2 has the older name of builtins."""
-_TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+"""Names of getattr. Python 3.11.0 to 3.11.3 pickle an enum member as getattr(enum class, member name). Protocol 2 uses the name
+of the builtins module in Python 2."""
+_TUPLE_OPCODES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
-def read_pickle(data: bytes, where: str, known: Collection[str]) -> Any:
-    """The value of a pickle, in plain containers, `Named` and `Made`.
+def read_pickle(data: bytes, path: str, allowed_names: Collection[str]) -> Any:
+    """Return the value that a pickle describes, as plain containers, `GlobalName` and `CallRecord` objects. Nothing is executed.
 
     Args:
-        where: its file, for messages.
-        known: the names that may stand in it.
+        data: bytes of the pickle.
+        path: file, for error messages.
+        allowed_names: names of classes and functions that the pickle may contain.
 
     Raises:
-        CheckpointError: it has another name, or does something else than put values together.
-        DamagedCheckpointError: it is truncated or altered.
+        CheckpointError: the pickle contains another name, or an opcode that plain data does not need.
+        DamagedCheckpointError: the pickle is truncated or altered.
     """
     try:
-        return _Machine(where, known).run(data)
+        return _PickleInterpreter(path, allowed_names).run(data)
     except CheckpointError:
         raise
     except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpointError(f"{where} is truncated, altered or no pickle ({str(error)[:80]})") from error
+        raise DamagedCheckpointError(f"{path} is truncated, altered or not a pickle ({str(error)[:80]})") from error
 
 
-class _Machine:
-    """The stack, and what was put aside to be used again."""
+class _PickleInterpreter:
+    """Interpreter of a pickle: a stack machine, with a memo in which the pickle stores values that it uses again."""
 
-    def __init__(self, where: str, known: Collection[str]) -> None:
-        self._where, self._known = where, known
+    def __init__(self, path: str, allowed_names: Collection[str]) -> None:
+        self._path, self._allowed_names = path, allowed_names
         self._stack: list[Any] = []
-        self._aside: dict[int, Any] = {}
-        self._doing: dict[str, Callable[[Any], None]] = {
+        self._memo: dict[int, Any] = {}
+        self._handlers: dict[str, Callable[[Any], None]] = {
             "MARK": lambda _: self._stack.append(_MARK),
             "EMPTY_DICT": lambda _: self._stack.append({}),
             "EMPTY_LIST": lambda _: self._stack.append([]),
-            "TUPLE": lambda _: self._stack.append(tuple(self._to_mark())),
-            "MEMOIZE": lambda _: self._put(len(self._aside)),
-            **dict.fromkeys(("BINPUT", "LONG_BINPUT"), self._put),
-            **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda at: self._stack.append(self._aside[at])),
-            "APPEND": lambda _: self._append([self._stack.pop()]),
-            "APPENDS": lambda _: self._append(self._to_mark()),
-            "SETITEM": lambda _: self._set([self._stack.pop(-2), self._stack.pop()]),
-            "SETITEMS": lambda _: self._set(self._to_mark()),
-            "GLOBAL": lambda name: self._name(*name.split(" ")),
-            "STACK_GLOBAL": lambda _: self._name(self._stack.pop(-2), self._stack.pop()),
-            **dict.fromkeys(("REDUCE", "NEWOBJ"), lambda _: self._make()),
-            "BUILD": lambda _: self._build(self._stack.pop()),
+            "TUPLE": lambda _: self._stack.append(tuple(self._pop_to_mark())),
+            "MEMOIZE": lambda _: self._memoize(len(self._memo)),
+            **dict.fromkeys(("BINPUT", "LONG_BINPUT"), self._memoize),
+            **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda at: self._stack.append(self._memo[at])),
+            "APPEND": lambda _: self._extend_list([self._stack.pop()]),
+            "APPENDS": lambda _: self._extend_list(self._pop_to_mark()),
+            "SETITEM": lambda _: self._update_dict([self._stack.pop(-2), self._stack.pop()]),
+            "SETITEMS": lambda _: self._update_dict(self._pop_to_mark()),
+            "GLOBAL": lambda name: self._push_name(*name.split(" ")),
+            "STACK_GLOBAL": lambda _: self._push_name(self._stack.pop(-2), self._stack.pop()),
+            **dict.fromkeys(("REDUCE", "NEWOBJ"), lambda _: self._push_call()),
+            "BUILD": lambda _: self._set_state(self._stack.pop()),
             **dict.fromkeys(("PROTO", "FRAME"), lambda _: None),
         }
 
     def run(self, data: bytes) -> Any:
-        for opcode, argument, place in pickletools.genops(data):
+        """Interpret the opcodes of a pickle, and return the value that it describes."""
+        for opcode, argument, position in pickletools.genops(data):
             name = opcode.name
-            if name in _PLAIN:
+            if name in _VALUE_OPCODES:
                 self._stack.append(argument)
-            elif name in _CONSTANTS:
-                self._stack.append(_CONSTANTS[name])
-            elif name in _TUPLES:
-                count = _TUPLES[name]
-                parts = [self._stack.pop() for _ in range(count)]
-                self._stack.append(tuple(reversed(parts)))
-            elif name in self._doing:
-                self._doing[name](argument)
+            elif name in _CONSTANT_OPCODES:
+                self._stack.append(_CONSTANT_OPCODES[name])
+            elif name in _TUPLE_OPCODES:
+                count = _TUPLE_OPCODES[name]
+                items = [self._stack.pop() for _ in range(count)]
+                self._stack.append(tuple(reversed(items)))
+            elif name in self._handlers:
+                self._handlers[name](argument)
             elif name == "STOP":
-                (found,) = self._stack
-                return found
+                (result,) = self._stack
+                return result
             else:
                 raise CheckpointError(
-                    f"{self._where} is a pickle with the opcode {name} (byte {place}), which data does not need: "
-                    "nothing of it was run"
+                    f"{self._path} is a pickle with the opcode {name} (byte {position}), which plain data does not need: "
+                    "nothing in it was run"
                 )
-        raise ValueError("it has no end")
+        raise ValueError("the opcode STOP is missing")
 
-    def _to_mark(self) -> list[Any]:
-        at = len(self._stack) - 1
-        while self._stack[at] is not _MARK:
-            if (at := at - 1) < 0:
-                raise ValueError("no mark")
-        found = self._stack[at + 1 :]
-        del self._stack[at:]
-        return found
+    def _pop_to_mark(self) -> list[Any]:
+        """Remove the topmost mark and the values above it from the stack, and return these values. In a pickle, the opcode MARK
+        puts a mark on the stack before the items of a list, tuple or dictionary."""
+        mark_index = len(self._stack) - 1
+        while self._stack[mark_index] is not _MARK:
+            if (mark_index := mark_index - 1) < 0:
+                raise ValueError("the MARK opcode that starts a list, tuple or dictionary is missing")
+        items = self._stack[mark_index + 1 :]
+        del self._stack[mark_index:]
+        return items
 
-    def _put(self, at: int) -> None:
-        self._aside[at] = self._stack[-1]
+    def _memoize(self, index: int) -> None:
+        self._memo[index] = self._stack[-1]
 
-    def _append(self, values: list[Any]) -> None:
+    def _extend_list(self, values: list[Any]) -> None:
         target = self._stack[-1]
         if not isinstance(target, list):
-            raise ValueError(f"a {type(target).__name__} takes no values")
+            raise ValueError(f"values are appended to a {type(target).__name__}")
         target += values
 
-    def _set(self, flat: list[Any]) -> None:
-        target, keys = self._stack[-1], flat[::2]
-        if isinstance(target, Made):  # a kind of dictionary
+    def _update_dict(self, keys_and_values: list[Any]) -> None:
+        """Add entries to the dictionary, or dictionary-like record, on top of the stack."""
+        target, keys = self._stack[-1], keys_and_values[::2]
+        if isinstance(target, CallRecord):  # for example an OrderedDict
             target.state = target.state or {}
             target = target.state
-        # The hash of a tuple of tuples of ... would take for ever.
-        if not isinstance(target, dict) or not all(isinstance(key, str | int | Made) for key in keys):
-            raise ValueError("values are put under keys that data does not have")
-        target.update(zip(keys, flat[1::2], strict=True))
+        # Deeply nested tuples are not allowed as keys, because hashing them can take exponential time.
+        if not isinstance(target, dict) or not all(isinstance(key, str | int | CallRecord) for key in keys):
+            raise ValueError("dictionary entries are set on another object, or a key has an unexpected type")
+        target.update(zip(keys, keys_and_values[1::2], strict=True))
 
-    def _name(self, module: Any, name: Any) -> None:
-        whole = f"{module}.{name}"
-        if whole not in self._known and whole not in _GETATTR:
+    def _push_name(self, module: Any, name: Any) -> None:
+        """Push the name of a class or function on the stack. Raises CheckpointError if the name is not allowed."""
+        full_name = f"{module}.{name}"
+        if full_name not in self._allowed_names and full_name not in _GETATTR:
             raise CheckpointError(
-                f"{self._where} asks for {whole[:200]}, which its kind of file does not need: nothing of it was run"
+                f"{self._path} asks for {full_name[:200]}, which a file of this type does not need: nothing in it was run"
             )
-        self._stack.append(Named(whole))
+        self._stack.append(GlobalName(full_name))
 
-    def _make(self) -> None:
-        args, called = self._stack.pop(), self._stack.pop()
-        if not isinstance(called, Named) or not isinstance(args, tuple):
-            raise ValueError("a call of something that has no name")
-        if called.name in _GETATTR:
-            called, *args = args
-            if not isinstance(called, Named) or list(map(type, args)) != [str]:
-                raise ValueError("getattr of something else than a class and a name")
-        self._stack.append(Made(called.name, tuple(args)))
+    def _push_call(self) -> None:
+        """Replace the function name and the arguments on top of the stack with a `CallRecord`."""
+        args, function = self._stack.pop(), self._stack.pop()
+        if not isinstance(function, GlobalName) or not isinstance(args, tuple):
+            raise ValueError("an object without a name is called")
+        if function.name in _GETATTR:
+            function, *args = args
+            if not isinstance(function, GlobalName) or list(map(type, args)) != [str]:
+                raise ValueError("getattr has arguments other than a class and a name")
+        self._stack.append(CallRecord(function.name, tuple(args)))
 
-    def _build(self, state: Any) -> None:
+    def _set_state(self, state: Any) -> None:
+        """Store the state that the pickle sets on an object in the `CallRecord` on top of the stack."""
         target = self._stack[-1]
-        if not isinstance(target, Made):
-            raise ValueError("a state of something that was not made")
+        if not isinstance(target, CallRecord):
+            raise ValueError("state is set on an object that no call has created")
         target.state = state

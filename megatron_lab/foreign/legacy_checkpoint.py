@@ -1,5 +1,5 @@
-"""Reads weights and optimizer state from a checkpoint of Megatron-LM in its format `torch`, whatever its layout: how they are
-split."""
+"""Reader of Megatron-LM checkpoints in the format `torch`, saved at any tensor- and pipeline-parallel size: weights and optimizer
+state."""
 
 from __future__ import annotations
 
@@ -9,197 +9,225 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, format_list
 from megatron.checkpoint.global_tensor import WEIGHT
-from megatron.parallel.boxes import Box
 from megatron.parallel.params import ParamRecord
-from megatron.spec.weights import WORD_EMBEDDING, in_layer
+from megatron.parallel.tensor_slice import TensorSlice
+from megatron.spec.weights import WORD_EMBEDDING, split_layer_name
 from megatron_lab.foreign.legacy_files import (
-    FILE,
     LATEST,
-    FilePart,
+    MODEL_FILE,
     LegacyChunk,
-    chunk_keys,
+    TensorShard,
     find_chunks,
-    legacy_folder,
-    open_ranks,
+    find_legacy_folder,
+    list_chunk_keys,
+    open_rank_files,
 )
-from megatron_lab.foreign.legacy_optimizer import optimizer_chunks
+from megatron_lab.foreign.legacy_optimizer import build_optimizer_chunks
 from megatron_lab.foreign.megatron_source import (
-    LEFT_OUT,
-    OUTPUT,
-    WORD,
+    EMBEDDING_KEY,
+    NON_PARAM_SUFFIXES,
+    OUTPUT_KEY,
     MegatronSource,
     SavedRun,
-    saved_run,
-    stored_names,
-    their_shape,
+    get_megatron_keys,
+    get_megatron_shape,
+    parse_saved_run,
 )
 from megatron_lab.foreign.source import TensorInfo
 
 
 class LegacyCheckpoint(MegatronSource):
-    """A `WeightSource` over Megatron-LM's files. Tensors are mapped from them; a read takes the memory of one tensor.
+    """A `WeightSource` that reads Megatron-LM's checkpoint format `torch`.
+
+    The files are memory-mapped. A read needs memory for one tensor.
 
     Args:
-        path: a --save folder (its newest checkpoint), or one of its iter_ or release folders.
-        vocab_size: size of the vocabulary without padding. By default what the checkpoint says, which it does for NullTokenizer
-            alone; else padding is kept as part of the vocabulary, and a note says so.
+        path: a --save folder (its latest checkpoint is read), or one of its iter_ or release folders.
+        vocab_size: vocabulary size without padding. By default the size that the checkpoint records, which it does only for
+            NullTokenizer. Otherwise the padding counts as part of the vocabulary, and a note says so.
 
     Raises:
-        CheckpointError: no such checkpoint, of another version, of another kind of model, with tensors too many or too few, or with
-            a type in it that is not safe.
+        CheckpointError: there is no checkpoint, its version or model is not supported, it has missing or unexpected tensors, or a
+            file contains an unsafe type.
         DamagedCheckpointError: files are missing or cannot be read.
     """
 
     def __init__(self, path: Path | str, vocab_size: int | None = None) -> None:
         if "://" in str(path):
-            raise CheckpointError(f"{path}: checkpoints of Megatron-LM are mapped from a disk: copy it to one")
-        folder = legacy_folder(Path(path))
+            raise CheckpointError(f"{path}: checkpoints of Megatron-LM can be read only from a local disk. Copy it to one.")
+        folder = find_legacy_folder(Path(path))
         if folder is None:
-            raise CheckpointError(f"{path} holds no legacy checkpoint: no mp_rank_00/{FILE}, and no {LATEST} that leads to one")
+            raise CheckpointError(
+                f"{path} holds no legacy checkpoint: it has neither mp_rank_00/{MODEL_FILE} nor a {LATEST} that names an iteration"
+            )
         self.folder = folder
-        self._files, args = open_ranks(folder)
-        super().__init__(str(path), args, str(self._files[0, 0].path))
-        self._chunks = find_chunks(self._files, self.model.num_layers)
-        padded = sum(len(part) for _, part in self._chunks[0].parts(WORD))
-        self._decide_vocabulary(padded, len(self._chunks[0].states), vocab_size)
-        self._parts = self._all_parts(self._chunks)
-        self._tied_copy = self._chunks[-1].parts(OUTPUT) if self.model.tied else []
-        self._refuse_unread()
-        self.notes += self._left_out()
+        self._rank_files, args = open_rank_files(folder)
+        super().__init__(str(path), args, str(self._rank_files[0, 0].path))
+        self._chunks = find_chunks(self._rank_files, self.model.num_layers)
+        padded_vocab_size = sum(len(tensor) for _, tensor in self._chunks[0].shards(EMBEDDING_KEY))
+        self._set_vocab_size(padded_vocab_size, len(self._chunks[0].states), vocab_size)
+        self._shards = self._find_all_shards(self._chunks)
+        self._tied_copy = self._chunks[-1].shards(OUTPUT_KEY) if self.model.has_tied_embeddings else []
+        self._check_all_tensors_read()
+        self.notes += self._describe_ignored()
 
     @functools.cached_property
     def weights(self) -> Mapping[str, TensorInfo]:
-        return self._infos(self._parts)
+        return self._build_tensor_infos(self._shards)
 
     @functools.cached_property
-    def saved(self) -> SavedRun | None:
-        first = self._files[0, 0]
-        optimizers = {key: file.content.get("optimizer") for key, file in self._files.items()}
+    def saved_run(self) -> SavedRun | None:
+        first_file = self._rank_files[0, 0]
+        optimizers = {key: file.content.get("optimizer") for key, file in self._rank_files.items()}
         if all(optimizer is None for optimizer in optimizers.values()):
             return None
-        runs = {key: saved_run(first.content, optimizers[key], str(file.path)) for key, file in self._files.items()}
-        if others := [str(self._files[key].path) for key, run in runs.items() if run.updates != runs[0, 0].updates]:
-            raise DamagedCheckpointError(f"the optimizer has made other numbers of updates in {first.path} and in {listed(others)}")
-        return runs[0, 0]
+        saved_runs = {
+            key: parse_saved_run(first_file.content, optimizers[key], str(file.path)) for key, file in self._rank_files.items()
+        }
+        if differing_paths := [
+            str(self._rank_files[key].path) for key, run in saved_runs.items() if run.updates != saved_runs[0, 0].updates
+        ]:
+            raise DamagedCheckpointError(
+                f"the number of optimizer updates in {first_file.path} differs from that in {format_list(differing_paths)}"
+            )
+        return saved_runs[0, 0]
 
     @functools.cached_property
-    def _state(self) -> dict[str, dict[str, list[FilePart]]]:
-        """The parts of main parameters and moments by tensor rank, as those of the parameters."""
-        chunks = optimizer_chunks(self.args, self._files, self._chunks)
-        return {kind: self._all_parts(some) for kind, some in chunks.items()}
+    def _state_shards(self) -> dict[str, dict[str, list[TensorShard]]]:
+        """Shards of the main parameters and moments. The keys are the state type and the parameter name; the lists are in the order
+        of the tensor-parallel ranks."""
+        chunks = build_optimizer_chunks(self.args, self._rank_files, self._chunks)
+        return {state_type: self._find_all_shards(state_chunks) for state_type, state_chunks in chunks.items()}
 
-    def _all_parts(self, chunks: Sequence[LegacyChunk]) -> dict[str, list[FilePart]]:
-        return {name: list(self._find(record, chunks)) for name, record in self._records.items()}
+    def _find_all_shards(self, chunks: Sequence[LegacyChunk]) -> dict[str, list[TensorShard]]:
+        return {name: list(self._find_shards(record, chunks)) for name, record in self._records.items()}
 
-    def _infos(self, parts: Mapping[str, list[FilePart]]) -> dict[str, TensorInfo]:
-        return {name: TensorInfo(record.shape, parts[name][0][1].dtype) for name, record in self._records.items()}
+    def _build_tensor_infos(self, shards: Mapping[str, list[TensorShard]]) -> dict[str, TensorInfo]:
+        return {name: TensorInfo(record.shape, shards[name][0][1].dtype) for name, record in self._records.items()}
 
-    def _state_info(self, kind: str, name: str) -> TensorInfo | None:
-        if kind == WEIGHT and kind not in self._state:
+    def _get_state_info(self, state_type: str, name: str) -> TensorInfo | None:
+        if state_type == WEIGHT and state_type not in self._state_shards:
             return None
-        return TensorInfo(self._records[name].shape, self._state[kind][name][0][1].dtype)
+        return TensorInfo(self._records[name].shape, self._state_shards[state_type][name][0][1].dtype)
 
-    def _read_state(self, kind: str, name: str, box: Box) -> torch.Tensor:
-        return self._gather(f"{kind} of {name}", self._records[name], self._state[kind][name], box)
+    def _read_state(self, state_type: str, name: str, tensor_slice: TensorSlice) -> torch.Tensor:
+        return self._gather(f"{state_type} of {name}", self._records[name], self._state_shards[state_type][name], tensor_slice)
 
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """A parameter, or a box of it, on the CPU in its stored dtype; a new contiguous tensor.
+    def read(self, name: str, tensor_slice: TensorSlice | None = None) -> torch.Tensor:
+        """Read a parameter, or a slice of it, into a new contiguous CPU tensor in its stored dtype.
 
         Raises:
-            DamagedCheckpointError: its file is damaged, or copies of it that must be the same differ.
+            DamagedCheckpointError: the file is damaged, or replicas of the parameter differ.
         """
-        record, parts = self._records[name], self._parts[name]
+        record, shards = self._records[name], self._shards[name]
         if name == WORD_EMBEDDING and self._tied_copy:
-            self._check_tied(parts)
-        return self._gather(name, record, parts, box or Box.whole(record.shape))
+            self._check_tied(shards)
+        return self._gather(name, record, shards, tensor_slice or TensorSlice.full(record.shape))
 
-    def _gather(self, name: str, record: ParamRecord, parts: Sequence[FilePart], box: Box) -> torch.Tensor:
+    def _gather(self, name: str, record: ParamRecord, shards: Sequence[TensorShard], tensor_slice: TensorSlice) -> torch.Tensor:
+        """Assemble a slice of a tensor from the shards of its tensor-parallel ranks. If the tensor is not sharded, check that the
+        copies of all ranks are equal."""
         if not record.splits:
-            self._check_replicas(name, parts)
-            parts = parts[:1]
-        out = torch.empty(box.sizes, dtype=parts[0][1].dtype)
-        for rank, (file, part) in enumerate(parts):
-            offsets = [0] * part.dim()
+            self._check_replicas(name, shards)
+            shards = shards[:1]
+        out = torch.empty(tensor_slice.sizes, dtype=shards[0][1].dtype)
+        for rank, (file, tensor) in enumerate(shards):
+            offsets = [0] * tensor.dim()
             for split in record.splits:
-                offsets[split.dim] = rank * part.shape[split.dim]
-            held = Box(tuple(offsets), tuple(part.shape))
-            common = box.intersect(held)
-            if common is not None:
-                out[common.relative_to(box).index] = file.check(part, name)[common.relative_to(held).index]
+                offsets[split.dim] = rank * tensor.shape[split.dim]
+            shard_slice = TensorSlice(tuple(offsets), tuple(tensor.shape))
+            overlap = tensor_slice.intersect(shard_slice)
+            if overlap is not None:
+                out[overlap.relative_to(tensor_slice).index] = file.check(tensor, name)[overlap.relative_to(shard_slice).index]
         return out
 
     @staticmethod
-    def _check_replicas(name: str, parts: Sequence[FilePart]) -> None:
-        first_file, first = parts[0]
+    def _check_replicas(name: str, shards: Sequence[TensorShard]) -> None:
+        first_file, first = shards[0]
         first_file.check(first, name)
-        for file, part in parts[1:]:
-            if not torch.equal(first, file.check(part, name)):
+        for file, tensor in shards[1:]:
+            if not torch.equal(first, file.check(tensor, name)):
                 raise DamagedCheckpointError(
-                    f"{name} is one tensor of all tensor ranks, but {first_file.path} and {file.path} hold different ones"
+                    f"{name} must be equal on all tensor ranks, but differs between {first_file.path} and {file.path}"
                 )
 
-    def _check_tied(self, parts: Sequence[FilePart]) -> None:
-        """Check once that the last stage has the embedding's weights."""
-        left = self.vocab_size  # rows beyond are padding
-        for (file, part), (last_file, copy) in zip(parts, self._tied_copy, strict=True):
-            rows = slice(max(0, min(left, len(part))))
-            if not torch.equal(file.check(part, WORD)[rows], last_file.check(copy, OUTPUT)[rows]):
+    def _check_tied(self, shards: Sequence[TensorShard]) -> None:
+        """Check that the output layer on the last stage equals the word embedding, with which it shares its weight. The check runs
+        only once, and ignores padding rows."""
+        remaining_rows = self.vocab_size  # later rows are padding
+        for (file, tensor), (last_file, copy) in zip(shards, self._tied_copy, strict=True):
+            rows = slice(max(0, min(remaining_rows, len(tensor))))
+            if not torch.equal(file.check(tensor, EMBEDDING_KEY)[rows], last_file.check(copy, OUTPUT_KEY)[rows]):
                 raise DamagedCheckpointError(
-                    f"{self.name}: the output layer is to share the word embedding, but {OUTPUT} in {last_file.path} is not "
-                    f"{WORD} in {file.path}: the run that saved them had let them drift apart"
+                    f"{self.name}: the model ties the output layer to the word embedding, but {OUTPUT_KEY} in "
+                    f"{last_file.path} differs "
+                    f"from {EMBEDDING_KEY} in {file.path}: the two copies diverged in the run that saved them"
                 )
-            left -= len(part)
+            remaining_rows -= len(tensor)
         self._tied_copy = []
 
     @staticmethod
-    def _chunk_of(name: str, chunks: Sequence[LegacyChunk]) -> LegacyChunk:
-        layer, _ = in_layer(name)
+    def _get_chunk(name: str, chunks: Sequence[LegacyChunk]) -> LegacyChunk:
+        layer, _ = split_layer_name(name)
         if layer is None:
             return chunks[-1] if name.startswith(("final_norm.", "output.")) else chunks[0]
         return next(chunk for chunk in chunks if layer in chunk.layers)
 
-    def _find(self, record: ParamRecord, chunks: Sequence[LegacyChunk]) -> Iterator[FilePart]:
-        """The parts of a parameter by tensor rank, in our shape: a gated up projection is [2f/ranks, h] there, the gate above, and
-        here [2, f/ranks, h]."""
+    def _find_shards(self, record: ParamRecord, chunks: Sequence[LegacyChunk]) -> Iterator[TensorShard]:
+        """Yield the shard of a parameter on each tensor-parallel rank, in the shape of this framework.
+
+        The shard of a gated MLP weight is [2f/ranks, h] in Megatron-LM, gate first, and [2, f/ranks, h] in this framework.
+        """
         shape = list(record.shape)
         for split in record.splits:
-            whole = self._padded if split.padded_size is not None else shape[split.dim]
-            shape[split.dim] = whole // self._tensor_ranks
-        theirs = their_shape(record, shape)
-        chunk = self._chunk_of(record.name, chunks)
-        names = stored_names(record.name, chunk.layers.start)
-        chunk.expected.update(names)
+            global_size = self._padded_vocab_size if split.padded_size is not None else shape[split.dim]
+            shape[split.dim] = global_size // self._tp_size
+        expected_shape = get_megatron_shape(record, shape)
+        chunk = self._get_chunk(record.name, chunks)
+        keys = get_megatron_keys(record.name, chunk.layers.start)
+        chunk.expected.update(keys)
         for file, state in chunk.states:
-            found = [name for name in names if name in state]
-            if len(found) != 1:
-                raise CheckpointError(f"{file.path} has {f'both {names[0]} and {names[1]}' if found else f'no {names[0]}'}")
-            part = state[found[0]]
-            if not isinstance(part, torch.Tensor) or list(part.shape) != theirs:
-                what = f"of shape {list(part.shape)}" if isinstance(part, torch.Tensor) else f"a {type(part).__name__}"
-                raise CheckpointError(f"{file.path}: {found[0]} is {what}, where its args make it {theirs}")
-            yield file, part.view(shape)
+            stored_keys = [key for key in keys if key in state]
+            if len(stored_keys) != 1:
+                raise CheckpointError(f"{file.path} has {f'both {keys[0]} and {keys[1]}' if stored_keys else f'no {keys[0]}'}")
+            tensor = state[stored_keys[0]]
+            if not isinstance(tensor, torch.Tensor) or list(tensor.shape) != expected_shape:
+                description = f"of shape {list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
+                raise CheckpointError(
+                    f"{file.path}: {stored_keys[0]} is {description}, but according to its args it should be {expected_shape}"
+                )
+            yield file, tensor.view(shape)
 
-    def _refuse_unread(self) -> None:
-        """Check that every tensor of the model is read."""
+    def _check_all_tensors_read(self) -> None:
+        """Check that the files contain no tensor that the model does not have."""
         if self._tied_copy:
-            self._chunks[-1].expected.add(OUTPUT)
+            self._chunks[-1].expected.add(OUTPUT_KEY)
         unread = [
             f"{name} ({file.path.parent.name})"
             for chunk in self._chunks
             for file, state in chunk.states
             for name, value in state.items()
-            if isinstance(value, torch.Tensor) and not name.endswith(LEFT_OUT) and name not in chunk.expected
+            if isinstance(value, torch.Tensor) and not name.endswith(NON_PARAM_SUFFIXES) and name not in chunk.expected
         ]
         if unread:
-            raise CheckpointError(f"{self.folder} holds tensors that the model of its args has not: {listed(unread)}")
+            raise CheckpointError(
+                f"{self.folder} holds tensors that the model described by its args does not have: {format_list(unread)}"
+            )
 
-    def _left_out(self) -> Iterator[str]:
-        """What the files hold beside weights."""
-        kept = {"args", "checkpoint_version", "iteration", "optimizer", "opt_param_scheduler", *chunk_keys(self._files[0, 0])}
-        if others := sorted({key for file in self._files.values() for key in file.content} - kept):
-            yield f"Left out: {', '.join(others)}."
+    def _describe_ignored(self) -> Iterator[str]:
+        """Yield notes for the user about content of the files that is not read."""
+        read_keys = {
+            "args",
+            "checkpoint_version",
+            "iteration",
+            "optimizer",
+            "opt_param_scheduler",
+            *list_chunk_keys(self._rank_files[0, 0]),
+        }
+        if ignored_keys := sorted({key for file in self._rank_files.values() for key in file.content} - read_keys):
+            yield f"Left out: {', '.join(ignored_keys)}."
         names = [name for chunk in self._chunks for _, state in chunk.states for name in state]
-        if extra := sum(name.endswith(LEFT_OUT) for name in names):
-            yield f"Left out, since they are no parameters: {extra} entries {' or '.join(LEFT_OUT)}."
+        if num_non_params := sum(name.endswith(NON_PARAM_SUFFIXES) for name in names):
+            yield f"Left out, since they are not parameters: {num_non_params} entries {' or '.join(NON_PARAM_SUFFIXES)}."

@@ -1,6 +1,7 @@
-"""The files of Megatron-LM's checkpoints in its format `torch`: a pickled model_optim_rng.pt from each model-parallel rank.
+"""Files of Megatron-LM's checkpoint format `torch`: one pickled file model_optim_rng.pt for each tensor- and pipeline-parallel
+rank.
 
-`find_chunks` says which layers lie where.
+`find_chunks` determines which layers each file holds.
 """
 
 from __future__ import annotations
@@ -15,162 +16,193 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.errors import MOST_LISTED, CheckpointError, DamagedCheckpointError
+from megatron.checkpoint.errors import MAX_LISTED, CheckpointError, DamagedCheckpointError
 from megatron_lab.foreign.torch_file import TorchFile
 
 LATEST = "latest_checkpointed_iteration.txt"
-FILE = "model_optim_rng.pt"
-_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
-_VERSION = 3.0
-_LONGEST_WORD = 20
-"""Most characters in the file of the latest iteration; a longer file is another one."""
+MODEL_FILE = "model_optim_rng.pt"
+_RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_SUPPORTED_VERSION = 3.0
+_MAX_LATEST_LENGTH = 20
+"""Maximum length of the text in latest_checkpointed_iteration.txt. A longer text does not name an iteration."""
 
 RankFiles = dict[tuple[int, int], TorchFile]
-"""Files by (tensor rank, pipeline rank)."""
-FilePart = tuple[TorchFile, torch.Tensor]
-"""One tensor rank's part of a parameter, and the file that it is in."""
+"""Files by (tensor-parallel rank, pipeline-parallel rank)."""
+TensorShard = tuple[TorchFile, torch.Tensor]
+"""Shard of a parameter on one tensor-parallel rank, and the file that contains it."""
 
 
 @dataclass(eq=False)
 class LegacyChunk:
-    """Consecutive layers, on all tensor ranks."""
+    """Model chunk (consecutive layers of a pipeline stage) as stored in the files of all tensor-parallel ranks."""
 
     states: list[tuple[TorchFile, dict[str, Any]]]
-    """(file, the chunk's tensors in it) of each tensor rank."""
+    """File, and tensors of the model chunk in it, for each tensor-parallel rank."""
     layers: range
+    """Indices of the layers in the full model."""
     key: str
-    """Name under which ranks store it."""
+    """Key under which each file stores the model chunk: `model`, or `model0`, `model1`, ... with virtual pipeline stages."""
     stage: int
+    """Index of the pipeline stage."""
     expected: set[str] = field(default_factory=set)
-    """Names under which a tensor of the model may be stored in it."""
+    """Names of the stored tensors in the chunk that belong to a parameter of the model. Any other tensor is reported as
+    unexpected."""
 
-    def parts(self, name: str) -> list[FilePart]:
-        """A stored tensor on the tensor ranks that have it."""
-        found = [(file, state.get(name)) for file, state in self.states]
-        return [(file, part) for file, part in found if isinstance(part, torch.Tensor)]
+    def shards(self, name: str) -> list[TensorShard]:
+        """Return the shards of a stored tensor, one for each tensor-parallel rank that has it."""
+        entries = [(file, state.get(name)) for file, state in self.states]
+        return [(file, tensor) for file, tensor in entries if isinstance(tensor, torch.Tensor)]
 
 
 def open_file(path: Path) -> TorchFile:
-    """A file of one rank, which holds a dictionary.
+    """Open the file of a rank without executing code in it, and check that it contains a dictionary.
 
     Raises:
-        CheckpointError, DamagedCheckpointError: as `TorchFile`.
+        CheckpointError: the file contains something else or names an unsafe type.
+        DamagedCheckpointError: the file is missing, truncated or altered.
     """
     file = TorchFile(path)
     if not isinstance(file.content, dict):
-        raise CheckpointError(f"{path} holds a {type(file.content).__name__}, not a checkpoint of Megatron-LM (a dictionary)")
+        raise CheckpointError(f"{path} holds a {type(file.content).__name__}, but a checkpoint of Megatron-LM is a dictionary")
     return file
 
 
-def newest_folder(path: Path, holds: Callable[[Path], bool]) -> Path | None:
-    """The folder with files that a --save folder or an iteration's folder means; None if it is neither.
+def find_iteration_folder(path: Path, contains_files: Callable[[Path], bool]) -> Path | None:
+    """Return the folder with the checkpoint files. `path` is a --save folder, whose latest iteration is selected, or the folder of
+    one iteration.
 
     Args:
-        holds: whether a folder has these files.
+        path: --save folder, or folder of one iteration.
+        contains_files: returns whether a folder contains the checkpoint files.
+
+    Returns:
+        The folder of the iteration; None if there is no checkpoint.
     """
-    if holds(path):
+    if contains_files(path):
         return path
     latest = path / LATEST
     if not latest.is_file():
         return None
-    word = latest.read_text(encoding="utf-8", errors="replace").strip()
-    folder = path / ("release" if word == "release" else f"iter_{word.zfill(7)}")
-    return folder if len(word) < _LONGEST_WORD and holds(folder) else None
+    iteration = latest.read_text(encoding="utf-8", errors="replace").strip()
+    folder = path / ("release" if iteration == "release" else f"iter_{iteration.zfill(7)}")
+    return folder if len(iteration) < _MAX_LATEST_LENGTH and contains_files(folder) else None
 
 
-def legacy_folder(path: Path) -> Path | None:
-    """The folder with the ranks (mp_rank_00...)."""
-    return newest_folder(path, lambda folder: any(folder.glob("mp_rank_*")))
+def find_legacy_folder(path: Path) -> Path | None:
+    """Return the folder of a checkpoint that contains the folders of the ranks (mp_rank_00 and so on); None if there is no
+    checkpoint."""
+    return find_iteration_folder(path, lambda folder: any(folder.glob("mp_rank_*")))
 
 
-def open_ranks(folder: Path) -> tuple[RankFiles, Namespace]:
-    """Open all files. Returns them, and the arguments of the run that wrote them.
+def open_rank_files(folder: Path) -> tuple[RankFiles, Namespace]:
+    """Open the checkpoint files of all ranks.
+
+    Returns:
+        The files, and the arguments of the run that wrote them.
 
     Raises:
-        CheckpointError: another version, experts, no arguments, or a type that is not safe.
-        DamagedCheckpointError: ranks are missing, or a file is damaged.
+        CheckpointError: the version is not supported, the model has experts, arguments are missing, or a file contains an unsafe
+            type.
+        DamagedCheckpointError: files of ranks are missing, or a file is damaged.
     """
     paths: dict[tuple[int, int], Path] = {}
     for path in sorted(folder.glob("mp_rank_*")):
-        found = _RANK.fullmatch(path.name)
-        if found is not None and found[3] is not None:
-            raise CheckpointError(f"{path}: experts are not built here")
-        if found is not None:
-            paths[int(found[1]), int(found[2] or 0)] = path / FILE
+        match = _RANK_FOLDER.fullmatch(path.name)
+        if match is not None and match[3] is not None:
+            raise CheckpointError(f"{path}: Megatron-LM models with experts are not supported")
+        if match is not None:
+            paths[int(match[1]), int(match[2] or 0)] = path / MODEL_FILE
     if (0, 0) not in paths:
-        raise DamagedCheckpointError(f"{folder} lacks mp_rank_00 (or mp_rank_00_000)")
+        raise DamagedCheckpointError(f"{folder} lacks the folder of the first rank: mp_rank_00, or mp_rank_00_000")
     first = open_file(paths[0, 0])
     version, args = first.content.get("checkpoint_version"), first.content.get("args")
-    if version != _VERSION:
+    if version != _SUPPORTED_VERSION:
         raise CheckpointError(
-            f"{first.path} is of checkpoint version {version}, and only {_VERSION} (Megatron-LM since 2021) is read.\n"
+            f"{first.path} has checkpoint version {version}; only version {_SUPPORTED_VERSION} (Megatron-LM since 2021) is "
+            "supported.\n"
             "  Load and save it with a newer Megatron-LM first."
         )
     if not isinstance(args, Namespace):
-        raise CheckpointError(f"{first.path} holds no args, so its model is not known")
+        raise CheckpointError(f"{first.path} holds no args (the arguments of the run), so its model is not known")
     _check_ranks(folder, list(paths), args)
     return {key: first if key == (0, 0) else open_file(path) for key, path in paths.items()}, args
 
 
-def _check_ranks(folder: Path, found: list[tuple[int, int]], args: Namespace) -> None:
-    """Check that all ranks of the job that wrote the checkpoint are here, and no others."""
-    tensor, pipeline = (getattr(args, f"{axis}_model_parallel_size", None) or 1 for axis in ("tensor", "pipeline"))
-    if not isinstance(tensor, int) or not isinstance(pipeline, int):
-        raise CheckpointError(f"{folder}: its args say tensor_model_parallel_size = {tensor!r}, pipeline = {pipeline!r}")
-    ranks = f"tensor {tensor} x pipeline {pipeline} ranks, as its args say"
-    wanted = ((t, p) for p in range(pipeline) for t in range(tensor))
-    missing = (f"mp_rank_{t:02d}" + f"_{p:03d}" * (pipeline > 1) for t, p in wanted if (t, p) not in found)
-    if first := list(islice(missing, MOST_LISTED)):
-        raise DamagedCheckpointError(f"{folder} lacks {', '.join(first)}{' ...' * (len(first) == MOST_LISTED)} of {ranks}")
-    if len(found) > tensor * pipeline:
-        raise CheckpointError(f"{folder} holds {len(found)} ranks, not {ranks}")
+def _check_ranks(folder: Path, ranks_in_folder: list[tuple[int, int]], args: Namespace) -> None:
+    """Check that the folder contains the files of exactly the ranks of the job that wrote the checkpoint."""
+    tp_size, pp_size = (getattr(args, f"{axis}_model_parallel_size", None) or 1 for axis in ("tensor", "pipeline"))
+    if not isinstance(tp_size, int) or not isinstance(pp_size, int):
+        raise CheckpointError(
+            f"{folder}: its args say tensor_model_parallel_size = {tp_size!r} and pipeline_model_parallel_size = "
+            f"{pp_size!r}, but both "
+            "must be integers"
+        )
+    ranks = f"the tensor {tp_size} x pipeline {pp_size} ranks that its args say"
+    expected = ((t, p) for p in range(pp_size) for t in range(tp_size))
+    missing = (f"mp_rank_{t:02d}" + f"_{p:03d}" * (pp_size > 1) for t, p in expected if (t, p) not in ranks_in_folder)
+    if first := list(islice(missing, MAX_LISTED)):
+        raise DamagedCheckpointError(f"{folder} lacks {', '.join(first)}{' ...' * (len(first) == MAX_LISTED)} of {ranks}")
+    if len(ranks_in_folder) > tp_size * pp_size:
+        raise CheckpointError(
+            f"{folder} holds files of {len(ranks_in_folder)} ranks, which are more than {ranks}. "
+            "It may contain files of two checkpoints"
+        )
 
 
-def chunk_keys(file: TorchFile) -> list[str]:
-    """Names under which a rank stores its chunks: model, or model0, model1, ... with virtual stages."""
+def list_chunk_keys(file: TorchFile) -> list[str]:
+    """Return the keys of a rank's model chunks: `model`, or `model0`, `model1`, ... with virtual pipeline stages."""
     if "model" in file.content:
         return ["model"]
     keys = [f"model{i}" for i in range(len(file.content)) if f"model{i}" in file.content]
     if not keys:
-        raise CheckpointError(f"{file.path} holds no model")
+        raise CheckpointError(f"{file.path} holds no weights: it has neither the key model nor model0")
     return keys
 
 
-def find_chunks(files: RankFiles, num_layers: int) -> list[LegacyChunk]:
-    """The chunks in the order of the depth: the first of every stage, then the second of every stage (interleaved), and so on.
+def find_chunks(rank_files: RankFiles, num_layers: int) -> list[LegacyChunk]:
+    """Return the model chunks in the order of their layers: the first chunk of every stage, then the second chunk of every stage,
+    and so on.
 
-    The layers of a chunk are counted, not computed: stages need not be of one size.
+    The layers of each chunk are counted in the files, because stages may have different numbers of layers.
 
     Raises:
-        CheckpointError: layers are missing, or the names are of another generation.
-        DamagedCheckpointError: a rank lacks a chunk that another has.
+        CheckpointError: layers are missing, or the parameter names are those of an older Megatron-LM.
+        DamagedCheckpointError: the file of a rank lacks a model chunk that the files of other ranks have.
     """
-    tensor_ranks, stages = (1 + max(numbers) for numbers in zip(*files, strict=True))
-    chunks, depth = [], 0
-    for key in chunk_keys(files[0, 0]):
-        for stage in range(stages):
-            states = [(files[tensor, stage], _state(files, tensor, stage, key)) for tensor in range(tensor_ranks)]
-            layers = {int(found[1]) for name in states[0][1] if (found := STORED_LAYER.match(name))}
+    tp_size, pp_size = (1 + max(ranks) for ranks in zip(*rank_files, strict=True))
+    chunks, first_layer = [], 0
+    for key in list_chunk_keys(rank_files[0, 0]):
+        for stage in range(pp_size):
+            states = [(rank_files[tp_rank, stage], _get_chunk_state(rank_files, tp_rank, stage, key)) for tp_rank in range(tp_size)]
+            layers = {int(match[1]) for name in states[0][1] if (match := _LAYER_KEY.match(name))}
             if layers != set(range(len(layers))):
-                raise CheckpointError(f"{states[0][0].path}: its layers are {sorted(layers)}, not counted from 0 on")
-            chunks.append(LegacyChunk(states, range(depth, depth + len(layers)), key, stage))
-            depth += len(layers)
-    if depth != num_layers:
-        raise CheckpointError(f"{files[0, 0].path.parents[1]} holds {depth} layers, but its args say {num_layers}")
+                raise CheckpointError(
+                    f"{states[0][0].path}: its layers have the numbers {sorted(layers)}, but Megatron-LM numbers them "
+                    "from 0 without gaps"
+                )
+            chunks.append(LegacyChunk(states, range(first_layer, first_layer + len(layers)), key, stage))
+            first_layer += len(layers)
+    if first_layer != num_layers:
+        raise CheckpointError(f"{rank_files[0, 0].path.parents[1]} holds {first_layer} layers, but its args say {num_layers}")
     return chunks
 
 
-def _state(files: RankFiles, tensor: int, stage: int, key: str) -> dict[str, Any]:
-    file = files[tensor, stage]
+def _get_chunk_state(rank_files: RankFiles, tp_rank: int, stage: int, key: str) -> dict[str, Any]:
+    """Return the tensors of one model chunk (virtual pipeline stage) from the file of one tensor- and pipeline-parallel rank.
+
+    Args:
+        key: key of the model chunk in the file: `model`, or `model0`, `model1`, ... with virtual pipeline stages.
+    """
+    file = rank_files[tp_rank, stage]
     state = file.content.get(key)
     if not isinstance(state, dict):
-        raise DamagedCheckpointError(f"{file.path} has no {key}, which {files[0, 0].path} has")
+        raise DamagedCheckpointError(f"{file.path} has no model chunk {key}, although {rank_files[0, 0].path} has it")
     if "language_model" in state:
         raise CheckpointError(
-            f"{file.path} is of Megatron-LM's models before its core (language_model...), which are not read here.\n"
-            "  Bring it to the core's names first with Megatron-LM's own tools/checkpoint/convert.py."
+            f"{file.path} has the parameter names of Megatron-LM before Megatron-Core (language_model...), which are not "
+            "supported.\n  Convert it first to the names of Megatron-Core, with Megatron-LM's tools/checkpoint/convert.py."
         )
     return state
 
 
-STORED_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_LAYER_KEY = re.compile(r"decoder\.layers\.(\d+)\.")

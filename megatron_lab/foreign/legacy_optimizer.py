@@ -1,7 +1,7 @@
-"""Optimizer state in Megatron-LM's checkpoints of the format `torch`: which tensor belongs to which parameter.
+"""Optimizer state in Megatron-LM's checkpoint format `torch`: assignment of state tensors to parameters.
 
-It has no names: parameters stand there by their number, or in flat buffers. Numbers and places follow from the order in which the
-model declares its parameters, which is that of its state in the same file.
+The optimizer state has no parameter names. It lists parameters by index, or stores flat buffers. The index, or the offset in the
+buffer, follows from the order in which the model declares its parameters. This is the order of the model state in the same file.
 """
 
 from __future__ import annotations
@@ -16,123 +16,143 @@ import torch
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.global_tensor import WEIGHT
-from megatron_lab.foreign.flat_buffers import MAIN, FlatParam, lay_out, most_elements, places
-from megatron_lab.foreign.legacy_files import LegacyChunk, RankFiles, chunk_keys, open_file
-from megatron_lab.foreign.megatron_source import LEFT_OUT, MOMENTS, OUTPUT, WEIGHTS_ALONE, WORD
+from megatron_lab.foreign.flat_buffers import MAIN_PARAM, FlatParam, infer_bucket_size, iter_joined_offsets, plan_buckets
+from megatron_lab.foreign.legacy_files import LegacyChunk, RankFiles, list_chunk_keys, open_file
+from megatron_lab.foreign.megatron_source import EMBEDDING_KEY, MOMENTS, NON_PARAM_SUFFIXES, OUTPUT_KEY, WEIGHTS_ONLY_HINT
 from megatron_lab.foreign.torch_file import TorchFile
 
 OPTIMIZER_FILE = "distrib_optim.pt"
-"""The file beside each model_optim_rng.pt that holds the state of a sharded optimizer."""
+"""File next to each model_optim_rng.pt with the state of the distributed optimizer."""
 
-_ByKind = dict[str, dict[str, torch.Tensor]]
-"""Tensors of a chunk by kind (`WEIGHT`, a moment) and by their name of the parameter."""
+_StateTensors = dict[str, dict[str, torch.Tensor]]
+"""Tensors of one chunk: state type (`WEIGHT` or a moment) -> Megatron-LM parameter name -> tensor."""
 
 
-def optimizer_chunks(args: Namespace, files: RankFiles, chunks: Sequence[LegacyChunk]) -> dict[str, list[LegacyChunk]]:
-    """Main parameters and moments in the form of the chunks of weights. Without `WEIGHT` the parameters are the main ones.
+def build_optimizer_chunks(args: Namespace, rank_files: RankFiles, chunks: Sequence[LegacyChunk]) -> dict[str, list[LegacyChunk]]:
+    """Return the main parameters and moments, by state type, in the form of model chunks, so that they can be read like weights.
+
+    The key `WEIGHT` is missing if the optimizer updates the parameters themselves and has no main parameters.
 
     Raises:
-        CheckpointError: the state does not fit the parameters, or lies in a form that has no names and no order.
+        CheckpointError: the state does not fit the parameters, or its format does not determine their order.
         DamagedCheckpointError: a file is missing or damaged.
     """
-    found: dict[tuple[int, int], tuple[TorchFile, dict[str, _ByKind]]] = {}
-    for key, file in files.items():
-        params = {name: list(_params(file.content[name], args)) for name in chunk_keys(file)}
-        beside = file.path.parent / OPTIMIZER_FILE
-        if beside.exists() or vars(args).get("use_distributed_optimizer"):
-            sharded = open_file(beside)
-            found[key] = sharded, _from_buffers(sharded, params, args, stage=key[1])
+    states_by_rank: dict[tuple[int, int], tuple[TorchFile, dict[str, _StateTensors]]] = {}
+    for key, file in rank_files.items():
+        params = {name: list(_iter_params(file.content[name], args)) for name in list_chunk_keys(file)}
+        optimizer_path = file.path.parent / OPTIMIZER_FILE
+        if optimizer_path.exists() or vars(args).get("use_distributed_optimizer"):
+            sharded = open_file(optimizer_path)
+            states_by_rank[key] = sharded, _split_flat_buffers(sharded, params, args, stage=key[1])
         else:
-            found[key] = file, _by_number(file, params, args)
-    kinds = (*MOMENTS, *([WEIGHT] if WEIGHT in next(iter(found[0, 0][1].values())) else []))
+            states_by_rank[key] = file, _get_param_states(file, params, args)
+    state_types = (*MOMENTS, *([WEIGHT] if WEIGHT in next(iter(states_by_rank[0, 0][1].values())) else []))
 
-    def of(chunk: LegacyChunk, kind: str) -> LegacyChunk:
-        ranks = (found[tensor, chunk.stage] for tensor in range(len(chunk.states)))
-        return replace(chunk, states=[(file, state[chunk.key][kind]) for file, state in ranks], expected=set())
+    def build_chunk(chunk: LegacyChunk, state_type: str) -> LegacyChunk:
+        rank_states = (states_by_rank[tp_rank, chunk.stage] for tp_rank in range(len(chunk.states)))
+        return replace(chunk, states=[(file, state[chunk.key][state_type]) for file, state in rank_states], expected=set())
 
-    return {kind: [of(chunk, kind) for chunk in chunks] for kind in kinds}
+    return {state_type: [build_chunk(chunk, state_type) for chunk in chunks] for state_type in state_types}
 
 
-def _params(state: dict[str, Any], args: Namespace) -> Iterator[FlatParam]:
-    """The parameters of a chunk on one rank, in the order of their declaration."""
-    tied = not vars(args).get("untie_embeddings_and_output_weights")
-    shared = tied and (vars(args).get("pipeline_model_parallel_size") or 1) > 1
+def _iter_params(state: dict[str, Any], args: Namespace) -> Iterator[FlatParam]:
+    """Yield the parameters of a model chunk on one rank, in the order in which the model declares them."""
+    is_tied = not vars(args).get("untie_embeddings_and_output_weights")
+    is_shared = is_tied and (vars(args).get("pipeline_model_parallel_size") or 1) > 1
     for name, tensor in state.items():
-        if isinstance(tensor, torch.Tensor) and not name.endswith(LEFT_OUT):
-            yield FlatParam(name, tuple(tensor.shape), alone=shared and name in (WORD, OUTPUT))
+        if isinstance(tensor, torch.Tensor) and not name.endswith(NON_PARAM_SUFFIXES):
+            yield FlatParam(name, tuple(tensor.shape), has_separate_bucket=is_shared and name in (EMBEDDING_KEY, OUTPUT_KEY))
 
 
-def _from_buffers(file: TorchFile, params: dict[str, list[FlatParam]], args: Namespace, stage: int) -> dict[str, _ByKind]:
-    """The tensors of every chunk out of its flat buffers."""
+def _split_flat_buffers(
+    file: TorchFile, params: dict[str, list[FlatParam]], args: Namespace, stage: int
+) -> dict[str, _StateTensors]:
+    """Return the state tensors of every model chunk, as views of the flat buffers in the file."""
     if not file.content.get("buckets_coalesced"):
         raise CheckpointError(
-            f"{file.path} is of Megatron-Core before 0.7, which did not say where its buckets end: load and save it with a newer "
-            f"one. {WEIGHTS_ALONE}"
+            f"{file.path} was saved by Megatron-Core before 0.7, which did not record where its buckets end. Load and save it with "
+            f"a newer version. {WEIGHTS_ONLY_HINT}"
         )
-    found: dict[str, _ByKind] = {}
-    for number, (key, some) in enumerate(params.items()):
-        by_dtype = file.content.get(number)
+    chunk_states: dict[str, _StateTensors] = {}
+    for chunk_index, (key, chunk_params) in enumerate(params.items()):
+        by_dtype = file.content.get(chunk_index)
         if not isinstance(by_dtype, dict) or len(by_dtype) != 1:
             raise CheckpointError(
-                f"{file.path} has no one buffer for {key}: parameters of several dtypes are not read. {WEIGHTS_ALONE}"
+                f"{file.path} does not have exactly one buffer for {key}: parameters of several dtypes are not supported. "
+                f"{WEIGHTS_ONLY_HINT}"
             )
         (buffers,) = by_dtype.values()
-        total = sum(param.numel for param in some)
-        buckets = lay_out(some, most_elements(args, stage, number, total))
-        kinds = {WEIGHT: MAIN, **{kind: kind for kind in MOMENTS}}
-        flat = {kind: buffers.get(theirs) if isinstance(buffers, dict) else None for kind, theirs in kinds.items()}
+        total = sum(param.numel for param in chunk_params)
+        buckets = plan_buckets(chunk_params, infer_bucket_size(args, stage, chunk_index, total))
+        buffer_names = {WEIGHT: MAIN_PARAM, **{state_type: state_type for state_type in MOMENTS}}
+        flat_buffers = {
+            state_type: buffers.get(buffer_name) if isinstance(buffers, dict) else None
+            for state_type, buffer_name in buffer_names.items()
+        }
         numel = sum(bucket.numel for bucket in buckets)
-        for kind, buffer in flat.items():
+        for state_type, buffer in flat_buffers.items():
             if not isinstance(buffer, torch.Tensor) or buffer.shape != (numel,):
-                held = f"{buffer.numel():,}" if isinstance(buffer, torch.Tensor) else "no"
+                stored_numel = f"{buffer.numel():,}" if isinstance(buffer, torch.Tensor) else "no"
                 raise CheckpointError(
-                    f"{file.path}: the buffer {kinds[kind]} of {key} has {held} elements, and the parameters take {numel:,}. "
-                    f"{WEIGHTS_ALONE}"
+                    f"{file.path}: the buffer {buffer_names[state_type]} of {key} has {stored_numel} elements, and the parameters "
+                    f"take {numel:,}. {WEIGHTS_ONLY_HINT}"
                 )
-        starts, shapes = dict(places(buckets)), {param.name: param.shape for param in some}
-        found[key] = {
-            kind: {name: buffer[starts[name] :][: math.prod(shape)].view(shape) for name, shape in shapes.items()}
-            for kind, buffer in flat.items()
+        offsets, shapes = dict(iter_joined_offsets(buckets)), {param.name: param.shape for param in chunk_params}
+        chunk_states[key] = {
+            state_type: {name: buffer[offsets[name] :][: math.prod(shape)].view(shape) for name, shape in shapes.items()}
+            for state_type, buffer in flat_buffers.items()
             if buffer is not None
         }
-    return found
+    return chunk_states
 
 
-def _by_number(file: TorchFile, params: dict[str, list[FlatParam]], args: Namespace) -> dict[str, _ByKind]:
-    """The tensors of all chunks where the optimizer has one state a parameter."""
+def _get_param_states(file: TorchFile, params: dict[str, list[FlatParam]], args: Namespace) -> dict[str, _StateTensors]:
+    """Return the state tensors of every model chunk, for an optimizer that stores one state per parameter."""
     optimizer = file.content["optimizer"]
-    inner, mains = optimizer.get("optimizer", optimizer), optimizer.get("fp32_from_fp16_params")
-    every = [(key, param) for key, some in params.items() for param in some]
-    found: dict[str, _ByKind] = {key: {} for key in params}
-    for number, group in enumerate(inner["param_groups"]):
-        members = [(key, param) for key, param in every if _kind_of(param, args) == _kind_of_group(group, args)]
-        every = [one for one in every if one not in members]
+    inner_optimizer, main_params = optimizer.get("optimizer", optimizer), optimizer.get("fp32_from_fp16_params")
+    remaining = [(key, param) for key, chunk_params in params.items() for param in chunk_params]
+    chunk_states: dict[str, _StateTensors] = {key: {} for key in params}
+    for group_index, group in enumerate(inner_optimizer["param_groups"]):
+        members = [(key, param) for key, param in remaining if _get_param_group_key(param, args) == _get_group_key(group, args)]
+        remaining = [entry for entry in remaining if entry not in members]
         if len(members) != len(group["params"]):
             raise CheckpointError(
-                f"{file.path}: group {number} of the optimizer has {len(group['params'])} parameters, and {len(members)} have its "
-                f"weight decay and rate. {WEIGHTS_ALONE}"
+                f"{file.path}: parameter group {group_index} of the optimizer has {len(group['params'])} parameters, but "
+                f"{len(members)} parameters have its weight decay and learning rate. {WEIGHTS_ONLY_HINT}"
             )
-        for place, ((key, param), index) in enumerate(zip(members, group["params"], strict=True)):
-            state = inner["state"].get(index, {})
-            tensors = {kind: state.get(kind) for kind in MOMENTS}
-            if mains is not None:
-                tensors[WEIGHT] = mains[number][place]
-            for kind, tensor in tensors.items():
+        for position, ((key, param), param_index) in enumerate(zip(members, group["params"], strict=True)):
+            state = inner_optimizer["state"].get(param_index, {})
+            tensors = {state_type: state.get(state_type) for state_type in MOMENTS}
+            if main_params is not None:
+                tensors[WEIGHT] = main_params[group_index][position]
+            for state_type, tensor in tensors.items():
                 if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != param.shape:
-                    raise CheckpointError(f"{file.path}: {kind} of parameter {index} is not that of {param.name}. {WEIGHTS_ALONE}")
-                found[key].setdefault(kind, {})[param.name] = tensor
-    if every:
-        raise CheckpointError(f"{file.path}: no group of the optimizer has {every[0][1].name}. {WEIGHTS_ALONE}")
-    return found
+                    raise CheckpointError(
+                        f"{file.path}: {state_type} of parameter {param_index} does not have the shape of {param.name}. "
+                        f"{WEIGHTS_ONLY_HINT}"
+                    )
+                chunk_states[key].setdefault(state_type, {})[param.name] = tensor
+    if remaining:
+        raise CheckpointError(
+            f"{file.path}: no parameter group of the optimizer contains {remaining[0][1].name}. {WEIGHTS_ONLY_HINT}"
+        )
+    return chunk_states
 
 
-def _kind_of(param: FlatParam, args: Namespace) -> tuple[bool, bool]:
-    """Whether a parameter decays, and whether it has the rates of --decoupled-lr."""
-    decoupled = vars(args).get("decoupled_lr") is not None and param.name in (WORD, OUTPUT)
-    return not (param.name.endswith(".bias") or len(param.shape) == 1), decoupled
+def _get_param_group_key(param: FlatParam, args: Namespace) -> tuple[bool, bool]:
+    """Return whether a parameter has weight decay, and whether it uses the learning rate of --decoupled-lr.
+
+    These two properties determine the parameter group.
+    """
+    is_decoupled = vars(args).get("decoupled_lr") is not None and param.name in (EMBEDDING_KEY, OUTPUT_KEY)
+    return not (param.name.endswith(".bias") or len(param.shape) == 1), is_decoupled
 
 
-def _kind_of_group(group: dict[str, Any], args: Namespace) -> tuple[bool, bool]:
-    rate = vars(args).get("decoupled_lr")
-    decoupled = rate is not None and bool(group.get("is_decoupled_lr") or group.get("max_lr") == rate)
-    return bool(group.get("wd_mult", group.get("weight_decay"))), decoupled
+def _get_group_key(group: dict[str, Any], args: Namespace) -> tuple[bool, bool]:
+    """Return whether a parameter group has weight decay, and whether it uses the learning rate of --decoupled-lr.
+
+    The result equals that of `_get_param_group_key` for the parameters in the group, which assigns parameters to groups.
+    """
+    decoupled_lr = vars(args).get("decoupled_lr")
+    is_decoupled = decoupled_lr is not None and bool(group.get("is_decoupled_lr") or group.get("max_lr") == decoupled_lr)
+    return bool(group.get("wd_mult", group.get("weight_decay"))), is_decoupled

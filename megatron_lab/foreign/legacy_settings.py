@@ -1,4 +1,4 @@
-"""Reads Megatron-LM's saved arguments as settings of the model and the tokenizer."""
+"""Conversion of the arguments saved in a Megatron-LM checkpoint to settings of the model and the tokenizer."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, get_args
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.config.checks import model as model_checks
-from megatron.config.checks.finding import rules_in
+from megatron.config.checks.finding import collect_rules
 from megatron.config.config import Config
-from megatron.config.data import DataConfig, TokenizerType, tokenizer_settings
+from megatron.config.data import DataConfig, TokenizerType, get_tokenizer_settings
 from megatron.config.flags import flags
 from megatron.config.model import ModelConfig
-from megatron.spec.activations import FLAGS
+from megatron.spec.activations import BUILT_IN_FIELDS
 
-_OTHER_MODELS: dict[str, tuple[Any, ...]] = {
+_UNSUPPORTED_ARGS: dict[str, tuple[Any, ...]] = {
     "num_experts": (None, 0),
     "multi_latent_attention": (None, False),
     "apply_layernorm_1p": (None, False),
@@ -41,81 +41,90 @@ _OTHER_MODELS: dict[str, tuple[Any, ...]] = {
     "activation_func_clamp_value": (None,),
     "head_wise_attn_gate": (None, False),
 }
-"""Arguments that make another model, with the values at which they do not."""
+"""Arguments that select an unsupported model, each with the values at which the model is supported."""
 
-_OF_LATENT_ATTENTION = frozenset(
+_LATENT_ATTENTION_ARGS = frozenset(
     {
         *("rope_type", "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale"),
         *("mscale_all_dim", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
     }
 )
+"""Arguments that are used only by latent attention."""
 
 
-def model_of(args: Namespace, where: str) -> ModelConfig:
-    """The model that the arguments describe.
+def build_model_config(args: Namespace, path: str) -> ModelConfig:
+    """Convert the arguments of a Megatron-LM run to the configuration of its model.
 
     Args:
-        where: the file, for messages.
+        args: arguments of the run.
+        path: file of the arguments, for error messages.
 
     Raises:
-        CheckpointError: it has parts that cannot be built here, or an argument is missing or of another type.
+        CheckpointError: the model has an unsupported feature, or an argument is missing or has the wrong type.
     """
-    given = vars(args)
-    others = [f"{name} = {given[name]!r}" for name, plain in _OTHER_MODELS.items() if name in given and given[name] not in plain]
-    if others:
-        raise CheckpointError(f"{where} holds a model that cannot be built here: {', '.join(others)}")
-    # All other arguments have the same name and meaning here.
-    renamed = {"norm_epsilon": given.get("layernorm_epsilon")}  # the name before 2023
-    said = renamed | {name: value for name, value in given.items() if value is not None}
-    said["disable_bias_linear"] = not given.get("add_bias_linear", True)
-    said["rotary_seq_len_interpolation_factor"] = given.get("rotary_seq_len_interpolation_factor") or 1.0
-    if given.get("use_rotary_position_embeddings"):
-        said["position_embedding_type"] = "rope"
-    if not given.get("multi_latent_attention"):  # there these belong to latent attention alone, and have values without it
-        said = {name: value for name, value in said.items() if name not in _OF_LATENT_ATTENTION}
-    settings, missing = {}, []
+    args_dict = vars(args)
+    unsupported = [
+        f"{name} = {args_dict[name]!r}"
+        for name, supported_values in _UNSUPPORTED_ARGS.items()
+        if name in args_dict and args_dict[name] not in supported_values
+    ]
+    if unsupported:
+        raise CheckpointError(f"{path} holds a model that is not supported: {', '.join(unsupported)}")
+    # All other arguments have the same name and meaning in this framework.
+    renamed_args = {"norm_epsilon": args_dict.get("layernorm_epsilon")}  # its name before 2023
+    values = renamed_args | {name: value for name, value in args_dict.items() if value is not None}
+    values["disable_bias_linear"] = not args_dict.get("add_bias_linear", True)
+    values["rotary_seq_len_interpolation_factor"] = args_dict.get("rotary_seq_len_interpolation_factor") or 1.0
+    if args_dict.get("use_rotary_position_embeddings"):
+        values["position_embedding_type"] = "rope"
+    if not args_dict.get("multi_latent_attention"):  # without latent attention these arguments have values but no effect
+        values = {name: value for name, value in values.items() if name not in _LATENT_ATTENTION_ARGS}
+    model_args, problems = {}, []
     for flag in (flag for flag in flags().values() if flag.topic == "model"):
-        value = said.get(flag.field)
+        value = values.get(flag.field)
         if value is not None:
             try:
-                settings[flag.field] = flag.from_plain(value)
+                model_args[flag.field] = flag.from_json(value)
             except ValueError as error:
-                raise CheckpointError(f"{where}: its args say {flag.field} = {value!r}, but {error}") from error
-        if flag.facts.required and settings.get(flag.field, 0) < 1:
-            missing.append(flag.field)
-    if missing:
-        raise CheckpointError(f"{where}: its args say nothing of {', '.join(missing)}, or a number below 1")
-    model = ModelConfig(**settings)
-    for rule in rules_in(model_checks):
+                raise CheckpointError(f"{path}: its args say {flag.field} = {value!r}, but {error}") from error
+        if flag.metadata.required and model_args.get(flag.field, 0) < 1:
+            problems.append(f"lack {flag.field}" if value is None else f"say {flag.field} = {value!r}")
+    if problems:
+        raise CheckpointError(f"{path}: its args {', '.join(problems)}; each of these settings must be at least 1")
+    model = ModelConfig(**model_args)
+    for rule in collect_rules(model_checks):
         for finding in rule(Config(model=model), 1):
-            raise CheckpointError(f"{where}: its args describe no model: {finding.message}")
+            raise CheckpointError(f"{path}: its args describe an invalid model: {finding.message}")
     return model
 
 
-def notes_on(args: Namespace) -> list[str]:
-    """Notes on where the model computes a little otherwise here than there."""
-    given = vars(args)
-    other = any(given.get(flag) for flag in FLAGS)
-    if not other and given.get("bias_gelu_fusion") is False and not given.get("openai_gelu"):
-        return ["It was trained with the exact GELU; here GELU is the approximation by tanh, which differs by up to 5e-4."]
+def describe_differences(args: Namespace) -> list[str]:
+    """Return notes about small numerical differences between the model in Megatron-LM and in this framework."""
+    args_dict = vars(args)
+    has_other_activation = any(args_dict.get(name) for name in BUILT_IN_FIELDS)
+    if not has_other_activation and args_dict.get("bias_gelu_fusion") is False and not args_dict.get("openai_gelu"):
+        return ["It was trained with the exact GELU. This framework uses the tanh approximation, which differs by up to 5e-4."]
     return []
 
 
-def tokenizer_of(args: Namespace) -> DataConfig | None:
-    """The tokenizer that the arguments name, if its kind exists here."""
-    given = vars(args)
-    kind: Any = given.get("tokenizer_type")
-    if kind not in get_args(TokenizerType):
+def build_tokenizer_config(args: Namespace) -> DataConfig | None:
+    """Return settings for the tokenizer of a Megatron-LM run; None if the type of the tokenizer is not supported."""
+    args_dict = vars(args)
+    tokenizer_type: Any = args_dict.get("tokenizer_type")
+    if tokenizer_type not in get_args(TokenizerType):
         return None
-    settings: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for flag in flags().values():
-        if flag.field in tokenizer_settings(kind) and flag.field in given:
+        if flag.field in get_tokenizer_settings(tokenizer_type) and flag.field in args_dict:
             with contextlib.suppress(ValueError):
-                settings[flag.field] = flag.from_plain(given[flag.field])
-    return DataConfig(tokenizer_type=kind, **settings)
+                values[flag.field] = flag.from_json(args_dict[flag.field])
+    return DataConfig(tokenizer_type=tokenizer_type, **values)
 
 
-def vocabulary_of(args: Namespace) -> int | None:
-    """The size of the vocabulary without padding, if the arguments alone give it: NullTokenizer's ids and its end of document."""
+def infer_vocab_size(args: Namespace) -> int | None:
+    """Return the vocabulary size without padding if the arguments of the run determine it, else None.
+
+    They determine it only for NullTokenizer, which has --vocab-size ids and an end-of-document token.
+    """
     size = vars(args).get("vocab_size")
     return size + 1 if vars(args).get("tokenizer_type") == "NullTokenizer" and isinstance(size, int) else None

@@ -1,4 +1,5 @@
-"""What the two formats of Megatron-LM's checkpoints have in common: weights of the model of its arguments, the state of a run."""
+"""Base class of the readers for both Megatron-LM checkpoint formats: parameter names, the model configuration and the state of the
+run."""
 
 from __future__ import annotations
 
@@ -14,14 +15,14 @@ import torch
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.global_tensor import WEIGHT
-from megatron.parallel.boxes import Box
-from megatron.parallel.params import ParamRecord, global_records
-from megatron.spec.weights import in_layer, padded_vocab_size
-from megatron_lab.foreign.legacy_settings import model_of, notes_on, tokenizer_of, vocabulary_of
+from megatron.parallel.params import ParamRecord, build_global_records
+from megatron.parallel.tensor_slice import TensorSlice
+from megatron.spec.weights import pad_vocab_size, split_layer_name
+from megatron_lab.foreign.legacy_settings import build_model_config, build_tokenizer_config, describe_differences, infer_vocab_size
 from megatron_lab.foreign.source import TensorInfo
 
-WORD, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-_THEIRS = {
+EMBEDDING_KEY, OUTPUT_KEY = "embedding.word_embeddings.weight", "output_layer.weight"
+_MEGATRON_PREFIXES = {
     "embedding.word": ("embedding.word_embeddings.",),
     "embedding.position": ("embedding.position_embeddings.",),
     "attention_norm": ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
@@ -35,172 +36,218 @@ _THEIRS = {
     "final_norm": ("decoder.final_layernorm.",),
     "output": ("output_layer.",),
 }
-"""Their names by ours: the own module and, where Transformer Engine joins a norm to the product after it, that one."""
-LEFT_OUT = ("_extra_state", "rotary_pos_emb.inv_freq")
-"""Ends of names that hold no parameter: states of 8-bit products, and a table that follows from the settings."""
+"""Prefixes of Megatron-LM's parameter names by module name of this framework.
+
+A norm has two possible prefixes: the separate module, and the fused module of Transformer Engine that applies the norm and the
+following linear layer.
+"""
+NON_PARAM_SUFFIXES = ("_extra_state", "rotary_pos_emb.inv_freq")
+"""Suffixes of the names of stored tensors that are not parameters: the state of FP8 matrix products, and the rotary
+frequencies, which follow from the settings."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""State of Adam, the one optimizer whose state is read."""
-_NARROWER = ("fp8_param", "fp8_param_gather", "fp4_param", "fp4_param_gather")
-"""Arguments with which weights are not main parameters in the model's dtype."""
-WEIGHTS_ALONE = "--weights-only takes the weights without it."
+"""Names of Adam's moments. Adam is the only optimizer whose state is read."""
+_LOW_PRECISION_ARGS = ("fp8_param", "fp8_param_gather", "fp4_param", "fp4_param_gather")
+"""Arguments with which the stored weights are not the main parameters rounded to the model's dtype."""
+WEIGHTS_ONLY_HINT = "--weights-only imports the weights without the optimizer state."
+"""Sentence that ends the error messages about optimizer state."""
 
 
-def stored_names(name: str, first_layer: int) -> list[str]:
-    """Possible names of one of our parameters in the state of a chunk that begins with `first_layer`; one of them is there."""
-    layer, part = in_layer(name)
-    module, _, attribute = part.rpartition(".")
-    before = "" if layer is None else f"decoder.layers.{layer - first_layer}."
-    return [f"{before}{start}{attribute}" for start in _THEIRS[module]]
+def get_megatron_keys(name: str, first_layer: int) -> list[str]:
+    """Return the names that a parameter may have in a Megatron-LM checkpoint. A checkpoint contains exactly one of them.
+
+    Args:
+        name: name of the parameter in this framework.
+        first_layer: index of the first layer of the model chunk. Megatron-LM numbers the layers of each chunk from 0.
+    """
+    layer, param = split_layer_name(name)
+    module, _, attribute = param.rpartition(".")
+    layer_prefix = "" if layer is None else f"decoder.layers.{layer - first_layer}."
+    return [f"{layer_prefix}{module_prefix}{attribute}" for module_prefix in _MEGATRON_PREFIXES[module]]
 
 
-def their_shape(record: ParamRecord, shape: list[int]) -> list[int]:
-    """The shape there of a parameter, or a part of it, that has `shape` here: a gated up projection is [2f, h], not [2, f, h]."""
-    return [math.prod(shape[:-1]), shape[-1]] if record.kind != "vector" else [math.prod(shape)]
+def get_megatron_shape(record: ParamRecord, shape: list[int]) -> list[int]:
+    """Convert the shape of a parameter, or of a shard of it, to the shape that it has in Megatron-LM.
+
+    The weight of a gated MLP is [2f, h] in Megatron-LM and [2, f, h] in this framework.
+    """
+    return [math.prod(shape[:-1]), shape[-1]] if record.param_type != "vector" else [math.prod(shape)]
 
 
 @dataclass(frozen=True)
 class SavedRun:
-    """The state of a run beside tensors, as Megatron-LM has saved it."""
+    """State of a Megatron-LM run except for its tensors: counters, schedules and loss scaler."""
 
     args: Namespace
     iteration: int
     updates: int
-    """Updates that the optimizer has made."""
+    """Number of optimizer updates that the run has made."""
     schedule: Mapping[str, Any]
-    """State of the schedules of learning rate and weight decay."""
+    """State of the learning-rate and weight-decay schedules."""
     scaler: Mapping[str, Any] | None
-    """State of the dynamic loss scale."""
+    """State of the dynamic loss scaler; None without one."""
 
 
 class MegatronSource(ABC):
-    """A `WeightSource` over a checkpoint of Megatron-LM that knows the state of its run too.
+    """A `WeightSource` that reads the weights, the optimizer state and the state of the run from a Megatron-LM checkpoint.
+    Subclasses read the two formats.
 
     Args:
-        name: the folder, as the user names it.
-        args: of the run that saved it.
-        where: the file with the arguments, for messages.
+        name: folder, as the user wrote it.
+        args: arguments of the run that saved the checkpoint.
+        args_path: file with the arguments, for error messages.
     """
 
-    def __init__(self, name: str, args: Namespace, where: str) -> None:
+    def __init__(self, name: str, args: Namespace, args_path: str) -> None:
         self.name, self.args = name, args
-        self.model, self.tokenizer = model_of(args, where), tokenizer_of(args)
+        self.model, self.tokenizer = build_model_config(args, args_path), build_tokenizer_config(args)
         self.notes: list[str] = []
         self.vocab_size = 0
-        self._padded = self._tensor_ranks = 0
+        self._padded_vocab_size = self._tp_size = 0
         self._records: dict[str, ParamRecord] = {}
 
-    def _decide_vocabulary(self, padded: int, tensor_ranks: int, asked: int | None) -> None:
-        """Set the size of the vocabulary without padding, and the parameters that follow from it."""
-        self._padded, self._tensor_ranks = padded, tensor_ranks
-        self.vocab_size = self._vocabulary(asked)
-        self._records = global_records(self.model, self.vocab_size)
-        self.notes += notes_on(self.args)
+    def _set_vocab_size(self, padded_vocab_size: int, tp_size: int, requested: int | None) -> None:
+        """Set the vocabulary size without padding. Also build the records of the parameters, whose shapes depend on it.
+
+        Args:
+            padded_vocab_size: rows of the stored word embedding, with padding.
+            tp_size: tensor-parallel size of the run.
+            requested: vocabulary size that the user set; None if the user set none.
+        """
+        self._padded_vocab_size, self._tp_size = padded_vocab_size, tp_size
+        self.vocab_size = self._resolve_vocab_size(requested)
+        self._records = build_global_records(self.model, self.vocab_size)
+        self.notes += describe_differences(self.args)
 
     @property
     @abstractmethod
     def weights(self) -> Mapping[str, TensorInfo]:
-        """Every parameter of the model."""
+        """Shape and dtype of every parameter of the model, by name."""
 
     @abstractmethod
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """See `WeightSource`."""
+    def read(self, name: str, tensor_slice: TensorSlice | None = None) -> torch.Tensor:
+        """Read a parameter, or a slice of it, into a new contiguous CPU tensor, as `WeightSource.read` specifies."""
 
     @functools.cached_property
     @abstractmethod
-    def saved(self) -> SavedRun | None:
-        """The state of the run; None if the checkpoint holds weights alone.
+    def saved_run(self) -> SavedRun | None:
+        """State of the run (counters, schedules, loss scaler); None if the checkpoint holds only weights.
 
         Raises:
-            CheckpointError: it is there and cannot be read exactly.
+            CheckpointError: the state cannot be converted exactly.
         """
 
     @abstractmethod
-    def _state_info(self, kind: str, name: str) -> TensorInfo | None:
-        """A main parameter (`WEIGHT`) or a moment. None: the parameter is its own main parameter."""
+    def _get_state_info(self, state_type: str, name: str) -> TensorInfo | None:
+        """Return the shape and dtype of a main parameter (`WEIGHT`) or of a moment.
+
+        Returns None if there is no separate main parameter, because the optimizer updates the parameter itself.
+        """
 
     @abstractmethod
-    def _read_state(self, kind: str, name: str, box: Box) -> torch.Tensor:
-        """The same, or a box of it."""
+    def _read_state(self, state_type: str, name: str, tensor_slice: TensorSlice) -> torch.Tensor:
+        """Read a slice of a main parameter (`WEIGHT`) or of a moment."""
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """All tensors of the state of the run by full name: weights in their most exact form as `model.<name>`, moments."""
-        assert self.saved is not None, "asked for the state of weights alone"
-        found = {f"{WEIGHT}.{name}": self._state_info(WEIGHT, name) or info for name, info in self.weights.items()}
-        for kind in MOMENTS:
+        """All tensors of the training state, by full name. `model.<name>` is the main parameter, or the weight if it has no main
+        parameter; `exp_avg.<name>` and so on are the moments."""
+        assert self.saved_run is not None, "the checkpoint holds only weights"
+        tensors = {f"{WEIGHT}.{name}": self._get_state_info(WEIGHT, name) or info for name, info in self.weights.items()}
+        for state_type in MOMENTS:
             for name in self.weights:
-                info = self._state_info(kind, name)
+                info = self._get_state_info(state_type, name)
                 assert info is not None, "moments are state"
-                found[f"{kind}.{name}"] = info
-        return found
+                tensors[f"{state_type}.{name}"] = info
+        return tensors
 
-    def read_stored(self, full_name: str, box: Box) -> torch.Tensor:
-        """A box of one of `tensors`. A main parameter is compared with the weight that follows from it.
+    def read_stored(self, full_name: str, tensor_slice: TensorSlice) -> torch.Tensor:
+        """Read a slice of one of the `tensors`. The function also checks that a weight equals its main parameter (float32 copy in
+        the optimizer state), rounded to the dtype of the weight.
+
+        Args:
+            full_name: name in `tensors`, such as `exp_avg.<name>`.
+            tensor_slice: region to read.
 
         Raises:
-            DamagedCheckpointError: its file is damaged, or a weight is not its main parameter, rounded.
+            DamagedCheckpointError: the file is damaged, or a weight does not equal its rounded main parameter.
         """
-        kind, _, name = full_name.partition(".")
-        if kind == WEIGHT and self._state_info(kind, name) is None:
-            return self.read(name, box)
-        found = self._read_state(kind, name, box)
-        comparable = kind == WEIGHT and not any(vars(self.args).get(flag) for flag in _NARROWER)
-        if comparable and not torch.equal(found.to(self.weights[name].dtype), self.read(name, box)):
+        state_type, _, name = full_name.partition(".")
+        if state_type == WEIGHT and self._get_state_info(state_type, name) is None:
+            return self.read(name, tensor_slice)
+        tensor = self._read_state(state_type, name, tensor_slice)
+        has_full_main_param = state_type == WEIGHT and not any(vars(self.args).get(arg) for arg in _LOW_PRECISION_ARGS)
+        if has_full_main_param and not torch.equal(tensor.to(self.weights[name].dtype), self.read(name, tensor_slice)):
             raise DamagedCheckpointError(
-                f"{self.name}: the weight {name} is not the main parameter of the optimizer state, rounded: the state is of "
-                f"another run or step, or lies otherwise than its settings say. {WEIGHTS_ALONE}"
+                f"{self.name}: the weight {name} differs from its float32 copy in the optimizer state, rounded to the dtype of "
+                "the weight. The optimizer state belongs to another run or step, or it is divided among the ranks in a way that "
+                f"the checkpoint's settings do not describe. {WEIGHTS_ONLY_HINT}"
             )
-        return found
+        return tensor
 
-    def _vocabulary(self, asked: int | None) -> int:
-        size = vocabulary_of(self.args) if asked is None else asked
+    def _resolve_vocab_size(self, requested: int | None) -> int:
+        """Return the vocabulary size without padding. If it is not known, the padding counts as part of the vocabulary, and a note
+        says so."""
+        size = infer_vocab_size(self.args) if requested is None else requested
         if size is None:
             self.notes.append(
-                f"The vocabulary's size without padding is not known: all {self._padded} rows of the word embedding are kept, "
-                "until its tokenizer is named or how many rows are no padding."
+                f"The vocabulary size without padding is unknown: all {self._padded_vocab_size} rows of the word embedding are "
+                "kept. To cut the padding, give the tokenizer or the number of rows without padding."
             )
-            return self._padded
-        if not 0 < size <= self._padded:
-            raise CheckpointError(f"{self.name}: a vocabulary of {size} does not fit its word embedding of {self._padded} rows")
-        if size < self._padded:
+            return self._padded_vocab_size
+        if not 0 < size <= self._padded_vocab_size:
+            raise CheckpointError(
+                f"{self.name}: a vocabulary of {size} does not fit its word embedding of {self._padded_vocab_size} "
+                "rows. Give the size of "
+                "the vocabulary with which the model was trained"
+            )
+        if size < self._padded_vocab_size:
             self.notes.append(
-                f"The last {self._padded - size} of {self._padded} rows of the word embedding are padding and were cut off."
+                f"The last {self._padded_vocab_size - size} of {self._padded_vocab_size} rows of the word embedding are padding "
+                "and were cut off."
             )
         return size
 
-    def pads_to_this(self, vocab_size: int) -> bool:
-        """Whether a vocabulary of this size is padded to the stored number of rows, so that only padding is cut off."""
-        return padded_vocab_size(vocab_size, self.model.make_vocab_size_divisible_by, self._tensor_ranks) == self._padded
+    def pads_to_stored_rows(self, vocab_size: int) -> bool:
+        """Return whether Megatron-LM pads a vocabulary of this size to the stored number of rows. If so, all rows beyond the
+        vocabulary are padding."""
+        return pad_vocab_size(vocab_size, self.model.make_vocab_size_divisible_by, self._tp_size) == self._padded_vocab_size
 
 
-def saved_run(content: Mapping[str, Any], optimizer: Any, where: str) -> SavedRun:
-    """The state of a run from what Megatron-LM saves beside tensors.
+def parse_saved_run(content: Mapping[str, Any], optimizer: Any, path: str) -> SavedRun:
+    """Return the state of a run from the content of a Megatron-LM checkpoint that is not tensors.
 
     Args:
-        content: the dictionary with args, iteration and opt_param_scheduler.
-        optimizer: state of the optimizer, without tensors or with them.
+        content: dictionary with the keys `args`, `iteration` and `opt_param_scheduler`.
+        optimizer: state of the optimizer, with or without tensors.
+        path: checkpoint file, for error messages.
 
     Raises:
-        CheckpointError: it is that of another optimizer than Adam, or of several, or something is missing.
+        CheckpointError: the optimizer is not Adam, there are several optimizers, or an entry is missing.
     """
     args, schedule = content["args"], content.get("opt_param_scheduler")
-    kind = vars(args).get("optimizer", "adam")
-    if kind != "adam":
-        raise CheckpointError(f"{where} holds the state of --optimizer {kind}; that of adam alone is read. {WEIGHTS_ALONE}")
+    optimizer_name = vars(args).get("optimizer", "adam")
+    if optimizer_name != "adam":
+        raise CheckpointError(
+            f"{path} holds the state of --optimizer {optimizer_name}; only that of adam can be read. {WEIGHTS_ONLY_HINT}"
+        )
     if vars(args).get("decoupled_weight_decay") is False:
         raise CheckpointError(
-            f"{where} is of Adam with weight decay in its gradient, and --optimizer adam is AdamW. {WEIGHTS_ALONE}"
+            f"{path} is from Adam with weight decay in the gradient, but --optimizer adam is AdamW. {WEIGHTS_ONLY_HINT}"
         )
     if not isinstance(optimizer, dict) or 0 in optimizer:
-        raise CheckpointError(f"{where} holds the states of several optimizers, of which only one is read. {WEIGHTS_ALONE}")
-    inner = optimizer.get("optimizer", optimizer)
-    groups = inner.get("param_groups") if isinstance(inner, dict) else None
+        raise CheckpointError(f"{path} holds the states of several optimizers, but only one is supported. {WEIGHTS_ONLY_HINT}")
+    inner_optimizer = optimizer.get("optimizer", optimizer)
+    groups = inner_optimizer.get("param_groups") if isinstance(inner_optimizer, dict) else None
     if not isinstance(groups, list) or not isinstance(schedule, dict) or not isinstance(content.get("iteration"), int):
-        raise CheckpointError(f"{where} lacks param_groups, opt_param_scheduler or iteration of a run. {WEIGHTS_ALONE}")
-    state = inner.get("state") or {}
-    found = {group.get("step") for group in groups} | {state.get("common_step")}
-    found |= {each.get("step") for each in state.values() if isinstance(each, dict)}
-    steps = {int(step) for step in found if step is not None}
+        raise CheckpointError(f"{path} lacks param_groups, opt_param_scheduler or iteration. {WEIGHTS_ONLY_HINT}")
+    state = inner_optimizer.get("state") or {}
+    step_values = {group.get("step") for group in groups} | {state.get("common_step")}
+    step_values |= {param_state.get("step") for param_state in state.values() if isinstance(param_state, dict)}
+    steps = {int(step) for step in step_values if step is not None}
     if len(steps) != 1:
-        raise CheckpointError(f"{where} says that the optimizer has made {sorted(steps) or 'no'} updates, and one number is needed")
+        raise CheckpointError(
+            f"{path}: the step counts in the state of the optimizer differ: {sorted(steps)}"
+            if steps
+            else f"{path} does not contain the step count of the optimizer"
+        )
     return SavedRun(args, content["iteration"], steps.pop(), schedule, optimizer.get("grad_scaler"))

@@ -1,11 +1,11 @@
-"""Opens the weights in a folder of any kind."""
+"""Opens a folder with weights in any supported format."""
 
 from __future__ import annotations
 
-from megatron.checkpoint.errors import CheckpointError, listed
-from megatron.checkpoint.folder_kinds import FOREIGN, FolderKind, kind_of
+from megatron.checkpoint.errors import CheckpointError, format_list
+from megatron.checkpoint.folder_kinds import FOREIGN_TYPES, FolderType, detect_folder_type
 from megatron.checkpoint.save_folder import LATEST, checkpoint_name, find_checkpoint
-from megatron.checkpoint.storage import CONFIG, MANIFEST, Place
+from megatron.checkpoint.storage import CONFIG, MANIFEST, PathOrUrl
 from megatron.checkpoint.storage_kinds import open_storage
 from megatron_lab.foreign.dist_checkpoint import DistCheckpoint
 from megatron_lab.foreign.huggingface.folder import HuggingFaceFolder
@@ -13,44 +13,44 @@ from megatron_lab.foreign.legacy_checkpoint import LegacyCheckpoint
 from megatron_lab.foreign.source import StoredCheckpoint, WeightSource
 
 
-def open_source(path: Place, step: int | None = None, *, vocab_size: int | None = None, average: bool = False) -> WeightSource:
-    """Open the weights in a folder.
+def open_source(path: PathOrUrl, step: int | None = None, *, vocab_size: int | None = None, average: bool = False) -> WeightSource:
+    """Open a folder with weights as a `WeightSource`. The format is detected.
 
     Args:
-        path: a --save folder, of which the newest complete checkpoint is taken, or one checkpoint in it (both also by URL); a
-            Hugging Face folder; a folder of Megatron-LM in either format, or one iteration in it.
-        step: the iteration to take from a folder that holds several.
-        vocab_size: rows of the word embedding without padding, for a checkpoint of Megatron-LM that does not give it.
-        average: take the moving average of the weights (--ema-decay) for the weights.
+        path: a --save folder (its newest complete checkpoint is read) or one checkpoint in it, both also as a URL; a Hugging Face
+            folder; or a Megatron-LM folder in either format, or one iteration in it.
+        step: iteration to read from a folder with several iterations.
+        vocab_size: number of rows of the word embedding without padding, for a Megatron-LM checkpoint that does not record it.
+        average: read the exponential moving averages of the weights (--ema-decay) instead of the weights.
 
     Raises:
-        CheckpointError: there is no such folder, or it is none of these, or `step` is not in it.
-        DamagedCheckpointError: no checkpoint there is complete.
+        CheckpointError: the folder does not exist or has no supported format, or it does not contain iteration `step`.
+        DamagedCheckpointError: the folder has no complete checkpoint.
     """
     storage = open_storage(path)
-    kind = kind_of(storage)
-    if kind in (FolderKind.CHECKPOINT, FolderKind.HUGGING_FACE) and step is not None:
-        raise CheckpointError(f"{path} is {kind}: there is no iteration {step} to choose")
-    if average and kind in FOREIGN:
-        raise CheckpointError(f"{path} is {kind}, which holds no average of the weights: leave --ema out")
-    if kind is FolderKind.CHECKPOINT:
+    folder_type = detect_folder_type(storage)
+    if folder_type in (FolderType.CHECKPOINT, FolderType.HUGGING_FACE) and step is not None:
+        raise CheckpointError(f"{path} is {folder_type}, so no iteration ({step}) can be selected in it")
+    if average and folder_type in FOREIGN_TYPES:
+        raise CheckpointError(f"{path} is {folder_type}, which holds no average of the weights. Remove --ema")
+    if folder_type is FolderType.CHECKPOINT:
         return StoredCheckpoint(path, average=average)
-    if kind is FolderKind.RUN:
+    if folder_type is FolderType.RUN:
         notes: list[str] = []
-        found = find_checkpoint(path, step, tell=notes.append)
-        assert found is not None, "there is an iteration"
-        return StoredCheckpoint(found, notes, average=average)
-    if kind in (FolderKind.LEGACY, FolderKind.DIST):
-        if step is not None and checkpoint_name(step) not in storage.names():
+        checkpoint = find_checkpoint(path, step, warn=notes.append)
+        assert checkpoint is not None, "there is an iteration"
+        return StoredCheckpoint(checkpoint, notes, average=average)
+    if folder_type in (FolderType.LEGACY, FolderType.DIST):
+        if step is not None and checkpoint_name(step) not in storage.list_names():
             raise CheckpointError(f"{path} has no iteration {step}")
-        opened = LegacyCheckpoint if kind is FolderKind.LEGACY else DistCheckpoint
-        return opened(path if step is None else storage.at(checkpoint_name(step)), vocab_size)
-    if kind is FolderKind.HUGGING_FACE:
+        source_class = LegacyCheckpoint if folder_type is FolderType.LEGACY else DistCheckpoint
+        return source_class(path if step is None else storage.location_of(checkpoint_name(step)), vocab_size)
+    if folder_type is FolderType.HUGGING_FACE:
         return HuggingFaceFolder(path)
-    if not (names := storage.names()):
+    if not (names := storage.list_names()):
         raise CheckpointError(f"{path}: there is no such folder, or it is empty")
     raise CheckpointError(
-        f"{path} holds no weights that are known here ({listed(names)}). It may be a --save folder (iter_* and {LATEST}), one "
-        f"checkpoint in it ({MANIFEST}), a Hugging Face folder ({CONFIG} with model_type), or a checkpoint of Megatron-LM "
+        f"{path} holds no weights in a supported format ({format_list(names)}). It may be a --save folder (iter_* and {LATEST}), "
+        f"one checkpoint in it ({MANIFEST}), a Hugging Face folder ({CONFIG} with model_type), or a checkpoint of Megatron-LM "
         "(mp_rank_*/model_optim_rng.pt, or metadata.json and common.pt of torch_dist)"
     )

@@ -1,4 +1,4 @@
-"""The state of a run of Megatron-LM as that of a run here: its counts, schedules and loss scale, and its settings."""
+"""Conversion of a Megatron-LM run to a run of this framework: its settings, counters, schedules and loss scale."""
 
 from __future__ import annotations
 
@@ -10,56 +10,61 @@ from typing import Any
 from megatron.checkpoint.errors import CheckpointError
 from megatron.config.config import Config
 from megatron.config.data import TOKENIZER_SETTINGS, DataConfig
-from megatron.config.flags import build, flags
+from megatron.config.flags import build_config, flags
 from megatron.config.training import OptimizerConfig
 from megatron.training.progress import LearningSchedule, Progress, ScheduleLengths
-from megatron_lab.foreign.megatron_source import WEIGHTS_ALONE, MegatronSource, SavedRun
+from megatron_lab.foreign.megatron_source import WEIGHTS_ONLY_HINT, MegatronSource, SavedRun
 
-_TOPICS = ("training", "optimizer", "precision", "parallel", "data")
-"""Topics of settings that mean the same there. The model's are read apart."""
-_OLD_NAMES = {
+_SHARED_TOPICS = ("training", "optimizer", "precision", "parallel", "data")
+"""Topics whose settings mean the same in Megatron-LM. `build_model_config` converts the settings of the model."""
+_FORMER_NAMES = {
     "max_lr": ("start_lr",),
     "lr_decay_style": ("decay_style",),
     "lr_warmup_steps": ("warmup_steps", "warmup_iter"),
     "lr_decay_steps": ("decay_steps", "end_iter"),
     "num_steps": ("num_iters",),
 }
-"""Names in schedules, with those of older programs."""
+"""Keys of the schedule state, with the names that older versions of Megatron-LM used."""
 
 
-def settings_of(source: MegatronSource, data: DataConfig) -> Config:
-    """The settings of the run, as far as they have the same name here.
+def convert_settings(source: MegatronSource, data: DataConfig) -> Config:
+    """Return settings for a Megatron-LM run: those arguments of the run that have the same name in this framework, with their
+    values.
 
     Args:
-        data: the settings of the tokenizer.
+        source: checkpoint of the run.
+        data: settings of the tokenizer.
     """
-    given = {name: value for name, value in vars(source.args).items() if value is not None}
-    parts: dict[str, dict[str, Any]] = {topic: {} for topic in _TOPICS}
+    args = {name: value for name, value in vars(source.args).items() if value is not None}
+    values: dict[str, dict[str, Any]] = {topic: {} for topic in _SHARED_TOPICS}
     for flag in flags().values():
-        if flag.topic in _TOPICS and flag.field in given and flag.field not in ("tokenizer_type", *TOKENIZER_SETTINGS):
+        if flag.topic in _SHARED_TOPICS and flag.field in args and flag.field not in ("tokenizer_type", *TOKENIZER_SETTINGS):
             with contextlib.suppress(ValueError):
-                parts[flag.topic][flag.field] = flag.from_plain(given[flag.field])
-    found = build(parts)
-    mine = {field: getattr(found.data, field) for field in parts["data"]}
-    return dataclasses.replace(found, model=source.model, data=dataclasses.replace(data, **{**mine, "data_order": "megatron"}))
+                values[flag.topic][flag.field] = flag.from_json(args[flag.field])
+    config = build_config(values)
+    converted_data = {field: getattr(config.data, field) for field in values["data"]}
+    return dataclasses.replace(
+        config, model=source.model, data=dataclasses.replace(data, **{**converted_data, "data_order": "megatron"})
+    )
 
 
-def state_of(run: SavedRun, settings: Config, where: str) -> dict[str, Any]:
-    """What `state.json` of a checkpoint holds.
+def convert_run_state(run: SavedRun, config: Config, name: str) -> dict[str, Any]:
+    """Convert the state of a Megatron-LM run to the content of `state.json` in a checkpoint of this framework.
 
     Args:
-        settings: of the run, from `settings_of`.
-        where: the checkpoint, for messages.
+        run: state of the Megatron-LM run.
+        config: settings of the run, from `convert_settings`.
+        name: name of the checkpoint, for error messages.
 
     Raises:
-        CheckpointError: a count is missing or is none.
+        CheckpointError: a counter is missing or is not a number.
     """
     try:
-        given, schedule = vars(run.args), run.schedule
+        args, schedule = vars(run.args), run.schedule
         progress = Progress(
             iteration=run.iteration,
-            consumed_samples=int(given["consumed_train_samples"]),
-            updated_samples=int(_of(schedule, "num_steps")),
+            consumed_samples=int(args["consumed_train_samples"]),
+            updated_samples=int(_get_schedule_value(schedule, "num_steps")),
             skipped_iterations=max(0, run.iteration - run.updates),
         )
         scaler: dict[str, Any] = {"kind": "constant", "scale": 1.0}
@@ -70,49 +75,51 @@ def state_of(run: SavedRun, settings: Config, where: str) -> dict[str, Any]:
                 "clean_steps": int(run.scaler["growth_tracker"]),
                 "hysteresis_left": int(run.scaler["hysteresis_tracker"]),
             }
-        learning = _schedule_of(schedule, given, settings)
+        learning_schedule = _convert_schedule(schedule, args, config)
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{where}: its counts, schedule or loss scale cannot be read ({error!r}). {WEIGHTS_ALONE}") from error
+        raise CheckpointError(
+            f"{name}: its counters, schedule or loss scale cannot be read ({error!r}). {WEIGHTS_ONLY_HINT}"
+        ) from error
     return {
         "progress": progress.to_json(),
         "optimizer_updates": run.updates,
         "scaler": scaler,
-        "schedule": learning.to_json(),
+        "schedule": learning_schedule.to_json(),
         "has_optimizer": True,
         "ema_decay": None,
     }
 
 
-def _schedule_of(schedule: Mapping[str, Any], given: Mapping[str, Any], settings: Config) -> LearningSchedule:
-    """Rates and lengths as the run had them. Its schedules count samples, as here."""
-    optimizer: OptimizerConfig = settings.optimizer
-    changes = schedule["wd_incr_style"] != "constant"
+def _convert_schedule(schedule: Mapping[str, Any], args: Mapping[str, Any], config: Config) -> LearningSchedule:
+    """Convert the schedules of the learning rate and weight decay. Both programs measure their lengths in samples."""
+    optimizer: OptimizerConfig = config.optimizer
+    has_increment = schedule["wd_incr_style"] != "constant"
     optimizer = dataclasses.replace(
         optimizer,
-        lr=float(_of(schedule, "max_lr")),
+        lr=float(_get_schedule_value(schedule, "max_lr")),
         min_lr=float(schedule["min_lr"]),
-        lr_decay_style=str(_of(schedule, "lr_decay_style")),  # type: ignore[arg-type]
-        weight_decay=optimizer.weight_decay if changes else float(schedule["start_wd"]),
-        start_weight_decay=float(schedule["start_wd"]) if changes else None,
-        end_weight_decay=float(schedule["end_wd"]) if changes else None,
+        lr_decay_style=str(_get_schedule_value(schedule, "lr_decay_style")),  # type: ignore[arg-type]
+        weight_decay=optimizer.weight_decay if has_increment else float(schedule["start_wd"]),
+        start_weight_decay=float(schedule["start_wd"]) if has_increment else None,
+        end_weight_decay=float(schedule["end_wd"]) if has_increment else None,
         weight_decay_incr_style=str(schedule["wd_incr_style"]),  # type: ignore[arg-type]
     )
-    last = 0
+    wsd_decay_samples = 0
     if optimizer.lr_decay_style == "WSD":
-        samples, steps = given.get("lr_wsd_decay_samples"), given.get("lr_wsd_decay_iters")
-        last = int(samples) if samples else int(steps) * int(given["global_batch_size"])  # type: ignore[arg-type]
+        samples, steps = args.get("lr_wsd_decay_samples"), args.get("lr_wsd_decay_iters")
+        wsd_decay_samples = int(samples) if samples else int(steps) * int(args["global_batch_size"])  # type: ignore[arg-type]
     return LearningSchedule(
         optimizer,
         ScheduleLengths(
-            warmup_samples=float(_of(schedule, "lr_warmup_steps")),
-            decay_samples=int(_of(schedule, "lr_decay_steps")),
-            wsd_decay_samples=last,
+            warmup_samples=float(_get_schedule_value(schedule, "lr_warmup_steps")),
+            decay_samples=int(_get_schedule_value(schedule, "lr_decay_steps")),
+            wsd_decay_samples=wsd_decay_samples,
             total_samples=int(schedule["wd_incr_steps"]),
         ),
     )
 
 
-def _of(schedule: Mapping[str, Any], name: str) -> Any:
-    """A number of the schedules', under its name of now or an older one."""
-    names = (name, *_OLD_NAMES.get(name, ()))
-    return schedule[next((each for each in names if each in schedule), name)]
+def _get_schedule_value(schedule: Mapping[str, Any], name: str) -> Any:
+    """Return a value in the state of the schedules by its current name, or by the name that older versions of Megatron-LM use."""
+    candidates = (name, *_FORMER_NAMES.get(name, ()))
+    return schedule[next((candidate for candidate in candidates if candidate in schedule), name)]

@@ -1,7 +1,8 @@
-"""Weights of a whole model, wherever they come from: what export, import, comparison and generation read.
+"""The `WeightSource` protocol: access to the unsharded weights of a model, independent of the format that stores them.
 
-A training checkpoint, a Hugging Face folder and a legacy Megatron checkpoint all give the same view: global parameter names, whole
-tensors, one at a time. So a conversion never holds more than one tensor, and every tool works on every kind of folder.
+Export, import, comparison and generation read weights through this protocol. A checkpoint of this framework, a Hugging Face folder
+and a Megatron-LM checkpoint all provide complete tensors by global parameter name, one tensor at a time. A conversion therefore
+needs memory for only one tensor, and every tool works with every format.
 """
 
 from __future__ import annotations
@@ -13,65 +14,84 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron.checkpoint.data_files import BoxRead, DataFiles
+from megatron.checkpoint.data_files import DataFileReader, SliceRead
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megatron.checkpoint.global_tensor import AVERAGE, WEIGHT, bytes_of, torch_dtype
-from megatron.checkpoint.manifest import content_sums
-from megatron.checkpoint.save_folder import manifest_in, read_json
-from megatron.checkpoint.storage import CONFIG, STATE, Place
+from megatron.checkpoint.global_tensor import EMA, WEIGHT, tensor_bytes, torch_dtype
+from megatron.checkpoint.manifest import hash_content
+from megatron.checkpoint.save_folder import load_manifest, read_json
+from megatron.checkpoint.storage import CONFIG, STATE, PathOrUrl
 from megatron.checkpoint.storage_kinds import open_storage
 from megatron.config.config import Config
 from megatron.config.data import TOKENIZER_SETTINGS, DataConfig
 from megatron.config.model import ModelConfig
 from megatron.config.save import from_dict
-from megatron.parallel.boxes import Box
+from megatron.parallel.tensor_slice import TensorSlice
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor of the whole model, without padding."""
+    """Shape and dtype of an unsharded tensor, without padding."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class WeightSource(Protocol):
-    """Weights by global parameter name (`layers.17.attention.qkv.weight`), as `spec/weights.py` lists them."""
+    """Weights of an unsharded model, read by global parameter name, such as `layers.17.attention.qkv.weight`. Each supported format
+    implements this protocol.
+
+    `megatron/spec/weights.py` lists the names.
+    """
 
     @property
     def name(self) -> str:
-        """The folder, as a user names it."""
+        """Folder of the weights, as the user wrote it."""
 
     @property
     def model(self) -> ModelConfig:
-        """Shape and parts of the model."""
+        """Configuration of the model: its shape and architecture."""
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the word embedding, without padding."""
+        """Number of rows of the word embedding, without padding."""
 
     @property
     def tokenizer(self) -> DataConfig | None:
-        """The settings that name a tokenizer and its files (all other fields have their defaults), if it is known."""
+        """Settings that select the tokenizer and its files. All other fields have their default values. None if the source does not
+        name a tokenizer."""
 
     @property
     def weights(self) -> Mapping[str, TensorInfo]:
-        """Every parameter of the model."""
+        """Shape and dtype of every parameter of the model, by name."""
 
     @property
     def notes(self) -> list[str]:
-        """Notes for the user on what was left out or read in a special way; one sentence each."""
+        """Notes for the user, one sentence each, about content that the source ignores or converts in a special way."""
 
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """A parameter, or a box of it, on the CPU in its stored dtype; a new contiguous tensor, the caller's own.
+    def read(self, name: str, tensor_slice: TensorSlice | None = None) -> torch.Tensor:
+        """Read a parameter, or a slice of it, into a new contiguous CPU tensor.
+
+        Args:
+            name: global name of the parameter.
+            tensor_slice: region to read; by default the full parameter.
+
+        Returns:
+            The values in their stored dtype. The caller may modify the tensor.
 
         Raises:
-            DamagedCheckpointError: its file is missing, truncated or altered.
+            DamagedCheckpointError: the file of the parameter is missing, truncated or altered.
         """
 
 
-class OtherModel:
-    """A `WeightSource` that gives the weights of another as those of a model that differs from its own."""
+class DerivedSource:
+    """A `WeightSource` that reads another source and presents its weights as those of a model with different settings.
+
+    By default all weights equal those of the original source. Subclasses change them.
+
+    Args:
+        source: source that holds the weights.
+        model: configuration of the derived model.
+    """
 
     def __init__(self, source: WeightSource, model: ModelConfig) -> None:
         self._source, self.model = source, model
@@ -89,43 +109,48 @@ class OtherModel:
     def tokenizer(self) -> DataConfig | None:
         return self._source.tokenizer
 
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        return self._source.read(name, box)
+    def read(self, name: str, tensor_slice: TensorSlice | None = None) -> torch.Tensor:
+        return self._source.read(name, tensor_slice)
 
 
-def misfits(found: Mapping[str, TensorInfo], expected: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Texts about expected tensors that are missing or have another shape, one for each."""
-    wrong = []
-    for name, shape in expected.items():
-        if name not in found:
-            wrong.append(f"{name} is missing")
-        elif found[name].shape != shape:
-            wrong.append(f"{name} is {list(found[name].shape)}, not {list(shape)}")
-    return wrong
+def find_mismatches(tensors: Mapping[str, TensorInfo], expected_shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Return a message for each expected tensor that is missing or has a different shape.
+
+    Args:
+        tensors: tensors that exist, by name.
+        expected_shapes: shape of each expected tensor, by name.
+    """
+    mismatches = []
+    for name, shape in expected_shapes.items():
+        if name not in tensors:
+            mismatches.append(f"{name} is missing")
+        elif tensors[name].shape != shape:
+            mismatches.append(f"{name} is {list(tensors[name].shape)}, not {list(shape)}")
+    return mismatches
 
 
 class StoredCheckpoint:
-    """One complete checkpoint, read only; a `WeightSource`.
+    """A `WeightSource` that reads a complete checkpoint of this framework.
 
     Args:
-        path: its folder (`<save>/iter_0000100`), or its URL.
-        notes: what to tell the user about it.
-        average: take the moving average of the weights for the weights.
+        path: folder or URL of the checkpoint, such as `<save>/iter_0000100`.
+        notes: initial notes for the user.
+        average: read the exponential moving averages of the weights instead of the weights.
 
     Raises:
-        CheckpointError: written by a newer version, or there is no average.
+        CheckpointError: a newer version wrote the checkpoint, or it has no averages.
         DamagedCheckpointError: the manifest is missing or altered.
     """
 
-    def __init__(self, path: Place, notes: Sequence[str] = (), *, average: bool = False) -> None:
+    def __init__(self, path: PathOrUrl, notes: Sequence[str] = (), *, average: bool = False) -> None:
         self._storage, self.notes = open_storage(path), [*notes]
-        self._kind = AVERAGE if average else WEIGHT
-        self.manifest = manifest_in(self._storage)
-        self._files = DataFiles(self._storage, self.manifest)
+        self._weight_prefix = EMA if average else WEIGHT
+        self.manifest = load_manifest(self._storage)
+        self._files = DataFileReader(self._storage, self.manifest)
         if average:
             if not self.weights:
-                raise CheckpointError(f"{self.name} holds no average of the weights: its run was without --ema-decay")
-            self.notes.append("weights are their exponential moving average (--ema)")
+                raise CheckpointError(f"{self.name} holds no averages of the weights, because its run did not set --ema-decay")
+            self.notes.append("the weights are exponential moving averages (--ema)")
 
     @property
     def name(self) -> str:
@@ -133,23 +158,23 @@ class StoredCheckpoint:
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """The content of `config.json`: `config` (the settings), `command`, `versions` and `vocab_size`."""
+        """Content of `config.json`: settings of the run (`config`), its command line, versions and `vocab_size`."""
         return read_json(self._storage, CONFIG, self.manifest)
 
     @functools.cached_property
     def state(self) -> dict[str, Any]:
-        """The content of `state.json`: counts, the loss scaler, the schedules."""
+        """Content of `state.json`: counters, loss scaler and schedules."""
         return read_json(self._storage, STATE, self.manifest)
 
     @functools.cached_property
     def settings(self) -> Config:
-        """The settings of the run that saved it.
+        """Settings of the run that saved the checkpoint.
 
         Raises:
-            CheckpointError: it holds none.
+            CheckpointError: the checkpoint holds no settings.
         """
         if not isinstance(self.config.get("config"), dict):
-            raise CheckpointError(f"{self._storage.at(CONFIG)} holds no settings of a run")
+            raise CheckpointError(f"{self._storage.location_of(CONFIG)} does not hold the settings of a run (key config)")
         return from_dict(self.config["config"])
 
     @property
@@ -167,42 +192,56 @@ class StoredCheckpoint:
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """All stored tensors, by full name: weights as `model.<name>`, moments as `exp_avg.<name>`."""
+        """Shape and dtype of all stored tensors by full name: weights as `model.<name>`, optimizer moments as, for example,
+        `exp_avg.<name>`."""
         return {name: TensorInfo(tensor.shape, torch_dtype(tensor.dtype)) for name, tensor in self.manifest.tensors.items()}
 
     @functools.cached_property
     def weights(self) -> Mapping[str, TensorInfo]:
-        own = self._named(self._kind)
-        # What LoRA leaves as it is has no average of its own.
-        return {**self._named(WEIGHT), **own} if own and self._kind == AVERAGE and self.model.lora_rank is not None else own
+        weights = self._select_by_prefix(self._weight_prefix)
+        # With LoRA, only the trained weights have averages.
+        return (
+            {**self._select_by_prefix(WEIGHT), **weights}
+            if weights and self._weight_prefix == EMA and self.model.lora_rank is not None
+            else weights
+        )
 
-    def _named(self, kind: str) -> dict[str, TensorInfo]:
-        start = f"{kind}."
-        return {name.removeprefix(start): tensor for name, tensor in self.tensors.items() if name.startswith(start)}
+    def _select_by_prefix(self, prefix: str) -> dict[str, TensorInfo]:
+        full_prefix = f"{prefix}."
+        return {name.removeprefix(full_prefix): tensor for name, tensor in self.tensors.items() if name.startswith(full_prefix)}
 
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        stored = f"{self._kind}.{name}"
-        return self.read_stored(stored if stored in self.tensors or name not in self.weights else f"{WEIGHT}.{name}", box)
+    def read(self, name: str, tensor_slice: TensorSlice | None = None) -> torch.Tensor:
+        full_name = f"{self._weight_prefix}.{name}"
+        return self.read_stored(
+            full_name if full_name in self.tensors or name not in self.weights else f"{WEIGHT}.{name}", tensor_slice
+        )
 
-    def read_stored(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """A stored tensor by its full name, or a box of it, on the CPU in its stored dtype; a new contiguous tensor.
+    def read_stored(self, name: str, tensor_slice: TensorSlice | None = None) -> torch.Tensor:
+        """Read a stored tensor, or a slice of it, into a new contiguous CPU tensor in its stored dtype.
 
-        Every stored box that overlaps is checked, once; of a whole tensor the content sums too.
+        The checksum of every stored slice that overlaps the requested region is verified, once per slice. If the full tensor is
+        read, its content hash is verified too.
+
+        Args:
+            name: full name of the tensor, such as `model.<name>` or `exp_avg.<name>`.
+            tensor_slice: region to read; by default the full tensor.
 
         Raises:
             DamagedCheckpointError: a file is missing, truncated or altered.
         """
         tensor = self.manifest.tensors[name]
-        wanted = box or Box.whole(tensor.shape)
-        found = torch.empty(wanted.sizes, dtype=torch_dtype(tensor.dtype))
-        for stored in tensor.boxes:
-            common = stored.box.intersect(wanted)
+        requested = tensor_slice or TensorSlice.full(tensor.shape)
+        result = torch.empty(requested.sizes, dtype=torch_dtype(tensor.dtype))
+        for stored_slice in tensor.slices:
+            common = stored_slice.tensor_slice.intersect(requested)
             if common is not None:
-                target = found[common.relative_to(wanted).index]
-                self._files.read(stored, tensor.dtype, [BoxRead(common.relative_to(stored.box), target)])
-        if tensor.content is None or wanted.sizes != tensor.shape:
-            return found
-        content = content_sums(bytes_of(found), tensor.dtype, wanted, tensor.shape).hex
-        if content != tensor.content:
-            raise DamagedCheckpointError(f"{self.name}: {name} has the content sums {content}, the manifest says {tensor.content}")
-        return found
+                target = result[common.relative_to(requested).index]
+                self._files.read(stored_slice, tensor.dtype, [SliceRead(common.relative_to(stored_slice.tensor_slice), target)])
+        if tensor.content is None or requested.sizes != tensor.shape:
+            return result
+        content_hash = hash_content(tensor_bytes(result), tensor.dtype, requested, tensor.shape).hex
+        if content_hash != tensor.content:
+            raise DamagedCheckpointError(
+                f"{self.name}: {name} has the content hash {content_hash}, but the manifest says {tensor.content}"
+            )
+        return result

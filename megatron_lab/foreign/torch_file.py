@@ -1,7 +1,8 @@
-"""A file of torch.save, or a part of one, opened without running anything that it says; its tensors are mapped, not read.
+"""Safe reader of files, or byte ranges of files, that torch.save wrote. Tensors in a complete file are memory-mapped.
 
-A pickle is a program: its opcodes call whatever they name. torch.load with weights_only runs them with an interpreter that knows
-tensors and plain containers; any other name in these files must be on the list below, and gets a class that does nothing.
+A pickle is a program whose opcodes call any function that they name. torch.load with `weights_only` uses an interpreter that
+supports only tensors and plain containers. All other names in these files must be in `IGNORED_TYPES` or `_NAMESPACE_TYPES`. Each
+ignored type is replaced by a class without behavior.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from typing import Any
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, format_list
 
 
-class LeftOut:
-    """Replaces an object that is not needed: a random state, an enum of the settings, scaling factors of 8-bit products."""
+class IgnoredObject:
+    """Replacement for an object whose content the reader does not need, such as random state, an enum in the arguments, or FP8
+    scaling factors."""
 
     def __init__(self, *args: Any) -> None:
         pass
@@ -33,7 +35,7 @@ class LeftOut:
 
 _ENUM_MODULES = ("megatron.core.enums", "megatron.core.transformer.enums", "megatron.model.enums", "megatron.legacy.model.enums")
 _ENUMS = ("ModelType", "LayerType", "AttnType", "AttnMaskType", "AttnBackend", "CudaGraphScope", "PositionEmbeddingType")
-LEFT_OUT = (
+IGNORED_TYPES = (
     *(f"{module}.{name}" for module in ("numpy.core.multiarray", "numpy._core.multiarray") for name in ("_reconstruct", "scalar")),
     "numpy.ndarray",
     "numpy.dtype",
@@ -46,98 +48,110 @@ LEFT_OUT = (
     "torch._C.Generator",
     "_io.BytesIO",
     "signal.Signals",
-    *(f"signal.{name}" for name in signal.Signals.__members__),  # how Python writes a signal up to 3.11.3
-    "builtins.getattr",  # how Python 3.11.0 to 3.11.3 write an enum: getattr(the class, a name), which is left out as a whole
+    *(f"signal.{name}" for name in signal.Signals.__members__),  # Python up to 3.11.3 pickles a signal by its name
+    "builtins.getattr",  # Python 3.11.0 to 3.11.3 pickle an enum member as getattr(class, name); the call is ignored
     "pathlib.PosixPath",
     "pathlib._local.PosixPath",
 )
-"""Names that these files hold beside tensors and settings (Megatron-LM, megatron/core/safe_globals.py; older places of them)."""
-_SETTINGS = ("argparse.Namespace", "types.SimpleNamespace")
-_ALLOWED: list[Any] = [
-    *((Namespace, name) for name in _SETTINGS),
-    *((type(name.rpartition(".")[2], (LeftOut,), {}), name) for name in LEFT_OUT),
+"""Names in these files other than tensors and arguments. Sources: megatron/core/safe_globals.py of Megatron-LM, and the former
+modules of these types."""
+_NAMESPACE_TYPES = ("argparse.Namespace", "types.SimpleNamespace")
+_ALLOWED_TYPES: list[Any] = [
+    *((Namespace, name) for name in _NAMESPACE_TYPES),
+    *((type(name.rpartition(".")[2], (IgnoredObject,), {}), name) for name in IGNORED_TYPES),
 ]
 
 
 class TorchFile:
-    """What torch.save has written.
+    """File written by torch.save, loaded without executing anything in it.
 
     Args:
-        path: the file.
-        part: its bytes, where they are a part of the file that was read before.
+        path: path of the file.
+        data: bytes to load instead of the file's content, if torch.save wrote to a byte range of the file.
 
     Raises:
-        CheckpointError: it names a type that is not on the list. Nothing of it was run.
-        DamagedCheckpointError: it is missing, truncated or altered.
+        CheckpointError: the file names a type that is not allowed. Nothing was executed.
+        DamagedCheckpointError: the file is missing, truncated or altered.
     """
 
-    def __init__(self, path: Path, part: bytes | None = None) -> None:
+    def __init__(self, path: Path, data: bytes | None = None) -> None:
         self.path = path
-        self._checksums = _record_checksums(path, part)
+        self._checksums = _read_checksums(path, data)
         self._checked: set[int] = set()
-        with safe_globals(_ALLOWED):
+        with safe_globals(_ALLOWED_TYPES):
             try:
-                unknown = get_unsafe_globals_in_checkpoint(path) if part is None else []  # of many parts the first must do
+                disallowed = (
+                    get_unsafe_globals_in_checkpoint(path) if data is None else []
+                )  # for a byte range, torch.load reports the first name
                 content = (
-                    None if unknown else torch.load(_opened(path, part), map_location="cpu", weights_only=True, mmap=part is None)
+                    None
+                    if disallowed
+                    else torch.load(_open_stream(path, data), map_location="cpu", weights_only=True, mmap=data is None)
                 )
             except pickle.UnpicklingError as error:
-                first = str(error).strip().splitlines()[-1] if str(error).strip() else "it is no pickle of torch.save"
-                raise CheckpointError(f"{path} cannot be opened safely, and nothing of it was run: {first}") from error
+                reason = str(error).strip().splitlines()[-1] if str(error).strip() else "it is not a file of torch.save"
+                raise CheckpointError(f"{path} cannot be opened safely, and nothing in it was run: {reason}") from error
             except (RuntimeError, ValueError, EOFError, KeyError, IndexError, TypeError, AttributeError) as error:
                 raise DamagedCheckpointError(f"{path} cannot be read: {error}") from error
-        if unknown:
+        if disallowed:
             raise CheckpointError(
-                f"{path} asks for {listed(sorted(unknown))}, which opening a checkpoint must not run; nothing of it was run.\n"
-                "  If the file is your own, load it with the program that wrote it and save what is needed here alone:\n"
+                f"{path} asks for {format_list(sorted(disallowed))}, which a checkpoint must not call; "
+                "nothing in it was run.\n"
+                "  If you trust the file, load it with the program that wrote it and save only the required entries:\n"
                 "  torch.save({key: saved[key] for key in saved if key in ('args', 'checkpoint_version', 'iteration')"
                 " or key.startswith('model')}, path)"
             )
         self.content: Any = content
 
     def check(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """The tensor, after its bytes were compared, once, with the checksums of the file.
+        """Verify the checksum of a tensor, unless it was verified before. Returns the tensor.
+
+        Args:
+            tensor: tensor of this file.
+            name: name of the tensor, for error messages.
 
         Raises:
-            DamagedCheckpointError: they are not what was saved.
+            DamagedCheckpointError: the bytes differ from those that were saved.
         """
         storage = tensor.untyped_storage()
         if self._checksums is not None and storage.data_ptr() not in self._checked and storage.nbytes():
             raw = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
             if (len(raw), zlib.crc32(raw.numpy().data)) not in self._checksums:
-                raise DamagedCheckpointError(f"{self.path} is damaged: {name} is not what was saved (its checksum differs)")
+                raise DamagedCheckpointError(f"{self.path} is damaged: {name} differs from what was saved (wrong checksum)")
             self._checked.add(storage.data_ptr())
         return tensor
 
 
-def _opened(path: Path, part: bytes | None) -> str | io.BytesIO:
-    return str(path) if part is None else io.BytesIO(part)
+def _open_stream(path: Path, data: bytes | None) -> str | io.BytesIO:
+    return str(path) if data is None else io.BytesIO(data)
 
 
-def _record_checksums(path: Path, part: bytes | None) -> set[tuple[int, int]] | None:
-    """Length and CRC-32 of every stored record; None where the file was written without them.
+def _read_checksums(path: Path, data: bytes | None) -> set[tuple[int, int]] | None:
+    """Return the length and CRC-32 of every record (entry of the zip archive); None if the file was written without checksums.
 
     Raises:
-        DamagedCheckpointError: there is no whole file, or its records would become larger than it is.
+        DamagedCheckpointError: the file is incomplete, or its records are compressed and could become larger than the file.
     """
     try:
-        with zipfile.ZipFile(_opened(path, part)) as archive:
+        with zipfile.ZipFile(_open_stream(path, data)) as archive:
             records = archive.infolist()
             if any(record.compress_type != zipfile.ZIP_STORED for record in records):
-                raise DamagedCheckpointError(f"{path} is no file of torch.save, which compresses nothing")
-            program = next((record for record in records if record.filename.endswith("/data.pkl")), None)
-            if program is None:
-                raise DamagedCheckpointError(f"{path} is no file of torch.save: it has no data.pkl")
-            version = next((record for record in records if record.filename.endswith("/version")), program)
+                raise DamagedCheckpointError(
+                    f"{path} was not written by torch.save: its entries are compressed, which torch.save never does"
+                )
+            pickle_record = next((record for record in records if record.filename.endswith("/data.pkl")), None)
+            if pickle_record is None:
+                raise DamagedCheckpointError(f"{path} was not written by torch.save: it has no data.pkl")
+            version_record = next((record for record in records if record.filename.endswith("/version")), pickle_record)
             try:
-                archive.read(version)
-            except zipfile.BadZipFile:  # torch can be told to compute none; it then writes others in their place
+                archive.read(version_record)
+            except zipfile.BadZipFile:  # torch.save can be configured to write dummy checksums
                 return None
-            archive.read(program)
+            archive.read(pickle_record)
             return {(record.file_size, record.CRC) for record in records}
     except FileNotFoundError as error:
         raise DamagedCheckpointError(f"{path} is missing") from error
     except zipfile.BadZipFile as error:
         raise DamagedCheckpointError(
-            f"{path} is truncated, altered, or not of torch.save as it has written since torch 1.6: {error}"
+            f"{path} is truncated, altered, or not in the format of torch.save since torch 1.6: {error}"
         ) from error

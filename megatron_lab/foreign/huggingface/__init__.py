@@ -1,1 +1,1 @@
-"""Converts models from and to the format of Hugging Face's transformers: settings, names and layouts of tensors, files."""
+"""Conversion of models from and to the format of Hugging Face transformers: settings, tensor names, tensor layouts and files."""

@@ -1,7 +1,8 @@
-"""Weights in 8 bits with a scale for each block of a matrix, as DeepSeek-V3 is published (report, section 3.3): read as float32.
+"""FP8 weights with one scale per block of a matrix, as published by DeepSeek-V3 (report, section 3.3). They are read as float32.
 
-`x.weight` [out, in] is float8_e4m3fn, and `x.weight_scale_inv` [ceil(out / rows), ceil(in / columns)] float32 holds what each block
-is multiplied by. The products are rounded once, to float32.
+`x.weight` [out, in] is float8_e4m3fn (out output and in input features). `x.weight_scale_inv` [ceil(out / rows), ceil(in /
+columns)] is float32 and contains the number by which each block of [rows, columns] elements is multiplied. Each product is rounded
+once, to float32.
 """
 
 from __future__ import annotations
@@ -15,43 +16,48 @@ import torch
 from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron_lab.foreign.huggingface.weight_files import FileTensor
 
-_SCALES = "_scale_inv"
+_SCALE_SUFFIX = "_scale_inv"
 
 
-def block_size(quantization: object) -> tuple[int, int] | None:
-    """Rows and columns of a block, of the `quantization_config` of a config.json; None if it is of another kind."""
-    settings: dict[str, Any] = quantization if isinstance(quantization, dict) else {}
-    size = settings.get("weight_block_size")
-    known = settings.get("quant_method") == "fp8" and settings.get("fmt", "e4m3") == "e4m3"
-    if not known or not isinstance(size, list) or len(size) != 2 or any(type(one) is not int or one < 1 for one in size):
+def get_block_size(quantization: object) -> tuple[int, int] | None:
+    """Return the number of rows and columns of a block with one scale, from `quantization_config` in config.json. Returns None for
+    any other quantization."""
+    config: dict[str, Any] = quantization if isinstance(quantization, dict) else {}
+    size = config.get("weight_block_size")
+    is_fp8 = config.get("quant_method") == "fp8" and config.get("fmt", "e4m3") == "e4m3"
+    if not is_fp8 or not isinstance(size, list) or len(size) != 2 or any(type(n) is not int or n < 1 for n in size):
         return None
     return size[0], size[1]
 
 
-def without_scales(stored: Mapping[str, FileTensor], block: tuple[int, int]) -> dict[str, FileTensor]:
-    """The tensors of a folder with those in 8 bits as float32, and without their scales.
+def apply_scales(tensors: Mapping[str, FileTensor], block_size: tuple[int, int]) -> dict[str, FileTensor]:
+    """Return the tensors of a folder with FP8 tensors replaced by scaled float32 tensors, and without the scales.
+
+    The scales are applied when a tensor is read.
 
     Raises:
-        DamagedCheckpointError: scales are missing, or of another shape than the matrix has blocks.
+        DamagedCheckpointError: scales are missing, or their shape does not match the blocks of the matrix.
     """
-    found = dict(stored)
-    for name, tensor in stored.items():
+    scaled_tensors = dict(tensors)
+    for name, tensor in tensors.items():
         if tensor.dtype is not torch.float8_e4m3fn:
             continue
-        scales = found.pop(f"{name}{_SCALES}", None)
-        blocks = tuple(-(-size // step) for size, step in zip(tensor.shape, block, strict=False))
-        if scales is None or len(tensor.shape) != 2 or scales.shape != blocks or scales.dtype is not torch.float32:
-            there = "missing" if scales is None else f"{scales.dtype} {list(scales.shape)}"
+        scales = scaled_tensors.pop(f"{name}{_SCALE_SUFFIX}", None)
+        expected_shape = tuple(-(-size // step) for size, step in zip(tensor.shape, block_size, strict=False))
+        if scales is None or len(tensor.shape) != 2 or scales.shape != expected_shape or scales.dtype is not torch.float32:
+            description = "missing" if scales is None else f"{scales.dtype} {list(scales.shape)}"
             raise DamagedCheckpointError(
-                f"{name} {list(tensor.shape)} is in 8 bits, with blocks of {block[0]} x {block[1]}; {name}{_SCALES} must be "
-                f"torch.float32 {list(blocks)}, but is {there}"
+                f"the FP8 matrix {name} has the shape {list(tensor.shape)} and one scale for each block of "
+                f"{block_size[0]} x {block_size[1]} elements. So the tensor of scales {name}{_SCALE_SUFFIX} must be torch.float32 "
+                f"{list(expected_shape)}, but it is {description}"
             )
-        found[name] = FileTensor(tensor.shape, torch.float32, partial(_scaled, tensor, scales, block))
-    return found
+        scaled_tensors[name] = FileTensor(tensor.shape, torch.float32, partial(_read_scaled, tensor, scales, block_size))
+    return scaled_tensors
 
 
-def _scaled(tensor: FileTensor, scales: FileTensor, block: tuple[int, int]) -> torch.Tensor:
+def _read_scaled(tensor: FileTensor, scales: FileTensor, block_size: tuple[int, int]) -> torch.Tensor:
+    """Read an FP8 matrix and its scales, and return the scaled matrix in float32."""
     values, factors = tensor.read().float(), scales.read()
-    for row, each in zip(values.split(block[0]), factors, strict=True):
-        row.mul_(each.repeat_interleave(block[1])[: values.shape[1]])
+    for rows, row_scales in zip(values.split(block_size[0]), factors, strict=True):
+        rows.mul_(row_scales.repeat_interleave(block_size[1])[: values.shape[1]])
     return values

@@ -1,23 +1,24 @@
-"""Models with experts: Mixtral, Qwen and DeepSeek; of GPT-OSS its attention, and no experts yet.
+"""Mixture-of-experts architectures of transformers: Mixtral, Qwen and DeepSeek. For GPT-OSS only the attention is supported, not
+the experts.
 
-The defaults of fields that a file leaves out are those of the configuration classes of transformers.
+If a field is absent in config.json, it has the default of the configuration class in transformers.
 """
 
 from __future__ import annotations
 
 from megatron_lab.foreign.huggingface.family import Settings
 from megatron_lab.foreign.huggingface.groups import (
-    Biases,
-    NotBuilt,
-    Only,
-    Sizes,
-    Switch,
+    BiasFields,
+    BoolField,
+    FixedField,
+    SizeFields,
+    UnsupportedFields,
 )
-from megatron_lab.foreign.huggingface.latent_fields import LatentSizes
+from megatron_lab.foreign.huggingface.latent_fields import LatentSizeFields
 from megatron_lab.foreign.huggingface.layer_fields import WindowFields
-from megatron_lab.foreign.huggingface.llama_families import like_llama
-from megatron_lab.foreign.huggingface.mixture_fields import DeepSeekExperts, MixtureFields
-from megatron_lab.foreign.huggingface.rotary_fields import Rotary
+from megatron_lab.foreign.huggingface.llama_families import build_llama_family
+from megatron_lab.foreign.huggingface.mixture_fields import DeepSeekMixtureFields, MixtureFields
+from megatron_lab.foreign.huggingface.rotary_fields import RotaryFields
 
 _GPT_OSS_YARN = {
     "rope_type": "yarn",
@@ -27,26 +28,26 @@ _GPT_OSS_YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-GPT_OSS = like_llama(
+GPT_OSS = build_llama_family(
     "gpt_oss",
     "GptOssForCausalLM",
-    Biases(switches={"attention_bias": ("qkv", "output")}, default=True),
-    WindowFields(default=128, where="layer_types", every=2),
-    NotBuilt(
+    BiasFields(layers_by_field={"attention_bias": ("qkv", "output")}, default=True),
+    WindowFields(default=128, applies_to="layer_types", interval=2),
+    UnsupportedFields(
         (
             *("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef", "output_router_logits", "swiglu_alpha"),
             *("swiglu_limit", "experts_per_token", "initial_context_length"),
         ),
-        "its MLPs are mixtures of experts, which are not built yet; its attention is",
+        "its attention is supported, but not its mixture of experts",
     ),
-    sizes=Sizes(max_positions=131072, kv_heads=8, head_size=64),
-    rotary=Rotary(max_positions=131072, theta=150000.0, default=_GPT_OSS_YARN),
+    sizes=SizeFields(max_positions=131072, num_kv_heads=8, head_size=64),
+    rotary=RotaryFields(max_positions=131072, theta=150000.0, default_scaling=_GPT_OSS_YARN),
     epsilon=1e-5,
-    always={"softmax_type": "learnable"},
+    fixed_settings={"softmax_type": "learnable"},
 )
 
-_EXPERT_TRAINING = ("output_router_logits", "router_aux_loss_coef")
-_QWEN_EXPERTS = {
+_TRAINING_FIELDS = ("output_router_logits", "router_aux_loss_coef")
+_QWEN_EXPERT_NAMES = {
     "mlp.router": "mlp.gate",
     "mlp.experts.up": "mlp.experts.{}.gate_proj mlp.experts.{}.up_proj",
     "mlp.experts.down": "mlp.experts.{}.down_proj",
@@ -54,46 +55,61 @@ _QWEN_EXPERTS = {
     "mlp.shared.down": "mlp.shared_expert.down_proj",
     "mlp.shared_gate": "mlp.shared_expert_gate",
 }
-_NO_WINDOW = Only("use_sliding_window", False, "windows of this architecture cannot be built here")
-_OF_WINDOWS = ("sliding_window", "max_window_layers", "layer_types")
+_NO_WINDOW = FixedField("use_sliding_window", False, "attention windows are not supported for this architecture")
+_WINDOW_FIELDS = ("sliding_window", "max_window_layers", "layer_types")
 
-MIXTRAL = like_llama(
+MIXTRAL = build_llama_family(
     "mixtral",
     "MixtralForCausalLM",
-    Biases(),
+    BiasFields(),
     WindowFields(default=None),
-    MixtureFields(count="num_local_experts", experts=8, chosen=2),
-    Only("router_jitter_noise", 0.0, "noise on what the router sees cannot be built here"),
-    sizes=Sizes(max_positions=4096 * 32, kv_heads=8),
-    rotary=Rotary(max_positions=4096 * 32, theta=1e6),
+    MixtureFields(num_experts_field="num_local_experts", num_experts=8, top_k=2),
+    FixedField("router_jitter_noise", 0.0, "noise on the input of the router is not supported"),
+    sizes=SizeFields(max_positions=4096 * 32, num_kv_heads=8),
+    rotary=RotaryFields(max_positions=4096 * 32, theta=1e6),
     epsilon=1e-5,
-    names={
+    module_names={
         "mlp.router": "block_sparse_moe.gate",
         "mlp.experts.up": "block_sparse_moe.experts.{}.w1 block_sparse_moe.experts.{}.w3",
         "mlp.experts.down": "block_sparse_moe.experts.{}.w2",
     },
-    without_effect=_EXPERT_TRAINING,
+    ignored_fields=_TRAINING_FIELDS,
 )
-QWEN2_MOE = like_llama(
+QWEN2_MOE = build_llama_family(
     "qwen2_moe",
     "Qwen2MoeForCausalLM",
-    Biases(switches={"qkv_bias": ("qkv",)}, default=True),
+    BiasFields(layers_by_field={"qkv_bias": ("qkv",)}, default=True),
     _NO_WINDOW,
-    MixtureFields(count="num_experts", experts=60, chosen=4, width=1408, may_sum_to_1=True, shared=5632, in_steps=True),
-    sizes=Sizes(max_positions=32768, kv_heads=16),
-    names=_QWEN_EXPERTS,
-    without_effect=(*_EXPERT_TRAINING, *_OF_WINDOWS),
+    MixtureFields(
+        num_experts_field="num_experts",
+        num_experts=60,
+        top_k=4,
+        ffn_size=1408,
+        has_norm_topk_field=True,
+        shared_ffn_size=5632,
+        has_sparse_step_field=True,
+    ),
+    sizes=SizeFields(max_positions=32768, num_kv_heads=16),
+    module_names=_QWEN_EXPERT_NAMES,
+    ignored_fields=(*_TRAINING_FIELDS, *_WINDOW_FIELDS),
 )
-QWEN3_MOE = like_llama(
+QWEN3_MOE = build_llama_family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
-    Biases(switches={"attention_bias": ("qkv", "output")}),
+    BiasFields(layers_by_field={"attention_bias": ("qkv", "output")}),
     _NO_WINDOW,
-    MixtureFields(count="num_experts", experts=128, chosen=8, width=768, may_sum_to_1=True, in_steps=True),
-    sizes=Sizes(max_positions=32768, kv_heads=4),
-    always={"qk_layernorm": True},
-    names=_QWEN_EXPERTS,
-    without_effect=(*_EXPERT_TRAINING, *_OF_WINDOWS),
+    MixtureFields(
+        num_experts_field="num_experts",
+        num_experts=128,
+        top_k=8,
+        ffn_size=768,
+        has_norm_topk_field=True,
+        has_sparse_step_field=True,
+    ),
+    sizes=SizeFields(max_positions=32768, num_kv_heads=4),
+    fixed_settings={"qk_layernorm": True},
+    module_names=_QWEN_EXPERT_NAMES,
+    ignored_fields=(*_TRAINING_FIELDS, *_WINDOW_FIELDS),
 )
 
 _DEEPSEEK_NAMES = {
@@ -105,52 +121,52 @@ _DEEPSEEK_NAMES = {
     "attention.k_rotary": "self_attn.kv_a_proj_with_mqa",
     "attention.kv_latent_norm": "self_attn.kv_a_layernorm",
     "attention.kv_up": "self_attn.kv_b_proj",
-    **_QWEN_EXPERTS,
+    **_QWEN_EXPERT_NAMES,
     "mlp.router.bias": "mlp.gate.e_score_correction_bias",
     "mlp.shared.up": "mlp.shared_experts.gate_proj mlp.shared_experts.up_proj",
     "mlp.shared.down": "mlp.shared_experts.down_proj",
 }
-_LATENT: Settings = {"multi_latent_attention": True, "qk_layernorm": True}
+_LATENT_SETTINGS: Settings = {"multi_latent_attention": True, "qk_layernorm": True}
 
-DEEPSEEK_V2 = like_llama(
+DEEPSEEK_V2 = build_llama_family(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
-    Biases(switches={"mlp_bias": ("mlp",)}),
-    DeepSeekExperts(
-        score="softmax",
-        judged_by=1,
-        other_count="num_experts",
-        dense=0,
-        experts=64,
-        chosen=None,
-        shared=2,
-        width=1407,
-        scaling=1.0,
+    BiasFields(layers_by_field={"mlp_bias": ("mlp",)}),
+    DeepSeekMixtureFields(
+        score_function="softmax",
+        group_score_top_k=1,
+        num_experts_alias="num_experts",
+        num_dense_layers=0,
+        num_experts=64,
+        top_k=None,
+        num_shared_experts=2,
+        ffn_size=1407,
+        scaling_factor=1.0,
         groups=(None, None),
     ),
-    sizes=LatentSizes(max_positions=2048),
-    always={**_LATENT, "rotary_interleaved": True},
-    names=_DEEPSEEK_NAMES,
+    sizes=LatentSizeFields(max_positions=2048),
+    fixed_settings={**_LATENT_SETTINGS, "rotary_interleaved": True},
+    module_names=_DEEPSEEK_NAMES,
 )
-DEEPSEEK_V3 = like_llama(
+DEEPSEEK_V3 = build_llama_family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
-    Biases(),
-    Switch("rope_interleave", "rotary_interleaved", True),
-    DeepSeekExperts(
-        score="sigmoid",
-        judged_by=2,
-        other_count="num_local_experts",
-        dense=3,
-        experts=256,
-        chosen=8,
-        shared=1,
-        width=2048,
-        scaling=2.5,
+    BiasFields(),
+    BoolField("rope_interleave", "rotary_interleaved", True),
+    DeepSeekMixtureFields(
+        score_function="sigmoid",
+        group_score_top_k=2,
+        num_experts_alias="num_local_experts",
+        num_dense_layers=3,
+        num_experts=256,
+        top_k=8,
+        num_shared_experts=1,
+        ffn_size=2048,
+        scaling_factor=2.5,
         groups=(8, 4),
     ),
-    sizes=LatentSizes(max_positions=4096),
-    always=_LATENT,
-    names=_DEEPSEEK_NAMES,
-    later_tokens=("num_nextn_predict_layers", "num_mtp_layers"),
+    sizes=LatentSizeFields(max_positions=4096),
+    fixed_settings=_LATENT_SETTINGS,
+    module_names=_DEEPSEEK_NAMES,
+    mtp_fields=("num_nextn_predict_layers", "num_mtp_layers"),
 )

@@ -1,4 +1,4 @@
-"""The architectures of transformers that can be converted, and which of them a model is written as."""
+"""Supported architectures of transformers, and the selection of an architecture for a model."""
 
 from __future__ import annotations
 
@@ -36,27 +36,33 @@ FAMILIES: dict[str, Family] = {
         QWEN3_MOE,
     )
 }
-"""Architectures by their name in config.json. A model is written as the first that it fits."""
+"""Architectures by `model_type`. A model is written as the first architecture that supports it."""
 
-MISSING = {
-    "gemma3": "a part that sees images; the text model alone is gemma3_text",
+UNSUPPORTED = {
+    "gemma3": "a vision model; the text model has the type gemma3_text",
 }
-"""Architectures that cannot be converted, with what they have and cannot be built here."""
+"""Known architectures that cannot be converted, with the unsupported feature."""
 
 
-def fitting(model: ModelConfig, wanted: str | None = None) -> Family:
-    """The family to write a model as: the one that is wanted, or the first that has all its parts.
+def select_family(model: ModelConfig, requested: str | None = None) -> Family:
+    """Return the transformers architecture in which to write a model: the requested architecture, or the first that supports all
+    features of the model.
+
+    Args:
+        model: model to write.
+        requested: `model_type` of the architecture; None for the first that supports the model.
 
     Raises:
-        CheckpointError: none fits. The message gives the reasons, for each family if none is wanted, nearest first.
+        CheckpointError: no architecture supports the model, or the requested one does not. The message lists the reasons for each
+            architecture; the architecture with the fewest reasons comes first.
     """
-    if wanted is not None and wanted not in FAMILIES:
-        raise CheckpointError(f"there is no family {wanted!r}; known are {', '.join(FAMILIES)}")
-    families = [family for name, family in FAMILIES.items() if wanted in (None, name)]
-    for family in families:
-        if family.fits(model):
+    if requested is not None and requested not in FAMILIES:
+        raise CheckpointError(f"there is no family {requested!r}; supported are {', '.join(FAMILIES)}")
+    candidates = [family for name, family in FAMILIES.items() if requested in (None, name)]
+    for family in candidates:
+        if family.supports(model):
             return family
-    tried = {family.model_type: family.misfits(model) for family in families}
-    nearest = sorted(tried, key=lambda name: len(tried[name]))
-    reasons = "\n  ".join(f"{name}: {'; '.join(tried[name])}" for name in nearest)
-    raise CheckpointError(f"no architecture of transformers that is known here has the parts of this model:\n  {reasons}")
+    mismatches = {family.model_type: family.describe_mismatches(model) for family in candidates}
+    nearest = sorted(mismatches, key=lambda name: len(mismatches[name]))
+    reasons = "\n  ".join(f"{name}: {'; '.join(mismatches[name])}" for name in nearest)
+    raise CheckpointError(f"no supported architecture of transformers can express this model:\n  {reasons}")

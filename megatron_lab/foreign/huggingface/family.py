@@ -1,5 +1,8 @@
-"""An architecture of transformers, as data: the parts that it always has, the fields of its config.json, the names of its tensors.
-What is read and written follows from these; so does which models fit: those that are read from what is written of them."""
+"""Declarative description of an architecture of transformers: its fixed settings, its config.json fields and its tensor names.
+
+Both reading and writing follow from this description. An architecture supports a model if the config.json written for the model,
+read again, gives an equivalent model.
+"""
 
 from __future__ import annotations
 
@@ -12,133 +15,160 @@ from typing import Any, Protocol
 
 from megatron.config.checks import experts as expert_rules
 from megatron.config.checks import model as model_rules
-from megatron.config.checks.finding import rules_in
+from megatron.config.checks.finding import collect_rules
 from megatron.config.config import Config
-from megatron.config.model import FREE_FIELDS, ModelConfig
-from megatron.config.setting import typed
-from megatron.parallel.params import global_records
-from megatron.spec.layers import layers, norm_of
-from megatron.spec.weights import in_layer, model_weights
+from megatron.config.model import CHANGEABLE_FIELDS, ModelConfig
+from megatron.config.setting import flag_name
+from megatron.parallel.params import build_global_records
+from megatron.spec.layers import build_layer_specs, build_norm_spec
+from megatron.spec.weights import iter_weights, split_layer_name
 from megatron_lab.foreign.huggingface.fields import Fields
-from megatron_lab.foreign.huggingface.layout import WeightLayout, projection_rows, share_tensors
+from megatron_lab.foreign.huggingface.layout import WeightLayout, build_qkv_row_order, merge_shared_tensors
 
 Settings = dict[str, Any]
-"""Some settings of `ModelConfig`, by their names."""
+"""Some settings of `ModelConfig` by name."""
 
 
 class FieldGroup(Protocol):
-    """Some fields of a config.json that are about one thing."""
+    """Converter between a group of related config.json fields and settings of this framework."""
 
-    def read(self, fields: Fields) -> Settings:
-        """What the fields say. What cannot be accepted is recorded in them."""
+    def parse(self, fields: Fields) -> Settings:
+        """Convert the fields to settings. Unsupported values are recorded as errors in `fields`."""
         ...
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """The fields for a model. One that they cannot describe is described as another, which is found when they are read."""
+        """Convert the settings of a model to fields.
+
+        If the fields cannot describe the model, the result describes a different model. `Family.supports` detects this by parsing
+        the result.
+        """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """An architecture of transformers."""
+    """Architecture of transformers: how its config.json and tensors correspond to settings and parameters of this framework."""
 
     model_type: str
-    """Its name in config.json, which is also its name here."""
+    """`model_type` in config.json, which is also the name of the family in this framework."""
     architecture: str
-    """The class of transformers that has the output layer."""
-    always: Mapping[str, Any]
-    """Settings that every model of this architecture has."""
-    groups: tuple[FieldGroup, ...]
-    """What else its config.json says."""
-    without_effect: tuple[str, ...] = ()
-    """Fields of this architecture that do not change the logits."""
-    later_tokens: tuple[str, ...] = ()
-    """Names of the field that says how many layers behind the last predict tokens after the next. They are not read: theirs map
-    hidden states that are normed already, and have a final norm of their own."""
+    """Name of the transformers class of the model with its output layer."""
+    fixed_settings: Mapping[str, Any]
+    """Settings that all models of this architecture share."""
+    field_groups: tuple[FieldGroup, ...]
+    """Converters of the config.json fields that vary between models of this architecture."""
+    ignored_fields: tuple[str, ...] = ()
+    """Names of config.json fields of this architecture that do not change the logits."""
+    mtp_fields: tuple[str, ...] = ()
+    """Possible names of the field with the number of multi-token-prediction layers.
+
+    The tensors of these layers are not read, because their architecture differs from that of this framework: the layers get
+    normalized hidden states and have their own final norm.
+    """
 
     prefix: str
-    """The beginning of all tensors' names but the output layer's; absent in files saved without the output layer."""
-    layer: str
-    """Name of layer {} after the prefix."""
-    names: Mapping[str, str]
-    """Their modules by ours: the name within the layer, or else after the prefix. Of several, the rows laid end to end are ours. {}
-    is the number of an expert: theirs have modules of their own. A parameter that has another name there than ours has its own."""
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    """Tensors that some files hold under another name: the name there, and that by `names`."""
-    grouped_heads: bool = False
-    """Whether rows of their fused projection are grouped by key-value head, as ours are."""
-    transposed: bool = False
-    """Whether matrices in layers are stored [inputs, outputs]."""
-    buffers: str = field(default="(?!)", kw_only=True)
-    """Regular expression of tensors after the prefix that old files hold and that are no weights (tables, masks)."""
+    """Prefix of all tensor names except that of the output layer. Files saved without the output layer do not have the
+    prefix."""
+    layer_name: str
+    """Name of a layer, after the prefix. `{}` stands for the index of the layer."""
+    module_names: Mapping[str, str]
+    """Hugging Face module names. The keys are the names of the modules in this framework.
+
+    Names of modules in a layer are relative to the layer, all other names to the prefix. A value may contain several names,
+    separated by blanks: the rows of these modules, concatenated, are the rows of the parameter. `{}` in a name stands for the
+    index of an expert, because transformers has a separate module for each expert. A key may also name a single parameter, if
+    the Hugging Face name of the parameter does not follow from its module.
+    """
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Alternative tensor names that some files contain, each mapped to the name according to `module_names`."""
+    has_grouped_qkv: bool = False
+    """Whether the rows of the fused query-key-value projection are grouped by key-value head, as in this framework."""
+    is_transposed: bool = False
+    """Whether the matrices of layers are stored transposed, as [inputs, outputs]."""
+    buffer_pattern: str = field(default="(?!)", kw_only=True)
+    """Regular expression for the names (after the prefix) of stored tensors that are not weights: tables and masks (buffers) in
+    old files."""
 
     @property
-    def output(self) -> str:
-        """Name of the output layer's matrix, which a tied model does not have."""
-        return f"{self.names['output']}.weight"
+    def output_name(self) -> str:
+        """Name of the output layer's weight. A model with tied embeddings does not have this tensor."""
+        return f"{self.module_names['output']}.weight"
 
-    def read(self, fields: Fields) -> ModelConfig:
-        """The model that a config.json describes. What cannot be accepted is recorded in the fields."""
-        settings: Settings = dict(self.always)
-        for group in self.groups:
-            settings |= group.read(fields)
+    def parse(self, fields: Fields) -> ModelConfig:
+        """Convert a config.json to a model configuration. Unsupported values are recorded as errors in `fields`."""
+        settings: Settings = dict(self.fixed_settings)
+        for group in self.field_groups:
+            settings |= group.parse(fields)
         model = ModelConfig(**settings)
-        if not fields.faults:
-            for rule in (*rules_in(model_rules), *rules_in(expert_rules)):
+        if not fields.errors:
+            for rule in (*collect_rules(model_rules), *collect_rules(expert_rules)):
                 for finding in rule(Config(model=model), 1):
-                    fields.faults.append(f"the model that it describes cannot be built: {finding.message}")
+                    fields.errors.append(f"the described model cannot be built: {finding.message}")
         return model
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """The fields of config.json for a fitting model, except those that all architectures have."""
-        return {name: value for group in self.groups for name, value in group.write(model).items()}
+        """Convert a supported model configuration to config.json fields, except for the fields that all architectures have."""
+        return {name: value for group in self.field_groups for name, value in group.write(model).items()}
 
-    def fits(self, model: ModelConfig) -> bool:
-        """Whether this architecture expresses a model."""
+    def supports(self, model: ModelConfig) -> bool:
+        """Return whether a config.json of this architecture can describe a model."""
         fields = Fields(self.model_type, self.write(model))
-        again = self.read(fields)
-        return not fields.faults and computed(model) == computed(again)
+        parsed_model = self.parse(fields)
+        return not fields.errors and compute_signature(model) == compute_signature(parsed_model)
 
-    def misfits(self, model: ModelConfig) -> list[str]:
-        """What this architecture cannot express of a model, each as a text."""
+    def describe_mismatches(self, model: ModelConfig) -> list[str]:
+        """Return a message for each property of a model that a config.json of this architecture cannot describe."""
         fields = Fields(self.model_type, self.write(model))
-        again = self.read(fields)
-        return different_settings(model, again) or fields.faults
+        parsed_model = self.parse(fields)
+        return list_different_settings(model, parsed_model) or fields.errors
 
-    def layouts(self, model: ModelConfig, vocab_size: int) -> dict[str, WeightLayout]:
-        """Where every parameter of the model is in their tensors, in the order of the forward."""
-        found = {}
-        for name, record in global_records(model, vocab_size).items():
-            layer, part = in_layer(name)
-            module, _, attribute = part.rpartition(".")
-            before = "" if module == "output" else self.prefix if layer is None else f"{self.prefix}{self.layer.format(layer)}."
-            experts = range(model.num_experts or 0) if "{}" in self.names[module] else (0,)
-            each_expert = (f"{each.format(expert)}.{attribute}" for expert in experts for each in self.names[module].split())
-            theirs = [f"{before}{each}" for each in ([self.names[part]] if part in self.names else each_expert)]
-            is_matrix, order = record.kind != "vector", None
-            rows = math.prod(record.shape[:-1] if is_matrix else record.shape)
-            counts = [rows // len(theirs)] * len(theirs)
-            if module == "attention.qkv" and not self.grouped_heads:
-                parts, order = projection_rows(model)
-                counts = parts if len(theirs) == len(parts) else counts  # or one tensor with all three
-            transposed = self.transposed and is_matrix and layer is not None
-            found[name] = WeightLayout(
-                record.shape, is_matrix, dict(zip(theirs, counts, strict=True)), order, transposed, record.by_counts is not None
+    def build_layouts(self, model: ModelConfig, vocab_size: int) -> dict[str, WeightLayout]:
+        """Return where each parameter is in the Hugging Face tensors. The parameters are in the order of the forward pass."""
+        layouts = {}
+        for name, record in build_global_records(model, vocab_size).items():
+            layer, name_in_layer = split_layer_name(name)
+            module, _, attribute = name_in_layer.rpartition(".")
+            prefix = (
+                "" if module == "output" else self.prefix if layer is None else f"{self.prefix}{self.layer_name.format(layer)}."
             )
-        share_tensors(found)
-        return found
+            experts = range(model.num_experts or 0) if "{}" in self.module_names[module] else (0,)
+            expert_names = (
+                f"{template.format(expert)}.{attribute}" for expert in experts for template in self.module_names[module].split()
+            )
+            hf_names = [
+                f"{prefix}{hf_name}"
+                for hf_name in ([self.module_names[name_in_layer]] if name_in_layer in self.module_names else expert_names)
+            ]
+            is_matrix, row_order = record.param_type != "vector", None
+            num_rows = math.prod(record.shape[:-1] if is_matrix else record.shape)
+            row_counts = [num_rows // len(hf_names)] * len(hf_names)
+            if module == "attention.qkv" and not self.has_grouped_qkv:
+                qkv_counts, row_order = build_qkv_row_order(model)
+                row_counts = qkv_counts if len(hf_names) == len(qkv_counts) else row_counts  # else the three are fused
+            is_transposed = self.is_transposed and is_matrix and layer is not None
+            layouts[name] = WeightLayout(
+                record.shape,
+                is_matrix,
+                dict(zip(hf_names, row_counts, strict=True)),
+                row_order,
+                is_transposed,
+                record.count_update is not None,
+            )
+        merge_shared_tensors(layouts)
+        return layouts
 
-    def is_of_later_token(self, name: str, model: ModelConfig, depths: int) -> bool:
-        """Whether a tensor in a file is of one of so many layers behind the last."""
-        found = re.match(rf"(?:{re.escape(self.prefix)})?{self.layer.format('([0-9]+)')}\.", name)
-        return found is not None and model.num_layers <= int(found[1]) < model.num_layers + depths
+    def is_mtp_tensor(self, name: str, model: ModelConfig, num_mtp_layers: int) -> bool:
+        """Return whether a stored tensor belongs to one of the `num_mtp_layers` multi-token-prediction layers, which are stored
+        after the last layer."""
+        match = re.match(rf"(?:{re.escape(self.prefix)})?{self.layer_name.format('([0-9]+)')}\.", name)
+        return match is not None and model.num_layers <= int(match[1]) < model.num_layers + num_mtp_layers
 
     def is_buffer(self, name: str) -> bool:
-        """Whether a tensor in a file is a table that is computed anew, not a weight."""
-        return re.fullmatch(rf"(?:{re.escape(self.prefix)})?(?:{self.buffers})", name) is not None
+        """Return whether a stored tensor is a buffer that the model recomputes, not a weight."""
+        return re.fullmatch(rf"(?:{re.escape(self.prefix)})?(?:{self.buffer_pattern})", name) is not None
 
 
-IN_SPECS = frozenset(
+SPEC_FIELDS = frozenset(
     {
         *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "group_query_attention"),
         *("num_query_groups", "max_position_embeddings", "position_embedding_type", "normalization", "norm_epsilon"),
@@ -154,11 +184,13 @@ IN_SPECS = frozenset(
         *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias"),
     }
 )
-"""Settings whose whole effect is in the specs of layers and weights, so that two spellings of one model are known as the same. All
-others are compared as they are."""
+"""Settings whose complete effect is visible in the specs of layers and weights.
+
+Models with equal specs are equivalent, even if these settings differ. All other settings are compared directly.
+"""
 
 
-_OF_TRAINING: Settings = {
+_TRAINING_SETTINGS: Settings = {
     "moe_aux_loss_coeff": 0.0,
     "moe_z_loss_coeff": None,
     "moe_router_load_balancing_type": "aux_loss",
@@ -169,31 +201,47 @@ _OF_TRAINING: Settings = {
     "moe_pad_expert_input_to_capacity": False,
     "moe_input_jitter_eps": None,
 }
-"""Settings in the specs of layers that change nothing but the training of a model, or rounding, with values for all."""
+"""Settings in the layer specs that affect only training or rounding, with the values that replace them in a comparison."""
 
 
-def computed(model: ModelConfig) -> tuple[Any, ...]:
-    """What tells a model from all that compute something else or have other weights; the rest of its settings is spelling."""
-    model = dataclasses.replace(model, **_OF_TRAINING)
-    weights = tuple((weight.name, weight.shape, weight.tied) for weight in model_weights(model, 1))
-    spelling = IN_SPECS | FREE_FIELDS
-    others = {name: value for name, value in vars(model).items() if name not in spelling}
-    return layers(model), norm_of(model), weights, others
+def compute_signature(model: ModelConfig) -> tuple[Any, ...]:
+    """Return a value that is equal for two models if they compute the same function and have the same weights.
+
+    The value does not depend on settings that only describe the same model differently.
+    """
+    model = dataclasses.replace(model, **_TRAINING_SETTINGS)
+    weights = tuple((weight.name, weight.shape, weight.tied) for weight in iter_weights(model, 1))
+    excluded = SPEC_FIELDS | CHANGEABLE_FIELDS
+    other_settings = {name: value for name, value in vars(model).items() if name not in excluded}
+    return build_layer_specs(model), build_norm_spec(model), weights, other_settings
 
 
-def different_settings(model: ModelConfig, other: ModelConfig) -> list[str]:
-    """Where two models compute something else: the settings in which they differ, each as a text."""
-    there = computed(other)
-    if computed(model) == there:
+def list_different_settings(model: ModelConfig, candidate: ModelConfig) -> list[str]:
+    """Return a message for each setting by which two models compute different functions; an empty list if the models are
+    equivalent.
+
+    A setting may differ without changing the function. If some settings change the function when they alone differ, only these
+    settings are listed. If only a combination changes it, all differing settings are listed.
+    """
+    candidate_signature = compute_signature(candidate)
+    if compute_signature(model) == candidate_signature:
         return []
-    mine, theirs = vars(model), vars(other)
-    differ = [name for name in mine if mine[name] != theirs[name] and name not in FREE_FIELDS]
-    # A setting may be spelled otherwise and mean the same: those that alone make another model are named, if there are any.
-    telling = [name for name in differ if computed(dataclasses.replace(other, **{name: mine[name]})) != there]
-    return [f"{typed(name)} is {_said(mine[name])}, there {_said(theirs[name])}" for name in telling or differ]
+    model_settings, candidate_settings = vars(model), vars(candidate)
+    differ = [name for name in model_settings if model_settings[name] != candidate_settings[name] and name not in CHANGEABLE_FIELDS]
+    # Different settings may be equivalent. Prefer to list those that change the model on their own.
+    decisive = [
+        name
+        for name in differ
+        if compute_signature(dataclasses.replace(candidate, **{name: model_settings[name]})) != candidate_signature
+    ]
+    return [
+        f"{flag_name(name)} is {_format_value(model_settings[name])}, there {_format_value(candidate_settings[name])}"
+        for name in decisive or differ
+    ]
 
 
-def _said(value: Any) -> str:
+def _format_value(value: Any) -> str:
+    """Format the value of a setting for a message."""
     if value is None or isinstance(value, bool):
         return "on" if value else "off" if value is False else "by default"
     return f"{value:g}" if isinstance(value, float) else str(value)

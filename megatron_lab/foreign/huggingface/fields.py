@@ -1,7 +1,7 @@
-"""Reads the fields of a config.json, each of which must be understood.
+"""Strict reader of config.json: every field must be read, or known to have no effect.
 
-A field that is ignored may change what the model computes. So each field that is read is marked. At the end, every field that was
-not read and is not known to be without effect is refused by name.
+A field that the reader does not know may change the function that the model computes. The reader therefore records which fields
+were read. At the end it rejects every other field, unless the field is known not to affect the logits.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from megatron.checkpoint.errors import CheckpointError
 
 CONFIG = "config.json"
 
-WITHOUT_EFFECT = frozenset(
+IGNORED_FIELDS = frozenset(
     (
-        # where the file comes from
+        # origin of the file
         *("_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "unsloth_version", "unsloth_fixed"),
-        # how transformers runs the model, and what it gives back
+        # execution options and outputs of the model
         *("use_cache", "output_attentions", "output_hidden_states", "return_dict", "torchscript", "torch_dtype", "dtype"),
         *("use_bfloat16", "tf_legacy_loss", "gradient_checkpointing", "attn_implementation", "_attn_implementation"),
         *("_attn_implementation_autoset", "_attn_implementation_internal", "use_flash_attn", "pretraining_tp"),
         *("chunk_size_feed_forward", "keys_to_ignore_at_inference", "is_llama_config", "transformers.js_config"),
-        # what lengths were meant for
+        # intended sequence lengths
         *("max_sequence_length", "model_max_length"),
-        # tokens with a role, and the tokenizer
+        # special tokens and tokenizer
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id"),
         *("tokenizer_class", "prefix"),
         # heads for other tasks
         *("finetuning_task", "id2label", "label2id", "num_labels", "problem_type", "task_specific_params", "classifier_dropout"),
-        # how to sample
+        # sampling
         *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty"),
         *("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size"),
         *("encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "output_scores", "return_dict_in_generate"),
@@ -37,7 +37,7 @@ WITHOUT_EFFECT = frozenset(
         *("suppress_tokens", "begin_suppress_tokens", "max_new_tokens"),
     )
 )
-"""Fields of every architecture that do not change the logits."""
+"""Fields of all architectures that do not change the logits."""
 
 _EXPECTED: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False,),
@@ -50,88 +50,103 @@ _EXPECTED: dict[str, tuple[Any, ...]] = {
     "rope_interleaved": (False,),
     "use_mrope": (False,),
 }
-"""Fields of every architecture, with the values at which they change nothing."""
+"""Fields of all architectures, with the values at which they have no effect."""
 
-_UNKNOWN = "unknown here, and it may change what the model computes; remove it from the file if it does not"
-_STRANGE = {
-    "auto_map": "the model is defined by a program in its folder, which may compute something else than transformers' own class; "
-    "remove it from the file if it is known that it does not",
+_UNKNOWN_REASON = "unknown field, which may change what the model computes; if it does not, remove it from the file"
+_SPECIAL_REASONS = {
+    "auto_map": "the folder contains a program that defines the model, which may compute something else than the class of "
+    "transformers; if it does not, remove the field from the file",
 }
 
 
 class Fields:
-    """Reads fields and collects errors; `finish` raises.
+    """Reader of the fields of a config.json that collects errors. `finish` raises all errors together.
 
     Args:
         name: name of the file, for messages.
-        values: its content.
-        without_effect: fields of this architecture that change nothing, whatever their value.
+        values: content of the file.
+        ignored_fields: fields of the architecture that have no effect, whatever their value.
     """
 
-    def __init__(self, name: str, values: Mapping[str, Any], without_effect: Collection[str] = ()) -> None:
+    def __init__(self, name: str, values: Mapping[str, Any], ignored_fields: Collection[str] = ()) -> None:
         self._name, self._values = name, values
-        self._read: set[str] = {"model_type", "architectures", *WITHOUT_EFFECT, *without_effect}
-        self.faults: list[str] = []
-        """What cannot be accepted."""
+        self._used: set[str] = {"model_type", "architectures", *IGNORED_FIELDS, *ignored_fields}
+        self.errors: list[str] = []
+        """Messages about unsupported values."""
         self.notes: list[str] = []
-        """Notes for the user on what was read."""
+        """Notes for the user."""
 
-    def raw(self, name: str, default: Any = None) -> Any:
-        """A value as it is; `default` where the field is absent."""
-        self._read.add(name)
+    def get_raw(self, name: str, default: Any = None) -> Any:
+        """Return the value of a config.json field without checking it, or `default` if the field is absent."""
+        self._used.add(name)
         return self._values.get(name, default)
 
-    def refuse(self, name: str, why: str) -> None:
-        """Record that a value cannot be accepted."""
-        self._read.add(name)
-        self.faults.append(f"{name} = {self._values.get(name)!r}: {why}")
+    def refuse(self, name: str, reason: str) -> None:
+        """Record the error that the value of a field is not supported.
 
-    def size(self, name: str, default: int | None = None) -> int:
-        """A positive integer, which must be there if there is no default. `null` counts as absent."""
-        value = self.raw(name)
+        Args:
+            name: name of the field.
+            reason: end of the error message.
+        """
+        self._used.add(name)
+        self.errors.append(f"{name} = {self._values.get(name)!r}: {reason}")
+
+    def get_size(self, name: str, default: int | None = None) -> int:
+        """Return a field that must be a positive integer. Without a default the field is required. `null` counts as absent."""
+        value = self.get_raw(name)
         value = default if value is None else value
         if value is None:
-            self.faults.append(f"{name} is missing")
+            self.errors.append(f"{name} is missing")
             return 1
         if type(value) is not int or value < 1:
             self.refuse(name, "must be a positive integer")
             return 1
         return value
 
-    def number(self, name: str, default: float) -> float:
-        """A finite number of 0 or more."""
-        value = self.raw(name, default)
+    def get_number(self, name: str, default: float) -> float:
+        """Return a field that must be a finite number of at least 0."""
+        value = self.get_raw(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
             self.refuse(name, "must be a number of 0 or more")
             return default
         return float(value)
 
-    def switch(self, name: str, default: bool) -> bool:
-        """True or false."""
-        value = self.raw(name, default)
+    def get_bool(self, name: str, default: bool) -> bool:
+        """Return a field that must be a boolean."""
+        value = self.get_raw(name, default)
         if not isinstance(value, bool):
             self.refuse(name, "must be true or false")
             return default
         return value
 
-    def expect(self, name: str, allowed: Sequence[Any], default: Any, why: str = "") -> Any:
-        """A value that must be one of `allowed`."""
-        value = self.raw(name, default)
-        if not any(value == one and type(value) is type(one) for one in allowed):
-            self.refuse(name, why or f"only {' or '.join(map(repr, allowed))} can be read")
+    def expect(self, name: str, allowed: Sequence[Any], default: Any, reason: str = "") -> Any:
+        """Check that a field has one of the allowed values, with the same type. Returns its value, or `default` if the value is not
+        allowed.
+
+        Args:
+            name: name of the field.
+            allowed: supported values.
+            default: value of an absent field.
+            reason: end of the error message; by default a list of the supported values.
+        """
+        value = self.get_raw(name, default)
+        if not any(value == candidate and type(value) is type(candidate) for candidate in allowed):
+            self.refuse(name, reason or f"only {' or '.join(map(repr, allowed))} is supported")
             return default
         return value
 
     def finish(self) -> None:
-        """Check that every field was understood.
+        """Check that every field was read or is known to be ignored.
 
         Raises:
-            CheckpointError: values that cannot be accepted, and unknown fields, all of them named.
+            CheckpointError: fields have unsupported values or are unknown. The message lists all of them.
         """
         for name, allowed in _EXPECTED.items():
-            if name in self._values and name not in self._read:
+            if name in self._values and name not in self._used:
                 self.expect(name, allowed, None)
-        strange = {name: value for name, value in self._values.items() if name not in self._read and value is not None}
-        faults = self.faults + [f"{name} = {value!r}: {_STRANGE.get(name, _UNKNOWN)}" for name, value in strange.items()]
-        if faults:
-            raise CheckpointError(f"{self._name} describes a model that cannot be read:\n  " + "\n  ".join(faults))
+        unused = {name: value for name, value in self._values.items() if name not in self._used and value is not None}
+        errors = self.errors + [
+            f"{name} = {value!r}: {_SPECIAL_REASONS.get(name, _UNKNOWN_REASON)}" for name, value in unused.items()
+        ]
+        if errors:
+            raise CheckpointError(f"{self._name} describes a model that cannot be read:\n  " + "\n  ".join(errors))

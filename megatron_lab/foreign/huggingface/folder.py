@@ -1,4 +1,4 @@
-"""A Hugging Face model as a source of weights."""
+"""Reader of a Hugging Face folder: config.json, weights and tokenizer."""
 
 from __future__ import annotations
 
@@ -11,153 +11,169 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, format_list
 from megatron.checkpoint.storage_kinds import open_storage
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
 from megatron.config.regular_file import read_text
-from megatron.parallel.boxes import Box
+from megatron.parallel.tensor_slice import TensorSlice
 from megatron.spec.weights import WORD_EMBEDDING
-from megatron_lab.foreign.huggingface.block_scales import block_size, without_scales
-from megatron_lab.foreign.huggingface.families import FAMILIES, MISSING
+from megatron_lab.foreign.huggingface.block_scales import apply_scales, get_block_size
+from megatron_lab.foreign.huggingface.families import FAMILIES, UNSUPPORTED
 from megatron_lab.foreign.huggingface.family import Family
 from megatron_lab.foreign.huggingface.fields import CONFIG, Fields
-from megatron_lab.foreign.huggingface.weight_files import WEIGHT_DTYPES, stored_tensors
-from megatron_lab.foreign.source import TensorInfo, misfits
+from megatron_lab.foreign.huggingface.weight_files import WEIGHT_DTYPES, open_tensors
+from megatron_lab.foreign.source import TensorInfo, find_mismatches
 
 
 class HuggingFaceFolder:
-    """A folder with config.json and weights, of one of the known architectures; a `WeightSource`.
+    """A `WeightSource` that reads a folder with config.json and the weights of a model of a supported architecture.
 
-    The vocabulary is the rows of the embedding, which may be more than the tokenizer has ids.
+    The vocabulary size is the number of rows of the embedding, which may exceed the number of the tokenizer's ids.
+
+    Args:
+        path: folder on a local disk.
 
     Raises:
-        CheckpointError: another architecture, a field that changes the model in an unknown way, tensors that belong to another
-            model. The message lists all reasons.
-        DamagedCheckpointError: files are missing, truncated, or not what the index says.
+        CheckpointError: the architecture is not supported, the reader does not know the effect of a field, or the tensors belong to
+            a different model. The message lists all reasons.
+        DamagedCheckpointError: files are missing, truncated, or do not match the index.
     """
 
     def __init__(self, path: Path | str) -> None:
         local = open_storage(path).local
         if local is None:
-            raise CheckpointError(f"{path}: a Hugging Face folder is read from a local disk only; copy it there first")
+            raise CheckpointError(f"{path}: a Hugging Face folder can be read only from a local disk. Copy it to one.")
         folder = self.folder = local
         self.name = str(path)
-        content = _read_config(folder / CONFIG)
-        family = _family(folder, content)
-        fields = Fields(str(folder / CONFIG), content, (*family.without_effect, "quantization_config"))
-        self.vocab_size = fields.size("vocab_size")
-        self.model: ModelConfig = family.read(fields)
+        config = _read_config(folder / CONFIG)
+        family = _detect_family(folder, config)
+        fields = Fields(str(folder / CONFIG), config, (*family.ignored_fields, "quantization_config"))
+        self.vocab_size = fields.get_size("vocab_size")
+        self.model: ModelConfig = family.parse(fields)
         fields.finish()
-        stored, block = stored_tensors(folder), block_size(content.get("quantization_config"))
-        stored = stored if block is None else without_scales(stored, block)
-        self._stored = {family.renamed.get(name, name): tensor for name, tensor in stored.items()}
-        if not any(name.startswith(family.prefix) for name in self._stored):  # saved without the output layer
+        tensors, block_size = open_tensors(folder), get_block_size(config.get("quantization_config"))
+        tensors = tensors if block_size is None else apply_scales(tensors, block_size)
+        self._tensors = {family.aliases.get(name, name): tensor for name, tensor in tensors.items()}
+        if not any(name.startswith(family.prefix) for name in self._tensors):  # the model was saved without the output layer
             family = dataclasses.replace(family, prefix="")
-        self._layouts = family.layouts(self.model, self.vocab_size)
+        self._layouts = family.build_layouts(self.model, self.vocab_size)
         self.notes: list[str] = [*fields.notes]
         self._check_tensors(family, fields)
         self.tokenizer: DataConfig | None = _find_tokenizer(folder, family.model_type, self.notes)
 
     @functools.cached_property
     def weights(self) -> Mapping[str, TensorInfo]:
-        """Every parameter; one that is made of several tensors has the widest of their dtypes."""
-        found = {}
+        """Shape and dtype of every parameter. If a parameter is stored as several tensors, its dtype is the widest of their
+        dtypes."""
+        infos = {}
         for name, layout in self._layouts.items():
-            dtypes = [self._stored[theirs].dtype for theirs in layout.rows]
-            found[name] = TensorInfo(layout.shape, functools.reduce(torch.promote_types, dtypes))
-        return found
+            dtypes = [self._tensors[hf_name].dtype for hf_name in layout.row_counts]
+            infos[name] = TensorInfo(layout.shape, functools.reduce(torch.promote_types, dtypes))
+        return infos
 
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """A parameter, or a box of it; see `WeightSource`."""
+    def read(self, name: str, tensor_slice: TensorSlice | None = None) -> torch.Tensor:
+        """Read a parameter, or a slice of it, into a new contiguous CPU tensor, as `WeightSource.read` specifies."""
         info = self.weights[name]
-        box = box or Box.whole(info.shape)
-        return self._layouts[name].ours(box, info.dtype, lambda theirs: self._stored[theirs].read())
+        tensor_slice = tensor_slice or TensorSlice.full(info.shape)
+        return self._layouts[name].read_param(tensor_slice, info.dtype, lambda hf_name: self._tensors[hf_name].read())
 
     def _check_tensors(self, family: Family, fields: Fields) -> None:
-        """Check that every tensor of the model is there in its shape, and every other is known to be no weight."""
-        expected = dict(pair for layout in self._layouts.values() for pair in layout.their_shapes().items())
-        stored = self._stored
-        wrong = misfits(stored, expected)
-        integers = [name for name in expected if name in stored and stored[name].dtype not in WEIGHT_DTYPES]
-        wrong += [f"{name} is not of floating-point numbers" for name in integers]
-        unread = [name for name in stored if name not in expected]
-        buffers = [name for name in unread if family.is_buffer(name)]
-        depths = max((int(fields.raw(name) or 0) for name in family.later_tokens), default=0)
-        later = [name for name in unread if family.is_of_later_token(name, self.model, depths)]
-        output = family.output
-        if self.model.tied and output in unread:
-            buffers.append(output)  # a second copy, as old files have
-            (embedding,) = self._layouts[WORD_EMBEDDING].rows
-            if embedding in stored and not torch.equal(stored[embedding].read(), stored[output].read()):
+        """Check that the folder has every tensor of the model with the right shape, and that no other tensor may be a weight."""
+        expected = dict(pair for layout in self._layouts.values() for pair in layout.hf_shapes().items())
+        tensors = self._tensors
+        mismatches = find_mismatches(tensors, expected)
+        integers = [name for name in expected if name in tensors and tensors[name].dtype not in WEIGHT_DTYPES]
+        mismatches += [f"{name} does not contain floating-point numbers" for name in integers]
+        unexpected = [name for name in tensors if name not in expected]
+        buffers = [name for name in unexpected if family.is_buffer(name)]
+        num_mtp_layers = max((int(fields.get_raw(name) or 0) for name in family.mtp_fields), default=0)
+        mtp_tensors = [name for name in unexpected if family.is_mtp_tensor(name, self.model, num_mtp_layers)]
+        output_name = family.output_name
+        if self.model.has_tied_embeddings and output_name in unexpected:
+            buffers.append(output_name)  # old files contain the tied weight twice
+            (embedding,) = self._layouts[WORD_EMBEDDING].row_counts
+            if embedding in tensors and not torch.equal(tensors[embedding].read(), tensors[output_name].read()):
                 raise CheckpointError(
-                    f"{self.name}: {CONFIG} ties the output layer to the embedding (tie_word_embeddings), but {output} is stored "
-                    "with other values.\n  Set tie_word_embeddings to false if the model has both, or remove the tensor."
+                    f"{self.name}: {CONFIG} ties the output layer to the embedding (tie_word_embeddings), but the values of "
+                    f"{output_name} differ.\n  Set tie_word_embeddings to false if the model has both, or remove the tensor."
                 )
-        wrong += [f"{name} {list(stored[name].shape)} is not of this model" for name in unread if name not in {*buffers, *later}]
-        if wrong:
-            raise CheckpointError(f"{self.name} does not hold the weights of the model in {CONFIG}:\n  " + listed(wrong, "\n  "))
-        if later:
+        mismatches += [
+            f"{name} {list(tensors[name].shape)} is not a tensor of this model"
+            for name in unexpected
+            if name not in {*buffers, *mtp_tensors}
+        ]
+        if mismatches:
+            raise CheckpointError(
+                f"{self.name} does not hold the weights of the model in {CONFIG}:\n  " + format_list(mismatches, "\n  ")
+            )
+        if mtp_tensors:
             self.notes.append(
-                f"not read: {len(later)} tensors of multi-token prediction ({family.later_tokens[0]} = {depths}), which "
-                "differs from --mtp-num-layers here; they change no logit of the next token"
+                f"not read: {len(mtp_tensors)} tensors of multi-token prediction ({family.mtp_fields[0]} = {num_mtp_layers}), "
+                "whose layers differ from those of --mtp-num-layers; they change no logit of the next token"
             )
         if buffers:
-            self.notes.append(f"not read, since these are no weights of their own: {listed(buffers)}")
+            self.notes.append(f"not read, since these are buffers or copies of weights: {format_list(buffers)}")
 
 
 def _read_config(path: Path) -> dict[str, Any]:
+    """Read config.json and return its content."""
     try:
         content = json.loads(read_text(path))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path.parent} is no model of Hugging Face: it has no {CONFIG}") from error
+        raise CheckpointError(f"{path.parent} is not a Hugging Face model: it has no {CONFIG}") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} must be a JSON object with model_type")
+        raise CheckpointError(f"{path} must contain a JSON object with the key model_type")
     return content
 
 
-def _family(folder: Path, config: dict[str, Any]) -> Family:
-    """The architecture that a config.json names.
+def _detect_family(folder: Path, config: dict[str, Any]) -> Family:
+    """Return the description of the architecture that a config.json names.
 
     Raises:
-        CheckpointError: it is unknown.
+        CheckpointError: the architecture or the quantization is not supported.
     """
-    known = "; ".join(f"{family.model_type} ({family.architecture})" for family in FAMILIES.values())
+    supported = "; ".join(f"{family.model_type} ({family.architecture})" for family in FAMILIES.values())
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
-        lacking = MISSING.get(str(config.get("model_type")))
+        reason = UNSUPPORTED.get(str(config.get("model_type")))
         raise CheckpointError(
             f"{folder}: model_type {config.get('model_type')!r} (architectures {config.get('architectures')}) is not supported"
-            f"{f', since it has {lacking}' if lacking else ''}; known are {known}"
+            f"{f', since it has {reason}' if reason else ''}; supported are {supported}"
         )
     quantization = config.get("quantization_config")
-    if quantization is not None and block_size(quantization) is None:
+    if quantization is not None and get_block_size(quantization) is None:
         raise CheckpointError(
-            f"{folder} holds quantized weights (quantization_config = {quantization!r}): only floating-point weights can be read, "
-            "and those in fp8 (e4m3) with a scale for each block; take the model that it was made from"
+            f"{folder} holds quantized weights (quantization_config = {quantization!r}): only floating-point weights are "
+            "supported, and fp8 (e4m3) with one scale per block; use the original model before its quantization"
         )
-    base = f"{family.architecture.removesuffix('ForCausalLM').removesuffix('LMHeadModel')}Model"
-    named = config.get("architectures")
-    if named and (not isinstance(named, list) or not any(name in named for name in (family.architecture, base))):
-        raise CheckpointError(f"{folder}: architectures {named} is not a language model that can be read; known are {known}")
+    base_class = f"{family.architecture.removesuffix('ForCausalLM').removesuffix('LMHeadModel')}Model"
+    architectures = config.get("architectures")
+    if architectures and (
+        not isinstance(architectures, list) or not any(name in architectures for name in (family.architecture, base_class))
+    ):
+        raise CheckpointError(
+            f"{folder}: architectures {architectures} is not a supported language model; supported are {supported}"
+        )
     return family
 
 
 def _find_tokenizer(folder: Path, model_type: str, notes: list[str]) -> DataConfig | None:
-    """The settings of the tokenizer in a folder, or None, which is noted."""
+    """Return settings for the tokenizer in a folder. If there is no supported tokenizer, return None and add a note for the
+    user."""
     if (file := folder / "tokenizer.json").is_file():
         return DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(file))
     if (file := folder / "tokenizer.model").is_file():
         return DataConfig(tokenizer_type="Llama2Tokenizer", tokenizer_model=str(file))
-    # The files do not say how text is split before it is merged, which is known for GPT-2 alone.
-    vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
-    if model_type == "gpt2" and vocabulary.is_file() and merges.is_file():
-        return DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=str(vocabulary), merge_file=str(merges))
+    # vocab.json and merges.txt do not contain the pattern that splits texts, which is known only for GPT-2.
+    vocab, merges = folder / "vocab.json", folder / "merges.txt"
+    if model_type == "gpt2" and vocab.is_file() and merges.is_file():
+        return DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=str(vocab), merge_file=str(merges))
     notes.append(
-        f"{folder} holds no tokenizer that is known: no tokenizer.json, tokenizer.model, or (of GPT-2) vocab.json with merges.txt"
+        f"{folder} holds no supported tokenizer: no tokenizer.json, tokenizer.model, or (only for GPT-2) vocab.json and merges.txt"
     )
     return None

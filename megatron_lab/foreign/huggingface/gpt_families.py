@@ -1,6 +1,6 @@
-"""GPT-2 and GPT-NeoX: LayerNorm, plain MLPs, fused projections.
+"""GPT-2 and GPT-NeoX architectures: LayerNorm, ungated MLPs and fused query-key-value projections.
 
-The defaults of fields that a file leaves out are those of the configuration classes of transformers.
+If a field is absent in config.json, it has the default of the configuration class in transformers.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from megatron_lab.foreign.huggingface.family import Family, Settings
 from megatron_lab.foreign.huggingface.fields import Fields
 from megatron_lab.foreign.huggingface.groups import (
     ActivationField,
-    Biases,
-    Dropouts,
-    Number,
-    Only,
-    Sizes,
-    Switch,
-    untied,
+    BiasFields,
+    BoolField,
+    DropoutFields,
+    FixedField,
+    NumberField,
+    SizeFields,
+    build_tied_embeddings_field,
 )
-from megatron_lab.foreign.huggingface.rotary_fields import Rotary
+from megatron_lab.foreign.huggingface.rotary_fields import RotaryFields
 
 _ALIASES = {
     "n_embd": "hidden_size",
@@ -28,30 +28,30 @@ _ALIASES = {
     "n_layer": "num_hidden_layers",
     "n_positions": "max_position_embeddings",
 }
-"""Second names of fields, which transformers takes too."""
+"""Alternative names of fields that transformers also accepts."""
 
 
-class _GPT2Sizes:
-    """GPT-2's names of sizes."""
+class _GPT2SizeFields:
+    """Config.json fields of model sizes with the names that GPT-2 uses."""
 
-    def read(self, fields: Fields) -> Settings:
-        sizes = {name: self._size(fields, name, alias) for name, alias in _ALIASES.items()}
+    def parse(self, fields: Fields) -> Settings:
+        sizes = {name: self._get_aliased_size(fields, name, alias) for name, alias in _ALIASES.items()}
         hidden, heads = sizes["n_embd"], sizes["n_head"]
         if hidden % heads:
             fields.refuse("n_head", f"does not divide n_embd = {hidden}")
         return {
             "num_layers": sizes["n_layer"],
             "hidden_size": hidden,
-            "ffn_hidden_size": fields.size("n_inner", 4 * hidden),
+            "ffn_hidden_size": fields.get_size("n_inner", 4 * hidden),
             "num_attention_heads": heads,
             "seq_length": sizes["n_positions"],
             "max_position_embeddings": sizes["n_positions"],
         }
 
-    def _size(self, fields: Fields, name: str, alias: str) -> int:
-        given = fields.raw(name) is None and fields.raw(alias) is not None
-        size = fields.size(alias if given else name)
-        if fields.raw(alias) not in (None, size):
+    def _get_aliased_size(self, fields: Fields, name: str, alias: str) -> int:
+        uses_alias = fields.get_raw(name) is None and fields.get_raw(alias) is not None
+        size = fields.get_size(alias if uses_alias else name)
+        if fields.get_raw(alias) not in (None, size):
             fields.refuse(alias, f"differs from {name} = {size}")
         return size
 
@@ -68,27 +68,27 @@ class _GPT2Sizes:
 GPT2 = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
-    always={"position_embedding_type": "learned_absolute", "normalization": "LayerNorm"},
-    groups=(
-        _GPT2Sizes(),
-        ActivationField("activation_function", gated=False, default="gelu_new"),
-        Biases(always=("qkv", "output", "mlp")),
-        Number("layer_norm_epsilon", "norm_epsilon", 1e-5),
-        Number("attn_pdrop", "attention_dropout", 0.1),
-        Number("initializer_range", "init_method_std", 0.02),
-        Dropouts("resid_pdrop", "embd_pdrop", 0.1),
-        untied(True),
-        Only("scale_attn_weights", True),
-        Only("scale_attn_by_inverse_layer_idx", False, "layers scale all attention alike here"),
+    fixed_settings={"position_embedding_type": "learned_absolute", "normalization": "LayerNorm"},
+    field_groups=(
+        _GPT2SizeFields(),
+        ActivationField("activation_function", is_gated=False, default="gelu_new"),
+        BiasFields(always_biased=("qkv", "output", "mlp")),
+        NumberField("layer_norm_epsilon", "norm_epsilon", 1e-5),
+        NumberField("attn_pdrop", "attention_dropout", 0.1),
+        NumberField("initializer_range", "init_method_std", 0.02),
+        DropoutFields("resid_pdrop", "embd_pdrop", 0.1),
+        build_tied_embeddings_field(True),
+        FixedField("scale_attn_weights", True),
+        FixedField("scale_attn_by_inverse_layer_idx", False, "in this framework all layers use the same attention scale"),
     ),
-    without_effect=(
+    ignored_fields=(
         "n_ctx",  # the former name of n_positions
-        "reorder_and_upcast_attn",  # float32 scores, which are always used here
+        "reorder_and_upcast_attn",  # float32 attention scores, which this framework always uses
         *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
     ),
     prefix="transformer.",
-    layer="h.{}",
-    names={
+    layer_name="h.{}",
+    module_names={
         "embedding.word": "wte",
         "embedding.position": "wpe",
         "attention_norm": "ln_1",
@@ -100,30 +100,30 @@ GPT2 = Family(
         "final_norm": "ln_f",
         "output": "lm_head",
     },
-    transposed=True,
-    buffers=r"h\.\d+\.attn\.(?:bias|masked_bias)",  # causal masks
+    is_transposed=True,
+    buffer_pattern=r"h\.\d+\.attn\.(?:bias|masked_bias)",  # causal masks
 )
 
 
 GPT_NEOX = Family(
     model_type="gpt_neox",
     architecture="GPTNeoXForCausalLM",
-    always={"position_embedding_type": "rope", "normalization": "LayerNorm"},
-    groups=(
-        Sizes(max_positions=2048, shared_heads=False, free_heads=False),
-        Rotary(max_positions=2048, partial=0.25, theta_name="rotary_emb_base", partial_name="rotary_pct"),
-        ActivationField("hidden_act", gated=False, default="gelu"),
-        Biases(always=("mlp",), switches={"attention_bias": ("qkv", "output")}, default=True),
-        Number("layer_norm_eps", "norm_epsilon", 1e-5),
-        Number("attention_dropout", "attention_dropout", 0.0),
-        Number("hidden_dropout", "hidden_dropout", 0.0),
-        Number("initializer_range", "init_method_std", 0.02),
-        untied(False),
-        Switch("use_parallel_residual", "parallel_residual", True),
+    fixed_settings={"position_embedding_type": "rope", "normalization": "LayerNorm"},
+    field_groups=(
+        SizeFields(max_positions=2048, has_kv_heads_field=False, has_head_dim_field=False),
+        RotaryFields(max_positions=2048, rotary_fraction=0.25, theta_field="rotary_emb_base", rotary_fraction_field="rotary_pct"),
+        ActivationField("hidden_act", is_gated=False, default="gelu"),
+        BiasFields(always_biased=("mlp",), layers_by_field={"attention_bias": ("qkv", "output")}, default=True),
+        NumberField("layer_norm_eps", "norm_epsilon", 1e-5),
+        NumberField("attention_dropout", "attention_dropout", 0.0),
+        NumberField("hidden_dropout", "hidden_dropout", 0.0),
+        NumberField("initializer_range", "init_method_std", 0.02),
+        build_tied_embeddings_field(False),
+        BoolField("use_parallel_residual", "parallel_residual", True),
     ),
     prefix="gpt_neox.",
-    layer="layers.{}",
-    names={
+    layer_name="layers.{}",
+    module_names={
         "embedding.word": "embed_in",
         "attention_norm": "input_layernorm",
         "attention.qkv": "attention.query_key_value",
@@ -134,7 +134,7 @@ GPT_NEOX = Family(
         "final_norm": "final_layer_norm",
         "output": "embed_out",
     },
-    renamed={"lm_head.weight": "embed_out.weight"},  # transformers 5 calls it so, and takes the older name too
-    grouped_heads=True,
-    buffers=r"layers\.\d+\.attention\.(?:bias|masked_bias|rotary_emb\.inv_freq)",
+    aliases={"lm_head.weight": "embed_out.weight"},  # the name in transformers 5, which accepts both names
+    has_grouped_qkv=True,
+    buffer_pattern=r"layers\.\d+\.attention\.(?:bias|masked_bias|rotary_emb\.inv_freq)",
 )

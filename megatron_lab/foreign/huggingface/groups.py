@@ -1,4 +1,4 @@
-"""Groups of fields that several architectures have: numbers, switches, sizes, biases."""
+"""Converters of config.json fields that several architectures share: numbers, booleans, sizes and biases."""
 
 from __future__ import annotations
 
@@ -8,290 +8,318 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron.config.model import ModelConfig
-from megatron.spec.activations import activation_of, by_hugging_face_name
-from megatron.spec.layers import AttentionSpec, layers
+from megatron.spec.activations import build_hf_name_table, get_activation
+from megatron.spec.layers import AttentionSpec, build_layer_specs
 from megatron.spec.mlps import MLPSpec
 from megatron_lab.foreign.huggingface.family import Settings
 from megatron_lab.foreign.huggingface.fields import Fields
 
 
 @dataclass(frozen=True)
-class Number:
-    """A number that is a setting of ours."""
+class NumberField:
+    """Config.json field whose value is a number that is also a setting of this framework."""
 
-    theirs: str
-    ours: str
+    field_name: str
+    setting: str
     default: float | None
-    """Its value where the field is absent."""
-    optional: bool = False
-    """Whether null is a value, which is None here."""
+    """Value of an absent field."""
+    is_nullable: bool = False
+    """Whether the field may be `null`, which corresponds to the setting None."""
 
-    def read(self, fields: Fields) -> Settings:
-        if self.optional and fields.raw(self.theirs, self.default) is None:
-            return {self.ours: None}
-        return {self.ours: fields.number(self.theirs, self.default or 0.0)}
+    def parse(self, fields: Fields) -> Settings:
+        if self.is_nullable and fields.get_raw(self.field_name, self.default) is None:
+            return {self.setting: None}
+        return {self.setting: fields.get_number(self.field_name, self.default or 0.0)}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        return {self.theirs: getattr(model, self.ours)}
+        return {self.field_name: getattr(model, self.setting)}
 
 
 @dataclass(frozen=True)
-class Reciprocal:
-    """A number whose reciprocal is a setting of ours."""
+class ReciprocalField:
+    """Config.json field whose value is the reciprocal (1 / x) of a setting."""
 
-    theirs: str
-    ours: str
+    field_name: str
+    setting: str
 
-    def read(self, fields: Fields) -> Settings:
-        given = fields.number(self.theirs, 1.0)
-        if not given:
-            fields.refuse(self.theirs, "must be above 0")
-        return {self.ours: 1 / given if given else 1.0}
+    def parse(self, fields: Fields) -> Settings:
+        value = fields.get_number(self.field_name, 1.0)
+        if not value:
+            fields.refuse(self.field_name, "must be above 0")
+        return {self.setting: 1 / value if value else 1.0}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        return {self.theirs: _whole(1 / getattr(model, self.ours))}
+        return {self.field_name: _round_if_close(1 / getattr(model, self.setting))}
 
 
-class EmbeddingTimesRoot:
-    """The embedding multiplied by the root of the hidden size, for which there is no field."""
+class SqrtHiddenEmbeddingScale:
+    """Setting of architectures that multiply the embedding by the square root of the hidden size. No config.json field describes
+    it."""
 
-    def read(self, fields: Fields) -> Settings:
-        return {"embedding_multiplier": fields.size("hidden_size") ** 0.5}
+    def parse(self, fields: Fields) -> Settings:
+        return {"embedding_multiplier": fields.get_size("hidden_size") ** 0.5}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         return {}
 
 
 @dataclass(frozen=True)
-class ScoreScale:
-    """The factor of attention's scores, as it is or as a number of channels whose root it is divided by."""
+class AttentionScaleField:
+    """Config.json field for the factor of the attention scores. Its value is the factor, or a number of channels n for the factor
+    n**-0.5."""
 
-    theirs: str
+    field_name: str
     default: float
-    """Value where the field is absent."""
-    sizes: Sizes
-    """The same as of the architecture: where the factor is the usual one, no setting gives it here."""
-    of_channels: bool = False
+    """Value of an absent field."""
+    sizes: SizeFields
+    """Converter of the size fields of the architecture, which gives the head size. If the scores are multiplied by head_size**-0.5,
+    as usual, the setting `softmax_scale` is None."""
+    is_num_channels: bool = False
+    """Whether the value of the field is a number of channels instead of the factor."""
 
-    def read(self, fields: Fields) -> Settings:
-        given = fields.number(self.theirs, self.default)
-        if not given:
-            fields.refuse(self.theirs, "must be above 0")
+    def parse(self, fields: Fields) -> Settings:
+        value = fields.get_number(self.field_name, self.default)
+        if not value:
+            fields.refuse(self.field_name, "must be above 0")
             return {}
-        scale = given**-0.5 if self.of_channels else given
-        return {"softmax_scale": None if scale == self.sizes.head_channels(fields) ** -0.5 else scale}
+        scale = value**-0.5 if self.is_num_channels else value
+        return {"softmax_scale": None if scale == self.sizes.get_head_size(fields) ** -0.5 else scale}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         scale = model.softmax_scale
-        if self.of_channels:
-            return {self.theirs: model.head_size if scale is None else _whole(scale**-2)}
-        return {self.theirs: model.head_size**-0.5 if scale is None else scale}
+        if self.is_num_channels:
+            return {self.field_name: model.head_size if scale is None else _round_if_close(scale**-2)}
+        return {self.field_name: model.head_size**-0.5 if scale is None else scale}
 
 
-def _whole(number: float) -> float:
-    """An integer, where rounding alone made it none."""
-    return round(number) if math.isclose(number, round(number), rel_tol=1e-12) else number
+def _round_if_close(value: float) -> float:
+    """Return the nearest integer if a value differs from it only by rounding errors, else the value."""
+    return round(value) if math.isclose(value, round(value), rel_tol=1e-12) else value
 
 
 @dataclass(frozen=True)
-class Switch:
-    """A switch that is one of ours, or its opposite."""
+class BoolField:
+    """Config.json field whose value is a boolean setting or the negation of a setting."""
 
-    theirs: str
-    ours: str
+    field_name: str
+    setting: str
     default: bool
-    opposite: bool = False
+    is_inverted: bool = False
 
-    def read(self, fields: Fields) -> Settings:
-        return {self.ours: fields.switch(self.theirs, self.default) is not self.opposite}
+    def parse(self, fields: Fields) -> Settings:
+        return {self.setting: fields.get_bool(self.field_name, self.default) is not self.is_inverted}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        return {self.theirs: getattr(model, self.ours) is not self.opposite}
+        return {self.field_name: getattr(model, self.setting) is not self.is_inverted}
 
 
-def untied(default: bool) -> Switch:
-    """Whether the output layer shares the embedding's matrix, by the name and the sense that all architectures have."""
-    return Switch("tie_word_embeddings", "untie_embeddings_and_output_weights", default, opposite=True)
+def build_tied_embeddings_field(default: bool) -> BoolField:
+    """Return the converter of the field tie_word_embeddings, which all architectures have.
+
+    Args:
+        default: whether the weights of embedding and output layer are tied if the field is absent.
+    """
+    return BoolField("tie_word_embeddings", "untie_embeddings_and_output_weights", default, is_inverted=True)
 
 
 @dataclass(frozen=True)
-class Only:
-    """A field that must have one value: with another the architecture computes what cannot be computed here."""
+class FixedField:
+    """Config.json field that must have one value, because this framework does not support others."""
 
-    theirs: str
+    field_name: str
     value: Any
-    why: str = ""
-    also: tuple[Any, ...] = ()
-    """Values that mean the same."""
+    reason: str = ""
+    equivalent_values: tuple[Any, ...] = ()
+    """Other values of the field that mean the same as `value`, and are accepted too."""
 
-    def read(self, fields: Fields) -> Settings:
-        fields.expect(self.theirs, (self.value, *self.also), self.value, self.why)
+    def parse(self, fields: Fields) -> Settings:
+        fields.expect(self.field_name, (self.value, *self.equivalent_values), self.value, self.reason)
         return {}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        return {self.theirs: self.value}
+        return {self.field_name: self.value}
 
 
 @dataclass(frozen=True)
 class ActivationField:
-    """The function of the MLP, by transformers' name."""
+    """Config.json field for the activation function of the MLP, with the names of transformers."""
 
-    theirs: str
-    gated: bool
+    field_name: str
+    is_gated: bool
     default: str
-    means: Mapping[str, str] = field(default_factory=dict)
-    """Names that mean another function in this architecture."""
+    synonyms: Mapping[str, str] = field(default_factory=dict)
+    """Names that mean a different function in this architecture than elsewhere, each mapped to the usual transformers name of
+    that function."""
 
-    def read(self, fields: Fields) -> Settings:
-        known = by_hugging_face_name(gated=self.gated)
-        known |= {name: known[other] for name, other in self.means.items()}
-        flag = known[fields.expect(self.theirs, tuple(known), self.default)].flag
-        return {} if flag is None else {flag: True}
+    def parse(self, fields: Fields) -> Settings:
+        activations = build_hf_name_table(gated=self.is_gated)
+        activations |= {name: activations[synonym] for name, synonym in self.synonyms.items()}
+        setting = activations[fields.expect(self.field_name, tuple(activations), self.default)].config_field
+        return {} if setting is None else {setting: True}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        mine = activation_of(model)
-        return {self.theirs: mine.hugging_face[0] if mine.hugging_face else mine.name}  # which nobody there reads
+        activation = get_activation(model)
+        # transformers cannot read an activation without a transformers name, whatever is written.
+        return {self.field_name: activation.hf_names[0] if activation.hf_names else activation.name}
 
 
 @dataclass(frozen=True)
-class NotBuilt:
-    """Fields about something that cannot be built here, and that the architecture always has."""
+class UnsupportedFields:
+    """Config.json fields of a feature that every model of the architecture has and that this framework does not support. Reading
+    always records an error."""
 
     names: tuple[str, ...]
-    """Fields; the first is refused, for all of them."""
-    why: str
+    """Names of the fields. The error message contains only the first."""
+    reason: str
 
-    def read(self, fields: Fields) -> Settings:
+    def parse(self, fields: Fields) -> Settings:
         for name in self.names[1:]:
-            fields.raw(name)
-        fields.refuse(self.names[0], self.why)
+            fields.get_raw(name)
+        fields.refuse(self.names[0], self.reason)
         return {}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         return {}
 
 
-BiasPlace = Literal["qkv", "output", "mlp"]
+BiasedLayer = Literal["qkv", "output", "mlp"]
 
 
 @dataclass(frozen=True)
-class Biases:
-    """Which linear layers of a layer have biases."""
+class BiasFields:
+    """Config.json fields that determine which linear layers have biases."""
 
-    always: tuple[BiasPlace, ...] = ()
-    switches: Mapping[str, tuple[BiasPlace, ...]] | None = None
-    """By field: the places that it switches."""
+    always_biased: tuple[BiasedLayer, ...] = ()
+    layers_by_field: Mapping[str, tuple[BiasedLayer, ...]] | None = None
+    """Boolean fields, each mapped to the linear layers that have biases if the field is true."""
     default: bool = False
-    """Value of absent fields."""
+    """Value of these fields if config.json does not contain them."""
 
-    def read(self, fields: Fields) -> Settings:
-        places = set(self.always)
-        for name, switched in (self.switches or {}).items():
-            places |= set(switched) if fields.switch(name, self.default) else set()
-        if places == {"qkv", "output", "mlp"}:
+    def parse(self, fields: Fields) -> Settings:
+        biased_layers = set(self.always_biased)
+        for name, layers in (self.layers_by_field or {}).items():
+            biased_layers |= set(layers) if fields.get_bool(name, self.default) else set()
+        if biased_layers == {"qkv", "output", "mlp"}:
             return {"disable_bias_linear": False}
-        flags = {"qkv": "add_qkv_bias", "output": "add_attn_output_bias", "mlp": "add_mlp_bias"}
-        return {"disable_bias_linear": True, **{flags[place]: True for place in places}}
+        settings_by_layer = {"qkv": "add_qkv_bias", "output": "add_attn_output_bias", "mlp": "add_mlp_bias"}
+        return {"disable_bias_linear": True, **{settings_by_layer[layer]: True for layer in biased_layers}}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        layer = layers(model)[0]
-        there: dict[BiasPlace, bool] = {
+        layer = build_layer_specs(model)[0]
+        has_bias: dict[BiasedLayer, bool] = {
             "qkv": isinstance(layer.attention, AttentionSpec) and layer.attention.qkv_bias,
             "output": layer.attention.output_bias,
             "mlp": isinstance(layer.mlp, MLPSpec) and layer.mlp.bias,
         }
-        return {name: all(there[place] for place in switched) for name, switched in (self.switches or {}).items()}
+        return {
+            name: all(has_bias[name_of_layer] for name_of_layer in layers) for name, layers in (self.layers_by_field or {}).items()
+        }
 
 
 @dataclass(frozen=True)
-class Dropouts:
-    """Dropout of the embedding and of the layers, which are one here."""
+class DropoutFields:
+    """Config.json fields for the dropout of the embedding and of the layers.
 
-    layers: str
-    embedding: str
+    This framework has one setting for both. If the fields differ, the value for the layers applies, and a note tells the user.
+    """
+
+    layers_field: str
+    embedding_field: str
     default: float
 
-    def read(self, fields: Fields) -> Settings:
-        dropout, embedding = (fields.number(name, self.default) for name in (self.layers, self.embedding))
+    def parse(self, fields: Fields) -> Settings:
+        dropout, embedding = (fields.get_number(name, self.default) for name in (self.layers_field, self.embedding_field))
         if embedding != dropout:
-            become = f"becomes that of the layers ({self.layers} {dropout:g})"
-            fields.notes.append(f"the dropout of the embedding ({self.embedding} {embedding:g}) {become}")
+            consequence = f"becomes that of the layers ({self.layers_field} {dropout:g})"
+            fields.notes.append(f"the dropout of the embedding ({self.embedding_field} {embedding:g}) {consequence}")
         return {"hidden_dropout": dropout}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        return {self.layers: model.hidden_dropout, self.embedding: model.hidden_dropout}
+        return {self.layers_field: model.hidden_dropout, self.embedding_field: model.hidden_dropout}
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Llama's names of sizes, with grouped queries and heads of any size."""
+class SizeFields:
+    """Config.json fields of model sizes with the names that Llama uses, including the number of key-value heads and the head
+    size."""
 
     max_positions: int
-    """Default of max_position_embeddings."""
-    kv_heads: int | None = None
-    """Default of key-value heads (None: as many as query heads)."""
+    """Maximum sequence length if config.json has no field max_position_embeddings."""
+    num_kv_heads: int | None = None
+    """Number of key-value heads if config.json has no field num_key_value_heads; None for the number of query heads."""
     head_size: int | None = None
-    """Default of channels of a head (None: hidden / heads)."""
-    shared_heads: bool = True
-    """Whether several query heads may share a key and a value, for which there is a field."""
-    free_heads: bool = True
-    """Whether heads may have any size, for which there is a field; if not, it is hidden / heads."""
-    heads_divide_hidden: bool = False
-    """Whether transformers refuses a hidden size that does not divide by the heads, even with heads of another size."""
+    """Number of channels per head if config.json has no field head_dim; None for hidden size / number of heads."""
+    has_kv_heads_field: bool = True
+    """Whether the architecture has the field num_key_value_heads. Without it, each query head has its own key head and value
+    head."""
+    has_head_dim_field: bool = True
+    """Whether the architecture has the field head_dim. Without it, the head size is hidden size / number of heads."""
+    requires_divisible_hidden: bool = False
+    """Whether transformers requires that the hidden size is a multiple of the number of heads, even with a head_dim."""
 
-    def read(self, fields: Fields) -> Settings:
-        hidden, heads, depth = (fields.size(name) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
-        kv_heads, size = heads, 0
-        if self.shared_heads:
-            kv_heads = _or_null(fields, "num_key_value_heads", absent=self.kv_heads or heads, null=heads)
-        if self.free_heads:
-            size = _or_null(fields, "head_dim", absent=self.head_size or 0, null=0)
-        if heads % kv_heads:
-            fields.refuse("num_key_value_heads", f"{kv_heads} does not divide num_attention_heads = {heads}")
-        if hidden % heads and (not size or self.heads_divide_hidden):
+    def parse(self, fields: Fields) -> Settings:
+        hidden_size, num_heads, num_layers = (
+            fields.get_size(name) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")
+        )
+        num_kv_heads, head_size = num_heads, 0
+        if self.has_kv_heads_field:
+            num_kv_heads = _get_nullable_size(fields, "num_key_value_heads", absent=self.num_kv_heads or num_heads, null=num_heads)
+        if self.has_head_dim_field:
+            head_size = _get_nullable_size(fields, "head_dim", absent=self.head_size or 0, null=0)
+        if num_heads % num_kv_heads:
+            fields.refuse("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads = {num_heads}")
+        if hidden_size % num_heads and (not head_size or self.requires_divisible_hidden):
             fields.refuse(
-                "hidden_size", f"does not divide by num_attention_heads = {heads}{'' if size else ', and there is no head_dim'}"
+                "hidden_size",
+                f"is not a multiple of num_attention_heads = {num_heads}{'' if head_size else ', and there is no head_dim'}",
             )
-        size = size or hidden // heads
-        if size % 2:
-            fields.refuse("hidden_size", f"heads of {size} channels cannot be rotated in pairs")
-        positions = max_positions(fields, self.max_positions)
+        head_size = head_size or hidden_size // num_heads
+        if head_size % 2:
+            fields.refuse("hidden_size", f"heads of {head_size} channels cannot be rotated in pairs: the number must be even")
+        num_positions = get_max_positions(fields, self.max_positions)
         return {
-            "num_layers": depth,
-            "hidden_size": hidden,
-            "ffn_hidden_size": fields.size("intermediate_size"),
-            "num_attention_heads": heads,
-            "kv_channels": size,
-            "group_query_attention": kv_heads != heads,
-            "num_query_groups": kv_heads if kv_heads != heads else 1,
-            "seq_length": positions,
-            "max_position_embeddings": positions,
+            "num_layers": num_layers,
+            "hidden_size": hidden_size,
+            "ffn_hidden_size": fields.get_size("intermediate_size"),
+            "num_attention_heads": num_heads,
+            "kv_channels": head_size,
+            "group_query_attention": num_kv_heads != num_heads,
+            "num_query_groups": num_kv_heads if num_kv_heads != num_heads else 1,
+            "seq_length": num_positions,
+            "max_position_embeddings": num_positions,
         }
 
-    def head_channels(self, fields: Fields) -> int:
-        """Channels of a head."""
-        size = _or_null(fields, "head_dim", absent=self.head_size or 0, null=0) if self.free_heads else 0
-        return size or fields.size("hidden_size") // fields.size("num_attention_heads")
+    def get_head_size(self, fields: Fields) -> int:
+        """Return the number of channels per head that the fields describe."""
+        head_size = _get_nullable_size(fields, "head_dim", absent=self.head_size or 0, null=0) if self.has_head_dim_field else 0
+        return head_size or fields.get_size("hidden_size") // fields.get_size("num_attention_heads")
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        heads = {"num_key_value_heads": model.num_key_value_heads} if self.shared_heads else {}
-        heads |= {"head_dim": model.head_size} if self.free_heads else {}
+        optional_fields = {"num_key_value_heads": model.num_key_value_heads} if self.has_kv_heads_field else {}
+        optional_fields |= {"head_dim": model.head_size} if self.has_head_dim_field else {}
         return {
             "hidden_size": model.hidden_size,
             "intermediate_size": model.ffn_size,
             "num_hidden_layers": model.num_layers,
             "num_attention_heads": model.num_attention_heads,
-            **heads,
+            **optional_fields,
             "max_position_embeddings": model.num_positions,
         }
 
 
-def max_positions(fields: Fields, default: int) -> int:
-    """The longest sequence that the model was made for."""
-    return fields.size("max_position_embeddings", default)
+def get_max_positions(fields: Fields, default: int) -> int:
+    """Return the maximum sequence length, from the field max_position_embeddings."""
+    return fields.get_size("max_position_embeddings", default)
 
 
-def _or_null(fields: Fields, name: str, *, absent: int, null: int) -> int:
-    """A size for which absence and null mean different things."""
-    value = fields.raw(name, "absent")
-    return absent if value == "absent" else null if value is None else fields.size(name)
+def _get_nullable_size(fields: Fields, name: str, *, absent: int, null: int) -> int:
+    """Return a size from a field for which `null` has a different meaning than absence.
+
+    Args:
+        fields: config.json.
+        name: name of the field.
+        absent: value if the field is absent.
+        null: value if the field is `null`.
+    """
+    value = fields.get_raw(name, "absent")
+    return absent if value == "absent" else null if value is None else fields.get_size(name)

@@ -1,4 +1,4 @@
-"""Fields of a config.json that say which layer is of which kind: windows of attention, layers without positions."""
+"""Config.json fields that differ by layer: attention windows, and layers without rotary embeddings."""
 
 from __future__ import annotations
 
@@ -6,115 +6,129 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.config.model import ModelConfig
-from megatron.spec.layer_pattern import pattern_text
-from megatron.spec.layers import LayerSpec, layers
+from megatron.spec.layer_pattern import format_pattern
+from megatron.spec.layers import LayerSpec, build_layer_specs
 from megatron_lab.foreign.huggingface.family import Settings
 from megatron_lab.foreign.huggingface.fields import Fields
-from megatron_lab.foreign.huggingface.rotary_fields import GLOBAL, LOCAL
+from megatron_lab.foreign.huggingface.rotary_fields import FULL_ATTENTION, SLIDING_ATTENTION
 
 
 @dataclass(frozen=True)
 class NoRotaryLayers:
-    """SmolLM3's layers without rotary positions: `no_rope_layers` has 0 for each of them, and 1 for all others."""
+    """Config.json fields that select layers without rotary embeddings (SmolLM3).
 
-    every: int
-    """Default of `no_rope_layer_interval`, which holds where the list is absent."""
+    `no_rope_layers` has one entry per layer: 0 for a layer without rotary embeddings, else 1.
+    """
 
-    def without(self, fields: Fields) -> list[bool]:
-        """Whether each layer has no rotary positions."""
-        depth, every = fields.size("num_hidden_layers"), fields.size("no_rope_layer_interval", self.every)
-        given = fields.raw("no_rope_layers")
-        if given is None:
-            given = [int((layer + 1) % every != 0) for layer in range(depth)]
-        if not isinstance(given, list) or len(given) < depth or any(entry not in (0, 1) for entry in given):
+    interval: int
+    """Value N of the field `no_rope_layer_interval` if config.json does not contain it. Every N-th layer has no rotary embeddings,
+    unless the list `no_rope_layers` selects the layers."""
+
+    def list_unrotated_layers(self, fields: Fields) -> list[bool]:
+        """Return for each layer whether it has no rotary embeddings."""
+        num_layers, interval = fields.get_size("num_hidden_layers"), fields.get_size("no_rope_layer_interval", self.interval)
+        entries = fields.get_raw("no_rope_layers")
+        if entries is None:
+            entries = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
+        if not isinstance(entries, list) or len(entries) < num_layers or any(entry not in (0, 1) for entry in entries):
             fields.refuse("no_rope_layers", "must have 0 or 1 for each layer")
-            return [False] * depth
-        return [not entry for entry in given[:depth]]
+            return [False] * num_layers
+        return [not entry for entry in entries[:num_layers]]
 
-    def read(self, fields: Fields) -> Settings:
-        without = self.without(fields)
-        return {"no_rope_freq": _every(without)} if any(without) else {}
+    def parse(self, fields: Fields) -> Settings:
+        unrotated = self.list_unrotated_layers(fields)
+        return {"no_rope_freq": _format_interval(unrotated)} if any(unrotated) else {}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        rotated = [int(layer.attention.rotary is not None) for layer in layers(model)]
-        return {"no_rope_layers": rotated, "no_rope_layer_interval": self.every}
+        rotated = [int(layer.attention.rotary is not None) for layer in build_layer_specs(model)]
+        return {"no_rope_layers": rotated, "no_rope_layer_interval": self.interval}
 
 
 @dataclass(frozen=True, kw_only=True)
 class WindowFields:
-    """The window of attention, `sliding_window`: a token attends to so many, its own included. Null is none."""
+    """Config.json fields for sliding-window attention.
+
+    `sliding_window` is the number of tokens to which a token attends, including itself; `null` for no window.
+    """
 
     default: int | None
-    """Window where the field is absent."""
-    where: Literal["everywhere", "layer_types", "switched"] = "everywhere"
-    """Which layers have it: all; those that `layer_types` names; or those, where `use_sliding_window` is on."""
-    every: int | None = None
-    """Number N: in files without `layer_types` all layers but every N-th have it. None: those from `max_window_layers` on."""
-    every_name: str | None = None
-    """Field of that number."""
-    unrotated: NoRotaryLayers | None = None
-    """Layers without rotary positions, which have the window in files without `layer_types`."""
+    """Value of `sliding_window` if the field is absent."""
+    applies_to: Literal["everywhere", "layer_types", "switched"] = "everywhere"
+    """Layers that have the window: all layers ("everywhere"), the layers that `layer_types` selects ("layer_types"), or these
+    layers only if `use_sliding_window` is true ("switched")."""
+    interval: int | None = None
+    """Interval N of layers with full attention in files without `layer_types`: every N-th layer has full attention, all other
+    layers have the window. None: the layers from `max_window_layers` on have the window."""
+    interval_field: str | None = None
+    """Name of the field with the value N of `interval`; None if there is no such field."""
+    no_rotary_layers: NoRotaryLayers | None = None
+    """Converter that selects the layers without rotary embeddings, if these are the layers with the window in files without
+    `layer_types`. None if the window does not depend on rotary embeddings."""
 
-    def read(self, fields: Fields) -> Settings:
-        depth = fields.size("num_hidden_layers")
-        given = fields.raw("sliding_window", self.default)
-        window = None if given is None else fields.size("sliding_window", self.default)
-        if self.where == "switched" and not fields.switch("use_sliding_window", False):
+    def parse(self, fields: Fields) -> Settings:
+        num_layers = fields.get_size("num_hidden_layers")
+        value = fields.get_raw("sliding_window", self.default)
+        window = None if value is None else fields.get_size("sliding_window", self.default)
+        if self.applies_to == "switched" and not fields.get_bool("use_sliding_window", False):
             window = None
-        slides = [True] * depth if self.where == "everywhere" else self._kinds(fields, depth, window)
-        if window is None or not any(slides):
-            return {"rotary_base_local": None}  # that of layers with a window, of which there are none
-        return {"window_size": f"{window - 1},0", "window_attn_skip_freq": _skipping(slides)}
+        has_window = [True] * num_layers if self.applies_to == "everywhere" else self._parse_layer_types(fields, num_layers, window)
+        if window is None or not any(has_window):
+            return {"rotary_base_local": None}  # the base for layers with a window is not used
+        return {"window_size": f"{window - 1},0", "window_attn_skip_freq": _format_skip_freq(has_window)}
 
-    def _kinds(self, fields: Fields, depth: int, window: int | None) -> list[bool]:
-        """Whether each layer has the window."""
-        usual, kinds = self._usual_kinds(fields, depth), fields.raw("layer_types")
-        if kinds is None:
-            return usual
-        if not isinstance(kinds, list):
-            fields.refuse("layer_types", "must be a list of the kind of each layer")
-        elif strange := sorted({repr(kind) for kind in kinds if kind not in (GLOBAL, LOCAL)}):
-            fields.refuse("layer_types", f"layers of kind {', '.join(strange)} are not known")
-        elif len(kinds) != depth:
-            fields.refuse("layer_types", f"names {len(kinds)} layers of {depth}")
+    def _parse_layer_types(self, fields: Fields, num_layers: int, window: int | None) -> list[bool]:
+        """Return for each layer whether it has the window."""
+        default_layers, layer_types = self._get_default_layers(fields, num_layers), fields.get_raw("layer_types")
+        if layer_types is None:
+            return default_layers
+        if not isinstance(layer_types, list):
+            fields.refuse("layer_types", "must be a list of the type of each layer")
+        elif unknown := sorted(
+            {repr(layer_type) for layer_type in layer_types if layer_type not in (FULL_ATTENTION, SLIDING_ATTENTION)}
+        ):
+            fields.refuse("layer_types", f"layers of type {', '.join(unknown)} are not supported")
+        elif len(layer_types) != num_layers:
+            fields.refuse("layer_types", f"lists {len(layer_types)} layers, but the model has {num_layers}")
         else:
-            return [kind == LOCAL for kind in kinds]
-        return [False] * depth
+            return [layer_type == SLIDING_ATTENTION for layer_type in layer_types]
+        return [False] * num_layers
 
-    def _usual_kinds(self, fields: Fields, depth: int) -> list[bool]:
-        if self.unrotated is not None:
-            return self.unrotated.without(fields)
-        if self.every is not None:
-            every = self.every if self.every_name is None else fields.size(self.every_name, self.every)
-            return [(layer + 1) % every != 0 for layer in range(depth)]
-        first = fields.raw("max_window_layers", 28)
-        return [layer >= first for layer in range(depth)] if isinstance(first, int) else [False] * depth
+    def _get_default_layers(self, fields: Fields, num_layers: int) -> list[bool]:
+        """Return for each layer whether it has the window in a file without `layer_types`."""
+        if self.no_rotary_layers is not None:
+            return self.no_rotary_layers.list_unrotated_layers(fields)
+        if self.interval is not None:
+            interval = self.interval if self.interval_field is None else fields.get_size(self.interval_field, self.interval)
+            return [(layer + 1) % interval != 0 for layer in range(num_layers)]
+        first_layer = fields.get_raw("max_window_layers", 28)
+        return [layer >= first_layer for layer in range(num_layers)] if isinstance(first_layer, int) else [False] * num_layers
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        specs = layers(model)
-        found = {window for layer in specs if (window := _window(layer)) is not None}
-        slides = [_window(layer) is not None for layer in specs]
-        if self.where == "everywhere":
-            return {"sliding_window": max(found) + 1 if all(slides) else None}
-        fields: dict[str, Any] = {"sliding_window": max(found) + 1 if found else None}
-        if self.where == "switched":
-            fields["use_sliding_window"] = bool(found)
-        return fields | {"layer_types": [LOCAL if each else GLOBAL for each in slides]}
+        specs = build_layer_specs(model)
+        windows = {window for layer in specs if (window := _get_window(layer)) is not None}
+        has_window = [_get_window(layer) is not None for layer in specs]
+        if self.applies_to == "everywhere":
+            return {"sliding_window": max(windows) + 1 if all(has_window) else None}
+        fields: dict[str, Any] = {"sliding_window": max(windows) + 1 if windows else None}
+        if self.applies_to == "switched":
+            fields["use_sliding_window"] = bool(windows)
+        return fields | {"layer_types": [SLIDING_ATTENTION if is_local else FULL_ATTENTION for is_local in has_window]}
 
 
-def _window(layer: LayerSpec) -> int | None:
+def _get_window(layer: LayerSpec) -> int | None:
+    """Return the attention window of a layer; None without a window."""
     return layer.attention.scores.window
 
 
-def _skipping(slides: list[bool]) -> str | None:
-    """Which layers have the window, as --window-attn-skip-freq has it; None for all."""
-    every = _every([not each for each in slides])
-    return None if all(slides) else every if every.isdecimal() else pattern_text(tuple(slides))
+def _format_skip_freq(has_window: list[bool]) -> str | None:
+    """Return the value of --window-attn-skip-freq that selects the layers without the window; None if all layers have it."""
+    pattern = _format_interval([not windowed for windowed in has_window])
+    return None if all(has_window) else pattern if pattern.isdecimal() else format_pattern(tuple(has_window))
 
 
-def _every(marks: list[bool]) -> str:
-    """Marked layers as a number N, for every N-th, or as a list."""
-    every = marks.index(True) + 1 if True in marks else 0
-    if every and marks == [(layer + 1) % every == 0 for layer in range(len(marks))]:
-        return str(every)
-    return pattern_text(tuple(marks))
+def _format_interval(marks: list[bool]) -> str:
+    """Format selected layers: as the number N if every N-th layer is selected, else as a list with an entry per layer."""
+    interval = marks.index(True) + 1 if True in marks else 0
+    if interval and marks == [(layer + 1) % interval == 0 for layer in range(len(marks))]:
+        return str(interval)
+    return format_pattern(tuple(marks))

@@ -1,8 +1,11 @@
-"""Which rows of which of their tensors are the rows of one of our parameters, in both directions.
+"""Correspondence between the rows of a parameter and the rows of Hugging Face tensors, in both directions.
 
-"Ours" are parameters of this framework, "theirs" tensors of transformers. A parameter is seen as a matrix: its last dimension is
-the columns, all others are the rows. Of a vector (a bias, a norm) every element is a row. Their tensors have the same columns. So
-of fused, split and reordered projections, the rows of their tensors, laid end to end, are our rows in some order.
+A *parameter* belongs to this framework, a *Hugging Face tensor* (`hf_`) to a transformers model. A parameter is treated as a
+matrix: its last dimension is the columns, and all other dimensions together are the rows. In a vector (a bias or a norm weight),
+each element is a row.
+
+One parameter may correspond to several Hugging Face tensors, for example to separate query, key and value projections. These
+tensors have the same columns as the parameter. Their rows, concatenated, are the rows of the parameter in some order.
 """
 
 from __future__ import annotations
@@ -13,107 +16,142 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron.config.model import ModelConfig
-from megatron.parallel.boxes import Box
+from megatron.parallel.tensor_slice import TensorSlice
 
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """Where one of our parameters is in their tensors."""
+    """Mapping between the rows of a parameter and the rows of Hugging Face tensors, with their names and dtype."""
 
     shape: tuple[int, ...]
-    """Shape of our parameter."""
+    """Shape of the parameter."""
     is_matrix: bool
-    rows: dict[str, int]
-    """Number of rows of each of their tensors."""
-    order: torch.Tensor | None = None
-    """Place of each of our rows among theirs, laid end to end: int64 [rows]. None: the same order. Where it names only some of
-    theirs, the others are those of other parameters of ours."""
-    transposed: bool = False
-    """Whether their tensors are stored [columns, rows], as in GPT-2."""
-    keeps_32_bits: bool = False
-    """Whether they are stored in at least float32, whatever the others are."""
+    row_counts: dict[str, int]
+    """Number of rows of each Hugging Face tensor, by name."""
+    row_order: torch.Tensor | None = None
+    """Index of each row of the parameter in the concatenated rows of the Hugging Face tensors: int64 [rows]. None if both have
+    the same order.
 
-    def stored_as(self, dtype: torch.dtype) -> torch.dtype:
-        """Dtype of their tensors in files of a dtype."""
-        return torch.promote_types(dtype, torch.float32) if self.keeps_32_bits else dtype
+    If the tensors have more rows than the parameter, the additional rows belong to other parameters.
+    """
+    is_transposed: bool = False
+    """Whether the Hugging Face tensors are stored as [columns, rows], as in GPT-2."""
+    requires_float32: bool = False
+    """Whether the Hugging Face tensors of this parameter are stored in at least float32, even if the model's other tensors have
+    a narrower dtype."""
+
+    def get_hf_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the Hugging Face tensors of this parameter in a model that is written in `dtype`."""
+        return torch.promote_types(dtype, torch.float32) if self.requires_float32 else dtype
 
     @property
-    def columns(self) -> int:
-        """Elements in a row."""
+    def num_cols(self) -> int:
+        """Number of columns, that is, of elements per row."""
         return self.shape[-1] if self.is_matrix else 1
 
-    def their_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each of their tensors."""
+    def hf_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each Hugging Face tensor by name."""
         if not self.is_matrix:
-            return {name: (count,) for name, count in self.rows.items()}
-        return {name: (self.columns, count) if self.transposed else (count, self.columns) for name, count in self.rows.items()}
+            return {name: (num_rows,) for name, num_rows in self.row_counts.items()}
+        return {
+            name: (self.num_cols, num_rows) if self.is_transposed else (num_rows, self.num_cols)
+            for name, num_rows in self.row_counts.items()
+        }
 
-    def ours(self, box: Box, dtype: torch.dtype, their: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """A box of our parameter, made of theirs; reads only what it needs."""
-        out, index = torch.empty(box.sizes, dtype=dtype), box.index
-        if not box.numel:
+    def read_param(self, tensor_slice: TensorSlice, dtype: torch.dtype, read_tensor: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """Assemble a slice of the parameter from the Hugging Face tensors. Only tensors that the slice overlaps are read.
+
+        Args:
+            tensor_slice: region of the parameter.
+            dtype: dtype of the result.
+            read_tensor: reads a Hugging Face tensor by name.
+        """
+        out, index = torch.empty(tensor_slice.sizes, dtype=dtype), tensor_slice.index
+        if not tensor_slice.numel:
             return out
-        if self.order is None and len(self.rows) == 1:  # needs no copy beside the result
-            return out.copy_(self._matrix(their(*self.rows)).view(self.shape)[index])
-        row_shape, columns = (self.shape[:-1], index[-1]) if self.is_matrix else (self.shape, slice(None))
-        order = torch.arange(sum(self.rows.values())) if self.order is None else self.order
-        wanted = order.view(row_shape)[index[: len(row_shape)]].flatten()
-        flat, first = out.view(len(wanted), -1), 0
-        for name, count in self.rows.items():
-            (here,) = torch.where((first <= wanted) & (wanted < first + count))
-            if len(here):
-                found = self._matrix(their(name))[:, columns].index_select(0, wanted[here] - first)
-                flat.index_copy_(0, here, found.to(dtype))
-            first += count
+        if self.row_order is None and len(self.row_counts) == 1:  # needs no intermediate copy
+            return out.copy_(self._to_matrix(read_tensor(*self.row_counts)).view(self.shape)[index])
+        row_shape, cols = (self.shape[:-1], index[-1]) if self.is_matrix else (self.shape, slice(None))
+        row_order = torch.arange(sum(self.row_counts.values())) if self.row_order is None else self.row_order
+        requested_rows = row_order.view(row_shape)[index[: len(row_shape)]].flatten()
+        flat, first_row = out.view(len(requested_rows), -1), 0
+        for name, num_rows in self.row_counts.items():
+            (positions,) = torch.where((first_row <= requested_rows) & (requested_rows < first_row + num_rows))
+            if len(positions):
+                selected = self._to_matrix(read_tensor(name))[:, cols].index_select(0, requested_rows[positions] - first_row)
+                flat.index_copy_(0, positions, selected.to(dtype))
+            first_row += num_rows
         return out
 
-    def theirs(self, ours: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Their tensors, one after the other, made of our whole parameter (parts of it, where the order is the same). Rows that are
-        not ours are zero."""
-        rows = ours.reshape(-1, self.columns)
-        if self.order is not None:
-            rows = rows.new_zeros((sum(self.rows.values()), self.columns)).index_copy_(0, self.order, rows)
-        for (name, shape), part in zip(self.their_shapes().items(), rows.split([*self.rows.values()]), strict=True):
-            yield name, (part.t() if self.transposed else part).contiguous().view(shape)
+    def iter_hf_tensors(self, param: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the name and content of each Hugging Face tensor, converted from the full parameter.
 
-    def _matrix(self, theirs: torch.Tensor) -> torch.Tensor:
-        return theirs.t() if self.transposed else theirs.view(-1, self.columns)
+        If both have the same row order, the tensors are views of the parameter. Rows that belong to other parameters are zero.
+        """
+        rows = param.reshape(-1, self.num_cols)
+        if self.row_order is not None:
+            rows = rows.new_zeros((sum(self.row_counts.values()), self.num_cols)).index_copy_(0, self.row_order, rows)
+        for (name, shape), hf_rows in zip(self.hf_shapes().items(), rows.split([*self.row_counts.values()]), strict=True):
+            yield name, (hf_rows.t() if self.is_transposed else hf_rows).contiguous().view(shape)
+
+    def _to_matrix(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a Hugging Face tensor as a matrix [rows, columns]."""
+        return tensor.t() if self.is_transposed else tensor.view(-1, self.num_cols)
 
 
-def share_tensors(layouts: dict[str, WeightLayout]) -> None:
-    """Let parameters that are parts of one of their tensors have its rows one after the other, in the order of the forward."""
-    users: dict[str, list[str]] = {}
+def merge_shared_tensors(layouts: dict[str, WeightLayout]) -> None:
+    """Update the layouts of parameters that share a Hugging Face tensor, so that each parameter occupies its own range of rows of
+    the tensor.
+
+    The order of the parameters in the tensor is that of `layouts`, which is the order of the forward pass.
+    """
+    param_names: dict[str, list[str]] = {}
     for name, layout in layouts.items():
-        for theirs in layout.rows:
-            users.setdefault(theirs, []).append(name)
-    for theirs, names in users.items():
-        counts, first = [layouts[name].rows[theirs] for name in names], 0
-        for name, count in zip(names, counts, strict=True) if len(names) > 1 else ():
-            layouts[name] = replace(layouts[name], rows={theirs: sum(counts)}, order=torch.arange(first, first + count))
-            first += count
+        for hf_name in layout.row_counts:
+            param_names.setdefault(hf_name, []).append(name)
+    for hf_name, names in param_names.items():
+        num_rows_per_param, first_row = [layouts[name].row_counts[hf_name] for name in names], 0
+        for name, num_rows in zip(names, num_rows_per_param, strict=True) if len(names) > 1 else ():
+            layouts[name] = replace(
+                layouts[name],
+                row_counts={hf_name: sum(num_rows_per_param)},
+                row_order=torch.arange(first_row, first_row + num_rows),
+            )
+            first_row += num_rows
 
 
-def their_tensors(layouts: Mapping[str, WeightLayout], ours: Callable[[str], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """All of their tensors, made one parameter at a time; of one that several neighbours are parts of, one after the other.
+def convert_to_hf(
+    layouts: Mapping[str, WeightLayout], read_param: Callable[[str], torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name and content of all Hugging Face tensors, converting one parameter at a time.
+
+    Parameters that share a tensor are adjacent in `layouts`. Their contributions are summed before the tensor is yielded.
 
     Args:
-        ours: gives our whole parameter of a name.
+        layouts: layouts of all parameters, from `Family.build_layouts`.
+        read_param: reads a full parameter by name.
     """
-    waiting: tuple[str, torch.Tensor] | None = None
-    for name, following in zip(layouts, [*layouts][1:] + [None], strict=True):
-        for theirs, tensor in layouts[name].theirs(ours(name)):
-            if waiting is not None:
-                assert waiting[0] == theirs, "its parts are neighbours"
-                tensor = tensor + waiting[1]  # each is zero where the other is not
-            waiting = (theirs, tensor) if following is not None and theirs in layouts[following].rows else None
-            if waiting is None:
-                yield theirs, tensor
+    pending: tuple[str, torch.Tensor] | None = None
+    for name, next_name in zip(layouts, [*layouts][1:] + [None], strict=True):
+        for hf_name, tensor in layouts[name].iter_hf_tensors(read_param(name)):
+            if pending is not None:
+                assert pending[0] == hf_name, "parameters that share a tensor are adjacent"
+                tensor = tensor + pending[1]  # rows of the other parameters are zero
+            pending = (hf_name, tensor) if next_name is not None and hf_name in layouts[next_name].row_counts else None
+            if pending is None:
+                yield hf_name, tensor
 
 
-def projection_rows(model: ModelConfig) -> tuple[list[int], torch.Tensor]:
-    """Numbers of queries, keys and values among the rows of the projection to them; and the place of each of our rows in the three,
-    laid end to end. Ours are grouped by key-value head: its query heads, its key, its value."""
-    groups, size = model.num_key_value_heads, model.head_size
-    counts = [model.num_attention_heads * size, groups * size, groups * size]
-    parts = torch.arange(sum(counts)).split(counts)
-    return counts, torch.cat([part.view(groups, -1) for part in parts], dim=1).flatten()
+def build_qkv_row_order(model: ModelConfig) -> tuple[list[int], torch.Tensor]:
+    """Return how the rows of the fused query-key-value projection correspond to separate projections.
+
+    In this framework the rows are grouped by key-value head: the query heads of the group, then the key head, then the value head.
+
+    Returns:
+        The numbers of query, key and value rows, and the index of each row of the fused projection in the concatenated query, key
+        and value rows.
+    """
+    num_groups, head_size = model.num_key_value_heads, model.head_size
+    row_counts = [model.num_attention_heads * head_size, num_groups * head_size, num_groups * head_size]
+    qkv_rows = torch.arange(sum(row_counts)).split(row_counts)
+    return row_counts, torch.cat([rows.view(num_groups, -1) for rows in qkv_rows], dim=1).flatten()

@@ -1,6 +1,6 @@
-"""Llama and what is like it.
+"""Llama and architectures that differ from it only slightly.
 
-The defaults of fields that a file leaves out are those of the configuration classes of transformers.
+If a field is absent in config.json, it has the default of the configuration class in transformers.
 """
 
 from __future__ import annotations
@@ -8,57 +8,81 @@ from __future__ import annotations
 from megatron_lab.foreign.huggingface.family import Family, FieldGroup, Settings
 from megatron_lab.foreign.huggingface.groups import (
     ActivationField,
-    Biases,
-    Dropouts,
-    Number,
-    Only,
-    Reciprocal,
-    ScoreScale,
-    Sizes,
-    untied,
+    AttentionScaleField,
+    BiasFields,
+    DropoutFields,
+    FixedField,
+    NumberField,
+    ReciprocalField,
+    SizeFields,
+    build_tied_embeddings_field,
 )
-from megatron_lab.foreign.huggingface.latent_fields import LatentSizes
+from megatron_lab.foreign.huggingface.latent_fields import LatentSizeFields
 from megatron_lab.foreign.huggingface.layer_fields import NoRotaryLayers, WindowFields
-from megatron_lab.foreign.huggingface.rotary_fields import Rotary
+from megatron_lab.foreign.huggingface.rotary_fields import RotaryFields
 
-_SILU = ActivationField("hidden_act", gated=True, default="silu")
+_SILU = ActivationField("hidden_act", is_gated=True, default="silu")
 
 
-def like_llama(
+def build_llama_family(
     name: str,
     architecture: str,
-    *groups: FieldGroup,
-    sizes: Sizes | LatentSizes,
-    tied: bool = False,
+    *field_groups: FieldGroup,
+    sizes: SizeFields | LatentSizeFields,
+    is_tied: bool = False,
     epsilon: float = 1e-6,
-    rotary: Rotary | None = None,
+    rotary: RotaryFields | None = None,
     epsilon_name: str = "rms_norm_eps",
     activation: ActivationField = _SILU,
-    always: Settings | None = None,
-    names: dict[str, str] | None = None,
-    without_effect: tuple[str, ...] = (),
-    later_tokens: tuple[str, ...] = (),
+    fixed_settings: Settings | None = None,
+    module_names: dict[str, str] | None = None,
+    ignored_fields: tuple[str, ...] = (),
+    mtp_fields: tuple[str, ...] = (),
 ) -> Family:
-    """Llama and what is like it: rotary positions, RMSNorm, gated MLP, grouped queries; with what is otherwise."""
+    """Describe an architecture that has the features of Llama except for the differences given as arguments.
+
+    Llama has rotary embeddings, RMSNorm, a gated MLP and grouped-query attention. The arguments `fixed_settings` and `module_names`
+    add entries to those of Llama, or replace them.
+
+    Args:
+        name: `model_type` in config.json.
+        architecture: name of the class in transformers.
+        field_groups: converters of additional config.json fields.
+        sizes: converter of the size fields.
+        is_tied: default of tie_word_embeddings.
+        epsilon: default epsilon of the norms.
+        rotary: converter of the rotary fields, if they differ from Llama's.
+        epsilon_name: name of the field for epsilon.
+        activation: converter of the field of the activation function.
+        fixed_settings: settings that all models of the architecture share.
+        module_names: Hugging Face module names by module name of this framework.
+        ignored_fields: fields that do not change the logits.
+        mtp_fields: possible names of the field with the number of multi-token-prediction layers.
+    """
     return Family(
         model_type=name,
         architecture=architecture,
-        always={"position_embedding_type": "rope", "normalization": "RMSNorm", "hidden_dropout": 0.0, **(always or {})},
-        groups=(
+        fixed_settings={
+            "position_embedding_type": "rope",
+            "normalization": "RMSNorm",
+            "hidden_dropout": 0.0,
+            **(fixed_settings or {}),
+        },
+        field_groups=(
             sizes,
-            rotary or Rotary(max_positions=sizes.max_positions),
+            rotary or RotaryFields(max_positions=sizes.max_positions),
             activation,
-            Number(epsilon_name, "norm_epsilon", epsilon),
-            Number("attention_dropout", "attention_dropout", 0.0),
-            Number("initializer_range", "init_method_std", 0.02),
-            untied(tied),
-            *groups,
+            NumberField(epsilon_name, "norm_epsilon", epsilon),
+            NumberField("attention_dropout", "attention_dropout", 0.0),
+            NumberField("initializer_range", "init_method_std", 0.02),
+            build_tied_embeddings_field(is_tied),
+            *field_groups,
         ),
-        without_effect=(*without_effect, *later_tokens),
-        later_tokens=later_tokens,
+        ignored_fields=(*ignored_fields, *mtp_fields),
+        mtp_fields=mtp_fields,
         prefix="model.",
-        layer="layers.{}",
-        names={
+        layer_name="layers.{}",
+        module_names={
             "embedding.word": "embed_tokens",
             "attention_norm": "input_layernorm",
             "attention": "self_attn",
@@ -71,75 +95,85 @@ def like_llama(
             "mlp.down": "mlp.down_proj",
             "final_norm": "norm",
             "output": "lm_head",
-            **(names or {}),
+            **(module_names or {}),
         },
-        buffers=r"(?:layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",  # frequencies
+        buffer_pattern=r"(?:layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",  # rotary frequencies
     )
 
 
-ATTENTION_AND_MLP_BIAS = Biases(switches={"attention_bias": ("qkv", "output"), "mlp_bias": ("mlp",)})
-ATTENTION_BIAS = Biases(switches={"attention_bias": ("qkv", "output")})
-_QWEN_WINDOWS = WindowFields(default=4096, where="switched")
+ATTENTION_AND_MLP_BIAS = BiasFields(layers_by_field={"attention_bias": ("qkv", "output"), "mlp_bias": ("mlp",)})
+ATTENTION_BIAS = BiasFields(layers_by_field={"attention_bias": ("qkv", "output")})
+_QWEN_WINDOWS = WindowFields(default=4096, applies_to="switched")
 
-LLAMA = like_llama("llama", "LlamaForCausalLM", ATTENTION_AND_MLP_BIAS, sizes=Sizes(max_positions=2048, heads_divide_hidden=True))
-QWEN2 = like_llama(
-    "qwen2", "Qwen2ForCausalLM", Biases(always=("qkv",)), _QWEN_WINDOWS, sizes=Sizes(max_positions=32768, kv_heads=32)
+LLAMA = build_llama_family(
+    "llama", "LlamaForCausalLM", ATTENTION_AND_MLP_BIAS, sizes=SizeFields(max_positions=2048, requires_divisible_hidden=True)
 )
-QWEN3 = like_llama(
+QWEN2 = build_llama_family(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    BiasFields(always_biased=("qkv",)),
+    _QWEN_WINDOWS,
+    sizes=SizeFields(max_positions=32768, num_kv_heads=32),
+)
+QWEN3 = build_llama_family(
     "qwen3",
     "Qwen3ForCausalLM",
     ATTENTION_BIAS,
     _QWEN_WINDOWS,
-    sizes=Sizes(max_positions=32768, kv_heads=32, head_size=128),
-    always={"qk_layernorm": True},
+    sizes=SizeFields(max_positions=32768, num_kv_heads=32, head_size=128),
+    fixed_settings={"qk_layernorm": True},
 )
-MISTRAL = like_llama(
-    "mistral", "MistralForCausalLM", Biases(), WindowFields(default=4096), sizes=Sizes(max_positions=4096 * 32, kv_heads=8)
+MISTRAL = build_llama_family(
+    "mistral",
+    "MistralForCausalLM",
+    BiasFields(),
+    WindowFields(default=4096),
+    sizes=SizeFields(max_positions=4096 * 32, num_kv_heads=8),
 )
-PHI3 = like_llama(
+PHI3 = build_llama_family(
     "phi3",
     "Phi3ForCausalLM",
-    Biases(),
-    Dropouts("resid_pdrop", "embd_pdrop", 0.0),
+    BiasFields(),
+    DropoutFields("resid_pdrop", "embd_pdrop", 0.0),
     WindowFields(default=None),
-    sizes=Sizes(max_positions=4096),
-    rotary=Rotary(max_positions=4096, partial=1.0, types=("longrope",), original_outside=4096),
+    sizes=SizeFields(max_positions=4096),
+    rotary=RotaryFields(max_positions=4096, rotary_fraction=1.0, scaling_types=("longrope",), default_original_context=4096),
     epsilon=1e-5,
-    names={"attention.qkv": "self_attn.qkv_proj", "mlp.up": "mlp.gate_up_proj"},
+    module_names={"attention.qkv": "self_attn.qkv_proj", "mlp.up": "mlp.gate_up_proj"},
 )
 
-SMOLLM3 = like_llama(
+SMOLLM3 = build_llama_family(
     "smollm3",
     "SmolLM3ForCausalLM",
     ATTENTION_AND_MLP_BIAS,
-    NoRotaryLayers(every=4),
-    WindowFields(default=None, where="switched", unrotated=NoRotaryLayers(every=4)),
-    sizes=Sizes(max_positions=32768, kv_heads=4),
-    rotary=Rotary(max_positions=32768, theta=2e6),
-    tied=True,
+    NoRotaryLayers(interval=4),
+    WindowFields(default=None, applies_to="switched", no_rotary_layers=NoRotaryLayers(interval=4)),
+    sizes=SizeFields(max_positions=32768, num_kv_heads=4),
+    rotary=RotaryFields(max_positions=32768, theta=2e6),
+    is_tied=True,
 )
 
-STABLELM = like_llama(
+STABLELM = build_llama_family(
     "stablelm",
     "StableLmForCausalLM",
-    Biases(switches={"use_qkv_bias": ("qkv",)}),
-    Number("hidden_dropout", "hidden_dropout", 0.0),
-    Only("use_parallel_residual", False, "its attention and MLP side by side share one norm, which cannot be built here"),
-    Only("qk_layernorm", False, "it has a norm of its own for each query and key head, which cannot be built here"),
-    sizes=Sizes(max_positions=4096, kv_heads=32, free_heads=False),
-    rotary=Rotary(max_positions=4096, partial=0.25),
+    BiasFields(layers_by_field={"use_qkv_bias": ("qkv",)}),
+    NumberField("hidden_dropout", "hidden_dropout", 0.0),
+    FixedField("use_parallel_residual", False, "parallel attention and MLP with a shared norm are not supported"),
+    FixedField("qk_layernorm", False, "a separate norm for each query and key head is not supported"),
+    sizes=SizeFields(max_positions=4096, num_kv_heads=32, has_head_dim_field=False),
+    rotary=RotaryFields(max_positions=4096, rotary_fraction=0.25),
     epsilon=1e-5,
     epsilon_name="layer_norm_eps",
-    always={"normalization": "LayerNorm"},
+    fixed_settings={"normalization": "LayerNorm"},
 )
-_GRANITE_SIZES = Sizes(max_positions=2048)
-GRANITE = like_llama(
+_GRANITE_SIZES = SizeFields(max_positions=2048)
+GRANITE = build_llama_family(
     "granite",
     "GraniteForCausalLM",
     ATTENTION_AND_MLP_BIAS,
-    Number("embedding_multiplier", "embedding_multiplier", 1.0),
-    Number("residual_multiplier", "residual_multiplier", 1.0),
-    ScoreScale("attention_multiplier", 1.0, _GRANITE_SIZES),
-    Reciprocal("logits_scaling", "output_multiplier"),
+    NumberField("embedding_multiplier", "embedding_multiplier", 1.0),
+    NumberField("residual_multiplier", "residual_multiplier", 1.0),
+    AttentionScaleField("attention_multiplier", 1.0, _GRANITE_SIZES),
+    ReciprocalField("logits_scaling", "output_multiplier"),
     sizes=_GRANITE_SIZES,
 )

@@ -1,4 +1,4 @@
-"""Fields of a config.json about mixtures of experts."""
+"""Config.json fields of mixture-of-experts models."""
 
 from __future__ import annotations
 
@@ -6,188 +6,223 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.config.model import ModelConfig
-from megatron.spec.layer_pattern import pattern_text
-from megatron.spec.mlps import experts_of, has_experts
+from megatron.spec.layer_pattern import format_pattern
+from megatron.spec.mlps import build_experts_spec, has_experts
 from megatron_lab.foreign.huggingface.family import Settings
 from megatron_lab.foreign.huggingface.fields import Fields
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureFields:
-    """Experts chosen by a softmax: how many there are, how wide they are, which layers have them."""
+    """Config.json fields of a mixture of experts with a softmax router: number and sizes of the experts, and the layers that have
+    experts."""
 
-    count: str
-    """Field of the number of experts."""
-    experts: int
-    """Its default."""
-    chosen: int
-    """Default of `num_experts_per_tok`."""
-    width: int | None = None
-    """Default of `moe_intermediate_size`; None where experts are as wide as `intermediate_size` says."""
-    may_sum_to_1: bool = False
-    """Whether `norm_topk_prob` says that the probabilities of the chosen experts sum to 1; otherwise they always do."""
-    shared: int | None = None
-    """Default of `shared_expert_intermediate_size`; None where there is no shared expert."""
-    in_steps: bool = False
-    """Whether `decoder_sparse_step` and `mlp_only_layers` say which layers have experts; otherwise all do."""
+    num_experts_field: str
+    """Name of the field with the number of experts."""
+    num_experts: int
+    """Number of experts if config.json does not contain the field `num_experts_field`."""
+    top_k: int
+    """Number of experts per token if config.json has no field `num_experts_per_tok`."""
+    ffn_size: int | None = None
+    """Hidden size of an expert if config.json has no field `moe_intermediate_size`; None if the experts have the size
+    `intermediate_size`."""
+    has_norm_topk_field: bool = False
+    """Whether the architecture has the field `norm_topk_prob`. If the field is true, the probabilities of a token's experts are
+    divided by their sum. Without the field they always are."""
+    shared_ffn_size: int | None = None
+    """Hidden size of the shared expert if config.json has no field `shared_expert_intermediate_size`; None if there is no shared
+    expert."""
+    has_sparse_step_field: bool = False
+    """Whether `decoder_sparse_step` and `mlp_only_layers` select the layers with experts. Without these fields, all layers have
+    experts."""
 
-    def read(self, fields: Fields) -> Settings:
-        depth, other = fields.size("num_hidden_layers"), fields.raw("num_local_experts")  # its name in files of transformers 5
-        count = fields.size(self.count, other if type(other) is int else self.experts)
-        fields.expect("num_local_experts", (count,), count, f"{self.count} says another number")
-        found: Settings = {
-            "num_experts": count,
-            "moe_router_topk": fields.size("num_experts_per_tok", self.chosen),
-            "moe_router_pre_softmax": self.may_sum_to_1 and not fields.switch("norm_topk_prob", False),
+    def parse(self, fields: Fields) -> Settings:
+        # Transformers 5 writes the number of experts as num_local_experts.
+        num_layers, num_local_experts = fields.get_size("num_hidden_layers"), fields.get_raw("num_local_experts")
+        num_experts = fields.get_size(
+            self.num_experts_field, num_local_experts if type(num_local_experts) is int else self.num_experts
+        )
+        fields.expect("num_local_experts", (num_experts,), num_experts, f"differs from {self.num_experts_field}")
+        parsed: Settings = {
+            "num_experts": num_experts,
+            "moe_router_topk": fields.get_size("num_experts_per_tok", self.top_k),
+            "moe_router_pre_softmax": self.has_norm_topk_field and not fields.get_bool("norm_topk_prob", False),
         }
-        if count < 2:
-            fields.refuse(self.count, "must be at least 2; a model with one MLP in each layer is of another architecture")
-        if self.width is not None:
-            found["moe_ffn_hidden_size"] = fields.size("moe_intermediate_size", self.width)
-        if self.shared is not None:
-            found["moe_shared_expert_intermediate_size"] = fields.size("shared_expert_intermediate_size", self.shared)
-            found["moe_shared_expert_gate"] = True
-        if self.in_steps:
-            step, dense = fields.size("decoder_sparse_step", 1), fields.raw("mlp_only_layers") or []
-            if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
-                fields.refuse("mlp_only_layers", "must be a list of numbers of layers")
-                dense = []
-            marks = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(depth))
-            if not any(marks):
+        if num_experts < 2:
+            fields.refuse(
+                self.num_experts_field, "must be at least 2; a model with one MLP in each layer is of another architecture"
+            )
+        if self.ffn_size is not None:
+            parsed["moe_ffn_hidden_size"] = fields.get_size("moe_intermediate_size", self.ffn_size)
+        if self.shared_ffn_size is not None:
+            parsed["moe_shared_expert_intermediate_size"] = fields.get_size("shared_expert_intermediate_size", self.shared_ffn_size)
+            parsed["moe_shared_expert_gate"] = True
+        if self.has_sparse_step_field:
+            step, dense_layers = fields.get_size("decoder_sparse_step", 1), fields.get_raw("mlp_only_layers") or []
+            if not isinstance(dense_layers, list) or any(type(layer) is not int for layer in dense_layers):
+                fields.refuse("mlp_only_layers", "must be a list of layer indices")
+                dense_layers = []
+            has_experts_in_layer = tuple(layer not in dense_layers and (layer + 1) % step == 0 for layer in range(num_layers))
+            if not any(has_experts_in_layer):
                 fields.refuse("mlp_only_layers", "leaves no layer with experts")
-            found["moe_layer_freq"] = "1" if all(marks) else pattern_text(marks)
-        return found
+            parsed["moe_layer_freq"] = "1" if all(has_experts_in_layer) else format_pattern(has_experts_in_layer)
+        return parsed
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         if model.num_experts is None:
             return {}
-        spec = experts_of(model)
-        found: dict[str, Any] = {self.count: spec.router.experts, "num_experts_per_tok": spec.router.chosen}
-        if self.width is not None:
-            found["moe_intermediate_size"] = spec.expert.width
-        if self.may_sum_to_1:
-            found["norm_topk_prob"] = not spec.router.pre_softmax
-        if self.shared is not None and spec.shared is not None:
-            found["shared_expert_intermediate_size"] = spec.shared.width
-        if self.in_steps:
-            dense = [layer for layer in range(model.num_layers) if not has_experts(model, layer)]
-            found |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
-        return found
+        spec = build_experts_spec(model)
+        fields: dict[str, Any] = {self.num_experts_field: spec.router.num_experts, "num_experts_per_tok": spec.router.top_k}
+        if self.ffn_size is not None:
+            fields["moe_intermediate_size"] = spec.expert.ffn_size
+        if self.has_norm_topk_field:
+            fields["norm_topk_prob"] = not spec.router.pre_softmax
+        if self.shared_ffn_size is not None and spec.shared_expert is not None:
+            fields["shared_expert_intermediate_size"] = spec.shared_expert.ffn_size
+        if self.has_sparse_step_field:
+            dense_layers = [layer for layer in range(model.num_layers) if not has_experts(model, layer)]
+            fields |= {"decoder_sparse_step": 1, "mlp_only_layers": dense_layers}
+        return fields
 
 
-_TRAINING = ("output_router_logits", "aux_loss_alpha", "seq_aux", "ep_size")
-"""Fields of DeepSeek's experts that change nothing but their training."""
+_TRAINING_FIELDS = ("output_router_logits", "aux_loss_alpha", "seq_aux", "ep_size")
+"""Fields of DeepSeek's experts that affect only training."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepSeekExperts:
-    """DeepSeek's experts, behind some dense layers; or none, where all layers are dense.
+class DeepSeekMixtureFields:
+    """Config.json fields of DeepSeek's mixture of experts. The first layers are dense, possibly all layers.
 
-    How groups of experts are judged is no field: V2 takes the best expert of each, V3 the sum of the two best; here it is the sum
-    of as many as a token passes in each of its groups.
+    In group-limited routing, a token selects the groups of experts with the highest scores. No field says how the score of a group
+    is computed: V2 uses the score of the group's best expert, V3 the sum of the two best scores. This framework uses the sum of the
+    best top_k / top_k_groups scores.
     """
 
-    score: Literal["softmax", "sigmoid"]
-    """V2 or V3: how logits become scores."""
-    judged_by: int
-    """Experts of a group, the best, whose scores are summed to judge it."""
-    other_count: str
-    """Another name of `n_routed_experts`."""
-    dense: int
-    """Default of `first_k_dense_replace`."""
-    experts: int
-    """Default of `n_routed_experts`."""
-    chosen: int | None
-    """Default of `num_experts_per_tok`."""
-    shared: int
-    """Default of `n_shared_experts`, each as wide as `moe_intermediate_size` says."""
-    width: int
-    """Default of `moe_intermediate_size`."""
-    scaling: float
-    """Default of `routed_scaling_factor`."""
+    score_function: Literal["softmax", "sigmoid"]
+    """Function that converts logits to scores: "softmax" in V2, "sigmoid" in V3."""
+    group_score_top_k: int
+    """Number of a group's best experts whose scores are summed to the score of the group."""
+    num_experts_alias: str
+    """Alternative name of the field `n_routed_experts` in config.json."""
+    num_dense_layers: int
+    """Number of first layers without experts if config.json has no field `first_k_dense_replace`."""
+    num_experts: int
+    """Number of experts if config.json has no field `n_routed_experts`."""
+    top_k: int | None
+    """Number of experts per token if config.json has no field `num_experts_per_tok`."""
+    num_shared_experts: int
+    """Number of shared experts if config.json has no field `n_shared_experts`. Each shared expert has the size
+    `moe_intermediate_size`."""
+    ffn_size: int
+    """Hidden size of an expert if config.json has no field `moe_intermediate_size`."""
+    scaling_factor: float
+    """Factor of the router weights if config.json has no field `routed_scaling_factor`."""
     groups: tuple[int | None, int | None]
-    """Defaults of `n_group` and `topk_group`."""
+    """Number of groups of experts, and number of groups that a token selects, if config.json has no fields `n_group` and
+    `topk_group`."""
 
-    def read(self, fields: Fields) -> Settings:
-        depth, dense = fields.size("num_hidden_layers"), fields.raw("first_k_dense_replace", self.dense)
-        for name in (*_TRAINING, *_OF_DEEPSEEK):  # without experts all of them are without effect
-            fields.raw(name)
-        if type(dense) is not int or dense < 0:
-            fields.refuse("first_k_dense_replace", "must be the number of dense layers in front of those with experts")
-        elif dense < depth:
-            return self._read_experts(fields, depth, dense)
+    def parse(self, fields: Fields) -> Settings:
+        num_layers, num_dense_layers = (
+            fields.get_size("num_hidden_layers"),
+            fields.get_raw("first_k_dense_replace", self.num_dense_layers),
+        )
+        for name in (*_TRAINING_FIELDS, *_DEEPSEEK_FIELDS):  # without experts these fields have no effect
+            fields.get_raw(name)
+        if type(num_dense_layers) is not int or num_dense_layers < 0:
+            fields.refuse("first_k_dense_replace", "must be the number of dense layers before the layers with experts")
+        elif num_dense_layers < num_layers:
+            return self._parse_experts(fields, num_layers, num_dense_layers)
         return {}
 
-    def _read_experts(self, fields: Fields, depth: int, dense: int) -> Settings:
-        count = fields.size("n_routed_experts", self.experts)
-        fields.expect(self.other_count, (count, None), count, "n_routed_experts says another number")
-        chosen, width = fields.size("num_experts_per_tok", self.chosen), fields.size("moe_intermediate_size", self.width)
-        shared = fields.size("n_shared_experts", self.shared)
-        scaling = fields.number("routed_scaling_factor", self.scaling)
-        if not scaling:
+    def _parse_experts(self, fields: Fields, num_layers: int, num_dense_layers: int) -> Settings:
+        """Convert the fields of a model that has experts to settings."""
+        num_experts = fields.get_size("n_routed_experts", self.num_experts)
+        fields.expect(self.num_experts_alias, (num_experts, None), num_experts, "differs from n_routed_experts")
+        top_k, ffn_size = (
+            fields.get_size("num_experts_per_tok", self.top_k),
+            fields.get_size("moe_intermediate_size", self.ffn_size),
+        )
+        num_shared_experts = fields.get_size("n_shared_experts", self.num_shared_experts)
+        scaling_factor = fields.get_number("routed_scaling_factor", self.scaling_factor)
+        if not scaling_factor:
             fields.refuse("routed_scaling_factor", "must be above 0")
-        if count < 2:
+        if num_experts < 2:
             fields.refuse("n_routed_experts", "must be at least 2; a model with one MLP in each layer is of another architecture")
-        fields.expect("scoring_func", (self.score,), self.score, "transformers computes that one, whatever this says")
-        fields.expect("moe_layer_freq", (1,), 1, "all layers behind the dense ones have experts")
-        found: Settings = {
-            "num_experts": count,
-            "moe_layer_freq": pattern_text((False,) * dense + (True,) * (depth - dense)) if dense else "1",
-            "moe_ffn_hidden_size": width,
-            "moe_router_topk": chosen,
-            "moe_shared_expert_intermediate_size": shared * width,
-            "moe_router_topk_scaling_factor": scaling,
-            "moe_router_score_function": self.score,
+        fields.expect(
+            "scoring_func",
+            (self.score_function,),
+            self.score_function,
+            "transformers always uses this function, whatever the field says",
+        )
+        fields.expect("moe_layer_freq", (1,), 1, "all layers after the dense layers have experts")
+        parsed: Settings = {
+            "num_experts": num_experts,
+            "moe_layer_freq": format_pattern((False,) * num_dense_layers + (True,) * (num_layers - num_dense_layers))
+            if num_dense_layers
+            else "1",
+            "moe_ffn_hidden_size": ffn_size,
+            "moe_router_topk": top_k,
+            "moe_shared_expert_intermediate_size": num_shared_experts * ffn_size,
+            "moe_router_topk_scaling_factor": scaling_factor,
+            "moe_router_score_function": self.score_function,
             "moe_router_dtype": "fp32",
         }
-        if self.score == "sigmoid":
-            fields.expect("topk_method", ("noaux_tc",), "noaux_tc", "transformers chooses experts so, whatever this says")
+        if self.score_function == "sigmoid":
             fields.expect(
-                "norm_topk_prob", (chosen > 1,), True, "here the probabilities of several experts sum to 1, that of one is free"
+                "topk_method", ("noaux_tc",), "noaux_tc", "transformers always selects experts this way, whatever the field says"
             )
-            return found | {"moe_router_enable_expert_bias": True} | self._read_groups(fields, chosen)
-        fields.expect("norm_topk_prob", (False,), False, "transformers does not make probabilities sum to 1, whatever this says")
+            fields.expect(
+                "norm_topk_prob",
+                (top_k > 1,),
+                True,
+                "in this framework the probabilities sum to 1 for several experts per token, but not for one",
+            )
+            return parsed | {"moe_router_enable_expert_bias": True} | self._parse_groups(fields, top_k)
+        fields.expect("norm_topk_prob", (False,), False, "transformers never normalizes the probabilities, whatever the field says")
         method = fields.expect("topk_method", ("greedy", "group_limited_greedy"), "greedy")
-        found["moe_router_pre_softmax"] = True
-        return found | (self._read_groups(fields, chosen) if method == "group_limited_greedy" else {})
+        parsed["moe_router_pre_softmax"] = True
+        return parsed | (self._parse_groups(fields, top_k) if method == "group_limited_greedy" else {})
 
-    def _read_groups(self, fields: Fields, chosen: int) -> Settings:
-        groups, opened = (fields.size(name, default) for name, default in zip(("n_group", "topk_group"), self.groups, strict=True))
-        if opened >= groups:  # all are open
+    def _parse_groups(self, fields: Fields, top_k: int) -> Settings:
+        """Convert the fields of group-limited routing to settings. The result is empty if a token may use experts of all groups."""
+        num_groups, top_k_groups = (
+            fields.get_size(name, default) for name, default in zip(("n_group", "topk_group"), self.groups, strict=True)
+        )
+        if top_k_groups >= num_groups:  # a token may use all groups
             return {}
-        if chosen != self.judged_by * opened:
+        if top_k != self.group_score_top_k * top_k_groups:
             fields.refuse(
                 "topk_group",
-                f"a group is judged by its {self.judged_by} best expert{'s' * (self.judged_by > 1)} there, and here by as many as "
-                f"a token passes in each of its groups: num_experts_per_tok = {chosen} over {opened}; only where that is "
-                f"{self.judged_by} are the same experts chosen",
+                f"transformers scores a group by its {self.group_score_top_k} best expert{'s' * (self.group_score_top_k > 1)}, "
+                f"this framework by its num_experts_per_tok / topk_group best = {top_k} / {top_k_groups}; the selected experts are "
+                f"the same only if that is {self.group_score_top_k}",
             )
-        return {"moe_router_num_groups": groups, "moe_router_group_topk": opened}
+        return {"moe_router_num_groups": num_groups, "moe_router_group_topk": top_k_groups}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         if model.num_experts is None:
             return {"first_k_dense_replace": model.num_layers}
-        spec = experts_of(model)
-        router, width = spec.router, spec.expert.width
-        marks = [has_experts(model, layer) for layer in range(model.num_layers)]
-        found: dict[str, Any] = {
-            "first_k_dense_replace": marks.index(True),
-            "n_routed_experts": router.experts,
-            "n_shared_experts": 0 if spec.shared is None else spec.shared.width // width,
-            "moe_intermediate_size": width,
-            "num_experts_per_tok": router.chosen,
-            "routed_scaling_factor": router.scaling,
-            "n_group": router.groups,
-            "topk_group": router.open_groups if router.groups > 1 else 1,
+        spec = build_experts_spec(model)
+        router, ffn_size = spec.router, spec.expert.ffn_size
+        has_experts_in_layer = [has_experts(model, layer) for layer in range(model.num_layers)]
+        fields: dict[str, Any] = {
+            "first_k_dense_replace": has_experts_in_layer.index(True),
+            "n_routed_experts": router.num_experts,
+            "n_shared_experts": 0 if spec.shared_expert is None else spec.shared_expert.ffn_size // ffn_size,
+            "moe_intermediate_size": ffn_size,
+            "num_experts_per_tok": router.top_k,
+            "routed_scaling_factor": router.scaling_factor,
+            "n_group": router.num_groups,
+            "topk_group": router.top_k_groups if router.num_groups > 1 else 1,
             "moe_layer_freq": 1,
-            "scoring_func": self.score,
+            "scoring_func": self.score_function,
         }
-        if self.score == "sigmoid":
-            return found | {"norm_topk_prob": router.chosen > 1, "topk_method": "noaux_tc"}
-        return found | {"norm_topk_prob": False, "topk_method": "group_limited_greedy" if router.groups > 1 else "greedy"}
+        if self.score_function == "sigmoid":
+            return fields | {"norm_topk_prob": router.top_k > 1, "topk_method": "noaux_tc"}
+        return fields | {"norm_topk_prob": False, "topk_method": "group_limited_greedy" if router.num_groups > 1 else "greedy"}
 
 
-_OF_DEEPSEEK = (
+_DEEPSEEK_FIELDS = (
     *("n_routed_experts", "n_shared_experts", "moe_intermediate_size", "moe_layer_freq", "num_experts_per_tok", "n_group"),
     *("topk_group", "topk_method", "norm_topk_prob", "scoring_func", "routed_scaling_factor", "num_experts", "num_local_experts"),
 )

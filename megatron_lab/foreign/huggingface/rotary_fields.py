@@ -1,9 +1,11 @@
-"""Rotary positions in a config.json.
+"""Config.json fields of rotary position embeddings.
 
-They are spelt in two ways. Before transformers 5: `rope_theta` at the top level, and `rope_scaling` (null, or a mapping whose
-kind is called `type` or `rope_type`). Since: one mapping `rope_parameters` with `rope_type`, `rope_theta` and the parameters of the
-type; where layers with a window have rotary positions of their own, it holds one such mapping for each kind of layer. Files of
-either kind are read. What is written says everything twice, so that every version reads it.
+There are two formats. Before transformers 5, `rope_theta` is a top-level field, and `rope_scaling` is `null` or a mapping with the
+key `type` or `rope_type`. Since transformers 5, one mapping `rope_parameters` contains `rope_type`, `rope_theta` and the parameters
+of the type. If layers with an attention window have different rotary embeddings, `rope_parameters` contains one such mapping per
+layer type.
+
+Both formats are read. Written files contain both, so every version of transformers can read them.
 """
 
 from __future__ import annotations
@@ -20,280 +22,322 @@ from megatron.spec.rotary import (
     LongScaling,
     Scaling,
     YarnScaling,
-    original_context,
-    rotary_of,
-    yarn_magnitude,
+    build_rotary_spec,
+    get_original_context,
+    get_yarn_mscale,
 )
 from megatron_lab.foreign.huggingface.family import Settings
 from megatron_lab.foreign.huggingface.fields import Fields
-from megatron_lab.foreign.huggingface.groups import max_positions
+from megatron_lab.foreign.huggingface.groups import get_max_positions
 
 DEFAULT_THETA = 10000.0
-GLOBAL, LOCAL = "full_attention", "sliding_attention"
-"""Kinds of layers: without and with a window."""
-_ORIGINAL = "original_max_position_embeddings"
+FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
+"""Names of the layer types: without and with an attention window."""
+_ORIGINAL_CONTEXT = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rotary:
-    """The rotary fields of an architecture."""
+class RotaryFields:
+    """Config.json fields of an architecture's rotary position embeddings."""
 
     max_positions: int
-    """Default of max_position_embeddings."""
+    """Maximum sequence length if config.json has no field max_position_embeddings."""
     theta: float = DEFAULT_THETA
-    """Default of rope_theta."""
-    partial: float | None = None
-    """Default of the share of a head that is rotated; None where heads are rotated as a whole."""
-    theta_name: str = "rope_theta"
-    """Its name before transformers 5."""
-    partial_name: str = "partial_rotary_factor"
-    """The same."""
+    """Rotary base if config.json has no field rope_theta."""
+    rotary_fraction: float | None = None
+    """Fraction of the channels of a head that are rotated if config.json does not state a fraction; None if the architecture always
+    rotates all channels."""
+    theta_field: str = "rope_theta"
+    """Name of the field with the value of rope_theta in files written before transformers 5."""
+    rotary_fraction_field: str = "partial_rotary_factor"
+    """Name of the field with the rotary fraction in files written before transformers 5."""
     local_theta: float | None = None
-    """Default of rope_theta in layers with a window; None where all layers have the same rotary positions."""
-    local_theta_name: str = "rope_local_base_freq"
-    """Its name before transformers 5."""
-    default: Settings | None = None
-    """Parameters where the file has none."""
-    types: tuple[str, ...] = ("linear", "llama3", "dynamic", "yarn", "longrope")
-    """Ways to stretch frequencies that transformers takes."""
-    original_outside: int | None = None
-    """Default of the original context, where it stands at the top level."""
+    """Rotary base of layers with an attention window if config.json does not state one; None if all layers have the same rotary
+    embeddings."""
+    local_theta_field: str = "rope_local_base_freq"
+    """Name of the field with the rope_theta of layers with an attention window, in files written before transformers 5."""
+    default_scaling: Settings | None = None
+    """Rotary parameters (type and options of the frequency scaling) of a config.json that contains none."""
+    scaling_types: tuple[str, ...] = ("linear", "llama3", "dynamic", "yarn", "longrope")
+    """Types of frequency scaling that transformers supports for this architecture."""
+    default_original_context: int | None = None
+    """Sequence length for which the unscaled frequencies were chosen, if config.json does not state it; None unless this length is
+    a top-level field in this architecture."""
 
-    def read(self, fields: Fields) -> Settings:
-        positions = max_positions(fields, self.max_positions)
-        whole = _mapping(fields, "rope_parameters")
-        local: Settings = {}
+    def parse(self, fields: Fields) -> Settings:
+        num_positions = get_max_positions(fields, self.max_positions)
+        rope_parameters = _get_mapping(fields, "rope_parameters")
+        local_parameters: Settings = {}
         if self.local_theta is not None:
-            inside = {name: _normalised(fields, "rope_parameters", whole.pop(name)) for name in (GLOBAL, LOCAL) if name in whole}
-            if inside and (set(whole) - {"rope_type"}):
-                fields.refuse("rope_parameters", f"{', '.join(whole)} beside the kinds of layers")
-            if inside:
-                whole, local = inside.get(GLOBAL, {}), inside.get(LOCAL, {})
-        parameters = _Parameters(fields, whole, self.default or {})
-        theta = parameters.number("rope_theta", self.theta, self.theta_name)
-        read: Settings = {"rotary_base": theta}
-        share = parameters.take("partial_rotary_factor", 1.0 if self.partial is None else self.partial, self.partial_name)
-        if self.partial is None and share != 1.0:
-            fields.refuse("partial_rotary_factor", f"{parameters.place}: these architectures rotate whole heads")
-        elif share != 1.0:
-            read["rotary_percent"] = share
-        original = parameters.take(_ORIGINAL, self.original_outside or positions)
-        if parameters.kind not in self.types:
-            kinds = f"default, {', '.join(self.types)}"
-            if parameters.kind != "default":
-                fields.refuse(parameters.name, f"rotary positions of type {parameters.kind!r} are not supported, only {kinds}")
-                return read
+            nested = {
+                name: _normalize(fields, "rope_parameters", rope_parameters.pop(name))
+                for name in (FULL_ATTENTION, SLIDING_ATTENTION)
+                if name in rope_parameters
+            }
+            if nested and (set(rope_parameters) - {"rope_type"}):
+                fields.refuse("rope_parameters", f"has {', '.join(rope_parameters)} next to the layer types")
+            if nested:
+                rope_parameters, local_parameters = nested.get(FULL_ATTENTION, {}), nested.get(SLIDING_ATTENTION, {})
+        parameters = _RopeParameters(fields, rope_parameters, self.default_scaling or {})
+        theta = parameters.pop_number("rope_theta", self.theta, self.theta_field)
+        parsed: Settings = {"rotary_base": theta}
+        fraction = parameters.pop(
+            "partial_rotary_factor", 1.0 if self.rotary_fraction is None else self.rotary_fraction, self.rotary_fraction_field
+        )
+        if self.rotary_fraction is None and fraction != 1.0:
+            fields.refuse(
+                "partial_rotary_factor", f"{parameters.location}: this architecture always rotates all channels of a head"
+            )
+        elif fraction != 1.0:
+            parsed["rotary_percent"] = fraction
+        original_context = parameters.pop(_ORIGINAL_CONTEXT, self.default_original_context or num_positions)
+        if parameters.rope_type not in self.scaling_types:
+            supported = f"default, {', '.join(self.scaling_types)}"
+            if parameters.rope_type != "default":
+                fields.refuse(
+                    parameters.name, f"rotary embeddings of type {parameters.rope_type!r} are not supported, only {supported}"
+                )
+                return parsed
         else:
-            read |= _READERS[parameters.kind](parameters, positions, original)
+            parsed |= _PARSERS[parameters.rope_type](parameters, num_positions, original_context)
         parameters.finish()
         if self.local_theta is not None:
-            if "yarn_correction_range_round_to_int" in read:
-                read["yarn_correction_range_round_to_int"] = True  # transformers looks for `truncate` beside the kinds of layers
-            read |= self._read_local(fields, local, read)
-        return read
+            if "yarn_correction_range_round_to_int" in parsed:
+                # transformers ignores `truncate` in the parameters of a layer type.
+                parsed["yarn_correction_range_round_to_int"] = True
+            parsed |= self._parse_local_theta(fields, local_parameters, parsed)
+        return parsed
 
-    def _read_local(self, fields: Fields, parameters: Settings, read: Settings) -> Settings:
-        """The base in layers with a window, if anything is different there."""
-        outside = read["rotary_base"]
-        if self.local_theta_name != self.theta_name:
-            outside = fields.number(self.local_theta_name, self.local_theta or DEFAULT_THETA)
-        theta: Any = parameters.get("rope_theta", outside)
+    def _parse_local_theta(self, fields: Fields, parameters: Settings, parsed: Settings) -> Settings:
+        """Return the setting for the rotary base of layers with an attention window; empty if it equals the base of all other
+        layers."""
+        default_theta = parsed["rotary_base"]
+        if self.local_theta_field != self.theta_field:
+            default_theta = fields.get_number(self.local_theta_field, self.local_theta or DEFAULT_THETA)
+        theta: Any = parameters.get("rope_theta", default_theta)
         if parameters.get("rope_type", "default") != "default" or set(parameters) - {"rope_type", "rope_theta"}:
-            fields.refuse("rope_parameters", f"frequencies in layers of kind {LOCAL} can have a base of their own, and no scaling")
-        return {} if theta == read["rotary_base"] and len(read) == 1 else {"rotary_base_local": float(theta)}
+            fields.refuse(
+                "rope_parameters", f"frequencies in layers of type {SLIDING_ATTENTION} can have a different base, but no scaling"
+            )
+        return {} if theta == parsed["rotary_base"] and len(parsed) == 1 else {"rotary_base_local": float(theta)}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        spec = rotary_of(model)
+        spec = build_rotary_spec(model)
         if spec is None:
             return {}
-        scaling = _written(spec.scaling, model)
+        scaling = _build_scaling_fields(spec.scaling, model)
         parameters = {"rope_theta": model.rotary_base, **scaling}
         fields: dict[str, Any] = {}
-        if self.partial is not None:
-            parameters["partial_rotary_factor"] = fields[self.partial_name] = model.rotary_percent
-        if self.original_outside is not None:
-            fields[_ORIGINAL] = scaling.get(_ORIGINAL, self.original_outside)
+        if self.rotary_fraction is not None:
+            parameters["partial_rotary_factor"] = fields[self.rotary_fraction_field] = model.rotary_percent
+        if self.default_original_context is not None:
+            fields[_ORIGINAL_CONTEXT] = scaling.get(_ORIGINAL_CONTEXT, self.default_original_context)
         if isinstance(spec.scaling, DynamicScaling):
             fields["max_position_embeddings"] = spec.scaling.original_context
-        fields[self.theta_name] = model.rotary_base
+        fields[self.theta_field] = model.rotary_base
         fields["rope_scaling"] = None if spec.scaling is None else scaling
         if self.local_theta is None:
             return fields | {"rope_parameters": parameters}
-        local = model.rotary_base if model.rotary_base_local is None else model.rotary_base_local
-        if self.local_theta_name != self.theta_name:
-            fields[self.local_theta_name] = local
-        return fields | {"rope_parameters": {GLOBAL: parameters, LOCAL: {"rope_type": "default", "rope_theta": local}}}
+        local_theta = model.rotary_base if model.rotary_base_local is None else model.rotary_base_local
+        if self.local_theta_field != self.theta_field:
+            fields[self.local_theta_field] = local_theta
+        return fields | {
+            "rope_parameters": {FULL_ATTENTION: parameters, SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": local_theta}}
+        }
 
 
-def _linear(parameters: _Parameters, positions: int, original: Any) -> Settings:
-    return {"rotary_seq_len_interpolation_factor": parameters.number("factor", None)}
+def _parse_linear(parameters: _RopeParameters, num_positions: int, original_context: Any) -> Settings:
+    return {"rotary_seq_len_interpolation_factor": parameters.pop_number("factor", None)}
 
 
-def _llama3(parameters: _Parameters, positions: int, original: Any) -> Settings:
+def _parse_llama3(parameters: _RopeParameters, num_positions: int, original_context: Any) -> Settings:
     return {
         "use_rope_scaling": True,
-        "rope_scaling_factor": parameters.number("factor", None),
-        "rope_low_freq_factor": parameters.number("low_freq_factor", None),
-        "rope_high_freq_factor": parameters.number("high_freq_factor", None),
-        _ORIGINAL: parameters.length(original),
+        "rope_scaling_factor": parameters.pop_number("factor", None),
+        "rope_low_freq_factor": parameters.pop_number("low_freq_factor", None),
+        "rope_high_freq_factor": parameters.pop_number("high_freq_factor", None),
+        _ORIGINAL_CONTEXT: parameters.check_length(original_context),
     }
 
 
-def _dynamic(parameters: _Parameters, positions: int, original: Any) -> Settings:
-    if original != positions:
-        parameters.refuse(f"{_ORIGINAL} {original!r} is not max_position_embeddings {positions}, from which this type begins")
-    return {"rope_type": "dynamic", "rotary_scaling_factor": parameters.number("factor", None), _ORIGINAL: positions}
+def _parse_dynamic(parameters: _RopeParameters, num_positions: int, original_context: Any) -> Settings:
+    if original_context != num_positions:
+        parameters.refuse(
+            f"{_ORIGINAL_CONTEXT} {original_context!r} must be max_position_embeddings = {num_positions} with this type"
+        )
+    return {
+        "rope_type": "dynamic",
+        "rotary_scaling_factor": parameters.pop_number("factor", None),
+        _ORIGINAL_CONTEXT: num_positions,
+    }
 
 
-def _yarn(parameters: _Parameters, positions: int, original: Any) -> Settings:
-    original = parameters.length(original)
-    read: dict[str, Any] = {
+def _parse_yarn(parameters: _RopeParameters, num_positions: int, original_context: Any) -> Settings:
+    original_context = parameters.check_length(original_context)
+    parsed: dict[str, Any] = {
         "rope_type": "yarn",
-        "rotary_scaling_factor": parameters.number("factor", positions / original),
-        _ORIGINAL: original,
-        "beta_fast": parameters.number("beta_fast", 32.0),
-        "beta_slow": parameters.number("beta_slow", 1.0),
-        "yarn_correction_range_round_to_int": parameters.take("truncate", True) is True,
+        "rotary_scaling_factor": parameters.pop_number("factor", num_positions / original_context),
+        _ORIGINAL_CONTEXT: original_context,
+        "beta_fast": parameters.pop_number("beta_fast", 32.0),
+        "beta_slow": parameters.pop_number("beta_slow", 1.0),
+        "yarn_correction_range_round_to_int": parameters.pop("truncate", True) is True,
     }
-    given = parameters.take("attention_factor", None)
-    weights = [parameters.take(name, 0.0) for name in ("mscale", "mscale_all_dim")]
-    if given is None and all(weights):
-        return read | dict(zip(("mscale", "mscale_all_dim"), map(float, weights), strict=True))
-    if weights[1]:  # by itself it acts on the scores of latent attention alone
-        given = yarn_magnitude(read["rotary_scaling_factor"], 1.0) if given is None else given
-        read["mscale_all_dim"] = float(weights[1])
-    return read if given is None else read | {"rope_attention_factor": float(given)}
+    attention_factor = parameters.pop("attention_factor", None)
+    mscales = [parameters.pop(name, 0.0) for name in ("mscale", "mscale_all_dim")]
+    if attention_factor is None and all(mscales):
+        return parsed | dict(zip(("mscale", "mscale_all_dim"), map(float, mscales), strict=True))
+    if mscales[1]:  # without mscale, it affects only the scores of latent attention
+        attention_factor = get_yarn_mscale(parsed["rotary_scaling_factor"], 1.0) if attention_factor is None else attention_factor
+        parsed["mscale_all_dim"] = float(mscales[1])
+    return parsed if attention_factor is None else parsed | {"rope_attention_factor": float(attention_factor)}
 
 
-def _longrope(parameters: _Parameters, positions: int, original: Any) -> Settings:
-    original = parameters.length(original)
-    given = parameters.take("attention_factor", None)
+def _parse_longrope(parameters: _RopeParameters, num_positions: int, original_context: Any) -> Settings:
+    original_context = parameters.check_length(original_context)
+    attention_factor = parameters.pop("attention_factor", None)
     return {
         "rope_type": "longrope",
-        "rotary_scaling_factor": parameters.number("factor", positions / original),
-        _ORIGINAL: original,
-        "rope_short_factors": parameters.numbers("short_factor"),
-        "rope_long_factors": parameters.numbers("long_factor"),
-        **({} if given is None else {"rope_attention_factor": float(given)}),
+        "rotary_scaling_factor": parameters.pop_number("factor", num_positions / original_context),
+        _ORIGINAL_CONTEXT: original_context,
+        "rope_short_factors": parameters.pop_list("short_factor"),
+        "rope_long_factors": parameters.pop_list("long_factor"),
+        **({} if attention_factor is None else {"rope_attention_factor": float(attention_factor)}),
     }
 
 
-_READERS: dict[str, Callable[[_Parameters, int, Any], Settings]] = {
-    "linear": _linear,
-    "llama3": _llama3,
-    "dynamic": _dynamic,
-    "yarn": _yarn,
-    "longrope": _longrope,
+_PARSERS: dict[str, Callable[[_RopeParameters, int, Any], Settings]] = {
+    "linear": _parse_linear,
+    "llama3": _parse_llama3,
+    "dynamic": _parse_dynamic,
+    "yarn": _parse_yarn,
+    "longrope": _parse_longrope,
 }
-"""By type: what its parameters mean, given the longest sequence and the original context."""
+"""Functions that convert the parameters of a scaling type to settings. Arguments: parameters, maximum sequence length and
+original context length."""
 
 
-def _written(scaling: Scaling | None, model: ModelConfig) -> dict[str, Any]:
-    """The parameters of a scaling, with its type."""
+def _build_scaling_fields(scaling: Scaling | None, model: ModelConfig) -> dict[str, Any]:
+    """Convert a frequency scaling to config.json fields, including the type of the scaling."""
     match scaling:
         case None:
             return {"rope_type": "default"}
         case LinearScaling():
             return {"rope_type": "linear", "factor": scaling.factor}
         case Llama3Scaling():
-            bounds = {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
-            return {"rope_type": "llama3", "factor": scaling.factor, **bounds, _ORIGINAL: scaling.original_context}
+            freq_factors = {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+            return {"rope_type": "llama3", "factor": scaling.factor, **freq_factors, _ORIGINAL_CONTEXT: scaling.original_context}
         case DynamicScaling():
             return {"rope_type": "dynamic", "factor": scaling.factor}
         case YarnScaling():
-            weights = {"mscale": model.mscale, "mscale_all_dim": model.mscale_all_dim}
-            by_weights = model.rope_attention_factor is None and all(weights.values())
-            of_scores = {"mscale_all_dim": model.mscale_all_dim} if model.multi_latent_attention and model.mscale_all_dim else {}
+            mscales = {"mscale": model.mscale, "mscale_all_dim": model.mscale_all_dim}
+            uses_mscales = model.rope_attention_factor is None and all(mscales.values())
+            score_mscale = {"mscale_all_dim": model.mscale_all_dim} if model.multi_latent_attention and model.mscale_all_dim else {}
             return {
                 "rope_type": "yarn",
                 "factor": scaling.factor,
-                _ORIGINAL: scaling.original_context,
-                "beta_fast": scaling.fast,
-                "beta_slow": scaling.slow,
-                "truncate": scaling.whole_pairs,
-                **(weights if by_weights else {"attention_factor": scaling.magnitude, **of_scores}),
+                _ORIGINAL_CONTEXT: scaling.original_context,
+                "beta_fast": scaling.beta_fast,
+                "beta_slow": scaling.beta_slow,
+                "truncate": scaling.rounds_bounds,
+                **(mscales if uses_mscales else {"attention_factor": scaling.attention_factor, **score_mscale}),
             }
         case LongScaling():
             return {
                 "rope_type": "longrope",
                 "factor": model.rotary_scaling_factor,
-                _ORIGINAL: original_context(model),
-                "short_factor": list(scaling.short),
-                "long_factor": list(scaling.long),
-                "attention_factor": scaling.magnitude,
+                _ORIGINAL_CONTEXT: get_original_context(model),
+                "short_factor": list(scaling.short_factors),
+                "long_factor": list(scaling.long_factors),
+                "attention_factor": scaling.attention_factor,
             }
 
 
-def _mapping(fields: Fields, name: str) -> dict[str, Any]:
-    """The parameters in a field without those that are null, with the type under its newer name."""
-    return _normalised(fields, name, fields.raw(name))
+def _get_mapping(fields: Fields, name: str) -> dict[str, Any]:
+    """Return the mapping of rotary parameters in a field, normalized by `_normalize`; empty if the field is absent."""
+    return _normalize(fields, name, fields.get_raw(name))
 
 
-def _normalised(fields: Fields, name: str, given: Any) -> dict[str, Any]:
-    given = given or {}
-    if not isinstance(given, dict):
+def _normalize(fields: Fields, name: str, mapping: Any) -> dict[str, Any]:
+    """Return a mapping of rotary parameters without its `null` entries, and with the scaling type under the key `rope_type`."""
+    mapping = mapping or {}
+    if not isinstance(mapping, dict):
         fields.refuse(name, "must be a mapping")
         return {}
-    found = {key: value for key, value in given.items() if value is not None}
-    if "type" in found and found.setdefault("rope_type", found["type"]) != found.pop("type"):
+    parameters = {key: entry for key, entry in mapping.items() if entry is not None}
+    if "type" in parameters and parameters.setdefault("rope_type", parameters["type"]) != parameters.pop("type"):
         fields.refuse(name, "rope_type and type differ")
-    if "rope_type" in found:
-        found["rope_type"] = {"su": "longrope"}.get(found["rope_type"], found["rope_type"])  # the name in the first Phi-3
-    return {"rope_type": "default"} | found if given else {}
+    if "rope_type" in parameters:
+        # The first Phi-3 models use the name "su".
+        parameters["rope_type"] = {"su": "longrope"}.get(parameters["rope_type"], parameters["rope_type"])
+    return {"rope_type": "default"} | parameters if mapping else {}
 
 
-class _Parameters:
-    """The rotary parameters of a config.json, wherever they stand."""
+class _RopeParameters:
+    """Rotary parameters of a config.json, read in the same way from either of the two formats.
 
-    def __init__(self, fields: Fields, new: dict[str, Any], default: Settings) -> None:
+    Args:
+        fields: config.json.
+        new_parameters: parameters in the mapping `rope_parameters`; empty if the file does not have it.
+        default: parameters of a file that contains none.
+    """
+
+    def __init__(self, fields: Fields, new_parameters: dict[str, Any], default: Settings) -> None:
         self._fields = fields
-        old = _mapping(fields, "rope_scaling")
-        self.name = "rope_parameters" if new else "rope_scaling"
-        if new and old and new | old != new:
-            fields.refuse("rope_scaling", f"differs from rope_parameters = {fields.raw('rope_parameters')!r}: remove one of them")
-        self._left = new or old or dict(default)
-        self.place = f"{self.name} = {fields.raw(self.name)!r}" if new or old else "at the top level"
-        self.kind = self._left.pop("rope_type", "default")
+        old_parameters = _get_mapping(fields, "rope_scaling")
+        self.name = "rope_parameters" if new_parameters else "rope_scaling"
+        if new_parameters and old_parameters and new_parameters | old_parameters != new_parameters:
+            fields.refuse(
+                "rope_scaling", f"differs from rope_parameters = {fields.get_raw('rope_parameters')!r}: remove one of them"
+            )
+        self._unread = new_parameters or old_parameters or dict(default)
+        self.location = f"{self.name} = {fields.get_raw(self.name)!r}" if new_parameters or old_parameters else "at the top level"
+        self.rope_type = self._unread.pop("rope_type", "default")
 
-    def refuse(self, why: str) -> None:
-        """Record that the parameters cannot be accepted."""
-        self._fields.refuse(self.name, why)
+    def refuse(self, reason: str) -> None:
+        """Record the error that the rotary parameters are not supported."""
+        self._fields.refuse(self.name, reason)
 
-    def take(self, key: str, default: Any, outside_name: str | None = None) -> Any:
-        """A parameter, which may stand in the mapping or at the top level."""
-        outside_name = outside_name or key
-        outside, inside = self._fields.raw(outside_name), self._left.pop(key, None)
-        if outside is not None and inside is not None and outside != inside:
-            self._fields.refuse(outside_name, f"differs from {self.place}")
-        found = inside if inside is not None else outside
-        return default if found is None else found
+    def pop(self, key: str, default: Any, top_level_name: str | None = None) -> Any:
+        """Remove a rotary parameter from the parameters and return it. It may be in the mapping or a top-level field.
 
-    def number(self, key: str, default: float | None, outside_name: str | None = None) -> float:
-        """A parameter that must be a positive number."""
-        return self._positive(key, self.take(key, default, outside_name))
+        Args:
+            key: key in the mapping.
+            default: value if the parameter is absent.
+            top_level_name: name of the top-level field; by default `key`.
+        """
+        top_level_name = top_level_name or key
+        top_level_value, mapping_value = self._fields.get_raw(top_level_name), self._unread.pop(key, None)
+        if top_level_value is not None and mapping_value is not None and top_level_value != mapping_value:
+            self._fields.refuse(top_level_name, f"differs from {self.location}")
+        value = mapping_value if mapping_value is not None else top_level_value
+        return default if value is None else value
 
-    def numbers(self, key: str) -> tuple[float, ...]:
-        """A parameter that must be a list of positive numbers."""
-        values = self._left.pop(key, None)
+    def pop_number(self, key: str, default: float | None, top_level_name: str | None = None) -> float:
+        """Remove a rotary parameter that must be a positive number from the parameters, and return it."""
+        return self._check_positive(key, self.pop(key, default, top_level_name))
+
+    def pop_list(self, key: str) -> tuple[float, ...]:
+        """Remove a rotary parameter that must be a list of positive numbers from the parameters, and return it."""
+        values = self._unread.pop(key, None)
         if not isinstance(values, list):
-            self.refuse(f"{key} is {values!r}, it must be a list of numbers")
+            self.refuse(f"{key} is {values!r}, but must be a list of numbers")
             return ()
-        return tuple(self._positive(key, value) for value in values)
+        return tuple(self._check_positive(key, value) for value in values)
 
-    def length(self, value: Any) -> int:
-        """A number of tokens."""
+    def check_length(self, value: Any) -> int:
+        """Check that a value is an integer number of tokens of at least 2, and return it."""
         if type(value) is not int or value < 2:
-            self.refuse(f"{_ORIGINAL} is {value!r}, it must be a whole number of at least 2")
+            self.refuse(f"{_ORIGINAL_CONTEXT} is {value!r}, but must be an integer of at least 2")
             return 2
         return value
 
-    def _positive(self, key: str, value: Any) -> float:
+    def _check_positive(self, key: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            self.refuse(f"{key} is {value!r}, it must be a positive number")
+            self.refuse(f"{key} is {value!r}, but must be a positive number")
             return 1.0
         return float(value)
 
     def finish(self) -> None:
-        """Refuse parameters that were not taken."""
-        if self._left:
-            self.refuse(f"{', '.join(self._left)} unknown with type {self.kind!r}")
+        """Record an error if rotary parameters remain that were not read."""
+        if self._unread:
+            self.refuse(f"unknown parameters with type {self.rope_type!r}: {', '.join(self._unread)}")

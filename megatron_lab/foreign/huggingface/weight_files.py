@@ -1,7 +1,8 @@
-"""The files that hold the weights of a Hugging Face folder, read through memory maps.
+"""Weight files of a Hugging Face folder, read through memory maps.
 
-One `model.safetensors`, or several with `model.safetensors.index.json` that says in which each tensor is; in older folders
-`pytorch_model.bin` in the same two ways, pickles that are opened as weights only.
+A folder has one `model.safetensors`, or several files and the index `model.safetensors.index.json`, which names the file of each
+tensor. Older folders have `pytorch_model.bin`, with or without an index. These files are pickles, which are opened with
+`weights_only`.
 """
 
 from __future__ import annotations
@@ -18,101 +19,108 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, listed
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, format_list
 from megatron.checkpoint.safetensors_file import DTYPES
-from megatron.config.extras import optional
+from megatron.config.extras import import_optional
 from megatron.config.regular_file import read_text
 from megatron.parallel.products import dtype_name
 from megatron_lab.foreign.source import TensorInfo
 
 INDEX = ".index.json"
 SINGLE = "model.safetensors"
-_PICKLED = "pytorch_model.bin"
+_PICKLE = "pytorch_model.bin"
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class FileTensor(TensorInfo):
-    """A tensor in a file."""
+    """Shape and dtype of a tensor in a weight file, and a function that reads it."""
 
     read: Callable[[], torch.Tensor]
-    """Gives a view of the file."""
+    """Function that returns the tensor. The memory of the tensor is mapped from the file."""
 
 
-def stored_tensors(folder: Path) -> dict[str, FileTensor]:
-    """The tensors of a folder by their names there.
+def open_tensors(folder: Path) -> dict[str, FileTensor]:
+    """Open the weight files of a folder, and return their tensors by Hugging Face name. The data is not read yet.
 
     Raises:
-        CheckpointError: no weights, or a format that is not opened.
-        DamagedCheckpointError: a file is missing or truncated, or files and index disagree.
+        CheckpointError: the folder has no weights, or their format is not supported.
+        DamagedCheckpointError: a file is missing or truncated, or the files do not match the index.
     """
-    found: dict[str, FileTensor] = {}
-    kind, expected = _find(folder)
-    for path, names in expected.items():
+    folder_tensors: dict[str, FileTensor] = {}
+    single_name, names_by_path = _find_files(folder)
+    for path, names in names_by_path.items():
         if not path.is_file():
-            raise DamagedCheckpointError(f"{path} is missing; {path.name} is named in {kind}{INDEX}")
-        tensors = _open_safetensors(path) if kind == SINGLE else _open_pickle(path)
+            raise DamagedCheckpointError(f"{path} is missing; {path.name} is named in {single_name}{INDEX}")
+        file_tensors = _open_safetensors(path) if single_name == SINGLE else _open_pickle(path)
         if names is not None:
-            if absent := sorted(names - tensors.keys()):
-                raise DamagedCheckpointError(f"{path} lacks tensors that {kind}{INDEX} says are in it: {listed(absent)}")
-            if extra := sorted(tensors.keys() - names):
-                raise DamagedCheckpointError(f"{path} holds tensors that {kind}{INDEX} does not name: {listed(extra)}")
-        found |= tensors
-    return found
+            if absent := sorted(names - file_tensors.keys()):
+                raise DamagedCheckpointError(
+                    f"{path} lacks tensors that {single_name}{INDEX} says are in it: {format_list(absent)}"
+                )
+            if extra := sorted(file_tensors.keys() - names):
+                raise DamagedCheckpointError(f"{path} holds tensors that {single_name}{INDEX} does not name: {format_list(extra)}")
+        folder_tensors |= file_tensors
+    return folder_tensors
 
 
-def _find(folder: Path) -> tuple[str, dict[Path, set[str] | None]]:
-    """The kind of files, and the files, each with the tensors that the index lists for it."""
-    for kind in (SINGLE, _PICKLED):
-        if (folder / kind).is_file():
-            return kind, {folder / kind: None}
-        index = folder / f"{kind}{INDEX}"
+def _find_files(folder: Path) -> tuple[str, dict[Path, set[str] | None]]:
+    """Return the standard name of a single weight file in the format of this folder (such as model.safetensors, also the start of
+    the index's name), and the weight files.
+
+    For each weight file, the result contains the names of the tensors that the index lists for it, or None without an index.
+    """
+    for single_name in (SINGLE, _PICKLE):
+        if (folder / single_name).is_file():
+            return single_name, {folder / single_name: None}
+        index = folder / f"{single_name}{INDEX}"
         if index.is_file():
-            return kind, _read_index(index)
-    raise CheckpointError(
-        f"{folder} holds no weights: there is no {SINGLE}, {SINGLE}{INDEX}, {_PICKLED} or {_PICKLED}{INDEX} in it"
-    )
+            return single_name, _read_index(index)
+    raise CheckpointError(f"{folder} holds no weights: there is no {SINGLE}, {SINGLE}{INDEX}, {_PICKLE} or {_PICKLE}{INDEX} in it")
 
 
 def _read_index(path: Path) -> dict[Path, set[str] | None]:
+    """Read the index, and return the weight files with the names of the tensors that the index lists for each."""
     try:
         mapping = json.loads(read_text(path))["weight_map"]
-        found: dict[str, set[str]] = defaultdict(set)
+        names_by_file: dict[str, set[str]] = defaultdict(set)
         for name, file in mapping.items():
             if Path(file).name != file:
                 raise DamagedCheckpointError(f"{path} names {file!r}, which is not a file in its folder")
-            found[file].add(name)
+            names_by_file[file].add(name)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise DamagedCheckpointError(f"{path} is not a readable index of weights ({error!r})") from error
-    return {path.parent / file: names for file, names in found.items()}
+    return {path.parent / file: names for file, names in names_by_file.items()}
 
 
 def _open_safetensors(path: Path) -> dict[str, FileTensor]:
-    optional("safetensors", f"{path} needs the package safetensors")
+    import_optional("safetensors", f"{path} needs the package safetensors")
     from safetensors import SafetensorError, safe_open
 
     dtypes = {DTYPES[dtype_name(dtype)].code: dtype for dtype in WEIGHT_DTYPES} | {"F8_E4M3": torch.float8_e4m3fn}
 
-    def read(name: str) -> torch.Tensor:
+    def read_tensor(name: str) -> torch.Tensor:
         try:
-            # Mapped anew each time: the pages of a map that stays would stay resident, in the end the whole model's.
-            with safe_open(path, framework="pt") as opened:
-                found: torch.Tensor = opened.get_tensor(name)
+            # Map the file again for each tensor: a permanent map would keep the pages of all read tensors in memory.
+            with safe_open(path, framework="pt") as file:
+                tensor: torch.Tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise DamagedCheckpointError(f"{path}: {name} cannot be read ({error})") from error
-        return found
+        return tensor
 
     try:
-        with safe_open(path, framework="pt") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
-            return {  # types that no weight has become some other type
-                name: FileTensor(tuple(part.get_shape()), dtypes.get(part.get_dtype(), torch.uint8), partial(read, name))
-                for name, part in slices.items()
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+            return {  # dtypes that are not dtypes of weights become uint8
+                name: FileTensor(
+                    tuple(tensor_slice.get_shape()), dtypes.get(tensor_slice.get_dtype(), torch.uint8), partial(read_tensor, name)
+                )
+                for name, tensor_slice in slices.items()
             }
     except (SafetensorError, OSError, struct.error) as error:
-        raise DamagedCheckpointError(f"{path} is not a whole safetensors file ({error})") from error
+        raise DamagedCheckpointError(f"{path} is not a complete safetensors file ({error})") from error
 
 
 def _open_pickle(path: Path) -> dict[str, FileTensor]:
@@ -120,17 +128,17 @@ def _open_pickle(path: Path) -> dict[str, FileTensor]:
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError as error:
-            if "mmap" not in str(error):  # files of before torch 1.6 cannot be mapped
+            if "mmap" not in str(error):  # files from before torch 1.6 cannot be memory-mapped
                 raise
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} is a pickle with more in it than weights, and is not opened, since that could run any program: "
-            f"{str(error).splitlines()[0]}\n  Save the model as safetensors where you trust it."
+            f"{path} is a pickle that contains more than weights. It is not opened, since that could run any program: "
+            f"{str(error).splitlines()[0]}\n  If you trust the file, load it with torch and save the weights as safetensors."
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError) as error:
-        raise DamagedCheckpointError(f"{path} is not a whole file of weights ({error})") from error
+        raise DamagedCheckpointError(f"{path} is not a complete file of weights ({error})") from error
     tensors: dict[str, Any] = content if isinstance(content, dict) else {}
     if not tensors or not all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in tensors.items()):
-        raise CheckpointError(f"{path} does not hold weights by their names")
+        raise CheckpointError(f"{path} is not a state dict: expected a mapping from parameter names to tensors")
     return {name: FileTensor(tuple(value.shape), value.dtype, value.detach) for name, value in tensors.items()}
