@@ -1,1 +1,1 @@
-"""Checks and profiles of a GPU."""
+"""Checks and profiles that test this framework on a GPU (`tools/check_gpu.py`)."""

@@ -1,4 +1,4 @@
-"""All checks, in order of value. Imports nothing that needs torch."""
+"""List of all checks, most valuable first. The module imports nothing that needs torch."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Check:
-    """One check: what it proves, its function and how long it takes."""
+    """Entry of the list of checks: the check's name, its function and its estimated duration."""
 
     name: str
     proves: str
+    """Statement that is true if the check passes, for the user."""
     function: str
-    """Module in this folder and function. It takes a `CheckContext`, and `argument` if there is one."""
+    """Function that runs the check, as "module.function" within this package.
+
+    The function takes a `CheckContext`, and `argument` as a second argument if `argument` is not empty.
+    """
     gpu_seconds: float
-    """Estimate for one GPU of the Hopper generation."""
+    """Estimated seconds on a GPU of the Hopper generation."""
     cpu_seconds: float
-    """Estimate with --device cpu, measured on two cores."""
+    """Estimated seconds with --device cpu, measured on two cores."""
     argument: str = ""
     needs_cuda: bool = False
 
     def estimate(self, device: str) -> float:
-        """Return the estimated seconds on a kind of device."""
+        """Return the estimated seconds on a device type, "cuda" or "cpu"."""
         return self.gpu_seconds if device == "cuda" else self.cpu_seconds
 
 
@@ -42,12 +46,12 @@ SCRIPTS = {
 
 CHECKS = (
     # 1. The device and its limits.
-    Check("device", "the device, the versions and what is missing", "roofline.device_facts", 10, 6),
+    Check("device", "device, versions, and missing packages and build tools", "roofline.device_facts", 10, 6),
     Check("roofline", "rates of a large copy and a large matrix product", "roofline.roofline", 5, 3),
     # 2. Kernels against float64.
     Check(
         "weight-gradients",
-        "16-bit weight gradients go into float32 memory without a second tensor",
+        "16-bit weight gradients are written to float32 memory without a second tensor",
         "kernels.weight_gradients",
         2,
         2,
@@ -56,65 +60,82 @@ CHECKS = (
     Check(
         "attention-speed", "time of each attention kernel, forward and backward", "kernels.attention_speed", 3, 1, needs_cuda=True
     ),
-    Check("flash-parts", "attention of two runs, joined, is right", "kernels.flash_parts", 2, 1, needs_cuda=True),
+    Check("flash-parts", "attention of two halves of a sequence, combined, is right", "kernels.flash_parts", 2, 1, needs_cuda=True),
     Check("varlen", "attention within documents and windows is right", "kernels.varlen", 2, 1, needs_cuda=True),
-    Check("experts", "grouped products of experts and their gradients are right", "kernels.experts", 2, 2),
+    Check("experts", "grouped matrix products of experts and their gradients are right", "kernels.experts", 2, 2),
     Check(
-        "experts-speed", "time of experts' weight gradients, grouped and one by one", "kernels.experts_speed", 3, 1, needs_cuda=True
+        "experts-speed", "time of experts' weight gradients, grouped and in a loop", "kernels.experts_speed", 3, 1, needs_cuda=True
     ),
-    Check("fp8-products", "8-bit products of each recipe are those of the emulation", "kernels.fp8_products", 4, 3),
+    Check("fp8-products", "8-bit matrix products of each recipe agree with the emulation", "kernels.fp8_products", 4, 3),
     Check("cross-entropy", "loss and gradient from bfloat16 logits are right", "kernels.cross_entropy", 2, 2),
     Check(
         "deterministic-counts",
-        "counts of experts and embedding gradients, in deterministic mode",
+        "expert counts and embedding gradients are reproducible in deterministic mode",
         "kernels.deterministic_counts",
         2,
         2,
     ),
     # 3. Speed, eager.
     Check("profiler", "torch's profiler sees the kernels of this device", "profiles.profiler_works", 3, 2),
-    Check("speed-350m", "our step beside a plain loop, 350M parameters", "speed.eager", 14, 8, "350m"),
-    Check("speed-8b", "the same for layers of Llama 3 8B", "speed.eager", 18, 8, "8b"),
-    Check("speed-1.3b", "the same for 1.3B parameters", "speed.eager", 16, 8, "1.3b"),
-    Check("speed-experts", "the same for 8 experts of width 2,048", "speed.eager", 18, 8, "experts"),
-    # 4. Where the time goes.
-    Check("profile-1", "kernels of a step of the model that is slowest beside the plain loop", "profiles.profile", 12, 6, "1"),
-    Check("profile-2", "the same for the second slowest", "profiles.profile", 12, 6, "2"),
+    Check("speed-350m", "eager step compared with a plain loop, 350M parameters", "speed.eager", 14, 8, "350m"),
+    Check("speed-8b", "eager step compared with a plain loop, layers of Llama 3 8B", "speed.eager", 18, 8, "8b"),
+    Check("speed-1.3b", "eager step compared with a plain loop, 1.3B parameters", "speed.eager", 16, 8, "1.3b"),
+    Check("speed-experts", "eager step compared with a plain loop, 8 experts of width 2,048", "speed.eager", 18, 8, "experts"),
+    # 4. Profiles of the slowest models.
+    Check("profile-1", "kernels of the model that is slowest relative to the plain loop", "profiles.profile", 12, 6, "1"),
+    Check("profile-2", "kernels of the second slowest model", "profiles.profile", 12, 6, "2"),
     # 5. Speed, compiled and in 8 bits.
-    Check("compiled-8b", "compiled, beside the compiled plain loop", "speed.compiled", 60, 30, "8b"),
-    Check("compiled-1.3b", "the same for 1.3B parameters", "speed.compiled", 60, 30, "1.3b"),
-    Check("fp8-8b", "our step with 8-bit products, by row and by tensor", "speed.fp8", 20, 8, "8b"),
-    Check("fp8-1.3b", "the same for 1.3B parameters", "speed.fp8", 20, 8, "1.3b"),
-    # 6. Memory, waits of the host, and equality with the CPU.
-    Check("memory", "the peaks of the speed checks are those of the plan", "speed.memory", 1, 12),
-    Check("waits-per-step", "the host waits for the device once a step", "steps.waits_per_step", 6, 1, needs_cuda=True),
-    Check("waits-between", "and nowhere between microbatches", "steps.waits_between_microbatches", 8, 1, needs_cuda=True),
-    Check("float64-gpt", "steps in float64 are those of the CPU: GPT", "steps.same_as_cpu", 4, 3, "gpt"),
-    Check("float64-llama", "Llama with grouped queries", "steps.same_as_cpu", 4, 3, "llama"),
-    Check("float64-experts", "a mixture of experts", "steps.same_as_cpu", 4, 3, "experts"),
-    Check("float64-windows", "windows and capped scores", "steps.same_as_cpu", 4, 3, "windows"),
-    Check("float64-latent", "multi-head latent attention", "steps.same_as_cpu", 4, 3, "latent"),
+    Check(
+        "compiled-8b", "compiled step compared with the compiled plain loop, layers of Llama 3 8B", "speed.compiled", 60, 30, "8b"
+    ),
+    Check(
+        "compiled-1.3b", "compiled step compared with the compiled plain loop, 1.3B parameters", "speed.compiled", 60, 30, "1.3b"
+    ),
+    Check("fp8-8b", "step with 8-bit products, rowwise and tensorwise, layers of Llama 3 8B", "speed.fp8", 20, 8, "8b"),
+    Check("fp8-1.3b", "step with 8-bit products, rowwise and tensorwise, 1.3B parameters", "speed.fp8", 20, 8, "1.3b"),
+    # 6. Memory, host waits for the device, and equality with the CPU.
+    Check("memory", "peak memory in the speed checks is within 10 % of the memory plan", "speed.memory", 1, 12),
+    Check("waits-per-step", "the host waits for the device once per step", "steps.waits_per_step", 6, 1, needs_cuda=True),
+    Check(
+        "waits-between", "the host does not wait between microbatches", "steps.waits_between_microbatches", 8, 1, needs_cuda=True
+    ),
+    Check("float64-gpt", "steps in float64 agree with the CPU: GPT", "steps.same_as_cpu", 4, 3, "gpt"),
+    Check("float64-llama", "steps in float64 agree with the CPU: Llama with grouped queries", "steps.same_as_cpu", 4, 3, "llama"),
+    Check("float64-experts", "steps in float64 agree with the CPU: a mixture of experts", "steps.same_as_cpu", 4, 3, "experts"),
+    Check(
+        "float64-windows", "steps in float64 agree with the CPU: windows and capped scores", "steps.same_as_cpu", 4, 3, "windows"
+    ),
+    Check(
+        "float64-latent", "steps in float64 agree with the CPU: multi-head latent attention", "steps.same_as_cpu", 4, 3, "latent"
+    ),
     Check("same-twice", "--deterministic-mode gives the same losses twice", "steps.same_twice", 5, 4),
     # 7. Several processes.
-    Check("two-ranks-tensor", "two tensor ranks on one device compute what one does", "runs.two_ranks", 20, 25, "tensor"),
+    Check("two-ranks-tensor", "two tensor ranks on one device agree with one rank", "runs.two_ranks", 20, 25, "tensor"),
     Check("nccl", "collectives over NCCL with one rank; memory of a communicator", "runs.nccl_alone", 12, 1, needs_cuda=True),
     Check("kill-resume", "a killed run resumes with the same losses", "runs.kill_and_resume", 30, 30),
-    # More of 5 and 7.
-    Check("compiled-experts", "compiled, 8 experts", "speed.compiled", 60, 30, "experts"),
-    Check("compiled-350m", "compiled, 350M parameters", "speed.compiled", 50, 15, "350m"),
-    Check("fp8-350m", "8-bit products, 350M parameters", "speed.fp8", 16, 12, "350m"),
-    *(Check(f"two-ranks-{name}", f"two ranks, {name}", "runs.two_ranks", 20, 25, name) for name in LAYOUTS[1:]),
+    # More checks of groups 5 and 7.
+    Check(
+        "compiled-experts", "compiled step compared with the compiled plain loop, 8 experts", "speed.compiled", 60, 30, "experts"
+    ),
+    Check(
+        "compiled-350m", "compiled step compared with the compiled plain loop, 350M parameters", "speed.compiled", 50, 15, "350m"
+    ),
+    Check("fp8-350m", "step with 8-bit products, rowwise and tensorwise, 350M parameters", "speed.fp8", 16, 12, "350m"),
+    *(
+        Check(f"two-ranks-{name}", f"two ranks on one device agree with one rank, {name}", "runs.two_ranks", 20, 25, name)
+        for name in LAYOUTS[1:]
+    ),
     Check("bf16-band", "the bfloat16 loss stays within its band around float64", "runs.bf16_band", 25, 15),
     Check("fp8-band", "the loss with 8-bit products stays within its band", "runs.fp8_band", 35, 25),
     Check("fp16-overflow", "float16 skips updates after an overflow and lowers the scale", "runs.overflow", 15, 15),
-    Check("offload", "activations in host memory change nothing", "runs.offload", 25, 25),
-    Check("checkpoint-across", "a checkpoint of the CPU goes on here, and back", "runs.checkpoint_across", 45, 50),
-    Check("compiled-float64", "compiled layers compute what eager ones do", "runs.compiled", 60, 40),
-    # 8. Ranks of the launch scripts.
+    Check("offload", "offloading activations to host memory changes nothing", "runs.offload", 25, 25),
+    Check("checkpoint-across", "a run continues from the CPU to the device and back", "runs.checkpoint_across", 45, 50),
+    Check("compiled-float64", "compiled layers agree with eager layers in float64", "runs.compiled", 60, 40),
+    # 8. One rank of each launch script.
     *(
         Check(
             f"rank-{name.removeprefix('train_')}",
-            f"one rank of {name}.sh: memory and MFU at most",
+            f"one rank of {name}.sh: memory, and an upper bound of MFU",
             "scripts.rank",
             seconds,
             15,

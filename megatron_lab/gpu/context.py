@@ -1,4 +1,4 @@
-"""Arguments, results and exceptions of checks."""
+"""Argument and result of a GPU check, and the exceptions by which a check fails."""
 
 from __future__ import annotations
 
@@ -8,38 +8,43 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-"""The folder of `pretrain_gpt.py` and `megatron_lab`: the root of the repository, or where the package is installed."""
+"""Folder that contains `pretrain_gpt.py` and `megatron_lab`: the root of the repository, or the folder of the installed package."""
 
 
 class CheckFailed(Exception):
-    """Failure of a check. The message has the measured value and the allowed one."""
+    """Raised by a check that fails. The message contains the measured and the allowed value."""
 
 
 class DoesNotFit(Exception):
-    """The device is too small for a check, by the plan. The message has both sizes."""
+    """Raised by a check if, according to the memory plan, it needs more memory than the device has.
+
+    The message contains both sizes.
+    """
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a check that passed."""
+    """Result that a check returns if it passes."""
 
     figure: str
-    """The measured values, on one line."""
+    """Measured values as one line of text for the user."""
     data: Mapping[str, Any] = field(default_factory=dict)
-    """Values for other checks and for the report, of types that JSON has."""
+    """Values for later checks and for the report, of types that JSON supports."""
 
 
 @dataclass(frozen=True)
 class CheckContext:
-    """The device of a check, a folder of its own, and the results of the checks before it."""
+    """Argument of every check: the device, a folder for files, and the results of earlier checks."""
 
     device: str
     """ "cuda" or "cpu"."""
     folder: Path
+    """Folder for the files of this check."""
     data: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """`Outcome.data` of earlier checks, by the check's name."""
+    """`Outcome.data` of each earlier check, by the name of the check."""
     send_partial: Callable[[Outcome], None] = lambda outcome: None
-    """Report what is known so far. It counts if the check does not reach its end."""
+    """Function that reports a partial result. If the check does not complete, for example because its process dies, that result is
+    used."""
 
     @property
     def on_cuda(self) -> bool:
@@ -47,13 +52,16 @@ class CheckContext:
         return self.device == "cuda"
 
 
-def require_at_most(value: float, limit: float, what: str) -> str:
-    """Return a figure that names a value and its limit.
+def require_at_most(value: float, limit: float, label: str) -> str:
+    """Check a measured value against its limit. Return a text with both, for `Outcome.figure`.
+
+    Args:
+        label: name of the value, for the text.
 
     Raises:
-        CheckFailed: the value is above the limit or not a number.
+        CheckFailed: the value is above the limit, or is NaN.
     """
-    figure = f"{what} {value:.1e} (at most {limit:.0e})"
+    figure = f"{label} {value:.1e} (at most {limit:.0e})"
     if not value <= limit:
         raise CheckFailed(figure)
     return figure

@@ -1,4 +1,7 @@
-"""One rank of a job, alone on a device: real kernels, its own part of the model, and messages that return at once."""
+"""Training step of a single rank of a job, without the other ranks.
+
+The rank has real kernels and its own shard of the model. A fake process group returns from every collective at once.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,16 @@ from torch import nn
 
 from megatron.config.cli import load
 from megatron.config.config import Config
-from megatron.data.samples import DocumentRules, SamplePiece, read_microbatch
-from megatron.data.tokenizer import planned_rows
-from megatron.model.build import Model, model_of
+from megatron.data.samples import DocumentRules, DocumentSpan, read_microbatch
+from megatron.data.tokenizer import predict_embedding_rows
+from megatron.model.build import Model, build_model_from_config
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import connect_fake, disconnect
 from megatron.parallel.params import materialize
 from megatron.parallel.random import DropoutKey
 from megatron.parallel.topology import Topology
-from megatron.training.inputs import BatchMaker
-from megatron.training.startup import choose_attention, set_numerics
+from megatron.training.inputs import BatchBuilder
+from megatron.training.startup import choose_attention_kernel, set_numerics
 from megatron.training.step import TrainStep
 
 _DOCUMENTS_PER_SAMPLE = 8
@@ -31,41 +34,41 @@ _DOCUMENTS_PER_SAMPLE = 8
 
 @dataclass(frozen=True)
 class Job:
-    """Settings of a run and its number of ranks."""
+    """Settings and world size of a training job of which one rank is run."""
 
     config: Config
     world_size: int
 
     @classmethod
-    def of(cls, line: Sequence[str], world_size: int = 1) -> Job:
-        """Read a command line. One with --dry-run names its world size itself."""
-        loaded = load(line, world_size)
+    def of(cls, argv: Sequence[str], world_size: int = 1) -> Job:
+        """Parse the command line of a job. If it contains --dry-run, the world size of --dry-run replaces `world_size`."""
+        loaded = load(argv, world_size)
         return cls(loaded.config, loaded.dry_run.world_size if loaded.dry_run else world_size)
 
     @property
     def topology(self) -> Topology:
-        """The grid of ranks."""
+        """Rank grid of the job."""
         return Topology.of(self.config.parallel, self.world_size)
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the word embedding, without padding."""
-        return planned_rows(self.config.data)
+        """Number of rows of the word embedding, without the padding for tensor parallelism."""
+        return predict_embedding_rows(self.config.data)
 
-    def of_microbatches(self, count: int) -> Job:
-        """Return the same job with `count` microbatches per data rank and step."""
+    def with_microbatches(self, num_microbatches: int) -> Job:
+        """Return this job with `num_microbatches` microbatches per data rank and step."""
         training = self.config.training
         batch = replace(
             training,
-            global_batch_size=count * self.topology.dp * training.micro_batch_size,
+            global_batch_size=num_microbatches * self.topology.dp * training.micro_batch_size,
             rampup_batch_size=None,
             step_batch_size_schedule=(),
         )
         return replace(self, config=replace(self.config, training=batch))
 
 
-def torch_device(device: str) -> torch.device:
-    """Return the first device of a kind, made the current one on CUDA."""
+def get_torch_device(device: str) -> torch.device:
+    """Return the first device of a type. On CUDA, also make it the current device."""
     if device != "cuda":
         return torch.device("cpu")
     torch.cuda.set_device(0)
@@ -73,23 +76,23 @@ def torch_device(device: str) -> torch.device:
 
 
 @contextlib.contextmanager
-def train_step_of(job: Job, rank: int, device: torch.device, *, drawn_on_device: bool = False) -> Iterator[TrainStep]:
-    """Build the training step of one rank, without the other ranks.
+def build_train_step(job: Job, rank: int, device: torch.device, *, init_on_device: bool = False) -> Iterator[TrainStep]:
+    """Build the training step of one rank of a job in this process, without the other ranks.
 
     Args:
-        drawn_on_device: draw the initial weights on the device, in a second instead of many. They depend on the layout then, so
-            this is for timing only.
+        init_on_device: draw the initial weights on the device, which takes a second instead of many. The weights then depend on the
+            layout, so use this for timing only.
     """
     restore_numerics, restore_kernels = set_numerics(job.config), lambda: None
     context = connect_fake(job.topology, rank, job.config.parallel.fsdp_shard_size, device)
     try:
-        if job.world_size == 1:  # all ranks of a real run choose together
-            _, restore_kernels = choose_attention(job.config, context)
-        model = model_of(job.config, context, job.vocab_size)
-        if drawn_on_device:
-            _draw_weights(model, device)
+        if job.world_size == 1:  # with several ranks the choice would need real communication
+            _, restore_kernels = choose_attention_kernel(job.config, context)
+        model = build_model_from_config(job.config, context, job.vocab_size)
+        if init_on_device:
+            _init_weights(model, device)
         step = TrainStep.of(job.config, model, context)
-        step.finish_publishing()
+        step.finish_param_gather()
         yield step
     finally:
         disconnect()
@@ -97,8 +100,8 @@ def train_step_of(job: Job, rank: int, device: torch.device, *, drawn_on_device:
         restore_numerics()
 
 
-def _draw_weights(model: Model, device: torch.device) -> None:
-    """Give all parameters memory and random initial values of the right scale."""
+def _init_weights(model: Model, device: torch.device) -> None:
+    """Allocate all parameters and draw random initial values with the standard deviations of the model."""
     for chunk in model.chunks.values():
         materialize(chunk, model.params, device)
     with torch.no_grad():
@@ -110,51 +113,59 @@ def _draw_weights(model: Model, device: torch.device) -> None:
                 nn.init.constant_(entry.param, init.constant)
 
 
-def random_batch(job: Job, step: TrainStep) -> list[ModelInputs]:
-    """Return one step's microbatches of a rank: random tokens, and about eight documents per sample where the settings use them."""
+def create_random_batch(job: Job, step: TrainStep) -> list[ModelInputs]:
+    """Create the microbatches of one step on this rank, with random tokens.
+
+    If the settings use document boundaries, each sample has about eight documents.
+    """
     config, context = job.config, step.context
     assert config.training.global_batch_size is not None
-    size, data = config.training.micro_batch_size, config.data
-    rules = DocumentRules(job.vocab_size - 1, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
-    maker = BatchMaker.for_model(config.model, context, config.training.seed, size, rules)
-    source = _RandomSamples(config.model.seq_length, job.vocab_size, rules)
-    drops = bool(config.model.hidden_dropout or config.model.attention_dropout)
+    micro_batch_size, data = config.training.micro_batch_size, config.data
+    document_rules = DocumentRules(job.vocab_size - 1, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
+    batch_builder = BatchBuilder.for_model(config.model, context, config.training.seed, micro_batch_size, document_rules)
+    source = _RandomSamples(config.model.seq_length, job.vocab_size, document_rules)
+    uses_dropout = bool(config.model.hidden_dropout or config.model.attention_dropout)
     batch = []
-    for number in range(config.training.global_batch_size // (job.topology.dp * size)):
-        inputs = maker.inputs_of(read_microbatch(source, number * size, size, rules))
-        batch.append(replace(inputs, dropout_key=DropoutKey(config.training.seed, 0, number) if drops else None))
+    for microbatch in range(config.training.global_batch_size // (job.topology.dp * micro_batch_size)):
+        inputs = batch_builder.build_inputs(
+            read_microbatch(source, microbatch * micro_batch_size, micro_batch_size, document_rules)
+        )
+        batch.append(replace(inputs, dropout_key=DropoutKey(config.training.seed, 0, microbatch) if uses_dropout else None))
     return batch
 
 
 class _RandomSamples:
-    """Random samples. The index of a sample seeds its tokens."""
+    """Source of random samples. The tokens depend only on the index of the first requested sample, which seeds them."""
 
-    def __init__(self, seq_length: int, vocab_size: int, rules: DocumentRules) -> None:
-        self.seq_length, self._vocab_size, self._rules = seq_length, vocab_size, rules
+    def __init__(self, seq_length: int, vocab_size: int, document_rules: DocumentRules) -> None:
+        self.seq_length, self._vocab_size, self._document_rules = seq_length, vocab_size, document_rules
 
     def samples(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return tokens [count, s + 1]."""
+        """Return the tokens [count, s + 1] of `count` samples from sample `first` on."""
         generator = np.random.default_rng(first)
         tokens = generator.integers(self._vocab_size - 1, size=(count, self.seq_length + 1))
-        if self._rules.every_stage_reads:
-            tokens[generator.random(tokens.shape) < _DOCUMENTS_PER_SAMPLE / self.seq_length] = self._rules.eod
+        if self._document_rules.needed_by_all_stages:
+            tokens[generator.random(tokens.shape) < _DOCUMENTS_PER_SAMPLE / self.seq_length] = self._document_rules.eod
         return tokens
 
     def marks(self, first: int, count: int) -> None:
-        """Return None: no token has marks."""
+        """Return None, because this data has no mark bytes (loss mask, document ends)."""
 
-    def lineage(self, number: int) -> list[SamplePiece]:
-        """Return an empty list: no sample comes from a document."""
+    def lineage(self, number: int) -> list[DocumentSpan]:
+        """Return an empty list, because no sample comes from a document."""
         return []
 
     def describe(self, num_samples: int) -> list[str]:
-        """Return no lines for a start-up log."""
+        """Return no lines for the start-up log."""
         return []
 
 
-def run_without_messages(step: TrainStep, batch: Sequence[ModelInputs]) -> None:
-    """Compute gradients and update. The values that fake messages would have brought are whatever the memory held."""
-    loss, _ = step.gradients(batch)
+def run_without_communication(step: TrainStep, batch: Sequence[ModelInputs]) -> None:
+    """Compute the gradients of a step and run the update.
+
+    The fake process group leaves the results of collectives uninitialized.
+    """
+    loss, _ = step.compute_gradients(batch)
     assert math.prod(loss.shape) == 1
     step.optimizer.step(1e-5, 0.0, 1.0)
-    step.finish_publishing()
+    step.finish_param_gather()

@@ -1,4 +1,4 @@
-"""Processes that are ended together with everything that they have started."""
+"""Processes that can be killed together with all their descendants."""
 
 from __future__ import annotations
 
@@ -13,48 +13,61 @@ from typing import Any
 
 from megatron_lab.gpu.context import ROOT
 
-_MARK = "MEGATRON_CHECK_GPU"
-_SECONDS_TO_END = 15.0
-"""A killed process may wait in the driver for as long as it likes. It is then left behind."""
+_MARK_VARIABLE = "MEGATRON_CHECK_GPU"
+_KILL_TIMEOUT_S = 15.0
+"""Seconds to wait for killed processes. A process that is blocked in the driver may stay longer; it is then left behind."""
 
 
 class MarkedProcess:
-    """A command that runs in the repository's root, with a mark in its environment that its children inherit."""
+    """Process that can be killed together with all its descendants.
+
+    It runs in the repository's root. Its environment has a variable with a unique value, the mark. Descendants inherit the variable
+    and are found by it.
+    """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], **options: Any) -> None:
         self._mark = uuid.uuid4().hex
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        full_environment = {**os.environ, "PYTHONPATH": path, **environment, _MARK: self._mark}
+        full_environment = {**os.environ, "PYTHONPATH": path, **environment, _MARK_VARIABLE: self._mark}
         self.popen = subprocess.Popen(command, cwd=ROOT, env=full_environment, **options)
 
     def end(self) -> int:
-        """Kill the process and all its descendants, whatever group or session they went to; return its exit status.
+        """Kill the process and all its descendants. Return the exit status of the process.
 
-        It waits a bounded time for them to end.
+        Descendants in other process groups and sessions are killed too. The method waits at most `_KILL_TIMEOUT_S` seconds for all
+        of them to end.
         """
-        ends = time.monotonic() + _SECONDS_TO_END
+        deadline = time.monotonic() + _KILL_TIMEOUT_S
         if self.popen.poll() is None:
             self.popen.kill()
-        while time.monotonic() < ends and (marked := self._marked()):
-            for process in marked:
+        while time.monotonic() < deadline and (marked := self._list_marked_processes()):
+            for process_folder in marked:
                 try:
-                    os.kill(int(process.name), signal.SIGKILL)
+                    os.kill(int(process_folder.name), signal.SIGKILL)
                 except ProcessLookupError:
                     continue
             time.sleep(0.02)
         try:
-            return self.popen.wait(max(0.1, ends - time.monotonic()))
+            return self.popen.wait(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             return -signal.SIGKILL
 
-    def _marked(self) -> list[Path]:
-        """Return the folders in /proc of the processes that carry the mark."""
-        return [process for process in Path("/proc").iterdir() if process.name.isdigit() and _has(process, self._mark)]
+    def _list_marked_processes(self) -> list[Path]:
+        """Return the folders in /proc of the process and its descendants: of all processes with the mark in their environment."""
+        return [
+            process_folder
+            for process_folder in Path("/proc").iterdir()
+            if process_folder.name.isdigit() and _has_mark(process_folder, self._mark)
+        ]
 
 
-def _has(process: Path, mark: str) -> bool:
-    """Whether a process of /proc carries the mark. The environment of a zombie is empty."""
+def _has_mark(process_folder: Path, mark: str) -> bool:
+    """Return whether the environment of a process contains the mark. A zombie has an empty environment.
+
+    Args:
+        process_folder: folder of the process in /proc.
+    """
     try:
-        return f"{_MARK}={mark}".encode() in (process / "environ").read_bytes().split(b"\0")
+        return f"{_MARK_VARIABLE}={mark}".encode() in (process_folder / "environ").read_bytes().split(b"\0")
     except OSError:
         return False

@@ -1,4 +1,7 @@
-"""The most expensive kernels of the models that are slowest beside the plain loop."""
+"""Checks that profile the two models that are slowest relative to the plain loop (the same model written by hand in plain torch).
+
+A profile lists the kernels that take most time.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,18 @@ import torch
 
 from megatron_lab.gpu import speed
 from megatron_lab.gpu.context import CheckContext, CheckFailed, Outcome
-from megatron_lab.gpu.jobs import torch_device
-from megatron_lab.gpu.profile_text import idle_text, short_name
+from megatron_lab.gpu.jobs import get_torch_device
+from megatron_lab.gpu.profile_text import format_idle_share, shorten_kernel_name
 from megatron_lab.gpu.trace import StepProfile, profile_step
 
 NUM_KERNELS = 25
 
 
-def slowest_models(context: CheckContext) -> list[str]:
-    """Return the models by their eager speed relative to the plain loop, slowest first. Unmeasured ones come last."""
+def rank_models(context: CheckContext) -> list[str]:
+    """Return the models sorted by the framework's eager speed relative to the plain loop, slowest first.
+
+    Models without a measurement come last.
+    """
     ratios = {}
     for data in context.data.values():
         times = {row["loop"]: row for row in data.get("rows", []) if row["mode"] == "eager"}
@@ -27,12 +33,13 @@ def slowest_models(context: CheckContext) -> list[str]:
 
 
 def profiler_works(context: CheckContext) -> Outcome:
-    """Profile one matrix product, before the speed checks rely on the profiler.
+    """Check that torch's profiler records the kernel of a matrix product, because the speed checks use the profiler.
 
-    A partial result says that it does not work. It stands if the profiler takes the process with it.
+    The check first sends a partial result that says the profiler does not work. This result stays if the profiler kills the
+    process.
     """
     context.send_partial(Outcome("", {"works": False}))
-    device = torch_device(context.device)
+    device = get_torch_device(context.device)
     matrix = torch.ones(256, 256, device=device)
     result = profile_step(lambda: float((matrix @ matrix).sum()), context.folder, device)
     _require_kernels(result)
@@ -43,37 +50,42 @@ def _require_kernels(result: StepProfile) -> None:
     """Check that a profile has kernels.
 
     Raises:
-        CheckFailed: it has none.
+        CheckFailed: the profile has none.
     """
     if not result.kernels:
-        raise CheckFailed("the profiler's trace has no kernels: is CUPTI there, and may this user read its counters?")
+        raise CheckFailed(
+            "the profiler's trace has no kernels. Check that CUPTI is installed, and that this user may read the GPU's counters"
+        )
 
 
 def profile(context: CheckContext, position: str) -> Outcome:
-    """Profile one eager step of the slowest model, or of the second slowest."""
-    model, device = slowest_models(context)[int(position) - 1], torch_device(context.device)
-    job, _ = speed.job_of(model, context.device)
-    with speed.our_step_of(job, device) as step:
+    """Profile one eager step of the slowest model (`position` "1"), or of the second slowest ("2")."""
+    model, device = rank_models(context)[int(position) - 1], get_torch_device(context.device)
+    job, _ = speed.build_job(model, context.device)
+    with speed.build_framework_step(job, device) as step:
         step()
         result = profile_step(step, context.folder, device)
     _require_kernels(result)
-    first = result.kernels[0]
-    top = result.kernels[:NUM_KERNELS]
+    top_kernel = result.kernels[0]
+    top_kernels = result.kernels[:NUM_KERNELS]
     profile = {
         **asdict(result),
-        "kernels": [asdict(use) for use in top],
+        "kernels": [asdict(use) for use in top_kernels],
         "rest_microseconds": sum(use.microseconds for use in result.kernels[NUM_KERNELS:]),
         "idle_share_of_timed_step": _idle_share_of_timed_step(context, model, result),
     }
-    figure = f"{model}: {result.milliseconds:.1f} ms, {idle_text(profile)}, {result.launches} launches, attention by "
-    figure += f"{result.attention}; most expensive: {short_name(first.kernel)[:60]}"
+    figure = f"{model}: {result.milliseconds:.1f} ms, {format_idle_share(profile)}, {result.launches} launches, attention by "
+    figure += f"{result.attention}; most expensive: {shorten_kernel_name(top_kernel.kernel)[:60]}"
     return Outcome(figure, {"model": model, "profile": profile})
 
 
 def _idle_share_of_timed_step(context: CheckContext, model: str, result: StepProfile) -> float | None:
-    """Return which share of the step that the speed check timed is not covered by kernels; None if it did not run.
+    """Return the share of the step time in which no kernel runs, without the profiler's overhead.
 
-    The profiler makes the host slower, so the idle share of the profiled step is too large.
+    None if the speed check did not run.
+
+    The profiler slows the host down, so the idle share of the profiled step is too large. This function divides the profiled kernel
+    time by the step time that the speed check measured.
     """
     rows = [row for data in context.data.values() for row in data.get("rows", [])]
     times = [row["milliseconds"] for row in rows if (row["model"], row["mode"], row["loop"]) == (model, "eager", "ours")]

@@ -1,4 +1,4 @@
-"""Results of the checks: lines for the terminal, a summary that stands for itself, and the table of docs/gpu.md."""
+"""Formatting of check results: lines for the terminal, a summary that can be read without them, and the tables of docs/gpu.md."""
 
 from __future__ import annotations
 
@@ -8,37 +8,41 @@ from typing import Any
 
 from megatron_lab.gpu.profile_text import format_profile
 
-BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
-"""`write_docs` puts the tables between these two lines of a page."""
-BAD = ("fail", "too slow", "crash")
-"""States for which the exit status is 1."""
+START_MARKER, END_MARKER = "<!-- results: begin -->", "<!-- results: end -->"
+"""Lines of a page between which `write_docs` puts the tables."""
+FAILED_STATES = ("fail", "too slow", "crash")
+"""States of a check that make the exit status 1."""
 MAX_SUMMARY_LINES = 100
 _PROFILE_ROWS = 25
 _FIGURE_WIDTH, _MESSAGE_WIDTH = 74, 240
 
 Report = Mapping[str, Any]
-"""What --json writes."""
+"""Content of the file that --json writes."""
 
 
-def progress_line(result: Mapping[str, Any], width: int) -> str:
-    """Return the line that is printed when a check has ended."""
-    text = "  ".join(part for part in (result["figure"], result["message"]) if part)
+def format_progress(result: Mapping[str, Any], width: int) -> str:
+    """Return the line that is printed when a check ends: its name, state and measured values.
+
+    Args:
+        width: number of columns of the name.
+    """
+    text = "  ".join(message for message in (result["figure"], result["message"]) if message)
     return f"{result['state']:12} {result['name']:{width}} {result['seconds']:6.1f} s  {text}"
 
 
 def count_states(results: Sequence[Mapping[str, Any]]) -> str:
-    """Return how many checks are in each state."""
+    """Return a text with the number of checks in each state, such as passed, failed or not run."""
     states = [result["state"] for result in results]
     return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
 
 
-def speed_rows(report: Report) -> list[Mapping[str, Any]]:
-    """Return the rows of all speed checks."""
+def get_speed_rows(report: Report) -> list[Mapping[str, Any]]:
+    """Return the measured rows (one training loop each) of all speed checks."""
     return [row for result in report["checks"] for row in result["data"].get("rows", [])]
 
 
-def speed_table(report: Report) -> list[list[str]]:
-    """Return the cells of the speed table: a heading, and a row for each model and mode."""
+def build_speed_table(report: Report) -> list[list[str]]:
+    """Return the cells of the speed table: a header, and one row for each model and mode (eager, compiled or 8-bit)."""
     table = [
         [
             "model",
@@ -56,122 +60,131 @@ def speed_table(report: Report) -> list[list[str]]:
             "attention",
         ]
     ]
-    rows = speed_rows(report)
+    rows = get_speed_rows(report)
     for model, mode in dict.fromkeys((row["model"], row["mode"]) for row in rows):
         by_loop = {row["loop"]: row for row in rows if row["model"] == model and (row["mode"] == mode)}
         if "ours" not in by_loop:
             continue
-        ours = by_loop["ours"]
-        # In 8 bits there is no plain loop: the eager one in bfloat16 stands beside ours.
-        others = [row for row in rows if row["model"] == model and row["loop"] == "plain" and row["mode"] == "eager"]
-        plain = by_loop.get("plain") or (others[0] if others and mode.startswith("fp8") else None)
+        framework_row = by_loop["ours"]
+        # No plain loop runs in 8 bits, so the table compares with the eager one in bfloat16.
+        eager_plain_rows = [row for row in rows if row["model"] == model and row["loop"] == "plain" and row["mode"] == "eager"]
+        plain_row = by_loop.get("plain") or (eager_plain_rows[0] if eager_plain_rows and mode.startswith("fp8") else None)
         table.append(
             [
-                f"{model} ({ours['layers']} layers)",
+                f"{model} ({framework_row['layers']} layers)",
                 mode,
-                f"{ours['milliseconds']:.1f}",
-                _number(plain, "milliseconds", ".1f"),
-                "-" if plain is None else f"{plain['milliseconds'] / ours['milliseconds']:.3f}",
-                f"{ours['tokens_per_second']:,.0f}",
-                f"{ours['tflops']:.4g}",
-                _number(ours, "mfu", ".1%"),
-                _number(plain, "mfu", ".1%"),
-                _number(ours, "peak_gb", ".2f"),
-                _number(ours, "planned_gb", ".2f"),
-                _number(plain, "peak_gb", ".2f"),
-                ours["attention"] if plain is None else _attention(ours["attention"], plain["attention"]),
+                f"{framework_row['milliseconds']:.1f}",
+                _format_value(plain_row, "milliseconds", ".1f"),
+                "-" if plain_row is None else f"{plain_row['milliseconds'] / framework_row['milliseconds']:.3f}",
+                f"{framework_row['tokens_per_second']:,.0f}",
+                f"{framework_row['tflops']:.4g}",
+                _format_value(framework_row, "mfu", ".1%"),
+                _format_value(plain_row, "mfu", ".1%"),
+                _format_value(framework_row, "peak_gb", ".2f"),
+                _format_value(framework_row, "planned_gb", ".2f"),
+                _format_value(plain_row, "peak_gb", ".2f"),
+                framework_row["attention"]
+                if plain_row is None
+                else _format_attention(framework_row["attention"], plain_row["attention"]),
             ]
         )
     return table
 
 
-def _attention(ours: str, plain: str) -> str:
-    """Return the attention kernel of both loops, or of each."""
-    return ours if ours == plain else f"{ours} (plain: {plain})"
+def _format_attention(framework_kernel: str, plain_kernel: str) -> str:
+    """Return the name of the attention kernel if the framework and the plain loop use the same, otherwise both names."""
+    return framework_kernel if framework_kernel == plain_kernel else f"{framework_kernel} (plain: {plain_kernel})"
 
 
-def _number(row: Mapping[str, Any] | None, name: str, form: str) -> str:
-    return "-" if row is None or row[name] is None else format(row[name], form)
+def _format_value(row: Mapping[str, Any] | None, name: str, format_spec: str) -> str:
+    return "-" if row is None or row[name] is None else format(row[name], format_spec)
 
 
-def summary(report: Report) -> list[str]:
-    """Return at most 100 lines that tell everything important: limits, speed, kernels, and the state of each check."""
+def format_summary(report: Report) -> list[str]:
+    """Return a summary of at most `MAX_SUMMARY_LINES` lines: limits of the device, speed, kernels that take most time, and the
+    state of each check."""
     results = report["checks"]
     by_name = {result["name"]: result for result in results}
     lines = ["", f"== {report['device_name']}, torch {report['torch']}, {report['date']}: {count_states(results)}"]
     lines += [by_name[name]["figure"] for name in ("device", "roofline", "attention-speed") if by_name.get(name, {}).get("figure")]
-    if len(table := speed_table(report)) > 1:
+    if len(table := build_speed_table(report)) > 1:
         widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
         lines += ["", *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table)]
-    lines += _error_lines(results)
+    lines += _format_errors(results)
     profiles = [result["data"] for result in results if "profile" in result["data"]]
-    states = _state_lines(results)
-    room = MAX_SUMMARY_LINES - len(lines) - len(states)
+    state_lines = _format_states(results)
+    available_lines = MAX_SUMMARY_LINES - len(lines) - len(state_lines)
     for data in profiles:
-        rows = min(_PROFILE_ROWS, room // len(profiles) - 3)
+        rows = min(_PROFILE_ROWS, available_lines // len(profiles) - 3)
         if rows > 0:
             lines += ["", *format_profile(f"{data['model']}, eager", data["profile"], rows)]
-    return [*lines, *states][:MAX_SUMMARY_LINES]
+    return [*lines, *state_lines][:MAX_SUMMARY_LINES]
 
 
-def _error_lines(results: Sequence[Mapping[str, Any]]) -> list[str]:
+def _format_errors(results: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"{result['name']}: {error}" for result in results for error in result["data"].get("errors", [])]
 
 
-def _state_lines(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what failed in full, the figures of what passed in short, and the names of the rest."""
-    bad = [
-        f"{one['state'].upper()} {one['name']}: {one['figure']} {one['message']}"[:_MESSAGE_WIDTH]
-        for one in results
-        if one["state"] in BAD
+def _format_states(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the lines on the states of the checks: measured values of passed checks (shortened), names of checks that did not run,
+    and full messages of failures."""
+    failed = [
+        f"{result['state'].upper()} {result['name']}: {result['figure']} {result['message']}"[:_MESSAGE_WIDTH]
+        for result in results
+        if result["state"] in FAILED_STATES
     ]
-    told = ("device", "roofline", "attention-speed")
+    headline_checks = ("device", "roofline", "attention-speed")
     passed = [
-        f"pass {one['name']}: {one['figure']}"[:_FIGURE_WIDTH]
-        for one in results
-        if one["state"] == "pass" and one["name"] not in told and not one["data"].get("rows") and "profile" not in one["data"]
+        f"pass {result['name']}: {result['figure']}"[:_FIGURE_WIDTH]
+        for result in results
+        if result["state"] == "pass"
+        and result["name"] not in headline_checks
+        and not result["data"].get("rows")
+        and "profile" not in result["data"]
     ]
     pairs = [f"{left:{_FIGURE_WIDTH}}  {right}".rstrip() for left, right in zip(passed[::2], [*passed[1::2], ""], strict=False)]
-    rest: dict[str, list[str]] = {}
-    for one in results:
-        if one["state"] not in (*BAD, "pass"):
-            rest.setdefault(one["state"], []).append(one["name"])
-    return ["", *pairs, *(f"{state}: {', '.join(names)}" for state, names in rest.items()), *bad]
+    names_by_state: dict[str, list[str]] = {}
+    for result in results:
+        if result["state"] not in (*FAILED_STATES, "pass"):
+            names_by_state.setdefault(result["state"], []).append(result["name"])
+    return ["", *pairs, *(f"{state}: {', '.join(names)}" for state, names in names_by_state.items()), *failed]
 
 
-def markdown(report: Report) -> str:
-    """Return the report as tables, below a line that says what it was measured on.
+def format_markdown(report: Report) -> str:
+    """Return the report as Markdown tables, below a line with the device and versions.
 
-    Figures of speed on a CPU, of tiny models, would mislead: there is only the table of states and of figures without times.
+    For a CPU the report has only the table of states, without measured times: times of the tiny models there would mislead.
     """
     head = f"{report['device_name']}, torch {report['torch']}, {report['date']} (`--device {report['device']}`): "
-    parts = [head + count_states(report["checks"]) + "."]
-    on_gpu = report["device"] != "cpu"
-    if on_gpu and len(table := speed_table(report)) > 1:
-        parts += ["", _markdown_row(table[0]), "|---" * len(table[0]) + "|", *map(_markdown_row, table[1:])]
-    for data in (result["data"] for result in report["checks"] if on_gpu and "profile" in result["data"]):
-        parts += ["", "```text", *format_profile(f"{data['model']}, eager", data["profile"], _PROFILE_ROWS), "```"]
-    parts += ["", "| check | state | figure | seconds |", "|---|---|---|---|"]
+    blocks = [head + count_states(report["checks"]) + "."]
+    is_gpu = report["device"] != "cpu"
+    if is_gpu and len(table := build_speed_table(report)) > 1:
+        blocks += ["", _format_markdown_row(table[0]), "|---" * len(table[0]) + "|", *map(_format_markdown_row, table[1:])]
+    for data in (result["data"] for result in report["checks"] if is_gpu and "profile" in result["data"]):
+        blocks += ["", "```text", *format_profile(f"{data['model']}, eager", data["profile"], _PROFILE_ROWS), "```"]
+    blocks += ["", "| check | state | figure | seconds |", "|---|---|---|---|"]
     for result in report["checks"]:
-        is_timed = bool(result["data"].get("rows")) or "profile" in result["data"]
-        text = " ".join((result["figure"] or result["message"]).replace("|", "/").split()) if on_gpu or not is_timed else ""
-        parts.append(f"| {result['name']} | {result['state']} | {text} | {result['seconds']:.0f} |")
-    return "\n".join(parts)
+        has_times = bool(result["data"].get("rows")) or "profile" in result["data"]
+        text = " ".join((result["figure"] or result["message"]).replace("|", "/").split()) if is_gpu or not has_times else ""
+        blocks.append(f"| {result['name']} | {result['state']} | {text} | {result['seconds']:.0f} |")
+    return "\n".join(blocks)
 
 
-def _markdown_row(cells: Sequence[str]) -> str:
+def _format_markdown_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
 def write_docs(page: Path, report: Report) -> None:
-    """Replace the tables of a page.
+    """Replace the tables of a documentation page by those of a report.
 
     Raises:
-        ValueError: the page does not mark where they stand.
+        ValueError: the page has no lines `START_MARKER` and `END_MARKER`, between which the tables go.
     """
     text = page.read_text() if page.exists() else ""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{page} has no lines {BEGIN} and {END}, between which the table goes. Add them, or give another page.")
-    page.write_text(f"{before}{BEGIN}\n{markdown(report)}\n{END}{after}")
+    head, start_marker, remainder = text.partition(START_MARKER)
+    _, end_marker, tail = remainder.partition(END_MARKER)
+    if not start_marker or not end_marker:
+        raise ValueError(
+            f"{page} has no lines {START_MARKER} and {END_MARKER}, between which the table goes. Add them, or give another page."
+        )
+    page.write_text(f"{head}{START_MARKER}\n{format_markdown(report)}\n{END_MARKER}{tail}")

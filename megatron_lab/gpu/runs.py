@@ -1,4 +1,4 @@
-"""Checks that are runs of pretrain_gpt.py in processes of their own."""
+"""Checks that run pretrain_gpt.py in separate processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_lab.benchmarks.shapes import LLAMA_FLAGS, command_line
+from megatron_lab.benchmarks.shapes import LLAMA_FLAGS, build_argv
 from megatron_lab.gpu.context import ROOT, CheckContext, CheckFailed, Outcome, require_at_most
 
 TINY: Mapping[str, Any] = {
@@ -34,6 +34,7 @@ TINY: Mapping[str, Any] = {
     "log_interval": 1,
     "train_iters": 4,
 }
+"""Flags of a small training run, by field name."""
 LLAMA: Mapping[str, Any] = {**LLAMA_FLAGS, "group_query_attention": True, "num_query_groups": 2}
 DROPOUT: Mapping[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 _CURVE: Mapping[str, Any] = {
@@ -45,7 +46,7 @@ _CURVE: Mapping[str, Any] = {
     "micro_batch_size": 4,
     **LLAMA,
 }
-"""The run for which tests/program/test_run_curves.py has bands around the float64 curve."""
+"""Flags of the run for which tests/program/test_run_curves.py has bands around the float64 curve."""
 _LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "tensor": {"tensor_model_parallel_size": 2},
     "sequence": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
@@ -53,15 +54,20 @@ _LAYOUTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
-"""Environment for processes that speak with each other here: without a network, a look-up of the host's name may take long."""
+"""Environment of processes that communicate on this machine. Without a network, a look-up of the host name can take long."""
 
 
-class Run:
-    """Ranks of pretrain_gpt.py with the flags of `TINY` and changes. Several ranks share one device and speak over gloo."""
+class TrainingRun:
+    """Training run in progress: the processes of all its ranks.
+
+    They run pretrain_gpt.py with the flags of `TINY` and the given changes.
+
+    If there are several ranks, they share one device and communicate over gloo.
+    """
 
     def __init__(self, context: CheckContext, ranks: int = 1, **flags: Any) -> None:
         shared = {"distributed_backend": "gloo"} if ranks > 1 else {}
-        self._flags = command_line({**TINY, "device": context.device, **shared, **flags})
+        self._flags = build_argv({**TINY, "device": context.device, **shared, **flags})
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -84,131 +90,171 @@ class Run:
                     )
                 )
 
-    def last_lines(self, rank: int = 0) -> str:
-        """Return the end of a rank's output, which has the reason of a failure."""
+    def format_last_lines(self, rank: int = 0) -> str:
+        """Return the end of a rank's output, which usually contains the reason of a failure."""
         lines = [line.strip() for line in self._logs[rank].read_text(errors="replace").splitlines() if line.strip()]
         return " / ".join(lines[-3:])[-400:] or "no output"
 
     def wait(self) -> None:
-        """Wait for all ranks.
+        """Wait until all ranks have ended.
 
         Raises:
             CheckFailed: a rank failed.
         """
         for rank, process in enumerate(self.processes):
             if status := process.wait():
-                raise CheckFailed(f"pretrain_gpt.py {' '.join(self._flags)} ended with {status}: {self.last_lines(rank)}")
+                raise CheckFailed(
+                    f"pretrain_gpt.py {' '.join(self._flags)} ended with exit status {status}: {self.format_last_lines(rank)}"
+                )
 
 
-def save_trace(context: CheckContext, name: str, ranks: int = 1, **flags: Any) -> Path:
-    """Run four steps, in float64 unless the flags name another dtype, and return the file with their tensors."""
+def run_and_save_trace(context: CheckContext, name: str, ranks: int = 1, **flags: Any) -> Path:
+    """Run four training steps and return the path of the trace file with their tensors.
+
+    The run uses float64, unless the flags select another dtype.
+
+    Args:
+        name: name of the trace file.
+        ranks: number of ranks.
+        flags: flags that differ from those of `TINY`, by field name.
+    """
     file = context.folder / name
-    Run(context, ranks, **{"fp64": True, "save_trace": file, "trace_steps": 4, **flags}).wait()
+    TrainingRun(context, ranks, **{"fp64": True, "save_trace": file, "trace_steps": 4, **flags}).wait()
     return file
 
 
-def losses(context: CheckContext, name: str, ranks: int = 1, **flags: Any) -> list[float]:
-    """Run and return the loss of every step."""
-    Run(context, ranks, **{"metrics_file": context.folder / name, **flags}).wait()
-    return [line["lm_loss"] for line in metrics(context, name) if "lm_loss" in line]
+def run_and_read_losses(context: CheckContext, name: str, ranks: int = 1, **flags: Any) -> list[float]:
+    """Run training and return the loss of every step.
+
+    Args:
+        name: name of the run's metrics file.
+        ranks: number of ranks.
+        flags: flags that differ from those of `TINY`, by field name.
+    """
+    TrainingRun(context, ranks, **{"metrics_file": context.folder / name, **flags}).wait()
+    return [record["lm_loss"] for record in read_metrics(context, name) if "lm_loss" in record]
 
 
-def metrics(context: CheckContext, name: str) -> list[dict[str, Any]]:
-    """Return the lines of a metrics file."""
-    return [json.loads(line) for line in (context.folder / name).read_text().splitlines()]
+def read_metrics(context: CheckContext, name: str) -> list[dict[str, Any]]:
+    """Return the JSON records of a run's metrics file, one per line of the file."""
+    return [json.loads(row) for row in (context.folder / name).read_text().splitlines()]
 
 
-def largest_difference(values: Sequence[float], others: Sequence[float]) -> float:
-    """Return the largest difference of two loss curves.
+def compute_max_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
+    """Return the largest absolute difference of two loss curves.
+
+    Args:
+        losses: loss of each step.
+        reference: loss of each step of the run to compare with.
 
     Raises:
-        CheckFailed: they differ in length.
+        CheckFailed: the curves differ in length.
     """
-    if len(values) != len(others):
-        raise CheckFailed(f"one run has {len(values)} losses, the other {len(others)}")
-    return max(abs(a - b) for a, b in zip(values, others, strict=True))
+    if len(losses) != len(reference):
+        raise CheckFailed(f"the run has {len(losses)} losses, but the run to compare with has {len(reference)}")
+    return max(abs(a - b) for a, b in zip(losses, reference, strict=True))
 
 
 def compare_traces(trace: Path, reference: Path) -> str:
-    """Return the largest difference of two traces.
+    """Compare the tensors of two trace files. Return a text with the largest difference.
 
     Raises:
-        CheckFailed: a tensor differs by more than its band.
+        CheckFailed: a tensor differs by more than its tolerance.
     """
     from megatron_lab.proofs.traces import compare_files
 
     comparison = compare_files(str(trace), str(reference))
-    if comparison.parts or comparison.largest is None:
-        raise CheckFailed("; ".join(part.line() for part in comparison.first[:2]) or "nothing could be compared")
-    largest = comparison.largest
-    return f"largest difference {largest.relative:.1e} (at most {largest.allowed:.0e}) in steps 1 to {comparison.steps[-1]}"
+    if comparison.differs or comparison.max_difference is None:
+        raise CheckFailed(
+            "; ".join(difference.format() for difference in comparison.first[:2])
+            or "the two traces have no tensor in common, so nothing could be compared"
+        )
+    max_difference = comparison.max_difference
+    return (
+        f"largest difference {max_difference.relative:.1e} (at most {max_difference.allowed:.0e}) "
+        f"in steps 1 to {comparison.steps[-1]}"
+    )
 
 
 def two_ranks(context: CheckContext, layout: str) -> Outcome:
-    """Compare two ranks that share one device, over gloo, with one rank."""
-    two = Run(context, 2, fp64=True, save_trace=context.folder / "two", trace_steps=4, **LLAMA, **_LAYOUTS[layout])
-    one = Run(context, 1, fp64=True, save_trace=context.folder / "one", trace_steps=4, **LLAMA)
-    two.wait()
-    one.wait()
+    """Check that two ranks compute the same tensors as one rank. The two ranks share one device and communicate over gloo.
+
+    Args:
+        layout: key of `_LAYOUTS`, which has the flags of the layout.
+    """
+    two_rank_run = TrainingRun(context, 2, fp64=True, save_trace=context.folder / "two", trace_steps=4, **LLAMA, **_LAYOUTS[layout])
+    one_rank_run = TrainingRun(context, 1, fp64=True, save_trace=context.folder / "one", trace_steps=4, **LLAMA)
+    two_rank_run.wait()
+    one_rank_run.wait()
     return Outcome(compare_traces(context.folder / "two", context.folder / "one"))
 
 
 def kill_and_resume(context: CheckContext) -> Outcome:
-    """Kill a run after its first complete checkpoint, and compare the losses of the resumed run with an uninterrupted one."""
+    """Check that a run that is killed after its first checkpoint resumes with exactly the losses of an uninterrupted run."""
     flags: dict[str, Any] = {"fp64": True, "train_iters": 12, **DROPOUT}
-    saves: dict[str, Any] = {
+    save_flags: dict[str, Any] = {
         "save": context.folder / "saves",
         "load": context.folder / "saves",
         "save_interval": 4,
         "async_save": True,
     }
-    killed = Run(context, **flags, **saves, exit_interval=10)
-    whole = losses(context, "whole", **flags)
-    (process,), latest = killed.processes, context.folder / "saves/latest_checkpointed_iteration.txt"
-    while process.poll() is None and not (latest.exists() and latest.read_text().strip() not in ("", "0")):
+    killed_run = TrainingRun(context, **flags, **save_flags, exit_interval=10)
+    uninterrupted = run_and_read_losses(context, "whole", **flags)
+    (process,), latest_file = killed_run.processes, context.folder / "saves/latest_checkpointed_iteration.txt"
+    while process.poll() is None and not (latest_file.exists() and latest_file.read_text().strip() not in ("", "0")):
         time.sleep(0.02)
     process.kill()
     process.wait()
-    if not latest.exists():
-        raise CheckFailed(f"the run ended before a checkpoint was complete: {killed.last_lines()}")
-    resumed_at = int(latest.read_text())
-    rest = losses(context, "rest", **flags, **saves)
-    difference = largest_difference(rest, whole[resumed_at:])
+    if not latest_file.exists():
+        raise CheckFailed(f"the run ended before a checkpoint was complete: {killed_run.format_last_lines()}")
+    resumed_at = int(latest_file.read_text())
+    resumed = run_and_read_losses(context, "rest", **flags, **save_flags)
+    difference = compute_max_difference(resumed, uninterrupted[resumed_at:])
     return Outcome(require_at_most(difference, 0.0, f"killed, resumed at step {resumed_at} of 12; difference of losses"))
 
 
 def checkpoint_across(context: CheckContext) -> Outcome:
-    """Train two steps on the CPU, two on the device and two on the CPU, against six on the CPU."""
-    cpu, saves = replace(context, device="cpu"), context.folder / "saves"
+    """Check that checkpoints move between CPU and device.
+
+    A run trains two steps on the CPU, two on the device and two on the CPU. Each pair of steps loads the checkpoint of the previous
+    pair. The losses must be those of six steps on the CPU.
+    """
+    cpu_context, save_folder = replace(context, device="cpu"), context.folder / "saves"
     flags: dict[str, Any] = {"fp64": True, "train_iters": 6, **LLAMA}
-    whole, parts = losses(cpu, "whole", **flags), list[float]()
-    for number, where in enumerate((cpu, context, cpu)):
-        parts += losses(where, f"part{number}", **flags, save=saves, load=saves, exit_interval=2)
-    return Outcome(require_at_most(largest_difference(parts, whole), 1e-10, "largest difference of the loss"))
+    reference, run_losses = run_and_read_losses(cpu_context, "whole", **flags), list[float]()
+    for i, run_context in enumerate((cpu_context, context, cpu_context)):
+        run_losses += run_and_read_losses(run_context, f"part{i}", **flags, save=save_folder, load=save_folder, exit_interval=2)
+    return Outcome(require_at_most(compute_max_difference(run_losses, reference), 1e-10, "largest difference of the loss"))
 
 
 def bf16_band(context: CheckContext) -> Outcome:
-    """Compare 50 steps in bfloat16 with float64."""
-    exact = losses(context, "float64", fp64=True, **_CURVE)
-    difference = largest_difference(losses(context, "bf16", bf16=True, **_CURVE), exact)
+    """Check that the losses of 50 steps in bfloat16 stay close to those in float64."""
+    exact = run_and_read_losses(context, "float64", fp64=True, **_CURVE)
+    difference = compute_max_difference(run_and_read_losses(context, "bf16", bf16=True, **_CURVE), exact)
     return Outcome(require_at_most(difference, 5e-3, "largest difference of the loss"))
 
 
 def fp8_band(context: CheckContext) -> Outcome:
-    """Compare 50 steps with products in 8 bits with float64, by each recipe without blocks."""
-    exact, figures = losses(context, "float64", fp64=True, **_CURVE), []
-    for recipe, form, band in (("tensorwise", "hybrid", 2.4e-2), ("rowwise", "e4m3", 2.8e-2)):
-        curve = losses(context, recipe, **_CURVE, bf16=True, fp8_format=form, fp8_recipe=recipe)
-        figures.append(require_at_most(largest_difference(curve, exact), band, f"{recipe}: largest difference of the loss"))
+    """Check that the losses of 50 steps with 8-bit matrix products stay close to those in float64.
+
+    The check runs the tensorwise and the rowwise recipe.
+    """
+    exact, figures = run_and_read_losses(context, "float64", fp64=True, **_CURVE), []
+    for recipe, fp8_format, band in (("tensorwise", "hybrid", 2.4e-2), ("rowwise", "e4m3", 2.8e-2)):
+        curve = run_and_read_losses(context, recipe, **_CURVE, bf16=True, fp8_format=fp8_format, fp8_recipe=recipe)
+        figures.append(require_at_most(compute_max_difference(curve, exact), band, f"{recipe}: largest difference of the loss"))
     return Outcome("; ".join(figures))
 
 
 def overflow(context: CheckContext) -> Outcome:
-    """Start float16 with a loss scale that no gradient survives."""
+    """Check that float16 training skips updates and lowers the loss scale after an overflow.
+
+    The run starts with a scale at which all gradients overflow.
+    """
     file = context.folder / "metrics"
-    Run(context, metrics_file=file, fp16=True, initial_loss_scale=2.0**40, hysteresis=1, train_iters=30).wait()
-    steps = [line for line in metrics(context, "metrics") if "loss_scale" in line]
-    skipped, scales = [line["skipped"] for line in steps], [line["loss_scale"] for line in steps]
+    TrainingRun(context, metrics_file=file, fp16=True, initial_loss_scale=2.0**40, hysteresis=1, train_iters=30).wait()
+    steps = [record for record in read_metrics(context, "metrics") if "loss_scale" in record]
+    skipped, scales = [step["skipped"] for step in steps], [step["loss_scale"] for step in steps]
     figure = f"{sum(skipped):.0f} of {len(steps)} steps skipped, scale {scales[0]:.0e} to {scales[-1]:.0e}"
     if not skipped[0] or skipped[-1] or scales[-1] >= scales[0]:
         raise CheckFailed(figure)
@@ -216,21 +262,24 @@ def overflow(context: CheckContext) -> Outcome:
 
 
 def offload(context: CheckContext) -> Outcome:
-    """Compare a run whose activations go to host memory and back with one that keeps them."""
+    """Check that offloading activations to host memory does not change the tensors of a run."""
     flags: dict[str, Any] = {"num_layers": 4, **LLAMA}
-    moved = save_trace(context, "moved", cpu_offload_activations=True, **flags)
-    return Outcome(compare_traces(moved, save_trace(context, "kept", **flags)))
+    offloaded_trace = run_and_save_trace(context, "moved", cpu_offload_activations=True, **flags)
+    return Outcome(compare_traces(offloaded_trace, run_and_save_trace(context, "kept", **flags)))
 
 
 def compiled(context: CheckContext) -> Outcome:
-    """Compare compiled layers with eager ones in float64. On a CPU the traced graphs run by torch's kernels."""
+    """Check that compiled layers compute the same tensors as eager layers, in float64.
+
+    On a CPU, torch's kernels run the traced graphs.
+    """
     backend = "inductor" if context.on_cuda else "aot_eager"
     cache: dict[str, Any] = {"compile_cache_dir": context.folder / "cache"} if context.on_cuda else {}
-    trace = save_trace(context, "compiled", compile=True, compile_backend=backend, **cache, **LLAMA)
-    return Outcome(f"{backend}: {compare_traces(trace, save_trace(context, 'eager', **LLAMA))}")
+    trace = run_and_save_trace(context, "compiled", compile=True, compile_backend=backend, **cache, **LLAMA)
+    return Outcome(f"{backend}: {compare_traces(trace, run_and_save_trace(context, 'eager', **LLAMA))}")
 
 
-_NCCL = """
+_NCCL_PROGRAM = """
 import torch, torch.distributed as dist, tempfile, os
 torch.cuda.set_device(0)
 torch.ones(1, device="cuda")
@@ -257,27 +306,32 @@ assert y.tolist() == list(range(8)), y
 print(f"RESULT {first / 1e6:.0f} {second / 1e6:.0f}")
 dist.destroy_process_group()
 """
-_NCCL_SECONDS = 40
+_NCCL_TIMEOUT_S = 40
 
 
 def nccl_alone(context: CheckContext) -> Outcome:
-    """Run each collective over NCCL with one rank, and measure the memory of a communicator."""
+    """Check each collective over NCCL with a single rank, and measure how much device memory a communicator takes."""
     environment = {**os.environ, **_LOOPBACK, "NCCL_SOCKET_IFNAME": "lo"}
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _NCCL],
+            [sys.executable, "-c", _NCCL_PROGRAM],
             env=environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=_NCCL_SECONDS,
+            timeout=_NCCL_TIMEOUT_S,
         )
     except subprocess.TimeoutExpired as error:
         printed = (error.stderr or b"").decode(errors="replace").splitlines()
-        raise CheckFailed(f"no end after {_NCCL_SECONDS} s: {' / '.join(printed[-3:])[-400:]}") from None
+        raise CheckFailed(
+            f"the NCCL program did not end within {_NCCL_TIMEOUT_S} s; its last output: {' / '.join(printed[-3:])[-400:]}"
+        ) from None
     result = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode or not result:
-        raise CheckFailed(f"ended with {done.returncode}: {' / '.join(done.stderr.splitlines()[-3:])[-400:]}")
+        raise CheckFailed(
+            f"the NCCL program ended with exit status {done.returncode}; its last output: "
+            f"{' / '.join(done.stderr.splitlines()[-3:])[-400:]}"
+        )
     first, second = map(int, result[0])
     figure = f"all collectives right; the first communicator takes {first} MB of the device, the second {second} MB"
     return Outcome(figure, {"communicator_mb": [first, second]})

@@ -1,4 +1,4 @@
-"""One rank of each launch script: its memory, and an upper bound of its MFU."""
+"""Checks that run one rank of each launch script in examples/: its memory, and an upper bound of its MFU."""
 
 from __future__ import annotations
 
@@ -11,35 +11,42 @@ from pathlib import Path
 import torch
 
 from megatron.config.given import DryRun
-from megatron.metrics.measures import peak_flops
-from megatron.pipeline_parallel.partition import table_of
-from megatron.spec.counts import flops_per_step
+from megatron.metrics.measures import get_peak_flops
+from megatron.pipeline_parallel.partition import build_layer_table
+from megatron.spec.counts import count_flops_per_step
 from megatron_lab.gpu.context import ROOT, CheckContext, CheckFailed, DoesNotFit, Outcome
-from megatron_lab.gpu.jobs import Job, random_batch, run_without_messages, torch_device, train_step_of
-from megatron_lab.planner.dry_run import make_plan
-from megatron_lab.proofs.small_model import Cuts, reduced_model
+from megatron_lab.gpu.jobs import Job, build_train_step, create_random_batch, get_torch_device, run_without_communication
+from megatron_lab.planner.dry_run import build_plan
+from megatron_lab.proofs.small_model import Divisors, reduce_model
 
-_MICROBATCHES = {True: 4, False: 2}
-"""Of a step, for each stage, without and with a pipeline: more would change memory no more, and time in proportion."""
+_MICROBATCHES_PER_STAGE = {True: 4, False: 2}
+"""Microbatches of a step per stage. Key: whether there is only one stage.
+
+More microbatches would not change the memory, and would change the time only in proportion.
+"""
 _VARIABLES = ("DATA", "VOCAB", "MERGES", "TOKENIZER", "RUN", "NNODES", "HEAD", "PORT", "SKIP_CHECK")
 
 
-def script_line(name: str, folder: Path) -> list[str]:
-    """Return the command line that a launch script passes to Python for a dry run.
+def read_script_argv(name: str, folder: Path) -> list[str]:
+    """Return the arguments that a launch script passes to Python in a dry run.
+
+    Args:
+        name: name of the script in examples/, without its suffix.
+        folder: folder for a temporary program that takes the place of Python.
 
     Raises:
-        CheckFailed: this is no checkout, which alone has the scripts.
+        CheckFailed: this is an installed package. Only a checkout has the launch scripts.
     """
     script = ROOT / f"examples/{name}.sh"
     if not script.is_file():
-        raise CheckFailed(f"only a checkout has the launch scripts: there is no {script}")
-    echo = folder / "echo-words"
-    echo.write_text("#!/usr/bin/env bash\nprintf '%s\\0' \"$@\"\n")
-    echo.chmod(0o755)
-    kept = {key: value for key, value in os.environ.items() if key not in _VARIABLES and not key.startswith("SLURM_")}
+        raise CheckFailed(f"there is no {script}: only a checkout of the repository has the launch scripts")
+    print_script = folder / "echo-words"
+    print_script.write_text("#!/usr/bin/env bash\nprintf '%s\\0' \"$@\"\n")
+    print_script.chmod(0o755)
+    environment = {key: value for key, value in os.environ.items() if key not in _VARIABLES and not key.startswith("SLURM_")}
     done = subprocess.run(
         ["bash", str(script)],
-        env={**kept, "DRY_RUN": "1", "PYTHON": str(echo)},
+        env={**environment, "DRY_RUN": "1", "PYTHON": str(print_script)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -48,30 +55,33 @@ def script_line(name: str, folder: Path) -> list[str]:
     return done.stdout.split("\0")[1:-1]
 
 
-def job_of_script(name: str, context: CheckContext) -> Job:
-    """Return a script's job. On a CPU it has the script's layout and a small model."""
-    job = Job.of(script_line(name, context.folder))
+def build_script_job(name: str, context: CheckContext) -> Job:
+    """Return the job of a launch script. On a CPU, the job has the script's layout but a small model."""
+    job = Job.of(read_script_argv(name, context.folder))
     if context.on_cuda:
         return job
-    return _small(job)
+    return _shrink(job)
 
 
-def _small(job: Job) -> Job:
-    """Return the job with its layout and a small model: one layer per chunk, or all layers where the layout names them."""
+def _shrink(job: Job) -> Job:
+    """Return a job with the same layout and a small model.
+
+    The model has one layer per model chunk. If --pipeline-model-parallel-layout assigns every layer, the number of layers stays.
+    """
     config, topology = job.config, job.topology
     parallel = config.parallel
-    cuts = Cuts(
+    cuts = Divisors(
         topology.tp,
-        parts=1,
-        sequence=parallel.sequence_parallel,
-        context=topology.cp,
-        experts=parallel.expert_model_parallel_size,
-        of_expert=parallel.expert_tensor_size,
-        experts_each=1,
+        num_shards=1,
+        sequence_parallel=parallel.sequence_parallel,
+        cp=topology.cp,
+        ep=parallel.expert_model_parallel_size,
+        etp=parallel.expert_tensor_size,
+        min_local_experts=1,
     )
-    chunks = len(table_of(config.model, parallel, job.vocab_size, config.memory))
-    num_layers = config.model.num_layers if parallel.pipeline_model_parallel_layout else chunks
-    model = reduced_model(config.model, num_layers, 8, topology.tp, cuts)
+    num_chunks = len(build_layer_table(config.model, parallel, job.vocab_size, config.memory))
+    num_layers = config.model.num_layers if parallel.pipeline_model_parallel_layout else num_chunks
+    model = reduce_model(config.model, num_layers, 8, topology.tp, cuts)
     data = replace(config.data, tokenizer_type="NullTokenizer", vocab_size=500, vocab_file=None, merge_file=None)
     parallel = replace(parallel, device="cpu")
     training = replace(config.training, micro_batch_size=1)
@@ -79,38 +89,46 @@ def _small(job: Job) -> Job:
 
 
 def rank(context: CheckContext, name: str) -> Outcome:
-    """Run a step of the rank that takes most memory, with real kernels and messages that return at once.
+    """Run a step of the launch script's rank that uses most memory, with real kernels and without communication.
 
-    The time holds no communication and no idle pipeline, so the MFU that follows from it is an upper bound.
+    The time excludes communication and the pipeline bubble, so the measured MFU is an upper bound.
     """
-    job = job_of_script(name, context)
-    stages = job.topology.pp
-    count = _MICROBATCHES[stages == 1] * stages
-    job = job.of_microbatches(count)
-    plan = make_plan(job.config, DryRun(job.world_size, 8, None), job.vocab_size)
-    fullest = max(plan.kinds, key=lambda kind: kind.memory.total.device)
-    needed, device = fullest.memory.total.device, torch_device(context.device)
-    if context.on_cuda and needed > (total := torch.cuda.get_device_properties(device).total_memory):
-        raise DoesNotFit(f"planned {needed / 1e9:.1f} GB, the device has {total / 1e9:.1f} GB")
-    with train_step_of(job, fullest.first_rank, device, drawn_on_device=context.on_cuda) as step:
-        step.prepare(count)
-        batch = random_batch(job, step)
-        run_without_messages(step, batch)
+    job = build_script_job(name, context)
+    num_stages = job.topology.pp
+    num_microbatches = _MICROBATCHES_PER_STAGE[num_stages == 1] * num_stages
+    job = job.with_microbatches(num_microbatches)
+    plan = build_plan(job.config, DryRun(job.world_size, 8, None), job.vocab_size)
+    profile = max(plan.profiles, key=lambda profile: profile.memory.total.device)
+    predicted_bytes, device = profile.memory.total.device, get_torch_device(context.device)
+    if context.on_cuda and predicted_bytes > (total_bytes := torch.cuda.get_device_properties(device).total_memory):
+        raise DoesNotFit(
+            f"the rank needs {predicted_bytes / 1e9:.1f} GB by the plan, but the device has only {total_bytes / 1e9:.1f} GB"
+        )
+    with build_train_step(job, profile.first_rank, device, init_on_device=context.on_cuda) as step:
+        step.prepare(num_microbatches)
+        batch = create_random_batch(job, step)
+        run_without_communication(step, batch)
         _synchronize(context)
-        began = time.perf_counter()
-        run_without_messages(step, batch)
+        start = time.perf_counter()
+        run_without_communication(step, batch)
         _synchronize(context)
-        seconds = time.perf_counter() - began
-    figure = f"rank {fullest.first_rank} of {job.world_size}: {1000 * seconds:,.0f} ms for {count} microbatches"
+        step_time = time.perf_counter() - start
+    figure = f"rank {profile.first_rank} of {job.world_size}: {1000 * step_time:,.0f} ms for {num_microbatches} microbatches"
     if not context.on_cuda:
-        return Outcome(f"{figure}, planned {needed / 1e6:.1f} MB, a small model")
-    sequences = count * job.topology.dp * job.config.training.micro_batch_size
-    flops = flops_per_step(job.config.model, job.vocab_size, sequences) / job.world_size
-    peak = peak_flops(torch.cuda.get_device_name(device), "bfloat16")
-    measured, planned = torch.cuda.max_memory_allocated() / 1e9, (needed - fullest.memory.cuda.device) / 1e9
-    figure += f", peak {measured:.2f} GB (planned {planned:.2f}), {flops / seconds / 1e12:.0f} TFLOP/s of an average rank"
-    mfu = None if peak is None else flops / seconds / peak
-    data = {"ms": 1e3 * seconds, "microbatches": count, "peak_gb": measured, "planned_gb": planned, "mfu_at_most": mfu}
+        return Outcome(f"{figure}, planned {predicted_bytes / 1e6:.1f} MB, a small model")
+    sequences = num_microbatches * job.topology.dp * job.config.training.micro_batch_size
+    flops = count_flops_per_step(job.config.model, job.vocab_size, sequences) / job.world_size
+    peak_flops = get_peak_flops(torch.cuda.get_device_name(device), "bfloat16")
+    measured_gb, predicted_gb = torch.cuda.max_memory_allocated() / 1e9, (predicted_bytes - profile.memory.cuda.device) / 1e9
+    figure += f", peak {measured_gb:.2f} GB (planned {predicted_gb:.2f}), {flops / step_time / 1e12:.0f} TFLOP/s of an average rank"
+    mfu = None if peak_flops is None else flops / step_time / peak_flops
+    data = {
+        "ms": 1e3 * step_time,
+        "microbatches": num_microbatches,
+        "peak_gb": measured_gb,
+        "planned_gb": predicted_gb,
+        "mfu_at_most": mfu,
+    }
     return Outcome(figure + (", peak of this device unknown" if mfu is None else f", MFU at most {mfu:.1%}"), data)
 
 

@@ -1,4 +1,4 @@
-"""Runs checks in order within a time budget, and keeps a file of results that is complete after every check."""
+"""Session of checks: runs them in order within a time budget, and reports each result as soon as it is available."""
 
 from __future__ import annotations
 
@@ -20,48 +20,57 @@ from megatron_lab.gpu.processes import MarkedProcess
 Result = dict[str, Any]
 NOT_RUN = "not run"
 REPEATABLE = (NOT_RUN, "no time left", "interrupted")
-"""States of checks that a resumed session runs."""
-_SLACK = 40.0
-"""Seconds that a check may take beyond its estimate; more if three times the estimate is more. The first use of a library reads
-hundreds of megabytes from a disk that may be slow."""
-_SECONDS_TO_PRINT = 0.3
-"""Time for a worker to print where its threads are."""
+"""States of checks that a resumed session runs again."""
+_SLACK_S = 40.0
+"""Seconds that a check may take in addition to its estimate. If three times the estimate is more, that is the limit.
+
+The first use of a library reads hundreds of megabytes from a disk that may be slow.
+"""
+_STACK_DUMP_WAIT_S = 0.3
+"""Seconds to wait until a worker has printed the stacks of its threads."""
 _LOG_LINES = 30
-"""Last lines of a worker's output that the result of a crash keeps."""
+"""Number of lines at the end of a worker's output that the result of a failed check includes."""
 
 
 class Interrupted(BaseException):
-    """A signal asked the program to stop."""
+    """Raised when a signal such as Ctrl-C asks the program to stop."""
 
 
 class Worker:
-    """A process of `megatron_lab.gpu.worker`."""
+    """Child process that runs checks (`megatron_lab.gpu.worker`), as seen by the session."""
 
     def __init__(self, device: str, folder: Path) -> None:
-        read_end, write_end = os.pipe()
-        self._results, self._buffer = read_end, b""
+        read_fd, write_fd = os.pipe()
+        self._results_fd, self._buffer = read_fd, b""
         self._log = folder / f"log-{time.monotonic_ns()}"
         with self._log.open("wb") as log:
             self._process = MarkedProcess(
-                [sys.executable, "-u", "-m", "megatron_lab.gpu.worker", device, str(folder), str(write_end)],
+                [sys.executable, "-u", "-m", "megatron_lab.gpu.worker", device, str(folder), str(write_fd)],
                 {},
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                pass_fds=(write_end,),
+                pass_fds=(write_fd,),
             )
-        os.close(write_end)
+        os.close(write_fd)
 
     def run(self, check: Check, data: Mapping[str, Any], limit: float) -> tuple[Result, bool]:
-        """Run a check for at most `limit` seconds. Returns its result, and whether the process can run more checks."""
+        """Run a check for at most `limit` seconds.
+
+        Args:
+            data: data of earlier checks, by the name of the check.
+
+        Returns:
+            The result of the check, and whether the worker can run more checks.
+        """
         partial: Result = {}
-        ends = time.monotonic() + limit
+        deadline = time.monotonic() + limit
         try:
             stdin = self._process.popen.stdin
             assert stdin is not None
             stdin.write(json.dumps({"name": check.name, "data": data}).encode() + b"\n")
             stdin.flush()
-            while (message := self._message(ends)) is not None:
+            while (message := self._read_message(deadline)) is not None:
                 if not message.pop("partial", False):
                     usable = message.pop("usable")
                     figure = message["figure"] or partial.get("figure", "")
@@ -69,47 +78,47 @@ class Worker:
                 partial = message
         except (BrokenPipeError, EOFError):
             status = self._process.end()
-            ended = {"state": "crash", "message": f"exit status {status}: {self._last_line()}"}
+            outcome = {"state": "crash", "message": f"exit status {status}: {self._find_reason()}"}
         else:
-            ended = {"state": "too slow", "message": f"ended after {limit:.0f} s"}
+            outcome = {"state": "too slow", "message": f"ended after {limit:.0f} s"}
             self._process.popen.send_signal(signal.SIGUSR1)
-            time.sleep(_SECONDS_TO_PRINT)
-        return {**partial, **ended, "data": {**partial.get("data", {}), "log": self._lines()[-_LOG_LINES:]}}, False
+            time.sleep(_STACK_DUMP_WAIT_S)
+        return {**partial, **outcome, "data": {**partial.get("data", {}), "log": self._read_log()[-_LOG_LINES:]}}, False
 
-    def _message(self, ends: float) -> Result | None:
-        """Return the next line of the worker, None when the time is over.
+    def _read_message(self, deadline: float) -> Result | None:
+        """Return the next message of the worker, or None if the deadline passes.
 
         Raises:
             EOFError: the worker has ended.
         """
         while b"\n" not in self._buffer:
-            if not select.select([self._results], [], [], max(0.0, ends - time.monotonic()))[0]:
+            if not select.select([self._results_fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 return None
-            if not (part := os.read(self._results, 1 << 16)):
+            if not (data := os.read(self._results_fd, 1 << 16)):
                 raise EOFError
-            self._buffer += part
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        message: Result = json.loads(line)
+            self._buffer += data
+        text, _, self._buffer = self._buffer.partition(b"\n")
+        message: Result = json.loads(text)
         return message
 
-    def _last_line(self) -> str:
-        """Return the line of the worker's output that tells why it ended."""
-        lines = [line.strip() for line in self._lines()]
-        telling = [line for line in lines if "out of memory" in line.lower() or line.startswith("Fatal Python error")]
-        return (telling or lines or ["no output"])[-1][:300]
+    def _find_reason(self) -> str:
+        """Return the line of the worker's output that most likely explains its end."""
+        log_lines = [line.strip() for line in self._read_log()]
+        error_lines = [line for line in log_lines if "out of memory" in line.lower() or line.startswith("Fatal Python error")]
+        return (error_lines or log_lines or ["no output"])[-1][:300]
 
-    def _lines(self) -> list[str]:
-        """Return the lines that the worker has printed, without empty ones."""
+    def _read_log(self) -> list[str]:
+        """Return the non-empty lines that the worker has printed, to find out why it ended."""
         return [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
 
     def close(self) -> None:
-        """End the process and what it has started."""
+        """End the process and all its descendants."""
         self._process.end()
-        os.close(self._results)
+        os.close(self._results_fd)
 
 
-def blank(check: Check) -> Result:
-    """Return the result of a check before it runs."""
+def create_result(check: Check) -> Result:
+    """Return the initial result of a check, with the state "not run"."""
     return {"name": check.name, "proves": check.proves, "state": NOT_RUN, "figure": "", "message": "", "seconds": 0.0, "data": {}}
 
 
@@ -117,20 +126,21 @@ def run_checks(
     checks: Sequence[Check],
     results: dict[str, Result],
     device: str,
-    seconds: float,
-    after_each: Callable[[Result], None],
+    budget_s: float,
+    on_result: Callable[[Result], None],
 ) -> None:
-    """Run the checks that `results` has not ended, in order.
+    """Run the checks whose state in `results` is in `REPEATABLE`, in order.
 
     Args:
-        results: by check name, changed in place. Those in a state of `REPEATABLE` are run.
-        seconds: budget. A check whose estimate does not fit into the rest is left out, and later, shorter ones are tried.
-        after_each: called with the result of each check of this session.
+        results: results by check name, changed in place.
+        budget_s: seconds for all checks. If the estimate of a check exceeds the remaining time, the check is skipped, and later,
+            shorter checks are still tried.
+        on_result: called with the result of each check of this session.
 
     Raises:
-        Interrupted: a signal came. The check that ran has the state "interrupted".
+        Interrupted: a signal arrived. The running check gets the state "interrupted".
     """
-    ends = time.monotonic() + seconds
+    deadline = time.monotonic() + budget_s
     worker: Worker | None = None
     with tempfile.TemporaryDirectory(prefix="check_gpu_", ignore_cleanup_errors=True) as folder:
         try:
@@ -138,29 +148,31 @@ def run_checks(
                 result = results[check.name]
                 if result["state"] not in REPEATABLE:
                     continue
-                estimate, left = check.estimate(device), ends - time.monotonic()
-                result.update(blank(check))
+                estimate, remaining = check.estimate(device), deadline - time.monotonic()
+                result.update(create_result(check))
                 if check.needs_cuda and device != "cuda":
                     result["state"] = "needs CUDA"
-                elif estimate > left:
-                    result.update(state="no time left", message=f"takes about {estimate:.0f} s, {max(0.0, left):.0f} s were left")
+                elif estimate > remaining:
+                    result.update(
+                        state="no time left", message=f"takes about {estimate:.0f} s, {max(0.0, remaining):.0f} s were left"
+                    )
                 else:
-                    began = time.monotonic()
+                    start = time.monotonic()
                     result["state"] = "interrupted"
-                    limit = min(left, max(3 * estimate, estimate + _SLACK))
+                    limit = min(remaining, max(3 * estimate, estimate + _SLACK_S))
                     worker = worker or Worker(device, Path(folder))
-                    data = {name: other["data"] for name, other in results.items() if other["data"]}
+                    data = {name: earlier_result["data"] for name, earlier_result in results.items() if earlier_result["data"]}
                     try:
-                        ended, usable = worker.run(check, data, limit)
+                        outcome, usable = worker.run(check, data, limit)
                     finally:
-                        result["seconds"] = round(time.monotonic() - began, 1)
-                    result.update(ended)
-                    if ended["state"] == "too slow" and limit == left:
+                        result["seconds"] = round(time.monotonic() - start, 1)
+                    result.update(outcome)
+                    if outcome["state"] == "too slow" and limit == remaining:
                         result["state"] = "no time left"
                     if not usable:
                         worker.close()
                         worker = None
-                after_each(result)
+                on_result(result)
         finally:
             if worker is not None:
                 worker.close()

@@ -1,6 +1,6 @@
-"""Training speed of four models, beside a loop written by hand in plain torch that trains the same model.
+"""Checks of the training speed of four models, compared with a plain loop: the same model written by hand in plain torch.
 
-Each model is alone in memory. A step is one microbatch with forward, backward, clipping and AdamW update.
+Only one model is in memory at a time. A step is one microbatch with forward, backward, clipping and AdamW update.
 """
 
 from __future__ import annotations
@@ -16,78 +16,92 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from megatron.config.given import DryRun
-from megatron.metrics.measures import mixed_peak_flops
-from megatron.spec.counts import count_parameters, flops_in_8_bits, flops_per_step
-from megatron_lab.benchmarks.peers import CLIP, LR, WEIGHT_DECAY, Step, plain_step
-from megatron_lab.benchmarks.shapes import SHAPES, Shape, command_line
+from megatron.metrics.measures import get_mixed_peak_flops
+from megatron.spec.counts import count_flops_per_step, count_fp8_flops, count_parameters
+from megatron_lab.benchmarks.peers import CLIP, LR, WEIGHT_DECAY, Step, build_plain_step
+from megatron_lab.benchmarks.shapes import SHAPES, Shape, build_argv
 from megatron_lab.benchmarks.single import release_memory
 from megatron_lab.gpu.context import CheckContext, CheckFailed, Outcome, require_at_most
-from megatron_lab.gpu.jobs import Job, random_batch, torch_device, train_step_of
-from megatron_lab.gpu.trace import attention_of, start_profiler
-from megatron_lab.planner.dry_run import make_plan
+from megatron_lab.gpu.jobs import Job, build_train_step, create_random_batch, get_torch_device
+from megatron_lab.gpu.trace import detect_attention_kernels, start_profiler
+from megatron_lab.planner.dry_run import build_plan
 
 MODELS = ("350m", "1.3b", "8b", "experts")
 """Names of the models, smallest first."""
 _SHAPES = {"350m": "350m", "1.3b": "1.3b", "8b": "8b-layers", "experts": "experts"}
 _CPU_SHAPES = {"350m": "tiny", "1.3b": "tiny", "8b": "tiny-llama", "experts": "tiny-experts"}
 _MAX_LAYERS = {"8b": 12, "experts": 8}
-"""Models of as many layers as fit, and the most layers, which bound the time."""
-_SHARE_OF_MEMORY = 0.75
-"""Of the device's memory that the plan of such a model may take: the plain loop has activations that a plan does not know."""
+"""Maximum number of layers of the models that get as many layers as fit into memory. The maximum bounds the time."""
+_MAX_MEMORY_SHARE = 0.75
+"""Maximum share of the device memory that the memory plan of such a model may use.
+
+The rest is for the plain loop, whose activations the plan does not cover.
+"""
 _FP8_FLAGS = {
     "fp8 rowwise": {"fp8_format": "e4m3", "fp8_recipe": "rowwise"},
     "fp8 tensorwise": {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"},
 }
 _WARM_UP_STEPS = 3
 _ERROR_WIDTH = 200
-_MAX_STEPS, _SECONDS_OF_STEPS = 20, 3.0
-"""A loop is timed for so many steps, or so many seconds if that is less, but for three steps at least."""
+_MAX_STEPS, _MAX_TIMED_S = 20, 3.0
+"""Limits of a timed loop. It ends at the limit that it reaches first, but runs at least three steps."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Speed of one loop."""
+    """Measured speed and memory of one training loop: a row of the speed table. Field names are keys of the JSON report."""
 
     model: str
     mode: str
-    """eager, compiled, fp8 rowwise or fp8 tensorwise."""
+    """"eager", "compiled", "fp8 rowwise" or "fp8 tensorwise"."""
     loop: str
-    """ours or plain."""
+    """"ours" for the framework or "plain" for the plain loop."""
     layers: int
     parameters: int
     milliseconds: float
-    """Median of a step."""
+    """Median time of a step in milliseconds."""
     fastest: float
+    """Time of the fastest step in milliseconds."""
     slowest: float
-    """Milliseconds of a step."""
+    """Time of the slowest step in milliseconds."""
     tokens_per_second: float
     tflops: float
-    """Model TFLOP/s, without recomputation."""
+    """TFLOP/s of the model. Recomputed operations do not count."""
     mfu: float | None
-    """Model FLOPs utilisation against the dense peak of the datasheet (with 8 bits, the mixed peak). None for an unknown device."""
+    """Model FLOPs utilisation, relative to the dense peak of the datasheet.
+
+    With 8-bit products the peak is a mix of the peaks of both precisions. The value is None for an unknown device.
+    """
     peak_gb: float | None
-    """Peak of allocated device memory in GB (10^9 bytes)."""
+    """Peak of allocated device memory in GB (10^9 bytes); None on a CPU."""
     planned_gb: float | None
+    """Predicted peak in GB; None for the plain loop."""
     first_loss: float
     attention: str = "unknown"
-    """The attention kernels that ran in one more step."""
+    """Names of the attention kernels that ran, from one more step under the profiler."""
 
 
-def job_of(model: str, device: str, **flags: object) -> tuple[Job, Shape]:
-    """Return the run that trains a model, one microbatch per step, and the shape with its number of layers."""
+def build_job(model: str, device: str, **flags: object) -> tuple[Job, Shape]:
+    """Build a job that trains a model with one microbatch per step.
+
+    Of a large model, only as many layers are kept as fit into the GPU's memory.
+
+    Returns:
+        The job, and the shape of the model with its actual number of layers.
+    """
     shape = SHAPES[(_SHAPES if device == "cuda" else _CPU_SHAPES)[model]]
     if device == "cuda" and model in _MAX_LAYERS:
-        shape = replace(shape, layers=_layers_that_fit(shape, _MAX_LAYERS[model]))
-    return _job(shape, device, **flags), shape
+        shape = replace(shape, layers=_count_fitting_layers(shape, _MAX_LAYERS[model]))
+    return _build_job(shape, device, **flags), shape
 
 
-def _job(shape: Shape, device: str, **flags: object) -> Job:
+def _build_job(shape: Shape, device: str, **flags: object) -> Job:
     run: dict[str, object] = {
         "micro_batch_size": shape.batch,
         "global_batch_size": shape.batch,
         "mock_data": True,
         "tokenizer_type": "NullTokenizer",
-        "vocab_size": shape.vocab - 1,  # the tokenizer adds the end of a document
+        "vocab_size": shape.vocab - 1,  # the tokenizer adds the end-of-document token
         "train_iters": 10,
         "lr": LR,
         "weight_decay": WEIGHT_DECAY,
@@ -95,102 +109,117 @@ def _job(shape: Shape, device: str, **flags: object) -> Job:
         "bf16": True,
         "device": device,
     }
-    job = Job.of(command_line({**shape.flags, **run, **flags}))
+    job = Job.of(build_argv({**shape.flags, **run, **flags}))
     assert job.vocab_size == shape.vocab
     return job
 
 
-def planned_bytes(job: Job) -> int:
-    """Return the planned peak of allocated device memory, without what CUDA takes for itself."""
-    memory = make_plan(job.config, DryRun(1, 1, None), job.vocab_size).kinds[0].memory
+def predict_bytes(job: Job) -> int:
+    """Return the predicted peak of allocated device memory in bytes, without the memory of CUDA itself."""
+    memory = build_plan(job.config, DryRun(1, 1, None), job.vocab_size).profiles[0].memory
     return int(memory.total.device - memory.cuda.device)
 
 
 @functools.cache
-def _layers_that_fit(shape: Shape, most: int) -> int:
-    few, more = (planned_bytes(_job(replace(shape, layers=layers), "cuda")) for layers in (1, 2))
-    total = torch.cuda.get_device_properties(0).total_memory
-    return max(1, min(most, 1 + int((_SHARE_OF_MEMORY * total - few) / (more - few))))
+def _count_fitting_layers(shape: Shape, max_layers: int) -> int:
+    """Return the number of layers that fit into the allowed share of device memory, at most `max_layers`."""
+    one_layer_bytes, two_layer_bytes = (predict_bytes(_build_job(replace(shape, layers=layers), "cuda")) for layers in (1, 2))
+    total_bytes = torch.cuda.get_device_properties(0).total_memory
+    return max(
+        1, min(max_layers, 1 + int((_MAX_MEMORY_SHARE * total_bytes - one_layer_bytes) / (two_layer_bytes - one_layer_bytes)))
+    )
 
 
 @contextlib.contextmanager
-def our_step_of(job: Job, device: torch.device) -> Iterator[Step]:
-    """Build our training step of a job, ready to run on one random batch again and again."""
-    with train_step_of(job, 0, device, drawn_on_device=True) as step:
+def build_framework_step(job: Job, device: torch.device) -> Iterator[Step]:
+    """Context manager that builds the framework's training step of a job.
+
+    Every call of the step trains on the same random batch.
+    """
+    with build_train_step(job, 0, device, init_on_device=True) as step:
         step.prepare(1)
-        batch = random_batch(job, step)
+        batch = create_random_batch(job, step)
         yield lambda: step.run(batch, iteration=1, learning_rate=LR, weight_decay=WEIGHT_DECAY).loss
 
 
-def measure_ours(model: str, mode: str, device: torch.device) -> Iterator[Row]:
-    """Time our step. The row comes twice, the second time with its attention kernels."""
+def measure_framework(model: str, mode: str, device: torch.device) -> Iterator[Row]:
+    """Time the framework's step. Yield its row, and then the row again with the attention kernels added.
+
+    Args:
+        model: name of the model.
+        mode: "eager", "compiled", "fp8 rowwise" or "fp8 tensorwise".
+    """
     flags: dict[str, object] = dict(_FP8_FLAGS.get(mode, {}))
     if mode == "compiled":
-        flags |= {"compile": True, "compile_backend": _compile_backend(device)}
-    job, shape = job_of(model, device.type, **flags)
-    planned = planned_bytes(job)
+        flags |= {"compile": True, "compile_backend": _get_compile_backend(device)}
+    job, shape = build_job(model, device.type, **flags)
+    predicted_bytes = predict_bytes(job)
     _reset_peak(device)
-    with our_step_of(job, device) as step:
-        seconds, loss = _time(step, device)
-        yield (row := _row(model, mode, "ours", shape, job, seconds, loss, device, planned))
-        yield _with_attention(row, step, device)
+    with build_framework_step(job, device) as step:
+        step_times, loss = _time_steps(step, device)
+        yield (row := _build_row(model, mode, "ours", shape, job, step_times, loss, device, predicted_bytes))
+        yield _add_attention(row, step, device)
 
 
-def _compile_backend(device: torch.device) -> str:
-    """Return the compiler to use: on a CPU only its tracing, because compiling C++ takes a minute."""
+def _get_compile_backend(device: torch.device) -> str:
+    """Return the compiler backend. On a CPU it only traces, because compiling C++ takes a minute."""
     return "inductor" if device.type == "cuda" else "aot_eager"
 
 
 def measure_plain(model: str, mode: str, device: torch.device) -> Iterator[Row]:
-    """Time the plain loop, eager or compiled. The row comes twice, the second time with its attention kernels."""
-    job, shape = job_of(model, device.type)
+    """Time the plain loop, eager or compiled. Yield its row, and then the row again with the attention kernels added."""
+    job, shape = build_job(model, device.type)
     _reset_peak(device)
-    step = plain_step(shape, torch.bfloat16, device, compiled=mode == "compiled", backend=_compile_backend(device))
-    seconds, loss = _time(step, device)
-    yield (row := _row(model, mode, "plain", shape, job, seconds, loss, device, None))
-    yield _with_attention(row, step, device)
+    step = build_plain_step(shape, torch.bfloat16, device, compiled=mode == "compiled", backend=_get_compile_backend(device))
+    step_times, loss = _time_steps(step, device)
+    yield (row := _build_row(model, mode, "plain", shape, job, step_times, loss, device, None))
+    yield _add_attention(row, step, device)
 
 
-def _with_attention(row: Row, step: Step, device: torch.device) -> Row:
-    """Add the attention kernels of one more step to a row."""
+def _add_attention(row: Row, step: Step, device: torch.device) -> Row:
+    """Run one more step under the profiler, and return the row with the attention kernels of that step."""
     try:
-        return replace(row, attention=attention_of(step, device))
-    except RuntimeError as error:  # the figures stay if the profiler does not work here
+        return replace(row, attention=detect_attention_kernels(step, device))
+    except RuntimeError as error:  # a failing profiler must not discard the times
         return replace(row, attention=f"unknown ({str(error).partition(chr(10))[0][:80]})")
 
 
-def _time(step: Step, device: torch.device) -> tuple[list[float], float]:
-    """Return seconds of each step after a warm-up, and the first loss."""
+def _time_steps(step: Step, device: torch.device) -> tuple[list[float], float]:
+    """Time the steps after the warm-up.
+
+    Returns:
+        The seconds of each step, and the loss of the first step.
+    """
     first_loss = step()
     for _ in range(_WARM_UP_STEPS - 1):
         step()
     _synchronize(device)
-    seconds: list[float] = []
-    while len(seconds) < 3 or (len(seconds) < _MAX_STEPS and sum(seconds) < _SECONDS_OF_STEPS):
-        began = time.perf_counter()
+    step_times: list[float] = []
+    while len(step_times) < 3 or (len(step_times) < _MAX_STEPS and sum(step_times) < _MAX_TIMED_S):
+        start = time.perf_counter()
         step()
         _synchronize(device)
-        seconds.append(time.perf_counter() - began)
-    return seconds, first_loss
+        step_times.append(time.perf_counter() - start)
+    return step_times, first_loss
 
 
-def _row(
+def _build_row(
     model: str,
     mode: str,
     loop: str,
     shape: Shape,
     job: Job,
-    seconds: list[float],
+    step_times: list[float],
     loss: float,
     device: torch.device,
-    planned: int | None,
+    predicted_bytes: int | None,
 ) -> Row:
-    median, config = statistics.median(seconds), job.config
-    flops = flops_per_step(config.model, shape.vocab, shape.batch)
-    peak = None
+    median, config = statistics.median(step_times), job.config
+    flops = count_flops_per_step(config.model, shape.vocab, shape.batch)
+    peak_flops = None
     if device.type == "cuda":
-        share = flops_in_8_bits(config.model, config.precision) * config.model.seq_length * shape.batch / flops
-        peak = mixed_peak_flops(torch.cuda.get_device_name(device), "bfloat16", share)
+        fp8_share = count_fp8_flops(config.model, config.precision) * config.model.seq_length * shape.batch / flops
+        peak_flops = get_mixed_peak_flops(torch.cuda.get_device_name(device), "bfloat16", fp8_share)
     return Row(
         model,
         mode,
@@ -198,13 +227,13 @@ def _row(
         shape.layers,
         count_parameters(config.model, shape.vocab),
         1e3 * median,
-        1e3 * min(seconds),
-        1e3 * max(seconds),
+        1e3 * min(step_times),
+        1e3 * max(step_times),
         shape.batch * shape.seq / median,
         flops / median / 1e12,
-        None if peak is None else flops / median / peak,
+        None if peak_flops is None else flops / median / peak_flops,
         torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None,
-        None if planned is None else planned / 1e9,
+        None if predicted_bytes is None else predicted_bytes / 1e9,
         loss,
     )
 
@@ -221,56 +250,65 @@ def _reset_peak(device: torch.device) -> None:
 
 
 def eager(context: CheckContext, model: str) -> Outcome:
-    """Time our eager step beside the eager plain loop."""
+    """Compare the framework's eager step with the eager plain loop."""
     return _compare(context, model, [("ours", "eager"), ("plain", "eager")])
 
 
 def compiled(context: CheckContext, model: str) -> Outcome:
-    """Time our compiled step beside the compiled plain loop."""
+    """Compare the framework's compiled step with the compiled plain loop."""
     return _compare(context, model, [("ours", "compiled"), ("plain", "compiled")])
 
 
 def fp8(context: CheckContext, model: str) -> Outcome:
-    """Time our step in 8 bits, eager. There is no plain loop in 8 bits; the report compares with the bfloat16 one."""
+    """Time the framework's eager step with 8-bit matrix products.
+
+    No plain loop runs in 8 bits, so the report compares with the bfloat16 loop.
+    """
     if context.on_cuda and torch.cuda.get_device_capability() < (8, 9):
         return Outcome("this GPU has no products in 8 bits")
     return _compare(context, model, [("ours", mode) for mode in _FP8_FLAGS])
 
 
 def _compare(context: CheckContext, model: str, loops: list[tuple[str, str]]) -> Outcome:
-    """Time loops one after another, and report after each. A loop that fails does not take the others away."""
-    device, rows, errors, failed = torch_device(context.device), dict[tuple[str, str], Row](), list[str](), False
-    sees_kernels = context.data.get("profiler", {}).get("works", True)
-    if device.type == "cuda" and sees_kernels:
+    """Time training loops one after another, and send a partial result after each.
+
+    If one loop fails, the remaining loops still run.
+
+    Args:
+        loops: ("ours" or "plain", mode) of each loop.
+    """
+    device, rows, errors, has_failed = get_torch_device(context.device), dict[tuple[str, str], Row](), list[str](), False
+    profiler_works = context.data.get("profiler", {}).get("works", True)
+    if device.type == "cuda" and profiler_works:
         start_profiler(device)
 
-    def outcome() -> Outcome:
-        figures = [describe(row) for row in rows.values()] + errors
+    def build_outcome() -> Outcome:
+        figures = [format_row(row) for row in rows.values()] + errors
         data = {"rows": [asdict(row) for row in rows.values()], "errors": errors}
-        return Outcome("; ".join([*_ratio(list(rows.values())), *figures]), data)
+        return Outcome("; ".join([*_format_ratio(list(rows.values())), *figures]), data)
 
     for loop, mode in loops:
         try:
-            for row in (measure_ours if loop == "ours" else measure_plain)(model, mode, device):
+            for row in (measure_framework if loop == "ours" else measure_plain)(model, mode, device):
                 rows[loop, mode] = row
-                context.send_partial(outcome())
-                if not sees_kernels:
+                context.send_partial(build_outcome())
+                if not profiler_works:
                     break
         except torch.OutOfMemoryError:
             errors.append(f"{loop} {mode}: out of memory")
         except Exception as error:  # noqa: BLE001 - the other loop goes on
-            failed = True
+            has_failed = True
             traceback.print_exc()
             errors.append(f"{loop} {mode}: {type(error).__name__}: {' '.join(str(error).split())[:_ERROR_WIDTH]}")
         release_memory(device)
-        context.send_partial(outcome())
-    if failed or not any(loop == "ours" for loop, _ in rows):
+        context.send_partial(build_outcome())
+    if has_failed or not any(loop == "ours" for loop, _ in rows):
         raise CheckFailed("; ".join(errors))
-    return outcome()
+    return build_outcome()
 
 
-def describe(row: Row) -> str:
-    """Return a row on one line."""
+def format_row(row: Row) -> str:
+    """Format the measured values of a row as one line of text."""
     text = f"{row.loop} {row.mode} {row.milliseconds:.1f} ms ({row.fastest:.1f} to {row.slowest:.1f}), "
     text += f"{row.tokens_per_second:,.0f} tokens/s, {row.tflops:.4g} TFLOP/s"
     text += "" if row.mfu is None else f", MFU {row.mfu:.1%}"
@@ -279,16 +317,22 @@ def describe(row: Row) -> str:
     return f"{text}, attention by {row.attention}"
 
 
-def _ratio(rows: list[Row]) -> list[str]:
-    """Return the speed of ours relative to the plain loop, if both are there."""
+def _format_ratio(rows: list[Row]) -> list[str]:
+    """Return a text with the framework's speed relative to the plain loop.
+
+    Return an empty list if one of the two rows is missing.
+    """
     times = {row.loop: row.milliseconds for row in rows}
     return [f"ours / plain {times['plain'] / times['ours']:.3f}"] if {"ours", "plain"} <= times.keys() else []
 
 
 def memory(context: CheckContext) -> Outcome:
-    """Compare the peaks that the speed checks measured with the plan. On a CPU, compare the bytes of a step's state instead."""
+    """Check that the memory plan predicts the peaks that the speed checks measured.
+
+    On a CPU, which has no such peaks, check the predicted bytes of a step's state instead.
+    """
     if not context.on_cuda:
-        return _state_on_cpu(context)
+        return _check_state_on_cpu(context)
     rows = [Row(**row) for data in context.data.values() for row in data.get("rows", [])]
     ratios = {
         f"{row.model} {row.mode}": row.peak_gb / row.planned_gb
@@ -296,30 +340,30 @@ def memory(context: CheckContext) -> Outcome:
         if row.loop == "ours" and row.peak_gb is not None and row.planned_gb
     }
     if not ratios:
-        raise CheckFailed("no speed check has measured a peak")
+        raise CheckFailed("no speed check has measured a memory peak to compare with the plan. Run the speed checks first")
     figures = ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items())
-    # A compiled layer keeps as much or less than planned.
+    # A compiled layer may need less memory than predicted, but not more.
     errors = [max(ratio - 1, 0.0 if "compiled" in name else 1 - ratio) for name, ratio in ratios.items()]
     return Outcome(f"measured / planned: {figures}; {require_at_most(max(errors), 0.1, 'largest error')}", {"ratios": ratios})
 
 
-_STATE = ("parameters", "gradients", "main_params", "moments", "averages")
+_STATE_PARTS = ("parameters", "gradients", "main_params", "moments", "averages")
 
 
-def _state_on_cpu(context: CheckContext) -> Outcome:
-    """The state of a small model, in a run of pretrain_gpt.py, to the byte."""
+def _check_state_on_cpu(context: CheckContext) -> Outcome:
+    """Check that the state of a small model in a run of pretrain_gpt.py has exactly the predicted bytes."""
     from megatron.config.cli import load
-    from megatron.data.tokenizer import planned_rows
-    from megatron_lab.gpu.runs import TINY, losses, metrics
+    from megatron.data.tokenizer import predict_embedding_rows
+    from megatron_lab.gpu.runs import TINY, read_metrics, run_and_read_losses
 
     flags = {"bf16": True, "train_iters": 2}
-    losses(context, "metrics", log_memory_interval=2, **flags)
-    measured = next(line for line in reversed(metrics(context, "metrics")) if "memory/parameters" in line)
-    config = load(command_line({**TINY, "device": context.device, **flags}), 1).config
-    parts = make_plan(config, DryRun(1, 1, None), planned_rows(config.data)).kinds[0].memory.parts
-    actual = sum(measured.get(f"memory/{name.replace('_', '-')}", 0.0) for name in _STATE)
-    planned = sum(parts[name].device for name in _STATE)
-    figure = f"state: measured {actual / 1e6:,.1f} MB, planned {planned / 1e6:,.1f} MB"
-    if actual != planned:
+    run_and_read_losses(context, "metrics", log_memory_interval=2, **flags)
+    record = next(row for row in reversed(read_metrics(context, "metrics")) if "memory/parameters" in row)
+    config = load(build_argv({**TINY, "device": context.device, **flags}), 1).config
+    memory_parts = build_plan(config, DryRun(1, 1, None), predict_embedding_rows(config.data)).profiles[0].memory.by_purpose
+    actual = sum(record.get(f"memory/{name.replace('_', '-')}", 0.0) for name in _STATE_PARTS)
+    predicted = sum(memory_parts[name].device for name in _STATE_PARTS)
+    figure = f"state: measured {actual / 1e6:,.1f} MB, planned {predicted / 1e6:,.1f} MB"
+    if actual != predicted:
         raise CheckFailed(figure)
     return Outcome(figure)

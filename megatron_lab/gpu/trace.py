@@ -1,8 +1,9 @@
-"""The most expensive kernels of one training step, from a trace of torch's profiler.
+"""Profile of one training step by its kernels, from a trace of torch's profiler.
 
-The trace names, for each kernel, the operation that launched it ("External id"), and for each operation the sizes and types of its
-inputs. FLOPs are counted for matrix products and attention, bytes for what an operation reads and writes at least: its inputs, and
-an output as large as the largest of them, or as the product makes it.
+For each kernel, the trace names the operation that launched it ("External id"). For each operation it has the sizes and types of
+the inputs. FLOPs are counted for matrix products and attention. Bytes are the minimum that an operation reads and writes: its
+inputs and its output. The output of a matrix product has its exact size; any other output is assumed to be as large as the largest
+input.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron_lab.benchmarks.peers import Step
 
 _ITEM_SIZES = {"float": 4, "double": 8, "long": 8, "long int": 8, "int": 4, "bool": 1, "unsigned char": 1, "signed char": 1}
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-_PRODUCTS = re.compile(r"aten::(mm|addmm|addmm_|bmm|baddbmm|baddbmm_|_scaled_mm|_grouped_mm)$")
+_MATMULS = re.compile(r"aten::(mm|addmm|addmm_|bmm|baddbmm|baddbmm_|_scaled_mm|_grouped_mm)$")
 _FIRST_FACTOR = {"addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1}
 _ATTENTION = re.compile(r"attention|varlen_attn")
 ATTENTION_KERNELS = (
@@ -30,12 +31,12 @@ ATTENTION_KERNELS = (
     ("flash", re.compile(r"flash_(fwd|bwd)|flash::|flash_attention", re.IGNORECASE)),
     ("efficient", re.compile(r"fmha_cutlass|AttentionKernel|AttentionBackward|efficient_attention", re.IGNORECASE)),
 )
-"""Names of attention kernels: of cuDNN (also for CPU operations), of flash attention, of memory-efficient attention."""
+"""Name patterns of attention kernels, for kernels and for CPU operations: cuDNN, flash attention and memory-efficient attention."""
 
 
 @dataclass
 class KernelUse:
-    """All launches of one kernel for one kind of operation in a step."""
+    """Totals of one kernel in one step, for the launches by one operation: number, time, bytes and FLOPs."""
 
     kernel: str
     operation: str
@@ -47,21 +48,21 @@ class KernelUse:
 
 @dataclass
 class StepProfile:
-    """One step on the device."""
+    """Profile of one step: its kernels by time, and the share of the time in which none ran."""
 
     kernels: list[KernelUse] = field(default_factory=list)
-    """Most expensive first."""
+    """Kernels, those with the longest total time first."""
     milliseconds: float = 0.0
-    """Time between the start of the first kernel and the end of the last one."""
+    """Time between the start of the first kernel and the end of the last kernel."""
     idle_share: float = 0.0
     """Share of `milliseconds` in which no kernel ran."""
     launches: int = 0
     attention: str = "unknown"
-    """The attention kernels that ran."""
+    """Names of the attention kernels that ran."""
 
 
 def profile_step(step: Step, folder: Path, device: torch.device) -> StepProfile:
-    """Run one step under the profiler and return what it did."""
+    """Run one step under the profiler and return its profile. One step runs first without the profiler, as a warm-up."""
     on_cuda = device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if on_cuda else [])]
     step()
@@ -77,53 +78,57 @@ def profile_step(step: Step, folder: Path, device: torch.device) -> StepProfile:
 
 @functools.cache
 def start_profiler(device: torch.device) -> None:
-    """Use the profiler once in this process, so that what it leaves switched on slows all later measurements alike."""
+    """Use the profiler once in this process.
+
+    After the first use, torch's tracing may stay enabled and slow the host down. With this call, it slows all later measurements
+    equally.
+    """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True):
         torch.zeros(1, device=device)
 
 
-def attention_of(step: Step, device: torch.device) -> str:
-    """Run one step under the profiler and return the attention kernels that ran."""
+def detect_attention_kernels(step: Step, device: torch.device) -> str:
+    """Run one step under the profiler and return the names of the attention kernels that ran."""
     activity = torch.profiler.ProfilerActivity.CUDA if device.type == "cuda" else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity], acc_events=True) as profiler:
         step()
-    return attention_in(event.name for event in profiler.events() or [])
+    return find_attention_kernels(event.name for event in profiler.events() or [])
 
 
 def read_trace(events: Sequence[Mapping[str, Any]], *, on_device: bool) -> StepProfile:
-    """Return the profile of the events of a Chrome trace.
+    """Build the profile of a step from the events of a Chrome trace.
 
     Args:
-        on_device: look at kernels of a GPU. Otherwise, at operations of the CPU, without those that they call.
+        on_device: profile the kernels of a GPU. Otherwise, profile the CPU operations that call no other operation.
     """
     complete = [event for event in events if event.get("ph") == "X"]
     operations = [event for event in complete if event.get("cat") == "cpu_op"]
     by_id = {event.get("args", {}).get("External id"): event for event in operations}
-    runs = [event for event in complete if event.get("cat") in _ON_DEVICE] if on_device else _leaves(operations)
+    executions = [event for event in complete if event.get("cat") in _ON_DEVICE] if on_device else _find_leaf_operations(operations)
     uses: dict[tuple[str, str], KernelUse] = {}
-    for event in runs:
+    for event in executions:
         operation = by_id.get(event.get("args", {}).get("External id"), {}) if on_device else event
         name = str(operation.get("name", "?"))
         use = uses.setdefault((str(event["name"]), name), KernelUse(str(event["name"]), name))
         use.launches += 1
         use.microseconds += float(event.get("dur", 0.0))
-        read_and_written, flops = _work(name, operation.get("args", {}))
-        use.bytes += read_and_written
+        num_bytes, flops = _count_bytes_and_flops(name, operation.get("args", {}))
+        use.bytes += num_bytes
         use.flops += flops
-    spans = sorted((float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0.0))) for event in runs)
-    whole = max((end for _, end in spans), default=0.0) - (spans[0][0] if spans else 0.0)
-    busy = _union(spans)
+    intervals = sorted((float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0.0))) for event in executions)
+    total = max((end for _, end in intervals), default=0.0) - (intervals[0][0] if intervals else 0.0)
+    busy = _sum_covered_time(intervals)
     return StepProfile(
         sorted(uses.values(), key=lambda use: -use.microseconds),
-        whole / 1e3,
-        1 - busy / whole if whole else 0.0,
-        len(runs),
-        attention_in(str(event["name"]) for event in (*runs, *operations)),
+        total / 1e3,
+        1 - busy / total if total else 0.0,
+        len(executions),
+        find_attention_kernels(str(event["name"]) for event in (*executions, *operations)),
     )
 
 
-def _leaves(operations: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the operations that call no other, of each thread."""
+def _find_leaf_operations(operations: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the operations that call no other operation, thread by thread."""
     leaves = []
     by_thread: dict[Any, list[Mapping[str, Any]]] = {}
     for event in operations:
@@ -136,50 +141,60 @@ def _leaves(operations: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return leaves
 
 
-def _union(spans: Sequence[tuple[float, float]]) -> float:
-    """Return the time that sorted spans cover together."""
-    covered, reached = 0.0, -math.inf
-    for begin, end in spans:
-        covered += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
+def _sum_covered_time(intervals: Sequence[tuple[float, float]]) -> float:
+    """Return the time that the union of sorted intervals covers."""
+    covered, covered_until = 0.0, -math.inf
+    for start, end in intervals:
+        covered += max(0.0, end - max(start, covered_until))
+        covered_until = max(covered_until, end)
     return covered
 
 
-def _work(name: str, arguments: Mapping[str, Any]) -> tuple[float, float]:
-    """Return bytes and FLOPs of an operation with these profiler arguments."""
+def _count_bytes_and_flops(name: str, arguments: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the bytes and FLOPs of an operation.
+
+    Args:
+        name: name of the operation in the trace.
+        arguments: sizes and types of the operation's inputs, as the profiler writes them.
+    """
     sizes = [tuple(size) for size in arguments.get("Input Dims", []) if _is_size(size)]
-    kinds = [
-        kind for size, kind in zip(arguments.get("Input Dims", []), arguments.get("Input type", []), strict=False) if _is_size(size)
+    dtypes = [
+        dtype
+        for size, dtype in zip(arguments.get("Input Dims", []), arguments.get("Input type", []), strict=False)
+        if _is_size(size)
     ]
-    read = [math.prod(size) * _item_size(kind) for size, kind in zip(sizes, kinds, strict=False)]
-    if not read:
+    input_bytes = [math.prod(size) * _get_item_size(dtype) for size, dtype in zip(sizes, dtypes, strict=False)]
+    if not input_bytes:
         return 0.0, 0.0
-    product = _PRODUCTS.search(name)
+    product = _MATMULS.search(name)
     if product and len(sizes) >= 2:
         first = _FIRST_FACTOR.get(product[1], 0)
         if len(sizes) >= first + 2:
             a, b = sizes[first], sizes[first + 1]
             batch = a[0] if len(a) == 3 and len(b) == 3 else 1
             rows, inner, columns = a[-2], a[-1], b[-1]
-            return sum(read) + batch * rows * columns * _item_size(kinds[first]), 2.0 * batch * rows * inner * columns
-    flops = _attention_flops(name, sizes) if _ATTENTION.search(name) else 0.0
-    return sum(read) + max(read), flops
+            return sum(input_bytes) + batch * rows * columns * _get_item_size(dtypes[first]), 2.0 * batch * rows * inner * columns
+    flops = _count_attention_flops(name, sizes) if _ATTENTION.search(name) else 0.0
+    return sum(input_bytes) + max(input_bytes), flops
 
 
 def _is_size(size: Any) -> bool:
-    return isinstance(size, list) and bool(size) and all(isinstance(number, int) for number in size)
+    return isinstance(size, list) and bool(size) and all(isinstance(n, int) for n in size)
 
 
-def _item_size(kind: Any) -> int:
-    """Return the bytes of an element of a type as the profiler names it."""
-    name = str(kind)
+def _get_item_size(dtype: Any) -> int:
+    """Return the bytes per element of a type, given by the profiler's name for it."""
+    name = str(dtype)
     if name in _ITEM_SIZES:
         return _ITEM_SIZES[name]
     return 2 if "BFloat16" in name or "Half" in name else 1 if "Float8" in name else 4
 
 
-def _attention_flops(name: str, sizes: Sequence[tuple[int, ...]]) -> float:
-    """Return the FLOPs of causal attention over [samples, heads, sequence, channels]: two products forward, five backward."""
+def _count_attention_flops(name: str, sizes: Sequence[tuple[int, ...]]) -> float:
+    """Return the FLOPs of causal attention over [samples, heads, sequence, channels].
+
+    Forward has two matrix products, backward has five.
+    """
     shape = next((size for size in sizes if len(size) == 4), None)
     if shape is None:
         return 0.0
@@ -189,8 +204,8 @@ def _attention_flops(name: str, sizes: Sequence[tuple[int, ...]]) -> float:
     return (2.5 if "backward" in name else 1.0) * 2 * samples * heads * length**2 * channels
 
 
-def attention_in(names: Iterable[str]) -> str:
-    """Return which attention kernels occur among the names of kernels and operations."""
+def find_attention_kernels(names: Iterable[str]) -> str:
+    """Return the attention kernels that occur in the names of a step's kernels and operations, as text."""
     names = list(names)
-    kinds = [kind for kind, pattern in ATTENTION_KERNELS if any(pattern.search(name) for name in names)]
-    return " and ".join(kinds) or "products of matrices"
+    kernels = [kernel for kernel, pattern in ATTENTION_KERNELS if any(pattern.search(name) for name in names)]
+    return " and ".join(kernels) or "products of matrices"

@@ -1,8 +1,8 @@
-"""The process that runs checks, one after another: `python -m megatron_lab.gpu.worker DEVICE FOLDER RESULT_FD`.
+"""Process that runs checks, one after another: `python -m megatron_lab.gpu.worker DEVICE FOLDER RESULT_FD`.
 
-It reads requests from its standard input, a line of JSON each: the check's name and the data of earlier checks. To the file
-descriptor it writes a line of JSON for each partial result and for each end of a check. One import of torch and one CUDA context
-serve all checks. After an exception that leaves the CUDA context unusable the process ends, and `session.py` starts another.
+It reads requests from its standard input, one JSON line each, with the name of a check and the data of earlier checks. It writes a
+JSON line to the file descriptor for each partial result and for the end of each check. All checks share one import of torch and one
+CUDA context. If an exception leaves the CUDA context unusable, the process ends, and `session.py` starts another.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from megatron_lab.gpu.checks import CHECKS, Check
 from megatron_lab.gpu.context import CheckContext, CheckFailed, DoesNotFit, Outcome
 
 _LOG_LINES, _MESSAGE_LINES = 40, 5
-"""Last lines of a traceback, and first ones of the error's message, that the result of a crash keeps."""
+"""Lines that the result of a crash includes: the last lines of the traceback, and the first lines of the error message."""
 
 
 def main(device: str, folder: str, result_fd: str) -> None:
-    """Run every requested check until the standard input ends. On SIGUSR1 it prints where its threads are."""
+    """Run each check that is requested on the standard input, until the input ends. On SIGUSR1, print the stacks of all threads."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     checks = {check.name: check for check in CHECKS}
@@ -35,14 +35,14 @@ def main(device: str, folder: str, result_fd: str) -> None:
         def send(message: dict[str, Any]) -> None:
             results.write(json.dumps(message) + "\n")
 
-        for line in sys.stdin:
-            request = json.loads(line)
+        for request_line in sys.stdin:
+            request = json.loads(request_line)
             check = checks[request["name"]]
-            folder_of_check = Path(folder) / check.name
-            folder_of_check.mkdir(exist_ok=True)
+            check_folder = Path(folder) / check.name
+            check_folder.mkdir(exist_ok=True)
             context = CheckContext(
                 device,
-                folder_of_check,
+                check_folder,
                 request["data"],
                 lambda outcome: send({"partial": True, "figure": outcome.figure, "data": dict(outcome.data)}),
             )
@@ -54,11 +54,11 @@ def main(device: str, folder: str, result_fd: str) -> None:
 
 
 def run_check(check: Check, context: CheckContext) -> dict[str, Any]:
-    """Run one check and return its state, figure, message and data."""
+    """Run one check. Return its state (such as "pass" or "fail"), measured values, error message and data, in JSON types."""
     try:
         module, _, function = check.function.partition(".")
-        body = getattr(importlib.import_module(f"megatron_lab.gpu.{module}"), function)
-        outcome: Outcome = body(context, *[check.argument] if check.argument else [])
+        check_function = getattr(importlib.import_module(f"megatron_lab.gpu.{module}"), function)
+        outcome: Outcome = check_function(context, *[check.argument] if check.argument else [])
         return {"state": "pass", "figure": outcome.figure, "data": dict(outcome.data), "message": ""}
     except CheckFailed as failure:
         return {"state": "fail", "figure": str(failure), "message": "", "data": {}}
@@ -67,20 +67,20 @@ def run_check(check: Check, context: CheckContext) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 - the other checks go on
         traceback.print_exc()
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        message = f"{text[:300]} ({_line_of(error)})"
+        message = f"{text[:300]} ({_format_location(error)})"
         frames = "".join(traceback.format_tb(error.__traceback__)).splitlines()
         log = [*frames[-_LOG_LINES:], *str(error).splitlines()[:_MESSAGE_LINES]]
         return {"state": "crash", "figure": "", "message": message, "data": {"log": log}}
 
 
-def _line_of(error: BaseException) -> str:
-    """Return the innermost line of the project in a traceback."""
+def _format_location(error: BaseException) -> str:
+    """Return file and line of the innermost frame of a traceback that belongs to the project."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/site-packages/" not in frame.filename]
     return f"{'/'.join(Path(frames[-1].filename).parts[-3:])}:{frames[-1].lineno}" if frames else "no line of the project"
 
 
 def clean_up(device: str) -> bool:
-    """Free what a check has left behind and restore torch's switches; return whether the device can still be used."""
+    """Free the memory that a check has left, and restore torch's global settings. Return whether the device is still usable."""
     import torch
 
     torch.use_deterministic_algorithms(False)
