@@ -1,1 +1,1 @@
-"""Uses a trained model: logits of whole sequences, and generated text."""
+"""Inference with a trained model: logits of complete sequences, and text generation."""

@@ -1,4 +1,4 @@
-"""Texts that continue prompts, given out piece by piece as they are made, in whole characters."""
+"""Text generation. Tokens are decoded to text while they are sampled, and only complete characters are returned."""
 
 from __future__ import annotations
 
@@ -11,112 +11,128 @@ from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext
 from megatron_lab.inference.generate import GenerationRequest, generate
 
-_CONTEXT = 16
-"""Tokens before the new ones that are decoded with them: the text of a token may depend on the one before (a blank)."""
-_LONGEST_HELD = 8
-"""The most tokens that may wait for the rest of a character; a character of UTF-8 has at most four bytes."""
+_NUM_CONTEXT_TOKENS = 16
+"""Already decoded tokens that are decoded again with each new token, because the text of a token may depend on the previous one
+(for example a leading space)."""
+_MAX_PENDING_TOKENS = 8
+"""Maximum number of tokens that `TextStream` holds back while they end within a character. A UTF-8 character has at most four
+bytes."""
 
 
-NEW_TOKENS = 256
-"""The most tokens that are made where nobody says how many."""
+DEFAULT_MAX_NEW_TOKENS = 256
+"""Default limit on the generated tokens of one sequence."""
 
 
-def prompt_ids(tokenizer: Tokenizer, text: str, *, add_bos: bool = False) -> list[int]:
-    """The tokens of a beginning; where there are none, what begins a document.
+def encode_prompt(tokenizer: Tokenizer, text: str, *, add_bos: bool = False) -> list[int]:
+    """Return the token ids of a prompt.
+
+    An empty prompt gives the token that starts a document: bos, or eod if the tokenizer has no bos.
+
+    Args:
+        add_bos: put the bos token before the prompt.
 
     Raises:
-        ValueError: `add_bos`, and this tokenizer has none.
+        ValueError: `add_bos` is set, and the tokenizer has no bos token.
     """
     ids = tokenizer.encode(text)
     if add_bos:
         if tokenizer.bos is None:
-            raise ValueError("--add-bos: this tokenizer has no bos")
+            raise ValueError("--add-bos: this tokenizer has no bos token. Leave the flag out.")
         ids = [tokenizer.bos, *ids]
     return ids or [tokenizer.eod if tokenizer.bos is None else tokenizer.bos]
 
 
-def most_new_tokens(config: ModelConfig, prompts: Sequence[Sequence[int]]) -> int:
-    """How many tokens are made where nobody says it: as many as there are positions for, and not more than `NEW_TOKENS`."""
+def select_max_new_tokens(config: ModelConfig, prompts: Sequence[Sequence[int]]) -> int:
+    """Return the default limit on new tokens: `DEFAULT_MAX_NEW_TOKENS`, or fewer if the model has learned fewer positions.
+
+    Args:
+        prompts: token ids of each prompt. The longest prompt leaves the fewest positions.
+    """
     if config.position_embedding_type != "learned_absolute":
-        return NEW_TOKENS
-    return max(1, min(NEW_TOKENS, config.num_positions - max(map(len, prompts))))
+        return DEFAULT_MAX_NEW_TOKENS
+    return max(1, min(DEFAULT_MAX_NEW_TOKENS, config.num_positions - max(map(len, prompts))))
 
 
 class TextStream:
-    """Turns one sequence's tokens into text.
+    """Incremental decoder of one sequence, which turns each new token into text as soon as its characters are complete.
 
     Args:
-        decode: text of token ids; bytes that are no UTF-8 show as U+FFFD.
-        before: the tokens before the first new one.
+        decode: returns the text of token ids. Bytes that are not valid UTF-8 appear as U+FFFD.
+        prompt: token ids before the first new token.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int]) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int]) -> None:
         self._decode = decode
-        self._ids = list(before[-_CONTEXT:])
-        self._said = len(self._ids)
+        self._ids = list(prompt[-_NUM_CONTEXT_TOKENS:])
+        self._num_decoded = len(self._ids)
 
     def add(self, id: int) -> str:
-        """The text that a token brings; empty while it ends within a character."""
+        """Add a token and return the text that it completes. The text is empty while the tokens end within a character."""
         self._ids.append(id)
-        return self._new(whole=len(self._ids) - self._said < _LONGEST_HELD)
+        return self._decode_pending(hold_incomplete=len(self._ids) - self._num_decoded < _MAX_PENDING_TOKENS)
 
     def finish(self) -> str:
-        """The text that was held back."""
-        return self._new(whole=False)
+        """Return the remaining text at the end of the sequence, even if it ends within a character."""
+        return self._decode_pending(hold_incomplete=False)
 
-    def _new(self, *, whole: bool) -> str:
-        before, text = self._decode(self._ids[: self._said]), self._decode(self._ids)
-        if whole and text.endswith("\ufffd"):
+    def _decode_pending(self, *, hold_incomplete: bool) -> str:
+        """Return the text of the tokens that have not been decoded yet.
+
+        Args:
+            hold_incomplete: return an empty text if the tokens end within a character.
+        """
+        decoded, text = self._decode(self._ids[: self._num_decoded]), self._decode(self._ids)
+        if hold_incomplete and text.endswith("\ufffd"):
             return ""
-        fresh = text[len(before) :]
-        if fresh:  # of the tokens already decoded, only the last are needed
-            self._ids = self._ids[self._said :][-_CONTEXT:]
-            self._said = len(self._ids)
-        return fresh
+        new_text = text[len(decoded) :]
+        if new_text:  # only the last decoded tokens affect the text of the next ones
+            self._ids = self._ids[self._num_decoded :][-_NUM_CONTEXT_TOKENS:]
+            self._num_decoded = len(self._ids)
+        return new_text
 
 
 @dataclass
 class Continuation:
-    """The generated text of one sample of one prompt."""
+    """Generated text that continues a prompt."""
 
-    prompt: int
-    """Index of the prompt."""
-    sample: int
+    prompt_index: int
+    """Index of the prompt in the list of all prompts."""
+    sample_index: int
     text: str = ""
-    """The new text, without the prompt."""
+    """Generated text, without the prompt."""
     tokens: list[int] = field(default_factory=list)
-    """The new tokens, without the end-of-document token."""
-    ended: bool = False
-    """Whether the document ended; otherwise the limit on tokens was reached."""
+    """Generated token ids, without the end-of-document token."""
+    has_ended: bool = False
+    """True if the model generated the end-of-document token; False if it reached the limit on tokens."""
 
 
-def continuations(
+def generate_texts(
     model: Model,
     context: ParallelContext,
     tokenizer: Tokenizer,
     request: GenerationRequest,
-    say: Callable[[str], None] | None = None,
+    on_text: Callable[[str], None] | None = None,
 ) -> list[Continuation]:
-    """Generate all texts of a request. All ranks of the model call it together and get the same.
+    """Generate all texts of a request. All ranks of the model call this function together and get the same result.
 
     Args:
-        say: called with the first sequence's text piece by piece, as it is made.
+        on_text: called with each new text of the first sequence while it is generated.
     """
-    found = [Continuation(request.first_prompt + prompt, sample) for prompt, sample in request.rows]
-    streams = [TextStream(tokenizer.decode, request.prompts[prompt]) for prompt, _ in request.rows]
+    continuations = [Continuation(request.first_prompt + prompt, sample) for prompt, sample in request.sequences]
+    streams = [TextStream(tokenizer.decode, request.prompts[prompt]) for prompt, _ in request.sequences]
 
-    def take(one: Continuation, piece: str) -> None:
-        one.text += piece
-        if say is not None and one is found[0] and piece:
-            say(piece)
+    def append_text(continuation: Continuation, text: str) -> None:
+        continuation.text += text
+        if on_text is not None and continuation is continuations[0] and text:
+            on_text(text)
 
     for ids in generate(model, context, request):
-        for one, stream, id in zip(found, streams, ids, strict=True):
+        for continuation, stream, id in zip(continuations, streams, ids, strict=True):
             if id is None:
-                one.ended = True
+                continuation.has_ended = True
             else:
-                one.tokens.append(id)
-                take(one, stream.add(id))
-    for one, stream in zip(found, streams, strict=True):
-        take(one, stream.finish())
-    return found
+                continuation.tokens.append(id)
+                append_text(continuation, stream.add(id))
+    for continuation, stream in zip(continuations, streams, strict=True):
+        append_text(continuation, stream.finish())
+    return continuations

@@ -1,7 +1,9 @@
-"""A forward through all chunks, stage after stage, at any tensor and pipeline layout: of whole sequences for their logits, or of
-prompts at once and then of one token a row. All ranks of the model call it together.
+"""Forward passes without a backward: logits of complete sequences, and incremental decoding with a key-value cache.
 
-Shapes: `s` the longest prompt, `b` rows, `v` vocabulary.
+A forward runs all model chunks of the pipeline, one stage after another, at any tensor, context and pipeline parallel layout. All
+ranks of the model call these functions together.
+
+Shapes: `s` tokens of the longest prompt or sequence, `b` rows of the batch, `h` hidden size, `v` vocabulary size.
 """
 
 from __future__ import annotations
@@ -11,123 +13,147 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megatron.attention.documents import samples
+from megatron.attention.documents import build_unpacked_documents
 from megatron.model.build import Model
 from megatron.model.inputs import ModelInputs
 from megatron.model.key_value_cache import KeyValueCache
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.cut import mirrored
+from megatron.parallel.sequence_split import split_zigzag
 
 
-def last_hidden_states(model: Model, context: ParallelContext, inputs: ModelInputs) -> torch.Tensor | None:
-    """Hidden states after the last layer, [s, b, h] (or [s/n, b, h]), on the stage that holds the output layer; None on others.
+def compute_last_hidden_states(model: Model, context: ParallelContext, inputs: ModelInputs) -> torch.Tensor | None:
+    """Run a forward through all pipeline stages, and return the hidden states after the last layer.
 
-    All ranks of the model call it together. Nothing is kept for a backward.
+    Nothing is saved for a backward.
+
+    All ranks of the model call this function together.
 
     Args:
-        inputs: the same on all ranks.
+        inputs: tokens and positions, equal on all ranks.
+
+    Returns:
+        [s, b, h] on the stage with the output layer, or [s/tp, b, h] with sequence parallelism; None on other stages.
     """
-    stage, table = context.group("pp").index, model.layer_table
+    stage, layer_table = context.group("pp").rank, model.layer_table
     length, batch = inputs.positions.shape
-    spec = model.boundary(batch, context.topology)["hidden"]
+    boundary = model.stage_boundary(batch, context.topology)["hidden"]
     if model.sequence_parallel:
-        assert length % context.topology.tp == 0, f"{length} tokens do not divide by {context.topology.tp} tensor ranks"
+        assert length % context.topology.tp == 0, (
+            f"{length} tokens cannot be split evenly over {context.topology.tp} tensor parallel ranks"
+        )
         length //= context.topology.tp
     hidden: torch.Tensor | None = None
-    for chunk in table:
+    for chunk in layer_table:
         if chunk.stage != stage:
             hidden = None
             continue
-        if not chunk.first and (source := table[chunk.index - 1].stage) != stage:
+        if not chunk.is_first and (source := layer_table[chunk.index - 1].stage) != stage:
             channel = context.pipeline_channel(source, stage)
-            hidden = torch.empty((length, batch, spec.shape[-1]), dtype=spec.dtype, device=context.device)
+            hidden = torch.empty((length, batch, boundary.shape[-1]), dtype=boundary.dtype, device=context.device)
             dist.recv(hidden, channel.ranks[source], group=channel.process_group)
-        hidden = model.chunks[chunk.index].hidden_states(inputs, hidden)
-        if not chunk.last and (destination := table[chunk.index + 1].stage) != stage:
+        hidden = model.chunks[chunk.index].compute_hidden_states(inputs, hidden)
+        if not chunk.is_last and (destination := layer_table[chunk.index + 1].stage) != stage:
             channel = context.pipeline_channel(stage, destination)
             dist.send(hidden.contiguous(), channel.ranks[destination], group=channel.process_group)
     return hidden if model.computes_loss else None
 
 
-def inputs_of(tokens: torch.Tensor) -> ModelInputs:
-    """The model's inputs for whole samples [b, s]: positions from 0, no dropout."""
+def build_inputs(tokens: torch.Tensor) -> ModelInputs:
+    """Return the model inputs for complete samples [b, s], with positions from 0."""
     batch, length = tokens.shape
     positions = torch.arange(length, device=tokens.device).unsqueeze(1).expand(-1, batch)
     return ModelInputs(positions.contiguous(), tokens.t().contiguous())
 
 
 @torch.no_grad()
-def sequence_logits(model: Model, context: ParallelContext, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits of the next token at every position, [b, s, v] in the model's dtype, without padding, on every rank.
+def compute_sequence_logits(model: Model, context: ParallelContext, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the logits of the next token at every position, [b, s, v] in the model's dtype, on every rank.
 
-    All ranks of the model call it together.
+    The logits have no vocabulary padding. All ranks of the model call this function together.
 
     Args:
-        tokens: ids [b, s], the same on all ranks.
+        tokens: token ids [b, s], the same on all ranks.
     """
     tokens = tokens.to(context.device)
-    hidden = last_hidden_states(model, context, inputs_of(tokens))
+    hidden = compute_last_hidden_states(model, context, build_inputs(tokens))
     if model.computes_loss:
         assert hidden is not None
-        found = model.chunks[len(model.layer_table) - 1].logits(hidden).transpose(0, 1).contiguous()
+        logits = model.chunks[len(model.layer_table) - 1].logits(hidden).transpose(0, 1).contiguous()
     else:
-        found = torch.empty((*tokens.shape, model.vocab_size), dtype=model.dtype, device=context.device)
+        logits = torch.empty((*tokens.shape, model.vocab_size), dtype=model.dtype, device=context.device)
     pipeline = context.group("pp")
     if pipeline.size > 1:
-        dist.broadcast(found, pipeline.ranks[model.layer_table[-1].stage], group=pipeline.process_group)
-    return found
+        dist.broadcast(logits, pipeline.ranks[model.layer_table[-1].stage], group=pipeline.process_group)
+    return logits
 
 
 class Decoder:
-    """Reads tokens one by one, with a cache of keys and values, so that no earlier token is computed again.
+    """Incremental decoder of a batch of sequences.
+
+    A cache holds the keys and values of earlier tokens, so each step computes only one token per sequence.
 
     Args:
-        capacity: tokens in the longest row, prompt and new ones.
+        capacity: maximum number of tokens of a sequence, prompt and new tokens together.
     """
 
     def __init__(self, model: Model, context: ParallelContext, capacity: int) -> None:
-        assert not model.sequence_parallel, "one token cannot be split over tensor ranks"
+        assert not model.sequence_parallel, (
+            "incremental decoding does not support sequence parallelism: one token cannot be split over tensor ranks"
+        )
         self._model, self._context = model, context
         self.cache = KeyValueCache(capacity)
 
     @torch.inference_mode()
-    def read(self, prompts: Sequence[Sequence[int]], copies: int = 1) -> torch.Tensor | None:
-        """Read the prompts; each becomes `copies` rows, side by side.
+    def prefill(self, prompts: Sequence[Sequence[int]], num_samples: int = 1) -> torch.Tensor | None:
+        """Read the prompts and fill the key-value cache. Each prompt becomes `num_samples` consecutive rows of the batch.
 
         Returns:
-            logits of the next token of each row [b, v], without padding, on the stage with the output layer; None on others.
+            Logits of the next token of each row [b, v], without vocabulary padding, on the stage with the output layer; None on
+            other stages.
         """
-        device, sharers, lengths = self._context.device, self._context.context_group, [len(prompt) for prompt in prompts]
-        unit = 2 * sharers.size if sharers.size > 1 else 1  # context ranks hold two pieces each
-        room = -(-max(lengths) // unit) * unit
-        tokens = torch.zeros(room, len(prompts), dtype=torch.long)
+        device, context_group, lengths = self._context.device, self._context.context_group, [len(prompt) for prompt in prompts]
+        # Each context rank holds two segments of a sequence (zigzag split).
+        alignment = 2 * context_group.size if context_group.size > 1 else 1
+        padded_length = -(-max(lengths) // alignment) * alignment
+        tokens = torch.zeros(padded_length, len(prompts), dtype=torch.long)
         for row, prompt in enumerate(prompts):
             tokens[: len(prompt), row] = torch.tensor(prompt)
-        documents, places = None, torch.arange(room)
-        if sharers.size > 1:
-            documents = samples(room, len(prompts), mirrored(room, sharers.size), device)
-            places = torch.from_numpy(mirrored(room, sharers.size).places(sharers.index))
-        # What fills up the last piece has no position of its own: the model may have learned no more than there are tokens.
-        positions = places.clamp(max=max(lengths) - 1).to(device).unsqueeze(1).expand(-1, len(prompts)).contiguous()
-        self.cache.expect(lengths, device)
-        inputs = ModelInputs(positions, tokens[places].to(device), documents=documents, cache=self.cache)
-        hidden = last_hidden_states(self._model, self._context, inputs)
-        self.cache.begin(copies)
+        documents, local_positions = None, torch.arange(padded_length)
+        if context_group.size > 1:
+            documents = build_unpacked_documents(
+                padded_length, len(prompts), split_zigzag(padded_length, context_group.size), device
+            )
+            local_positions = torch.from_numpy(split_zigzag(padded_length, context_group.size).positions(context_group.rank))
+        # Padding gets the last token's position: a learned embedding may have no positions beyond the longest prompt.
+        positions = local_positions.clamp(max=max(lengths) - 1).to(device).unsqueeze(1).expand(-1, len(prompts)).contiguous()
+        self.cache.prepare_prefill(lengths, device)
+        inputs = ModelInputs(positions, tokens[local_positions].to(device), documents=documents, cache=self.cache)
+        hidden = compute_last_hidden_states(self._model, self._context, inputs)
+        self.cache.finish_prefill(num_samples)
         if hidden is None:
             return None
-        last = torch.tensor(lengths) - 1
-        at = torch.searchsorted(places, last).clamp(max=len(places) - 1)
-        found = hidden[at.to(device), torch.arange(len(prompts), device=device)]
-        if sharers.size > 1:  # one of them has it
-            found = all_reduce(found.masked_fill((places[at] != last).to(device)[:, None], 0.0), sharers)
-        return self._logits(found.unsqueeze(0)).repeat_interleave(copies, 0)
+        last_positions = torch.tensor(lengths) - 1
+        local_rows = torch.searchsorted(local_positions, last_positions).clamp(max=len(local_positions) - 1)
+        last_hidden = hidden[local_rows.to(device), torch.arange(len(prompts), device=device)]
+        if context_group.size > 1:  # only one context rank has the last token of a row
+            last_hidden = all_reduce(
+                last_hidden.masked_fill((local_positions[local_rows] != last_positions).to(device)[:, None], 0.0), context_group
+            )
+        return self._logits(last_hidden.unsqueeze(0)).repeat_interleave(num_samples, 0)
 
     @torch.inference_mode()
-    def step(self, ids: torch.Tensor) -> torch.Tensor | None:
-        """Read one more token a row, [b]; returns logits like `read`."""
+    def decode(self, ids: torch.Tensor) -> torch.Tensor | None:
+        """Read one more token of each row. Return the logits of the token after it, as `prefill` does.
+
+        Args:
+            ids: token ids [b].
+
+        Returns:
+            Logits [b, v], without vocabulary padding, on the stage with the output layer; None on other stages.
+        """
         inputs = ModelInputs(self.cache.lengths.unsqueeze(0), ids.unsqueeze(0), cache=self.cache)
-        hidden = last_hidden_states(self._model, self._context, inputs)
+        hidden = compute_last_hidden_states(self._model, self._context, inputs)
         self.cache.advance()
         return None if hidden is None else self._logits(hidden)
 

@@ -1,8 +1,8 @@
-"""Generates token after token, for several prompts and several samples of each, at any tensor x pipeline layout.
+"""Token generation for several prompts and several samples of each prompt, at any tensor, context and pipeline parallel layout.
 
-The next token follows from its logits: the likeliest, or drawn from a distribution that is sharpened and cut.
+The next token is the most likely one, or a sample from the softmax of the logits with temperature, top-k and top-p.
 
-Shapes: `b` rows, `v` vocabulary.
+Shapes: `b` rows (sequences), `v` vocabulary size.
 """
 
 from __future__ import annotations
@@ -21,122 +21,145 @@ from megatron_lab.inference.forward import Decoder
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen."""
+    """Settings that determine how the next token is selected from its logits."""
 
     temperature: float = 1.0
-    """Logits are divided by it; 0 always takes the likeliest token."""
+    """Divisor of the logits. 0 always selects the most likely token (greedy decoding)."""
     top_k: int | None = None
-    """Draw among this many likeliest tokens."""
+    """Sample only from the `top_k` most likely tokens; None for no limit."""
     top_p: float = 1.0
-    """Draw among the likeliest tokens that together have this probability (Holtzman et al. 2020); after --top-k."""
+    """Sample from the smallest set of most likely tokens whose total probability reaches `top_p` (nucleus sampling, Holtzman et
+    al. 2020). Applied after `top_k`."""
     seed: int = 1234
 
     def __post_init__(self) -> None:
-        """Raise a ValueError for a value that is out of range."""
+        """Check the ranges of all values.
+
+        Raises:
+            ValueError: a value is out of range.
+        """
         if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"--temperature must be 0 (the likeliest token always) or more, not {self.temperature:g}")
+            raise ValueError(f"--temperature must be 0 (always the most likely token) or more, not {self.temperature:g}")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"--top-k must be at least 1, not {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"--top-p must be above 0 and at most 1, not {self.top_p:g}")
 
     @property
-    def greedy(self) -> bool:
-        """Whether nothing is drawn."""
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always selected, without random numbers."""
         return self.temperature == 0
 
-    def draws(self, prompt: int, sample: int, count: int) -> torch.Tensor:
-        """The random numbers of one sequence, uniform in [0, 1): float64 [count].
+    def draw_uniform(self, prompt: int, sample: int, count: int) -> torch.Tensor:
+        """Return the random numbers that select the tokens of one sequence: uniform in [0, 1), float64 [count].
 
-        They depend only on the seed and the indices of prompt and sample. So a sequence is the same whatever other sequences are
-        made beside it, at every layout and on every device (but for rounding of the logits).
+        The numbers depend only on the seed, the prompt index and the sample index. So a sequence does not depend on the other
+        sequences of the batch, the layout or the device, apart from rounding of the logits.
+
+        Args:
+            prompt: index of the prompt.
+            sample: index of the sample of this prompt.
+            count: number of random numbers, one per generated token.
         """
         generator = torch.Generator().manual_seed(stable_seed(self.seed, "sample", prompt, sample))
         return torch.rand(count, generator=generator, dtype=torch.float64)
 
 
-def choose(logits: torch.Tensor, sampling: Sampling, uniform: torch.Tensor) -> torch.Tensor:
-    """Choose token ids [b] from logits [b, v].
+def sample_tokens(logits: torch.Tensor, sampling: Sampling, uniform: torch.Tensor) -> torch.Tensor:
+    """Select the next token of each row: return ids [b] from logits [b, v].
 
     Args:
-        uniform: a random number in [0, 1) for each row: float64 [b].
+        uniform: one random number in [0, 1) per row: float64 [b]. Not used for greedy decoding.
     """
-    if sampling.greedy:
+    if sampling.is_greedy:
         return logits.argmax(-1)
     ids = None
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         logits, ids = logits.topk(sampling.top_k)
     elif sampling.top_p < 1:
         logits, ids = logits.sort(descending=True)
-    # In float64: a sum over a large vocabulary must not end before 1.
+    # In float64, so that the cumulative sum over a large vocabulary reaches 1.
     probabilities = torch.softmax(logits.double() / sampling.temperature, -1)
-    sums = probabilities.cumsum(-1)
-    if sampling.top_p < 1:  # up to the token with which the sum reaches top_p
-        kept = (sums - probabilities < sampling.top_p).sum(-1, keepdim=True)
+    cumulative = probabilities.cumsum(-1)
+    if sampling.top_p < 1:  # tokens up to the one with which the cumulative probability reaches top_p
+        num_candidates = (cumulative - probabilities < sampling.top_p).sum(-1, keepdim=True)
     else:
-        kept = torch.full_like(sums[:, :1], sums.shape[-1], dtype=torch.long)
-    wanted = uniform.unsqueeze(-1) * sums.gather(-1, kept - 1)
-    # The first token whose sum is above the drawn number, so never one of probability 0.
-    place = torch.minimum(torch.searchsorted(sums, wanted, right=True), kept - 1)
-    return (place if ids is None else ids.gather(-1, place)).squeeze(-1)
+        num_candidates = torch.full_like(cumulative[:, :1], cumulative.shape[-1], dtype=torch.long)
+    threshold = uniform.unsqueeze(-1) * cumulative.gather(-1, num_candidates - 1)
+    # The first token whose cumulative probability exceeds the threshold, so a token of probability 0 is never selected.
+    indices = torch.minimum(torch.searchsorted(cumulative, threshold, right=True), num_candidates - 1)
+    return (indices if ids is None else ids.gather(-1, indices)).squeeze(-1)
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """The prompts, and how to continue them."""
+    """Prompts, and the settings for generating text that continues them."""
 
     prompts: Sequence[Sequence[int]]
-    """Token ids of each prompt; none may be empty."""
+    """Token ids of each prompt. A prompt must not be empty."""
     max_new_tokens: int
     sampling: Sampling
     num_samples: int = 1
-    """How many sequences to make for each prompt."""
+    """Number of sequences that are generated for each prompt."""
     eod: int | None = None
-    """Id of the token that ends a sequence."""
+    """Id of the end-of-document token, which ends a sequence; None to always generate `max_new_tokens` tokens."""
     num_ids: int | None = None
-    """Ids from this one on are never chosen: the tokenizer has no text for these rows of the vocabulary."""
+    """Size of the tokenizer's vocabulary; None for no limit. Higher ids are never selected, because the tokenizer has no text for
+    them."""
     first_prompt: int = 0
-    """Index of the first prompt, where prompts are processed in groups."""
+    """Index of this request's first prompt among all prompts, if the caller splits them into several requests.
+
+    The random numbers of a sequence depend on the index of its prompt.
+    """
 
     @property
-    def rows(self) -> list[tuple[int, int]]:
-        """(prompt, sample) of each sequence: prompt by prompt, samples of a prompt side by side."""
+    def sequences(self) -> list[tuple[int, int]]:
+        """(prompt index, sample index) of each sequence: prompt by prompt, with the samples of a prompt next to each other."""
         return [(prompt, sample) for prompt in range(len(self.prompts)) for sample in range(self.num_samples)]
 
 
 def generate(model: Model, context: ParallelContext, request: GenerationRequest) -> Iterator[list[int | None]]:
-    """Yield the next token of every sequence, in the order of `rows`; None for those that have ended.
+    """Generate tokens step by step.
 
-    All ranks of the model call it together and get the same. It stops when all sequences have ended.
+    Each step yields one token id per sequence, in the order of `request.sequences`, or None for a sequence that has ended.
+
+    All ranks of the model call this function together and get the same tokens. The generation stops when all sequences have ended
+    or have `max_new_tokens` tokens.
 
     Raises:
-        ValueError: a prompt is empty, holds an id outside the vocabulary, or leaves no room for the new tokens.
+        ValueError: a prompt is empty or has an id outside the vocabulary, or prompt and new tokens exceed the learned positions.
     """
     check_request(model, request)
     capacity = max(map(len, request.prompts)) + request.max_new_tokens
     decoder = Decoder(model, context, capacity)
-    numbers = [request.sampling.draws(request.first_prompt + p, sample, request.max_new_tokens) for p, sample in request.rows]
-    draws = torch.stack(numbers, dim=1).to(context.device)
-    running = [True] * len(numbers)
-    logits = decoder.read(request.prompts, request.num_samples)
+    sequence_draws = [
+        request.sampling.draw_uniform(request.first_prompt + p, sample, request.max_new_tokens) for p, sample in request.sequences
+    ]
+    uniform = torch.stack(sequence_draws, dim=1).to(context.device)
+    active = [True] * len(sequence_draws)
+    logits = decoder.prefill(request.prompts, request.num_samples)
     for step in range(request.max_new_tokens):
-        ids = _next_ids(model, context, request, logits, draws[step])
-        chosen = ids.tolist()
-        running = [was and id != request.eod for was, id in zip(running, chosen, strict=True)]
-        yield [id if goes_on else None for id, goes_on in zip(chosen, running, strict=True)]
-        if step + 1 == request.max_new_tokens or not any(running):
+        ids = _sample_next_ids(model, context, request, logits, uniform[step])
+        next_ids = ids.tolist()
+        active = [is_active and id != request.eod for is_active, id in zip(active, next_ids, strict=True)]
+        yield [id if is_active else None for id, is_active in zip(next_ids, active, strict=True)]
+        if step + 1 == request.max_new_tokens or not any(active):
             return
-        logits = decoder.step(ids)
+        logits = decoder.decode(ids)
 
 
-def _next_ids(
+def _sample_next_ids(
     model: Model, context: ParallelContext, request: GenerationRequest, logits: torch.Tensor | None, uniform: torch.Tensor
 ) -> torch.Tensor:
-    """Choose ids [b] on one rank and send them to every rank: on a GPU, sums on other ranks may differ in the last bit."""
+    """Select the next token ids [b] on one rank, and broadcast them to all ranks.
+
+    On GPUs, cumulative sums may differ in the last bit between ranks. So the ranks could disagree if each of them selected the
+    tokens.
+    """
     if logits is None:
         ids = torch.empty(uniform.shape, dtype=torch.long, device=context.device)
     else:
-        ids = choose(logits[:, : request.num_ids], request.sampling, uniform)
+        ids = sample_tokens(logits[:, : request.num_ids], request.sampling, uniform)
     world = context.world
     if world.size > 1:
         source = context.topology.rank(pp=model.layer_table[-1].stage)
@@ -145,19 +168,19 @@ def _next_ids(
 
 
 def check_request(model: Model, request: GenerationRequest) -> None:
-    """Refuse what `generate` would refuse.
+    """Check that the model can process the prompts of a request and the tokens to generate.
 
     Raises:
-        ValueError: as in `generate`.
+        ValueError: a prompt is empty or has an id outside the vocabulary, or prompt and new tokens exceed the learned positions.
     """
     for prompt in request.prompts:
         if not prompt:
-            raise ValueError("a prompt without a token: begin with the end of a document, or bos")
+            raise ValueError("a prompt has no tokens: start it with the end-of-document or bos token")
         if not 0 <= min(prompt) <= max(prompt) < model.vocab_size:
-            raise ValueError(f"a prompt holds ids from {min(prompt)} to {max(prompt)}, but the vocabulary has {model.vocab_size}")
-    longest, config = max(map(len, request.prompts)), model.config
-    if config.position_embedding_type == "learned_absolute" and longest + request.max_new_tokens > config.num_positions:
+            raise ValueError(f"a prompt has ids from {min(prompt)} to {max(prompt)}, but the vocabulary has {model.vocab_size} ids")
+    max_length, config = max(map(len, request.prompts)), model.config
+    if config.position_embedding_type == "learned_absolute" and max_length + request.max_new_tokens > config.num_positions:
         raise ValueError(
-            f"a prompt of {longest} tokens and {request.max_new_tokens} new ones are more than the {config.num_positions} "
+            f"a prompt of {max_length} tokens and {request.max_new_tokens} new tokens exceed the {config.num_positions} "
             "positions that the model has learned: lower --max-new-tokens, or shorten the prompt"
         )

@@ -1,4 +1,4 @@
-"""A model with its tokenizer: logits of texts, and texts that go on with others. All ranks of the model call it together."""
+"""A model with its tokenizer: logits of texts, and text generation. All ranks of the model call its methods together."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from typing import Self
 
 import torch
 
-from megatron.checkpoint.storage import Place
+from megatron.checkpoint.storage import PathOrUrl
 from megatron.config.data import DataConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext, connect, disconnect
 from megatron_lab.foreign.opening import open_source
-from megatron_lab.inference.continuation import Continuation, continuations, most_new_tokens, prompt_ids
-from megatron_lab.inference.forward import sequence_logits
+from megatron_lab.inference.continuation import Continuation, encode_prompt, generate_texts, select_max_new_tokens
+from megatron_lab.inference.forward import compute_sequence_logits
 from megatron_lab.inference.generate import GenerationRequest, Sampling, check_request
-from megatron_lab.inference.model_from_source import model_from, usual_dtype
+from megatron_lab.inference.model_from_source import load_model, select_default_dtype
 
 
 class LanguageModel:
-    """A model with its tokenizer."""
+    """Trained model with its tokenizer, for logits of texts and for text generation."""
 
     def __init__(self, model: Model, context: ParallelContext, tokenizer: Tokenizer) -> None:
         self.model, self.context, self.tokenizer = model, context, tokenizer
-        self._joined = False
+        self._must_disconnect = False
 
     @classmethod
     def load(
         cls,
-        folder: Place,
+        folder: PathOrUrl,
         *,
         step: int | None = None,
         average: bool = False,
@@ -39,36 +39,38 @@ class LanguageModel:
         dtype: torch.dtype | None = None,
         parallel: ParallelConfig = ParallelConfig(),  # noqa: B008 (frozen)
     ) -> LanguageModel:
-        """The model in a folder: a --save folder or a checkpoint in it, a Hugging Face folder, or one of Megatron-LM.
+        """Load the model of a folder: a --save folder, one checkpoint in it, a Hugging Face folder or a folder of Megatron-LM.
 
         Args:
-            step: the iteration to take from a folder that holds several; by default the newest.
-            average: take the moving average of the weights (--ema-decay).
-            tokenizer: settings that name it; by default the folder does.
-            dtype: of weights and products; by default as stored, but float32 for float16 on a CPU.
+            step: iteration to load from a folder with several checkpoints; by default the newest.
+            average: load the moving average of the weights (--ema-decay).
+            tokenizer: settings of the tokenizer; by default those of the folder.
+            dtype: dtype of weights and matrix products; by default the stored dtype, but float32 instead of float16 on a CPU.
             parallel: device and layout; by default one process.
 
         Raises:
-            ValueError: there is no such model, no tokenizer is known, or the layout cannot hold it.
+            ValueError: the folder has no model, its tokenizer is unknown, or the layout cannot split the model.
         """
         source = open_source(folder, step, average=average)
-        settings = tokenizer or source.tokenizer
-        if settings is None or settings.tokenizer_type is None:
-            raise ValueError(f"no tokenizer is known of {folder}: name one (DataConfig with tokenizer_type and its files)")
-        made = build_tokenizer(settings)
+        tokenizer_config = tokenizer or source.tokenizer
+        if tokenizer_config is None or tokenizer_config.tokenizer_type is None:
+            raise ValueError(
+                f"the tokenizer of {folder} is unknown: pass `tokenizer`, a DataConfig with tokenizer_type and its files"
+            )
+        built_tokenizer = build_tokenizer(tokenizer_config)
         context = connect(parallel)
-        found = cls(model_from(source, context, dtype or usual_dtype(source, context)), context, made)
-        found._joined = True
-        return found
+        language_model = cls(load_model(source, context, dtype or select_default_dtype(source, context)), context, built_tokenizer)
+        language_model._must_disconnect = True
+        return language_model
 
     def logits(self, text: str | Sequence[Sequence[int]] | torch.Tensor) -> torch.Tensor:
-        """Logits of the next token at every position, [b, s, v] in the model's dtype, on every rank.
+        """Return the logits of the next token at every position, [b, s, v] in the model's dtype, on every rank.
 
         Args:
-            text: one text (b is 1), or ids [b, s].
+            text: one text (b is 1), or token ids [b, s].
         """
-        ids = [prompt_ids(self.tokenizer, text)] if isinstance(text, str) else text
-        return sequence_logits(self.model, self.context, torch.as_tensor(ids))
+        ids = [encode_prompt(self.tokenizer, text)] if isinstance(text, str) else text
+        return compute_sequence_logits(self.model, self.context, torch.as_tensor(ids))
 
     def generate(
         self,
@@ -76,59 +78,66 @@ class LanguageModel:
         max_new_tokens: int | None = None,
         *,
         sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
-        say: Callable[[str], None] | None = None,
+        on_text: Callable[[str], None] | None = None,
     ) -> str:
-        """A text that goes on with the prompt, without the prompt itself.
+        """Generate text that continues a prompt. Return it without the prompt.
 
         Args:
-            sampling: how tokens are chosen; `Sampling(temperature=0)` takes the likeliest.
-            say: called with the text piece by piece, as it is made.
+            max_new_tokens: limit on generated tokens; by default 256, or fewer if the model has learned fewer positions.
+            sampling: how tokens are selected; `Sampling(temperature=0)` always selects the most likely token.
+            on_text: called with each new text while it is generated.
 
         Raises:
-            ValueError: the model has learned fewer positions than prompt and new tokens take.
+            ValueError: prompt and new tokens exceed the positions that the model has learned.
         """
-        (found,) = self.continuations([prompt], max_new_tokens, sampling=sampling, say=say)
-        return found.text
+        (continuation,) = self.generate_batch([prompt], max_new_tokens, sampling=sampling, on_text=on_text)
+        return continuation.text
 
-    def continuations(
+    def generate_batch(
         self,
         prompts: Sequence[str],
         max_new_tokens: int | None = None,
         *,
         sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
         num_samples: int = 1,
-        ends: bool = True,
-        say: Callable[[str], None] | None = None,
+        stop_at_eod: bool = True,
+        on_text: Callable[[str], None] | None = None,
     ) -> list[Continuation]:
-        """Texts that go on with several prompts, worked off at once; prompt by prompt, samples of a prompt side by side.
+        """Generate texts that continue several prompts, in one batch.
 
         Args:
-            num_samples: texts for each prompt.
-            ends: stop at the end of a document.
-            say: called with the first text piece by piece.
+            max_new_tokens: limit on generated tokens of each text; by default 256, or fewer if the model has learned fewer
+                positions.
+            sampling: how tokens are selected; `Sampling(temperature=0)` always selects the most likely token.
+            num_samples: number of texts for each prompt.
+            stop_at_eod: end a text at the end-of-document token.
+            on_text: called with each new text of the first sequence while it is generated.
+
+        Returns:
+            The texts in the order of the prompts. The samples of a prompt are next to each other.
 
         Raises:
-            ValueError: as `generate`.
+            ValueError: prompt and new tokens exceed the positions that the model has learned.
         """
-        ids = [prompt_ids(self.tokenizer, prompt) for prompt in prompts]
+        ids = [encode_prompt(self.tokenizer, prompt) for prompt in prompts]
         request = GenerationRequest(
             ids,
-            max_new_tokens or most_new_tokens(self.model.config, ids),
+            max_new_tokens or select_max_new_tokens(self.model.config, ids),
             sampling,
             num_samples=num_samples,
-            eod=self.tokenizer.eod if ends else None,
+            eod=self.tokenizer.eod if stop_at_eod else None,
             num_ids=self.tokenizer.vocab_size,
         )
         check_request(self.model, request)
-        return continuations(self.model, self.context, self.tokenizer, request, say)
+        return generate_texts(self.model, self.context, self.tokenizer, request, on_text)
 
     def close(self) -> None:
-        """Leave the job, if this model has joined it."""
-        if self._joined:
+        """Destroy the process groups, if `load` has created them."""
+        if self._must_disconnect:
             disconnect()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()

@@ -1,43 +1,44 @@
-"""Builds a model from any source of weights, ready for use."""
+"""Loading of a model for inference, from any source of weights: a checkpoint, a Hugging Face folder and so on."""
 
 from __future__ import annotations
 
 import torch
 
-from megatron.checkpoint.errors import CheckpointError, listed
-from megatron.config.checks.experts import experts_divide_by_their_ranks, shared_expert_divides_by_tensor
-from megatron.config.checks.parallel import heads_divide_by_tensor, mlp_divides_by_tensor, query_groups_fit_tensor
+from megatron.checkpoint.errors import CheckpointError, format_list
+from megatron.config.checks.experts import check_expert_width_divisible_by_etp, check_shared_expert_width_divisible_by_tp
+from megatron.config.checks.parallel import check_heads_divisible_by_tp, check_mlp_width_divisible_by_tp, check_query_groups_fit_tp
 from megatron.config.config import Config
 from megatron.config.parallel import ParallelConfig
 from megatron.model.build import Model, build_model
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import materialize
-from megatron.spec.layers import context_ways
-from megatron_lab.foreign.as_used import as_used
-from megatron_lab.foreign.source import WeightSource, misfits
+from megatron.spec.layers import resolve_cp_comm_types
+from megatron_lab.foreign.as_used import build_inference_source
+from megatron_lab.foreign.source import WeightSource, find_mismatches
 
-_SPLITS = (
-    *(heads_divide_by_tensor, query_groups_fit_tensor, mlp_divides_by_tensor),
-    *(experts_divide_by_their_ranks, shared_expert_divides_by_tensor),
+_TENSOR_PARALLEL_CHECKS = (
+    *(check_heads_divisible_by_tp, check_query_groups_fit_tp, check_mlp_width_divisible_by_tp),
+    *(check_expert_width_divisible_by_etp, check_shared_expert_width_divisible_by_tp),
 )
-"""Rules about what tensor ranks divide."""
+"""Checks that tensor parallel ranks can divide heads, MLP and experts."""
 
 
-def model_from(source: WeightSource, context: ParallelContext, dtype: torch.dtype) -> Model:
-    """This rank's part of the source's model with its weights, rounded to `dtype`, on the context's device; without what
-    only training needs (`as_used`).
+def load_model(source: WeightSource, context: ParallelContext, dtype: torch.dtype) -> Model:
+    """Build this rank's part of a model, and load its weights from the source, rounded to `dtype`.
+
+    Settings and parameters that only training uses, such as multi-token-prediction layers, are left out.
 
     Raises:
-        CheckpointError: the source does not hold the model that it describes, or is damaged.
-        ValueError: the model cannot be split over this layout.
+        CheckpointError: the source lacks parameters of its model, or is damaged.
+        ValueError: this layout cannot split the model.
     """
-    source = as_used(source)
+    source = build_inference_source(source)
     topology = context.topology
     parallel = ParallelConfig(tensor_model_parallel_size=topology.tp, expert_tensor_parallel_size=topology.expert_tensor)
     config = Config(model=source.model, parallel=parallel)
-    for rule in _SPLITS:
-        for finding in rule(config, context.topology.world_size):
-            raise ValueError(f"{source.name}: {finding.message}\n  {finding.why}")
+    for check in _TENSOR_PARALLEL_CHECKS:
+        for violation in check(config, context.topology.world_size):
+            raise ValueError(f"{source.name}: {violation.message}\n  {violation.reason}")
     model = build_model(
         source.model,
         context,
@@ -45,36 +46,41 @@ def model_from(source: WeightSource, context: ParallelContext, dtype: torch.dtyp
         vocab_size=source.vocab_size,
         sequence_parallel=False,
         seed=0,
-        ways=context_ways(source.model, ()),
-        materialized=False,  # no initial values: every weight comes from the source
+        cp_comm_types=resolve_cp_comm_types(source.model, ()),
+        should_materialize=False,  # no initial values: every weight comes from the source
     )
     for chunk in model.chunks.values():
         materialize(chunk, model.params, context.device)
-    fill_model(model, context, source)
+    load_weights(model, context, source)
     return model
 
 
-def usual_dtype(source: WeightSource, context: ParallelContext) -> torch.dtype:
-    """The dtype of the weights as they are stored; float32 in the place of float16 on a CPU, which has no products in it."""
-    stored = source.weights["embedding.word.weight"].dtype
-    return torch.float32 if stored == torch.float16 and context.device.type == "cpu" else stored
+def select_default_dtype(source: WeightSource, context: ParallelContext) -> torch.dtype:
+    """Return the dtype in which the weights are stored.
+
+    On a CPU, return float32 instead of float16, because CPUs have no float16 matrix products.
+    """
+    dtype = source.weights["embedding.word.weight"].dtype
+    return torch.float32 if dtype == torch.float16 and context.device.type == "cpu" else dtype
 
 
 @torch.no_grad()
-def fill_model(model: Model, context: ParallelContext, source: WeightSource) -> None:
-    """Give every parameter of a materialized model the values of the source, rounded to the model's dtype; padding becomes 0.
+def load_weights(model: Model, context: ParallelContext, source: WeightSource) -> None:
+    """Copy the values of the source to every parameter of a model, rounded to the model's dtype. Padding rows become 0.
+
+    The parameters must have been allocated (materialized) before.
 
     Raises:
-        CheckpointError: the source lacks parameters of the model, or holds them in other shapes.
+        CheckpointError: the source lacks parameters of the model, or has them in other shapes.
     """
-    wrong = misfits(source.weights, {entry.record.name: entry.record.shape for entry in model.params})
-    if wrong:
-        raise CheckpointError(f"{source.name} does not hold this model: {listed(wrong)}")
+    mismatches = find_mismatches(source.weights, {entry.record.name: entry.record.shape for entry in model.params})
+    if mismatches:
+        raise CheckpointError(f"{source.name} does not match this model: {format_list(mismatches)}")
     sizes, coordinates = context.axis_sizes, context.coordinates
     for entry in model.params:
-        box = entry.record.held_box(sizes, coordinates)
-        flat = entry.param.detach().view(-1)
-        if box.numel < flat.numel():
-            flat.zero_()  # only the first dimension is padded, so what is held lies in front
-        if box.numel:
-            flat[: box.numel].copy_(source.read(entry.record.name, box).view(-1))
+        local_slice = entry.record.local_slice(sizes, coordinates)
+        flat_param = entry.param.detach().view(-1)
+        if local_slice.numel < flat_param.numel():
+            flat_param.zero_()  # only the first dimension is padded, so the local values come first
+        if local_slice.numel:
+            flat_param[: local_slice.numel].copy_(source.read(entry.record.name, local_slice).view(-1))
