@@ -1,1 +1,1 @@
-"""Pictures of the memory of a rank over a step."""
+"""Plots of the memory that a rank uses over the course of a training step."""

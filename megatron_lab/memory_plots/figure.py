@@ -1,4 +1,4 @@
-"""What a rank holds over a step as a figure (SVG or PNG) by matplotlib: state at the bottom, activations above it."""
+"""Figure (SVG or PNG, with matplotlib) of a rank's memory over a step: model state at the bottom, activations above it."""
 
 from __future__ import annotations
 
@@ -11,132 +11,157 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.pipeline_parallel.simulate import OpSpan
-from megatron.spec.operations import OpKind
-from megatron_lab.memory_plots.measure import Measured
-from megatron_lab.planner.peak import Held
-from megatron_lab.planner.state_report import amount
+from megatron.spec.operations import OpType
+from megatron_lab.memory_plots.measure import MeasuredStep
+from megatron_lab.planner.peak import OpMemory
+from megatron_lab.planner.state_report import format_bytes
 from megatron_lab.schedule_plots.figure import save_figure
-from megatron_lab.schedule_plots.panel import KIND_NAMES, colour_of
+from megatron_lab.schedule_plots.panel import OP_TYPE_NAMES, get_colour
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_WIDTH, _PANEL, _LEGEND = 10.0, 2.4, 0.6
-"""Inches."""
+_WIDTH, _PANEL_HEIGHT, _LEGEND_HEIGHT = 10.0, 2.4, 0.6  # inches
 _LEGEND_COLUMNS = 5
-_PARTS = 30
-"""Of an operation that was measured: a picture with every allocation would be megabytes."""
+_INTERVALS_PER_OP = 30
+"""Number of intervals into which a measured operation is divided. A picture of every allocation would take megabytes."""
 _GREYS = ("0.55", "0.65", "0.75", "0.85", "0.93")
 _MB = 1e6
-_WAITING, _PLANNED = "waiting", "planned: the most, and what is left"
+_WAITING_LABEL, _PLANNED_LABEL = "waiting", "planned: the most, and what is left"
 
 
 @dataclass(frozen=True)
-class Panel:
-    """A step of one rank."""
+class MemoryPanel:
+    """Panel of the figure: planned memory of one rank over a step, and the measured memory if the step was run."""
 
     title: str
     state: dict[str, int]
-    """Bytes of all that stays, by its name, from the bottom of the picture to its top."""
-    held: Sequence[Held]
-    """By the plan, for each operation."""
+    """Bytes of memory that is in use during the entire step, such as parameters and moments, by its name; from the bottom of the
+    picture to the top."""
+    op_memory: Sequence[OpMemory]
+    """Planned memory during each operation."""
     spans: Sequence[OpSpan]
-    """When each operation runs, by the plan."""
-    measured: Measured | None = None
+    """Planned start and end of each operation."""
+    measurement: MeasuredStep | None = None
 
     @property
     def planned_peak(self) -> int:
-        """Bytes of activations at the peak, beside the step's inputs."""
-        return max(one.peak for one in self.held)
+        """Planned bytes of activations at their peak, in addition to the step's inputs."""
+        return max(memory.peak_bytes for memory in self.op_memory)
 
     @property
     def caption(self) -> str:
-        """The title, and the peak as planned and as measured."""
-        run = "" if self.measured is None else f", measured {amount(self.measured.peak)}"
-        return f"{self.title}: activations at their peak planned {amount(self.planned_peak)}{run}"
+        """Title, with the planned and the measured peak of activations."""
+        measured_text = "" if self.measurement is None else f", measured {format_bytes(self.measurement.peak_bytes)}"
+        return f"{self.title}: activations at their peak planned {format_bytes(self.planned_peak)}{measured_text}"
 
 
-def write_figure(panels: Sequence[Panel], path: Path) -> None:
-    """Write the panels, one above the other, with one scale of memory.
+def write_figure(panels: Sequence[MemoryPanel], path: Path) -> None:
+    """Draw the panels below each other, with equal memory axes, and write the figure to a file.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    save_figure(lambda: _figure(panels), path)
+    save_figure(lambda: _build_figure(panels), path)
 
 
-def _figure(panels: Sequence[Panel]) -> Figure:
+def _build_figure(panels: Sequence[MemoryPanel]) -> Figure:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(_WIDTH, _PANEL * len(panels) + _LEGEND), layout="constrained")
-    all_axes = figure.subplots(len(panels), squeeze=False, sharex=True, sharey=True)[:, 0]
-    for axes, panel in zip(all_axes, panels, strict=True):
-        _draw_panel(axes, panel)
-    all_axes[-1].set_xlim(0, max(panel.spans[-1].end for panel in panels))
-    all_axes[-1].set_ylim(bottom=0)
-    all_axes[-1].set_xticks([])
-    all_axes[-1].set_xlabel("time, as the plan has it")
-    handles = {label: handle for axes in all_axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    order = [*panels[0].state, *KIND_NAMES.values(), _WAITING, _PLANNED]
-    shown = {label: handles[label] for label in order if label in handles}
-    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=_LEGEND_COLUMNS, frameon=False, fontsize=8)
-    return figure
+    fig = Figure(figsize=(_WIDTH, _PANEL_HEIGHT * len(panels) + _LEGEND_HEIGHT), layout="constrained")
+    axs = fig.subplots(len(panels), squeeze=False, sharex=True, sharey=True)[:, 0]
+    for ax, panel in zip(axs, panels, strict=True):
+        _draw_panel(ax, panel)
+    axs[-1].set_xlim(0, max(panel.spans[-1].end for panel in panels))
+    axs[-1].set_ylim(bottom=0)
+    axs[-1].set_xticks([])
+    axs[-1].set_xlabel("time, as the plan has it")
+    handles = {label: handle for ax in axs for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    order = [*panels[0].state, *OP_TYPE_NAMES.values(), _WAITING_LABEL, _PLANNED_LABEL]
+    legend_handles = {label: handles[label] for label in order if label in handles}
+    fig.legend(
+        legend_handles.values(), legend_handles.keys(), loc="outside lower center", ncols=_LEGEND_COLUMNS, frameon=False, fontsize=8
+    )
+    return fig
 
 
-def _draw_panel(axes: Axes, panel: Panel) -> None:
-    begin, end = panel.spans[0].start, panel.spans[-1].end
+def _draw_panel(ax: Axes, panel: MemoryPanel) -> None:
+    start, end = panel.spans[0].start, panel.spans[-1].end
     base = 0.0
     for (name, size), grey in zip(panel.state.items(), _GREYS, strict=False):
-        axes.fill_between([begin, end], base, base + size / _MB, color=grey, linewidth=0, label=name)
+        ax.fill_between([start, end], base, base + size / _MB, color=grey, linewidth=0, label=name)
         base += size / _MB
-    if panel.measured is not None:
-        _draw_measured(axes, panel.measured, panel.spans, base)
-    _draw_planned(axes, panel, base)
-    axes.set_title(panel.caption, loc="left", fontsize=10)
-    axes.set_ylabel("MB")
-    axes.tick_params(labelsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
+    if panel.measurement is not None:
+        _draw_measurement(ax, panel.measurement, panel.spans, base)
+    _draw_planned(ax, panel, base)
+    ax.set_title(panel.caption, loc="left", fontsize=10)
+    ax.set_ylabel("MB")
+    ax.tick_params(labelsize=8)
+    ax.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_planned(axes: Axes, panel: Panel, base: float) -> None:
-    """A line at the most of each operation, and at what is left until the next. Where nothing was measured, areas below it."""
+def _draw_planned(ax: Axes, panel: MemoryPanel, base: float) -> None:
+    """Draw the planned memory as a line: the peak during each operation, and the memory that remains until the next operation
+    starts.
+
+    Without a measurement, fill the area below the line too.
+    """
     times: list[float] = []
     levels: list[float] = []
-    for held, span, until in zip(panel.held, panel.spans, _untils(panel.spans), strict=True):
-        op, peak, after = held.op, held.peak, held.after
-        times += [span.start, span.end, span.end, until]
-        levels += [base + size / _MB for size in (peak, peak, after, after)]
-        if panel.measured is None:
-            _area(axes, [span.start, span.end], [peak, peak], base, op.kind)
-            _area(axes, [span.end, until], [after, after], base, None)
-    axes.plot(times, levels, color="black", linewidth=1.0, label=_PLANNED)
+    for memory, span, next_start in zip(panel.op_memory, panel.spans, _list_next_starts(panel.spans), strict=True):
+        op, peak, remaining = memory.op, memory.peak_bytes, memory.remaining_bytes
+        times += [span.start, span.end, span.end, next_start]
+        levels += [base + size / _MB for size in (peak, peak, remaining, remaining)]
+        if panel.measurement is None:
+            _fill_area(ax, [span.start, span.end], [peak, peak], base, op.type)
+            _fill_area(ax, [span.end, next_start], [remaining, remaining], base, None)
+    ax.plot(times, levels, color="black", linewidth=1.0, label=_PLANNED_LABEL)
 
 
-def _draw_measured(axes: Axes, measured: Measured, spans: Sequence[OpSpan], base: float) -> None:
-    """The area below what was allocated, for each part of an operation at its most. Each operation is stretched to the time that it
-    has in the plan, and so is the time until the next one: machines are noisy, and what is held does not depend on times."""
-    moments, allocated = (-math.inf, *measured.times), (0, *measured.allocated)
-    for span, until, ran, next_ran in zip(spans, _untils(spans), measured.spans, _untils(measured.spans), strict=True):
-        for kind, (begin, end), (left, right) in (
-            (span.op.kind, (ran.start, ran.end), (span.start, span.end)),
-            (None, (ran.end, next_ran), (span.end, until)),
+def _draw_measurement(ax: Axes, measurement: MeasuredStep, spans: Sequence[OpSpan], base: float) -> None:
+    """Fill the area below the measured memory. Each operation has `_INTERVALS_PER_OP` intervals, each drawn at its maximum.
+
+    Each measured operation, and each gap between two of them, is stretched to its planned duration. Measured durations vary with
+    the load of the machine, but memory does not depend on them.
+    """
+    times, allocated = (-math.inf, *measurement.times), (0, *measurement.allocated)
+    for span, next_start, measured_span, next_measured_start in zip(
+        spans, _list_next_starts(spans), measurement.spans, _list_next_starts(measurement.spans), strict=True
+    ):
+        for op_type, (start, end), (left, right) in (
+            (span.op.type, (measured_span.start, measured_span.end), (span.start, span.end)),
+            (None, (measured_span.end, next_measured_start), (span.end, next_start)),
         ):
-            parts = [part / _PARTS for part in range(_PARTS + 1)] if kind is not None else [0.0, 1.0]
-            places = [bisect.bisect_right(moments, begin + (end - begin) * part) for part in parts]
-            sizes = [max(allocated[before - 1 : after]) for before, after in pairwise(places)]
-            _area(axes, [left + (right - left) * part for part in parts], [*sizes, allocated[places[-1] - 1]], base, kind)
+            fractions = (
+                [fraction / _INTERVALS_PER_OP for fraction in range(_INTERVALS_PER_OP + 1)] if op_type is not None else [0.0, 1.0]
+            )
+            event_counts = [bisect.bisect_right(times, start + (end - start) * fraction) for fraction in fractions]
+            sizes = [max(allocated[first_count - 1 : last_count]) for first_count, last_count in pairwise(event_counts)]
+            _fill_area(
+                ax,
+                [left + (right - left) * fraction for fraction in fractions],
+                [*sizes, allocated[event_counts[-1] - 1]],
+                base,
+                op_type,
+            )
 
 
-def _area(axes: Axes, times: Sequence[float], sizes: Sequence[int], base: float, kind: OpKind | None) -> None:
-    """From the state up; hatched where the rank waits."""
-    looks: dict[str, Any] = {"facecolor": "white", "edgecolor": "0.7", "hatch": "////", "label": _WAITING}
-    if kind is not None:
-        looks = {"color": colour_of(kind, 0).hex, "label": KIND_NAMES[kind]}
-    axes.fill_between(times, base, [base + size / _MB for size in sizes], step="post", linewidth=0, **looks)
+def _fill_area(ax: Axes, times: Sequence[float], sizes: Sequence[int], base: float, op_type: OpType | None) -> None:
+    """Fill the area from the top of the model state up to `sizes`, in bytes.
+
+    Without an operation type the area is hatched, because the rank waits.
+
+    Args:
+        base: top of the model state, in MB.
+    """
+    style: dict[str, Any] = {"facecolor": "white", "edgecolor": "0.7", "hatch": "////", "label": _WAITING_LABEL}
+    if op_type is not None:
+        style = {"color": get_colour(op_type, 0).hex, "label": OP_TYPE_NAMES[op_type]}
+    ax.fill_between(times, base, [base + size / _MB for size in sizes], step="post", linewidth=0, **style)
 
 
-def _untils(spans: Sequence[OpSpan]) -> list[float]:
-    """When the operation after each begins."""
+def _list_next_starts(spans: Sequence[OpSpan]) -> list[float]:
+    """Return for each operation the start of the next operation; for the last operation, its own end."""
     return [*(span.start for span in spans[1:]), spans[-1].end]

@@ -1,4 +1,5 @@
-"""What the allocator of a CPU rank gives out during the forwards and backwards of one real step, operation by operation."""
+"""Measurement of a real training step on CPU ranks: the memory in use during its forwards and backwards, and the time of each
+operation."""
 
 from __future__ import annotations
 
@@ -12,138 +13,155 @@ import torch
 from torch import nn
 
 from megatron.config.config import Config
-from megatron.model.build import model_of
+from megatron.model.build import build_model_from_config
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import connect
 from megatron.pipeline_parallel.simulate import OpSpan
 from megatron.spec.operations import Op
 from megatron.training.inputs import open_data
 from megatron.training.progress import BatchSizePlan, Progress
-from megatron.training.startup import with_batch_size
+from megatron.training.startup import resolve_batch_size
 from megatron.training.step import TrainStep
 from megatron_lab.verification.local_ranks import run_ranks
 
 _MEMORY_EVENT = "[memory]"
-_IN_LAYERS = "gradient at the last layer"
+_LAST_LAYER_GRAD_EVENT = "gradient at the last layer"
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One rank's step up to its complete gradients. Times are milliseconds from its begin, sizes bytes beside all that was there
-    before: the model's state and the step's inputs."""
+class MeasuredStep:
+    """Measured memory of one rank during a step, until its gradients are complete.
+
+    Times are milliseconds since the start of the first operation. Sizes are bytes in addition to the memory in use at that start:
+    the model's state and the step's inputs.
+    """
 
     times: tuple[float, ...]
     allocated: tuple[int, ...]
-    """What is held from each of these times on."""
+    """Bytes in use from each time of `times` on."""
     spans: tuple[OpSpan, ...]
-    in_layers: float | None
-    """When a gradient first comes to the last layer of the model, where this rank has it."""
-    host: int = 0
-    """Bytes of buffers for what is moved to host memory. On a CPU they lie beside all else; they are not in `allocated`."""
+    last_layer_grad_ms: float | None
+    """Time at which the first gradient arrives at the last layer of the model; None if this rank does not have that layer."""
+    host_bytes: int = 0
+    """Bytes of the buffers for tensors that are offloaded to host memory. `allocated` does not contain them, although on a CPU rank
+    they are in the same memory."""
 
     @property
-    def peak(self) -> int:
-        """The most at once."""
+    def peak_bytes(self) -> int:
+        """Maximum number of bytes in use at any time."""
         return max(self.allocated, default=0)
 
-    def most(self, begin: float, end: float) -> int:
-        """The most at once between two times."""
-        before = [size for time, size in zip(self.times, self.allocated, strict=True) if time <= begin]
-        within = [size for time, size in zip(self.times, self.allocated, strict=True) if begin < time <= end]
-        return max((*before[-1:], *within), default=0)
+    def max_allocated(self, start: float, end: float) -> int:
+        """Return the maximum number of bytes in use from `start` to `end`, both in milliseconds."""
+        until_start = [size for time, size in zip(self.times, self.allocated, strict=True) if time <= start]
+        in_range = [size for time, size in zip(self.times, self.allocated, strict=True) if start < time <= end]
+        return max((*until_start[-1:], *in_range), default=0)
 
-    def after(self, span: OpSpan) -> int:
-        """What is held when an operation has ended."""
-        return self.most(span.end, span.end)
+    def allocated_after(self, span: OpSpan) -> int:
+        """Return the number of bytes in use when an operation has ended.
+
+        Args:
+            span: measured start and end of the operation.
+        """
+        return self.max_allocated(span.end, span.end)
 
 
-def measure(config: Config, world_size: int) -> list[Measured]:
-    """The first step of all ranks, on local processes. Call it before this process has run a backward on a machine
-    with CUDA.
+def measure_ranks(config: Config, world_size: int) -> list[MeasuredStep]:
+    """Run the first step of a job on CPU processes of this machine and return the measurement of each rank.
+
+    The function forks. So on a machine with CUDA, call it before the first backward of this process.
 
     Raises:
         RanksError: a rank failed.
     """
-    found: list[Measured] = run_ranks(world_size, lambda _: measured_step(*prepare(config)), init=False)
-    return found
+    steps: list[MeasuredStep] = run_ranks(world_size, lambda _: measure_step(*prepare_step(config)), init=False)
+    return steps
 
 
-def prepare(config: Config) -> tuple[TrainStep, Sequence[ModelInputs]]:
-    """A rank of the job that the environment describes, ready for its first step, and that step's microbatches."""
+def prepare_step(config: Config) -> tuple[TrainStep, Sequence[ModelInputs]]:
+    """Return this rank's training step, ready to run, and the microbatches of the first step.
+
+    The environment variables of the launcher say which rank of the job this process is.
+    """
     context = connect(config.parallel)
     plan = BatchSizePlan(config.training, context.data_group.size, config.model.seq_length)
-    config = with_batch_size(config, plan)
+    config = resolve_batch_size(config, plan)
     data = open_data(config, context)
-    model = model_of(config, context, data.vocab_size)
+    model = build_model_from_config(config, context, data.vocab_size)
     step = TrainStep.of(config, model, context)
     step.prepare(plan.num_microbatches(0))
-    batches = data.at(Progress(), plan, context).training(0)
+    batches = data.batches_from(Progress(), plan, context).training_batches(0)
     batch = next(batches)
     batches.close()  # type: ignore[attr-defined]
     return step, batch
 
 
-def measured_step(step: TrainStep, batch: Sequence[ModelInputs]) -> Measured:
-    """The gradients of a step, watched."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of each of its stages otherwise
-    marks = _Marks(step)
-    # What is moved to host memory is not on the device: here the allocator would see both.
+def measure_step(step: TrainStep, batch: Sequence[ModelInputs]) -> MeasuredStep:
+    """Compute the gradients of a step under torch's profiler. Return the memory over time and the times of the operations."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler logs each of its stages
+    recorder = _ProfileRecorder(step)
+    # Offloaded tensors use no device memory. On a CPU the profiler would count their host buffers too, so NumPy allocates these.
     step.executor.host.allocate = lambda size: torch.from_numpy(np.empty(size, dtype=np.uint8))  # type: ignore[method-assign]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        step.gradients(batch)
-    marks.remove()
+        step.compute_gradients(batch)
+    recorder.remove()
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
     events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    begin = min((event.start_ns() for event in events if event.name() in marks.ops), default=0)
+    start_ns = min((event.start_ns() for event in events if event.name() in recorder.ops), default=0)
 
-    def ms(ns: int) -> float:
-        return (ns - begin) / 1e6
+    def to_ms(ns: int) -> float:
+        return (ns - start_ns) / 1e6
 
-    memory = [event for event in events if event.name() == _MEMORY_EVENT]
-    spans = [event for event in events if event.name() in marks.ops]
-    in_layers = next((ms(event.start_ns()) for event in events if event.name() == _IN_LAYERS), None)
-    return Measured(
-        times=tuple(ms(event.start_ns()) for event in memory),
-        allocated=tuple(itertools.accumulate(event.nbytes() for event in memory)),
-        spans=tuple(OpSpan(marks.ops[one.name()], ms(one.start_ns()), ms(one.start_ns() + one.duration_ns())) for one in spans),
-        in_layers=in_layers,
-        host=step.executor.host.num_bytes,
+    memory_events = [event for event in events if event.name() == _MEMORY_EVENT]
+    op_events = [event for event in events if event.name() in recorder.ops]
+    last_layer_grad_ms = next((to_ms(event.start_ns()) for event in events if event.name() == _LAST_LAYER_GRAD_EVENT), None)
+    return MeasuredStep(
+        times=tuple(to_ms(event.start_ns()) for event in memory_events),
+        allocated=tuple(itertools.accumulate(event.nbytes() for event in memory_events)),
+        spans=tuple(
+            OpSpan(recorder.ops[event.name()], to_ms(event.start_ns()), to_ms(event.start_ns() + event.duration_ns()))
+            for event in op_events
+        ),
+        last_layer_grad_ms=last_layer_grad_ms,
+        host_bytes=step.executor.host.num_bytes,
     )
 
 
-class _Marks:
-    """Names in the profile: a range for each operation, and a moment where a gradient comes to the last layer. The executor's
-    recorder."""
+class _ProfileRecorder:
+    """Observer of the pipeline executor that marks operations in the profile, so that memory can be assigned to them.
+
+    Each operation becomes a range of the profile. The first gradient that arrives at the last layer becomes an event.
+    """
 
     def __init__(self, step: TrainStep) -> None:
         self.ops: dict[str, Op] = {}
         self._executor, self._hooks = step.executor, []
-        for number, chunk in step.model.chunks.items():
-            if step.model.layer_table[number].last and len(chunk.layers):
-                self._hooks.append(chunk.layers[-1].register_forward_hook(self._leaves))
+        for chunk_index, chunk in step.model.chunks.items():
+            if step.model.layer_table[chunk_index].is_last and len(chunk.layers):
+                self._hooks.append(chunk.layers[-1].register_forward_hook(self._register_grad_hook))
         self._executor.recorder = self
 
     def remove(self) -> None:
-        """Mark nothing any more."""
+        """Remove the recorder and its hooks."""
         self._executor.recorder = None
         for hook in self._hooks:
             hook.remove()
 
-    def begin(self, op: Op) -> None:
-        """Called by the executor."""
-        name = f"{op.kind.value} of microbatch {op.microbatch} in chunk {op.chunk}"
+    def start(self, op: Op) -> None:
+        """Open the range of an operation. The executor calls this method."""
+        name = f"{op.type.value} of microbatch {op.microbatch} in chunk {op.chunk}"
         self.ops[name] = op
-        self._open = torch.profiler.record_function(name)
-        self._open.__enter__()
+        self._current_range = torch.profiler.record_function(name)
+        self._current_range.__enter__()
 
     def end(self, op: Op) -> None:
-        """Called by the executor."""
-        self._open.__exit__(None, None, None)
+        """Close the range of an operation. The executor calls this method."""
+        self._current_range.__exit__(None, None, None)
 
-    def _leaves(self, layer: nn.Module, args: object, out: torch.Tensor) -> None:
+    def _register_grad_hook(self, layer: nn.Module, args: object, out: torch.Tensor) -> None:
         if out.grad_fn is not None:
-            out.grad_fn.register_prehook(self._enters)
+            out.grad_fn.register_prehook(self._mark_grad)
 
-    def _enters(self, grads: object) -> None:
-        with torch.profiler.record_function(_IN_LAYERS):
+    def _mark_grad(self, grads: object) -> None:
+        with torch.profiler.record_function(_LAST_LAYER_GRAD_EVENT):
             pass

@@ -1,4 +1,7 @@
-"""A step of one rank as it is planned and, where that is asked for, as it ran on CPU processes; and both in numbers."""
+"""Memory of one rank over a step, planned and, if requested, measured on CPU processes.
+
+It is shown as a figure of panels and as a table.
+"""
 
 from __future__ import annotations
 
@@ -6,62 +9,80 @@ from collections.abc import Sequence
 
 from megatron.config.config import Config
 from megatron.config.given import DryRun
-from megatron.data.tokenizer import planned_rows
+from megatron.data.tokenizer import predict_embedding_rows
 from megatron.parallel.topology import Topology
-from megatron_lab.memory_plots.figure import Panel
-from megatron_lab.memory_plots.measure import measure
-from megatron_lab.planner.dry_run import PlannedStep, Planner
-from megatron_lab.planner.plan import RankKind
-from megatron_lab.planner.plan_text import table
-from megatron_lab.planner.state_report import amount
+from megatron_lab.memory_plots.figure import MemoryPanel
+from megatron_lab.memory_plots.measure import measure_ranks
+from megatron_lab.planner.dry_run import Planner, StageStep
+from megatron_lab.planner.plan import RankProfile
+from megatron_lab.planner.plan_text import format_table
+from megatron_lab.planner.state_report import format_bytes
 from megatron_lab.verification.local_ranks import run_ranks
 
 INPUTS = "inputs"
-"""Tokens, labels and masks of all microbatches of a step."""
+"""Name of the tokens, labels and masks of all microbatches of a step."""
 
 
-def panel_of(title: str, config: Config, world_size: int, stage: int, *, measured: bool) -> Panel:
-    """The step of the first rank of a pipeline stage.
+def build_panel(title: str, config: Config, world_size: int, stage: int, *, measures: bool) -> MemoryPanel:
+    """Build the panel of the first rank of a pipeline stage.
 
     Args:
-        measured: run it too.
+        measures: also run the step on CPU processes and add the measured memory.
 
     Raises:
-        ValueError: the layout is impossible.
+        ValueError: the layout is not valid.
         RanksError: a rank failed.
     """
-    # In a process of its own, which may be a rank of any world.
-    ((kind, step),) = run_ranks(1, lambda _: _plan(config, world_size, stage), init=False)
-    state = {name.replace("_", " "): part.device for name, part in kind.memory.parts.items() if name != "activations"}
-    state[INPUTS] = kind.memory.activations.device - max(one.peak for one in step.held)
+    # Plan in a separate process: a process can be a rank of one job only.
+    ((profile, step),) = run_ranks(1, lambda _: _plan_stage(config, world_size, stage), init=False)
+    state = {
+        name.replace("_", " "): purpose_memory.device
+        for name, purpose_memory in profile.memory.by_purpose.items()
+        if name != "activations"
+    }
+    state[INPUTS] = profile.memory.activations.device - max(memory.peak_bytes for memory in step.op_memory)
     state = {name: size for name, size in state.items() if size}
-    run = measure(config, world_size)[_topology(config, world_size).rank(pp=stage)] if measured else None
-    return Panel(title, state, step.held, step.timeline.spans[stage], run)
+    measurement = measure_ranks(config, world_size)[_build_topology(config, world_size).rank(pp=stage)] if measures else None
+    return MemoryPanel(title, state, step.op_memory, step.timeline.spans[stage], measurement)
 
 
-def _plan(config: Config, world_size: int, stage: int) -> tuple[RankKind, PlannedStep]:
-    planner = Planner(config, DryRun(world_size, world_size, None), planned_rows(config.data))
-    kinds = planner.plan().kinds
-    return min((kind for kind in kinds if stage in kind.stages), key=lambda kind: kind.first_rank), planner.step(stage)
+def _plan_stage(config: Config, world_size: int, stage: int) -> tuple[RankProfile, StageStep]:
+    """Plan the memory of a job.
+
+    Returns:
+        The memory profile of the stage's first rank, and the planned step of the stage.
+    """
+    planner = Planner(config, DryRun(world_size, world_size, None), predict_embedding_rows(config.data))
+    profiles = planner.plan().profiles
+    return min(
+        (profile for profile in profiles if stage in profile.stages), key=lambda profile: profile.first_rank
+    ), planner.plan_stage(stage)
 
 
-def _topology(config: Config, world_size: int) -> Topology:
+def _build_topology(config: Config, world_size: int) -> Topology:
     parallel = config.parallel
     return Topology.of(parallel, world_size)
 
 
-def draw_table(panels: Sequence[Panel]) -> list[str]:
-    """A row for each panel: what stays, what comes and goes at its peak as planned and as measured."""
+def format_panel_table(panels: Sequence[MemoryPanel]) -> list[str]:
+    """Format a table with a row for each panel: the memory in use during the entire step, and the planned and measured peak of
+    activations."""
     names = list(dict.fromkeys(name for panel in panels for name in panel.state))
-    hosts = [panel.held[-1].host for panel in panels]
-    ran = any(panel.measured is not None for panel in panels)
-    head = ["", *names, "activations", *(["measured", "off"] if ran else []), *(["in host memory"] if any(hosts) else [])]
-    body = []
-    for panel, host in zip(panels, hosts, strict=True):
-        row = [panel.title, *(amount(panel.state.get(name, 0)) for name in names), amount(panel.planned_peak)]
-        if panel.measured is not None:
-            row += [amount(panel.measured.peak), f"{panel.measured.peak / panel.planned_peak - 1:+.2%}"]
-        elif ran:
+    host_bytes = [panel.op_memory[-1].host_bytes for panel in panels]
+    has_measurement = any(panel.measurement is not None for panel in panels)
+    header = [
+        "",
+        *names,
+        "activations",
+        *(["measured", "off"] if has_measurement else []),
+        *(["in host memory"] if any(host_bytes) else []),
+    ]
+    rows = []
+    for panel, offloaded_bytes in zip(panels, host_bytes, strict=True):
+        row = [panel.title, *(format_bytes(panel.state.get(name, 0)) for name in names), format_bytes(panel.planned_peak)]
+        if panel.measurement is not None:
+            row += [format_bytes(panel.measurement.peak_bytes), f"{panel.measurement.peak_bytes / panel.planned_peak - 1:+.2%}"]
+        elif has_measurement:
             row += ["", ""]
-        body.append([*row, *([amount(host)] if any(hosts) else [])])
-    return table(head, body)
+        rows.append([*row, *([format_bytes(offloaded_bytes)] if any(host_bytes) else [])])
+    return format_table(header, rows)
