@@ -1,1 +1,1 @@
-"""Translation of launch scripts of Megatron-LM into this project's flags."""
+"""Conversion of launch scripts and configurations of other frameworks to launch commands of this project."""

@@ -1,4 +1,4 @@
-"""``--use-checkpoint-args``: the model's shape and the tokenizer come from the checkpoint that the run begins with."""
+"""``--use-checkpoint-args``: take the settings of the model and the tokenizer from the checkpoint from which a run starts."""
 
 from __future__ import annotations
 
@@ -7,173 +7,192 @@ import json
 from collections.abc import Sequence, Set
 from typing import Any
 
-from megatron.checkpoint.manifest import Checksum, matches
-from megatron.checkpoint.save_folder import checkpoint_name, iterations_in, latest_in
+from megatron.checkpoint.manifest import Checksum, checksums_match
+from megatron.checkpoint.save_folder import checkpoint_name, list_iterations, read_latest
 from megatron.checkpoint.storage import CONFIG, MANIFEST, Storage
 from megatron.checkpoint.storage_kinds import open_storage
 from megatron.config.config import Config
-from megatron.config.data import TOKENIZER_FILES, TOKENIZER_SETTINGS
+from megatron.config.data import TOKENIZER_FILE_SETTINGS, TOKENIZER_SETTINGS
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import flags
-from megatron.config.model import FREE_DOWNWARD, FREE_FIELDS, FREE_UPWARD, free_at_beginning
+from megatron.config.model import CHANGEABLE_FIELDS, DECREASABLE_FIELDS, INCREASABLE_FIELDS, get_changeable_from_weights
 from megatron.config.outputs import CheckpointConfig
 from megatron.config.save import from_dict
 
-_FLAGS = ("--use-checkpoint-args", "--load", "--pretrained-checkpoint", "--ckpt-step")
-_DERIVED = {"ffn_hidden_size": "ffn_size", "kv_channels": "head_size", "max_position_embeddings": "num_positions"}
-"""Model fields that may be None, with the property that gives their value then."""
-_TOKENIZER_FIELDS = ("tokenizer_type", *(field for field in TOKENIZER_SETTINGS if field not in TOKENIZER_FILES))
-"""Settings that decide the vocabulary. Files are not among them: they may lie elsewhere, and are given then."""
+_CHECKPOINT_FLAGS = ("--use-checkpoint-args", "--load", "--pretrained-checkpoint", "--ckpt-step")
+"""Flags that select the checkpoint."""
+_DEFAULT_PROPERTIES = {"ffn_hidden_size": "ffn_size", "kv_channels": "head_size", "max_position_embeddings": "num_positions"}
+"""Model fields that may be None, with the property that gives the actual value."""
+_TOKENIZER_FIELDS = ("tokenizer_type", *(field for field in TOKENIZER_SETTINGS if field not in TOKENIZER_FILE_SETTINGS))
+"""Settings that determine the vocabulary. Tokenizer files are not included: they may have another path, which the user then
+sets."""
 
 
-def take_from_checkpoint(config: Config, explicit: Set[str]) -> tuple[Config, list[Violation]]:
-    """Replace the model and the tokenizer of `config` by those of the checkpoint that the run begins with.
+def apply_checkpoint_args(config: Config, explicit: Set[str]) -> tuple[Config, list[Violation]]:
+    """Replace the model and tokenizer settings of `config` with the settings of the checkpoint from which the run starts.
+
+    A setting that the user has set explicitly remains if a run may change it. Otherwise it must have the checkpoint's value.
 
     Args:
-        config: settings as given, with ``checkpoint.load`` or ``checkpoint.pretrained_checkpoint``.
-        explicit: names of the fields that the user gave.
+        config: requested settings, with ``checkpoint.load`` or ``checkpoint.pretrained_checkpoint``.
+        explicit: names of the fields that the user has set.
 
     Returns:
-        The settings, and the problems: no readable checkpoint, or flags that contradict it.
+        The settings, and the violations: no checkpoint can be read, or flags contradict the checkpoint.
     """
     try:
-        folder, saved, begins = _chosen(config.checkpoint)
+        folder, saved, starts_from_weights = _select_checkpoint(config.checkpoint)
     except ConfigError as error:
-        taken = [f"--{flag.name}" for flag in flags().values() if _is_taken(flag.topic, flag.field)]
-        # Naming the flags that would have come from it keeps rules about their defaults silent.
-        return config, [dataclasses.replace(violation, flags=(*_FLAGS, *taken)) for violation in error.violations]
-    problems = []
-    free = free_at_beginning(saved.model) if begins else FREE_FIELDS
-    knows_tokenizer = saved.data.tokenizer_type is not None  # weights that were imported alone have none
-    kept = {}
+        replaced_flags = [f"--{flag.name}" for flag in flags().values() if _is_checkpoint_field(flag.topic, flag.field)]
+        # Add the flags that the checkpoint would have replaced: rules about their default values are then not reported.
+        return config, [
+            dataclasses.replace(violation, flags=(*_CHECKPOINT_FLAGS, *replaced_flags)) for violation in error.violations
+        ]
+    violations = []
+    changeable_fields = get_changeable_from_weights(saved.model) if starts_from_weights else CHANGEABLE_FIELDS
+    has_tokenizer = saved.data.tokenizer_type is not None  # imported weights may have none
+    overrides = {}
     for flag in flags().values():
-        if not _is_taken(flag.topic, flag.field) or flag.field not in explicit:
+        if not _is_checkpoint_field(flag.topic, flag.field) or flag.field not in explicit:
             continue
-        if flag.topic == "data" and not knows_tokenizer:
+        if flag.topic == "data" and not has_tokenizer:
             continue
-        mine = getattr(getattr(config, flag.topic), flag.field)
-        theirs: Any = getattr(getattr(saved, flag.topic), flag.field)
-        if theirs is None and flag.field in _DERIVED:
-            theirs = getattr(saved.model, _DERIVED[flag.field])
-        if mine != theirs and (
-            flag.field in free or (flag.field in FREE_DOWNWARD and mine < theirs) or (flag.field in FREE_UPWARD and mine > theirs)
+        requested = getattr(getattr(config, flag.topic), flag.field)
+        saved_value: Any = getattr(getattr(saved, flag.topic), flag.field)
+        if saved_value is None and flag.field in _DEFAULT_PROPERTIES:
+            saved_value = getattr(saved.model, _DEFAULT_PROPERTIES[flag.field])
+        if requested != saved_value and (
+            flag.field in changeable_fields
+            or (flag.field in DECREASABLE_FIELDS and requested < saved_value)
+            or (flag.field in INCREASABLE_FIELDS and requested > saved_value)
         ):
-            kept[flag.field] = mine
-        elif mine != theirs:
-            problems.append(
+            overrides[flag.field] = requested
+        elif requested != saved_value:
+            violations.append(
                 Violation(
                     (f"--{flag.name}", "--use-checkpoint-args"),
-                    f"--{flag.name} is given as {mine}, but the checkpoint {folder} was trained with {theirs}.",
-                    f"--use-checkpoint-args takes it from the checkpoint: leave --{flag.name} out, or leave "
-                    "--use-checkpoint-args out and describe the whole model.",
+                    f"--{flag.name} is given as {requested}, but the checkpoint {folder} was trained with {saved_value}.",
+                    f"--use-checkpoint-args uses the value of the checkpoint: remove --{flag.name}, or remove "
+                    "--use-checkpoint-args and describe the model by flags.",
                 )
             )
     model = saved.model
-    if "seq_length" in kept and model.position_embedding_type == "learned_absolute":  # the rows followed from the old length
+    if "seq_length" in overrides and model.position_embedding_type == "learned_absolute":  # the embedding keeps its rows
         model = dataclasses.replace(model, max_position_embeddings=model.num_positions)
-    fields = _TOKENIZER_FIELDS if explicit & set(TOKENIZER_FILES) else (*_TOKENIZER_FIELDS, *TOKENIZER_FILES)
-    taken_data = {field: getattr(saved.data, field) for field in fields} if knows_tokenizer else {}
-    data = dataclasses.replace(config.data, **taken_data)
-    return dataclasses.replace(config, model=dataclasses.replace(model, **kept), data=data), problems
+    fields = _TOKENIZER_FIELDS if explicit & set(TOKENIZER_FILE_SETTINGS) else (*_TOKENIZER_FIELDS, *TOKENIZER_FILE_SETTINGS)
+    saved_data = {field: getattr(saved.data, field) for field in fields} if has_tokenizer else {}
+    data = dataclasses.replace(config.data, **saved_data)
+    return dataclasses.replace(config, model=dataclasses.replace(model, **overrides), data=data), violations
 
 
-def set_by_checkpoint() -> set[str]:
-    """Fields whose values the checkpoint sets, whatever the command line says."""
-    return {flag.field for flag in flags().values() if _is_taken(flag.topic, flag.field) and flag.field not in FREE_FIELDS}
+def get_checkpoint_fields() -> set[str]:
+    """Return the fields that must have the value of the checkpoint. The command line cannot change them."""
+    return {
+        flag.field
+        for flag in flags().values()
+        if _is_checkpoint_field(flag.topic, flag.field) and flag.field not in CHANGEABLE_FIELDS
+    }
 
 
-def _is_taken(topic: str, field: str) -> bool:
+def _is_checkpoint_field(topic: str, field: str) -> bool:
     return topic == "model" or field in _TOKENIZER_FIELDS
 
 
-def _chosen(checkpoint: CheckpointConfig) -> tuple[str, Config, bool]:
-    """The checkpoint that the run begins with: that of --load or, if it holds none, of --pretrained-checkpoint.
+def _select_checkpoint(checkpoint: CheckpointConfig) -> tuple[str, Config, bool]:
+    """Select the checkpoint from which the run starts: a checkpoint in the folder of --load or, if that folder has none, in that of
+    --pretrained-checkpoint.
 
     Returns:
-        Its folder, its settings, and whether the run only begins with its weights.
+        Location of the checkpoint, its settings, and whether the run uses only its weights.
 
     Raises:
-        ConfigError: there is none, or none whose settings can be read.
+        ConfigError: there is no checkpoint, or no checkpoint has settings that can be read.
     """
-    load, base = checkpoint.load, checkpoint.pretrained_checkpoint
+    load, pretrained = checkpoint.load, checkpoint.pretrained_checkpoint
     if load is not None and checkpoint.ckpt_step is not None:
-        return *_first_readable([_open(load).child(checkpoint_name(checkpoint.ckpt_step))]), checkpoint.finetune
-    for place in (load, base):
-        if place is not None and (found := _newest_first(_open(place))):
-            return *_first_readable(found), checkpoint.finetune or place == base
-    if base is not None and _open(base).size(CONFIG) is not None:
-        return *_first_readable([_open(base)]), True
-    raise _unreadable(f"There is no checkpoint in {' or '.join(place for place in (load, base) if place is not None)}.")
+        return *_read_first([_open_folder(load).child(checkpoint_name(checkpoint.ckpt_step))]), checkpoint.finetune
+    for path in (load, pretrained):
+        if path is not None and (candidates := _list_candidates(_open_folder(path))):
+            return *_read_first(candidates), checkpoint.finetune or path == pretrained
+    if pretrained is not None and _open_folder(pretrained).file_size(CONFIG) is not None:
+        return *_read_first([_open_folder(pretrained)]), True
+    raise _build_error(f"There is no checkpoint in {' or '.join(path for path in (load, pretrained) if path is not None)}.")
 
 
-def _open(place: str) -> Storage:
+def _open_folder(path: str) -> Storage:
+    """Open a folder or URL.
+
+    Raises:
+        ConfigError: this type of URL is not supported.
+    """
     try:
-        return open_storage(place)
+        return open_storage(path)
     except ValueError as error:
-        rule = "Each kind of URL needs its driver too: pip install s3fs for s3://, gcsfs for gs://."
-        raise ConfigError([Violation((), f"{error}.", rule)]) from error
+        reason = "Each type of URL needs its driver: pip install s3fs for s3://, gcsfs for gs://."
+        raise ConfigError([Violation((), f"{error}.", reason)]) from error
 
 
-def _newest_first(save: Storage) -> list[Storage]:
-    """Checkpoints of a save folder: the one that the latest file names, then the others from the highest iteration down."""
+def _list_candidates(save_folder: Storage) -> list[Storage]:
+    """Return the checkpoints of a save folder: first the checkpoint that the latest file names, then all others, newest first."""
     try:
-        found, latest = iterations_in(save), latest_in(save)
+        iterations, latest = list_iterations(save_folder), read_latest(save_folder)
     except OSError:
         return []
-    return [save.child(checkpoint_name(iteration)) for iteration in sorted(found, key=lambda one: (one != latest, -one))]
+    return [save_folder.child(checkpoint_name(i)) for i in sorted(iterations, key=lambda i: (i != latest, -i))]
 
 
-def _first_readable(folders: Sequence[Storage]) -> tuple[str, Config]:
-    """The first folder with readable settings, and these. (A load passes over damaged checkpoints too.)
+def _read_first(folders: Sequence[Storage]) -> tuple[str, Config]:
+    """Return the location and the settings of the first checkpoint whose settings can be read. Loading a checkpoint skips damaged
+    checkpoints in the same way.
 
     Raises:
-        ConfigError: there is none; says why of the first.
+        ConfigError: no settings can be read. The message is about the first checkpoint.
     """
-    first: ConfigError | None = None
+    first_error: ConfigError | None = None
     for folder in folders:
         try:
-            return folder.location, _saved_config(folder)
+            return folder.location, _read_config(folder)
         except ConfigError as error:
-            first = first or error
-    assert first is not None
-    raise first
+            first_error = first_error or error
+    assert first_error is not None
+    raise first_error
 
 
-def _saved_config(folder: Storage) -> Config:
-    """Settings of a checkpoint.
+def _read_config(folder: Storage) -> Config:
+    """Read the model and tokenizer settings of a checkpoint. All other settings have their default values.
 
     Raises:
-        ConfigError: they cannot be read.
+        ConfigError: the settings cannot be read.
     """
-    file = folder.at(CONFIG)
+    file = folder.location_of(CONFIG)
     try:
         data = folder.read(CONFIG)
         record = json.loads(data)
     except OSError as error:
-        raise _unreadable(f"{file} cannot be read: {error.strerror or error}.") from error
+        raise _build_error(f"{file} cannot be read: {error.strerror or error}.") from error
     except (ValueError, RecursionError) as error:
-        raise _unreadable(f"{file} is not valid JSON: {error}.") from error
+        raise _build_error(f"{file} is not valid JSON: {error}.") from error
     try:
-        stored = json.loads(folder.read(MANIFEST))["files"][CONFIG]["checksum"]
-        altered = not matches(Checksum(data).text, stored)
+        saved_checksum = json.loads(folder.read(MANIFEST))["files"][CONFIG]["checksum"]
+        is_altered = not checksums_match(Checksum(data).text, saved_checksum)
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
-        altered = False  # a load reports what is wrong with a manifest, or with a kind of checksum
-    if altered:
-        raise _unreadable(f"{file} was altered since it was saved (checksum).")
+        is_altered = False  # loading the checkpoint reports a damaged manifest
+    if is_altered:
+        raise _build_error(f"{file} was altered since it was saved: its checksum differs from that in the manifest.")
     if not isinstance(record, dict) or not isinstance(record.get("config"), dict):
-        raise _unreadable(f"{file} holds no settings: it has no mapping named config.")
-    # Only the settings that are taken must be understood; other topics may come from another version.
-    wanted = {topic: record["config"].get(topic) for topic in ("model", "data")}
-    if not all(isinstance(part, dict) for part in wanted.values()):
-        raise _unreadable(f"{file} holds no settings of the model and the data.")
-    fields = {*_TOKENIZER_FIELDS, *TOKENIZER_FILES}
-    wanted["data"] = {field: value for field, value in wanted["data"].items() if field in fields}
-    return from_dict(wanted)
+        raise _build_error(f"{file} holds no settings: it has no mapping named config.")
+    # Parse only the settings that are used: other topics may come from another version of this project.
+    settings_by_topic = {topic: record["config"].get(topic) for topic in ("model", "data")}
+    if not all(isinstance(settings, dict) for settings in settings_by_topic.values()):
+        raise _build_error(f"{file} holds no settings of the model and the data (mappings config.model and config.data).")
+    fields = {*_TOKENIZER_FIELDS, *TOKENIZER_FILE_SETTINGS}
+    settings_by_topic["data"] = {field: value for field, value in settings_by_topic["data"].items() if field in fields}
+    return from_dict(settings_by_topic)
 
 
-def _unreadable(message: str) -> ConfigError:
-    rule = (
-        "--use-checkpoint-args needs a checkpoint that was saved here, or that tools/checkpoint.py import has made of another "
-        "program's; without it, describe the model by flags."
+def _build_error(message: str) -> ConfigError:
+    reason = (
+        "--use-checkpoint-args needs a checkpoint of this project, or one that tools/checkpoint.py import has created from another "
+        "framework's checkpoint. Without --use-checkpoint-args, describe the model by flags."
     )
-    return ConfigError([Violation(_FLAGS, message, rule)])
+    return ConfigError([Violation(_CHECKPOINT_FLAGS, message, reason)])

@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration (JSON), alone or beside a launch line of Megatron-DeepSpeed."""
+"""Conversion of a DeepSpeed configuration (JSON), with or without a launch script of Megatron-DeepSpeed."""
 
 from __future__ import annotations
 
@@ -6,249 +6,281 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from megatron_lab.migration.keys import Keys
-from megatron_lab.migration.line import Line
+from megatron_lab.migration.keys import ConfigSection
+from megatron_lab.migration.line import LaunchCommand
 
-_STRATEGY = {0: "no_shard", 1: "optim", 2: "optim_grads", 3: "optim_grads_params"}
+_STRATEGIES = {0: "no_shard", 1: "optim", 2: "optim_grads", 3: "optim_grads_params"}
+"""Sharding strategy of each ZeRO stage."""
 
 
-def put_flags(line: Line, flags: dict[str, tuple[str, ...]]) -> None:
-    """Put what a launch line says of DeepSpeed beside its configuration."""
-    stage = flags.get("zero-stage", ())
-    if stage and stage[0].isdigit():
-        _put_stage(line, f"--zero-stage {stage[0]}", int(stage[0]))
-    if "deepspeed-activation-checkpointing" in flags and "recompute-granularity" not in line.words:
-        line.put("recompute-granularity", "full", given="--deepspeed-activation-checkpointing")
-        line.put("recompute-method", "uniform")
-        line.put("recompute-num-layers", 1)
+def convert_flags(command: LaunchCommand, values_by_flag: dict[str, tuple[str, ...]]) -> None:
+    """Convert the flags of a launch script that configure DeepSpeed.
+
+    Args:
+        values_by_flag: values of these flags, by name without the leading dashes.
+    """
+    stage_values = values_by_flag.get("zero-stage", ())
+    if stage_values and stage_values[0].isdigit():
+        _convert_zero_stage(command, f"--zero-stage {stage_values[0]}", int(stage_values[0]))
+    if "deepspeed-activation-checkpointing" in values_by_flag and "recompute-granularity" not in command.flags:
+        command.set_flag("recompute-granularity", "full", source="--deepspeed-activation-checkpointing")
+        command.set_flag("recompute-method", "uniform")
+        command.set_flag("recompute-num-layers", 1)
     for name in ("deepspeed", "no-pipeline-parallel"):
-        if name in flags:
-            line.left_out.append((f"--{name}", "the settings say what is sharded and in how many stages"))
+        if name in values_by_flag:
+            command.omitted.append((f"--{name}", "other flags set the sharding and the number of pipeline stages"))
 
 
-def put_config(line: Line, text: str) -> None:
-    """Put a configuration.
+def convert_config(command: LaunchCommand, text: str) -> None:
+    """Convert a DeepSpeed configuration.
+
+    Args:
+        text: configuration in JSON.
 
     Raises:
-        ValueError: it is no JSON object.
+        ValueError: the text is not a JSON object.
     """
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"the DeepSpeed configuration is no JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise ValueError("the DeepSpeed configuration is no JSON object")
-    keys = Keys(found, line)
+        raise ValueError(f"the DeepSpeed configuration is not valid JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ValueError("the DeepSpeed configuration is not a JSON object")
+    config = ConfigSection(content, command)
     for section in ("fp16", "bf16", "bfloat16", "zero_optimization", "optimizer", "scheduler", "tensorboard", "wandb"):
-        _SECTIONS[section](line, keys)
-    _put_batch(line, keys)
-    keys.put("gradient_clipping", "clip-grad")
-    keys.put("steps_per_print", "log-interval")
-    if keys.take("wall_clock_breakdown"):
-        line.put("timing-log-level", 1, given="wall_clock_breakdown", why="--timing-log-level 2 tells more")
-    kind = keys.take("communication_data_type")
-    if kind in ("bf16", "bfp16", "bfloat16"):
-        line.put("grad-reduce-in-bf16", given=f"communication_data_type {kind}")
-    elif kind not in (None, "fp32", "fp16"):
-        line.lost.append((f"communication_data_type {kind}", "Gradients are reduced in float32, or with --bf16 in bfloat16."))
-    if keys.take("activation_checkpointing") is not None and "recompute-granularity" not in line.words:
-        why = "It says how what is kept is stored. What is computed again says --recompute-granularity; here nothing is."
-        line.lost.append(("activation_checkpointing", why))
-    keys.pass_over(
+        _SECTION_CONVERTERS[section](command, config)
+    _convert_batch_size(command, config)
+    config.convert_number("gradient_clipping", "clip-grad")
+    config.convert_number("steps_per_print", "log-interval")
+    if config.pop("wall_clock_breakdown"):
+        command.set_flag("timing-log-level", 1, source="wall_clock_breakdown", reason="--timing-log-level 2 logs more timers")
+    dtype = config.pop("communication_data_type")
+    if dtype in ("bf16", "bfp16", "bfloat16"):
+        command.set_flag("grad-reduce-in-bf16", source=f"communication_data_type {dtype}")
+    elif dtype not in (None, "fp32", "fp16"):
+        command.unconverted.append(
+            (f"communication_data_type {dtype}", "Gradients are reduced in float32, or with --bf16 in bfloat16.")
+        )
+    if config.pop("activation_checkpointing") is not None and "recompute-granularity" not in command.flags:
+        reason = (
+            "It sets how saved activations are stored. --recompute-granularity sets what is recomputed; without it, nothing is."
+        )
+        command.unconverted.append(("activation_checkpointing", reason))
+    config.omit(
         "prescale_gradients gradient_predivide_factor zero_allow_untested_optimizer zero_force_ds_cpu_optimizer aio "
         "memory_breakdown dump_state flops_profiler comms_logger checkpoint data_types amp",
-        "it does not change what is computed, or asks for what is always so",
+        "it does not change the computation, or its effect is always on",
     )
-    keys.pass_over_rest()
+    config.report_unconverted()
 
 
-def _put_batch(line: Line, keys: Keys) -> None:
-    micro, total = keys.number("train_micro_batch_size_per_gpu"), keys.number("train_batch_size")
-    steps = keys.number("gradient_accumulation_steps")
-    ranks = (line.world_size or 0) // line.model_ranks
-    if micro is None and total and steps and ranks:
-        micro = total / steps / ranks
-    if total is None and micro and steps and ranks:
-        total = micro * steps * ranks
-    elif total is None and steps not in (None, 1):
-        line.missing.append(
-            f"the number of ranks (--world-size N): gradient_accumulation_steps {steps:g} becomes --global-batch-size"
+def _convert_batch_size(command: LaunchCommand, config: ConfigSection) -> None:
+    """Convert the batch sizes.
+
+    If a batch size is missing in the configuration, it is computed from the number of ranks and gradient_accumulation_steps. If the
+    number of ranks is not known, it is reported as a value that the user has to supply.
+    """
+    micro_batch_size, global_batch_size = config.pop_number("train_micro_batch_size_per_gpu"), config.pop_number("train_batch_size")
+    num_microbatches = config.pop_number("gradient_accumulation_steps")
+    dp_size = (command.world_size or 0) // command.model_parallel_size
+    if micro_batch_size is None and global_batch_size and num_microbatches and dp_size:
+        micro_batch_size = global_batch_size / num_microbatches / dp_size
+    if global_batch_size is None and micro_batch_size and num_microbatches and dp_size:
+        global_batch_size = micro_batch_size * num_microbatches * dp_size
+    elif global_batch_size is None and num_microbatches not in (None, 1):
+        command.missing.append(
+            f"the number of ranks (--world-size N): gradient_accumulation_steps {num_microbatches:g} becomes --global-batch-size"
         )
-    if micro is None and total is not None and "micro-batch-size" not in line.words:
-        line.missing.append("--micro-batch-size: train_batch_size alone does not say how it is cut (--world-size N may tell)")
-    for flag, value, key in (
-        ("micro-batch-size", micro, "train_micro_batch_size_per_gpu"),
-        ("global-batch-size", total, "train_batch_size"),
+    if micro_batch_size is None and global_batch_size is not None and "micro-batch-size" not in command.flags:
+        command.missing.append("--micro-batch-size: it does not follow from train_batch_size alone (--world-size N may help)")
+    for name, value, key in (
+        ("micro-batch-size", micro_batch_size, "train_micro_batch_size_per_gpu"),
+        ("global-batch-size", global_batch_size, "train_batch_size"),
     ):
-        before = line.number(flag)
-        if value is not None and before is not None and before != value:
-            line.lost.append((f"{key} {value:g}", f"The launch line says --{flag} {before:g}, which is taken."))
+        previous = command.get_number(name)
+        if value is not None and previous is not None and previous != value:
+            command.unconverted.append((f"{key} {value:g}", f"The launch script sets --{name} {previous:g}, which is used."))
         elif value is not None:
-            line.put(flag, int(value), given=key if before is None else "")
+            command.set_flag(name, int(value), source=key if previous is None else "")
 
 
-def _put_stage(line: Line, given: str, stage: int) -> None:
-    strategy = _STRATEGY.get(stage)
-    before = line.words.get("data-parallel-sharding-strategy")
+def _convert_zero_stage(command: LaunchCommand, source: str, stage: int) -> None:
+    """Set the sharding strategy that corresponds to a ZeRO stage, unless a strategy is already set."""
+    strategy = _STRATEGIES.get(stage)
+    previous = command.flags.get("data-parallel-sharding-strategy")
     if strategy is None:
-        line.lost.append((given, "There are the stages 0 to 3."))
-    elif before is not None and before != (strategy,):
-        line.lost.append((given, f"{before[0]} is taken, which was given before."))
-    elif before is None and stage:
-        line.put("data-parallel-sharding-strategy", strategy, given=given)
+        command.unconverted.append((source, "The ZeRO stages are 0 to 3."))
+    elif previous is not None and previous != (strategy,):
+        command.unconverted.append((source, f"{previous[0]} is used, which was set before."))
+    elif previous is None and stage:
+        command.set_flag("data-parallel-sharding-strategy", strategy, source=source)
 
 
-def _zero(line: Line, keys: Keys) -> None:
-    section = keys.section("zero_optimization")
+def _convert_zero(command: LaunchCommand, config: ConfigSection) -> None:
+    """Convert the ZeRO stage, offloading, and the overlap and bucket size of the gradient reduction."""
+    section = config.pop_section("zero_optimization")
     if section is None:
         return
-    stage = int(section.number("stage") or 0)
-    _put_stage(line, f"zero_optimization.stage {stage}", stage)
-    offload, params = section.section("offload_optimizer"), section.section("offload_param")
-    if section.take("cpu_offload"):
-        offload = offload or Keys({"device": "cpu"}, line, "cpu_offload")
-    for found, flag in ((params, "fsdp-params-cpu"), (offload, "optimizer-cpu-offload")):
-        device = found.take("device") if found is not None else None
-        if found is not None:
-            found.ignore_rest()
-        if device == "cpu" and "fsdp-params-cpu" not in line.words:
-            line.put(flag, given=f"{found.name}.device cpu")  # type: ignore[union-attr]
+    stage = int(section.pop_number("stage") or 0)
+    _convert_zero_stage(command, f"zero_optimization.stage {stage}", stage)
+    optimizer_offload, param_offload = section.pop_section("offload_optimizer"), section.pop_section("offload_param")
+    if section.pop("cpu_offload"):
+        optimizer_offload = optimizer_offload or ConfigSection({"device": "cpu"}, command, "cpu_offload")
+    for offload_section, name in ((param_offload, "fsdp-params-cpu"), (optimizer_offload, "optimizer-cpu-offload")):
+        device = offload_section.pop("device") if offload_section is not None else None
+        if offload_section is not None:
+            offload_section.clear()
+        if device == "cpu" and "fsdp-params-cpu" not in command.flags:
+            command.set_flag(name, source=f"{offload_section.name}.device cpu")  # type: ignore[union-attr]
         elif device == "nvme":
-            line.lost.append((f"{found.name}.device nvme", "State is kept on the device or in host memory."))  # type: ignore[union-attr]
-    overlap = section.take("overlap_comm")
-    if overlap and stage < 3:
-        line.put("overlap-grad-reduce", given="zero_optimization.overlap_comm")
-    section.put("reduce_bucket_size", "ddp-bucket-size", whole=True, when=stage in (1, 2))
-    section.pass_over(
+            command.unconverted.append(
+                (f"{offload_section.name}.device nvme", "NVMe is not supported: state is on the device or in host memory.")  # type: ignore[union-attr]
+            )
+    has_overlap = section.pop("overlap_comm")
+    if has_overlap and stage < 3:
+        command.set_flag("overlap-grad-reduce", source="zero_optimization.overlap_comm")
+    section.convert_number("reduce_bucket_size", "ddp-bucket-size", is_integer=True, is_enabled=stage in (1, 2))
+    section.omit(
         "contiguous_gradients allgather_partitions allgather_bucket_size reduce_scatter round_robin_gradients sub_group_size "
         "reduce_bucket_size stage3_max_live_parameters stage3_max_reuse_distance stage3_prefetch_bucket_size "
         "stage3_param_persistence_threshold stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save "
         "load_from_fp32_weights elastic_checkpoint ignore_unused_parameters cpu_offload_use_pin_memory",
-        "buffers and prefetching are laid out by this project itself",
+        "this project plans buffers and prefetching itself",
     )
-    section.pass_over_rest()
+    section.report_unconverted()
 
 
-def _fp16(line: Line, keys: Keys) -> None:
-    section = keys.section("fp16")
+def _convert_fp16(command: LaunchCommand, config: ConfigSection) -> None:
+    section = config.pop_section("fp16")
     if section is None:
         return
-    enabled = section.take("enabled")
+    enabled = section.pop("enabled")
     if enabled == "auto" or not enabled:
         if enabled == "auto":
-            line.missing.append("the format: fp16.enabled is auto, which another program fills in. Give --fp16 or --bf16")
-        section.ignore_rest()
+            command.missing.append("the format: fp16.enabled is auto, which another program fills in. Give --fp16 or --bf16")
+        section.clear()
         return
-    line.put("fp16", given="" if "fp16" in line.words else "fp16.enabled")
-    scale = section.number("loss_scale")
-    if scale:
-        line.put("loss-scale", scale, given="fp16.loss_scale")
-    power = section.number("initial_scale_power")
-    if power is not None and not scale:
-        line.put("initial-loss-scale", 2 ** int(power), given=f"fp16.initial_scale_power {power:g}")
-    for key, flag in (
+    command.set_flag("fp16", source="" if "fp16" in command.flags else "fp16.enabled")
+    loss_scale = section.pop_number("loss_scale")
+    if loss_scale:
+        command.set_flag("loss-scale", loss_scale, source="fp16.loss_scale")
+    scale_power = section.pop_number("initial_scale_power")
+    if scale_power is not None and not loss_scale:
+        command.set_flag("initial-loss-scale", 2 ** int(scale_power), source=f"fp16.initial_scale_power {scale_power:g}")
+    for key, name in (
         ("loss_scale_window", "loss-scale-window"),
         ("hysteresis", "hysteresis"),
         ("min_loss_scale", "min-loss-scale"),
     ):
-        value = section.number(key)
-        if value is not None and not scale:
-            line.put(flag, value, given=f"fp16.{key}" if flag not in line.words else "")
-    section.pass_over("consecutive_hysteresis auto_cast fp16_master_weights_and_grads", "main parameters are always float32")
-    section.pass_over_rest()
+        value = section.pop_number(key)
+        if value is not None and not loss_scale:
+            command.set_flag(name, value, source=f"fp16.{key}" if name not in command.flags else "")
+    section.omit("consecutive_hysteresis auto_cast fp16_master_weights_and_grads", "main parameters are always float32")
+    section.report_unconverted()
 
 
-def _bf16(key: str) -> Callable[[Line, Keys], None]:
-    def put(line: Line, keys: Keys) -> None:
-        section = keys.section(key)
+def _build_bf16_converter(key: str) -> Callable[[LaunchCommand, ConfigSection], None]:
+    """Build a converter of the bfloat16 section, whose key depends on the version of DeepSpeed."""
+
+    def convert(command: LaunchCommand, config: ConfigSection) -> None:
+        section = config.pop_section(key)
         if section is not None:
-            if section.take("enabled") is True:
-                line.put("bf16", given="" if "bf16" in line.words else f"{key}.enabled")
-            section.ignore_rest()
+            if section.pop("enabled") is True:
+                command.set_flag("bf16", source="" if "bf16" in command.flags else f"{key}.enabled")
+            section.clear()
 
-    return put
+    return convert
 
 
-def _optimizer(line: Line, keys: Keys) -> None:
-    section = keys.section("optimizer")
+def _convert_optimizer(command: LaunchCommand, config: ConfigSection) -> None:
+    section = config.pop_section("optimizer")
     if section is None:
         return
-    kind = str(section.take("type") or "Adam")
-    name = {"adam": "adam", "adamw": "adam", "lamb": "lamb", "lion": "lion", "muon": "muon", "sgd": "sgd"}.get(kind.lower())
-    params = section.section("params")
-    if name is None:
-        line.lost.append((f"optimizer.type {kind}", "There are adam, sgd, lion, ademamix, adafactor, lamb, adam8bit and muon."))
-    elif name != "adam" or "optimizer" not in line.words:
-        line.put("optimizer", name, given=f"optimizer.type {kind}")
+    optimizer_type = str(section.pop("type") or "Adam")
+    optimizer = {"adam": "adam", "adamw": "adam", "lamb": "lamb", "lion": "lion", "muon": "muon", "sgd": "sgd"}.get(
+        optimizer_type.lower()
+    )
+    params = section.pop_section("params")
+    if optimizer is None:
+        command.unconverted.append(
+            (f"optimizer.type {optimizer_type}", "Supported are adam, sgd, lion, ademamix, adafactor, lamb, adam8bit and muon.")
+        )
+    elif optimizer != "adam" or "optimizer" not in command.flags:
+        command.set_flag("optimizer", optimizer, source=f"optimizer.type {optimizer_type}")
     if params is None:
         return
-    if name == "adam" and kind.lower() == "adam" and params.take("adam_w_mode") is False:
-        line.lost.append(("optimizer.params.adam_w_mode false", "Weight decay is always decoupled from the gradient, as in AdamW."))
+    if optimizer == "adam" and optimizer_type.lower() == "adam" and params.pop("adam_w_mode") is False:
+        command.unconverted.append(
+            ("optimizer.params.adam_w_mode false", "Weight decay is always decoupled from the gradient, as in AdamW.")
+        )
     for key, flag in (("lr", "lr"), ("eps", "adam-eps"), ("weight_decay", "weight-decay"), ("momentum", "sgd-momentum")):
-        params.put(key, flag)
-    betas = params.take("betas")
-    if isinstance(betas, list) and len(betas) == 2 and name in ("adam", "lamb", "lion"):
-        prefix = "lion" if name == "lion" else "adam"
-        for number, beta in enumerate(betas, start=1):
-            line.put(f"{prefix}-beta{number}", beta, given=f"optimizer.params.betas[{number - 1}]")
-    params.pass_over("torch_adam adam_w_mode bias_correction", "the update rule is AdamW")
-    params.pass_over_rest()
+        params.convert_number(key, flag)
+    betas = params.pop("betas")
+    if isinstance(betas, list) and len(betas) == 2 and optimizer in ("adam", "lamb", "lion"):
+        prefix = "lion" if optimizer == "lion" else "adam"
+        for i, beta in enumerate(betas, start=1):
+            command.set_flag(f"{prefix}-beta{i}", beta, source=f"optimizer.params.betas[{i - 1}]")
+    params.omit("torch_adam adam_w_mode bias_correction", "the update rule is AdamW")
+    params.report_unconverted()
 
 
-def _scheduler(line: Line, keys: Keys) -> None:
-    section = keys.section("scheduler")
+def _convert_scheduler(command: LaunchCommand, config: ConfigSection) -> None:
+    section = config.pop_section("scheduler")
     if section is None:
         return
-    kind, params = section.take("type"), section.section("params") or Keys({}, line, "scheduler.params")
-    style = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}.get(str(kind))
+    scheduler_type, params = section.pop("type"), section.pop_section("params") or ConfigSection({}, command, "scheduler.params")
+    style = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}.get(str(scheduler_type))
     if style is None:
-        line.lost.append((f"scheduler.type {kind}", "See --lr-decay-style for the courses that there are."))
-        params.ignore_rest()
+        command.unconverted.append(
+            (f"scheduler.type {scheduler_type}", "See --lr-decay-style in --help for the supported schedules.")
+        )
+        params.clear()
         return
-    before = line.words.get("lr-decay-style")
-    if before not in (None, (style,)):
-        line.lost.append((f"scheduler.type {kind}", f"--lr-decay-style {before[0]} is taken, which was given before."))
+    previous = command.flags.get("lr-decay-style")
+    if previous not in (None, (style,)):
+        command.unconverted.append(
+            (f"scheduler.type {scheduler_type}", f"--lr-decay-style {previous[0]} is used, which was set before.")
+        )
     else:
-        line.put("lr-decay-style", style, given=f"scheduler.type {kind}")
-    if params.take("warmup_type") in (None, "log"):
-        line.lost.append(("scheduler.params.warmup_type log", "The rate warms up linearly (log is DeepSpeed's default)."))
-    params.put("warmup_num_steps", "lr-warmup-iters")
-    params.put("warmup_min_lr", "lr-warmup-init")
-    params.put("warmup_max_lr", "lr")
-    params.put("total_num_steps", "train-iters" if "train-iters" not in line.words else "lr-decay-iters")
+        command.set_flag("lr-decay-style", style, source=f"scheduler.type {scheduler_type}")
+    if params.pop("warmup_type") in (None, "log"):
+        command.unconverted.append(("scheduler.params.warmup_type log", "The rate warms up linearly (log is DeepSpeed's default)."))
+    params.convert_number("warmup_num_steps", "lr-warmup-iters")
+    params.convert_number("warmup_min_lr", "lr-warmup-init")
+    params.convert_number("warmup_max_lr", "lr")
+    params.convert_number("total_num_steps", "train-iters" if "train-iters" not in command.flags else "lr-decay-iters")
     for key in ("warmup_min_ratio", "cos_min_ratio"):
-        ratio, lr = params.number(key), line.number("lr")
+        ratio, lr = params.pop_number(key), command.get_number("lr")
         if ratio is not None and lr is not None:
-            line.put("min-lr" if key == "cos_min_ratio" else "lr-warmup-init", ratio * lr, given=f"scheduler.params.{key}")
-    params.pass_over_rest()
+            command.set_flag("min-lr" if key == "cos_min_ratio" else "lr-warmup-init", ratio * lr, source=f"scheduler.params.{key}")
+    params.report_unconverted()
 
 
-def _tensorboard(line: Line, keys: Keys) -> None:
-    section = keys.section("tensorboard")
+def _convert_tensorboard(command: LaunchCommand, config: ConfigSection) -> None:
+    section = config.pop_section("tensorboard")
     if section is not None:
-        if section.take("enabled"):
-            folder = (
-                "/".join(str(part) for part in (section.take("output_path"), section.take("job_name")) if part) or "tensorboard"
-            )
-            line.put("tensorboard-dir", folder, given="tensorboard.enabled")
-        section.ignore_rest()
+        if section.pop("enabled"):
+            folder = "/".join(str(name) for name in (section.pop("output_path"), section.pop("job_name")) if name) or "tensorboard"
+            command.set_flag("tensorboard-dir", folder, source="tensorboard.enabled")
+        section.clear()
 
 
-def _wandb(line: Line, keys: Keys) -> None:
-    section = keys.section("wandb")
+def _convert_wandb(command: LaunchCommand, config: ConfigSection) -> None:
+    section = config.pop_section("wandb")
     if section is not None:
-        if section.take("enabled") and (project := section.take("project")):
-            line.put("wandb-project", project, given="wandb.project")
-        section.pass_over_rest()
+        if section.pop("enabled") and (project := section.pop("project")):
+            command.set_flag("wandb-project", project, source="wandb.project")
+        section.report_unconverted()
 
 
-_SECTIONS: dict[str, Callable[[Line, Keys], Any]] = {
-    "fp16": _fp16,
-    "bf16": _bf16("bf16"),
-    "bfloat16": _bf16("bfloat16"),
-    "zero_optimization": _zero,
-    "optimizer": _optimizer,
-    "scheduler": _scheduler,
-    "tensorboard": _tensorboard,
-    "wandb": _wandb,
+_SECTION_CONVERTERS: dict[str, Callable[[LaunchCommand, ConfigSection], Any]] = {
+    "fp16": _convert_fp16,
+    "bf16": _build_bf16_converter("bf16"),
+    "bfloat16": _build_bf16_converter("bfloat16"),
+    "zero_optimization": _convert_zero,
+    "optimizer": _convert_optimizer,
+    "scheduler": _convert_scheduler,
+    "tensorboard": _convert_tensorboard,
+    "wandb": _convert_wandb,
 }
+"""Converter of each section whose keys cannot be converted one by one."""

@@ -1,50 +1,75 @@
-"""The number of ranks that a launcher was asked for, and the same in torchrun's words."""
+"""Conversion of the launcher of a job (torchrun, DeepSpeed, python and others) to torchrun, and the number of ranks."""
 
 from __future__ import annotations
 
-from megatron_lab.migration.line import Line, words_of
+from megatron_lab.migration.line import LaunchCommand, parse_argv
 
-_NODES = ("nnodes", "num-nodes", "num_nodes")
-_RANKS = ("nproc-per-node", "num-gpus")
-_PER_NODE = 8
-"""Ranks of a node, where nothing says it."""
-_WHERE = ("master-addr", "master-port", "node-rank", "rdzv-id", "rdzv-backend", "rdzv-endpoint", "max-restarts", "standalone")
+_NUM_NODES_FLAGS = ("nnodes", "num-nodes", "num_nodes")
+"""Flags of launchers for the number of nodes."""
+_RANKS_PER_NODE_FLAGS = ("nproc-per-node", "num-gpus")
+"""Flags of launchers for the number of ranks per node."""
+_DEFAULT_RANKS_PER_NODE = 8
+"""Maximum number of ranks per node, if the source does not set it."""
+_RENDEZVOUS_FLAGS = (
+    "master-addr",
+    "master-port",
+    "node-rank",
+    "rdzv-id",
+    "rdzv-backend",
+    "rdzv-endpoint",
+    "max-restarts",
+    "standalone",
+)
+"""Flags of torchrun that are copied for jobs with several nodes."""
 
 
-def put_launcher(line: Line, words: tuple[str, ...]) -> None:
-    """Put torchrun in front of the line, with the ranks of these words of a launcher."""
-    flags = [(name, values) for name, values, _ in words_of(list(words[1:]))]
-    known = dict(flags)
-    per_node = next((known[name][0] for name in _RANKS if known.get(name)), None)
-    nodes = next((known[name][0] for name in _NODES if known.get(name)), "1")
-    launcher = words[0].rpartition("/")[2] if words else ""
+def convert_launcher(command: LaunchCommand, argv: tuple[str, ...]) -> None:
+    """Replace the launcher of a command by torchrun, with the numbers of nodes and ranks that the arguments of the other launcher
+    give.
+
+    If they do not give the number of ranks per node, the launcher of the command stays empty. A plain python command means one
+    rank.
+
+    Args:
+        argv: the other launcher and its arguments, before the program.
+    """
+    parsed = [(name, values) for name, values, _ in parse_argv(list(argv[1:]))]
+    values_by_name = dict(parsed)
+    ranks_per_node = next((values_by_name[name][0] for name in _RANKS_PER_NODE_FLAGS if values_by_name.get(name)), None)
+    num_nodes = next((values_by_name[name][0] for name in _NUM_NODES_FLAGS if values_by_name.get(name)), "1")
+    launcher = argv[0].rpartition("/")[2] if argv else ""
     if launcher in ("srun", "mpirun", "mpiexec"):
-        line.missing.append(
-            f"how many ranks {launcher} starts: --world-size N of this tool. Ranks of SLURM are found by themselves"
+        command.missing.append(
+            f"the number of ranks that {launcher} starts (--world-size N of this tool). "
+            "Under SLURM, a run reads its ranks from the environment"
         )
-    if per_node is None:
-        if launcher in ("python", "python3") and "-m" not in words:
-            line.world_size = line.world_size or 1
+    if ranks_per_node is None:
+        if launcher in ("python", "python3") and "-m" not in argv:
+            command.world_size = command.world_size or 1
         return
-    line.launcher = ("torchrun", "--nproc-per-node", per_node)
-    if nodes != "1":
-        line.launcher += ("--nnodes", nodes)
-    for name, values in flags:
-        if name in _WHERE and nodes != "1":
-            line.launcher += (f"--{name}", *values)
-    if per_node.isdigit() and nodes.isdigit():
-        line.world_size = line.world_size or int(per_node) * int(nodes)
+    command.launcher = ("torchrun", "--nproc-per-node", ranks_per_node)
+    if num_nodes != "1":
+        command.launcher += ("--nnodes", num_nodes)
+    for name, values in parsed:
+        if name in _RENDEZVOUS_FLAGS and num_nodes != "1":
+            command.launcher += (f"--{name}", *values)
+    if ranks_per_node.isdigit() and num_nodes.isdigit():
+        command.world_size = command.world_size or int(ranks_per_node) * int(num_nodes)
 
 
-def put_torchrun(line: Line) -> None:
-    """Put a launcher in front of a line whose number of ranks is known, or not."""
-    ranks = line.world_size
-    if ranks is None:
-        line.launcher = ("torchrun", "--nproc-per-node", "$GPUS")
-    elif ranks == 1:
-        line.launcher = ("python",)
+def set_default_launcher(command: LaunchCommand) -> None:
+    """Choose the launcher of a command from the number of ranks: python for one rank, otherwise torchrun.
+
+    All nodes get equally many ranks, at most 8. If the number of ranks is not known, the command contains the shell variable
+    ``$GPUS``.
+    """
+    world_size = command.world_size
+    if world_size is None:
+        command.launcher = ("torchrun", "--nproc-per-node", "$GPUS")
+    elif world_size == 1:
+        command.launcher = ("python",)
     else:
-        per_node = max(size for size in range(1, _PER_NODE + 1) if ranks % size == 0)
-        line.launcher = ("torchrun", "--nproc-per-node", str(per_node))
-        if ranks > per_node:
-            line.launcher += ("--nnodes", str(ranks // per_node))
+        ranks_per_node = max(size for size in range(1, _DEFAULT_RANKS_PER_NODE + 1) if world_size % size == 0)
+        command.launcher = ("torchrun", "--nproc-per-node", str(ranks_per_node))
+        if world_size > ranks_per_node:
+            command.launcher += ("--nnodes", str(world_size // ranks_per_node))

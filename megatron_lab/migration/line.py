@@ -1,4 +1,4 @@
-"""The command line that becomes of foreign settings, and what is told about it."""
+"""Launch command that converters build from the settings of another framework, and the report about the conversion."""
 
 from __future__ import annotations
 
@@ -8,168 +8,196 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron.config.checks.finding import RANKS
+from megatron.config.checks.finding import MODEL_PARALLEL_SIZES
 from megatron.config.cli import load
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import flags
-from megatron.config.given import split
+from megatron.config.given import split_argv
 
-_WIDTH = 110
-_IDLE = "would have no effect"
-"""How the rule says it that asks of each setting that it acts."""
+_MAX_WIDTH = 110
+"""Width in characters at which the printed command continues on the next line."""
+_NO_EFFECT_TEXT = "would have no effect"
+"""Text in the message of the rule that every requested setting must have an effect."""
 
 
 @dataclass
-class Line:
-    """A command line that grows, and what was said on the way."""
+class LaunchCommand:
+    """Launch command that a converter builds, together with the messages about the conversion.
 
-    words: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Values by flag, in order; none for a switch."""
+    The program is always ``pretrain_gpt.py``. Messages of the form (setting, reason) are shown to the user.
+    """
+
+    flags: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Values of each flag, by the name of the flag without the leading dashes, in the order of the command. A switch has no
+    values."""
     launcher: tuple[str, ...] = ()
-    """The launcher's words before the program."""
+    """Argv of the launcher before the program, such as ``torchrun --nproc-per-node 8``."""
     world_size: int | None = None
-    changed: list[tuple[str, str]] = field(default_factory=list)
-    """What was given in other words, and the words here with the reason."""
-    left_out: list[tuple[str, str]] = field(default_factory=list)
-    """What is not in the line and changes nothing, with the reason."""
-    lost: list[tuple[str, str]] = field(default_factory=list)
-    """What could not be carried over, with the reason."""
-    differs: list[tuple[str, str]] = field(default_factory=list)
-    """What is another thing here whatever the settings, with the reason."""
+    """Number of ranks of the job, or None if it is unknown."""
+    changes: list[tuple[str, str]] = field(default_factory=list)
+    """Settings that are spelled differently in this project: (setting of the source, flag of this project with the reason)."""
+    omitted: list[tuple[str, str]] = field(default_factory=list)
+    """Settings of the source that have no effect in this project and are not in the command: (setting, reason)."""
+    unconverted: list[tuple[str, str]] = field(default_factory=list)
+    """Settings of the source that could not be converted: (setting, reason)."""
+    differences: list[tuple[str, str]] = field(default_factory=list)
+    """Ways in which a run of this project differs from a run of the source framework, whatever the settings: (property,
+    explanation)."""
     missing: list[str] = field(default_factory=list)
-    """What the user has to give."""
+    """Messages about values and decisions that the user has to supply."""
     variables: dict[str, str] = field(default_factory=dict)
-    """Variables that the line may hold, with what to say of each that it does."""
+    """Message about the value of each shell variable, by name. The report contains the messages of the variables that the
+    command uses."""
 
-    def put(self, flag: str, *values: object, given: str = "", why: str = "") -> None:
+    def set_flag(self, flag: str, *values: object, source: str = "", reason: str = "") -> None:
         """Set a flag.
 
         Args:
-            given: how it was given, where that was in other words.
-            why: the reason for the other words.
+            flag: name of the flag without the leading dashes.
+            source: spelling of the setting in the source, if the report is to list the change. Empty for an unchanged setting.
+            reason: reason for the change, for the report.
         """
-        self.words[flag] = tuple(map(_text, values))
-        if given:
-            self.changed.append((given, f"{_shown(flag, self.words[flag])}{f': {why}' if why else ''}"))
+        self.flags[flag] = tuple(map(_format_value, values))
+        if source:
+            self.changes.append((source, f"{_format_flag(flag, self.flags[flag])}{f': {reason}' if reason else ''}"))
 
-    def take(self, flag: str) -> tuple[str, ...] | None:
-        """Take a flag out of the line; its values, or None if it is not there."""
-        return self.words.pop(flag, None)
+    def pop_flag(self, flag: str) -> tuple[str, ...] | None:
+        """Remove a flag and return its values, or None if the command does not contain the flag."""
+        return self.flags.pop(flag, None)
 
-    def number(self, flag: str) -> float | None:
-        """The value of a flag, if it is there and a number."""
-        values = self.words.get(flag, ())
+    def get_number(self, flag: str) -> float | None:
+        """Return the value of a flag as a number, or None if the flag is missing or does not have one numeric value."""
+        values = self.flags.get(flag, ())
         try:
             return float(values[0]) if len(values) == 1 else None
         except ValueError:
             return None
 
-    def argv(self) -> list[str]:
-        """The words behind the program's name."""
-        return [word for flag, values in self.words.items() for word in (f"--{flag}", *values)]
+    def build_argv(self) -> list[str]:
+        """Return the arguments of the program."""
+        return [word for flag, values in self.flags.items() for word in (f"--{flag}", *values)]
 
     @property
-    def model_ranks(self) -> int:
-        """Ranks of one copy of the model."""
-        return math.prod(int(self.number(field.replace("_", "-")) or 1) for field in RANKS)
+    def model_parallel_size(self) -> int:
+        """Number of ranks that hold one copy of the model."""
+        return math.prod(int(self.get_number(field.replace("_", "-")) or 1) for field in MODEL_PARALLEL_SIZES)
 
-    def settle(self) -> list[Violation]:
-        """Check the line by this project's rules, leaving out what would have no effect. Returns what remains to be solved."""
-        world_size = self.world_size or self.model_ranks
+    def find_violations(self) -> list[Violation]:
+        """Check the command against the rules of this project.
+
+        Flags that have no effect are not violations; they are moved from the command to `omitted`.
+
+        Returns:
+            Violations that the user has to resolve.
+        """
+        world_size = self.world_size or self.model_parallel_size
         while True:
             try:
-                load(self.argv(), world_size)
+                load(self.build_argv(), world_size)
             except ConfigError as error:
-                idle = [broken for broken in error.violations if _IDLE in broken.message and self._drop(broken)]
-                if idle:
+                ignored = [
+                    violation
+                    for violation in error.violations
+                    if _NO_EFFECT_TEXT in violation.message and self._remove_idle_flag(violation)
+                ]
+                if ignored:
                     continue
                 return list(error.violations)
             return []
 
-    def _drop(self, broken: Violation) -> bool:
-        names = [one.removeprefix("--") for one in broken.flags]
-        flag = next((name for one in names for name in (one, f"no-{one}") if name in self.words), None)
+    def _remove_idle_flag(self, violation: Violation) -> bool:
+        """Move the flag of a violation from the command to `omitted`. Return False if the command does not contain the flag."""
+        names = [name.removeprefix("--") for name in violation.flags]
+        flag = next((candidate for name in names for candidate in (name, f"no-{name}") if candidate in self.flags), None)
         if flag is None:
             return False
-        self.left_out.append((_shown(flag, self.words.pop(flag)), broken.message.partition(f"{_IDLE}: ")[2] or broken.message))
+        self.omitted.append(
+            (_format_flag(flag, self.flags.pop(flag)), violation.message.partition(f"{_NO_EFFECT_TEXT}: ")[2] or violation.message)
+        )
         return True
 
-    def notes(self) -> tuple[str, ...]:
-        """What a run's log will say of settings that change nothing."""
+    def get_notes(self) -> tuple[str, ...]:
+        """Return the notes about flags that a run with this command would log. An invalid command has no notes."""
         try:
-            return load(self.argv(), self.world_size or self.model_ranks).notes
+            return load(self.build_argv(), self.world_size or self.model_parallel_size).notes
         except ConfigError:
             return ()
 
-    def command(self) -> str:
-        """The command, in lines that a shell joins."""
-        pieces = [_shown(flag, values) for flag, values in self.words.items()]
-        lines, line = [], " ".join([*(quoted(word) for word in self.launcher), "pretrain_gpt.py"])
-        for piece in pieces:
-            if len(line) + len(piece) > _WIDTH:
-                lines.append(line)
-                line = "   "
-            line += f" {piece}"
-        return " \\\n".join([*lines, line])
+    def format(self) -> str:
+        """Return the command as text for a shell. Long commands continue on further lines with a backslash."""
+        flag_texts = [_format_flag(flag, values) for flag, values in self.flags.items()]
+        completed, current = [], " ".join([*(quote_word(word) for word in self.launcher), "pretrain_gpt.py"])
+        for flag_text in flag_texts:
+            if len(current) + len(flag_text) > _MAX_WIDTH:
+                completed.append(current)
+                current = "   "
+            current += f" {flag_text}"
+        return " \\\n".join([*completed, current])
 
 
-def report(line: Line, problems: Sequence[Violation]) -> str:
-    """The command and everything that is told about it."""
-    parts = [line.command()]
+def format_report(command: LaunchCommand, violations: Sequence[Violation]) -> str:
+    """Format the command, followed by the messages about the conversion as comment lines.
+
+    Args:
+        violations: rules of this project that the command violates.
+    """
+    sections = [command.format()]
     for title, pairs in (
-        ("Changed", line.changed),
-        ("Left out, without effect here", line.left_out),
-        ("COULD NOT BE CARRIED OVER", line.lost),
-        ("Other than there, whatever the settings", line.differs),
+        ("Changed", command.changes),
+        ("Left out, without effect here", command.omitted),
+        ("COULD NOT BE CARRIED OVER", command.unconverted),
+        ("Different from the source at any settings", command.differences),
     ):
         if pairs:
-            parts.append("\n".join([f"# {title}:", *_grouped(pairs)]))
-    used = " ".join(word for values in line.words.values() for word in values)
-    missing = [f"{name}: {what}" for name, what in line.variables.items() if f"${name}" in used] + line.missing
+            sections.append("\n".join([f"# {title}:", *_group_by_reason(pairs)]))
+    argv_text = " ".join(word for values in command.flags.values() for word in values)
+    missing = [f"{name}: {message}" for name, message in command.variables.items() if f"${name}" in argv_text] + command.missing
     if missing:
-        parts.append("\n".join(["# To be given:", *(f"#   {what}" for what in missing)]))
-    if notes := line.notes():
-        parts.append("\n".join(["# Notes of the run:", *(f"#   {note}" for note in notes)]))
-    if problems:
-        said = str(ConfigError(problems)).splitlines()
-        parts.append(
-            "\n".join(["# NOT READY: this project's rules refuse the line as it stands.", *(f"#   {text}" for text in said)])
+        sections.append("\n".join(["# To be given:", *(f"#   {message}" for message in missing)]))
+    if run_notes := command.get_notes():
+        sections.append("\n".join(["# Notes of the run:", *(f"#   {message}" for message in run_notes)]))
+    if violations:
+        error_lines = str(ConfigError(violations)).splitlines()
+        sections.append(
+            "\n".join(["# NOT READY: the command violates rules of this project.", *(f"#   {text}" for text in error_lines)])
         )
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(sections) + "\n"
 
 
-def _grouped(pairs: Sequence[tuple[str, str]]) -> list[str]:
-    """Lines of what was found, where those with the same reason stand together."""
+def _group_by_reason(pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """Format (message, reason) pairs as comment lines. Each reason is written once, below all messages that it belongs to."""
     by_reason: dict[str, list[str]] = {}
-    for what, why in pairs:
-        by_reason.setdefault(why, []).append(what)
-    return [line for why, whats in by_reason.items() for line in (*(f"#   {what}" for what in whats), f"#     {why}")]
+    for message, reason in pairs:
+        by_reason.setdefault(reason, []).append(message)
+    return [
+        text for reason, messages in by_reason.items() for text in (*(f"#   {message}" for message in messages), f"#     {reason}")
+    ]
 
 
-def words_of(argv: Sequence[str]) -> list[tuple[str, tuple[str, ...], str]]:
-    """(name, values, as it was spelled) of the flags of a command line."""
-    return [(item.name, item.values, item.spelled) for item in split(argv)[1]]
+def parse_argv(argv: Sequence[str]) -> list[tuple[str, tuple[str, ...], str]]:
+    """Split a command line into flags, and return (name, values, spelling) for each flag."""
+    return [(item.name, item.values, item.spelling) for item in split_argv(argv)[1]]
 
 
 def is_setting(name: str) -> bool:
-    """Whether a flag is one of this project's settings."""
+    """Return whether a flag is a setting of this project."""
     return name in flags()
 
 
-def with_own_flags(line: Line, argv: Sequence[str]) -> None:
-    """Put the flags that the user adds, which count."""
-    for name, values, _ in words_of(argv):
-        line.words[name] = values
+def add_flags(command: LaunchCommand, argv: Sequence[str]) -> None:
+    """Set the flags that the user adds to the command. They override flags with the same name."""
+    for name, values, _ in parse_argv(argv):
+        command.flags[name] = values
 
 
-def _shown(flag: str, values: Sequence[str]) -> str:
-    return " ".join([f"--{flag}", *map(quoted, values)])
+def _format_flag(flag: str, values: Sequence[str]) -> str:
+    return " ".join([f"--{flag}", *map(quote_word, values)])
 
 
-def quoted(word: str) -> str:
-    """A word as a shell takes it; a variable stays one."""
+def quote_word(word: str) -> str:
+    """Quote a word for a shell. A word with a variable gets double quotes, in which the shell expands the variable."""
     return f'"{word}"' if re.search(r"\$\w", word) and not set(word) & set('"`\\') else shlex.quote(word)
 
 
-def _text(value: object) -> str:
+def _format_value(value: object) -> str:
     return f"{value:.12g}" if isinstance(value, float) else str(value)

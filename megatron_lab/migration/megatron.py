@@ -1,4 +1,5 @@
-"""A launch line of Megatron-LM, or of Megatron-DeepSpeed: most flags go through as they are."""
+"""Conversion of a command line of Megatron-LM or Megatron-DeepSpeed. Most flags have the same name and meaning in this project and
+are copied."""
 
 from __future__ import annotations
 
@@ -6,173 +7,202 @@ import shlex
 from collections.abc import Callable
 from typing import NamedTuple
 
-from megatron.config.flags import flag_of
+from megatron.config.flags import find_flag
 from megatron.config.given import REQUESTS
-from megatron_lab.migration.compat import KNOWN, TAKEN, NoEffect, find_family
-from megatron_lab.migration.line import Line, words_of
+from megatron_lab.migration.compat import COMPAT_FLAGS, TRANSLATIONS, NoEffectFlag, match_flag_pattern
+from megatron_lab.migration.line import LaunchCommand, parse_argv
 
 
-class Given(NamedTuple):
-    """A flag of another framework."""
+class SourceFlag(NamedTuple):
+    """Flag in the command line of another framework, with its values."""
 
-    spelled: str
+    spelling: str
+    """Flag as the user has written it, with its leading dashes."""
     values: tuple[str, ...]
 
     def __str__(self) -> str:
-        return " ".join((self.spelled, *self.values))
+        return " ".join((self.spelling, *self.values))
 
 
-def put_flags(line: Line, argv: list[str]) -> dict[str, tuple[str, ...]]:
-    """Put the flags of a command line.
+def convert_flags(command: LaunchCommand, source_args: list[str]) -> dict[str, tuple[str, ...]]:
+    """Convert the flags of a Megatron-LM or Megatron-DeepSpeed command line.
+
+    Args:
+        source_args: arguments of the program.
 
     Returns:
-        those that speak of DeepSpeed, by name; `deepspeed.put_flags` takes them.
+        Values of the flags that configure DeepSpeed, by name. `deepspeed.convert_flags` converts them.
     """
-    deepspeed: dict[str, tuple[str, ...]] = {}
-    later: list[tuple[Callable[[Line, Given], None], Given]] = []
-    for name, values, spelled in words_of(argv):
-        given = Given(spelled, tuple(map(_unquoted, values)))
-        if values != given.values:
-            line.changed.append((" ".join((spelled, *values)), f"{given}: quotes inside a value were left by the shell"))
-        if name in DEEPSPEED:
-            deepspeed[name] = given.values
-        elif name in _SAID_OTHERWISE:
-            later.append((_SAID_OTHERWISE[name], given))
-        elif flag_of(name) is not None or isinstance(KNOWN.get(name) or find_family(name), NoEffect):
-            line.put(name, *given.values)
-        elif name in TAKEN and TAKEN[name].fits(given.values):
-            for new, words, _ in words_of(shlex.split(TAKEN[name].words.format(*given.values))):
-                line.put(new, *words, given=str(given))
+    deepspeed_values: dict[str, tuple[str, ...]] = {}
+    deferred: list[tuple[Callable[[LaunchCommand, SourceFlag], None], SourceFlag]] = []
+    for name, values, spelling in parse_argv(source_args):
+        source = SourceFlag(spelling, tuple(map(_strip_quotes, values)))
+        if values != source.values:
+            command.changes.append((" ".join((spelling, *values)), f"{source}: quotes inside the value are removed"))
+        if name in DEEPSPEED_FLAGS:
+            deepspeed_values[name] = source.values
+        elif name in _CONVERTERS:
+            deferred.append((_CONVERTERS[name], source))
+        elif find_flag(name) is not None or isinstance(COMPAT_FLAGS.get(name) or match_flag_pattern(name), NoEffectFlag):
+            command.set_flag(name, *source.values)
+        elif name in TRANSLATIONS and TRANSLATIONS[name].applies_to(source.values):
+            for new_name, new_values, _ in parse_argv(shlex.split(TRANSLATIONS[name].template.format(*source.values))):
+                command.set_flag(new_name, *new_values, source=str(source))
         elif name in REQUESTS:
-            line.left_out.append((str(given), "it asks for something else than a run"))
+            command.omitted.append((str(source), "it requests an action other than training"))
         else:
-            known = KNOWN.get(name) or find_family(name)
-            line.lost.append((str(given), known.reason if known is not None else "This project does not know it."))  # type: ignore[union-attr]
-    for put, given in later:  # they may need the others
-        put(line, given)
-    return deepspeed
+            compat_flag = COMPAT_FLAGS.get(name) or match_flag_pattern(name)
+            command.unconverted.append(
+                (str(source), compat_flag.reason if compat_flag is not None else "This project does not know it.")
+            )
+    for convert, source in deferred:
+        convert(command, source)
+    return deepspeed_values
 
 
-DEEPSPEED = ("deepspeed", "deepspeed-config", "zero-stage", "deepspeed-activation-checkpointing", "no-pipeline-parallel")
-"""Flags of Megatron-DeepSpeed that belong to its engine."""
+DEEPSPEED_FLAGS = ("deepspeed", "deepspeed-config", "zero-stage", "deepspeed-activation-checkpointing", "no-pipeline-parallel")
+"""Flags of Megatron-DeepSpeed that configure the DeepSpeed engine."""
 
 
-def _renamed(flag: str, why: str = "") -> Callable[[Line, Given], None]:
-    return lambda line, given: line.put(flag, *given.values, given=str(given), why=why)
+def _rename(name: str, reason: str = "") -> Callable[[LaunchCommand, SourceFlag], None]:
+    """Build a converter that sets a flag with another name to the same values."""
+    return lambda command, source: command.set_flag(name, *source.values, source=str(source), reason=reason)
 
 
-def _rotary(line: Line, given: Given) -> None:
-    line.put("position-embedding-type", "rope", given=str(given))
+def _convert_rotary(command: LaunchCommand, source: SourceFlag) -> None:
+    command.set_flag("position-embedding-type", "rope", source=str(source))
 
 
-def _no_position_embedding(line: Line, given: Given) -> None:
-    if line.words.get("position-embedding-type") == ("rope",):
-        line.left_out.append((str(given), "with rotary embeddings it does nothing in Megatron-LM"))
+def _convert_no_position_embedding(command: LaunchCommand, source: SourceFlag) -> None:
+    if command.flags.get("position-embedding-type") == ("rope",):
+        command.omitted.append((str(source), "with rotary embeddings it does nothing in Megatron-LM"))
     else:
-        line.put("position-embedding-type", "none", given=str(given))
+        command.set_flag("position-embedding-type", "none", source=str(source))
 
 
-def _key_value_heads(line: Line, given: Given) -> None:
-    if given.values == line.words.get("num-attention-heads"):
-        line.left_out.append((str(given), "each query head has its own keys and values, which is the default"))
+def _convert_num_kv_heads(command: LaunchCommand, source: SourceFlag) -> None:
+    if source.values == command.flags.get("num-attention-heads"):
+        command.omitted.append((str(source), "each query head has its own keys and values, which is the default"))
         return
-    line.put("group-query-attention")
-    line.put("num-query-groups", *given.values, given=str(given), why="with --group-query-attention, which switches it on")
+    command.set_flag("group-query-attention")
+    command.set_flag(
+        "num-query-groups", *source.values, source=str(source), reason="with --group-query-attention, which switches it on"
+    )
 
 
-def _recompute_all(line: Line, given: Given) -> None:
-    if "recompute-granularity" not in line.words:
-        line.put("recompute-granularity", "full", given=str(given))
-        line.words.setdefault("recompute-method", ("uniform",))
-        line.words.setdefault("recompute-num-layers", ("1",))
+def _convert_recompute(command: LaunchCommand, source: SourceFlag) -> None:
+    """Convert a switch for full recomputation, unless --recompute-granularity is set."""
+    if "recompute-granularity" not in command.flags:
+        command.set_flag("recompute-granularity", "full", source=str(source))
+        command.flags.setdefault("recompute-method", ("uniform",))
+        command.flags.setdefault("recompute-num-layers", ("1",))
     else:
-        line.left_out.append((str(given), "--recompute-granularity says what is computed again"))
+        command.omitted.append((str(source), "--recompute-granularity sets what is recomputed"))
 
 
-def _recompute_layers(line: Line, given: Given) -> None:
-    _recompute_all(line, given)
-    line.put("recompute-num-layers", *given.values, given=str(given))
+def _convert_recompute_num_layers(command: LaunchCommand, source: SourceFlag) -> None:
+    _convert_recompute(command, source)
+    command.set_flag("recompute-num-layers", *source.values, source=str(source))
 
 
-def _recompute_method(line: Line, given: Given) -> None:
-    _recompute_all(line, given)
-    line.put("recompute-method", *given.values, given=str(given))
+def _convert_recompute_method(command: LaunchCommand, source: SourceFlag) -> None:
+    _convert_recompute(command, source)
+    command.set_flag("recompute-method", *source.values, source=str(source))
 
 
-def _in_samples(flag: str) -> Callable[[Line, Given], None]:
-    def put(line: Line, given: Given) -> None:
-        length = line.number("seq-length")
-        if length is None or not given.values or not given.values[0].isdigit():
-            line.lost.append((str(given), f"It becomes --{flag} where --seq-length and the tokens are numbers."))
+def _convert_tokens_to_samples(name: str) -> Callable[[LaunchCommand, SourceFlag], None]:
+    """Build a converter of a flag that counts tokens to a flag that counts samples.
+
+    A run with limits in tokens and in samples ends when it reaches the lower limit, so ``train-samples`` gets the minimum.
+
+    Args:
+        name: flag that counts samples, without the leading dashes.
+    """
+
+    def convert(command: LaunchCommand, source: SourceFlag) -> None:
+        seq_length = command.get_number("seq-length")
+        if seq_length is None or not source.values or not source.values[0].isdigit():
+            command.unconverted.append((str(source), f"It becomes --{name} if --seq-length and the tokens are numbers."))
             return
-        samples = int(given.values[0]) // int(length)
-        if flag == "train-samples" and flag in line.words:
-            shorter = min(samples, int(line.number(flag) or samples))
-            line.put(
-                flag, shorter, given=f"{given} and --{flag}", why=f"a run ends with what comes first, in samples of {length:g}"
+        num_samples = int(source.values[0]) // int(seq_length)
+        if name == "train-samples" and name in command.flags:
+            min_samples = min(num_samples, int(command.get_number(name) or num_samples))
+            command.set_flag(
+                name,
+                min_samples,
+                source=f"{source} and --{name}",
+                reason=f"a run ends at the lower limit; a sample has {seq_length:g} tokens",
             )
         else:
-            line.put(flag, samples, given=str(given), why=f"samples have {length:g} tokens")
+            command.set_flag(name, num_samples, source=str(source), reason=f"samples have {seq_length:g} tokens")
 
-    return put
+    return convert
 
 
-def _data_impl(line: Line, given: Given) -> None:
-    if given.values in (("mmap",), ("infer",)):
-        line.left_out.append((str(given), "indexed datasets are always mapped into memory"))
+def _convert_data_impl(command: LaunchCommand, source: SourceFlag) -> None:
+    if source.values in (("mmap",), ("infer",)):
+        command.omitted.append((str(source), "indexed datasets are always mapped into memory"))
     else:
-        line.lost.append((str(given), "Indexed datasets have the mmap format here; make them again by tools/preprocess_data.py."))
+        command.unconverted.append(
+            (str(source), "Indexed datasets have the mmap format here; create them again with tools/preprocess_data.py.")
+        )
 
 
-def _not_needed(why: str) -> Callable[[Line, Given], None]:
-    return lambda line, given: line.left_out.append((str(given), why))
+def _omit(reason: str) -> Callable[[LaunchCommand, SourceFlag], None]:
+    """Build a converter that reports a flag as having no effect in this project."""
+    return lambda command, source: command.omitted.append((str(source), reason))
 
 
-def _normalization(line: Line, given: Given) -> None:
-    name = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}.get(given.values[0].lower() if given.values else "")
-    if name is None or given.values == (name,):
-        line.put("normalization", *given.values)
+def _convert_normalization(command: LaunchCommand, source: SourceFlag) -> None:
+    name = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}.get(source.values[0].lower() if source.values else "")
+    if name is None or source.values == (name,):
+        command.set_flag("normalization", *source.values)
     else:
-        line.put("normalization", name, given=str(given))
+        command.set_flag("normalization", name, source=str(source))
 
 
-def _ulysses(line: Line, given: Given) -> None:
-    line.put(
-        "context-parallel-size", *given.values, given=str(given), why="with --cp-comm-type a2a, which gives each rank some heads"
+def _convert_ulysses(command: LaunchCommand, source: SourceFlag) -> None:
+    """Convert DeepSpeed-Ulysses to context parallelism with the communication type a2a."""
+    command.set_flag(
+        "context-parallel-size",
+        *source.values,
+        source=str(source),
+        reason="with --cp-comm-type a2a, which gives each rank some heads",
     )
-    line.put("cp-comm-type", "a2a")
+    command.set_flag("cp-comm-type", "a2a")
 
 
-_SAID_OTHERWISE: dict[str, Callable[[Line, Given], None]] = {
-    "use-rotary-position-embeddings": _rotary,
-    "no-position-embedding": _no_position_embedding,
-    "normalization": _normalization,
-    "num-key-value-heads": _key_value_heads,
-    "checkpoint-activations": _recompute_all,
-    "checkpoint-num-layers": _recompute_layers,
-    "activations-checkpoint-method": _recompute_method,
-    "activations-checkpoint-num-layers": _recompute_layers,
-    "train-tokens": _in_samples("train-samples"),
-    "lr-decay-tokens": _in_samples("lr-decay-samples"),
-    "lr-warmup-tokens": _in_samples("lr-warmup-samples"),
-    "data-impl": _data_impl,
-    "ds-sequence-parallel-size": _ulysses,
-    "batch-size": _renamed("micro-batch-size"),
-    "model-parallel-size": _renamed("tensor-model-parallel-size"),
-    "warmup": _renamed("lr-warmup-fraction"),
-    "encoder-num-layers": _renamed("num-layers"),
-    "encoder-seq-length": _renamed("seq-length"),
-    "cpu-optimizer": _renamed("optimizer-cpu-offload"),
-    "moe-extended-tp": _not_needed("experts are split as --expert-tensor-parallel-size says"),
-    "DDP-impl": _not_needed("gradients are always reduced from one buffer, as with DDP-impl local"),
-    "local-rank": _not_needed("torchrun gives it in the environment"),
-    "no-query-key-layer-scaling": _not_needed("scores are never scaled by the number of the layer"),
-    "no-contiguous-buffers-in-local-ddp": _not_needed("gradients are always in contiguous buffers"),
-    "log-batch-size-to-tensorboard": _not_needed("the batch size is always written"),
-    "log-optimizer-states-to-tensorboard": _not_needed("it only watches; norms are logged by --log-params-norm"),
+_CONVERTERS: dict[str, Callable[[LaunchCommand, SourceFlag], None]] = {
+    "use-rotary-position-embeddings": _convert_rotary,
+    "no-position-embedding": _convert_no_position_embedding,
+    "normalization": _convert_normalization,
+    "num-key-value-heads": _convert_num_kv_heads,
+    "checkpoint-activations": _convert_recompute,
+    "checkpoint-num-layers": _convert_recompute_num_layers,
+    "activations-checkpoint-method": _convert_recompute_method,
+    "activations-checkpoint-num-layers": _convert_recompute_num_layers,
+    "train-tokens": _convert_tokens_to_samples("train-samples"),
+    "lr-decay-tokens": _convert_tokens_to_samples("lr-decay-samples"),
+    "lr-warmup-tokens": _convert_tokens_to_samples("lr-warmup-samples"),
+    "data-impl": _convert_data_impl,
+    "ds-sequence-parallel-size": _convert_ulysses,
+    "batch-size": _rename("micro-batch-size"),
+    "model-parallel-size": _rename("tensor-model-parallel-size"),
+    "warmup": _rename("lr-warmup-fraction"),
+    "encoder-num-layers": _rename("num-layers"),
+    "encoder-seq-length": _rename("seq-length"),
+    "cpu-optimizer": _rename("optimizer-cpu-offload"),
+    "moe-extended-tp": _omit("--expert-tensor-parallel-size sets how experts are split"),
+    "DDP-impl": _omit("gradients are always reduced from one buffer, as with DDP-impl local"),
+    "local-rank": _omit("torchrun sets it in the environment"),
+    "no-query-key-layer-scaling": _omit("attention scores are never scaled by the layer number"),
+    "no-contiguous-buffers-in-local-ddp": _omit("gradients are always in contiguous buffers"),
+    "log-batch-size-to-tensorboard": _omit("the batch size is always written"),
+    "log-optimizer-states-to-tensorboard": _omit("it only affects the log; --log-params-norm logs norms"),
 }
-"""Flags that say in other words what a setting here says, or nothing that matters."""
+"""Converters of flags that have another spelling or no effect in this project. They run last, because some of them read other
+flags."""
 
 
-def _unquoted(value: str) -> str:
+def _strip_quotes(value: str) -> str:
     return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value

@@ -1,4 +1,4 @@
-"""A training configuration of nanotron (YAML)."""
+"""Conversion of a training configuration of nanotron (YAML)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 import yaml
 
-from megatron_lab.migration.keys import Keys
-from megatron_lab.migration.line import Line
+from megatron_lab.migration.keys import ConfigSection
+from megatron_lab.migration.line import LaunchCommand
 
-_MODEL = {
+_MODEL_FLAGS = {
     "num_hidden_layers": "num-layers",
     "hidden_size": "hidden-size",
     "intermediate_size": "ffn-hidden-size",
@@ -18,277 +18,333 @@ _MODEL = {
     "rms_norm_eps": "norm-epsilon",
     "rope_theta": "rotary-base",
 }
-_STYLES = {"linear": "linear", "cosine": "cosine", "1-sqrt": "minus_sqrt"}
+"""Flag for each numeric key of ``model.model_config`` with the same meaning."""
+_DECAY_STYLES = {"linear": "linear", "cosine": "cosine", "1-sqrt": "minus_sqrt"}
+"""Decay style for each decay style of nanotron."""
 
 
-def put_config(line: Line, text: str) -> None:
-    """Put a configuration.
+def convert_config(command: LaunchCommand, text: str) -> None:
+    """Convert a nanotron configuration.
+
+    Args:
+        text: configuration in YAML.
 
     Raises:
-        ValueError: it is no YAML mapping.
+        ValueError: the text is not a YAML mapping.
     """
     try:
-        found = yaml.safe_load(text)
+        content = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"the nanotron configuration is no YAML ({error})") from error
-    if not isinstance(found, dict):
-        raise ValueError("the nanotron configuration is no YAML mapping")
-    keys = Keys(found, line)
+        raise ValueError(f"the nanotron configuration is not valid YAML ({error})") from error
+    if not isinstance(content, dict):
+        raise ValueError("the nanotron configuration is not a YAML mapping")
+    config = ConfigSection(content, command)
     sections = {
-        name: keys.section(name) or Keys({}, line, name) for name in ("model", "parallelism", "tokens", "optimizer", "checkpoints")
+        name: config.pop_section(name) or ConfigSection({}, command, name)
+        for name in ("model", "parallelism", "tokens", "optimizer", "checkpoints")
     }
-    data_ranks = _put_layout(line, sections["parallelism"])
-    _put_tokens(line, sections["tokens"], data_ranks)
-    _put_model(line, sections["model"])
-    _put_optimizer(line, sections["optimizer"])
-    _put_checkpoints(line, sections["checkpoints"])
-    general = keys.section("general") or Keys({}, line)
-    line.put("seed", int(general.number("seed") or 42), given="general.seed")
-    general.pass_over(
-        "project run step consumed_train_samples benchmark_csv_path ignore_sanity_checks", "it names the run, or its place"
+    dp_size = _convert_layout(command, sections["parallelism"])
+    _convert_tokens(command, sections["tokens"], dp_size)
+    _convert_model(command, sections["model"])
+    _convert_optimizer(command, sections["optimizer"])
+    _convert_checkpoints(command, sections["checkpoints"])
+    general = config.pop_section("general") or ConfigSection({}, command)
+    command.set_flag("seed", int(general.pop_number("seed") or 42), source="general.seed")
+    general.omit(
+        "project run step consumed_train_samples benchmark_csv_path ignore_sanity_checks", "it names the run or its progress"
     )
-    logging = keys.section("logging") or Keys({}, line)
-    line.put("log-interval", int(logging.number("iteration_step_info_interval") or 1), given="logging.iteration_step_info_interval")
-    logging.pass_over("log_level log_level_replica", "the log has one level")
-    _put_data(line, keys)
-    line.differs.append(("initial weights and the order of samples", "They follow from --seed by this project's rules."))
-    tokenizer = keys.section("tokenizer") or Keys({}, line)
-    if name := tokenizer.take("tokenizer_name_or_path"):
-        line.put("tokenizer-type", "HuggingFaceTokenizer")
-        line.put("tokenizer-model", name, given=f"tokenizer.tokenizer_name_or_path {name}", why="a folder with its tokenizer.json")
-    tokenizer.pass_over("tokenizer_revision tokenizer_max_length", "the tokenizer is a local folder")
+    logging = config.pop_section("logging") or ConfigSection({}, command)
+    command.set_flag(
+        "log-interval", int(logging.pop_number("iteration_step_info_interval") or 1), source="logging.iteration_step_info_interval"
+    )
+    logging.omit("log_level log_level_replica", "the log has one level")
+    _convert_data(command, config)
+    command.differences.append(("initial weights and the order of samples", "They follow from --seed by this project's rules."))
+    tokenizer = config.pop_section("tokenizer") or ConfigSection({}, command)
+    if name := tokenizer.pop("tokenizer_name_or_path"):
+        command.set_flag("tokenizer-type", "HuggingFaceTokenizer")
+        command.set_flag(
+            "tokenizer-model", name, source=f"tokenizer.tokenizer_name_or_path {name}", reason="a folder with its tokenizer.json"
+        )
+    tokenizer.omit("tokenizer_revision tokenizer_max_length", "the tokenizer is a local folder")
     for section in (*sections.values(), general, logging, tokenizer):
-        section.pass_over_rest()
-    keys.pass_over_rest()
+        section.report_unconverted()
+    config.report_unconverted()
 
 
-def _put_layout(line: Line, section: Keys) -> int:
-    sizes = {key: int(section.number(key) or 1) for key in ("dp", "tp", "pp", "context_parallel_size", "expert_parallel_size")}
-    for key, flag in (
+def _convert_layout(command: LaunchCommand, section: ConfigSection) -> int:
+    """Convert the parallel layout, and return the data-parallel size."""
+    sizes = {key: int(section.pop_number(key) or 1) for key in ("dp", "tp", "pp", "context_parallel_size", "expert_parallel_size")}
+    for key, name in (
         ("tp", "tensor-model-parallel-size"),
         ("pp", "pipeline-model-parallel-size"),
         ("context_parallel_size", "context-parallel-size"),
         ("expert_parallel_size", "expert-model-parallel-size"),
     ):
         if sizes[key] > 1:
-            line.put(flag, sizes[key], given=f"parallelism.{key} {sizes[key]}")
-    ranks = sizes["dp"] * sizes["tp"] * sizes["pp"] * sizes["context_parallel_size"]
-    line.world_size = line.world_size or ranks
-    engine, mode = str(section.take("pp_engine", "1f1b")), str(section.take("tp_mode", "ALL_REDUCE"))
+            command.set_flag(name, sizes[key], source=f"parallelism.{key} {sizes[key]}")
+    world_size = sizes["dp"] * sizes["tp"] * sizes["pp"] * sizes["context_parallel_size"]
+    command.world_size = command.world_size or world_size
+    schedule, tp_mode = str(section.pop("pp_engine", "1f1b")), str(section.pop("tp_mode", "ALL_REDUCE"))
     if sizes["pp"] > 1:
-        line.put("pipeline-schedule", {"afab": "gpipe"}.get(engine, engine), given=f"parallelism.pp_engine {engine}")
-    overlaps = section.take("tp_linear_async_communication")
-    if sizes["tp"] > 1 and mode.upper() == "REDUCE_SCATTER":
-        line.put("sequence-parallel", given="parallelism.tp_mode REDUCE_SCATTER")
-        if overlaps:
-            line.put("tp-comm-overlap", given="parallelism.tp_linear_async_communication")
-    if section.take("recompute_layer"):
-        line.put("recompute-granularity", "full", given="parallelism.recompute_layer")
-        line.put("recompute-method", "uniform")
-        line.put("recompute-num-layers", 1)
-    section.pass_over("tp_recompute_allgather moe_layer_recompute", "it changes what is kept in memory, not what is computed")
+        command.set_flag("pipeline-schedule", {"afab": "gpipe"}.get(schedule, schedule), source=f"parallelism.pp_engine {schedule}")
+    has_overlap = section.pop("tp_linear_async_communication")
+    if sizes["tp"] > 1 and tp_mode.upper() == "REDUCE_SCATTER":
+        command.set_flag("sequence-parallel", source="parallelism.tp_mode REDUCE_SCATTER")
+        if has_overlap:
+            command.set_flag("tp-comm-overlap", source="parallelism.tp_linear_async_communication")
+    if section.pop("recompute_layer"):
+        command.set_flag("recompute-granularity", "full", source="parallelism.recompute_layer")
+        command.set_flag("recompute-method", "uniform")
+        command.set_flag("recompute-num-layers", 1)
+    section.omit("tp_recompute_allgather moe_layer_recompute", "it changes the use of memory, not the results")
     return sizes["dp"]
 
 
-def _put_tokens(line: Line, section: Keys, data_ranks: int) -> None:
-    micro, steps = int(section.number("micro_batch_size") or 1), int(section.number("batch_accumulation_per_replica") or 1)
-    line.put("micro-batch-size", micro, given="tokens.micro_batch_size")
-    line.put(
-        "global-batch-size",
-        micro * steps * data_ranks,
-        given="tokens.batch_accumulation_per_replica",
-        why=f"{micro} x {steps} x {data_ranks} data ranks",
+def _convert_tokens(command: LaunchCommand, section: ConfigSection, dp_size: int) -> None:
+    micro_batch_size, num_microbatches = (
+        int(section.pop_number("micro_batch_size") or 1),
+        int(section.pop_number("batch_accumulation_per_replica") or 1),
     )
-    section.put("sequence_length", "seq-length", whole=True)
-    section.put("train_steps", "train-iters", whole=True)
-    interval, batches = section.number("val_check_interval", -1) or -1, int(section.number("limit_val_batches") or 0)
-    if interval > 0 and batches:
-        line.put("eval-interval", int(interval), given="tokens.val_check_interval")
-        line.put("eval-iters", batches, given="tokens.limit_val_batches")
+    command.set_flag("micro-batch-size", micro_batch_size, source="tokens.micro_batch_size")
+    command.set_flag(
+        "global-batch-size",
+        micro_batch_size * num_microbatches * dp_size,
+        source="tokens.batch_accumulation_per_replica",
+        reason=f"{micro_batch_size} x {num_microbatches} x {dp_size} data ranks",
+    )
+    section.convert_number("sequence_length", "seq-length", is_integer=True)
+    section.convert_number("train_steps", "train-iters", is_integer=True)
+    interval, num_batches = section.pop_number("val_check_interval", -1) or -1, int(section.pop_number("limit_val_batches") or 0)
+    if interval > 0 and num_batches:
+        command.set_flag("eval-interval", int(interval), source="tokens.val_check_interval")
+        command.set_flag("eval-iters", num_batches, source="tokens.limit_val_batches")
     else:
-        line.put("eval-iters", 0, given="tokens.val_check_interval", why="no validation")
-    section.pass_over("limit_test_batches", "a test at the end has --eval-iters batches")
+        command.set_flag("eval-iters", 0, source="tokens.val_check_interval", reason="no validation")
+    section.omit("limit_test_batches", "a test at the end has --eval-iters batches")
 
 
-def _put_model(line: Line, section: Keys) -> None:
-    kind = str(section.take("dtype", "bfloat16")).removeprefix("torch.")
-    flag = {"bfloat16": "bf16", "float16": "fp16", "double": "fp64", "float64": "fp64"}.get(kind)
-    if flag is not None:
-        line.put(flag, given=f"model.dtype {kind}")
-    elif kind not in ("float32", "float"):
-        line.lost.append((f"model.dtype {kind}", "There are float32, --bf16, --fp16 and --fp64."))
-    init = section.section("init_method") or Keys({}, line, "model.init_method")
-    init.put("std", "init-method-std")
-    if path := init.take("path"):
-        line.lost.append(
-            (f"model.init_method.path {path}", "Its checkpoints are not read; import Hugging Face files (docs/checkpoints.md).")
+def _convert_model(command: LaunchCommand, section: ConfigSection) -> None:
+    dtype = str(section.pop("dtype", "bfloat16")).removeprefix("torch.")
+    dtype_flag = {"bfloat16": "bf16", "float16": "fp16", "double": "fp64", "float64": "fp64"}.get(dtype)
+    if dtype_flag is not None:
+        command.set_flag(dtype_flag, source=f"model.dtype {dtype}")
+    elif dtype not in ("float32", "float"):
+        command.unconverted.append((f"model.dtype {dtype}", "Supported are float32, --bf16, --fp16 and --fp64."))
+    init_section = section.pop_section("init_method") or ConfigSection({}, command, "model.init_method")
+    init_section.convert_number("std", "init-method-std")
+    if path := init_section.pop("path"):
+        command.unconverted.append(
+            (
+                f"model.init_method.path {path}",
+                "Checkpoints of nanotron cannot be read; import Hugging Face files (docs/checkpoints.md).",
+            )
         )
-    section.put("make_vocab_size_divisible_by", "make-vocab-size-divisible-by", whole=True)
-    section.pass_over("ddp_bucket_cap_mb", "buckets of gradients have --ddp-bucket-size elements")
-    model = section.section("model_config")
+    section.convert_number("make_vocab_size_divisible_by", "make-vocab-size-divisible-by", is_integer=True)
+    section.omit("ddp_bucket_cap_mb", "buckets of gradients have --ddp-bucket-size elements")
+    model = section.pop_section("model_config")
     if model is None:
-        line.lost.append(("model.model_config", "It is missing."))
+        command.unconverted.append(("model.model_config", "It is missing."))
         return
-    for key, name in _MODEL.items():
-        model.put(key, name, whole=key not in ("rms_norm_eps", "rope_theta"))
-    heads, groups = line.number("num-attention-heads"), model.number("num_key_value_heads")
-    if groups is not None and groups != heads:
-        line.put("group-query-attention")
-        line.put(
-            "num-query-groups", int(groups), given="model.model_config.num_key_value_heads", why="with --group-query-attention"
+    for key, name in _MODEL_FLAGS.items():
+        model.convert_number(key, name, is_integer=key not in ("rms_norm_eps", "rope_theta"))
+    num_heads, num_kv_heads = command.get_number("num-attention-heads"), model.pop_number("num_key_value_heads")
+    if num_kv_heads is not None and num_kv_heads != num_heads:
+        command.set_flag("group-query-attention")
+        command.set_flag(
+            "num-query-groups",
+            int(num_kv_heads),
+            source="model.model_config.num_key_value_heads",
+            reason="with --group-query-attention",
         )
-    if (size := model.number("vocab_size")) is not None:
-        line.put("vocab-size", int(size), given="model.model_config.vocab_size")
-    line.put("position-embedding-type", "rope")
-    line.put("normalization", "RMSNorm")
-    qwen = bool(model.take("is_qwen2_config"))
-    if not (model.take("is_llama_config") or qwen):
-        line.lost.append(("model.model_config", "It is no Llama or Qwen 2 model; what is not listed here is taken as in these."))
-    line.changed.append((f"a {'Qwen 2' if qwen else 'Llama'} model", "--position-embedding-type rope --normalization RMSNorm"))
-    activation = model.take("hidden_act", "silu")
+    if (vocab_size := model.pop_number("vocab_size")) is not None:
+        command.set_flag("vocab-size", int(vocab_size), source="model.model_config.vocab_size")
+    command.set_flag("position-embedding-type", "rope")
+    command.set_flag("normalization", "RMSNorm")
+    is_qwen = bool(model.pop("is_qwen2_config"))
+    if not (model.pop("is_llama_config") or is_qwen):
+        command.unconverted.append(
+            (
+                "model.model_config",
+                "It is not a Llama or Qwen 2 model; settings that are not listed here are converted as for these models.",
+            )
+        )
+    command.changes.append(
+        (f"a {'Qwen 2' if is_qwen else 'Llama'} model", "--position-embedding-type rope --normalization RMSNorm")
+    )
+    activation = model.pop("hidden_act", "silu")
     if activation == "silu":
-        line.put("swiglu", given="model.model_config.hidden_act silu", why="its MLP is gated")
+        command.set_flag("swiglu", source="model.model_config.hidden_act silu", reason="its MLP is gated")
     elif activation == "gelu":
-        line.put("geglu", given="model.model_config.hidden_act gelu", why="its MLP is gated")
+        command.set_flag("geglu", source="model.model_config.hidden_act gelu", reason="its MLP is gated")
     else:
-        line.lost.append((f"model.model_config.hidden_act {activation}", "See --swiglu, --geglu, --relu and their neighbours."))
-    line.put("disable-bias-linear")
-    if model.take("attention_bias"):
-        line.put("add-qkv-bias", given="model.model_config.attention_bias")
-    if not model.take("tie_word_embeddings", True):
-        line.put("untie-embeddings-and-output-weights", given="model.model_config.tie_word_embeddings false")
-    if model.take("rope_interleaved") or model.take("interleaved_rotary"):
-        line.put("rotary-interleaved", given="model.model_config.rope_interleaved")
-    if window := model.number("sliding_window_size"):
-        line.put("window-size", f"{window - 1:g},0", given=f"model.model_config.sliding_window_size {window:g}")
-    if model.take("z_loss_enabled"):
-        model.put("z_loss_coefficient", "z-loss-coeff")
-    scaling = model.take("rope_scaling")
+        command.unconverted.append(
+            (f"model.model_config.hidden_act {activation}", "See --swiglu, --geglu, --relu and similar flags.")
+        )
+    command.set_flag("disable-bias-linear")
+    if model.pop("attention_bias"):
+        command.set_flag("add-qkv-bias", source="model.model_config.attention_bias")
+    if not model.pop("tie_word_embeddings", True):
+        command.set_flag("untie-embeddings-and-output-weights", source="model.model_config.tie_word_embeddings false")
+    if model.pop("rope_interleaved") or model.pop("interleaved_rotary"):
+        command.set_flag("rotary-interleaved", source="model.model_config.rope_interleaved")
+    if window_size := model.pop_number("sliding_window_size"):
+        command.set_flag("window-size", f"{window_size - 1:g},0", source=f"model.model_config.sliding_window_size {window_size:g}")
+    if model.pop("z_loss_enabled"):
+        model.convert_number("z_loss_coefficient", "z-loss-coeff")
+    scaling = model.pop("rope_scaling")
     if scaling:
-        line.lost.append((f"model.model_config.rope_scaling {scaling}", "See --use-rope-scaling and --rope-type."))
-    line.put("attention-dropout", 0)
-    line.put("hidden-dropout", 0)
-    line.changed.append(("(always, nanotron)", "--attention-dropout 0 --hidden-dropout 0 --disable-bias-linear"))
-    model.pass_over(
+        command.unconverted.append((f"model.model_config.rope_scaling {scaling}", "See --use-rope-scaling and --rope-type."))
+    command.set_flag("attention-dropout", 0)
+    command.set_flag("hidden-dropout", 0)
+    command.changes.append(("(always, nanotron)", "--attention-dropout 0 --hidden-dropout 0 --disable-bias-linear"))
+    model.omit(
         "bos_token_id eos_token_id pad_token_id initializer_range pretraining_tp use_cache z_loss_coefficient _attn_implementation "
         "flex_attention_mask attn_implementation rope_interleaved interleaved_rotary is_qwen2_config is_llama_config",
-        "training does not read it, or --attention-backend and the tokenizer say it",
+        "training does not use it, or it follows from --attention-backend and the tokenizer",
     )
-    if experts := model.take("moe_config"):
-        line.lost.append(
-            (f"model.model_config.moe_config {_names(experts)}", "Mixtures of experts: see --num-experts and docs/moe.md.")
+    if experts := model.pop("moe_config"):
+        command.unconverted.append(
+            (
+                f"model.model_config.moe_config {_describe_section(experts)}",
+                "Mixtures of experts: see --num-experts and docs/moe.md.",
+            )
         )
-    model.pass_over_rest()
+    model.report_unconverted()
 
 
-def _put_optimizer(line: Line, section: Keys) -> None:
-    rule = section.section("optimizer_factory") or Keys({}, line, "optimizer.optimizer_factory")
-    name = str(rule.take("name", "adamW"))
+def _convert_optimizer(command: LaunchCommand, section: ConfigSection) -> None:
+    factory = section.pop_section("optimizer_factory") or ConfigSection({}, command, "optimizer.optimizer_factory")
+    name = str(factory.pop("name", "adamW"))
     if name.lower() == "adamw":
-        for key, flag in (("adam_beta1", "adam-beta1"), ("adam_beta2", "adam-beta2"), ("adam_eps", "adam-eps")):
-            rule.put(key, flag)
+        for key, flag_name in (("adam_beta1", "adam-beta1"), ("adam_beta2", "adam-beta2"), ("adam_eps", "adam-eps")):
+            factory.convert_number(key, flag_name)
     else:
-        line.put("optimizer", name, given=f"optimizer.optimizer_factory.name {name}")
+        command.set_flag("optimizer", name, source=f"optimizer.optimizer_factory.name {name}")
         if name == "sgd":
-            line.put("sgd-momentum", 0)
-    rule.pass_over("torch_adam_is_fused adam_beta1 adam_beta2 adam_eps", "how the update is computed is chosen here")
-    rule.pass_over_rest()
-    section.put("weight_decay", "weight-decay")
-    excluded = section.take("weight_decay_exclude_named_params") or []
+            command.set_flag("sgd-momentum", 0)
+    factory.omit("torch_adam_is_fused adam_beta1 adam_beta2 adam_eps", "this project selects the implementation of the update")
+    factory.report_unconverted()
+    section.convert_number("weight_decay", "weight-decay")
+    excluded = section.pop("weight_decay_exclude_named_params") or []
     if excluded:
-        why = "Biases and norms have no decay by themselves here; name others by --param-groups 'PATTERN wd-mult=0'."
-        line.lost.append((f"optimizer.weight_decay_exclude_named_params {excluded}", why))
+        reason = "Biases and norms have no weight decay by default; exclude other parameters by --param-groups 'PATTERN wd-mult=0'."
+        command.unconverted.append((f"optimizer.weight_decay_exclude_named_params {excluded}", reason))
     else:
-        line.put("param-groups", "* wd-mult=1", given="(always, nanotron)", why="weight decay acts on norms too")
-    clip = section.number("clip_grad")
-    line.put("clip-grad", clip or 0, given="optimizer.clip_grad")
-    if section.take("accumulate_grad_in_fp32", True):
-        line.left_out.append(("optimizer.accumulate_grad_in_fp32", "gradients of a 16-bit model are always summed in float32"))
+        command.set_flag("param-groups", "* wd-mult=1", source="(always, nanotron)", reason="weight decay acts on norms too")
+    clip_grad = section.pop_number("clip_grad")
+    command.set_flag("clip-grad", clip_grad or 0, source="optimizer.clip_grad")
+    if section.pop("accumulate_grad_in_fp32", True):
+        command.omitted.append(("optimizer.accumulate_grad_in_fp32", "gradients of a 16-bit model are always summed in float32"))
     else:
-        line.lost.append(("optimizer.accumulate_grad_in_fp32 false", "Gradients of a 16-bit model are always summed in float32."))
-    stage = int(section.number("zero_stage") or 0)
-    if stage:
-        strategies = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-        line.put("data-parallel-sharding-strategy", strategies[min(stage, 3)], given=f"optimizer.zero_stage {stage}")
-    rates = section.section("learning_rate_scheduler") or Keys({}, line, "optimizer.learning_rate_scheduler")
-    _put_rates(line, rates)
-
-
-def _put_rates(line: Line, rates: Keys) -> None:
-    rates.put("learning_rate", "lr")
-    warmup, steps = int(rates.number("lr_warmup_steps") or 0), int(line.number("train-iters") or 0)
-    line.put("lr-warmup-iters", min(warmup, max(0, steps - 1)), given=f"{rates.path('lr_warmup_steps')} {warmup}")
-    if rates.take("lr_warmup_style", "linear") == "constant":
-        line.lost.append((f"{rates.path('lr_warmup_style')} constant", "The rate warms up linearly."))
-    style = str(rates.take("lr_decay_style") or "linear")
-    if style not in _STYLES:
-        line.lost.append((f"{rates.path('lr_decay_style')} {style}", "See --lr-decay-style for the courses that there are."))
-        rates.ignore_rest()
-        return
-    start = rates.number("lr_decay_starting_step")
-    begin = int(start if start is not None else warmup)
-    decays = int(rates.number("lr_decay_steps") or max(1, steps - warmup))
-    given = f"{rates.path('lr_decay_style')} {style} from step {begin} on, over {decays} steps"
-    if begin == warmup and style != "1-sqrt":
-        line.put("lr-decay-style", style, given=given, why="--lr-decay-iters counts from the start, the warm-up too")
-    else:
-        line.put("lr-decay-style", "WSD", given=given, why="constant, then a decay at the end")
-        line.put("lr-wsd-decay-style", _STYLES[style])
-        line.put("lr-wsd-decay-iters", decays)
-    line.put("lr-decay-iters", begin + decays)
-    least = rates.number("min_decay_lr")
-    if least is not None:
-        line.put("min-lr", least, given=f"{rates.path('min_decay_lr')} {least:g}")
-    else:
-        line.lost.append(
-            (rates.path("min_decay_lr"), "It is the learning rate itself where it is not given, so nothing decays there.")
+        command.unconverted.append(
+            ("optimizer.accumulate_grad_in_fp32 false", "Gradients of a 16-bit model are always summed in float32.")
         )
-    rates.pass_over_rest()
+    zero_stage = int(section.pop_number("zero_stage") or 0)
+    if zero_stage:
+        strategies = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+        command.set_flag(
+            "data-parallel-sharding-strategy", strategies[min(zero_stage, 3)], source=f"optimizer.zero_stage {zero_stage}"
+        )
+    schedule = section.pop_section("learning_rate_scheduler") or ConfigSection({}, command, "optimizer.learning_rate_scheduler")
+    _convert_lr_schedule(command, schedule)
 
 
-def _put_checkpoints(line: Line, section: Keys) -> None:
-    if path := section.take("checkpoints_path"):
-        line.put("save", path, given="checkpoints.checkpoints_path")
-        line.put("load", path)
-        section.put("checkpoint_interval", "save-interval", whole=True)
-    if resumed := section.take("resume_checkpoint_path"):
-        why = "Its checkpoints are not read; go by way of Hugging Face files and tools/checkpoint.py import."
-        line.lost.append((f"checkpoints.resume_checkpoint_path {resumed}", why))
-    why = "the last state is always saved, and files may be shared or not"
-    section.pass_over(
-        "save_initial_state save_final_state checkpoints_path_is_shared_file_system load_lr_scheduler load_optimizer", why
+def _convert_lr_schedule(command: LaunchCommand, section: ConfigSection) -> None:
+    """Convert the learning-rate schedule.
+
+    A decay that starts directly after the warm-up becomes a schedule without a constant phase. A later start, or the style 1-sqrt,
+    becomes the schedule WSD (warm-up, stable, decay).
+    """
+    section.convert_number("learning_rate", "lr")
+    warmup_steps, train_steps = int(section.pop_number("lr_warmup_steps") or 0), int(command.get_number("train-iters") or 0)
+    command.set_flag(
+        "lr-warmup-iters",
+        min(warmup_steps, max(0, train_steps - 1)),
+        source=f"{section.get_path('lr_warmup_steps')} {warmup_steps}",
+    )
+    if section.pop("lr_warmup_style", "linear") == "constant":
+        command.unconverted.append((f"{section.get_path('lr_warmup_style')} constant", "The rate warms up linearly."))
+    style = str(section.pop("lr_decay_style") or "linear")
+    if style not in _DECAY_STYLES:
+        command.unconverted.append(
+            (f"{section.get_path('lr_decay_style')} {style}", "See --lr-decay-style in --help for the supported schedules.")
+        )
+        section.clear()
+        return
+    starting_step = section.pop_number("lr_decay_starting_step")
+    decay_start = int(starting_step if starting_step is not None else warmup_steps)
+    decay_steps = int(section.pop_number("lr_decay_steps") or max(1, train_steps - warmup_steps))
+    source = f"{section.get_path('lr_decay_style')} {style} from step {decay_start} on, over {decay_steps} steps"
+    if decay_start == warmup_steps and style != "1-sqrt":
+        command.set_flag(
+            "lr-decay-style", style, source=source, reason="--lr-decay-iters counts from the start and includes the warm-up"
+        )
+    else:
+        command.set_flag("lr-decay-style", "WSD", source=source, reason="constant, then a decay at the end")
+        command.set_flag("lr-wsd-decay-style", _DECAY_STYLES[style])
+        command.set_flag("lr-wsd-decay-iters", decay_steps)
+    command.set_flag("lr-decay-iters", decay_start + decay_steps)
+    min_lr = section.pop_number("min_decay_lr")
+    if min_lr is not None:
+        command.set_flag("min-lr", min_lr, source=f"{section.get_path('min_decay_lr')} {min_lr:g}")
+    else:
+        command.unconverted.append(
+            (
+                section.get_path("min_decay_lr"),
+                "Its default in nanotron is the learning rate itself, with which the rate does not decay.",
+            )
+        )
+    section.report_unconverted()
+
+
+def _convert_checkpoints(command: LaunchCommand, section: ConfigSection) -> None:
+    if path := section.pop("checkpoints_path"):
+        command.set_flag("save", path, source="checkpoints.checkpoints_path")
+        command.set_flag("load", path)
+        section.convert_number("checkpoint_interval", "save-interval", is_integer=True)
+    if resume_path := section.pop("resume_checkpoint_path"):
+        reason = "Checkpoints of nanotron cannot be read; convert them to Hugging Face files and use tools/checkpoint.py import."
+        command.unconverted.append((f"checkpoints.resume_checkpoint_path {resume_path}", reason))
+    reason = "the last state is always saved, and the file system may be shared or not"
+    section.omit(
+        "save_initial_state save_final_state checkpoints_path_is_shared_file_system load_lr_scheduler load_optimizer", reason
     )
 
 
-def _put_data(line: Line, keys: Keys) -> None:
-    stages = keys.sections("data_stages")
-    for number, stage in enumerate(stages):
-        data = stage.section("data") or Keys({}, line)
-        dataset = data.take("dataset")
-        what = _names(dataset) if dataset is not None else "made-up data"
-        if number == 0:
-            workers = data.number("num_loading_workers")
-            if workers is not None:
-                line.put("num-workers", int(workers), given="data_stages[0].data.num_loading_workers")
+def _convert_data(command: LaunchCommand, config: ConfigSection) -> None:
+    """Convert the datasets of the first data stage. Later stages are reported as unconverted, because a command reads only one
+    blend of datasets."""
+    stages = config.pop_sections("data_stages")
+    for i, stage in enumerate(stages):
+        data = stage.pop_section("data") or ConfigSection({}, command)
+        dataset = data.pop("dataset")
+        dataset_name = _describe_section(dataset) if dataset is not None else "dummy data"
+        if i == 0:
+            num_workers = data.pop_number("num_loading_workers")
+            if num_workers is not None:
+                command.set_flag("num-workers", int(num_workers), source="data_stages[0].data.num_loading_workers")
             if dataset is None:
-                line.put("mock-data", given="data_stages[0].data.dataset null")
+                command.set_flag("mock-data", source="data_stages[0].data.dataset null")
             else:
-                line.put("data-path", "$DATA_PATH")
-                line.variables["DATA_PATH"] = (
-                    f"prefix of {what} as an indexed dataset, made by tools/preprocess_data.py (docs/data.md)"
+                command.set_flag("data-path", "$DATA_PATH")
+                command.variables["DATA_PATH"] = (
+                    f"prefix of {dataset_name} as an indexed dataset, made by tools/preprocess_data.py (docs/data.md)"
                 )
         else:
-            why = (
-                "A line reads one blend: end the run there (--exit-interval), and go on with the same line and another --data-path."
+            reason = (
+                "A run reads one blend of datasets: end it at this step (--exit-interval) and continue with another --data-path."
             )
-            line.lost.append((f"data_stages[{number}], from step {stage.take('start_training_step')} on: {what}", why))
+            command.unconverted.append(
+                (f"data_stages[{i}], from step {stage.pop('start_training_step')} on: {dataset_name}", reason)
+            )
 
 
-def _names(value: Any) -> str:
-    """What a section names, in a few words."""
+def _describe_section(value: Any) -> str:
+    """Return a short description of a section's content, such as its datasets, for messages."""
     if isinstance(value, dict):
         for key in ("hf_dataset_or_datasets", "dataset_folder", "dataset_path"):
             if value.get(key):
-                return _names(value[key])
-        return ", ".join(f"{key} {each}" for key, each in value.items())[:80]
+                return _describe_section(value[key])
+        return ", ".join(f"{key} {item}" for key, item in value.items())[:80]
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,7 +1,7 @@
-"""What a bash script would launch, found by reading it: nothing of it is run.
+"""Interpreter for bash launch scripts, which finds the training commands without running anything.
 
-Assignments, arrays, expansions with defaults, whole-number arithmetic, functions, and conditions that follow from the script itself
-are understood. What is not known stays a variable and is told.
+It understands assignments, arrays, expansions with defaults, integer arithmetic, functions, and conditions whose values follow from
+the script. A value that does not follow from the script is *unresolved*: it stays in the command as a variable and is reported.
 """
 
 from __future__ import annotations
@@ -13,222 +13,265 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-from megatron_lab.migration.shell_words import Quote, Reader, Token, Word
+from megatron_lab.migration.shell_words import Quote, ShellLexer, Token, Word
 
-_SILENT = frozenset(
+_IGNORED_COMMANDS = frozenset(
     "echo printf mkdir rm cp mv ls cd pushd popd export unset set shift wait sleep exit trap tee ulimit module".split()
 )
-"""Commands that launch nothing."""
-_LATER = frozenset(("for", "while", "until", "case", "select"))
-_CLOSING = {"for": "done", "while": "done", "until": "done", "select": "done", "case": "esac"}
-_DEEPEST = 8
+"""Commands that start no training program."""
+_BLOCK_KEYWORDS = frozenset(("for", "while", "until", "case", "select"))
+"""First keywords of the statements that are not interpreted."""
+_CLOSING_KEYWORDS = {"for": "done", "while": "done", "until": "done", "select": "done", "case": "esac"}
+"""Keyword that closes each of these statements."""
+_MAX_DEPTH = 8
+"""Maximum depth of nested function calls and ``bash -c`` commands."""
 _PARAMETER = re.compile(r"\$\{(!?#?)(\w+|[@*])(\[[@*\w]+\])?(?:(:?[-=+?])(.*))?\}\Z", re.DOTALL)
-_PIECE = re.compile(r"\\[$`]|\$\(\((?s:.*?)\)\)|\$\((?s:.*)\)|\$\{[^{}]*(?:\$?\{[^{}]*\}[^{}]*)*\}|\$(?:\w+|[@*#?$!-])|`[^`]*`")
-_OPEN = "\0"
-"""Around what is not known in a value."""
+"""Expansion ``${...}``: prefix (``!``, ``#``), name, subscript, operator and alternative text."""
+_EXPANSION = re.compile(r"\\[$`]|\$\(\((?s:.*?)\)\)|\$\((?s:.*)\)|\$\{[^{}]*(?:\$?\{[^{}]*\}[^{}]*)*\}|\$(?:\w+|[@*#?$!-])|`[^`]*`")
+"""Escaped ``$`` or backtick, or an expansion: arithmetic, output of a command, parameter."""
+_MARK = "\0"
+"""Character before and after an unresolved part of a value."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A command that starts a training program."""
+    """Command in a script that starts a training program."""
 
-    before: tuple[str, ...]
-    """Launcher and its words."""
+    launcher: tuple[str, ...]
+    """Launcher and its arguments, before the program."""
     program: str
     argv: tuple[str, ...]
-    line: int
+    """Arguments of the program."""
+    lineno: int
+    """Line number of the command in the script."""
 
 
 @dataclass
 class Script:
-    """What was read of a script.
+    """Interpreter of a bash script, with the results of the interpretation.
 
     Args:
-        known: values of variables, positional ones by their number, which count instead of what the script sets.
+        overrides: values of variables that replace the assignments in the script. The name of a positional argument is its number.
     """
 
-    known: Mapping[str, str] = field(default_factory=dict)
+    overrides: Mapping[str, str] = field(default_factory=dict)
     launches: list[Launch] = field(default_factory=list)
-    files: dict[str, str] = field(default_factory=dict)
-    """Files that here-documents write."""
-    passed: list[str] = field(default_factory=list)
-    """Parts that were not followed, in words."""
+    """Training commands in the order of the script."""
+    written_files: dict[str, str] = field(default_factory=dict)
+    """Content of the files that the script writes from here-documents, by file name."""
+    skipped: list[str] = field(default_factory=list)
+    """Messages about statements that the interpreter skipped."""
     defaults: dict[str, str] = field(default_factory=dict)
-    """Variables that the script has a default for, with it."""
-    unknown: dict[str, str] = field(default_factory=dict)
-    """Variables whose value is not known, with how the script makes them."""
+    """Value of each variable for which the script itself gives a default that was used."""
+    unresolved: dict[str, str] = field(default_factory=dict)
+    """Origin of each unresolved variable (a variable whose value does not follow from the script), for messages."""
 
     def __post_init__(self) -> None:
-        self._values: dict[str, list[str]] = {name: [value] for name, value in self.known.items()}
+        self._values: dict[str, list[str]] = {name: [value] for name, value in self.overrides.items()}
         self._functions: dict[str, list[Token]] = {}
         self._depth = 0
 
-    def read(self, text: str, line: int = 1) -> Script:
-        """Follow a script.
+    def interpret(self, text: str, lineno: int = 1) -> Script:
+        """Interpret a script, store the results in this object, and return the object.
+
+        Args:
+            lineno: line number of the first line, for messages.
 
         Raises:
-            ValueError: it cannot be cut into words.
+            ValueError: a quote, a bracket or a statement is not closed.
         """
-        self._run(Reader(text, line).tokens())
+        self._run(ShellLexer(text, lineno).tokenize())
         return self
 
     # ---- commands
 
     def _run(self, tokens: Sequence[Token]) -> None:
-        at = 0
-        while at < len(tokens):
-            at = self._command(tokens, at)
+        index = 0
+        while index < len(tokens):
+            index = self._run_command(tokens, index)
 
-    def _command(self, tokens: Sequence[Token], at: int) -> int:
-        """Follow the command at a place; returns the place behind it."""
-        first = tokens[at]
-        word = first.word.plain if first.word is not None else ""
-        if first.kind == "end":
-            return at + 1
+    def _run_command(self, tokens: Sequence[Token], start: int) -> int:
+        """Interpret the statement that starts at a token. Return the index of the token after the statement."""
+        first = tokens[start]
+        word = first.word.unquoted_text if first.word is not None else ""
+        if first.type == "end":
+            return start + 1
         if word == "if":
-            return self._if(tokens, at)
-        if word in _LATER:
-            end = _closing(tokens, at, word, _CLOSING[word])
-            self._pass_over(tokens[at:end], f"a {word} loop" if word != "case" else "a choice (case)")
+            return self._run_if(tokens, start)
+        if word in _BLOCK_KEYWORDS:
+            end = _find_end(tokens, start, word, _CLOSING_KEYWORDS[word])
+            self._record_skipped(tokens[start:end], f"a {word} loop" if word != "case" else "a choice (case)")
             return end
         if word in ("{", "}", "then", "do", "done", "fi", "!", "time", "exec", "eval", "nohup", "sudo"):
-            return at + 1
-        if (body := _function(tokens, at)) is not None:
-            name, begin, end = body
-            self._functions[name] = list(tokens[begin:end])
+            return start + 1
+        if (body := _find_function_body(tokens, start)) is not None:
+            name, body_start, end = body
+            self._functions[name] = list(tokens[body_start:end])
             return end + 1
-        end = next(place for place in range(at, len(tokens)) if tokens[place].kind == "end")
-        self._simple(tokens[at:end], tokens[end])
+        end = next(i for i in range(start, len(tokens)) if tokens[i].type == "end")
+        self._run_simple_command(tokens[start:end], tokens[end])
         return end + 1
 
-    def _simple(self, tokens: Sequence[Token], end: Token) -> None:
-        words: list[str] = []
+    def _run_simple_command(self, tokens: Sequence[Token], end: Token) -> None:
+        """Interpret a command that is not a compound statement (such as if): assignments, a function call or the start of a
+        program.
+
+        Args:
+            end: token that ends the command.
+        """
+        argv: list[str] = []
         for token in tokens:
-            if token.kind == "array":
-                self._assign(token.text, [each for word in token.words for each in self._expand(word)], token.line)
-            elif token.word is not None and not words and (match := re.match(r"([A-Za-z_]\w*)(\+?=)", token.word.text)):
+            if token.type == "array":
+                self._assign(token.text, [value for word in token.items for value in self._expand_word(word)], token.lineno)
+            elif token.word is not None and not argv and (match := re.match(r"([A-Za-z_]\w*)(\+?=)", token.word.text)):
                 self._assign_word(token.word, match)
             elif token.word is not None:
-                if words and words[0] in ("export", "local", "declare", "readonly", "typeset"):
+                if argv and argv[0] in ("export", "local", "declare", "readonly", "typeset"):
                     if match := re.match(r"([A-Za-z_]\w*)(\+?=)", token.word.text):
                         self._assign_word(token.word, match)
                     continue
-                words += self._expand(token.word)
-        if end.here is not None:
-            text = "".join(self._expand_text(piece, quote) for piece, quote in end.here.pieces)
-            self.files.update({"".join(self._expand(target)): text for target in end.into})
-        if words and words[0] in ("source", "."):
-            self.passed.append(f"line {tokens[0].line}: {shown(' '.join(words))} reads another file, which is not followed")
-        elif words and words[0] in self._functions and self._depth < _DEEPEST:
-            self._call(words[0], words[1:])
-        elif words and words[0] not in _SILENT:
-            self._launch(words, tokens[0].line)
+                argv += self._expand_word(token.word)
+        if end.here_document is not None:
+            text = "".join(self._expand_text(fragment, quote) for fragment, quote in end.here_document.fragments)
+            self.written_files.update({"".join(self._expand_word(target)): text for target in end.output_files})
+        if argv and argv[0] in ("source", "."):
+            self.skipped.append(f"line {tokens[0].lineno}: {remove_marks(' '.join(argv))} reads another file, which is skipped")
+        elif argv and argv[0] in self._functions and self._depth < _MAX_DEPTH:
+            self._call_function(argv[0], argv[1:])
+        elif argv and argv[0] not in _IGNORED_COMMANDS:
+            self._record_launch(argv, tokens[0].lineno)
 
-    def _call(self, name: str, words: Sequence[str]) -> None:
-        before = dict(self._values)
-        self._values.update({str(number): [word] for number, word in enumerate(words, start=1)})
+    def _call_function(self, name: str, args: Sequence[str]) -> None:
+        """Interpret the body of a function. Its positional arguments are restored afterwards."""
+        previous = dict(self._values)
+        self._values.update({str(i): [arg] for i, arg in enumerate(args, start=1)})
         self._depth += 1
         self._run(self._functions[name])
         self._depth -= 1
-        for number in range(1, len(words) + 1):
-            self._values.pop(str(number))
-            if str(number) in before:
-                self._values[str(number)] = before[str(number)]
+        for i in range(1, len(args) + 1):
+            self._values.pop(str(i))
+            if str(i) in previous:
+                self._values[str(i)] = previous[str(i)]
 
-    def _launch(self, words: Sequence[str], line: int) -> None:
-        if "-c" in words and self._depth < _DEEPEST:  # a line for another shell
-            place = words.index("-c")
-            if place and PurePosixPath(words[place - 1]).name in ("bash", "sh") and place + 1 < len(words):
+    def _record_launch(self, argv: Sequence[str], lineno: int) -> None:
+        """Record a command if it runs a Python program with flags. The script of a ``bash -c`` command is interpreted too."""
+        if "-c" in argv and self._depth < _MAX_DEPTH:
+            option_index = argv.index("-c")
+            if option_index and PurePosixPath(argv[option_index - 1]).name in ("bash", "sh") and option_index + 1 < len(argv):
                 self._depth += 1
-                self._run(Reader(words[place + 1], line).tokens())
+                self._run(ShellLexer(argv[option_index + 1], lineno).tokenize())
                 self._depth -= 1
                 return
-        for place, word in enumerate(words):
-            is_program = word.endswith(".py") and any(each.startswith("--") for each in words[place + 1 :])
+        for i, word in enumerate(argv):
+            is_program = word.endswith(".py") and any(arg.startswith("--") for arg in argv[i + 1 :])
             if is_program and not word.startswith("-"):
-                self.launches.append(Launch(tuple(words[:place]), word, tuple(words[place + 1 :]), line))
+                self.launches.append(Launch(tuple(argv[:i]), word, tuple(argv[i + 1 :]), lineno))
                 return
 
-    def _if(self, tokens: Sequence[Token], at: int) -> int:
-        end = _closing(tokens, at, "if", "fi")
-        branches = _branches(tokens[at : end - 1])
+    def _run_if(self, tokens: Sequence[Token], start: int) -> int:
+        """Interpret the branch of an if statement whose condition is true. Return the index of the token after the statement.
+
+        If a condition is unresolved (its value does not follow from the script), no branch is interpreted.
+        """
+        end = _find_end(tokens, start, "if", "fi")
+        branches = _split_branches(tokens[start : end - 1])
         for condition, body in branches:
-            held = True if condition is None else self._holds(condition)
-            if held:
+            result = True if condition is None else self._evaluate_condition(condition)
+            if result:
                 self._run(body)
                 break
-            if held is None:
-                said = shown(" ".join(token.word.text for token in condition or () if token.word is not None))
-                self._pass_over([token for _, each in branches for token in each], f"the condition {said}")
+            if result is None:
+                condition_text = remove_marks(" ".join(token.word.text for token in condition or () if token.word is not None))
+                self._record_skipped([token for _, branch in branches for token in branch], f"the condition {condition_text}")
                 break
         return end
 
-    def _pass_over(self, tokens: Sequence[Token], what: str) -> None:
-        """Tell what is not followed, if it sets anything or launches."""
-        names = {token.text.rstrip("+=") for token in tokens if token.kind == "array"}
+    def _record_skipped(self, tokens: Sequence[Token], statement: str) -> None:
+        """Add a message about a statement that is not interpreted, if the statement sets variables or starts Python programs.
+
+        Args:
+            statement: description of the statement.
+        """
+        names = {token.text.rstrip("+=") for token in tokens if token.type == "array"}
         names |= {match[1] for token in tokens if token.word and (match := re.match(r"([A-Za-z_]\w*)\+?=", token.word.text))}
         programs = {token.word.text for token in tokens if token.word is not None and token.word.text.endswith(".py")}
         if names or programs:
-            sets = f"sets {', '.join(sorted(names))}" if names else f"starts {', '.join(sorted(programs))}"
-            self.passed.append(
-                f"line {tokens[0].line}: {what} cannot be told from the script alone; what it {sets} is not followed"
+            effect = f"sets {', '.join(sorted(names))}" if names else f"starts {', '.join(sorted(programs))}"
+            self.skipped.append(
+                f"line {tokens[0].lineno}: {statement} cannot be evaluated from the script alone; it {effect} and is skipped"
             )
 
     # ---- conditions
 
-    def _holds(self, tokens: Sequence[Token]) -> bool | None:
-        """Whether a condition holds; None where it is not known."""
-        words: list[Word | str] = []
+    def _evaluate_condition(self, tokens: Sequence[Token]) -> bool | None:
+        """Evaluate the condition of an if statement. Returns None if its value does not follow from the script."""
+        items: list[Word | str] = []
         for token in tokens:
             if token.word is not None:
-                words.append(token.word)
+                items.append(token.word)
             elif token.text in ("&&", "||"):
-                words.append(token.text)
+                items.append(token.text)
         result: bool | None = None
-        joint = ""
-        for group, following in _joined(words):
-            found = self._test(group)
-            if joint == "&&":
-                result = False if result is False or found is False else None if None in (result, found) else True
-            elif joint == "||":
-                result = True if result or found else None if None in (result, found) else False
+        operation = ""
+        for group, next_operation in _split_condition(items):
+            group_result = self._evaluate_test(group)
+            if operation == "&&":
+                result = False if result is False or group_result is False else None if None in (result, group_result) else True
+            elif operation == "||":
+                result = True if result or group_result else None if None in (result, group_result) else False
             else:
-                result = found
-            joint = following
+                result = group_result
+            operation = next_operation
         return result
 
-    def _test(self, words: Sequence[Word]) -> bool | None:
-        inner = [word for word in words if word.plain not in ("[", "[[", "]", "]]", "test")]
-        if len(inner) == len(words):
+    def _evaluate_test(self, test: Sequence[Word]) -> bool | None:
+        """Evaluate a test in brackets, without ``&&`` and ``||``. Returns None if its value does not follow from the script, or its
+        form is not supported."""
+        operands = [word for word in test if word.unquoted_text not in ("[", "[[", "]", "]]", "test")]
+        if len(operands) == len(test):
             return None
-        turned = bool(inner) and inner[0].plain == "!"
-        values = ["".join(self._expand_text(text, quote or '"') for text, quote in word.pieces) for word in inner[turned:]]
-        if any(_OPEN in value for value in values):
+        is_negated = bool(operands) and operands[0].unquoted_text == "!"
+        values = [
+            "".join(self._expand_text(text, quote or '"') for text, quote in word.fragments) for word in operands[is_negated:]
+        ]
+        if any(_MARK in value for value in values):
             return None
-        found: bool | None = None
-        if len(values) == 3 and values[1] in _COMPARED:
-            found = values[0] == values[2] if values[1] in ("=", "==") else values[0] != values[2]
-        elif len(values) == 3 and values[1] in _NUMBERS and all(re.fullmatch(r"-?\d+", values[place]) for place in (0, 2)):
-            found = _NUMBERS[values[1]](int(values[0]), int(values[2]))
+        result: bool | None = None
+        if len(values) == 3 and values[1] in _STRING_COMPARISONS:
+            result = values[0] == values[2] if values[1] in ("=", "==") else values[0] != values[2]
+        elif len(values) == 3 and values[1] in _INTEGER_COMPARISONS and all(re.fullmatch(r"-?\d+", values[i]) for i in (0, 2)):
+            result = _INTEGER_COMPARISONS[values[1]](int(values[0]), int(values[2]))
         elif len(values) == 2 and values[0] in ("-n", "-z"):
-            found = bool(values[1]) == (values[0] == "-n")
+            result = bool(values[1]) == (values[0] == "-n")
         elif len(values) == 1:
-            found = bool(values[0])
-        return found if found is None else found != turned
+            result = bool(values[0])
+        return result if result is None else result != is_negated
 
     # ---- values
 
     def _assign_word(self, word: Word, match: re.Match[str]) -> None:
-        text, quote = word.pieces[0]
-        rest = [(text[match.end() :], quote), *word.pieces[1:]]
-        value = "".join(self._expand_text(piece, each or '"') for piece, each in rest)
-        self._assign(match[0], [value], word.line)
+        """Interpret a word that assigns a text to a variable.
 
-    def _assign(self, target: str, values: list[str], line: int) -> None:
-        name, appends = target.rstrip("+="), target.endswith("+=")
-        if name in self.known:
+        Args:
+            word: the assignment.
+            match: name and operator at the start of the word.
+        """
+        text, quote = word.fragments[0]
+        fragments = [(text[match.end() :], quote), *word.fragments[1:]]
+        value = "".join(self._expand_text(fragment, fragment_quote or '"') for fragment, fragment_quote in fragments)
+        self._assign(match[0], [value], word.lineno)
+
+    def _assign(self, target: str, values: list[str], lineno: int) -> None:
+        """Set a variable or append to it, unless its value is overridden.
+
+        Args:
+            target: name with the operator ``=`` or ``+=``.
+            values: one text, or the elements of an array.
+        """
+        name, is_append = target.rstrip("+="), target.endswith("+=")
+        if name in self.overrides:
             return
-        if not appends or name not in self._values:
+        if not is_append or name not in self._values:
             self._values[name] = values
         elif len(values) == 1 and len(self._values[name]) == 1 and not self._is_array(name):
             self._values[name] = [self._values[name][0] + values[0]]
@@ -238,91 +281,95 @@ class Script:
     def _is_array(self, name: str) -> bool:
         return len(self._values[name]) != 1
 
-    def _expand(self, word: Word) -> list[str]:
-        """The words that a word becomes."""
-        found: list[str] = [""]
-        anything = False
-        for text, quote in word.pieces:
-            if text in ("$@", "${@}", "$*"):  # of a script: what the user adds, which is given to this tool behind --
+    def _expand_word(self, word: Word) -> list[str]:
+        """Return the arguments to which a word expands: unquoted values are split at blanks, a quoted array gives its elements."""
+        args: list[str] = [""]
+        has_value = False
+        for text, quote in word.fragments:
+            if text in ("$@", "${@}", "$*"):  # empty outside functions: the user adds flags after -- of this tool
                 positional = sorted((name for name in self._values if name.isdigit() and self._depth), key=int)
                 values = [self._values[name][0] for name in positional]
-                found[-1:] = [found[-1] + "".join(values[:1]), *values[1:]]
-                anything |= bool(values)
+                args[-1:] = [args[-1] + "".join(values[:1]), *values[1:]]
+                has_value |= bool(values)
                 continue
-            match = re.fullmatch(r"\$\{(\w+)\[@\]\}", text)
-            if match and quote == '"' and match[1] in self._values:
-                values = list(self._values[match[1]])
-                anything |= bool(values)
+            array_match = re.fullmatch(r"\$\{(\w+)\[@\]\}", text)
+            if array_match and quote == '"' and array_match[1] in self._values:
+                values = list(self._values[array_match[1]])
+                has_value |= bool(values)
             else:
                 value = self._expand_text(text, quote)
-                values = [value] if quote else _split(value)
-                anything |= bool(quote) or bool(values)
-                if not quote and values and value[:1].isspace() and found[-1]:
-                    found.append("")
-                ends = not quote and value[-1:].isspace()
-                if values and ends:
+                values = [value] if quote else _split_at_blanks(value)
+                has_value |= bool(quote) or bool(values)
+                if not quote and values and value[:1].isspace() and args[-1]:
+                    args.append("")
+                ends_with_blank = not quote and value[-1:].isspace()
+                if values and ends_with_blank:
                     values.append("")
             if values:
-                found[-1] += values[0]
-                found += values[1:]
-        kept = [each for each in found if each] if len(found) > 1 else found
-        return kept if anything else []
+                args[-1] += values[0]
+                args += values[1:]
+        nonempty = [arg for arg in args if arg] if len(args) > 1 else args
+        return nonempty if has_value else []
 
     def _expand_text(self, text: str, quote: Quote) -> str:
-        return text if quote == "'" else _PIECE.sub(lambda match: self._value(match[0]), text)
+        """Replace the expansions in a text by their values, except in single quotes."""
+        return text if quote == "'" else _EXPANSION.sub(lambda match: self._expand_variable(match[0]), text)
 
-    def _value(self, piece: str) -> str:
-        """The value of an expansion; as it is written, marked, where it is not known."""
-        if piece.startswith("\\"):
-            return piece[1:]
-        if piece.startswith("$(("):
-            return self._number(piece[3:-2]) or f"{_OPEN}{piece}{_OPEN}"
-        if piece[:2] == "$(" or piece[0] == "`":
-            return f"{_OPEN}{piece}{_OPEN}"
-        match = _PARAMETER.match(piece) if piece.startswith("${") else re.match(r"\$()(\w+|[@*#?$!-])()()()", piece)
+    def _expand_variable(self, expansion: str) -> str:
+        """Return the value of a variable expansion. If the value is unresolved (it does not follow from the script), return the
+        spelling of the expansion between two NUL characters, which mark it as unresolved."""
+        if expansion.startswith("\\"):
+            return expansion[1:]
+        if expansion.startswith("$(("):
+            return self._expand_arithmetic(expansion[3:-2]) or f"{_MARK}{expansion}{_MARK}"
+        if expansion[:2] == "$(" or expansion[0] == "`":
+            return f"{_MARK}{expansion}{_MARK}"
+        match = _PARAMETER.match(expansion) if expansion.startswith("${") else re.match(r"\$()(\w+|[@*#?$!-])()()()", expansion)
         if match is None:
-            return f"{_OPEN}{piece}{_OPEN}"
-        prefix, name, index, operation, word = (part or "" for part in match.groups())
+            return f"{_MARK}{expansion}{_MARK}"
+        prefix, name, subscript, expansion_operator, alternative = (group or "" for group in match.groups())
         values = self._values.get(name)
-        if index and index[1:-1] not in ("@", "*"):
-            number = index[1:-1]
-            values = [values[int(number)]] if values is not None and number.isdigit() and int(number) < len(values) else None
+        if subscript and subscript[1:-1] not in ("@", "*"):
+            element = subscript[1:-1]
+            values = [values[int(element)]] if values is not None and element.isdigit() and int(element) < len(values) else None
         if prefix == "#":
-            return str(len(values)) if values is not None and index else f"{_OPEN}{piece}{_OPEN}"
+            return str(len(values)) if values is not None and subscript else f"{_MARK}{expansion}{_MARK}"
         if prefix:
-            return f"{_OPEN}{piece}{_OPEN}"
-        if operation in (":-", "-", ":=", "="):
-            if values is None or (operation.startswith(":") and values == [""]):
-                default = self._expand_text(word.strip("\"'"), '"')
-                self.defaults[name] = shown(default)
+            return f"{_MARK}{expansion}{_MARK}"
+        if expansion_operator in (":-", "-", ":=", "="):
+            if values is None or (expansion_operator.startswith(":") and values == [""]):
+                default = self._expand_text(alternative.strip("\"'"), '"')
+                self.defaults[name] = remove_marks(default)
                 return default
-        elif operation in (":+", "+"):
+        elif expansion_operator in (":+", "+"):
             if values is None:
-                return f"{_OPEN}{piece}{_OPEN}"
-            return self._expand_text(word.strip("\"'"), '"') if values != [""] else ""
+                return f"{_MARK}{expansion}{_MARK}"
+            return self._expand_text(alternative.strip("\"'"), '"') if values != [""] else ""
         if values is None:
-            self.unknown.setdefault(name, "an argument of the script" if name.isdigit() else "not set in the script")
-            return f"{_OPEN}${name}{_OPEN}"
+            self.unresolved.setdefault(name, "an argument of the script" if name.isdigit() else "not set in the script")
+            return f"{_MARK}${name}{_MARK}"
         value = " ".join(values)
-        if re.fullmatch(f"{_OPEN}[^{_OPEN}]*{_OPEN}", value) and not re.fullmatch(r"\d+", name):
-            self.unknown[name] = f"{shown(value)} in the script"
-            return f"{_OPEN}${name}{_OPEN}"
+        if re.fullmatch(f"{_MARK}[^{_MARK}]*{_MARK}", value) and not re.fullmatch(r"\d+", name):
+            self.unresolved[name] = f"{remove_marks(value)} in the script"
+            return f"{_MARK}${name}{_MARK}"
         return value
 
-    def _number(self, text: str) -> str | None:
-        """The value of whole-number arithmetic, or None."""
-        text = _PIECE.sub(lambda match: self._value(match[0]), text)
-        text = re.sub(r"[A-Za-z_]\w*", lambda match: self._value(f"${match[0]}"), text)
-        if _OPEN in text or not re.fullmatch(r"[\d\s()+*/%-]{1,200}", text):
+    def _expand_arithmetic(self, text: str) -> str | None:
+        """Return the result of integer arithmetic as text, or None if its value does not follow from the script or the form is not
+        supported."""
+        text = _EXPANSION.sub(lambda match: self._expand_variable(match[0]), text)
+        text = re.sub(r"[A-Za-z_]\w*", lambda match: self._expand_variable(f"${match[0]}"), text)
+        if _MARK in text or not re.fullmatch(r"[\d\s()+*/%-]{1,200}", text):
             return None
         try:
-            return str(_calculated(ast.parse(text.strip(), mode="eval").body))
+            return str(_evaluate(ast.parse(text.strip(), mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError):
             return None
 
 
-_COMPARED = ("=", "==", "!=")
-_NUMBERS: dict[str, Callable[[int, int], bool]] = {
+_STRING_COMPARISONS = ("=", "==", "!=")
+"""Operators of tests that compare texts."""
+_INTEGER_COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq,
     "-ne": operator.ne,
     "-gt": operator.gt,
@@ -330,6 +377,7 @@ _NUMBERS: dict[str, Callable[[int, int], bool]] = {
     "-lt": operator.lt,
     "-le": operator.le,
 }
+"""Operators of tests that compare integers."""
 _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -337,108 +385,129 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Div: lambda a, b: abs(a) // abs(b) * (1 if a * b >= 0 else -1),
     ast.Mod: lambda a, b: a - abs(a) // abs(b) * (1 if a * b >= 0 else -1) * b,
 }
+"""Integer arithmetic of bash: division truncates toward zero."""
 
 
-def _calculated(node: ast.expr) -> int:
+def _evaluate(node: ast.expr) -> int:
+    """Evaluate integer arithmetic of bash that was parsed as a Python expression."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_calculated(node.operand)
+        return -_evaluate(node.operand)
     if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
-        return _ARITHMETIC[type(node.op)](_calculated(node.left), _calculated(node.right))
-    raise ValueError("no whole-number arithmetic")
+        return _ARITHMETIC[type(node.op)](_evaluate(node.left), _evaluate(node.right))
+    raise ValueError("the expression is not integer arithmetic")
 
 
-def shown(text: str) -> str:
-    """A value for the user: what is not known as it is written."""
-    return text.replace(_OPEN, "")
+def remove_marks(text: str) -> str:
+    """Remove the NUL characters that mark unresolved expansions in a value, to show the value to the user."""
+    return text.replace(_MARK, "")
 
 
-def is_known(text: str) -> bool:
-    """Whether nothing in a value is unknown."""
-    return _OPEN not in text
+def is_resolved(text: str) -> bool:
+    """Return whether a value contains no unresolved expansion (one whose value does not follow from the script)."""
+    return _MARK not in text
 
 
-def _split(value: str) -> list[str]:
-    """Split at blanks, but not inside what is not known."""
-    return re.findall(f"(?:{_OPEN}[^{_OPEN}]*{_OPEN}|[^\\s{_OPEN}])+", value)
+def _split_at_blanks(value: str) -> list[str]:
+    """Split a value at blanks, except for blanks within unresolved expansions."""
+    return re.findall(f"(?:{_MARK}[^{_MARK}]*{_MARK}|[^\\s{_MARK}])+", value)
 
 
-def _joined(words: Sequence[Word | str]) -> list[tuple[list[Word], str]]:
-    """Groups of words, each with the && or || behind it."""
-    found: list[tuple[list[Word], str]] = [([], "")]
-    for word in words:
-        text = word if isinstance(word, str) else word.plain
+def _split_condition(items: Sequence[Word | str]) -> list[tuple[list[Word], str]]:
+    """Split a condition into tests.
+
+    Returns:
+        Words of each test, with the operator (``&&`` or ``||``) that follows the test. ``-a`` and ``-o`` in brackets count as these
+        operators.
+    """
+    groups: list[tuple[list[Word], str]] = [([], "")]
+    for item in items:
+        text = item if isinstance(item, str) else item.unquoted_text
         if text in ("&&", "||", "-a", "-o"):
-            found[-1] = (found[-1][0], {"-a": "&&", "-o": "||"}.get(text, text))
-            found.append(([], ""))
-        elif isinstance(word, Word):
-            found[-1][0].append(word)
-    # With -a and -o the brackets stand at both ends only.
-    bracket = next((word for group, _ in found for word in group if word.plain in ("[", "[[", "test")), None)
-    return [([bracket, *group] if bracket is not None and bracket not in group else group, joint) for group, joint in found]
+            groups[-1] = (groups[-1][0], {"-a": "&&", "-o": "||"}.get(text, text))
+            groups.append(([], ""))
+        elif isinstance(item, Word):
+            groups[-1][0].append(item)
+    # With -a and -o, one pair of brackets encloses all tests.
+    bracket = next((item for group, _ in groups for item in group if item.unquoted_text in ("[", "[[", "test")), None)
+    return [
+        ([bracket, *group] if bracket is not None and bracket not in group else group, operation) for group, operation in groups
+    ]
 
 
-def _closing(tokens: Sequence[Token], at: int, opening: str, closing: str) -> int:
-    """The place behind the word that closes the statement at `at`."""
-    depth, first = 0, True
-    for place in range(at, len(tokens)):
-        word = tokens[place].word
-        text = word.plain if word is not None and first else ""
+def _find_end(tokens: Sequence[Token], start: int, opening: str, closing: str) -> int:
+    """Return the index of the token after the keyword that closes a statement. Nested statements are skipped.
+
+    Args:
+        start: index of the first token of the statement.
+        opening: first keyword of the statement.
+        closing: keyword that closes it.
+    """
+    depth, is_command_start = 0, True
+    for i in range(start, len(tokens)):
+        word = tokens[i].word
+        text = word.unquoted_text if word is not None and is_command_start else ""
         depth += text == opening or (opening in ("for", "while", "until", "select") and text in ("for", "while", "until", "select"))
         if text == closing:
             depth -= 1
             if depth == 0:
-                return place + 1
-        first = tokens[place].kind == "end" or text in ("then", "do", "else", "{", "!")
-    raise ValueError(f"line {tokens[at].line}: {opening} without {closing}")
+                return i + 1
+        is_command_start = tokens[i].type == "end" or text in ("then", "do", "else", "{", "!")
+    raise ValueError(f"line {tokens[start].lineno}: {opening} without {closing}")
 
 
-def _branches(tokens: Sequence[Token]) -> list[tuple[list[Token] | None, list[Token]]]:
-    """(condition, body) of an if statement, with None for else."""
-    found: list[tuple[list[Token] | None, list[Token]]] = []
-    depth, first = 0, True
+def _split_branches(tokens: Sequence[Token]) -> list[tuple[list[Token] | None, list[Token]]]:
+    """Return (condition, body) for each branch of an if statement. The condition of the ``else`` branch is None."""
+    branches: list[tuple[list[Token] | None, list[Token]]] = []
+    depth, is_command_start = 0, True
     condition: list[Token] | None = []
     body: list[Token] | None = None
     for token in tokens:
-        text = token.word.plain if token.word is not None and first else ""
+        text = token.word.unquoted_text if token.word is not None and is_command_start else ""
         depth += text == "if"
         if depth == 1 and text == "if":
             pass
         elif depth == 1 and text == "then":
             body = []
         elif depth == 1 and text in ("elif", "else"):
-            found.append((condition, body or []))
+            branches.append((condition, body or []))
             condition, body = ([], None) if text == "elif" else (None, [])
         elif body is not None:
             body.append(token)
         elif condition is not None:
             condition.append(token)
         depth -= text == "fi"
-        first = token.kind == "end" or text in ("then", "else", "if", "elif", "do", "{", "!")
-    found.append((condition, body or []))
-    return found
+        is_command_start = token.type == "end" or text in ("then", "else", "if", "elif", "do", "{", "!")
+    branches.append((condition, body or []))
+    return branches
 
 
-def _function(tokens: Sequence[Token], at: int) -> tuple[str, int, int] | None:
-    """(name, begin, end) of the body of a function that is defined here."""
-    place = at
-    word = tokens[at].word
-    named = word is not None and word.plain == "function"
-    if named:
-        place += 1
-    name = tokens[place].word
-    if name is None or not re.fullmatch(r"[\w-]+", name.plain):
+def _find_function_body(tokens: Sequence[Token], start: int) -> tuple[str, int, int] | None:
+    """Find the body of a function that is defined at token `start`.
+
+    Returns:
+        Name of the function, index of the first token of the body, and index of the closing brace; None if no function is defined
+        there.
+    """
+    index = start
+    word = tokens[start].word
+    has_keyword = word is not None and word.unquoted_text == "function"
+    if has_keyword:
+        index += 1
+    name = tokens[index].word
+    if name is None or not re.fullmatch(r"[\w-]+", name.unquoted_text):
         return None
-    following = [
-        token.text if token.kind == "end" else token.word.plain if token.word else "" for token in tokens[place + 1 : place + 5]
+    next_texts = [
+        token.text if token.type == "end" else token.word.unquoted_text if token.word else ""
+        for token in tokens[index + 1 : index + 5]
     ]
-    skipped = 2 if following[:2] == ["(", ")"] else 0
-    if not skipped and not named:
+    skipped = 2 if next_texts[:2] == ["(", ")"] else 0
+    if not skipped and not has_keyword:
         return None
-    while following[skipped : skipped + 1] == ["\n"]:
+    while next_texts[skipped : skipped + 1] == ["\n"]:
         skipped += 1
-    if following[skipped : skipped + 1] != ["{"]:
+    if next_texts[skipped : skipped + 1] != ["{"]:
         return None
-    begin = place + 2 + skipped
-    return name.plain, begin, _closing(tokens, begin - 1, "{", "}") - 1
+    body_start = index + 2 + skipped
+    return name.unquoted_text, body_start, _find_end(tokens, body_start - 1, "{", "}") - 1

@@ -1,4 +1,4 @@
-"""The words of a bash script: quotes, comments, continued lines, arrays, here-documents. Nothing is run or expanded here."""
+"""Lexer for bash scripts: words with quotes, comments, continued lines, arrays and here-documents. It expands and runs nothing."""
 
 from __future__ import annotations
 
@@ -7,241 +7,273 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Quote = Literal["", "'", '"']
-_NAME = re.compile(r"[A-Za-z_]\w*\+?=\Z")
-_ENDS = (";;", "&&", "||", ";", "|", "&", "\n", "(", ")")
+"""Quote character around a text; empty for unquoted text."""
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=\Z")
+"""Name and operator of an assignment: ``NAME=`` or ``NAME+=``."""
+_COMMAND_ENDS = (";;", "&&", "||", ";", "|", "&", "\n", "(", ")")
+"""Operators that end a command."""
 _REDIRECT = re.compile(r"(?:\d*|&)>>?(?:&\d)?|<(?!<)|<<<")
-_HERE = re.compile(r"<<(-?)\s*(['\"]?)(\w+)\2")
+_HERE_DOCUMENT = re.compile(r"<<(-?)\s*(['\"]?)(\w+)\2")
 
 
 @dataclass
 class Word:
-    """A word as it is written: pieces of text, each with the quotes around it."""
+    """Word of a script, as a sequence of texts with different quotes. Expansions such as ``$NAME`` are not expanded."""
 
-    pieces: list[tuple[str, Quote]]
-    line: int
+    fragments: list[tuple[str, Quote]]
+    """(text, quote) pairs. An escaped character counts as text in single quotes."""
+    lineno: int
 
     @property
     def text(self) -> str:
-        """Without its quotes."""
-        return "".join(text for text, _ in self.pieces)
+        """Text of the word without its quotes."""
+        return "".join(text for text, _ in self.fragments)
 
     @property
-    def plain(self) -> str:
-        """The text of a word without any quotes, as keywords are; empty for others."""
-        return self.text if all(quote == "" for _, quote in self.pieces) else ""
+    def unquoted_text(self) -> str:
+        """Text of a word that has no quotes, such as a keyword. Empty if any text of the word is quoted."""
+        return self.text if all(quote == "" for _, quote in self.fragments) else ""
 
 
 @dataclass
 class Token:
-    """A word, an array that is assigned, or what ends a command."""
+    """Token of a script: a word, the assignment of an array, or the end of a command."""
 
-    kind: Literal["word", "array", "end"]
-    line: int
+    type: Literal["word", "array", "end"]
+    lineno: int
     word: Word | None = None
+    """Word of a token of type ``word``."""
     text: str = ""
-    """What ends the command, or the name of the array with its operator."""
-    words: list[Word] = field(default_factory=list)
-    """Of an array."""
-    into: list[Word] = field(default_factory=list)
-    """Of the end of a command: the files that it writes."""
-    here: Word | None = None
-    """Of the end of a command: its here-document."""
+    """In a token of type ``end``: operator that ends the command, such as ``;`` or a newline. In a token of type ``array``:
+    name with its operator, such as ``ARGS=``."""
+    items: list[Word] = field(default_factory=list)
+    """In a token of type ``array``: elements of the array."""
+    output_files: list[Word] = field(default_factory=list)
+    """In a token of type ``end``: files to which the command redirects output."""
+    here_document: Word | None = None
+    """In a token of type ``end``: here-document of the command."""
 
 
-class Reader:
-    """Cuts a script into tokens.
+class ShellLexer:
+    """Lexer that splits a bash script into tokens.
 
-    Raises:
-        ValueError: a quote or a bracket is not closed.
+    Args:
+        text: script.
+        lineno: line number of the first line, for messages.
     """
 
-    def __init__(self, text: str, line: int = 1) -> None:
-        self._text, self._at, self._line = text, 0, line
-        self._here: list[tuple[str, bool, Token]] = []
-        self._into: list[Word] = []
+    def __init__(self, text: str, lineno: int = 1) -> None:
+        self._text, self._position, self._lineno = text, 0, lineno
+        self._here_documents: list[tuple[str, bool, Token]] = []
+        self._output_files: list[Word] = []
 
-    def tokens(self) -> list[Token]:
-        """All of them."""
-        found: list[Token] = []
-        while (token := self._next()) is not None:
-            found.append(token)
-        found.append(self._end("\n"))
-        return found
+    def tokenize(self) -> list[Token]:
+        """Return all tokens. The last token has type ``end``.
 
-    def _next(self) -> Token | None:
-        self._skip()
-        if self._at >= len(self._text):
+        Raises:
+            ValueError: a quote or a bracket is not closed.
+        """
+        tokens: list[Token] = []
+        while (token := self._read_token()) is not None:
+            tokens.append(token)
+        tokens.append(self._build_end_token("\n"))
+        return tokens
+
+    def _read_token(self) -> Token | None:
+        """Read the next token, or return None at the end of the script.
+
+        Redirections and here-documents are not separate tokens: they become attributes of the next ``end`` token.
+        """
+        self._skip_blanks()
+        if self._position >= len(self._text):
             return None
-        rest = self._text[self._at :]
-        if match := _HERE.match(rest):
-            self._at += match.end()
-            self._here.append((match[3], not match[2], Token("end", self._line)))
-            return self._next()
-        if (match := _REDIRECT.match(rest)) and match[0]:
-            self._at += match.end()
+        remaining = self._text[self._position :]
+        if match := _HERE_DOCUMENT.match(remaining):
+            self._position += match.end()
+            self._here_documents.append((match[3], not match[2], Token("end", self._lineno)))
+            return self._read_token()
+        if (match := _REDIRECT.match(remaining)) and match[0]:
+            self._position += match.end()
             if not re.search(r"&\d\Z", match[0]):
-                self._skip()
-                target = self._word()
+                self._skip_blanks()
+                target = self._read_word()
                 if ">" in match[0]:
-                    self._into.append(target)
-            return self._next()
-        for end in _ENDS:
-            if rest.startswith(end):
-                self._at += len(end)
-                token = self._end(end)
+                    self._output_files.append(target)
+            return self._read_token()
+        for end in _COMMAND_ENDS:
+            if remaining.startswith(end):
+                self._position += len(end)
+                token = self._build_end_token(end)
                 if end == "\n":
-                    self._line += 1
-                    self._read_here(token)
+                    self._lineno += 1
+                    self._read_here_documents(token)
                 return token
-        word = self._word()
-        if len(word.pieces) == 1 and _NAME.match(word.plain) and self._text[self._at : self._at + 1] == "(":
-            self._at += 1
-            return Token("array", word.line, text=word.plain, words=self._array())
-        return Token("word", word.line, word)
+        word = self._read_word()
+        if (
+            len(word.fragments) == 1
+            and _ASSIGNMENT.match(word.unquoted_text)
+            and self._text[self._position : self._position + 1] == "("
+        ):
+            self._position += 1
+            return Token("array", word.lineno, text=word.unquoted_text, items=self._read_array())
+        return Token("word", word.lineno, word)
 
-    def _end(self, text: str) -> Token:
-        into, self._into = self._into, []
-        return Token("end", self._line, text=text, into=into)
+    def _build_end_token(self, text: str) -> Token:
+        """Build the token that ends a command, with the output files of the command."""
+        output_files, self._output_files = self._output_files, []
+        return Token("end", self._lineno, text=text, output_files=output_files)
 
-    def _skip(self) -> None:
-        """Pass over blanks, comments and continued lines."""
-        while self._at < len(self._text):
-            here = self._text[self._at]
-            if here in " \t\r":
-                self._at += 1
-            elif self._text.startswith("\\\n", self._at) or self._text.startswith("\\\r\n", self._at):
-                self._at = self._text.index("\n", self._at) + 1
-                self._line += 1
-            elif here == "#" and (self._at == 0 or self._text[self._at - 1] in " \t\r\n;()|&"):
-                end = self._text.find("\n", self._at)
-                self._at = len(self._text) if end < 0 else end
+    def _skip_blanks(self) -> None:
+        """Skip blanks, comments and continued lines."""
+        while self._position < len(self._text):
+            char = self._text[self._position]
+            if char in " \t\r":
+                self._position += 1
+            elif self._text.startswith("\\\n", self._position) or self._text.startswith("\\\r\n", self._position):
+                self._position = self._text.index("\n", self._position) + 1
+                self._lineno += 1
+            elif char == "#" and (self._position == 0 or self._text[self._position - 1] in " \t\r\n;()|&"):
+                end = self._text.find("\n", self._position)
+                self._position = len(self._text) if end < 0 else end
             else:
                 return
 
-    def _array(self) -> list[Word]:
-        found: list[Word] = []
+    def _read_array(self) -> list[Word]:
+        """Read the elements of an array, up to the closing bracket."""
+        items: list[Word] = []
         while True:
-            self._skip()
-            here = self._text[self._at : self._at + 1]
-            if not here:
-                raise ValueError(f"line {self._line}: a ( is not closed")
-            if here == ")":
-                self._at += 1
-                return found
-            if here == "\n":
-                self._at, self._line = self._at + 1, self._line + 1
+            self._skip_blanks()
+            char = self._text[self._position : self._position + 1]
+            if not char:
+                raise ValueError(f"line {self._lineno}: a ( is not closed")
+            if char == ")":
+                self._position += 1
+                return items
+            if char == "\n":
+                self._position, self._lineno = self._position + 1, self._lineno + 1
             else:
-                found.append(self._word())
+                items.append(self._read_word())
 
-    def _word(self) -> Word:
-        pieces: list[tuple[str, Quote]] = []
-        line, bare = self._line, ""
-        while self._at < len(self._text):
-            here = self._text[self._at]
-            if here in " \t\r\n;&|()<>":
+    def _read_word(self) -> Word:
+        """Read a word. A word such as ``NAME=`` ends before the opening bracket of an array."""
+        fragments: list[tuple[str, Quote]] = []
+        lineno, unquoted = self._lineno, ""
+        while self._position < len(self._text):
+            char = self._text[self._position]
+            if char in " \t\r\n;&|()<>":
                 break
-            if here in "'\"":
-                if bare:
-                    pieces.append((bare, ""))
-                    bare = ""
-                pieces.append((self._quoted(here), "'" if here == "'" else '"'))
-            elif here == "\\":
-                following = self._text[self._at + 1 : self._at + 2]
-                self._at += 2
-                if following == "\n":
-                    self._line += 1
+            if char in "'\"":
+                if unquoted:
+                    fragments.append((unquoted, ""))
+                    unquoted = ""
+                fragments.append((self._read_quoted(char), "'" if char == "'" else '"'))
+            elif char == "\\":
+                next_char = self._text[self._position + 1 : self._position + 2]
+                self._position += 2
+                if next_char == "\n":
+                    self._lineno += 1
                     continue
-                if bare:
-                    pieces.append((bare, ""))
-                    bare = ""
-                pieces.append((following, "'"))
-            elif here in "$`":
-                bare += self._expansion()
+                if unquoted:
+                    fragments.append((unquoted, ""))
+                    unquoted = ""
+                fragments.append((next_char, "'"))
+            elif char in "$`":
+                unquoted += self._read_expansion()
             else:
-                bare += here
-                self._at += 1
-            if bare and _NAME.match(bare) and not pieces and self._text[self._at : self._at + 1] == "(":
+                unquoted += char
+                self._position += 1
+            if (
+                unquoted
+                and _ASSIGNMENT.match(unquoted)
+                and not fragments
+                and self._text[self._position : self._position + 1] == "("
+            ):
                 break
-        if bare or not pieces:
-            pieces.append((bare, ""))
-        if not pieces[0][0] and len(pieces) == 1 and pieces[0][1] == "":  # nothing that starts a word: a stray bracket
-            self._at += 1
-        return Word(pieces, line)
+        if unquoted or not fragments:
+            fragments.append((unquoted, ""))
+        if not fragments[0][0] and len(fragments) == 1 and fragments[0][1] == "":  # an unexpected bracket
+            self._position += 1
+        return Word(fragments, lineno)
 
-    def _quoted(self, quote: str) -> str:
-        """The text between quotes; inside double ones \\", \\$ and \\` stay with their backslash for the expansion."""
-        start = self._line
-        self._at += 1
+    def _read_quoted(self, quote: str) -> str:
+        """Read the text between two quotes.
+
+        In double quotes, a backslash is removed before ``"`` and before a backslash. Before all other characters it stays; when the
+        text is expanded, it is removed before ``$`` and a backtick.
+        """
+        start_lineno = self._lineno
+        self._position += 1
         text = ""
-        while self._at < len(self._text):
-            here = self._text[self._at]
-            if here == quote:
-                self._at += 1
+        while self._position < len(self._text):
+            char = self._text[self._position]
+            if char == quote:
+                self._position += 1
                 return text
-            if quote == '"' and here == "\\":
-                following = self._text[self._at + 1 : self._at + 2]
-                self._at += 2
-                if following == "\n":
-                    self._line += 1
+            if quote == '"' and char == "\\":
+                next_char = self._text[self._position + 1 : self._position + 2]
+                self._position += 2
+                if next_char == "\n":
+                    self._lineno += 1
                 else:
-                    text += following if following in '"\\' else here + following
-            elif quote == '"' and here in "$`":
-                text += self._expansion()
+                    text += next_char if next_char in '"\\' else char + next_char
+            elif quote == '"' and char in "$`":
+                text += self._read_expansion()
             else:
-                self._line += here == "\n"
-                text += here
-                self._at += 1
-        raise ValueError(f"line {start}: a {quote} is not closed")
+                self._lineno += char == "\n"
+                text += char
+                self._position += 1
+        raise ValueError(f"line {start_lineno}: a {quote} is not closed")
 
-    def _expansion(self) -> str:
-        """A $ or ` with all that belongs to it, as it is written."""
-        start = self._at
+    def _read_expansion(self) -> str:
+        """Read an expansion that starts with ``$`` or a backtick, and return its spelling."""
+        start = self._position
         if self._text[start] == "`":
             end = self._text.find("`", start + 1)
             if end < 0:
-                raise ValueError(f"line {self._line}: a ` is not closed")
-            self._at = end + 1
+                raise ValueError(f"line {self._lineno}: a ` is not closed")
+            self._position = end + 1
         elif self._text[start + 1 : start + 2] in ("(", "{"):
-            self._at = self._closed(start + 1)
+            self._position = self._find_bracket_end(start + 1)
         elif match := re.match(r"\$(\w+|[@*#?$!-])", self._text[start:]):
             name = match[1][0] if match[1][0].isdigit() else match[1]
-            self._at += 1 + len(name)
+            self._position += 1 + len(name)
         else:
-            self._at += 1
-        found = self._text[start : self._at]
-        self._line += found.count("\n")
-        return found
+            self._position += 1
+        expansion = self._text[start : self._position]
+        self._lineno += expansion.count("\n")
+        return expansion
 
-    def _closed(self, start: int) -> int:
-        """The place behind the bracket that closes the one at `start`."""
-        pairs, depth, at, quote = {"(": ")", "{": "}"}, [], start, ""
-        while at < len(self._text):
-            here = self._text[at]
-            if here == "\\":
-                at += 1
+    def _find_bracket_end(self, start: int) -> int:
+        """Return the position after the bracket that closes the bracket at position `start`. Brackets in quotes do not count."""
+        closing, expected, position, quote = {"(": ")", "{": "}"}, [], start, ""
+        while position < len(self._text):
+            char = self._text[position]
+            if char == "\\":
+                position += 1
             elif quote:
-                quote = "" if here == quote else quote
-            elif here in "'\"":
-                quote = here
-            elif here in pairs:
-                depth.append(pairs[here])
-            elif depth and here == depth[-1]:
-                depth.pop()
-                if not depth:
-                    return at + 1
-            at += 1
-        raise ValueError(f"line {self._line}: a {self._text[start]} is not closed")
+                quote = "" if char == quote else quote
+            elif char in "'\"":
+                quote = char
+            elif char in closing:
+                expected.append(closing[char])
+            elif expected and char == expected[-1]:
+                expected.pop()
+                if not expected:
+                    return position + 1
+            position += 1
+        raise ValueError(f"line {self._lineno}: a {self._text[start]} is not closed")
 
-    def _read_here(self, end: Token) -> None:
-        for name, expands, _ in self._here:
-            lines = []
-            while self._at < len(self._text):
-                stop = self._text.find("\n", self._at)
-                stop = len(self._text) if stop < 0 else stop
-                line, self._at = self._text[self._at : stop], stop + 1
-                self._line += 1
-                if line.strip() == name:
+    def _read_here_documents(self, end_token: Token) -> None:
+        """Read the here-documents that follow a line. The token that ends the line gets the last of them."""
+        for delimiter, can_expand, _ in self._here_documents:
+            body = []
+            while self._position < len(self._text):
+                line_end = self._text.find("\n", self._position)
+                line_end = len(self._text) if line_end < 0 else line_end
+                text, self._position = self._text[self._position : line_end], line_end + 1
+                self._lineno += 1
+                if text.strip() == delimiter:
                     break
-                lines.append(line)
-            end.here = Word([("\n".join(lines) + "\n", '"' if expands else "'")], end.line)
-        self._here = []
+                body.append(text)
+            end_token.here_document = Word([("\n".join(body) + "\n", '"' if can_expand else "'")], end_token.lineno)
+        self._here_documents = []

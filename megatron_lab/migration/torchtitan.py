@@ -1,16 +1,17 @@
-"""A training configuration of torchtitan (TOML)."""
+"""Conversion of a training configuration of torchtitan (TOML)."""
 
 from __future__ import annotations
 
 import tomllib
 
-from megatron_lab.migration.keys import Keys
-from megatron_lab.migration.line import Line
+from megatron_lab.migration.keys import ConfigSection
+from megatron_lab.migration.line import LaunchCommand
 
-_NAME = "torchtitan"
+_FRAMEWORK = "torchtitan"
+"""Name of the framework in messages."""
 _PRESETS = {("llama3", "8B"): "llama3-8b", ("llama3", "70B"): "llama3-70b", ("llama3", "405B"): "llama3-405b"}
-"""Models that are the same as one that `--model` knows."""
-_DEBUG = {
+"""Model of `--model` with the shape of a torchtitan model, by (name, flavor)."""
+_DEBUG_MODEL = {
     "num-layers": 6,
     "hidden-size": 256,
     "ffn-hidden-size": 768,
@@ -19,302 +20,391 @@ _DEBUG = {
     "position-embedding-type": "rope",
     "normalization": "RMSNorm",
 }
+"""Flags for the shape of torchtitan's debug model."""
 _DEBUG_SWITCHES = ("swiglu", "disable-bias-linear", "untie-embeddings-and-output-weights")
+"""Switches of torchtitan's debug model."""
 _SCHEDULES = {"1F1B": "1f1b", "GPipe": "gpipe", "Interleaved1F1B": "interleaved", "ZBVZeroBubble": "zb-v"}
-_MEMORY = "it changes what is kept in memory, not what is computed"
+"""Pipeline schedule for each schedule of torchtitan."""
+_MEMORY_REASON = "it changes the use of memory, not the results"
 
 
-def put_config(line: Line, text: str) -> None:
-    """Put a configuration.
+def convert_config(command: LaunchCommand, text: str) -> None:
+    """Convert a torchtitan configuration.
+
+    Args:
+        text: configuration in TOML.
 
     Raises:
-        ValueError: it is no TOML.
+        ValueError: the text is not TOML.
     """
     try:
-        keys = Keys(tomllib.loads(text), line)
+        config = ConfigSection(tomllib.loads(text), command)
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"the torchtitan configuration is no TOML ({error})") from error
+        raise ValueError(f"the torchtitan configuration is not valid TOML ({error})") from error
     names = "job model optimizer lr_scheduler training parallelism experimental checkpoint activation_checkpoint metrics float8"
-    found = {name: keys.section(name) or Keys({}, line, name) for name in names.split()}
-    folder = str(found["job"].take("dump_folder", "./outputs"))
-    found["job"].pass_over("description print_args use_for_integration_test config_file custom_config_module", "it names the job")
-    _put_model(line, found["model"], found["float8"])
-    layout = _put_layout(line, found)
-    _put_training(line, found["training"], layout)
-    _put_optimizer(line, found["optimizer"])
-    _put_rates(line, found)
-    _put_recompute(line, found["activation_checkpoint"])
-    _put_checkpoints(line, found["checkpoint"], folder)
-    metrics = found["metrics"]
-    line.put("log-interval", int(metrics.number("log_freq") or 10), given="metrics.log_freq")
-    if metrics.take("enable_tensorboard"):
-        line.put("tensorboard-dir", f"{folder}/{metrics.take('save_tb_folder', 'tb')}", given="metrics.enable_tensorboard")
-    if metrics.take("enable_wandb"):
-        line.lost.append(
-            ("metrics.enable_wandb", "Give --wandb-project and --wandb-exp-name; there they come from the environment.")
+    sections = {name: config.pop_section(name) or ConfigSection({}, command, name) for name in names.split()}
+    folder = str(sections["job"].pop("dump_folder", "./outputs"))
+    sections["job"].omit("description print_args use_for_integration_test config_file custom_config_module", "it names the job")
+    _convert_model(command, sections["model"], sections["float8"])
+    layout = _convert_layout(command, sections)
+    _convert_training(command, sections["training"], layout)
+    _convert_optimizer(command, sections["optimizer"])
+    _convert_lr_schedule(command, sections)
+    _convert_recompute(command, sections["activation_checkpoint"])
+    _convert_checkpoints(command, sections["checkpoint"], folder)
+    metrics = sections["metrics"]
+    command.set_flag("log-interval", int(metrics.pop_number("log_freq") or 10), source="metrics.log_freq")
+    if metrics.pop("enable_tensorboard"):
+        command.set_flag("tensorboard-dir", f"{folder}/{metrics.pop('save_tb_folder', 'tb')}", source="metrics.enable_tensorboard")
+    if metrics.pop("enable_wandb"):
+        command.unconverted.append(
+            ("metrics.enable_wandb", "Give --wandb-project and --wandb-exp-name, which torchtitan reads from the environment.")
         )
-    metrics.pass_over("save_tb_folder disable_color_printing save_for_all_ranks rank_0_only", "it is about how numbers are shown")
-    if (validation := keys.section("validation")) is not None:
-        _put_validation(line, validation)
-    line.words.setdefault("eval-iters", ("0",))
-    if (profiling := keys.section("profiling")) is not None:
-        if profiling.take("enable_profiling") or profiling.take("run_profiler"):
-            line.lost.append(
-                ("profiling.enable_profiling", "--profile with --profile-step-start and --profile-step-end takes one trace.")
+    metrics.omit("save_tb_folder disable_color_printing save_for_all_ranks rank_0_only", "it only affects the display of metrics")
+    if (validation := config.pop_section("validation")) is not None:
+        _convert_validation(command, validation)
+    command.flags.setdefault("eval-iters", ("0",))
+    if (profiling := config.pop_section("profiling")) is not None:
+        if profiling.pop("enable_profiling") or profiling.pop("run_profiler"):
+            command.unconverted.append(
+                (
+                    "profiling.enable_profiling",
+                    "Use --profile, --profile-step-start and --profile-step-end, which record one trace.",
+                )
             )
-        profiling.ignore_rest()
-    keys.pass_over("comm memory_estimation", "it is about the launch, not about the run")
-    for section in found.values():
-        section.pass_over_rest()
-    keys.pass_over_rest()
+        profiling.clear()
+    config.omit("comm memory_estimation", "it does not affect training")
+    for section in sections.values():
+        section.report_unconverted()
+    config.report_unconverted()
 
 
-def _put_model(line: Line, model: Keys, float8: Keys) -> None:
-    name, flavor = str(model.take("name", "llama3")), str(model.take("flavor", "debugmodel"))
-    preset, given = _PRESETS.get((name, flavor)), f"model.name {name}, model.flavor {flavor}"
+def _convert_model(command: LaunchCommand, model: ConfigSection, float8: ConfigSection) -> None:
+    """Convert the model, its tokenizer and its converters (float8)."""
+    name, flavor = str(model.pop("name", "llama3")), str(model.pop("flavor", "debugmodel"))
+    preset, source = _PRESETS.get((name, flavor)), f"model.name {name}, model.flavor {flavor}"
     if preset is not None:
-        line.put("model", preset, given=given)
+        command.set_flag("model", preset, source=source)
     elif name in ("llama3", "llama") and flavor == "debugmodel":
-        for flag, value in _DEBUG.items():
-            line.put(flag, value)
-        for flag in _DEBUG_SWITCHES:
-            line.put(flag)
-        line.changed.append((given, "6 layers of width 256, as in its present code; earlier ones differed"))
+        for flag_name, value in _DEBUG_MODEL.items():
+            command.set_flag(flag_name, value)
+        for flag_name in _DEBUG_SWITCHES:
+            command.set_flag(flag_name)
+        command.changes.append((source, "6 layers of width 256, as in torchtitan's present code; older versions differ"))
     else:
-        line.lost.append((given, "This tool does not know its sizes. Give --model NAME (--model list) or the sizes behind --."))
-    line.put("attention-dropout", 0)
-    line.put("hidden-dropout", 0)
-    line.changed.append(("(always, torchtitan)", "--attention-dropout 0 --hidden-dropout 0: its models have no dropout"))
-    line.differs.append(("initial weights and the order of samples", "They follow from --seed by this project's rules."))
-    path = model.take("hf_assets_path") or model.take("tokenizer_path")
-    if path:
-        kind = "TikTokenizer" if str(path).endswith(".model") and name == "llama3" else "HuggingFaceTokenizer"
-        line.put("tokenizer-type", kind)
-        line.put("tokenizer-model", path, given=f"{model.path('tokenizer_path')} {path}", why=f"with --tokenizer-type {kind}")
+        command.unconverted.append(
+            (source, "This tool does not know its sizes. Give --model NAME (--model list), or flags for the sizes after --.")
+        )
+    command.set_flag("attention-dropout", 0)
+    command.set_flag("hidden-dropout", 0)
+    command.changes.append(("(always, torchtitan)", "--attention-dropout 0 --hidden-dropout 0: its models have no dropout"))
+    command.differences.append(("initial weights and the order of samples", "They follow from --seed by this project's rules."))
+    tokenizer_path = model.pop("hf_assets_path") or model.pop("tokenizer_path")
+    if tokenizer_path:
+        tokenizer_type = "TikTokenizer" if str(tokenizer_path).endswith(".model") and name == "llama3" else "HuggingFaceTokenizer"
+        command.set_flag("tokenizer-type", tokenizer_type)
+        command.set_flag(
+            "tokenizer-model",
+            tokenizer_path,
+            source=f"{model.get_path('tokenizer_path')} {tokenizer_path}",
+            reason=f"with --tokenizer-type {tokenizer_type}",
+        )
     else:
-        line.missing.append("the tokenizer: --tokenizer-type and --tokenizer-model")
-    norm = model.take("norm_type")
+        command.missing.append("the tokenizer: --tokenizer-type and --tokenizer-model")
+    norm = model.pop("norm_type")
     if norm not in (None, "rmsnorm", "fused_rmsnorm"):
-        line.lost.append(
+        command.unconverted.append(
             (f"model.norm_type {norm}", "The model's family has RMSNorm; --normalization LayerNorm has weights and biases.")
         )
-    converters = model.take("converters") or []
+    converters = model.pop("converters") or []
     converters = converters.split(",") if isinstance(converters, str) else list(converters)
-    if "float8" in converters or float8.take("enable_float8_linear"):
-        recipe = str(float8.take("recipe_name") or "tensorwise")
-        line.put("fp8-format", "hybrid", given="the converter float8", why="products in 8 bits, gradients of outputs in e5m2")
+    if "float8" in converters or float8.pop("enable_float8_linear"):
+        recipe = str(float8.pop("recipe_name") or "tensorwise")
+        command.set_flag(
+            "fp8-format", "hybrid", source="the converter float8", reason="FP8 matrix products, with output gradients in e5m2"
+        )
         if recipe in ("tensorwise", "rowwise"):
-            line.put("fp8-recipe", recipe)
+            command.set_flag("fp8-recipe", recipe)
         else:
-            line.lost.append((f"float8.recipe_name {recipe}", "There are tensorwise, rowwise and blockwise."))
-        float8.pass_over(
+            command.unconverted.append((f"float8.recipe_name {recipe}", "Supported are tensorwise, rowwise and blockwise."))
+        float8.omit(
             "enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp force_recompute_fp8_weight_in_bwd",
             "weights are gathered in bfloat16; the result is the same",
         )
-        filtered = float8.take("filter_fqns")
-        if filtered not in (None, "output", ["output"], []):
-            line.lost.append(
-                (f"float8.filter_fqns {filtered}", "Only the output layer stays in bfloat16 (see --first-last-layers-bf16).")
+        excluded_modules = float8.pop("filter_fqns")
+        if excluded_modules not in (None, "output", ["output"], []):
+            command.unconverted.append(
+                (
+                    f"float8.filter_fqns {excluded_modules}",
+                    "Only the output layer stays in bfloat16 (see --first-last-layers-bf16).",
+                )
             )
     else:
-        float8.ignore_rest()
+        float8.clear()
     for converter in converters:
         if converter.strip() not in ("", "float8"):
-            line.lost.append((f"model.converters {converter}", "This project does not know it."))
+            command.unconverted.append((f"model.converters {converter}", "This project does not know it."))
 
 
-def _put_layout(line: Line, found: dict[str, Keys]) -> dict[str, int]:
-    """Put the layout; returns the number of data ranks, if it is known, and the size of a pipeline's microbatch."""
-    here, older, oldest = found["parallelism"], found["experimental"], found["training"]
+def _convert_layout(command: LaunchCommand, sections: dict[str, ConfigSection]) -> dict[str, int]:
+    """Convert the parallel layout.
 
-    def degree(*keys: str) -> int:
-        for section in (here, oldest, older):
+    In older versions of torchtitan, some of the keys are in the sections ``training`` and ``experimental``.
+
+    Returns:
+        ``data``: data-parallel size, 0 if it is not known. ``stages``: number of pipeline stages. ``micro``: micro-batch size
+            within the pipeline.
+    """
+    parallelism, experimental, training = sections["parallelism"], sections["experimental"], sections["training"]
+
+    def get_degree(*keys: str) -> int:
+        for section in (parallelism, training, experimental):
             for key in keys:
-                value = section.number(key)
+                value = section.pop_number(key)
                 if value is not None:
                     return int(value)
         return 1
 
-    tensor, stages = degree("tensor_parallel_degree", "sequence_parallel_degree"), degree("pipeline_parallel_degree")
-    context, experts = degree("context_parallel_degree"), degree("expert_parallel_degree")
-    for flag, size in (
-        ("tensor-model-parallel-size", tensor),
-        ("pipeline-model-parallel-size", stages),
-        ("context-parallel-size", context),
-        ("expert-model-parallel-size", experts),
+    tp_size, pp_size = get_degree("tensor_parallel_degree", "sequence_parallel_degree"), get_degree("pipeline_parallel_degree")
+    cp_size, ep_size = get_degree("context_parallel_degree"), get_degree("expert_parallel_degree")
+    for name, size in (
+        ("tensor-model-parallel-size", tp_size),
+        ("pipeline-model-parallel-size", pp_size),
+        ("context-parallel-size", cp_size),
+        ("expert-model-parallel-size", ep_size),
     ):
         if size > 1:
-            line.put(flag, size, given=f"parallelism: {flag.split('-')[0]} degree {size}")
-    if tensor > 1:
-        line.put("sequence-parallel", given="(always, torchtitan)", why="its tensor parallelism divides norms and the residual too")
-        if here.take("enable_async_tensor_parallel") or older.take("enable_async_tensor_parallel"):
-            if "fp8-format" in line.words:
-                line.left_out.append(("parallelism.enable_async_tensor_parallel", "products in 8 bits do not come in pieces"))
+            command.set_flag(name, size, source=f"parallelism: {name.split('-')[0]} degree {size}")
+    if tp_size > 1:
+        command.set_flag(
+            "sequence-parallel",
+            source="(always, torchtitan)",
+            reason="its tensor parallelism also shards norms and the residual stream",
+        )
+        if parallelism.pop("enable_async_tensor_parallel") or experimental.pop("enable_async_tensor_parallel"):
+            if "fp8-format" in command.flags:
+                command.omitted.append(
+                    ("parallelism.enable_async_tensor_parallel", "FP8 matrix products do not overlap with communication")
+                )
             else:
-                line.put("tp-comm-overlap", given="parallelism.enable_async_tensor_parallel")
-    here.take("enable_async_tensor_parallel")
-    if context > 1:
-        way = here.take("context_parallel_rotate_method", "allgather")
-        line.put(
-            "cp-comm-type", "all_gather" if way == "allgather" else "p2p", given=f"parallelism.context_parallel_rotate_method {way}"
+                command.set_flag("tp-comm-overlap", source="parallelism.enable_async_tensor_parallel")
+    parallelism.pop("enable_async_tensor_parallel")
+    if cp_size > 1:
+        rotate_method = parallelism.pop("context_parallel_rotate_method", "allgather")
+        command.set_flag(
+            "cp-comm-type",
+            "all_gather" if rotate_method == "allgather" else "p2p",
+            source=f"parallelism.context_parallel_rotate_method {rotate_method}",
         )
-    here.take("context_parallel_rotate_method")
-    shard = here.number("data_parallel_shard_degree", oldest.number("data_parallel_degree", -1)) or 1
-    copies = int(here.number("data_parallel_replicate_degree") or 1)
-    data = (line.world_size or 0) // (tensor * stages * context)
-    if shard != 1:
-        line.put(
-            "data-parallel-sharding-strategy", "optim_grads_params", given="parallelism.data_parallel_shard_degree", why="FSDP"
+    parallelism.pop("context_parallel_rotate_method")
+    shard_degree = parallelism.pop_number("data_parallel_shard_degree", training.pop_number("data_parallel_degree", -1)) or 1
+    num_replicas = int(parallelism.pop_number("data_parallel_replicate_degree") or 1)
+    dp_size = (command.world_size or 0) // (tp_size * pp_size * cp_size)
+    if shard_degree != 1:
+        command.set_flag(
+            "data-parallel-sharding-strategy", "optim_grads_params", source="parallelism.data_parallel_shard_degree", reason="FSDP"
         )
-        if copies > 1:
-            size = int(shard) * context if shard > 0 else data * context // copies
-            line.missing += [] if size else ["the number of ranks (--world-size N), which says how many share a copy of the model"]
-            if size:
-                line.put("fsdp-shard-size", size, given=f"parallelism.data_parallel_replicate_degree {copies}")
-        reshard = here.take("fsdp_reshard_after_forward", "default")
-        if reshard == "never" or (reshard == "default" and stages > 1):
-            line.put("fsdp-reshard-after-forward", "never", given=f"parallelism.fsdp_reshard_after_forward {reshard}")
-        if oldest.take("enable_cpu_offload"):
-            line.put("fsdp-params-cpu", given="training.enable_cpu_offload")
-    here.take("fsdp_reshard_after_forward")
-    if shard > 0 and not data:
-        data = int(shard) * copies
-    _put_schedule(line, here, older, stages)
-    here.pass_over("disable_loss_parallel enable_compiled_autograd expert_tensor_parallel_degree", "the loss is always divided")
-    return {"data": data, "stages": stages, "micro": int(here.number("pipeline_parallel_microbatch_size") or 1)}
-
-
-def _put_schedule(line: Line, here: Keys, older: Keys, stages: int) -> None:
-    name = str(here.take("pipeline_parallel_schedule") or older.take("pipeline_parallel_schedule") or "1F1B")
-    each = here.number("pipeline_parallel_layers_per_stage")
-    points = here.take("pipeline_parallel_split_points") or older.take("pipeline_parallel_split_points")
-    here.pass_over("pipeline_parallel_schedule_csv", "a schedule is named by --pipeline-schedule")
-    if stages == 1:
-        return
-    schedule = next((ours for theirs, ours in _SCHEDULES.items() if theirs.lower() == name.lower()), None)
-    if schedule is None:
-        line.lost.append((f"parallelism.pipeline_parallel_schedule {name}", "See --pipeline-schedule for those that there are."))
-        return
-    line.put("pipeline-schedule", schedule, given=f"parallelism.pipeline_parallel_schedule {name}")
-    if each is not None and schedule in ("interleaved", "zb-v"):
-        line.put("num-layers-per-virtual-pipeline-stage", int(each), given="parallelism.pipeline_parallel_layers_per_stage")
-    elif schedule == "interleaved":
-        line.put(
-            "num-virtual-stages-per-pipeline-rank", 2, given="(by default, torchtitan)", why="two stages a rank where it is looped"
-        )
-    if points:
-        line.lost.append(("parallelism.pipeline_parallel_split_points", "--pipeline-model-parallel-layout writes stages by hand."))
-
-
-def _put_training(line: Line, training: Keys, layout: dict[str, int]) -> None:
-    local = int(training.number("local_batch_size", training.number("batch_size", 8)) or 8)
-    total = training.number("global_batch_size", -1) or -1
-    micro = min(layout["micro"], local) if layout["stages"] > 1 else local
-    line.put("micro-batch-size", micro, given=f"training.local_batch_size {local}")
-    if total <= 0 and micro != local:
-        total = local * layout["data"] if layout["data"] else -1
-        if total < 0:
-            line.missing.append(
-                "the number of ranks (--world-size N): a step has training.local_batch_size sequences on each data rank"
+        if num_replicas > 1:
+            shard_size = int(shard_degree) * cp_size if shard_degree > 0 else dp_size * cp_size // num_replicas
+            command.missing += (
+                [] if shard_size else ["the number of ranks (--world-size N), from which the size of a sharding group follows"]
             )
-    if total > 0:
-        line.put("global-batch-size", int(total), given="training.global_batch_size")
-    line.put("seq-length", int(training.number("seq_len") or 2048), given="training.seq_len")
-    line.put("train-iters", int(training.number("steps") or 10000), given="training.steps")
-    line.put("clip-grad", training.number("max_norm", 1.0) or 0, given="training.max_norm")
-    if training.take("mixed_precision_param", "bfloat16") == "bfloat16":
-        line.put("bf16", given="training.mixed_precision_param")
-    training.pass_over("mixed_precision_reduce dtype", "gradients are reduced in float32")
-    if training.take("compile"):
-        line.put("compile", given="training.compile")
-    seed = training.number("seed")
-    if seed is not None:
-        line.put("seed", int(seed), given="training.seed")
-    if training.take("deterministic"):
-        line.put("deterministic-mode", given="training.deterministic")
-    if (interval := training.number("gc_freq")) is not None:
-        line.put("manual-gc", given=f"training.gc_freq {interval:g}")
-        line.put("manual-gc-interval", int(interval))
-    dataset = training.take("dataset_path") or training.take("dataset", "c4_test")
-    training.take("dataset")
-    line.put("data-path", "$DATA_PATH")
-    line.variables["DATA_PATH"] = f"prefix of {dataset} as an indexed dataset, made by tools/preprocess_data.py (docs/data.md)"
-    training.pass_over("data_parallel_degree sequence_parallel_degree enable_cpu_offload gc_debug", "it is said by other keys")
+            if shard_size:
+                command.set_flag("fsdp-shard-size", shard_size, source=f"parallelism.data_parallel_replicate_degree {num_replicas}")
+        reshard = parallelism.pop("fsdp_reshard_after_forward", "default")
+        if reshard == "never" or (reshard == "default" and pp_size > 1):
+            command.set_flag("fsdp-reshard-after-forward", "never", source=f"parallelism.fsdp_reshard_after_forward {reshard}")
+        if training.pop("enable_cpu_offload"):
+            command.set_flag("fsdp-params-cpu", source="training.enable_cpu_offload")
+    parallelism.pop("fsdp_reshard_after_forward")
+    if shard_degree > 0 and not dp_size:
+        dp_size = int(shard_degree) * num_replicas
+    _convert_schedule(command, parallelism, experimental, pp_size)
+    parallelism.omit(
+        "disable_loss_parallel enable_compiled_autograd expert_tensor_parallel_degree",
+        "the loss is always sharded over the tensor ranks",
+    )
+    return {"data": dp_size, "stages": pp_size, "micro": int(parallelism.pop_number("pipeline_parallel_microbatch_size") or 1)}
 
 
-def _put_optimizer(line: Line, optimizer: Keys) -> None:
-    name = str(optimizer.take("name", "AdamW"))
-    if name != "AdamW":
-        line.lost.append((f"optimizer.name {name}", "--optimizer adam is AdamW; docs/optimizers.md lists the others."))
-    for key, flag, default in (("lr", "lr", 8e-4), ("beta1", "adam-beta1", 0.9), ("beta2", "adam-beta2", 0.95)):
-        if optimizer.put(key, flag) is None:
-            optimizer.default(flag, default, _NAME)
-    optimizer.put("eps", "adam-eps")
-    if optimizer.put("weight_decay", "weight-decay") is None:
-        optimizer.default("weight-decay", 0.1, _NAME)
-    line.put("param-groups", "* wd-mult=1", given="(always, torchtitan)", why="weight decay acts on norms too")
-    optimizer.pass_over("implementation fused early_step_in_backward", "how the update is computed is chosen here")
-
-
-def _put_rates(line: Line, found: dict[str, Keys]) -> None:
-    rates, training = found["lr_scheduler"], found["training"]
-    warmup = int(rates.number("warmup_steps", training.number("warmup_steps", 200)) or 0)
-    steps = int(line.number("train-iters") or 0)
-    line.put("lr-warmup-iters", min(warmup, max(0, steps - 1)), given=f"lr_scheduler.warmup_steps {warmup}")
-    line.differs.append(("learning rates", "Warm-up and decay count a step more there, so that a rate differs by a step's share."))
-    kind, ratio = str(rates.take("decay_type", "linear")), rates.number("decay_ratio")
-    least = rates.number("min_lr_factor", rates.number("lr_min"))
-    if ratio is None and kind != "sqrt":
-        line.put("lr-decay-style", kind, given=f"lr_scheduler.decay_type {kind}")
-    else:
-        decays = round(steps * ratio) if ratio is not None else steps - warmup
-        line.put("lr-decay-style", "WSD", given=f"lr_scheduler.decay_ratio {ratio}", why="constant, then a decay at the end")
-        line.put("lr-wsd-decay-style", {"sqrt": "minus_sqrt"}.get(kind, kind))
-        line.put("lr-wsd-decay-iters", max(1, min(decays, steps - warmup)))
-    if least:
-        line.put("min-lr", least * (line.number("lr") or 0), given=f"lr_scheduler.min_lr_factor {least:g}")
-
-
-def _put_recompute(line: Line, section: Keys) -> None:
-    mode, option = section.take("mode", "selective"), str(section.take("selective_ac_option", "2"))
-    section.pass_over("per_op_sac_force_recompute_mm_shapes_by_fqns early_stop preserve_rng_state", _MEMORY)
-    if mode == "full":
-        line.put("recompute-granularity", "full", given="activation_checkpoint.mode full")
-        line.put("recompute-method", "uniform")
-        line.put("recompute-num-layers", 1)
-    elif mode == "selective" and option == "op":
-        line.put("recompute-granularity", "selective", given="activation_checkpoint.mode selective, by operations", why=_MEMORY)
-        line.put("recompute-modules", "layernorm", "mlp_act")
-    elif mode == "selective":
-        why = f"One layer in {option} cannot be named; {_MEMORY}. See --recompute-granularity and --recompute-method block."
-        line.lost.append((f"activation_checkpoint.selective_ac_option {option}", why))
-
-
-def _put_checkpoints(line: Line, section: Keys, folder: str) -> None:
-    where, interval = section.take("folder", "checkpoint"), section.number("interval") or 500
-    keep, mode = section.number("keep_latest_k"), section.take("async_mode", "disabled")
-    if section.take("enable_checkpoint") or section.take("enable"):
-        line.put("save", f"{folder}/{where}", given="checkpoint.enable_checkpoint")
-        line.put("load", f"{folder}/{where}")
-        line.put("save-interval", int(interval), given="checkpoint.interval")
-        if keep:
-            line.put("keep-last", int(keep), given="checkpoint.keep_latest_k")
-        if mode != "disabled":
-            line.put("async-save", given=f"checkpoint.async_mode {mode}")
-    initial = section.take("initial_load_path")
-    if initial:
-        why = "Its checkpoints are not read; go by way of Hugging Face files and tools/checkpoint.py import."
-        line.lost.append((f"checkpoint.initial_load_path {initial}", why))
-    section.ignore_rest()
-
-
-def _put_validation(line: Line, section: Keys) -> None:
-    if section.take("enable") or section.take("enabled"):
-        line.put("eval-interval", int(section.number("freq") or 10), given="validation.freq")
-        count = int(section.number("steps") or -1)
-        line.missing += [] if count > 0 else ["--eval-iters: validation.steps is all of the data there"]
-        line.put("eval-iters", max(count, 1), given="validation.steps")
-        line.missing.append(
-            f"{section.take('dataset', 'the validation data')} as an indexed dataset: --valid-data-path, or --split"
+def _convert_schedule(command: LaunchCommand, parallelism: ConfigSection, experimental: ConfigSection, pp_size: int) -> None:
+    """Convert the pipeline schedule."""
+    name = str(parallelism.pop("pipeline_parallel_schedule") or experimental.pop("pipeline_parallel_schedule") or "1F1B")
+    layers_per_stage = parallelism.pop_number("pipeline_parallel_layers_per_stage")
+    split_points = parallelism.pop("pipeline_parallel_split_points") or experimental.pop("pipeline_parallel_split_points")
+    parallelism.omit("pipeline_parallel_schedule_csv", "--pipeline-schedule selects the schedule by name")
+    if pp_size == 1:
+        return
+    schedule = next(
+        (schedule_name for torchtitan_name, schedule_name in _SCHEDULES.items() if torchtitan_name.lower() == name.lower()), None
+    )
+    if schedule is None:
+        command.unconverted.append(
+            (f"parallelism.pipeline_parallel_schedule {name}", "See --pipeline-schedule in --help for the supported schedules.")
         )
-    section.ignore_rest()
+        return
+    command.set_flag("pipeline-schedule", schedule, source=f"parallelism.pipeline_parallel_schedule {name}")
+    if layers_per_stage is not None and schedule in ("interleaved", "zb-v"):
+        command.set_flag(
+            "num-layers-per-virtual-pipeline-stage", int(layers_per_stage), source="parallelism.pipeline_parallel_layers_per_stage"
+        )
+    elif schedule == "interleaved":
+        command.set_flag(
+            "num-virtual-stages-per-pipeline-rank",
+            2,
+            source="(by default, torchtitan)",
+            reason="a looped schedule has two stages per rank",
+        )
+    if split_points:
+        command.unconverted.append(
+            (
+                "parallelism.pipeline_parallel_split_points",
+                "Use --pipeline-model-parallel-layout, which sets the layers of each stage.",
+            )
+        )
+
+
+def _convert_training(command: LaunchCommand, training: ConfigSection, layout: dict[str, int]) -> None:
+    """Convert batch sizes, precision, data and the other keys of the section ``training``.
+
+    Args:
+        layout: sizes that `_convert_layout` returns.
+    """
+    local_batch_size = int(training.pop_number("local_batch_size", training.pop_number("batch_size", 8)) or 8)
+    global_batch_size = training.pop_number("global_batch_size", -1) or -1
+    micro_batch_size = min(layout["micro"], local_batch_size) if layout["stages"] > 1 else local_batch_size
+    command.set_flag("micro-batch-size", micro_batch_size, source=f"training.local_batch_size {local_batch_size}")
+    if global_batch_size <= 0 and micro_batch_size != local_batch_size:
+        global_batch_size = local_batch_size * layout["data"] if layout["data"] else -1
+        if global_batch_size < 0:
+            command.missing.append(
+                "the number of ranks (--world-size N): the global batch size is training.local_batch_size times the data ranks"
+            )
+    if global_batch_size > 0:
+        command.set_flag("global-batch-size", int(global_batch_size), source="training.global_batch_size")
+    command.set_flag("seq-length", int(training.pop_number("seq_len") or 2048), source="training.seq_len")
+    command.set_flag("train-iters", int(training.pop_number("steps") or 10000), source="training.steps")
+    command.set_flag("clip-grad", training.pop_number("max_norm", 1.0) or 0, source="training.max_norm")
+    if training.pop("mixed_precision_param", "bfloat16") == "bfloat16":
+        command.set_flag("bf16", source="training.mixed_precision_param")
+    training.omit("mixed_precision_reduce dtype", "gradients are reduced in float32")
+    if training.pop("compile"):
+        command.set_flag("compile", source="training.compile")
+    seed = training.pop_number("seed")
+    if seed is not None:
+        command.set_flag("seed", int(seed), source="training.seed")
+    if training.pop("deterministic"):
+        command.set_flag("deterministic-mode", source="training.deterministic")
+    if (interval := training.pop_number("gc_freq")) is not None:
+        command.set_flag("manual-gc", source=f"training.gc_freq {interval:g}")
+        command.set_flag("manual-gc-interval", int(interval))
+    dataset = training.pop("dataset_path") or training.pop("dataset", "c4_test")
+    training.pop("dataset")
+    command.set_flag("data-path", "$DATA_PATH")
+    command.variables["DATA_PATH"] = f"prefix of {dataset} as an indexed dataset, made by tools/preprocess_data.py (docs/data.md)"
+    training.omit("data_parallel_degree sequence_parallel_degree enable_cpu_offload gc_debug", "it is converted with other keys")
+
+
+def _convert_optimizer(command: LaunchCommand, optimizer: ConfigSection) -> None:
+    name = str(optimizer.pop("name", "AdamW"))
+    if name != "AdamW":
+        command.unconverted.append((f"optimizer.name {name}", "--optimizer adam is AdamW; docs/optimizers.md lists the others."))
+    for key, flag_name, default in (("lr", "lr", 8e-4), ("beta1", "adam-beta1", 0.9), ("beta2", "adam-beta2", 0.95)):
+        if optimizer.convert_number(key, flag_name) is None:
+            optimizer.set_default(flag_name, default, _FRAMEWORK)
+    optimizer.convert_number("eps", "adam-eps")
+    if optimizer.convert_number("weight_decay", "weight-decay") is None:
+        optimizer.set_default("weight-decay", 0.1, _FRAMEWORK)
+    command.set_flag("param-groups", "* wd-mult=1", source="(always, torchtitan)", reason="weight decay acts on norms too")
+    optimizer.omit("implementation fused early_step_in_backward", "this project selects the implementation of the update")
+
+
+def _convert_lr_schedule(command: LaunchCommand, sections: dict[str, ConfigSection]) -> None:
+    """Convert the learning-rate schedule.
+
+    A decay over a fraction of the run (``decay_ratio``) and the decay type ``sqrt`` become the schedule WSD (warm-up, stable,
+    decay).
+    """
+    schedule, training = sections["lr_scheduler"], sections["training"]
+    warmup_steps = int(schedule.pop_number("warmup_steps", training.pop_number("warmup_steps", 200)) or 0)
+    train_steps = int(command.get_number("train-iters") or 0)
+    command.set_flag(
+        "lr-warmup-iters", min(warmup_steps, max(0, train_steps - 1)), source=f"lr_scheduler.warmup_steps {warmup_steps}"
+    )
+    command.differences.append(
+        ("learning rates", "Warm-up and decay are one step longer in torchtitan, so rates differ by the change of one step.")
+    )
+    decay_type, decay_ratio = str(schedule.pop("decay_type", "linear")), schedule.pop_number("decay_ratio")
+    min_lr_factor = schedule.pop_number("min_lr_factor", schedule.pop_number("lr_min"))
+    if decay_ratio is None and decay_type != "sqrt":
+        command.set_flag("lr-decay-style", decay_type, source=f"lr_scheduler.decay_type {decay_type}")
+    else:
+        decay_steps = round(train_steps * decay_ratio) if decay_ratio is not None else train_steps - warmup_steps
+        command.set_flag(
+            "lr-decay-style", "WSD", source=f"lr_scheduler.decay_ratio {decay_ratio}", reason="constant, then a decay at the end"
+        )
+        command.set_flag("lr-wsd-decay-style", {"sqrt": "minus_sqrt"}.get(decay_type, decay_type))
+        command.set_flag("lr-wsd-decay-iters", max(1, min(decay_steps, train_steps - warmup_steps)))
+    if min_lr_factor:
+        command.set_flag(
+            "min-lr", min_lr_factor * (command.get_number("lr") or 0), source=f"lr_scheduler.min_lr_factor {min_lr_factor:g}"
+        )
+
+
+def _convert_recompute(command: LaunchCommand, section: ConfigSection) -> None:
+    """Convert activation checkpointing."""
+    mode, option = section.pop("mode", "selective"), str(section.pop("selective_ac_option", "2"))
+    section.omit("per_op_sac_force_recompute_mm_shapes_by_fqns early_stop preserve_rng_state", _MEMORY_REASON)
+    if mode == "full":
+        command.set_flag("recompute-granularity", "full", source="activation_checkpoint.mode full")
+        command.set_flag("recompute-method", "uniform")
+        command.set_flag("recompute-num-layers", 1)
+    elif mode == "selective" and option == "op":
+        command.set_flag(
+            "recompute-granularity",
+            "selective",
+            source="activation_checkpoint.mode selective, by operations",
+            reason=_MEMORY_REASON,
+        )
+        command.set_flag("recompute-modules", "layernorm", "mlp_act")
+    elif mode == "selective":
+        reason = (
+            f"Recomputing one layer in {option} is not supported; {_MEMORY_REASON}. "
+            "See --recompute-granularity and --recompute-method block."
+        )
+        command.unconverted.append((f"activation_checkpoint.selective_ac_option {option}", reason))
+
+
+def _convert_checkpoints(command: LaunchCommand, section: ConfigSection, folder: str) -> None:
+    """Convert checkpointing.
+
+    Args:
+        folder: output folder of the job, which contains the checkpoint folder.
+    """
+    checkpoint_folder, interval = section.pop("folder", "checkpoint"), section.pop_number("interval") or 500
+    num_retained, async_mode = section.pop_number("keep_latest_k"), section.pop("async_mode", "disabled")
+    if section.pop("enable_checkpoint") or section.pop("enable"):
+        command.set_flag("save", f"{folder}/{checkpoint_folder}", source="checkpoint.enable_checkpoint")
+        command.set_flag("load", f"{folder}/{checkpoint_folder}")
+        command.set_flag("save-interval", int(interval), source="checkpoint.interval")
+        if num_retained:
+            command.set_flag("keep-last", int(num_retained), source="checkpoint.keep_latest_k")
+        if async_mode != "disabled":
+            command.set_flag("async-save", source=f"checkpoint.async_mode {async_mode}")
+    initial_path = section.pop("initial_load_path")
+    if initial_path:
+        reason = "Checkpoints of torchtitan cannot be read; convert them to Hugging Face files and use tools/checkpoint.py import."
+        command.unconverted.append((f"checkpoint.initial_load_path {initial_path}", reason))
+    section.clear()
+
+
+def _convert_validation(command: LaunchCommand, section: ConfigSection) -> None:
+    if section.pop("enable") or section.pop("enabled"):
+        command.set_flag("eval-interval", int(section.pop_number("freq") or 10), source="validation.freq")
+        num_batches = int(section.pop_number("steps") or -1)
+        command.missing += [] if num_batches > 0 else ["--eval-iters: validation.steps of torchtitan means all of the data"]
+        command.set_flag("eval-iters", max(num_batches, 1), source="validation.steps")
+        command.missing.append(
+            f"{section.pop('dataset', 'the validation data')} as an indexed dataset: --valid-data-path, or --split"
+        )
+    section.clear()
