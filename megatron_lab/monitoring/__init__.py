@@ -1,1 +1,2 @@
-"""Optional parts of a run, each imported where its flag asks for it: reports of memory, plan and compiler, profiles, pictures."""
+"""Optional features that observe a run: reports of memory, plan and compiler, profiles, warnings and pictures. A feature is
+imported only if it is enabled."""

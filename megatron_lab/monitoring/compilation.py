@@ -1,56 +1,61 @@
-"""What the compiler did, for the log: when it compiled, for how long, and what it had from its cache."""
+"""Log of torch.compile: when graphs were compiled, how long that took, and how many came from the cache."""
 
 from __future__ import annotations
 
 from torch._dynamo.utils import calculate_time_spent, counters
 
 from megatron.config.precision import SpeedConfig
-from megatron.training.features import Feature, RunParts
+from megatron.training.features import Feature, RunComponents
 from megatron.training.progress import Progress
 from megatron.training.reporter import Reporter
 from megatron.training.step import StepResult
-from megatron.training.watch import Watcher
+from megatron.training.watch import Callback
 
 
-def cache_folder() -> str:
-    """Where the compiler keeps kernels."""
+def get_cache_folder() -> str:
+    """Return the folder of the compiler's kernel cache."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return cache_dir()
 
 
-class CompilationReports(Watcher):
-    """Says after a step in which something was compiled, how long that took: the step's time contains it."""
+class CompilationCallback(Callback):
+    """Callback that logs, after a step in which torch.compile has compiled graphs, how long that took. The time of the step
+    includes the compilation."""
 
     def __init__(self, speed: SpeedConfig, reporter: Reporter) -> None:
-        self._generates, self._reporter = speed.compile_backend == "inductor", reporter
-        self._graphs, self._seconds, self._found = self._now()
+        self._uses_inductor, self._reporter = speed.compile_backend == "inductor", reporter
+        self._num_graphs, self._compile_s, self._num_cache_hits = self._read_counters()
 
     def after_step(self, progress: Progress, result: StepResult, samples: int, learning_rate: float, weight_decay: float) -> None:
-        """See `Watcher`. Looks at one number where nothing was compiled."""
-        if counters["stats"]["unique_graphs"] == self._graphs:
+        """Log the compilation time if graphs were compiled in this step. If not, the method reads only one counter."""
+        if counters["stats"]["unique_graphs"] == self._num_graphs:
             return
-        graphs, seconds, found = self._now()
-        new, took, cached = graphs - self._graphs, seconds - self._seconds, found - self._found
-        self._graphs, self._seconds, self._found = graphs, seconds, found
-        where = f", {cached} of them from the cache in {cache_folder()}" if self._generates else ""
-        self._reporter.say(
-            f"  compiled {new} graph{'s' * (new > 1)} of layers in {took:.1f} s{where}: "
+        num_graphs, seconds, num_cache_hits = self._read_counters()
+        num_new, compile_s, num_cached = (
+            num_graphs - self._num_graphs,
+            seconds - self._compile_s,
+            num_cache_hits - self._num_cache_hits,
+        )
+        self._num_graphs, self._compile_s, self._num_cache_hits = num_graphs, seconds, num_cache_hits
+        cache_text = f", {num_cached} of them from the cache in {get_cache_folder()}" if self._uses_inductor else ""
+        self._reporter.log(
+            f"  compiled {num_new} graph{'s' * (num_new > 1)} of layers in {compile_s:.1f} s{cache_text}: "
             f"iteration {progress.iteration} took that much longer"
         )
-        self._reporter.measured(progress, {"compile_seconds": took})
+        self._reporter.log_measurements(progress, {"compile_seconds": compile_s})
 
     @staticmethod
-    def _now() -> tuple[int, float, int]:
-        """Numbers of graphs so far, seconds spent on them, and graphs that were found in the cache."""
-        spent = calculate_time_spent()
-        seconds = spent.get("entire_frame_compile", 0.0) + spent.get("entire_backward_compile", 0.0)
+    def _read_counters() -> tuple[int, float, int]:
+        """Return the number of compiled graphs, the seconds spent on them, and the number of cache hits."""
+        times = calculate_time_spent()
+        seconds = times.get("entire_frame_compile", 0.0) + times.get("entire_backward_compile", 0.0)
         return counters["stats"]["unique_graphs"], seconds, counters["aot_autograd"]["autograd_cache_hit"]
 
 
 class CompilationFeature(Feature):
-    """Reports of what --compile does."""
+    """Log of compilations (--compile)."""
 
-    def watchers(self, run: RunParts) -> list[Watcher]:
-        """Report after each step in which something was compiled."""
-        return [CompilationReports(run.config.speed, run.reporter)]
+    def callbacks(self, run: RunComponents) -> list[Callback]:
+        """Build the callback that logs compilations."""
+        return [CompilationCallback(run.config.speed, run.reporter)]

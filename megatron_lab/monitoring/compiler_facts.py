@@ -1,9 +1,11 @@
-"""Whether all ranks compile alike.
+"""Comparison of the properties of all ranks on which the kernels of torch.compile depend, with a warning if they differ.
 
-Ranks of a node share the folder of the compiler's cache: torch writes a file under another name and renames it, so ranks that
-compile the same graph at the same time do no harm. What a rank compiles depends on the settings, which are the same on all ranks,
-and on the facts below. It depends on measured times too, where the compiler chooses between kernels (some reductions, and all modes
-of max-autotune), but not with --deterministic-mode.
+The ranks of a node share the folder of the compiler's cache. Ranks that compile equal graphs at the same time do not disturb each
+other, because torch writes a file under a temporary name and renames it.
+
+The kernels that a rank compiles depend on the settings, which are equal on all ranks, and on the properties that
+`collect_compiler_inputs` returns. If the compiler measures candidate kernels (some reductions, and all modes of max-autotune), they
+also depend on the measured times, but not with --deterministic-mode.
 """
 
 from __future__ import annotations
@@ -14,39 +16,42 @@ from importlib import metadata
 
 import torch
 
-_FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_DUMP_DIR", "TRITON_OVERRIDE_DIR")
-"""Variables that name folders, which may differ between nodes."""
+_FOLDER_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_DUMP_DIR", "TRITON_OVERRIDE_DIR")
+"""Environment variables that name folders. They may differ between nodes."""
 
 
-def compiler_facts(device: torch.device) -> dict[str, str]:
-    """Return what decides, beside the settings, which kernels this rank compiles: versions, its device, the environment."""
-    versions = {name: version for name in ("torch", "triton") if (version := _version(name)) is not None}
+def collect_compiler_inputs(device: torch.device) -> dict[str, str]:
+    """Return the properties of this rank on which the compiled kernels depend besides the settings: versions, device, and
+    environment variables."""
+    versions = {name: version for name in ("torch", "triton") if (version := _get_version(name)) is not None}
     environment = {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(("TORCHINDUCTOR_", "TORCH_COMPILE_", "TRITON_")) and name not in _FOLDERS
+        if name.startswith(("TORCHINDUCTOR_", "TORCH_COMPILE_", "TRITON_")) and name not in _FOLDER_VARIABLES
     }
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {**versions, **environment, "device": name}
 
 
-def _version(package: str) -> str | None:
+def _get_version(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 
 
-def describe_differences(facts: Sequence[Mapping[str, str]]) -> Iterator[str]:
-    """Yield a warning for each fact in which ranks differ.
+def describe_differences(rank_inputs: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    """Yield a warning for each property that differs between ranks.
 
     Args:
-        facts: of each rank, `compiler_facts`.
+        rank_inputs: result of `collect_compiler_inputs` on each rank.
     """
-    for name in dict.fromkeys(name for rank_facts in facts for name in rank_facts):
+    for name in dict.fromkeys(name for inputs in rank_inputs for name in inputs):
         ranks: dict[str, list[int]] = {}
-        for rank, rank_facts in enumerate(facts):
-            ranks.setdefault(rank_facts.get(name, "not set"), []).append(rank)
+        for rank, inputs in enumerate(rank_inputs):
+            ranks.setdefault(inputs.get(name, "not set"), []).append(rank)
         if len(ranks) > 1:
-            values = "; ".join(f"{value} on {len(those)} ranks, such as {those[0]}" for value, those in ranks.items())
+            values = "; ".join(
+                f"{value} on {len(value_ranks)} ranks, such as {value_ranks[0]}" for value, value_ranks in ranks.items()
+            )
             yield f"WARNING: ranks may compile different kernels: {name} is {values}. Make it the same on all nodes."

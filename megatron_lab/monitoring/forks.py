@@ -1,7 +1,7 @@
 """CUDA in forked processes.
 
-A process that has called CUDA's runtime, if only by `torch.cuda.is_available()`, leaves its forks without CUDA: every call in them
-fails ("Cannot re-initialize CUDA in forked subprocess"). So whoever forks does it before, or the fork does not use CUDA.
+After a process has called CUDA's runtime, even only by `torch.cuda.is_available()`, its forks cannot use CUDA: every call in them
+fails ("Cannot re-initialize CUDA in forked subprocess"). Therefore fork before the first call, or do not use CUDA in the fork.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from megatron.parallel.torch_private import is_in_bad_fork
 
 
 def has_lost_devices() -> bool:
-    """Return whether this machine has CUDA devices that this process cannot use, as a fork of one that had called CUDA's runtime.
+    """Return whether this process is a fork that cannot use the CUDA devices of the machine, because its parent had called CUDA's
+    runtime before the fork.
 
-    Counting the devices asks the driver's library (NVML), which survives a fork.
+    The number of devices comes from the driver's library (NVML), which also works in a fork.
     """
     return is_in_bad_fork() and torch.cuda.device_count() > 0
 
 
 def hide_devices() -> None:
-    """Let this process see no CUDA device. It has no effect if the process has called CUDA's runtime."""
+    """Hide all CUDA devices from this process. This has no effect after the process has called CUDA's runtime."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -1,4 +1,5 @@
-"""Goodput: the share of a run's time that went into steps that count, since its first start. docs/spikes.md has the definition."""
+"""Goodput: fraction of the time since a run's first start that was spent on steps that count. Steps do not count if they are lost
+in a restart or a rewind. docs/spikes.md has the definition."""
 
 from __future__ import annotations
 
@@ -8,146 +9,153 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
-from megatron.training.features import Feature, RunParts
+from megatron.training.features import Feature, RunComponents
 from megatron.training.progress import Progress
 from megatron.training.step import StepResult
-from megatron.training.watch import Watcher
+from megatron.training.watch import Callback
 
-Use = Literal["steps", "start-up", "saves", "evaluations", "steps that do not count", "between starts"]
-USES: tuple[Use, ...] = ("steps", "start-up", "saves", "evaluations", "steps that do not count", "between starts")
-_MOST_S = 1e10
+TimeUse = Literal["steps", "start-up", "saves", "evaluations", "steps that do not count", "between starts"]
+TIME_USES: tuple[TimeUse, ...] = ("steps", "start-up", "saves", "evaluations", "steps that do not count", "between starts")
+_MAX_SECONDS = 1e10
 
 
 class Goodput:
-    """Divides the time of a run among `USES`. No second counts twice.
+    """Measures what the time of a run is spent on. Each second since the first start belongs to exactly one of `TIME_USES`.
 
     Args:
-        saved: what `to_json` returned for the checkpoint that the run goes on from; None for a run that begins.
-        began: when this start began, by the clock.
-        clock: seconds since an epoch that all starts share.
+        saved: result of `to_json` in the checkpoint from which the run continues; None for a new run.
+        start_time: time of this start, by `clock`; the current time by default.
+        clock: function that returns seconds since an epoch that all starts share.
     """
 
-    def __init__(self, saved: Mapping[str, Any] | None = None, began: float | None = None, clock: Callable[[], float] = time.time):
+    def __init__(
+        self, saved: Mapping[str, Any] | None = None, start_time: float | None = None, clock: Callable[[], float] = time.time
+    ):
         self._clock = clock
-        self._since = clock() if began is None else began
-        self.seconds: dict[Use, float] = dict.fromkeys(USES, 0.0)
+        self._last_time = clock() if start_time is None else start_time
+        self.seconds: dict[TimeUse, float] = dict.fromkeys(TIME_USES, 0.0)
         """Seconds by use. Their sum is the time since the first start."""
-        if saved is not None and _is_sound(saved):
-            self.seconds |= {use: float(saved["seconds"][use]) for use in USES}
-            self.seconds["between starts"] += max(0.0, self._since - saved["at"])
+        if saved is not None and _is_valid(saved):
+            self.seconds |= {use: float(saved["seconds"][use]) for use in TIME_USES}
+            self.seconds["between starts"] += max(0.0, self._last_time - saved["at"])
 
-    def enter(self, use: Use) -> None:
-        """Enter the time since the last entry under a use."""
+    def record(self, use: TimeUse) -> None:
+        """Add the time since the previous call to one of `TIME_USES`, such as steps or saves."""
         now = self._clock()
-        self.seconds[use] += max(0.0, now - self._since)  # clocks are set back at times
-        self._since = now
+        self.seconds[use] += max(0.0, now - self._last_time)  # a clock can be set back
+        self._last_time = now
 
-    def went_back(self, saved: Mapping[str, Any] | None) -> None:
-        """The run went back to a checkpoint: steps made since do not count, nor does the time since the last call.
+    def rewind(self, saved: Mapping[str, Any] | None) -> None:
+        """Move the steps since a checkpoint to "steps that do not count", because the run has been rewound to the checkpoint. The
+        time since the previous call does not count either.
 
         Args:
-            saved: what `to_json` returned for that checkpoint.
+            saved: result of `to_json` in that checkpoint.
         """
-        self.enter("steps that do not count")
-        if saved is not None and _is_sound(saved):
-            lost = max(0.0, self.seconds["steps"] - saved["seconds"]["steps"])
-            self.seconds["steps"] -= lost
-            self.seconds["steps that do not count"] += lost
+        self.record("steps that do not count")
+        if saved is not None and _is_valid(saved):
+            lost_s = max(0.0, self.seconds["steps"] - saved["seconds"]["steps"])
+            self.seconds["steps"] -= lost_s
+            self.seconds["steps that do not count"] += lost_s
 
     @property
     def share(self) -> float:
-        """The goodput, from 0 to 1; 0 where no time is accounted for."""
+        """Goodput: fraction of the time spent on steps that count, from 0 to 1; 0 if no time has been recorded."""
         total = math.fsum(self.seconds.values())
         return self.seconds["steps"] / total if total else 0.0
 
-    def words(self) -> str:
-        """A line for the log."""
+    def format_summary(self) -> str:
+        """Format goodput and the shares of the other uses of time as a log line."""
         total = math.fsum(self.seconds.values())
-        parts = [f"{use} {seconds / total:.1%}" for use, seconds in self.seconds.items() if use != "steps" and seconds > 0]
-        return f"goodput {self.share:.1%} of {total / 3600:.3g} hours since the first start; {', '.join(parts)}"
+        shares = [f"{use} {use_s / total:.1%}" for use, use_s in self.seconds.items() if use != "steps" and use_s > 0]
+        return f"goodput {self.share:.1%} of {total / 3600:.3g} hours since the first start; {', '.join(shares)}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the account as a checkpoint holds it. `at` is the time of the last entry."""
-        return {"at": self._since, "seconds": dict(self.seconds)}
+        """Return the values to store in a checkpoint: the seconds of each use, and under `at` the time of the last call of
+        `record`."""
+        return {"at": self._last_time, "seconds": dict(self.seconds)}
 
 
-def _is_sound(saved: Any) -> bool:
-    """Return whether an account has the types and ranges that `to_json` gives it. A malformed one is ignored."""
+def _is_valid(saved: Any) -> bool:
+    """Return whether a value from a checkpoint has the types and ranges that `to_json` returns. Invalid values are ignored."""
     if not isinstance(saved, dict) or not isinstance(saved.get("seconds"), dict):
         return False
-    numbers = [saved.get("at"), *(saved["seconds"].get(use) for use in USES)]
-    return all(type(each) in (int, float) and 0 <= each <= _MOST_S for each in numbers)
+    values = [saved.get("at"), *(saved["seconds"].get(use) for use in TIME_USES)]
+    return all(type(value) in (int, float) and 0 <= value <= _MAX_SECONDS for value in values)
 
 
-NAME = "goodput"
-"""Name of the share in the metrics file, and of the account in the `config.json` of a checkpoint. `state.json` does not hold it,
-since that must not depend on the time that a run took."""
+METRIC_NAME = "goodput"
+"""Name of the goodput in the metrics file, and of the account in the `config.json` of a checkpoint. The account is not in
+`state.json`, because that file must not depend on the duration of a run."""
 
-_USE_OF_PHASE: Mapping[str, Use] = {"evaluating": "evaluations", "saving": "saves"}
-"""Uses of the phases that are not steps."""
+_PHASE_USES: Mapping[str, TimeUse] = {"evaluating": "evaluations", "saving": "saves"}
+"""Use of the time of each phase that is not part of a step."""
 
 
-class GoodputWatcher(Watcher):
-    """Says what each moment of a run was used for.
+class GoodputCallback(Callback):
+    """Callback that measures what the time of a run is spent on.
 
     Args:
-        checkpoint: returns the account in the checkpoint that the run has gone on from, unchecked.
-        say: writes a line into the log.
+        get_saved: function that returns the value of `Goodput.to_json` in the checkpoint from which the run has continued, not
+            validated.
+        log: function that writes a log line.
     """
 
-    def __init__(self, account: Goodput, checkpoint: Callable[[], Any], say: Callable[[str], None]) -> None:
-        self._account, self._checkpoint, self._say = account, checkpoint, say
-        self._use: Use = "steps"
+    def __init__(self, account: Goodput, get_saved: Callable[[], Any], log: Callable[[str], None]) -> None:
+        self._account, self._get_saved, self._log = account, get_saved, log
+        self._current_use: TimeUse = "steps"
 
     @contextmanager
     def around_steps(self) -> Iterator[None]:
-        """Enter the time before the steps, since the start or since an earlier `fit`, as start-up."""
-        self._account.enter("start-up")
+        """Add the time before the first step, since the start or since an earlier `fit`, to start-up."""
+        self._account.record("start-up")
         yield
         self._end_phase()
 
     def on_phase(self, name: str, iteration: int | None = None) -> None:
-        """Enter a finished evaluation or save, and remember the new phase."""
+        """If an evaluation or a save has just ended, add its time to the time of evaluations or saves. Remember to which use of
+        time the phase that begins belongs."""
         self._end_phase()
-        self._use = _USE_OF_PHASE.get(name, "steps")
+        self._current_use = _PHASE_USES.get(name, "steps")
 
     def on_result(self, progress: Progress, result: StepResult | None, samples: int) -> None:
-        """Enter the time since the last entry as a step."""
-        self._account.enter("steps that do not count" if result is None or result.skipped else "steps")
+        """Add the time since the previous call to the time of steps: those that count, or those that do not because they made no
+        update."""
+        self._account.record("steps that do not count" if result is None or result.skipped else "steps")
 
     def log_values(self, result: StepResult | None) -> Mapping[str, float]:
-        """The share up to now."""
-        return {NAME: self._account.share}
+        """Return the current goodput, for the log line."""
+        return {METRIC_NAME: self._account.share}
 
     def record_values(self) -> Mapping[str, Any]:
-        """The seconds of each use."""
+        """Return the seconds of each use, for the record of the run."""
         return {"spent": self._account.seconds}
 
     def after_rewind(self, progress: Progress) -> None:
-        """Move the steps since the checkpoint to those that do not count."""
-        self._account.went_back(self._checkpoint())
+        """Move the steps since the checkpoint to the steps that do not count."""
+        self._account.rewind(self._get_saved())
 
     def on_end(self) -> None:
-        """Tell the share of the whole run."""
+        """Log the goodput of the run."""
         self._end_phase()
-        self._say(self._account.words())
+        self._log(self._account.format_summary())
 
     def _end_phase(self) -> None:
-        if self._use != "steps":
-            self._account.enter(self._use)
-        self._use = "steps"
+        if self._current_use != "steps":
+            self._account.record(self._current_use)
+        self._current_use = "steps"
 
 
 class GoodputFeature(Feature):
-    """The goodput, in every run: in lines of the log, in checkpoints, and at the end."""
+    """Feature that measures goodput. It is enabled in every run, and shows goodput in log lines, in checkpoints and at the end."""
 
-    def around_run(self, run: RunParts) -> AbstractContextManager[object]:
-        """Open the account, or go on with that of the checkpoint."""
-        began = time.time() - (time.monotonic() - run.started_at)
-        self._account = Goodput(run.control.checkpoint.get(NAME), began)
-        run.control.checkpoint_extras[NAME] = self._account.to_json
+    def around_run(self, run: RunComponents) -> AbstractContextManager[object]:
+        """Create the time measurement, or continue that of the checkpoint."""
+        start_time = time.time() - (time.monotonic() - run.started_at)
+        self._account = Goodput(run.control.checkpoint.get(METRIC_NAME), start_time)
+        run.control.checkpoint_extras[METRIC_NAME] = self._account.to_json
         return nullcontext()
 
-    def watchers(self, run: RunParts) -> Sequence[Watcher]:
-        """Account for the time of the steps."""
-        return [GoodputWatcher(self._account, lambda: run.control.checkpoint.get(NAME), run.reporter.say)]
+    def callbacks(self, run: RunComponents) -> Sequence[Callback]:
+        """Build the callback that measures the time of steps, evaluations and saves."""
+        return [GoodputCallback(self._account, lambda: run.control.checkpoint.get(METRIC_NAME), run.reporter.log)]

@@ -1,54 +1,60 @@
-"""Shows two lines below the log on a terminal: a progress bar and the last step."""
+"""Two lines below the log on a terminal: a progress bar and the last step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.metrics.log_line import LineNumbers, Printer, progress_bar, short_line
+from megatron.metrics.log_line import LogLineValues, Printer, format_progress_bar, format_short_line
 from megatron.training.progress import Progress
 from megatron.training.step import StepResult
 
-_SHOW_EVERY_S = 0.2
-"""Seconds between changes of the progress bar."""
+_MIN_INTERVAL_S = 0.2
+"""Minimum seconds between updates of the progress bar."""
 
 
 class LiveLines:
-    """A progress bar with a line below it, which change at each step, but not more often than can be read.
+    """Progress bar on a terminal, with a line about the last step below it. Both are updated after a step, but not more often than
+    a reader can follow.
 
     Args:
-        total_iterations: of the whole run.
+        total_iterations: iterations of the complete run.
     """
 
     def __init__(self, printer: Printer, total_iterations: int) -> None:
-        self._printer, self._total_iterations, self._shown = printer, total_iterations, 0.0
+        self._printer, self._total_iterations, self._last_shown = printer, total_iterations, 0.0
 
-    def step(self, progress: Progress, result: StepResult | None, place: Mapping[str, Any], now: float) -> None:
-        """Show a step, whose line has the numbers of `place`."""
-        if now - self._shown < _SHOW_EVERY_S:
+    def step(self, progress: Progress, result: StepResult | None, line_values: Mapping[str, Any], time: float) -> None:
+        """Show a step.
+
+        Args:
+            line_values: values that every log line contains, by name.
+            time: time.perf_counter() at the end of the step.
+        """
+        if time - self._last_shown < _MIN_INTERVAL_S:
             return
-        self._shown = now
-        made = result is not None and not result.skipped
-        line = LineNumbers(
-            **place,
+        self._last_shown = time
+        has_update = result is not None and not result.skipped
+        log_values = LogLineValues(
+            **line_values,
             elapsed_ms=0.0,
-            lm_loss=result.loss if result is not None and made else None,
+            lm_loss=result.loss if result is not None and has_update else None,
             loss_scale=1.0,
-            skipped=not made,
-            nans=0,
-            grad_norm=result.grad_norm if result is not None and made else None,
+            num_skipped=not has_update,
+            num_nans=0,
+            grad_norm=result.grad_norm if result is not None and has_update else None,
         )
-        self._show(progress, short_line(line))
+        self._show(progress, format_short_line(log_values))
 
-    def doing(self, what: str, progress: Progress) -> None:
-        """Show what is done between steps."""
-        self._show(progress, f"it {progress.iteration}/{self._total_iterations} | {what} ...")
+    def show_activity(self, activity: str, progress: Progress) -> None:
+        """Show what the run does between steps, such as an evaluation or a save."""
+        self._show(progress, f"it {progress.iteration}/{self._total_iterations} | {activity} ...")
 
     def hide(self) -> None:
-        """Show nothing any more."""
-        self._printer.show([])
+        """Remove both lines."""
+        self._printer.show_status([])
 
-    def _show(self, progress: Progress, line: str) -> None:
+    def _show(self, progress: Progress, text: str) -> None:
         width = min(100, self._printer.width - 1)
         share = progress.iteration / max(1, self._total_iterations)
-        self._printer.show([progress_bar(share, width, plain=self._printer.plain), line])
+        self._printer.show_status([format_progress_bar(share, width, ascii_only=self._printer.is_ascii_only), text])

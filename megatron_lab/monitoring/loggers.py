@@ -1,4 +1,4 @@
-"""Writes the numbers of a run to a file of JSON lines, TensorBoard, Weights & Biases, all through one small interface."""
+"""Outputs for the metrics of a run: a file of JSON lines, TensorBoard, and Weights & Biases. All implement `MetricSink`."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron.config.extras import optional
+from megatron.config.extras import import_optional
 from megatron.config.outputs import LoggingConfig
-from megatron.config.version import how_to_install
-from megatron.metrics.log_line import LineFile, Output, Sink, perplexity
+from megatron.config.version import get_extra_install_command
+from megatron.metrics.log_line import LineFile, MetricSink, OutputStatus, perplexity
 
 
 class MetricsFile:
-    """A file with one JSON object a line, with full digits, flushed at each line.
+    """File of metrics: one JSON object per line, with numbers in full precision. The file is flushed after each line.
 
-    JSON has no NaN and no infinity, and strict readers stop at them. Such a value is written as null, and the line then also has
-    "nonfinite": true.
+    JSON cannot represent NaN and infinity, and strict readers stop at them. These values are written as null, and the line also
+    contains "nonfinite": true.
 
     Args:
-        path: The file; its folder is made.
-        append: Keep what is there (a resumed run) instead of beginning a new file.
+        path: path of the file. Its folder is created.
+        append: append to an existing file (a resumed run) instead of creating a new file.
 
     Raises:
-        ValueError: The file cannot be written.
+        ValueError: the file cannot be written.
     """
 
     def __init__(self, path: str | Path, append: bool) -> None:
         self._file = LineFile("--metrics-file", path, append=append)
 
-    def scalars(self, iteration: int, samples: int, values: Mapping[str, float]) -> None:
+    def log_scalars(self, iteration: int, samples: int, values: Mapping[str, float]) -> None:
         """Write one line."""
         record: dict[str, Any] = {"iteration": iteration, "consumed_samples": samples}
         record |= {name: value if math.isfinite(value) else None for name, value in values.items()}
@@ -64,7 +64,7 @@ _MEGATRON_TAGS = {
     "test_loss": "lm loss test",
     "test_mtp_loss": "mtp loss test",
 }
-"""Megatron's TensorBoard tags. Other names are used as they are, by iteration only."""
+"""Megatron's TensorBoard tags by metric name. Other metrics keep their names, and are written by iteration only."""
 
 
 _GROUPED_TAGS = {
@@ -99,93 +99,96 @@ _GROUPED_TAGS = {
     "busiest_expert": "moe/busiest expert",
     "dropped_share": "moe/share of choices dropped",
 }
-"""Names of the curves by groups, of which TensorBoard shows the first in the alphabet first: the loss."""
+"""TensorBoard tags with groups, by metric name. TensorBoard shows the groups in alphabetical order, so the group `loss` comes
+first."""
 _GROUPS = {"memory": "memory", "busiest_expert": "moe", "grad-norm": "norms", "weight-norm": "norms"}
-"""The groups of names with a part of the model behind a stroke. What else there is stands under `other`, times under `times`."""
+"""Groups of metrics that are named `prefix/module`. Other names go into the group `other`, and times into `times`."""
 
 
-def grouped_tag(name: str) -> str:
-    """The curve of a name, with its group."""
+def get_grouped_tag(name: str) -> str:
+    """Return the TensorBoard tag of a metric in the form `group/name`, by which TensorBoard groups its curves."""
     if name in _GROUPED_TAGS:
         return _GROUPED_TAGS[name]
-    head, stroke, part = name.partition("/")
-    if stroke:
-        group = _GROUPS.get(head, "other")
-        return f"{group}/{part}" if head == group else f"{group}/{head}, {part}"
+    prefix, slash, suffix = name.partition("/")
+    if slash:
+        group = _GROUPS.get(prefix, "other")
+        return f"{group}/{suffix}" if prefix == group else f"{group}/{prefix}, {suffix}"
     return f"times/{name.removesuffix('-time')}" if name.endswith("-time") else f"other/{name}"
 
 
 class TensorBoard:
-    """Curves by iteration: each number once, in groups (`grouped_tag`); or with Megatron's tags, there also by samples
-    (' vs samples'). Times of iterations are in seconds.
+    """Output of metrics as TensorBoard curves.
+
+    With --tensorboard-tags groups, each metric is one curve over iterations, under a tag with a group (`get_grouped_tag`). With
+    Megatron's tags, each metric is also a curve over samples (' vs samples'). Iteration times are in seconds.
 
     Args:
-        folder: Where the event files go.
-        tags: Of --tensorboard-tags.
+        folder: folder of the event files.
+        tags: value of --tensorboard-tags.
 
     Raises:
-        ValueError: The package tensorboard is not installed, or the folder cannot be written.
+        ValueError: the package tensorboard is not installed, or the folder cannot be written.
     """
 
     def __init__(self, folder: str, tags: Literal["groups", "megatron"] = "groups") -> None:
         self._tags = tags
-        optional("tensorboard", "--tensorboard-dir needs the package tensorboard")
+        import_optional("tensorboard", "--tensorboard-dir needs the package tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
-        self._make = lambda: SummaryWriter(folder)
-        self._output = Output(f"--tensorboard-dir {folder}")
+        self._create_writer = lambda: SummaryWriter(folder)
+        self._output = OutputStatus(f"--tensorboard-dir {folder}")
         try:
-            self._writer: Any = self._make()
+            self._writer: Any = self._create_writer()
         except OSError as error:
             raise ValueError(f"--tensorboard-dir {folder} cannot be written ({error.strerror}).") from error
 
-    def scalars(self, iteration: int, samples: int, values: Mapping[str, float]) -> None:
+    def log_scalars(self, iteration: int, samples: int, values: Mapping[str, float]) -> None:
         """Add one point to each curve."""
         try:
             # A writer whose thread failed raises from then on. A new one begins another file in the folder.
-            self._writer = self._writer or self._make()
+            self._writer = self._writer or self._create_writer()
             for name, value in values.items():
                 self._add(name, value, iteration, samples)
         except OSError as error:
-            self._output.failed(error)
+            self._output.report_failure(error)
             self._writer = None
         else:
-            self._output.works()
+            self._output.report_success()
 
     def close(self) -> None:
-        """Write what is still in memory."""
+        """Write data that is still in memory."""
         try:
             if self._writer is not None:
                 self._writer.close()
         except OSError as error:
-            self._output.failed(error)
+            self._output.report_failure(error)
 
     def _add(self, name: str, value: float, iteration: int, samples: int) -> None:
         value = value / 1000.0 if name == "elapsed_ms" else value
         if self._tags == "groups" or name not in _MEGATRON_TAGS:
-            self._writer.add_scalar(grouped_tag(name) if self._tags == "groups" else name, value, iteration)
+            self._writer.add_scalar(get_grouped_tag(name) if self._tags == "groups" else name, value, iteration)
             return
         tag_of_name = _MEGATRON_TAGS[name]
         curves = {tag_of_name: value}
         if name in ("validation_loss", "test_loss"):
             curves[f"{tag_of_name} ppl"] = perplexity(value)
-        for tag, number in curves.items():
-            self._writer.add_scalar(tag, number, iteration)
-            self._writer.add_scalar(f"{tag} vs samples", number, samples)
+        for tag, tag_value in curves.items():
+            self._writer.add_scalar(tag, tag_value, iteration)
+            self._writer.add_scalar(f"{tag} vs samples", tag_value, samples)
 
 
 class WandB:
-    """A run at Weights & Biases, with the names of the metrics file.
+    """Output of metrics to a run at Weights & Biases, with the metric names of the metrics file.
 
     Args:
-        project: Project of the run.
-        name: Name of the run; by default Weights & Biases invents one.
-        settings: The run's configuration, shown beside its curves.
-        entity: Team or user that the run belongs to.
-        folder: Where the package writes files.
+        project: project of the run.
+        name: name of the run. By default Weights & Biases generates a name.
+        settings: configuration of the run, shown beside its curves.
+        entity: team or user that owns the run.
+        folder: folder for the files of the package.
 
     Raises:
-        ValueError: The package wandb is not installed.
+        ValueError: the package wandb is not installed.
     """
 
     def __init__(
@@ -199,29 +202,33 @@ class WandB:
         try:
             import wandb
         except ImportError as error:
-            raise ValueError(f"--wandb-project needs the package wandb: {how_to_install('wandb')}") from error
-        self._output = Output(f"--wandb-project {project}")
+            raise ValueError(f"--wandb-project needs the package wandb: {get_extra_install_command('wandb')}") from error
+        self._output = OutputStatus(f"--wandb-project {project}")
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)  # the package does not make it
         self._run = wandb.init(project=project, name=name, config=dict(settings or {}), entity=entity, dir=folder)
 
-    def scalars(self, iteration: int, samples: int, values: Mapping[str, float]) -> None:
+    def log_scalars(self, iteration: int, samples: int, values: Mapping[str, float]) -> None:
         """Send the values of one iteration."""
         try:
             self._run.log({**values, "consumed_samples": samples}, step=iteration)
         except Exception as error:  # noqa: BLE001 - whatever the package raises
-            self._output.failed(error)
+            self._output.report_failure(error)
         else:
-            self._output.works()
+            self._output.report_success()
 
     def close(self) -> None:
-        """Send what is still in memory and end the run."""
+        """Send data that is still in memory, and end the run."""
         self._run.finish()
 
 
-def curve_sinks(config: LoggingConfig, settings: Mapping[str, Any] | None = None) -> list[Sink]:
-    """TensorBoard and Weights & Biases, where the settings ask for them. `settings` is the run's configuration."""
-    sinks: list[Sink] = []
+def build_curve_sinks(config: LoggingConfig, settings: Mapping[str, Any] | None = None) -> list[MetricSink]:
+    """Build the TensorBoard and Weights & Biases outputs that the settings enable.
+
+    Args:
+        settings: configuration of the run, shown by Weights & Biases.
+    """
+    sinks: list[MetricSink] = []
     if config.tensorboard_dir is not None:
         sinks.append(TensorBoard(config.tensorboard_dir, config.tensorboard_tags))
     if config.wandb_project is not None:

@@ -1,5 +1,5 @@
-"""`loss.png` in the folder of a run, drawn of its record by a process of its own while training goes on, and `report.html` at its
-end."""
+"""Picture of the loss curve (`loss.png`) in the folder of a run, and `report.html` at the end of the run. Separate processes create
+them from the record of the run while training continues."""
 
 from __future__ import annotations
 
@@ -14,28 +14,32 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from megatron.config.launcher import module_start
-from megatron.config.outputs import run_folder
-from megatron.training.features import Feature, RunParts
-from megatron.training.startup import PICTURE, REPORT, missing_library
+from megatron.config.launcher import build_module_command
+from megatron.config.outputs import get_run_folder
+from megatron.training.features import Feature, RunComponents
+from megatron.training.startup import PICTURE_FILE, REPORT_FILE, describe_missing_library
 
-EVERY_S, FIRST_S = 60.0, 15.0
-"""Seconds between pictures, and before the first."""
-_AT_MOST_S, _AT_END_S = 120.0, 60.0
-"""Seconds that a picture may take, and for which the end of the run waits for the last one and the report."""
-_REST = 20
-"""Times as long as a picture took nothing is drawn."""
+INTERVAL_S, FIRST_DELAY_S = 60.0, 15.0
+"""Seconds between pictures, and before the first one."""
+_PROCESS_TIMEOUT_S, _CLOSE_TIMEOUT_S = 120.0, 60.0
+"""Maximum seconds for one picture, and maximum seconds that the end of a run waits for the last picture and the report."""
+_PAUSE_FACTOR = 20
+"""Minimum pause between pictures, as a multiple of the time that a picture takes."""
 
 
 class LossPicture:
-    """Has the picture drawn, and the report made. A thread waits for the process that draws, so that neither can hold up a step or
-    end the run; what goes wrong is told once, on stderr.
+    """Draws the loss curve of a run at intervals, and creates a report at its end, in separate processes.
+
+    A thread waits for the drawing process, so that the process can neither delay a step nor end the run. An error is reported once,
+    on stderr.
 
     Args:
-        command: draws the picture of the record of a run, whose folder is given as its last word. It ends with 0, or with a line on
-            stderr that says what is wrong. None draws none.
-        report: makes the report likewise, when the run ends.
-        environment: of these programs, by default that of this process.
+        command: command line that draws the picture from the record of a run. The folder of the run is appended as its last
+            argument. On failure the process must exit with a nonzero status and write a line with the reason to stderr. None draws
+            no picture.
+        folder: folder of the run.
+        report: command line that creates the report, with the same interface. It runs when the run ends.
+        environment: environment of these processes. By default it is that of this process.
     """
 
     def __init__(
@@ -44,47 +48,50 @@ class LossPicture:
         folder: str | Path,
         report: Sequence[str] | None = None,
         *,
-        every_s: float = EVERY_S,
-        first_s: float = FIRST_S,
+        interval_s: float = INTERVAL_S,
+        first_delay_s: float = FIRST_DELAY_S,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._commands = {PICTURE: command, REPORT: report}
-        self._folder, self._every_s, self._first_s = folder, every_s, first_s
+        self._commands = {PICTURE_FILE: command, REPORT_FILE: report}
+        self._folder, self._interval_s, self._first_delay_s = folder, interval_s, first_delay_s
         self._environment = environment
         self._ending = threading.Event()
-        self._told = set[str]()
-        self._thread = threading.Thread(target=self._draw_often, name="loss picture", daemon=True)
+        self._reported = set[str]()
+        self._thread = threading.Thread(target=self._run, name="loss picture", daemon=True)
 
     def start(self) -> None:
-        """From now on it is drawn."""
+        """Start the thread that draws pictures."""
         self._thread.start()
 
     def close(self) -> None:
-        """Have the last one drawn and the report made, and wait a while for them."""
+        """Draw the last picture and create the report. Wait for both processes for a limited time."""
         self._ending.set()
         if self._thread.ident is not None:
-            self._thread.join(_AT_END_S)
+            self._thread.join(_CLOSE_TIMEOUT_S)
 
-    def leave(self) -> None:
-        """Have the last one drawn and the report made without waiting for them, where the run ends by a failure."""
+    def close_without_waiting(self) -> None:
+        """Start the processes that draw the last picture and create the report, without waiting for them. Used after a failure of
+        the run."""
         for command in self._commands.values():
             with suppress(OSError):
-                self._begin(command, subprocess.DEVNULL)
+                self._start_process(command, subprocess.DEVNULL)
 
     def __enter__(self) -> Self:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, exception_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is None:
             self.close()
         else:
-            self.leave()
+            self.close_without_waiting()
 
-    def _begin(self, command: Sequence[str] | None, stderr: int) -> subprocess.Popen[bytes] | None:
+    def _start_process(self, command: Sequence[str] | None, stderr: int) -> subprocess.Popen[bytes] | None:
         if command is None:
             return None
-        # Ctrl-C in the terminal is for the run alone; the run's cores are not for the picture.
+        # A new session, so that Ctrl-C only stops the run; a single thread, so that the run keeps its cores.
         environment = {**(os.environ if self._environment is None else self._environment), "OMP_NUM_THREADS": "1"}
         nothing = subprocess.DEVNULL
         return subprocess.Popen(
@@ -92,51 +99,53 @@ class LossPicture:
         )
 
     @staticmethod
-    def _reason(process: subprocess.Popen[bytes] | None) -> str | None:
-        """Wait for the process. Returns why there is no picture, if there is none."""
+    def _wait_for_process(process: subprocess.Popen[bytes] | None) -> str | None:
+        """Wait for the process. Return the reason if it failed, else None."""
         if process is None:
             return None
         try:
-            _, said = process.communicate(timeout=_AT_MOST_S)
+            _, error_output = process.communicate(timeout=_PROCESS_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
-            return f"it took more than {_AT_MOST_S:g} s"
-        lines = said.decode(errors="replace").strip().splitlines()
+            return f"it took more than {_PROCESS_TIMEOUT_S:g} s"
+        lines = error_output.decode(errors="replace").strip().splitlines()
         return None if process.returncode == 0 else lines[-1] if lines else f"exit status {process.returncode}"
 
-    def _draw_often(self) -> None:
-        pause = self._first_s
+    def _run(self) -> None:
+        pause = self._first_delay_s
         while not self._ending.wait(pause):
-            began = time.monotonic()
-            self._draw(PICTURE)
-            pause = max(self._every_s, _REST * (time.monotonic() - began))  # the record of a long run takes a while to draw
-        self._draw(PICTURE)
-        self._draw(REPORT)
+            start = time.monotonic()
+            self._make_file(PICTURE_FILE)
+            pause = max(self._interval_s, _PAUSE_FACTOR * (time.monotonic() - start))  # a long run has a long record
+        self._make_file(PICTURE_FILE)
+        self._make_file(REPORT_FILE)
 
-    def _draw(self, name: str) -> None:
+    def _make_file(self, name: str) -> None:
         try:
-            reason = self._reason(self._begin(self._commands[name], subprocess.PIPE))
+            reason = self._wait_for_process(self._start_process(self._commands[name], subprocess.PIPE))
         except OSError as error:
             reason = str(error)
-        if reason is not None and name not in self._told:
-            self._told.add(name)
-            with suppress(OSError, ValueError):  # stderr may be gone
-                sys.stderr.write(f"{self._folder}/{name} cannot be made ({reason}): training goes on without it\n")
+        if reason is not None and name not in self._reported:
+            self._reported.add(name)
+            with suppress(OSError, ValueError):  # stderr may be closed
+                sys.stderr.write(f"{self._folder}/{name} cannot be created ({reason}): training continues without it\n")
                 sys.stderr.flush()
 
 
 class PictureFeature(Feature):
-    """loss.png while the run goes on, and report.html at its end."""
+    """Feature that draws a picture of the loss during the run, and creates a report at its end."""
 
-    def around_run(self, run: RunParts) -> AbstractContextManager[object]:
-        """Have the first rank start the programs that make them."""
-        logging, folder = run.config.logging, run_folder(run.config.checkpoint, run.config.logging)
+    def around_run(self, run: RunComponents) -> AbstractContextManager[object]:
+        """On the first rank, start the thread that creates the picture and the report."""
+        logging, folder = run.config.logging, get_run_folder(run.config.checkpoint, run.config.logging)
         if run.context.rank != 0 or folder is None:
             return nullcontext()
-        draw, environment = module_start("megatron_lab", "plot_loss")
-        report, _ = module_start("megatron_lab", "report")
-        draws = logging.loss_picture and missing_library() is None
-        if not draws and not logging.report:
+        picture_command, environment = build_module_command("megatron_lab", "plot_loss")
+        report_command, _ = build_module_command("megatron_lab", "report")
+        makes_picture = logging.loss_picture and describe_missing_library() is None
+        if not makes_picture and not logging.report:
             return nullcontext()
-        return LossPicture(draw if draws else None, folder, report if logging.report else None, environment=environment)
+        return LossPicture(
+            picture_command if makes_picture else None, folder, report_command if logging.report else None, environment=environment
+        )

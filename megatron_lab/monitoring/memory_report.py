@@ -1,8 +1,8 @@
-"""What memory a rank takes for what, measured between two steps, and told beside the plan (--log-memory).
+"""Report of the memory of each rank by purpose, measured between two steps and compared with the plan (--log-memory).
 
-The model's state is measured tensor by tensor, by its storages. What else was allocated at the peak are activations, and whatever
-passes within a step. On CUDA that is known from torch's allocator. On the CPU there is only the memory of the whole process, less
-what it had before the model was built.
+The model's state is measured tensor by tensor, by the size of the storages. The remaining memory at the peak consists of
+activations and of temporary tensors within a step. On CUDA the peak is known from torch's allocator. On the CPU only the memory of
+the process is known. There the memory before the model was built is subtracted.
 """
 
 from __future__ import annotations
@@ -13,206 +13,234 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron.config.config import Config
-from megatron.metrics.measures import process_bytes
+from megatron.metrics.measures import get_peak_host_bytes
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
-from megatron.training.features import Feature, RunParts
+from megatron.training.features import Feature, RunComponents
 from megatron.training.progress import Progress
 from megatron.training.reporter import Reporter
 from megatron.training.step import StepResult, TrainStep
-from megatron.training.watch import Watcher
-from megatron_lab.monitoring.rehearsal import Rehearsal, full_plan
+from megatron.training.watch import Callback
+from megatron_lab.monitoring.rehearsal import PlanProcess, build_full_plan
 from megatron_lab.planner.plan import Plan, RankMemory
-from megatron_lab.planner.plan_text import table
+from megatron_lab.planner.plan_text import format_table
 from megatron_lab.planner.state_layout import Bytes, StateMemory
-from megatron_lab.planner.state_report import amount
+from megatron_lab.planner.state_report import format_bytes
+
+ACTIVATIONS_ROW = "activations and temporary tensors"
+"""Name of the row for the device memory at the peak that is not state of the model."""
+_METRIC_NAMES = {ACTIVATIONS_ROW: "activations-and-the-rest"}
+"""Metric names of rows whose text was changed later. All other metric names are the text of the row with hyphens."""
 
 
 @dataclass(frozen=True)
 class MeasuredMemory:
-    """The memory of one rank."""
+    """Measured memory of one rank, in bytes."""
 
     state: StateMemory
-    """What the model's state takes. Padding is not told apart."""
+    """Memory of the model's state (parameters, gradients, optimizer states) by purpose. Padding is included in each of them."""
     peak: int
-    """The most bytes at once: on CUDA those that the allocator gave out, on the CPU those of the process beyond `before`."""
+    """Peak memory. On CUDA: allocated by torch's allocator. On the CPU: memory of the process minus `baseline`."""
     reserved: int
-    """The most bytes that the allocator of CUDA took from the device; 0 on the CPU."""
-    used: int
-    """Bytes of the device that are in use now, by any process; 0 on the CPU."""
-    host: int
-    """The most bytes of host memory that the process had at once."""
-    moved: int
-    """Bytes of host memory for activations between forward and backward."""
-    before: int
-    """Bytes of host memory that it had before the model was built: Python and the libraries."""
+    """Peak of the device memory that torch's CUDA allocator reserved; 0 on the CPU."""
+    device_used: int
+    """Device memory that is currently in use by all processes; 0 on the CPU."""
+    host_peak: int
+    """Peak host memory of the process."""
+    offloaded: int
+    """Host memory for activations that are offloaded between forward and backward."""
+    baseline: int
+    """Host memory before the model was built: Python and its libraries."""
 
     @property
     def activations(self) -> int:
-        """The rest of the peak: activations and what passes within a step."""
-        on_device = self.state.total.device if self.reserved else self.state.total.total + self.moved
-        return max(0, self.peak - on_device)
+        """Peak minus the model's state: activations and temporary tensors of a step."""
+        state_bytes = self.state.total.device if self.reserved else self.state.total.total + self.offloaded
+        return max(0, self.peak - state_bytes)
 
 
-def measure(step: TrainStep, before: int) -> MeasuredMemory:
-    """Measure this rank, between two steps. It waits for nothing.
+def measure_memory(step: TrainStep, baseline: int) -> MeasuredMemory:
+    """Measure the memory of this rank between two steps, without waiting for the device.
 
     Args:
-        before: see `MeasuredMemory`.
+        baseline: bytes of host memory before the model was built.
     """
-    device, state, moved = step.context.device, state_held(step), step.executor.host.num_bytes
+    device, state, offloaded = step.context.device, measure_state(step), step.executor.host.num_bytes
     if device.type != "cuda":
-        return MeasuredMemory(state, max(0, process_bytes() - before), 0, 0, process_bytes(), moved, before)
+        return MeasuredMemory(state, max(0, get_peak_host_bytes() - baseline), 0, 0, get_peak_host_bytes(), offloaded, baseline)
     stats = torch.cuda.memory_stats(device)
     free, total = torch.cuda.mem_get_info(device)
     peak, reserved = stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
-    return MeasuredMemory(state, peak, reserved, total - free, process_bytes(), moved, before)
+    return MeasuredMemory(state, peak, reserved, total - free, get_peak_host_bytes(), offloaded, baseline)
 
 
-def state_held(step: TrainStep) -> StateMemory:
-    """The bytes of the storages that the model's state lies in, each counted once, for the first purpose that it has."""
-    known: set[int] = set()
+def measure_state(step: TrainStep) -> StateMemory:
+    """Return the bytes of the storages of the model's state. A storage that serves several purposes is counted once, for the first
+    purpose."""
+    counted: set[int] = set()
 
-    def held(tensors: Iterable[torch.Tensor], *, on_host: bool = False) -> Bytes:
+    def count_bytes(tensors: Iterable[torch.Tensor], *, on_host: bool = False) -> Bytes:
         device = host = 0
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() in known or not storage.nbytes():
+            if storage.data_ptr() in counted or not storage.nbytes():
                 continue
-            known.add(storage.data_ptr())
+            counted.add(storage.data_ptr())
             if on_host or storage.device.type != step.context.device.type:
                 host += storage.nbytes()
             else:
                 device += storage.nbytes()
         return Bytes(device, host)
 
-    providers = [provider.held() for provider in step.providers]
-    away = step.optimizer.offloaded
-    chosen = {id(shard) for shard in away}
-    here = [shard for shard in step.optimizer.shards if id(shard) not in chosen]
-    parameters = sum((held(one.parameters, on_host=one.on_host) for one in providers), Bytes())
-    gradients = sum((held(one.gradients, on_host=one.on_host) for one in providers), Bytes())
-    mains = held(shard.main for shard in here) + held((shard.main for shard in away), on_host=True)
-    moments = held(moment for shard in here for moment in shard.moments.values())
-    moments += held((moment for shard in away for moment in shard.moments.values()), on_host=True)
-    averages = held(shard.average for shard in here if shard.average is not None)
-    averages += held((shard.average for shard in away if shard.average is not None), on_host=True)
-    buffers = held(tensor for one in providers for tensor in one.buffers) + held(step.optimizer.staging, on_host=True)
-    buffers += held(step.optimizer.buffers)
-    return StateMemory(parameters, gradients, mains, moments, averages, buffers)
+    providers = [provider.persistent_tensors() for provider in step.providers]
+    offloaded_shards = step.optimizer.offloaded_shards
+    offloaded_ids = {id(shard) for shard in offloaded_shards}
+    device_shards = [shard for shard in step.optimizer.shards if id(shard) not in offloaded_ids]
+    parameters = sum((count_bytes(entry.parameters, on_host=entry.on_host) for entry in providers), Bytes())
+    gradients = sum((count_bytes(entry.gradients, on_host=entry.on_host) for entry in providers), Bytes())
+    main_params = count_bytes(shard.main_param for shard in device_shards) + count_bytes(
+        (shard.main_param for shard in offloaded_shards), on_host=True
+    )
+    moments = count_bytes(moment for shard in device_shards for moment in shard.moments.values())
+    moments += count_bytes((moment for shard in offloaded_shards for moment in shard.moments.values()), on_host=True)
+    averages = count_bytes(shard.average for shard in device_shards if shard.average is not None)
+    averages += count_bytes((shard.average for shard in offloaded_shards if shard.average is not None), on_host=True)
+    buffers = count_bytes(tensor for entry in providers for tensor in entry.buffers) + count_bytes(
+        step.optimizer.staging_buffers, on_host=True
+    )
+    buffers += count_bytes(step.optimizer.buffers)
+    return StateMemory(parameters, gradients, main_params, moments, averages, buffers)
 
 
 @dataclass
 class MemoryAccount:
-    """What is known of a rank's memory so far; a run fills it in as it begins."""
+    """Data for the memory report of a rank: the training step whose memory is measured, and the memory that the planner predicts.
+    The fields are set while the run starts."""
 
-    before: int = field(default_factory=process_bytes)
+    baseline: int = field(default_factory=get_peak_host_bytes)
     step: TrainStep | None = None
     plan: Plan | None = None
     planned: RankMemory | None = None
-    """What the plan says of this rank."""
+    """Memory that the plan predicts for this rank."""
 
-    def expect(self, plan: Plan | str, context: ParallelContext) -> list[str]:
-        """Take the plan of the job; gives lines for the start-up log.
+    def set_plan(self, plan: Plan | str, context: ParallelContext) -> list[str]:
+        """Set the plan of the job. Return lines for the start-up log.
 
         Args:
-            plan: or why there is none.
+            plan: plan of the job, or the reason why planning failed, as text.
         """
         if isinstance(plan, str):
             return [f"memory is reported without a plan: {plan}"]
-        at = context.coordinates
+        coordinates = context.coordinates
         self.plan = plan
-        self.planned = plan.kind_at(at["pp"], at["tp"], at["cp"] + context.topology.cp * at["dp"]).memory
-        needed = max(kind.memory.total.device for kind in plan.kinds)
-        buffers = [buffer for kind in plan.kinds for buffer in kind.allowances if buffer.communicators]
-        most = max(buffers, key=lambda buffer: buffer.bytes, default=None)
-        beyond = [f"advice: {line}" for line in plan.advice if line.startswith("the fullest rank")]
-        nccl = [] if most is None else [f"planned: a rank has {most}, made at their first use"]
-        return [f"planned: the fullest rank takes {amount(needed)} of its device", *nccl, *beyond]
+        self.planned = plan.profile_at(
+            coordinates["pp"], coordinates["tp"], coordinates["cp"] + context.topology.cp * coordinates["dp"]
+        ).memory
+        max_bytes = max(profile.memory.total.device for profile in plan.profiles)
+        buffers = [buffer for profile in plan.profiles for buffer in profile.allowances if buffer.communicators]
+        largest_buffer = max(buffers, key=lambda buffer: buffer.bytes, default=None)
+        advice = [f"advice: {line}" for line in plan.advice if line.startswith("the fullest rank")]
+        buffer_lines = [] if largest_buffer is None else [f"planned: a rank has {largest_buffer}, allocated at their first use"]
+        return [f"planned: the fullest rank takes {format_bytes(max_bytes)} of its device", *buffer_lines, *advice]
 
-    def rows(self) -> list[tuple[str, int, int | None]]:
-        """Bytes of each part on the device and in host memory: its name, measured, and planned if there is a plan."""
+    def build_rows(self) -> list[tuple[str, int, int | None]]:
+        """Return the rows of the memory report: (name, measured bytes, planned bytes) for each purpose, on the device and in host
+        memory. Planned bytes are None without a plan."""
         assert self.step is not None
-        found, planned = measure(self.step, self.before), self.planned
+        measured, planned = measure_memory(self.step, self.baseline), self.planned
         rows: list[tuple[str, int, int | None]] = []
-        for name, part in found.state.parts.items():
-            aimed = None if planned is None else planned.parts[name]
-            rows.append((name.replace("_", " "), part.device, None if aimed is None else aimed.device))
-            if part.host or (aimed is not None and aimed.host):
-                rows.append((f"{name.replace('_', ' ')} on the host", part.host, None if aimed is None else aimed.host))
-        rows.append(("activations and the rest", found.activations, None if planned is None else planned.activations.device))
-        aside = None if planned is None else planned.activations.host
-        if found.moved or aside:
-            rows.append(("activations on the host", found.moved, aside))
-        if found.reserved:
-            exact = None if planned is None else planned.total.device - planned.cuda.device
-            rows.append(("allocated at the peak", found.peak, exact))
-            rows.append(("reserved at the peak", found.reserved, None))
-            rows.append(("used of the device", found.used, None if planned is None else planned.total.device))
-        rows.append(("Python and libraries", found.before, None))
-        rows.append(("the process at its peak", found.host, None))
+        for name, state_bytes in measured.state.by_purpose.items():
+            planned_bytes = None if planned is None else planned.by_purpose[name]
+            rows.append((name.replace("_", " "), state_bytes.device, None if planned_bytes is None else planned_bytes.device))
+            if state_bytes.host or (planned_bytes is not None and planned_bytes.host):
+                rows.append(
+                    (
+                        f"{name.replace('_', ' ')} on the host",
+                        state_bytes.host,
+                        None if planned_bytes is None else planned_bytes.host,
+                    )
+                )
+        rows.append((ACTIVATIONS_ROW, measured.activations, None if planned is None else planned.activations.device))
+        planned_offloaded = None if planned is None else planned.activations.host
+        if measured.offloaded or planned_offloaded:
+            rows.append(("activations on the host", measured.offloaded, planned_offloaded))
+        if measured.reserved:
+            planned_peak = None if planned is None else planned.total.device - planned.cuda.device
+            rows.append(("allocated at the peak", measured.peak, planned_peak))
+            rows.append(("reserved at the peak", measured.reserved, None))
+            rows.append(("used of the device", measured.device_used, None if planned is None else planned.total.device))
+        rows.append(("Python and libraries", measured.baseline, None))
+        rows.append(("the process at its peak", measured.host_peak, None))
         return rows
 
 
-def report(account: MemoryAccount, context: ParallelContext, when: str) -> tuple[list[str], dict[str, float]]:
-    """What all ranks take, least and most where they differ, as lines of the log; and by name the most measured, in bytes. All
-    ranks call it together."""
-    ranks = [{row[0]: row[1:] for row in rows} for rows in gather_objects(account.rows(), context.world)]
+def gather_report(account: MemoryAccount, context: ParallelContext, time_text: str) -> tuple[list[str], dict[str, float]]:
+    """Gather the memory of all ranks, and format a table with the minimum and maximum over the ranks. All ranks call it together.
+
+    Returns:
+        log lines, and the maximum of the measured bytes by metric name.
+    """
+    ranks = [{row[0]: row[1:] for row in rows} for rows in gather_objects(account.build_rows(), context.world)]
     names = list(dict.fromkeys(name for rows in ranks for name in rows))
-    body, most = [], {}
+    table_rows, maxima = [], {}
     for name in names:
         measured = [rows[name][0] if name in rows else 0 for rows in ranks]
         planned = [rows[name][1] for rows in ranks if name in rows]
         if any(measured) or any(planned):
-            most[f"memory/{name.replace(' ', '-')}"] = float(max(measured))
-            body.append([f"  {name}", _spread(measured), _spread([one for one in planned if one is not None])])
-    of = f"a rank, least and most of {context.world.size}" if context.world.size > 1 else "this process"
-    return [f"  {line}" for line in table([f"memory {when}, of {of}", "measured", "planned"], body)], most
+            maxima[f"memory/{_METRIC_NAMES.get(name) or name.replace(' ', '-')}"] = float(max(measured))
+            table_rows.append(
+                [f"  {name}", _format_range(measured), _format_range([value for value in planned if value is not None])]
+            )
+    rank_text = f"a rank, minimum and maximum over {context.world.size} ranks" if context.world.size > 1 else "this process"
+    return [
+        f"  {line}" for line in format_table([f"memory {time_text}, of {rank_text}", "measured", "planned"], table_rows)
+    ], maxima
 
 
-def _spread(numbers: Sequence[int]) -> str:
-    if not numbers:
+def _format_range(values: Sequence[int]) -> str:
+    if not values:
         return "-"
-    low, high = amount(min(numbers)), amount(max(numbers))
+    low, high = format_bytes(min(values)), format_bytes(max(values))
     return high if low == high else f"{low} - {high}"
 
 
-class MemoryReports(Watcher):
-    """--log-memory: tells what memory the ranks take, after the first step and every so many."""
+class MemoryCallback(Callback):
+    """Callback that logs the memory of the ranks after the first step and in every N-th iteration (--log-memory)."""
 
-    def __init__(self, account: MemoryAccount, context: ParallelContext, every: int, reporter: Reporter) -> None:
-        self._account, self._context, self._every, self._reporter = account, context, every, reporter
-        self._first = True
+    def __init__(self, account: MemoryAccount, context: ParallelContext, interval: int, reporter: Reporter) -> None:
+        self._account, self._context, self._interval, self._reporter = account, context, interval, reporter
+        self._is_first = True
 
     def after_step(self, progress: Progress, result: StepResult, samples: int, learning_rate: float, weight_decay: float) -> None:
-        """Report, if it is time."""
-        if self._first or progress.iteration % self._every == 0:
-            lines, most = report(self._account, self._context, f"after iteration {progress.iteration}")
+        """Log a report if one is due."""
+        if self._is_first or progress.iteration % self._interval == 0:
+            lines, maxima = gather_report(self._account, self._context, f"after iteration {progress.iteration}")
             for line in lines:
-                self._reporter.say(line)
-            self._reporter.measured(progress, most)
-        self._first = False
+                self._reporter.log(line)
+            self._reporter.log_measurements(progress, maxima)
+        self._is_first = False
 
 
 class MemoryFeature(Feature):
-    """--log-memory: a plan of the job is made beside the start of the run, and the reports have both."""
+    """Feature of --log-memory. A plan of the job is computed while the run starts, and the reports compare it with the measured
+    memory."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.account = MemoryAccount()
-        self._rehearsal = Rehearsal(full_plan)
+        self._plan_process = PlanProcess(build_full_plan)
 
-    def begin(self) -> None:
-        """Have the job planned."""
-        self._rehearsal.begin(self.config)
+    def on_forks_done(self) -> None:
+        """Send the settings to the process that plans the job."""
+        self._plan_process.send_config(self.config)
 
-    def start_up_lines(self, run: RunParts) -> list[str]:
-        """Take the plan; gives what it says of the fullest rank."""
-        return self.account.expect(self._rehearsal.plan(run.context), run.context)
+    def startup_lines(self, run: RunComponents) -> list[str]:
+        """Receive the plan, and describe the rank with the largest memory."""
+        return self.account.set_plan(self._plan_process.receive_plan(run.context), run.context)
 
-    def watchers(self, run: RunParts) -> list[Watcher]:
-        """Report after the first step and every so many."""
+    def callbacks(self, run: RunComponents) -> list[Callback]:
+        """Build the callback that logs the memory."""
         interval = run.config.logging.memory_interval
         assert interval is not None
         self.account.step = run.step
-        return [MemoryReports(self.account, run.context, interval, run.reporter)]
+        return [MemoryCallback(self.account, run.context, interval, run.reporter)]

@@ -1,4 +1,4 @@
-"""Norms of gradient and weights for each layer (--log-layer-norms), and of all parameters (--log-params-norm)."""
+"""Norms of gradients and weights of each layer (--log-layer-norms), and of all parameters (--log-params-norm)."""
 
 from __future__ import annotations
 
@@ -6,92 +6,99 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from megatron.optimizer.statistics import square_sums
+from megatron.optimizer.statistics import squared_norms
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import Shard
-from megatron.spec.weights import in_layer
-from megatron.training.features import Feature, RunParts
+from megatron.spec.weights import split_layer_name
+from megatron.training.features import Feature, RunComponents
 from megatron.training.step import StepResult, TrainStep
-from megatron.training.watch import Watcher
+from megatron.training.watch import Callback
 
 
-def place_of(name: str) -> str:
-    """The part of the model that a parameter belongs to: "layers.17", "embedding", "final_norm", "output" or "mtp"."""
-    layer, part = in_layer(name)
-    return part.partition(".")[0] if layer is None else f"layers.{layer}"
+def get_module_name(name: str) -> str:
+    """Return the part of the model to which a parameter belongs: "layers.17", "embedding", "final_norm", "output" or "mtp"."""
+    layer, local_name = split_layer_name(name)
+    return local_name.partition(".")[0] if layer is None else f"layers.{layer}"
 
 
-def places(num_layers: int, tied: bool, depths: int = 0) -> list[str]:
-    """Every part of the model, in the order of the depth."""
+def list_module_names(num_layers: int, has_tied_embeddings: bool, num_mtp_layers: int = 0) -> list[str]:
+    """List the names that `get_module_name` returns for this model, from the embedding to the output."""
     return [
         "embedding",
         *(f"layers.{i}" for i in range(num_layers)),
         "final_norm",
-        *([] if tied else ["output"]),
-        *(["mtp"] if depths else []),
+        *([] if has_tied_embeddings else ["output"]),
+        *(["mtp"] if num_mtp_layers else []),
     ]
 
 
-def layer_norms(
-    shards: Sequence[Shard], gradient_squares: torch.Tensor, loss_scale: float, parts: Sequence[str], context: ParallelContext
+def compute_module_norms(
+    shards: Sequence[Shard], grad_sq_sums: torch.Tensor, loss_scale: float, module_names: Sequence[str], context: ParallelContext
 ) -> dict[str, float]:
-    """Gradient and weight norm of each part over all ranks: {"grad-norm/layers.0": ..., "weight-norm/layers.0": ...}.
+    """Compute the gradient and weight norms of each module (layer, embedding, ...) over all ranks: {"grad-norm/layers.0": ...,
+    "weight-norm/layers.0": ...}.
 
     Args:
-        shards: those that this rank counts.
-        gradient_squares: sums of squares of their gradients, float64 [len(shards)].
-        loss_scale: the gradients are multiplied by it.
-        parts: see `places`; the same on every rank.
+        shards: shards whose elements this rank counts in norms.
+        grad_sq_sums: sums of squares of the shards' gradients: float64 [len(shards)].
+        loss_scale: loss scale by which the gradients are still multiplied.
+        module_names: result of `list_module_names`, identical on every rank.
     """
-    index = torch.tensor([parts.index(place_of(s.record.name)) for s in shards], dtype=torch.long, device=context.device)
-    sums = torch.zeros(2, len(parts), dtype=torch.float64, device=context.device)
-    sums[0].index_add_(0, index, gradient_squares)
-    sums[1].index_add_(0, index, square_sums([s.counted_main for s in shards], context.device))
-    norms = all_reduce(sums, context.world).sqrt().tolist()
+    module_indices = torch.tensor(
+        [module_names.index(get_module_name(s.record.name)) for s in shards], dtype=torch.long, device=context.device
+    )
+    sq_sums = torch.zeros(2, len(module_names), dtype=torch.float64, device=context.device)
+    sq_sums[0].index_add_(0, module_indices, grad_sq_sums)
+    sq_sums[1].index_add_(0, module_indices, squared_norms([s.norm_main_param for s in shards], context.device))
+    norms = all_reduce(sq_sums, context.world).sqrt().tolist()
     return {
-        **{f"grad-norm/{part}": norm / loss_scale for part, norm in zip(parts, norms[0], strict=True)},
-        **{f"weight-norm/{part}": norm for part, norm in zip(parts, norms[1], strict=True)},
+        **{f"grad-norm/{name}": norm / loss_scale for name, norm in zip(module_names, norms[0], strict=True)},
+        **{f"weight-norm/{name}": norm for name, norm in zip(module_names, norms[1], strict=True)},
     }
 
 
-def params_norm(shards: Sequence[Shard], context: ParallelContext) -> float:
-    """Norm of all parameters, with each element counted once.
+def compute_params_norm(shards: Sequence[Shard], context: ParallelContext) -> float:
+    """Compute the norm of all parameters of the model over all ranks. Each element is counted once.
 
     Args:
-        shards: those that this rank counts.
+        shards: shards whose elements this rank counts in norms.
     """
-    total = square_sums([s.counted_main for s in shards], context.device).sum()
+    total = squared_norms([s.norm_main_param for s in shards], context.device).sum()
     return float(all_reduce(total, context.world).sqrt())
 
 
-class NormWatcher(Watcher):
-    """Computes the norms that a line of the log has.
+class NormCallback(Callback):
+    """Callback that computes norms for log lines.
 
     Args:
-        whole: compute the norm of all parameters.
-        layers: compute the norms of each layer.
+        logs_params: compute the norm of all parameters.
+        logs_modules: compute the norms of each module.
     """
 
-    def __init__(self, step: TrainStep, *, whole: bool, layers: bool) -> None:
+    def __init__(self, step: TrainStep, *, logs_params: bool, logs_modules: bool) -> None:
         model = step.model.config
-        self._step, self._whole = step, whole
-        self._parts = places(model.num_layers, model.tied, model.mtp_num_layers) if layers else None
+        self._step, self._logs_params = step, logs_params
+        self._module_names = (
+            list_module_names(model.num_layers, model.has_tied_embeddings, model.mtp_num_layers) if logs_modules else None
+        )
 
     def log_values(self, result: StepResult | None) -> Mapping[str, float]:
-        """The norms after the step."""
-        step, found = self._step, {}
-        if self._whole:
-            found["params_norm"] = params_norm(step.counted_shards, step.context)
-        if self._parts is not None and result is not None:
-            found |= layer_norms(step.counted_shards, step.counted_squares, result.loss_scale, self._parts, step.context)
-        return found
+        """Compute the norms after the step, for the log line."""
+        step, norms = self._step, {}
+        if self._logs_params:
+            norms["params_norm"] = compute_params_norm(step.norm_shards, step.context)
+        if self._module_names is not None and result is not None:
+            norms |= compute_module_norms(
+                step.norm_shards, step.shard_squared_norms, result.loss_scale, self._module_names, step.context
+            )
+        return norms
 
 
 class NormFeature(Feature):
-    """--log-params-norm and --log-layer-norms."""
+    """Feature of --log-params-norm and --log-layer-norms."""
 
-    def watchers(self, run: RunParts) -> Sequence[Watcher]:
-        """Compute the norms when a line of the log is due."""
+    def callbacks(self, run: RunComponents) -> Sequence[Callback]:
+        """Build the callback that computes norms when a log line is due."""
         logging = run.config.logging
-        return [NormWatcher(run.step, whole=logging.log_params_norm, layers=logging.log_layer_norms)]
+        return [NormCallback(run.step, logs_params=logging.log_params_norm, logs_modules=logging.log_layer_norms)]

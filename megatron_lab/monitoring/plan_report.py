@@ -1,7 +1,7 @@
-"""--plan-report: step time and memory as they were foretold, beside what the first steps measured, part by part.
+"""Comparison of the planned step time and memory with the first measured steps, by component (--plan-report).
 
-What timers can tell apart without making the device wait are the operations of the schedule (with what tensor ranks send within
-them), waiting between them, and the end of the step. So these are compared.
+Timers can separate the following components without making the host wait for the device: the operations of the schedule (including
+the communication of tensor ranks within them), waits between operations, and the end of the step. These components are compared.
 """
 
 from __future__ import annotations
@@ -17,240 +17,263 @@ from typing import Any
 import torch
 
 from megatron.config.config import Config
-from megatron.config.given import DryRun, check_output, this_job
-from megatron.config.launcher import launched
+from megatron.config.given import DryRun, check_output, get_current_job
+from megatron.config.launcher import read_process_info
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
-from megatron.training.features import Feature, RunParts
+from megatron.training.features import Feature, RunComponents
 from megatron.training.progress import Progress
 from megatron.training.step import StepResult, TrainStep
-from megatron.training.watch import Watcher
-from megatron_lab.monitoring.memory_report import MemoryAccount, measure
+from megatron.training.watch import Callback
+from megatron_lab.monitoring.memory_report import MemoryAccount, measure_memory
 from megatron_lab.monitoring.profiler import SpanRecorder
-from megatron_lab.monitoring.rehearsal import Rehearsal
-from megatron_lab.planner.cluster import Cluster, load_cluster, shipped_for
+from megatron_lab.monitoring.rehearsal import PlanProcess
+from megatron_lab.planner.cluster import Cluster, load_cluster, load_shipped_cluster
 from megatron_lab.planner.dry_run import Planner
-from megatron_lab.planner.state_report import amount
-from megatron_lab.planner.step_time import StepTime, time_of
+from megatron_lab.planner.state_report import format_bytes
+from megatron_lab.planner.step_time import StepTime, predict_from_work
 from megatron_lab.planner.step_work import StepWork
 
-FIRST, LAST = 3, 10
-"""The steps of a start that are measured; those before make connections, compile and fill caches."""
-_NEAR = 0.1
-"""What is off by less of the step is not told as off."""
-BETWEEN = ("messages", "pipeline idle")
-AT_END = ("gradients", "parameters", "optimizer", "numbers", "other")
+FIRST_MEASURED_STEP, LAST_MEASURED_STEP = 3, 10
+"""First and last measured step of a start, counted from 1. Earlier steps create connections, compile, and fill caches."""
+_MIN_DIFFERENCE = 0.1
+"""Smallest difference of a component that is reported, as a fraction of the step time."""
+IDLE_PARTS = ("messages", "pipeline idle")
+"""Components of `StepTime.breakdown` between operations."""
+STEP_END_PARTS = ("gradients", "parameters", "optimizer", "numbers", "other")
+"""Components of `StepTime.breakdown` at the end of the step."""
 
 
-def grouped(parts: Mapping[str, float]) -> dict[str, float]:
-    """The parts of a predicted step as timers see them, in seconds."""
-    between, end = (sum(parts.get(name, 0.0) for name in names) for names in (BETWEEN, AT_END))
-    return {"operations": sum(parts.values()) - between - end, "waiting between operations": between, "end of the step": end}
+def group_by_timer(parts: Mapping[str, float]) -> dict[str, float]:
+    """Add up the predicted times of a step's components, in seconds, by the three components that timers can measure: operations,
+    waiting between operations, and end of the step."""
+    idle, step_end = (sum(parts.get(name, 0.0) for name in names) for names in (IDLE_PARTS, STEP_END_PARTS))
+    return {"operations": sum(parts.values()) - idle - step_end, "waiting between operations": idle, "end of the step": step_end}
 
 
 @dataclass(frozen=True)
-class Foretold:
-    """A predicted step, JSON-able."""
+class PredictedStep:
+    """Prediction of the planner for one step: duration and memory. Stored in the report as JSON."""
 
     cluster: str
     seconds: float
+    """Predicted duration of a step."""
     low: float
     high: float
+    """Upper bound of the duration in seconds; `low` is the lower bound. They hold in nine of ten cases."""
     parts: Mapping[str, float]
-    """Seconds, by the names of `StepTime.parts`."""
+    """Seconds of each component of a step, by the names of `StepTime.breakdown`."""
     device_bytes: int
+    """Predicted memory of the rank with the largest memory."""
 
     @classmethod
-    def of(cls, cluster: Cluster, step: StepTime) -> Foretold:
-        """What a prediction says."""
-        return cls(cluster.name, step.seconds, step.low, step.high, dict(step.parts), step.device_bytes)
+    def of(cls, cluster: Cluster, step: StepTime) -> PredictedStep:
+        """Build the prediction for a cluster from its predicted step time."""
+        return cls(cluster.name, step.seconds, step.low, step.high, dict(step.breakdown), step.device_bytes)
 
 
 @dataclass(frozen=True)
-class Found:
-    """The measured steps, JSON-able."""
+class MeasuredSteps:
+    """Measured duration and memory of the first steps. Stored in the report as JSON."""
 
     steps: Sequence[float]
-    """Seconds of each."""
+    """Seconds of each step."""
     parts: Mapping[str, float]
-    """Seconds, by the names of `grouped`; of the rank whose operations take longest."""
+    """Seconds of each component, by the names of `group_by_timer`, on the rank whose operations take longest."""
     device_bytes: int
-    """The most memory of a rank: on CUDA in use on its device, elsewhere what the process took for the run."""
+    """Largest memory of a rank. On CUDA: memory in use on its device. On the CPU: memory that the process took for the run."""
 
     @property
     def seconds(self) -> float:
-        """A step."""
+        """Median duration of a step, in seconds."""
         return statistics.median(self.steps)
 
 
-class StepPlan:
-    """Begins to plan the job's steps, on its first rank. To be made before process groups, as `Rehearsal` is.
+class StepPrediction:
+    """Prediction of the job's step time. The first rank computes it in a separate process. Like a `PlanProcess`, it must be created
+    before process groups exist.
 
     Raises:
-        ValueError: there is no such cluster, or the report cannot be written.
+        ValueError: the cluster is unknown, or the report cannot be written.
     """
 
     def __init__(self, config: Config) -> None:
         logging = config.logging
         assert logging.plan_report is not None
-        if launched().rank == 0:
+        if read_process_info().rank == 0:
             check_output("--plan-report", logging.plan_report)
         self.path, self._config = Path(logging.plan_report), config
         self._cluster = None if logging.plan_cluster is None else load_cluster(logging.plan_cluster)
-        self._rehearsal = Rehearsal(_planned)
-        self.foretold: Foretold | str = "no plan was made"
+        self._plan_process = PlanProcess(_predict_work)
+        self.predicted: PredictedStep | str = "there is no plan"
 
-    def begin(self, config: Config) -> None:
-        """Send the settings, as `Rehearsal.begin`."""
-        self._rehearsal.begin(config)
+    def start(self, config: Config) -> None:
+        """Start to compute the prediction for the settings of the job."""
+        self._plan_process.send_config(config)
 
-    def expect(self, context: ParallelContext) -> list[str]:
-        """Take the plan; gives lines for the start-up log. All ranks call it together."""
-        plan = self._rehearsal.plan(context)
+    def receive(self, context: ParallelContext) -> list[str]:
+        """Receive the plan of the job, and predict the step time. Return lines for the start-up log. All ranks call it together."""
+        plan = self._plan_process.receive_plan(context)
         try:
             if isinstance(plan, str):
                 raise ValueError(plan)
-            device = device_name(context.device)
-            cluster = self._cluster or shipped_for(device)
+            device = get_device_name(context.device)
+            cluster = self._cluster or load_shipped_cluster(device)
             if cluster is None:
                 raise ValueError(
-                    f"no cluster file is shipped for {device}: tools/check_cluster.py --measure writes one for --plan-cluster"
+                    f"no cluster file is shipped for {device}. Write one with tools/check_cluster.py --measure, "
+                    "and set --plan-cluster to it"
                 )
             work, config, vocab_size = plan
-            self.foretold = found = Foretold.of(cluster, time_of(work, config, this_job(), vocab_size, cluster))
+            self.predicted = prediction = PredictedStep.of(
+                cluster, predict_from_work(work, config, get_current_job(), vocab_size, cluster)
+            )
         except ValueError as error:
-            self.foretold = str(error)
-            return [f"step times are not foretold: {error}"]
-        span = f"{1e3 * found.low:,.0f} to {1e3 * found.high:,.0f}"
-        return [f"foretold: {1e3 * found.seconds:,.0f} ms a step ({span} in nine of ten cases), for {found.cluster}"]
+            self.predicted = str(error)
+            return [f"step times are not predicted: {error}"]
+        range_text = f"{1e3 * prediction.low:,.0f} to {1e3 * prediction.high:,.0f}"
+        return [
+            f"predicted: {1e3 * prediction.seconds:,.0f} ms per step ({range_text} in nine of ten cases), for {prediction.cluster}"
+        ]
 
 
-def _planned(config: Config, job: DryRun, vocab_size: int) -> tuple[StepWork, Config, int]:
-    return Planner(config, job, vocab_size, few=True).work(), config, vocab_size
+def _predict_work(config: Config, job: DryRun, vocab_size: int) -> tuple[StepWork, Config, int]:
+    return Planner(config, job, vocab_size, shortened=True).step_work(), config, vocab_size
 
 
-def device_name(device: torch.device) -> str:
-    """As cluster files have it."""
+def get_device_name(device: torch.device) -> str:
+    """Return the name of a device, as used in cluster files."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-class PlanReport(Watcher):
-    """Measures the first steps, and compares.
+class PlanReport(Callback):
+    """Callback that measures the first steps, and compares them with the prediction.
 
     Args:
-        say: writes a line into the log, on the first rank.
+        log: function that writes a log line on the first rank.
     """
 
-    def __init__(self, plan: StepPlan, step: TrainStep, account: MemoryAccount, say: Callable[[str], None]) -> None:
-        self._plan, self._step, self._account, self._say = plan, step, account, say
-        self._count = 0
-        self._began = 0.0
+    def __init__(self, plan: StepPrediction, step: TrainStep, account: MemoryAccount, log: Callable[[str], None]) -> None:
+        self._plan, self._step, self._account, self._log = plan, step, account, log
+        self._num_steps = 0
+        self._start_time = 0.0
         self._recorder: SpanRecorder | None = None
         self._steps: list[tuple[float, SpanRecorder]] = []
-        self._done = isinstance(plan.foretold, str)
+        self._is_done = isinstance(plan.predicted, str)
 
     def before_step(self, batch: Sequence[ModelInputs], iteration: int) -> None:
-        """Begin to measure the step, if it is one of those; one that is recorded otherwise is left out."""
-        self._count += 1
+        """Start to measure the step if it is one of those to measure. Steps that another profiler records are not measured."""
+        self._num_steps += 1
         self._recorder = None
-        if not self._done and self._count >= FIRST and self._step.executor.recorder is None:
+        if not self._is_done and self._num_steps >= FIRST_MEASURED_STEP and self._step.executor.recorder is None:
             self._recorder = self._step.executor.recorder = SpanRecorder(self._step.context.device)
-            self._began = time.perf_counter()
+            self._start_time = time.perf_counter()
 
     def after_step(self, progress: Progress, result: StepResult, samples: int, learning_rate: float, weight_decay: float) -> None:
-        """Take the time. The step has waited for the device, for its loss."""
+        """Store the duration of the step. The device has finished the step, because the host has read its loss."""
         if self._recorder is not None:
-            self._steps.append((time.perf_counter() - self._began, self._recorder))
+            self._steps.append((time.perf_counter() - self._start_time, self._recorder))
             self._step.executor.recorder = None
-        if self._count >= LAST:
+        if self._num_steps >= LAST_MEASURED_STEP:
             self._report()
 
     def close(self) -> None:
-        """Report what there is, if the run was shorter."""
+        """If the run ends before all steps are measured, report those that are."""
         self._report()
 
     def _report(self) -> None:
-        if self._done:
+        if self._is_done:
             return
-        self._done = True
-        foretold = self._plan.foretold
-        assert isinstance(foretold, Foretold)
+        self._is_done = True
+        predicted = self._plan.predicted
+        assert isinstance(predicted, PredictedStep)
         if not self._steps:
-            self._say(f"  --plan-report has nothing to compare: the run had less than {FIRST} steps to measure")
+            self._log(
+                f"  --plan-report has nothing to compare: the run ended before step {FIRST_MEASURED_STEP}, "
+                "the first that is measured"
+            )
             return
-        found = self._measured()
-        lines = compared(foretold, found)
+        measured = self._gather_measurements()
+        lines = format_comparison(predicted, measured)
         for line in lines:
-            self._say(f"  {line}")
+            self._log(f"  {line}")
         if self._step.context.rank == 0:
-            write_report(self._plan.path, foretold, found, self._facts())
+            write_report(self._plan.path, predicted, measured, self._describe_run())
 
-    def _measured(self) -> Found:
-        """What all ranks measured."""
-        mine = [(took, *_in_operations(recorder)) for took, recorder in self._steps]
-        memory = measure(self._step, self._account.before)
-        ranks = gather_objects((mine, memory.used or memory.peak), self._step.context.world)
-        busiest = max((each for each, _ in ranks), key=lambda each: statistics.median(busy for _, busy, _ in each))
-        took, busy, whole = (statistics.median(column) for column in zip(*busiest, strict=True))
-        parts = {"operations": busy, "waiting between operations": whole - busy, "end of the step": max(0.0, took - whole)}
-        steps = [max(each[i][0] for each, _ in ranks) for i in range(len(mine))]
-        return Found(steps, parts, max(num_bytes for _, num_bytes in ranks))
+    def _gather_measurements(self) -> MeasuredSteps:
+        """Gather the measured steps of all ranks. The times of components are those of the rank whose operations take longest."""
+        local_steps = [(step_s, *_measure_ops(recorder)) for step_s, recorder in self._steps]
+        memory = measure_memory(self._step, self._account.baseline)
+        ranks = gather_objects((local_steps, memory.device_used or memory.peak), self._step.context.world)
+        busiest = max(
+            (rank_steps for rank_steps, _ in ranks), key=lambda rank_steps: statistics.median(busy_s for _, busy_s, _ in rank_steps)
+        )
+        step_s, busy_s, span_s = (statistics.median(column) for column in zip(*busiest, strict=True))
+        parts = {"operations": busy_s, "waiting between operations": span_s - busy_s, "end of the step": max(0.0, step_s - span_s)}
+        steps = [max(rank_steps[i][0] for rank_steps, _ in ranks) for i in range(len(local_steps))]
+        return MeasuredSteps(steps, parts, max(num_bytes for _, num_bytes in ranks))
 
-    def _facts(self) -> dict[str, Any]:
+    def _describe_run(self) -> dict[str, Any]:
         context = self._step.context
         ranks = {axis: context.topology.size(axis) for axis in ("tp", "cp", "pp", "dp")}
-        return {"device": device_name(context.device), "torch": torch.__version__, "ranks": ranks}
+        return {"device": get_device_name(context.device), "torch": torch.__version__, "ranks": ranks}
 
 
-def _in_operations(recorder: SpanRecorder) -> tuple[float, float]:
-    """Seconds in operations, and from the begin of the step to the end of the last one."""
-    spans = recorder.spans()
-    return sum(span.end - span.start for span in spans), max(span.end for span in spans) - recorder.began
+def _measure_ops(recorder: SpanRecorder) -> tuple[float, float]:
+    """Return the total seconds of all operations of a step, and the seconds from the start of the step to the end of its last
+    operation."""
+    op_spans = recorder.get_op_spans()
+    return sum(span.end - span.start for span in op_spans), max(span.end for span in op_spans) - recorder.start_time
 
 
-def compared(foretold: Foretold, found: Found) -> list[str]:
-    """The comparison in words; last the part that is most off, if one is."""
-    off = found.seconds / foretold.seconds - 1
-    inside = "within" if foretold.low <= found.seconds <= foretold.high else "outside of"
+def format_comparison(predicted: PredictedStep, measured: MeasuredSteps) -> list[str]:
+    """Format the comparison of prediction and measurement as log lines. If the largest difference of a component is large, the last
+    line names the component."""
+    relative_difference = measured.seconds / predicted.seconds - 1
+    position = "within" if predicted.low <= measured.seconds <= predicted.high else "outside of"
     lines = [
-        f"plan: a step takes {1e3 * found.seconds:,.0f} ms, foretold were {1e3 * foretold.seconds:,.0f} ({off:+.0%}, {inside} "
-        f"{1e3 * foretold.low:,.0f} to {1e3 * foretold.high:,.0f})",
-        f"plan: memory {amount(found.device_bytes)}, foretold were {amount(foretold.device_bytes)} "
-        f"({found.device_bytes / max(1, foretold.device_bytes) - 1:+.0%})",
+        f"plan: a step takes {1e3 * measured.seconds:,.0f} ms, predicted {1e3 * predicted.seconds:,.0f} "
+        f"({relative_difference:+.0%}, {position} "
+        f"{1e3 * predicted.low:,.0f} to {1e3 * predicted.high:,.0f})",
+        f"plan: memory {format_bytes(measured.device_bytes)}, predicted {format_bytes(predicted.device_bytes)} "
+        f"({measured.device_bytes / max(1, predicted.device_bytes) - 1:+.0%})",
     ]
-    planned = grouped(foretold.parts)
-    for name, seconds in found.parts.items():
-        lines.append(f"plan: {name} {1e3 * seconds:,.1f} ms, foretold were {1e3 * planned[name]:,.1f}")
-    name = max(planned, key=lambda part: abs(found.parts[part] - planned[part]))
-    apart = found.parts[name] - planned[name]
-    if abs(apart) > _NEAR * found.seconds:
-        lines.append(f"plan: most is off in {name}: {1e3 * abs(apart):,.1f} ms {'more' if apart > 0 else 'less'} than foretold")
+    predicted_parts = group_by_timer(predicted.parts)
+    for name, part_s in measured.parts.items():
+        lines.append(f"plan: {name} {1e3 * part_s:,.1f} ms, predicted {1e3 * predicted_parts[name]:,.1f}")
+    name = max(predicted_parts, key=lambda candidate: abs(measured.parts[candidate] - predicted_parts[candidate]))
+    difference = measured.parts[name] - predicted_parts[name]
+    if abs(difference) > _MIN_DIFFERENCE * measured.seconds:
+        lines.append(
+            f"plan: largest difference in {name}: {1e3 * abs(difference):,.1f} ms "
+            f"{'more' if difference > 0 else 'less'} than predicted"
+        )
     return lines
 
 
-def write_report(path: Path, foretold: Foretold, found: Found, facts: Mapping[str, Any]) -> None:
-    """As JSON."""
+def write_report(path: Path, predicted: PredictedStep, measured: MeasuredSteps, run_info: Mapping[str, Any]) -> None:
+    """Write the comparison of prediction and measurement as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    report = {**facts, "foretold": asdict(foretold), "measured": {**asdict(found), "seconds": found.seconds}}
+    report = {**run_info, "foretold": asdict(predicted), "measured": {**asdict(measured), "seconds": measured.seconds}}
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 class PlanFeature(Feature):
-    """--plan-report."""
+    """Feature of --plan-report."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._account, self._plan = MemoryAccount(), StepPlan(config)
+        self._account, self._plan = MemoryAccount(), StepPrediction(config)
 
-    def begin(self) -> None:
-        """Have the steps planned."""
-        self._plan.begin(self.config)
+    def on_forks_done(self) -> None:
+        """Send the settings to the process that predicts the step time."""
+        self._plan.start(self.config)
 
-    def start_up_lines(self, run: RunParts) -> list[str]:
-        """Take the plan; gives the time of a step that it foretells."""
-        return self._plan.expect(run.context)
+    def startup_lines(self, run: RunComponents) -> list[str]:
+        """Receive the prediction, and describe the predicted step time."""
+        return self._plan.receive(run.context)
 
-    def watchers(self, run: RunParts) -> list[Watcher]:
-        """Measure the first steps, and compare."""
-        return [PlanReport(self._plan, run.step, self._account, run.reporter.say)]
+    def callbacks(self, run: RunComponents) -> list[Callback]:
+        """Build the callback that measures and compares the first steps."""
+        return [PlanReport(self._plan, run.step, self._account, run.reporter.log)]

@@ -1,4 +1,4 @@
-"""Profiles of a run: a window of steps under torch's profiler (--profile), and the pipeline's timeline (--profile-pipeline)."""
+"""Profiles of a run: a window of steps with torch's profiler (--profile), and the timeline of the pipeline (--profile-pipeline)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.config.config import Config
-from megatron.config.launcher import launched
+from megatron.config.launcher import read_process_info
 from megatron.config.outputs import LoggingConfig
 from megatron.config.pipeline_layout import LayerCosts
 from megatron.parallel.collectives import gather_objects
@@ -26,42 +26,40 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.torch_private import dump_snapshot, record_memory_history
 from megatron.pipeline_parallel.partition import Chunk
 from megatron.pipeline_parallel.simulate import OpSpan, Timeline, simulate
-from megatron.spec.operations import Op, OpKind
-from megatron.training.failure import together
-from megatron.training.features import Feature, RunParts
+from megatron.spec.operations import Op, OpType
+from megatron.training.failure import run_on_all_ranks
+from megatron.training.features import Feature, RunComponents
 from megatron.training.step import TrainStep
-from megatron.training.watch import Watcher
+from megatron.training.watch import Callback
 from megatron_lab.schedule_plots.of_run import RunPictures
 
 logger = logging.getLogger(__name__)
 
 _MEMORY_EVENTS = 1_000_000
-"""Number of allocations and releases in the memory history; older ones are forgotten."""
+"""Number of allocations and releases in the memory history. Older ones are dropped."""
 
 
-Draw = Callable[[Sequence[tuple[str, Timeline]], Path], tuple[list[str], list[Path]]]
-"""Draws timelines with their titles into files of this path, to which it adds suffixes. Returns lines of a table, and the files."""
+DrawFunction = Callable[[Sequence[tuple[str, Timeline]], Path], tuple[list[str], list[Path]]]
+"""Function that draws timelines with their titles into files. It appends suffixes to the given path. Returns lines of a table,
+and the paths of the files."""
 
 
 class StepProfiler:
     """Records the steps from --profile-step-start up to, but not including, --profile-step-end.
 
-        with StepProfiler(config, rank, device) as profiler:
-            for iteration in ...:
-                profiler.step(iteration)
-                ...
+        with StepProfiler(config, rank, device) as profiler: for iteration in ...: profiler.step(iteration) ...
 
-    It writes into --profile-dir a Chrome trace (chrome://tracing, ui.perfetto.dev) `trace_rank0_step10-12.json` and, on CUDA,
-    a memory snapshot `memory_rank0_step10-12.pickle` (pytorch.org/memory_viz), on other devices a table of the operations
-    that allocate most, `memory_rank0_step10-12.txt`. Off, or on a rank that does not record, it does nothing.
+    It writes a Chrome trace (chrome://tracing, ui.perfetto.dev) `trace_rank0_step10-12.json` into --profile-dir. On CUDA it also
+    writes a memory snapshot `memory_rank0_step10-12.pickle` (pytorch.org/memory_viz), on other devices a table of the operations
+    that allocate most, `memory_rank0_step10-12.txt`. It does nothing if profiling is disabled, or on a rank that is not profiled.
 
     Args:
-        config: Whether, when, on which ranks and where.
-        rank: This rank.
-        device: Where this rank computes.
+        config: enables the profiler, and selects its steps, ranks and folder.
+        rank: rank of this process.
+        device: device of this rank.
 
     Raises:
-        ValueError: The folder cannot be made.
+        ValueError: the folder cannot be created.
     """
 
     def __init__(self, config: LoggingConfig, rank: int, device: torch.device) -> None:
@@ -71,26 +69,28 @@ class StepProfiler:
         self._profile: torch.profiler.profile | None = None
         self._first = self._last = 0
         if self._active:
-            _make(self._folder)
+            _create_folder(self._folder)
 
     def step(self, iteration: int) -> None:
-        """Called before step `iteration` begins (the first is 1)."""
+        """Start or stop recording. Called before step `iteration` starts; the first iteration is 1."""
         if self._profile is not None and iteration >= self._window.stop:
             self._finish()
         elif self._active and self._profile is None and iteration in self._window:
             self._first = iteration
-            self._begin()
+            self._start()
         self._last = iteration
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # The run ended, or failed, inside the window: what was recorded is worth all the more.
+    def __exit__(
+        self, exception_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # The run ended or failed inside the window: keep the recorded steps.
         if self._profile is not None:
             self._finish()
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -116,122 +116,126 @@ class StepProfiler:
         logger.info("profile of steps %d to %d: %s and %s", self._first, self._last, trace, memory)
 
 
-class _Measured(NamedTuple):
-    """What one rank measured. Times are seconds of its host's clock."""
+class _StageProfile(NamedTuple):
+    """Measured operations of one pipeline stage in the profiled step. Times are seconds of the clock of the stage's host."""
 
     host: str
-    began: float
-    """Time when it left the barrier before the step."""
-    spans: list[OpSpan]
+    start_time: float
+    """Time at which the rank left the barrier before the step."""
+    op_spans: list[OpSpan]
     deferred_bytes: int
     layers: dict[int, float]
-    """Seconds of the forwards of its layers."""
+    """Total seconds of the forward passes of each layer, by layer index."""
 
 
-_Moment = float | torch.cuda.Event
+_Timestamp = float | torch.cuda.Event
 EMBEDDING = -1
-"""Stands for the embedding among the numbers of layers."""
+"""Key of the embedding in mappings that are keyed by layer index."""
 
 
 class SpanRecorder:
-    """Records when operations compute; on CUDA by events, so that nothing waits for the device.
+    """Records the start and end of the operations of a step. On CUDA it uses events, so that the host does not wait for the device.
 
     Args:
-        layers: by number in the model; the forwards of these are timed too.
+        layers: layers by index in the model. The times of their forward passes are recorded too.
     """
 
     def __init__(self, device: torch.device, layers: Mapping[int, nn.Module] = MappingProxyType({})) -> None:
         self._on_cuda = device.type == "cuda"
-        self._moments: list[tuple[Op, _Moment, _Moment]] = []
-        self._open: _Moment = 0.0
+        self._op_times: list[tuple[Op, _Timestamp, _Timestamp]] = []
+        self._op_start: _Timestamp = 0.0
         self._in_forward = False
-        self._layers: dict[int, list[_Moment]] = {number: [] for number in layers}
+        self._layer_timestamps: dict[int, list[_Timestamp]] = {layer_index: [] for layer_index in layers}
         self._hooks = [
             hook
-            for number, layer in layers.items()
+            for layer_index, layer in layers.items()
             for hook in (
-                layer.register_forward_pre_hook(partial(self._passes, number)),
-                layer.register_forward_hook(partial(self._passes, number)),
+                layer.register_forward_pre_hook(partial(self._on_layer_call, layer_index)),
+                layer.register_forward_hook(partial(self._on_layer_call, layer_index)),
             )
         ]
         if self._on_cuda:
             torch.cuda.synchronize(device)
-            self._zero = torch.cuda.Event(enable_timing=True)
-            self._zero.record()
-        self.began = time.perf_counter()
+            self._start_event = torch.cuda.Event(enable_timing=True)
+            self._start_event.record()
+        self.start_time = time.perf_counter()
 
-    def begin(self, op: Op) -> None:
-        """Called when an operation begins to compute."""
-        self._open = self._now()
-        self._in_forward = op.kind is OpKind.FORWARD
+    def start(self, op: Op) -> None:
+        """Record the start of an operation."""
+        self._op_start = self._now()
+        self._in_forward = op.type is OpType.FORWARD
 
     def end(self, op: Op) -> None:
-        """Called when it has ended."""
-        self._moments.append((op, self._open, self._now()))
+        """Record the end of an operation."""
+        self._op_times.append((op, self._op_start, self._now()))
         self._in_forward = False
 
     def close(self) -> None:
-        """Time layers no more."""
+        """Remove the hooks that time the layers."""
         for hook in self._hooks:
             hook.remove()
 
-    def layers(self) -> dict[int, float]:
-        """Seconds of each layer in the forwards, all of them together."""
+    def get_layer_times(self) -> dict[int, float]:
+        """Return the total seconds of each layer's forward passes, by layer index. Recomputation is not included."""
         return {
-            number: sum(self._seconds(end) - self._seconds(start) for start, end in zip(moments[::2], moments[1::2], strict=True))
-            for number, moments in self._layers.items()
+            layer_index: sum(
+                self._to_seconds(end) - self._to_seconds(start)
+                for start, end in zip(timestamps[::2], timestamps[1::2], strict=True)
+            )
+            for layer_index, timestamps in self._layer_timestamps.items()
         }
 
-    def _passes(self, number: int, *_: object) -> None:
-        if self._in_forward:  # a layer may run again in backward
-            self._layers[number].append(self._now())
+    def _on_layer_call(self, layer_index: int, *_: object) -> None:
+        if self._in_forward:  # skip layers that are recomputed in backward
+            self._layer_timestamps[layer_index].append(self._now())
 
-    def spans(self) -> list[OpSpan]:
-        """The times of all operations, in seconds of this host's clock. Waits for the device."""
+    def get_op_spans(self) -> list[OpSpan]:
+        """Return the start and end of all operations, in seconds of the clock of this host. Wait for the device."""
         if self._on_cuda:
             torch.cuda.synchronize()
-        return [OpSpan(op, self._seconds(start), self._seconds(end)) for op, start, end in self._moments]
+        return [OpSpan(op, self._to_seconds(start), self._to_seconds(end)) for op, start, end in self._op_times]
 
-    def _now(self) -> _Moment:
+    def _now(self) -> _Timestamp:
         if not self._on_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def _seconds(self, moment: _Moment) -> float:
-        if isinstance(moment, float):
-            return moment
-        return self.began + self._zero.elapsed_time(moment) / 1000.0
+    def _to_seconds(self, timestamp: _Timestamp) -> float:
+        if isinstance(timestamp, float):
+            return timestamp
+        return self.start_time + self._start_event.elapsed_time(timestamp) / 1000.0
 
 
 class PipelineProfiler:
-    """Compares the pipeline of one step as it really ran with the schedule.
+    """Compares the timeline of one step of the pipeline with the schedule.
 
-    It measures step --profile-step-start, or the first after it where a run resumes later, on the pipeline that rank 0 belongs to.
-    It is used as `StepProfiler` is.
+    It measures step --profile-step-start, or the first step after it if a run resumes later, on the pipeline of rank 0. It is used
+    like `StepProfiler`.
 
-    The first rank draws the measured timeline into --profile-dir, below a planned one. In the planned one each kind of operation
-    takes its mean duration on each chunk, and messages take no time. So what the measured one takes beyond it is communication,
-    waiting, and the spread of the durations. Off, or on ranks of other pipelines, it does nothing.
+    The first rank draws the measured timeline into --profile-dir, below a planned timeline. In the planned timeline each type of
+    operation takes its mean duration on each chunk, and messages take no time. The additional time of the measured timeline is
+    therefore communication, waiting, and the variation of the durations. The profiler does nothing if it is disabled, or on ranks
+    of other pipelines.
 
     Args:
-        draw: draws the timelines; the first rank needs it.
+        draw: function that draws the timelines; needed on the first rank.
 
     Raises:
-        ValueError: the folder cannot be made.
+        ValueError: the folder cannot be created.
     """
 
-    def __init__(self, config: LoggingConfig, step: TrainStep, context: ParallelContext, draw: Draw | None) -> None:
+    def __init__(self, config: LoggingConfig, step: TrainStep, context: ParallelContext, draw: DrawFunction | None) -> None:
         self._active = config.profile_pipeline and 0 in context.group("pp").ranks
         self._iteration, self._folder = config.profile_step_start, Path(config.profile_dir)
         self._step, self._context, self._draw = step, context, draw
         self._recorder: SpanRecorder | None = None
         if self._active and context.rank == 0:
-            _make(self._folder)
+            _create_folder(self._folder)
 
     def step(self, iteration: int) -> None:
-        """Called before step `iteration` begins (the first is 1)."""
+        """Start or stop recording. Called before step `iteration` starts; the first iteration is 1."""
         if not self._active:
             return
         if self._recorder is not None:
@@ -241,25 +245,28 @@ class PipelineProfiler:
             pipeline = self._context.group("pp")
             if pipeline.size > 1:
                 dist.barrier(pipeline.process_group)
-            self._recorder = self._step.executor.recorder = SpanRecorder(self._context.device, self._units())
+            self._recorder = self._step.executor.recorder = SpanRecorder(self._context.device, self._get_timed_modules())
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._recorder is not None and error is None:  # after an error the other ranks may not come to the gathering
+    def __exit__(
+        self, exception_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._recorder is not None and error is None:  # after an error the other ranks may not call gather_objects
             self._finish()
         elif self._active and error is None and self._context.rank == 0:
             logger.warning("--profile-pipeline measured nothing: the run ended before iteration %d", self._iteration)
 
-    def _units(self) -> dict[int, nn.Module]:
-        """The layers of this rank by their numbers, and the embedding."""
+    def _get_timed_modules(self) -> dict[int, nn.Module]:
+        """Return the modules of this rank whose forward passes are timed: its layers by index, and the embedding under
+        `EMBEDDING`."""
         model = self._step.model
-        units: dict[int, nn.Module] = {}
+        modules: dict[int, nn.Module] = {}
         for index, chunk in model.chunks.items():
-            units |= zip(model.layer_table[index].layers, chunk.blocks, strict=False)
-            units |= {} if chunk.embedding is None else {EMBEDDING: chunk.embedding}
-        return units
+            modules |= zip(model.layer_table[index].layers, chunk.blocks, strict=False)
+            modules |= {} if chunk.embedding is None else {EMBEDDING: chunk.embedding}
+        return modules
 
     def _finish(self) -> None:
         assert self._recorder is not None
@@ -267,126 +274,146 @@ class PipelineProfiler:
         executor = self._step.executor
         executor.recorder = None
         recorder.close()
-        spans = recorder.spans()
-        mine = _Measured(socket.gethostname(), recorder.began, spans, executor.peak_deferred_bytes, recorder.layers())
-        ranks = gather_objects(mine, self._context.group("pp"))
+        op_spans = recorder.get_op_spans()
+        profile = _StageProfile(
+            socket.gethostname(), recorder.start_time, op_spans, executor.peak_deferred_bytes, recorder.get_layer_times()
+        )
+        profiles = gather_objects(profile, self._context.group("pp"))
         if self._context.rank != 0:
             return
-        if not all(rank.spans for rank in ranks):
-            logger.warning("--profile-pipeline has nothing to show: iteration %d was left out", self._iteration)
+        if not all(stage_profile.op_spans for stage_profile in profiles):
+            logger.warning("--profile-pipeline measured nothing: iteration %d was skipped", self._iteration)
             return
-        self._write(ranks)
+        self._write(profiles)
 
-    def _write(self, ranks: list[_Measured]) -> None:
-        count = 1 + max(span.op.microbatch for span in ranks[0].spans)
-        schedule = self._step.schedule(count)
-        measured = Timeline(schedule.name, _on_one_clock(ranks))
-        planned = simulate(schedule, mean_costs(measured))
-        titled = [
+    def _write(self, profiles: list[_StageProfile]) -> None:
+        num_microbatches = 1 + max(span.op.microbatch for span in profiles[0].op_spans)
+        schedule = self._step.schedule(num_microbatches)
+        measured = Timeline(schedule.name, _align_clocks(profiles))
+        planned = simulate(schedule, compute_mean_costs(measured))
+        titled_timelines = [
             (f"{schedule.name}, planned: mean durations, messages take no time", planned),
             (f"{schedule.name}, measured in iteration {self._iteration}", measured),
         ]
         assert self._draw is not None, "the first rank draws"
-        lines, paths = self._draw(titled, self._folder / f"pipeline_step{self._iteration}")
-        costs = layer_costs(self._step.model.layer_table, [span for rank in ranks for span in rank.spans], _united(ranks), count)
+        lines, paths = self._draw(titled_timelines, self._folder / f"pipeline_step{self._iteration}")
+        layer_costs = compute_layer_costs(
+            self._step.model.layer_table,
+            [span for profile in profiles for span in profile.op_spans],
+            _merge_layer_times(profiles),
+            num_microbatches,
+        )
         paths.append(self._folder / f"layer_costs_step{self._iteration}.json")
-        costs.write(paths[-1])
-        if any(rank.deferred_bytes for rank in ranks):
-            kept = ", ".join(f"{rank.deferred_bytes / 2**20:.1f}" for rank in ranks)
-            lines.append(f"weight gradients put off keep at most (MiB, stage by stage): {kept}")
+        layer_costs.write(paths[-1])
+        if any(profile.deferred_bytes for profile in profiles):
+            deferred_text = ", ".join(f"{profile.deferred_bytes / 2**20:.1f}" for profile in profiles)
+            lines.append(f"peak memory for deferred weight gradients (MiB, by stage): {deferred_text}")
         for line in [*lines, f"the pipeline's timeline: {', '.join(map(str, paths))}"]:
             logger.info(line)
 
 
-def layer_costs(
-    table: Sequence[Chunk], spans: Sequence[OpSpan], forwards: Mapping[int, float], num_microbatches: int
+def compute_layer_costs(
+    layer_table: Sequence[Chunk], spans: Sequence[OpSpan], forwards: Mapping[int, float], num_microbatches: int
 ) -> LayerCosts:
-    """What each layer, the embedding and the loss take of a microbatch: of all that the operations of a chunk take, the share that
-    they have of its forwards.
+    """Compute the time per microbatch of each layer, the embedding and the loss, in milliseconds.
+
+    The total time of a chunk's operations is divided among the modules of the chunk, in proportion to their forward times.
 
     Args:
-        spans: the operations of all stages, in seconds.
-        forwards: seconds of the forwards of each layer, and of the embedding.
+        spans: operations of all stages, in seconds.
+        forwards: seconds of the forward passes of each layer and of the embedding.
     """
-    found: dict[int, float] = {}
-    loss = 0.0
-    for chunk in table:
-        whole = sum(span.end - span.start for span in spans if span.op.chunk == chunk.index)
-        forward = sum(span.end - span.start for span in spans if span.op.chunk == chunk.index and span.op.kind is OpKind.FORWARD)
-        parts = {number: forwards[number] for number in (*[EMBEDDING] * chunk.first, *chunk.layers)}
-        # What no layer takes is the loss in the last chunk; elsewhere it is little, and belongs to all of them.
-        all_of_it = max(forward, sum(parts.values())) if chunk.last else sum(parts.values())
-        found |= {number: 1000 * whole * part / all_of_it / num_microbatches for number, part in parts.items()}
-        if chunk.last:
-            loss = 1000 * whole * (1 - sum(parts.values()) / all_of_it) / num_microbatches
-    return LayerCosts(tuple(found[number] for number in range(table[-1].layers.stop)), found[EMBEDDING], loss)
+    costs: dict[int, float] = {}
+    loss_ms = 0.0
+    for chunk in layer_table:
+        chunk_s = sum(span.end - span.start for span in spans if span.op.chunk == chunk.index)
+        forward_s = sum(span.end - span.start for span in spans if span.op.chunk == chunk.index and span.op.type is OpType.FORWARD)
+        layer_s = {layer_index: forwards[layer_index] for layer_index in (*[EMBEDDING] * chunk.is_first, *chunk.layers)}
+        # In the last chunk, the time outside of the layers is the loss. In other chunks it is small and divided among the layers.
+        total_s = max(forward_s, sum(layer_s.values())) if chunk.is_last else sum(layer_s.values())
+        costs |= {layer_index: 1000 * chunk_s * seconds / total_s / num_microbatches for layer_index, seconds in layer_s.items()}
+        if chunk.is_last:
+            loss_ms = 1000 * chunk_s * (1 - sum(layer_s.values()) / total_s) / num_microbatches
+    return LayerCosts(tuple(costs[layer_index] for layer_index in range(layer_table[-1].layers.stop)), costs[EMBEDDING], loss_ms)
 
 
-def _united(ranks: Sequence[_Measured]) -> dict[int, float]:
-    return {number: seconds for rank in ranks for number, seconds in rank.layers.items()}
+def _merge_layer_times(profiles: Sequence[_StageProfile]) -> dict[int, float]:
+    return {layer_index: seconds for profile in profiles for layer_index, seconds in profile.layers.items()}
 
 
-def mean_costs(timeline: Timeline) -> Callable[[Op], float]:
-    """Gives the mean duration of each kind of operation on each chunk."""
-    found: dict[tuple[OpKind, int], list[float]] = {}
+def compute_mean_costs(timeline: Timeline) -> Callable[[Op], float]:
+    """Return a function that returns the mean measured duration of an operation's type on its chunk."""
+    durations_by_op: dict[tuple[OpType, int], list[float]] = {}
     for spans in timeline.spans:
         for span in spans:
-            found.setdefault((span.op.kind, span.op.chunk), []).append(span.end - span.start)
-    means = {key: statistics.fmean(durations) for key, durations in found.items()}
-    return lambda op: means[op.kind, op.chunk]
+            durations_by_op.setdefault((span.op.type, span.op.chunk), []).append(span.end - span.start)
+    means = {key: statistics.fmean(durations) for key, durations in durations_by_op.items()}
+    return lambda op: means[op.type, op.chunk]
 
 
-def _on_one_clock(ranks: list[_Measured]) -> tuple[tuple[OpSpan, ...], ...]:
-    """The operations of all stages in milliseconds since the barrier. The ranks of a host share its clock; its zero is when the
-    first of them left the barrier."""
-    zero: dict[str, float] = {}
-    for rank in ranks:
-        zero[rank.host] = min(rank.began, zero.get(rank.host, rank.began))
+def _align_clocks(profiles: list[_StageProfile]) -> tuple[tuple[OpSpan, ...], ...]:
+    """Convert the operations of all stages to milliseconds since the barrier before the step, so that stages on different hosts can
+    be compared.
+
+    The ranks of a host share its clock. The zero point of a host is the time at which its first rank left the barrier.
+    """
+    start_times: dict[str, float] = {}
+    for profile in profiles:
+        start_times[profile.host] = min(profile.start_time, start_times.get(profile.host, profile.start_time))
     return tuple(
-        tuple(OpSpan(op, 1000.0 * (start - zero[rank.host]), 1000.0 * (end - zero[rank.host])) for op, start, end in rank.spans)
-        for rank in ranks
+        tuple(
+            OpSpan(op, 1000.0 * (start - start_times[profile.host]), 1000.0 * (end - start_times[profile.host]))
+            for op, start, end in profile.op_spans
+        )
+        for profile in profiles
     )
 
 
-def _make(folder: Path) -> None:
+def _create_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--profile-dir {folder} cannot be made ({error.strerror}).") from error
+        raise ValueError(f"--profile-dir {folder} cannot be created ({error.strerror}).") from error
 
 
-class _Profiling(Watcher):
-    """Has a profiler look at the steps."""
+class _ProfilerCallback(Callback):
+    """Callback that calls `StepProfiler.step` or `PipelineProfiler.step` before each step."""
 
     def __init__(self, profiler: StepProfiler | PipelineProfiler) -> None:
         self._profiler = profiler
 
     def around_steps(self) -> AbstractContextManager[object]:
-        """Keep what was recorded, however the steps end."""
+        """Enter the profiler's context, so that its results are also written if the steps end with an error."""
         return self._profiler
 
     def on_phase(self, name: str, iteration: int | None = None) -> None:
-        """Begin or end a profile before a step's data is read."""
+        """Before the data of a step is read, start or stop the profile if this is the first or last step to profile."""
         if name == "reading data" and iteration is not None:
             self._profiler.step(iteration)
 
 
 class ProfileFeature(Feature):
-    """--profile."""
+    """Feature of --profile."""
 
-    def watchers(self, run: RunParts) -> list[Watcher]:
-        """Profile the steps of the window."""
+    def callbacks(self, run: RunComponents) -> list[Callback]:
+        """Build the profiler of the selected steps."""
         context = run.context
-        return [_Profiling(together(context, lambda: StepProfiler(run.config.logging, context.rank, context.device)))]
+        return [
+            _ProfilerCallback(run_on_all_ranks(context, lambda: StepProfiler(run.config.logging, context.rank, context.device)))
+        ]
 
 
 class PipelineProfileFeature(Feature):
-    """--profile-pipeline."""
+    """Feature of --profile-pipeline."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._draw = RunPictures().draw if launched().rank == 0 else None
+        self._draw = RunPictures().draw if read_process_info().rank == 0 else None
 
-    def watchers(self, run: RunParts) -> list[Watcher]:
-        """Measure one step, and draw it."""
-        return [_Profiling(together(run.context, lambda: PipelineProfiler(run.config.logging, run.step, run.context, self._draw)))]
+    def callbacks(self, run: RunComponents) -> list[Callback]:
+        """Build the profiler that measures one step and draws its timeline."""
+        return [
+            _ProfilerCallback(
+                run_on_all_ranks(run.context, lambda: PipelineProfiler(run.config.logging, run.step, run.context, self._draw))
+            )
+        ]

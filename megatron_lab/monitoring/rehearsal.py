@@ -1,11 +1,11 @@
-"""Plan of the job that is about to run, made by a child of the first rank while the run starts.
+"""Plan of the current job, computed by a child process of the first rank while the run starts.
 
-A plan takes the place of every kind of rank, with fake process groups. So the child is forked before the real groups exist, and
-leaves nothing behind in this process.
+A plan simulates ranks of every type with fake process groups. The child is therefore forked before the real groups exist, and the
+plan leaves no state in this process.
 
-CUDA does not survive a fork (see `parallel.forks`). So the process forks first, then asks CUDA for the facts about the device that
-a plan needs, and sends them to the child, which sees no device. If CUDA was in use before the fork, the child replaces itself by a
-fresh process.
+CUDA does not work in a fork (`megatron_lab.monitoring.forks`). The process therefore forks the child first. Then it queries CUDA
+for the device properties that a plan needs, and sends them to the child, from which all CUDA devices are hidden. If CUDA was used
+before the fork, the child replaces itself by a new process.
 """
 
 from __future__ import annotations
@@ -22,170 +22,176 @@ import torch
 from megatron.config.checks.memory import AUTO
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
-from megatron.config.given import DryRun, this_job
+from megatron.config.given import DryRun, get_current_job
 from megatron.config.imports import import_modules
-from megatron.config.launcher import launched, module_start
-from megatron.data.tokenizer import planned_rows
+from megatron.config.launcher import build_module_command, read_process_info
+from megatron.data.tokenizer import predict_embedding_rows
 from megatron.parallel.collectives import broadcast_object
 from megatron.parallel.context import ParallelContext
-from megatron.training.failure import together
+from megatron.training.failure import run_on_all_ranks
 from megatron.training.features import Feature
 from megatron_lab.monitoring.forks import has_lost_devices, hide_devices
-from megatron_lab.planner.dry_run import make_plan
-from megatron_lab.planner.fit import memory_limit, with_fit_advice, with_least_layers
+from megatron_lab.planner.dry_run import build_plan
+from megatron_lab.planner.fit import add_fit_advice, get_device_memory, resolve_auto_recompute_layers
 from megatron_lab.planner.plan import Plan
-from megatron_lab.planner.step_time import cluster_name_of
+from megatron_lab.planner.step_time import select_cluster_name
 
 T = TypeVar("T")
 
 
-class Rehearsal(Generic[T]):
-    """A process that plans a job, started by its first rank. Create it before anything else of the run, process groups above all,
-    and before CUDA is used; then call `begin`, then `plan`.
+class PlanProcess(Generic[T]):
+    """Child process of the first rank that runs the planner for the job. Create it before everything else in a run, in particular
+    before process groups exist and before CUDA is used. Then call `send_config`, and later `receive_plan`.
 
     Args:
-        make: module-level function that makes the result from the settings of the job, its size and the vocabulary.
+        build: module-level function that computes the result from the settings of the job, its size and the vocabulary size.
     """
 
-    def __init__(self, make: Callable[[Config, DryRun, int], T]) -> None:
-        self._make = make
-        self._child: tuple[int, BinaryIO, BinaryIO] | None = _start_child() if launched().rank == 0 else None
+    def __init__(self, build: Callable[[Config, DryRun, int], T]) -> None:
+        self._build = build
+        self._child: tuple[int, BinaryIO, BinaryIO] | None = _fork_plan_process() if read_process_info().rank == 0 else None
 
-    def begin(self, config: Config) -> None:
-        """Send the settings. On a machine with GPUs this process uses CUDA from now on: start all forks before."""
+    def send_config(self, config: Config) -> None:
+        """Send the settings to the child. On a machine with GPUs this call uses CUDA, so all other forks must be started
+        earlier."""
         if self._child is None:
             return
         try:
-            request: tuple[Callable[[Config, DryRun, int], T], Config] | str = (self._make, with_device_facts(config))
-        except Exception as error:  # noqa: BLE001 - the run goes on without a plan, and says why
-            request = _reason(error)
+            request: tuple[Callable[[Config, DryRun, int], T], Config] | str = (self._build, resolve_device_facts(config))
+        except Exception as error:  # noqa: BLE001 - the run continues without a plan, and logs the reason
+            request = _format_error(error)
         with suppress(BrokenPipeError), self._child[1] as pipe:
             pipe.write(pickle.dumps(request))
 
-    def plan(self, context: ParallelContext) -> T | str:
-        """Return the result, or the reason of a failure as text. All ranks call it together."""
-        answer: T | str = ""
+    def receive_plan(self, context: ParallelContext) -> T | str:
+        """Wait for the child and return its result, or the reason of a failure as text. All ranks call it together."""
+        result: T | str = ""
         if self._child is not None:
             pid, _, pipe = self._child
             with pipe:
                 data = pipe.read()
             os.waitpid(pid, 0)
-            answer = pickle.loads(data) if data else "its process ended early"
-        shared: T | str = broadcast_object(answer, context.world)
-        return shared
+            result = pickle.loads(data) if data else "the planning process ended without a result"
+        shared_result: T | str = broadcast_object(result, context.world)
+        return shared_result
 
 
-def on_this_device(config: Config) -> Config:
-    """The settings with --device written out: what `auto` finds here."""
+def resolve_device(config: Config) -> Config:
+    """Return the settings with --device auto replaced by the device type that it selects on this machine."""
     device: Literal["cpu", "cuda"] = "cpu" if config.parallel.device == "cpu" or not torch.cuda.is_available() else "cuda"
     return replace(config, parallel=replace(config.parallel, device=device))
 
 
-def with_device_facts(config: Config) -> Config:
-    """Return the settings with everything written out that a plan would ask CUDA for: device, its memory, and the cluster of its
-    kind. A plan of them makes no CUDA call."""
-    config = on_this_device(config)
-    limit = memory_limit(config)
+def resolve_device_facts(config: Config) -> Config:
+    """Return the settings with all values filled in for which the planner would query CUDA: device type, device memory, and the
+    cluster file for the device. Planning with these settings makes no CUDA call."""
+    config = resolve_device(config)
+    limit = get_device_memory(config)
     memory = replace(config.memory, device_memory_gb=None if limit is None else limit / 1e9)
-    return replace(config, memory=memory, logging=replace(config.logging, plan_cluster=cluster_name_of(config)))
+    return replace(config, memory=memory, logging=replace(config.logging, plan_cluster=select_cluster_name(config)))
 
 
-def full_plan(config: Config, job: DryRun, vocab_size: int) -> Plan:
-    """The plan as --dry-run tells it."""
-    return with_fit_advice(make_plan(config, job, vocab_size), config, job, vocab_size)
+def build_full_plan(config: Config, job: DryRun, vocab_size: int) -> Plan:
+    """Build the plan that --dry-run shows."""
+    return add_fit_advice(build_plan(config, job, vocab_size), config, job, vocab_size)
 
 
-def _start_child() -> tuple[int, BinaryIO, BinaryIO]:
-    """Fork the process that plans. Returns its number, the pipe for the request, and the pipe with its answer."""
-    request_end, request = os.pipe()
-    answer, answer_end = os.pipe()
+def _fork_plan_process() -> tuple[int, BinaryIO, BinaryIO]:
+    """Fork the process that plans. Returns its process id, the pipe for the request, and the pipe with the result."""
+    request_fd, request_pipe_fd = os.pipe()
+    result_pipe_fd, result_fd = os.pipe()
     if pid := os.fork():
-        os.close(request_end)
-        os.close(answer_end)
-        return pid, os.fdopen(request, "wb"), os.fdopen(answer, "rb")
+        os.close(request_fd)
+        os.close(result_fd)
+        return pid, os.fdopen(request_pipe_fd, "wb"), os.fdopen(result_pipe_fd, "rb")
     try:
-        os.close(request)
-        os.close(answer)
+        os.close(request_pipe_fd)
+        os.close(result_pipe_fd)
         if has_lost_devices():
-            for end in (request_end, answer_end):
-                os.set_inheritable(end, True)
-            command, environment = module_start("megatron_lab.monitoring.rehearsal_child", request_end, answer_end)
+            for fd in (request_fd, result_fd):
+                os.set_inheritable(fd, True)
+            command, environment = build_module_command("megatron_lab.monitoring.rehearsal_child", request_fd, result_fd)
             os.execve(command[0], command, environment)
-        serve(request_end, answer_end)
+        serve_request(request_fd, result_fd)
     finally:
         os._exit(0)
 
 
-def serve(request_end: int, answer_end: int) -> None:
-    """Read a request from a pipe, and write the result or the reason of a failure to another. Hide CUDA devices first."""
+def serve_request(request_fd: int, result_fd: int) -> None:
+    """Read a planning request from a pipe, and write the result, or the reason of a failure, to another pipe. Hide CUDA devices
+    first."""
     hide_devices()
-    with os.fdopen(request_end, "rb") as pipe:
+    with os.fdopen(request_fd, "rb") as pipe:
         try:
-            # Read until the pickle ends, not until the pipe does: a process that was forked later holds the other end too.
-            answer: Any = pickle.load(pipe)
+            # Read until the end of the pickle, not of the pipe: processes that were forked later also hold the write end open.
+            message: Any = pickle.load(pipe)
         except EOFError:  # the run has ended
             return
     try:
-        if not isinstance(answer, str):
-            make, config = answer
+        if not isinstance(message, str):
+            build, config = message
             if problems := list(import_modules(config.training.imports)):
                 raise ConfigError(problems)
-            vocab_size = planned_rows(config.data)
-            answer = make(with_least_layers(config, this_job(), vocab_size), this_job(), vocab_size)
-    except Exception as error:  # noqa: BLE001 - the run goes on without a plan, and says why
-        answer = _reason(error)
-    with os.fdopen(answer_end, "wb") as pipe:
-        pipe.write(pickle.dumps(answer))
+            vocab_size = predict_embedding_rows(config.data)
+            message = build(resolve_auto_recompute_layers(config, get_current_job(), vocab_size), get_current_job(), vocab_size)
+    except Exception as error:  # noqa: BLE001 - the run continues without a plan, and logs the reason
+        message = _format_error(error)
+    with os.fdopen(result_fd, "wb") as pipe:
+        pipe.write(pickle.dumps(message))
 
 
-def _reason(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def choose_layers(config: Config) -> Callable[[], str | None]:
-    """Choose numbers for `--recompute-layers-per-stage auto`, on the first rank of the job.
+def choose_recompute_layers(config: Config) -> Callable[[], str | None]:
+    """Choose the number of recomputed layers per stage for `--recompute-layers-per-stage auto`, on the first rank of the job.
 
-    It is called before the ranks connect, because a plan connects ranks of its own that nobody hears.
+    Call it before the ranks connect, because a plan connects simulated ranks itself.
 
     Returns:
-        gives the numbers, None on other ranks and where they are not asked for. It raises ValueError if there are none.
+        function that returns the numbers as text; None on other ranks, and if the option is not `auto`. It raises ValueError if no
+        numbers make the run fit into memory.
     """
-    if config.memory.recompute_layers_per_stage != AUTO or launched().rank > 0:
+    if config.memory.recompute_layers_per_stage != AUTO or read_process_info().rank > 0:
         return lambda: None
     error: ValueError | None = None
-    numbers = None
+    layer_counts = None
     try:
-        numbers = with_least_layers(on_this_device(config), this_job(), planned_rows(config.data)).memory.recompute_layers_per_stage
-    except ValueError as found:
-        error = found
+        layer_counts = resolve_auto_recompute_layers(
+            resolve_device(config), get_current_job(), predict_embedding_rows(config.data)
+        ).memory.recompute_layers_per_stage
+    except ValueError as caught:
+        error = caught
 
-    def give() -> str | None:
+    def get_layer_counts() -> str | None:
         if error is not None:
             raise error
-        return numbers
+        return layer_counts
 
-    return give
+    return get_layer_counts
 
 
-def with_layers(config: Config, chosen: Callable[[], str | None], context: ParallelContext) -> Config:
-    """The settings with the numbers that the first rank chose (see `choose_layers`). All ranks call it together.
+def apply_recompute_layers(config: Config, get_layer_counts: Callable[[], str | None], context: ParallelContext) -> Config:
+    """Return the settings with the numbers of recomputed layers that the first rank chose (`choose_recompute_layers`). All ranks
+    call it together.
 
     Raises:
-        SetupError: it found none.
+        SetupError: the first rank found no numbers that fit.
     """
-    numbers = broadcast_object(together(context, chosen), context.world)
-    if numbers is None:
+    layer_counts = broadcast_object(run_on_all_ranks(context, get_layer_counts), context.world)
+    if layer_counts is None:
         return config
-    return replace(config, memory=replace(config.memory, recompute_layers_per_stage=numbers))
+    return replace(config, memory=replace(config.memory, recompute_layers_per_stage=layer_counts))
 
 
 class RecomputeFeature(Feature):
-    """--recompute-layers-per-stage auto."""
+    """Feature of --recompute-layers-per-stage auto."""
 
-    def begin(self) -> None:
-        """Choose, on the first rank."""
-        self._choice = choose_layers(self.config)
+    def on_forks_done(self) -> None:
+        """On the first rank, choose the number of recomputed layers per stage."""
+        self._get_layer_counts = choose_recompute_layers(self.config)
 
     def adjust_config(self, config: Config, context: ParallelContext) -> Config:
-        """Return the settings with the numbers of the first rank."""
-        return with_layers(config, self._choice, context)
+        """Return the settings with the number of recomputed layers per stage that the first rank chose."""
+        return apply_recompute_layers(config, self._get_layer_counts, context)

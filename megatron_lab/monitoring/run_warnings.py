@@ -1,6 +1,7 @@
-"""Warnings about a run that likely goes wrong, each given once, with the likely cause and what to do.
+"""Warnings about a run that is likely to fail, with the likely cause and a remedy. Each warning is given once.
 
-They are about the learning rate, at the start; a loss that stays above its start; and a validation loss far above that of training.
+There are warnings about the learning rate at the start, about a loss that stays above its initial value, and about a validation
+loss far above the training loss.
 """
 
 from __future__ import annotations
@@ -8,146 +9,154 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from megatron.config.imports import named
-from megatron.config.outputs import run_folder
-from megatron.training.features import Feature, RunParts
+from megatron.config.imports import import_object
+from megatron.config.outputs import get_run_folder
+from megatron.training.features import Feature, RunComponents
 from megatron.training.inputs import Corpus
 from megatron.training.progress import Progress
 from megatron.training.reporter import Reporter
 from megatron.training.step import StepResult
-from megatron.training.watch import Watcher
+from megatron.training.watch import Callback
 
-FAR_OFF = 10.0
-"""A learning rate is told that differs from the usual one by more than this factor. Published runs stay within it: GPT-3 175B and
-MT-NLG 530B are the farthest, 6 times below the rule."""
-ABOVE_START = 0.1
-"""Nats by which a loss is above its start, more than the noise of a loss that does not move."""
-FAR_ABOVE = 0.5
-"""Nats by which a validation loss is far above training: 1.65 times its perplexity."""
-MANY_EPOCHS = 4
-"""Reading a corpus so often is about as good as new text; after that a model learns it by heart (Muennighoff et al. 2023)."""
-STARTS, _LAST = 5, 10
-"""Steps, the least of whose losses is the start, and whose mean loss is the present."""
+MAX_RATE_RATIO = 10.0
+"""A learning rate is reported if it differs from the usual rate by more than this factor. Published runs stay within it: GPT-3
+175B and MT-NLG 530B differ most, 6 times below the rule."""
+START_MARGIN = 0.1
+"""Difference in nats from which on a loss is above its start. It exceeds the noise of a loss that does not change."""
+VALIDATION_MARGIN = 0.5
+"""Difference in nats from which on a validation loss is far above the training loss: 1.65 times its perplexity."""
+MAX_EPOCHS = 4
+"""Up to this number of epochs, repeated text is about as useful as new text. After that a model memorizes it (Muennighoff et
+al. 2023)."""
+NUM_START_STEPS, _NUM_RECENT_STEPS = 5, 10
+"""First steps, whose minimum loss is the start; and latest steps, whose mean loss is the current loss."""
 
 
-def usual_rate(flops: float) -> float:
-    """The learning rate that AdamW takes from random weights: 0.3118 x FLOPs^-0.125 (DeepSeek LLM, 2024, eq. 1).
+def get_usual_learning_rate(flops: float) -> float:
+    """Return the usual learning rate of AdamW for training from random weights: 0.3118 x FLOPs^-0.125 (DeepSeek LLM, 2024, eq. 1).
 
     Args:
-        flops: of the whole run, by the model itself.
+        flops: FLOPs of the complete run, without recomputation.
     """
     return float(0.3118 * flops**-0.125)
 
 
-def rate_far_off(rate: float, flops: float) -> str | None:
-    """Return a warning about a learning rate that is far from what the size of a run suggests; None for any other."""
-    if rate <= 0 or flops <= 0:
+def check_learning_rate(learning_rate: float, flops: float) -> str | None:
+    """Return a warning if the learning rate is far from the usual rate for the size of the run, else None."""
+    if learning_rate <= 0 or flops <= 0:
         return None
-    usual = usual_rate(flops)
-    if usual / FAR_OFF <= rate <= usual * FAR_OFF:
+    usual_rate = get_usual_learning_rate(flops)
+    if usual_rate / MAX_RATE_RATIO <= learning_rate <= usual_rate * MAX_RATE_RATIO:
         return None
-    what = "so high a rate mostly makes the loss diverge" if rate > usual else "at so low a rate the loss hardly falls"
-    ratio = max(rate / usual, usual / rate)
+    consequence = (
+        "a rate this high usually makes the loss diverge"
+        if learning_rate > usual_rate
+        else "at a rate this low the loss hardly falls"
+    )
+    ratio = max(learning_rate / usual_rate, usual_rate / learning_rate)
     return (
-        f"--lr {rate:g} is {ratio:.3g} times {'above' if rate > usual else 'below'} what AdamW usually takes for {flops:.1e} FLOPs "
-        f"from random weights, {usual:.1e} (0.3118 x FLOPs^-0.125, DeepSeek LLM 2024): {what}. Unless it is meant so, try --lr "
-        f"{usual:.0e}"
+        f"--lr {learning_rate:g} is {ratio:.3g} times {'above' if learning_rate > usual_rate else 'below'} the usual rate "
+        f"of AdamW for {flops:.1e} FLOPs from random weights, {usual_rate:.1e} (0.3118 x FLOPs^-0.125, DeepSeek LLM 2024): "
+        f"{consequence}. Unless this is intended, try --lr {usual_rate:.0e}"
     )
 
 
 class LossWarnings:
-    """Looks at the losses of a run.
+    """Checks the losses of a run, and returns warnings about those that indicate a failing run.
 
     Args:
-        total_iterations: of the whole run. A loss is above its start for long if it is for a twentieth of them, at least 50 and at
-            most 500.
-        first: the losses with which the run began, where this start is not its first and they are known.
+        total_iterations: iterations of the complete run. A warning is given after the loss has been above its initial value for a
+            twentieth of them, at least 50 and at most 500.
+        first_losses: losses of the first steps of the run, if this start continues the run and they are known.
     """
 
-    def __init__(self, total_iterations: int, corpus: Corpus, first: Sequence[float] = ()) -> None:
+    def __init__(self, total_iterations: int, corpus: Corpus, first_losses: Sequence[float] = ()) -> None:
         self._patience, self._corpus = min(500, max(50, total_iterations // 20)), corpus
-        self._first = list(first)
-        self._recent: deque[float] = deque(maxlen=_LAST)
-        self._above_for = 0
-        self._told: set[str] = set()
+        self._first_losses = list(first_losses)
+        self._recent_losses: deque[float] = deque(maxlen=_NUM_RECENT_STEPS)
+        self._num_above_start = 0
+        self._issued: set[str] = set()
 
-    def step(self, iteration: int, loss: float) -> str | None:
-        """Take the loss of a step with an update, and return a warning if it is time for one."""
-        self._recent.append(loss)
-        if len(self._first) < STARTS:
-            self._first.append(loss)
+    def check_step(self, iteration: int, loss: float) -> str | None:
+        """Check the loss of a step that made an update. Return a warning if the loss stays above its initial value, else None."""
+        self._recent_losses.append(loss)
+        if len(self._first_losses) < NUM_START_STEPS:
+            self._first_losses.append(loss)
             return None
-        mean = sum(self._recent) / len(self._recent)
-        start = min(self._first)
-        self._above_for = self._above_for + 1 if mean > start + ABOVE_START else 0
-        if self._above_for < self._patience or "start" in self._told:
+        mean = sum(self._recent_losses) / len(self._recent_losses)
+        start = min(self._first_losses)
+        self._num_above_start = self._num_above_start + 1 if mean > start + START_MARGIN else 0
+        if self._num_above_start < self._patience or "start" in self._issued:
             return None
-        self._told.add("start")
+        self._issued.add("start")
         return (
-            f"the loss has been above its start for {self._above_for} iterations: {start:.2f} at the start, {mean:.2f} now. "
+            f"the loss has been above its initial value for {self._num_above_start} iterations: "
+            f"{start:.2f} at the start, {mean:.2f} now. "
             "Most likely the learning rate is too high: start again with a third of --lr, or a longer --lr-warmup-iters "
-            "(--clip-grad 1.0 helps too). If it began well, look at the data read since (tools/inspect_data.py --run)"
+            "(--clip-grad 1.0 helps too). If the loss fell at first, inspect the data read since then (tools/inspect_data.py --run)"
         )
 
-    def evaluation(self, loss: float, tokens: int) -> str | None:
-        """Take the loss of the validation split, and return a warning if it is time for one.
+    def check_evaluation(self, loss: float, tokens: int) -> str | None:
+        """Check the loss of the validation split. Return a warning if it is far above the training loss, else None.
 
         Args:
-            tokens: read for training so far.
+            tokens: tokens read for training so far.
         """
-        if not self._recent or "validation" in self._told:
+        if not self._recent_losses or "validation" in self._issued:
             return None
-        mean = sum(self._recent) / len(self._recent)
-        rises = len(self._first) == STARTS and mean > min(self._first)
-        if rises or not loss > mean + FAR_ABOVE:
+        mean = sum(self._recent_losses) / len(self._recent_losses)
+        rises = len(self._first_losses) == NUM_START_STEPS and mean > min(self._first_losses)
+        if rises or not loss > mean + VALIDATION_MARGIN:
             return None
-        self._told.add("validation")
-        epochs = tokens / self._corpus.tokens if self._corpus.tokens else 0.0
-        if epochs > MANY_EPOCHS:
-            why = (
-                f"The training data has been read {epochs:.3g} times, so the model knows it by heart: take more text, fewer "
+        self._issued.add("validation")
+        epochs = tokens / self._corpus.num_tokens if self._corpus.num_tokens else 0.0
+        if epochs > MAX_EPOCHS:
+            advice = (
+                f"The training data has been read {epochs:.3g} times, so the model has memorized it: use more text, fewer "
                 "iterations (the checkpoint with the lowest validation loss is the best), a smaller model, or more --weight-decay"
             )
-        elif self._corpus.split_in_order:
-            why = (
-                "--split takes documents in the order of the files, so the validation documents may be of another kind: write the "
-                "data in a random order (tools/preprocess_data.py --shuffle-seed 1), or give --valid-data-path"
+        elif self._corpus.has_sequential_split:
+            advice = (
+                "--split takes documents in the order of the files, so the validation documents may differ from the training data: "
+                "write the data in a random order (tools/preprocess_data.py --shuffle-seed 1), or give --valid-data-path"
             )
         else:
-            why = "The validation data is of another kind than the training data: is that meant?"
-        return f"the validation loss, {loss:.2f}, is far above that of training, {mean:.2f}. {why}"
+            advice = "The validation data differs from the training data. Is this intended?"
+        return f"the validation loss, {loss:.2f}, is far above that of training, {mean:.2f}. {advice}"
 
 
-class WarningWatcher(Watcher):
-    """Tells the warnings about losses, in the log and in the record of the run."""
+class WarningCallback(Callback):
+    """Callback that checks the losses of a run, and writes warnings to the log and to the record of the run."""
 
     def __init__(self, warnings: LossWarnings, reporter: Reporter, seq_length: int) -> None:
         self._warnings, self._reporter, self._seq_length = warnings, reporter, seq_length
 
     def on_result(self, progress: Progress, result: StepResult | None, samples: int) -> None:
-        """Look at the loss of a step that made an update."""
+        """Check the loss of a step that made an update."""
         if result is not None and not result.skipped:
-            self._tell(progress, self._warnings.step(progress.iteration, result.loss))
+            self._report_findings(progress, self._warnings.check_step(progress.iteration, result.loss))
 
     def on_evaluation(self, progress: Progress, values: Mapping[str, float]) -> None:
-        """Look at the loss of the validation split."""
+        """Check the loss of the validation split."""
         if "validation_loss" in values:
-            self._tell(progress, self._warnings.evaluation(values["validation_loss"], progress.consumed_samples * self._seq_length))
+            self._report_findings(
+                progress, self._warnings.check_evaluation(values["validation_loss"], progress.consumed_samples * self._seq_length)
+            )
 
-    def _tell(self, progress: Progress, words: str | None) -> None:
-        if words is not None:
-            self._reporter.say(f"WARNING: {words}")
-            self._reporter.event("warning", progress, words)
+    def _report_findings(self, progress: Progress, warning: str | None) -> None:
+        if warning is not None:
+            self._reporter.log(f"WARNING: {warning}")
+            self._reporter.record_event("warning", progress, warning)
 
 
 class WarningFeature(Feature):
-    """The warnings about losses, in every run."""
+    """Feature that warns about suspicious losses. It is enabled in every run."""
 
-    def watchers(self, run: RunParts) -> Sequence[Watcher]:
-        """Look at all losses."""
-        folder = run_folder(run.config.checkpoint, run.config.logging)
-        first: list[float] = []
-        if run.resumed.path is not None and folder is not None and run.context.rank == 0:
-            first = named("megatron.metrics.history:first_losses")(folder, STARTS)
-        warnings = LossWarnings(run.plan.total_iterations, run.data.corpus, first)
-        return [WarningWatcher(warnings, run.reporter, run.config.model.seq_length)]
+    def callbacks(self, run: RunComponents) -> Sequence[Callback]:
+        """Build the callback that checks all losses."""
+        folder = get_run_folder(run.config.checkpoint, run.config.logging)
+        first_losses: list[float] = []
+        if run.resume_point.path is not None and folder is not None and run.context.rank == 0:
+            first_losses = import_object("megatron.metrics.history:read_first_losses")(folder, NUM_START_STEPS)
+        warnings = LossWarnings(run.plan.total_iterations, run.data.corpus, first_losses)
+        return [WarningCallback(warnings, run.reporter, run.config.model.seq_length)]

@@ -1,4 +1,4 @@
-"""What a run says of itself when it starts: layout, model, state, pipeline and batch, and advice on its settings."""
+"""Description of a run in its log when it starts: layout, model, state, pipeline and batch, and advice on its settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron.config.config import Config
-from megatron.config.given import this_job
+from megatron.config.given import get_current_job
 from megatron.model.build import Model
 from megatron.model.gpt import residual_dtype
 from megatron.parallel import torch_private
@@ -17,49 +17,52 @@ from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.products import dtype_name
 from megatron.parallel.topology import Topology
-from megatron.pipeline_parallel.exchange import describe_receives
+from megatron.pipeline_parallel.exchange import describe_receive_plans
 from megatron.pipeline_parallel.partition import describe_offload, describe_recompute, format_layer_table
 from megatron.pipeline_parallel.simulate import simulate
-from megatron.pipeline_parallel.validate import peak_kept, peak_live_activations
-from megatron.precision.products import describe_precision
-from megatron.spec.counts import flops_per_step, kept_per_token
-from megatron.spec.groups import describe_groups
-from megatron.spec.layers import context_ways
-from megatron.spec.operations import Costs, Schedule
-from megatron.spec.weights import model_weights
-from megatron.training.features import Feature, RunParts
+from megatron.pipeline_parallel.validate import peak_deferred_memory, peak_live_activations
+from megatron.precision.gemms import format_precision
+from megatron.spec.counts import count_deferred_elements_per_token, count_flops_per_step
+from megatron.spec.groups import format_groups
+from megatron.spec.layers import resolve_cp_comm_types
+from megatron.spec.operations import OpCosts, Schedule
+from megatron.spec.weights import iter_weights
+from megatron.training.features import Feature, RunComponents
 from megatron.training.progress import BatchSizePlan
-from megatron.training.startup import describe_attention, device_peak
+from megatron.training.startup import describe_attention_kernel, get_peak_device_flops
 from megatron.training.step import TrainStep
-from megatron_lab.monitoring.run_warnings import rate_far_off
-from megatron_lab.planner.advice import advice
-from megatron_lab.planner.attention_notes import describe_copies
-from megatron_lab.planner.state_report import describe_state, state_report
+from megatron_lab.monitoring.run_warnings import check_learning_rate
+from megatron_lab.planner.advice import build_advice
+from megatron_lab.planner.attention_notes import format_copy_notes
+from megatron_lab.planner.state_report import build_state_report, format_state_report
 
 if TYPE_CHECKING:
     from megatron.attention.timing import KernelChoice
 
 
-def describe_context(config: Config, topology: Topology) -> Iterator[str]:
-    """A line on how context ranks share sequences, if they do."""
+def describe_context_parallelism(config: Config, topology: Topology) -> Iterator[str]:
+    """Yield a log line that describes how sequences are split over context-parallel ranks, if they are split."""
     if topology.cp == 1:
         return
-    ways = context_ways(config.model, config.parallel.cp_comm_type)
-    words = [way if ways.count(way) == len(ways) else f"{way} in {ways.count(way)} layers" for way in dict.fromkeys(ways)]
+    comm_types = resolve_cp_comm_types(config.model, config.parallel.cp_comm_type)
+    descriptions = [
+        comm_type if comm_types.count(comm_type) == len(comm_types) else f"{comm_type} in {comm_types.count(comm_type)} layers"
+        for comm_type in dict.fromkeys(comm_types)
+    ]
     yield (
         f"{topology.cp} context ranks hold {config.tokens_per_rank:,} tokens of each sequence; they share keys and values by "
-        f"{' and '.join(words)} (--cp-comm-type)"
+        f"{' and '.join(descriptions)} (--cp-comm-type)"
     )
 
 
-def _told_of_trained(model: Model) -> str:
-    """How many parameters are trained, if not all are."""
-    weights = list(model_weights(model.config, model.vocab_size))
+def _format_trained_params(model: Model) -> str:
+    """Format the number of trained parameters as text; "" if all are trained."""
+    weights = list(iter_weights(model.config, model.vocab_size))
     trained = sum(weight.numel for weight in weights if not weight.frozen)
     return f", of which {trained:,} are trained," if any(weight.frozen for weight in weights) else ""
 
 
-def describe(
+def describe_run(
     config: Config,
     context: ParallelContext,
     step: TrainStep,
@@ -68,107 +71,111 @@ def describe(
     consumed_samples: int,
     kernel_choice: KernelChoice | None = None,
 ) -> list[str]:
-    """Lines of the start-up log: layout, model, layer table, state, pipeline, batch. All ranks of a pipeline call it.
+    """Return the lines of the start-up log that describe the run: layout, model, layer table, state, pipeline and batch. All ranks
+    of a pipeline call it together.
 
     Args:
-        kernel_choice: attention's, if it was measured.
+        kernel_choice: selected attention kernel, if it was measured.
     """
     model = step.model
     topology = context.topology
-    peak = device_peak(context, model)
-    kept = residual_dtype(model.config, model.dtype)
+    peak_flops = get_peak_device_flops(context, model)
+    stream_dtype = residual_dtype(model.config, model.dtype)
     lines = [
         f"{topology.world_size} ranks on {context.device.type} ({context.backend or 'one process'}): "
         f"{topology}" + (", sequence parallel" if model.sequence_parallel else ""),
-        f"model of {num_parameters:,} parameters{_told_of_trained(model)} in {dtype_name(model.dtype)}, "
-        f"residual stream {dtype_name(kept)}, "
+        f"model of {num_parameters:,} parameters{_format_trained_params(model)} in {dtype_name(model.dtype)}, "
+        f"residual stream {dtype_name(stream_dtype)}, "
         f"vocabulary {model.vocab_size:,}; {plan.total_iterations:,} steps, {plan.total_samples:,} samples",
         *([f"your own modules: {', '.join(config.training.imports)}"] if config.training.imports else []),
-        *([] if model.overlap is None else [f"tensor ranks communicate beside products by {model.overlap}"]),
-        *describe_precision(model.precision, model.config.num_layers, context.device, model.config.mtp_num_layers),
-        *torch_private.missing_note(),
-        describe_attention(config, model, context, kernel_choice),
-        *describe_copies(config, on_cuda=context.device.type == "cuda"),
-        *(_compilers(context) if config.speed.compile else ()),
-        *describe_context(config, topology),
+        *([] if model.overlap is None else [f"communication of tensor ranks overlaps with matrix products: {model.overlap}"]),
+        *format_precision(model.precision, model.config.num_layers, context.device, model.config.mtp_num_layers),
+        *torch_private.format_missing_note(),
+        describe_attention_kernel(config, model, context, kernel_choice),
+        *format_copy_notes(config, on_cuda=context.device.type == "cuda"),
+        *(_describe_compiler_differences(context) if config.speed.compile else ()),
+        *describe_context_parallelism(config, topology),
         *format_layer_table(model.layer_table),
         *describe_recompute(model.layer_table),
         *describe_offload(model.layer_table),
-        *describe_groups(config.optimizer, model_weights(model.config, model.vocab_size)),
+        *format_groups(config.optimizer, iter_weights(model.config, model.vocab_size)),
     ]
     schedule = step.schedule(plan.num_microbatches(plan.total_samples))  # after any ramp-up of the batch
-    report = state_report(model, context, config.parallel, config.optimizer, schedule)
+    report = build_state_report(model, context, config.parallel, config.optimizer, schedule)
     reports = gather_objects(report, context.group("pp"))
-    lines += describe_state(reports, config.parallel, topology, schedule.num_microbatches)
-    if context.device.type == "cuda" and peak is None:
+    lines += format_state_report(reports, config.parallel, topology, schedule.num_microbatches)
+    if context.device.type == "cuda" and peak_flops is None:
         lines.append(f"no peak FLOP/s is known for {torch.cuda.get_device_name(context.device)}: MFU is not reported")
     if topology.pp > 1:
-        # Now, and after any ramp-up of the batch.
-        for count in dict.fromkeys(plan.num_microbatches(samples) for samples in (consumed_samples, plan.total_samples)):
+        # Describe the current batch size, and the one after any ramp-up.
+        for num_microbatches in dict.fromkeys(plan.num_microbatches(samples) for samples in (consumed_samples, plan.total_samples)):
             tokens = config.training.micro_batch_size * config.tokens_per_rank
-            lines += _describe_pipeline(step.schedule(count), model, tokens, topology.tp)
+            lines += _describe_pipeline(step.schedule(num_microbatches), model, tokens, topology.tp)
             if config.parallel.overlap_p2p_communication:
                 connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
-                lines.append(describe_receives(step.schedule(count), context.device.type, connections))
-    lines += describe_rate(config, plan, model.vocab_size)
+                lines.append(describe_receive_plans(step.schedule(num_microbatches), context.device.type, connections))
+    lines += describe_learning_rate(config, plan, model.vocab_size)
     lines.append(f"{config.model.seq_length * plan.final_global_batch_size:,} tokens a step after any ramp-up")
     return lines
 
 
-def _compilers(context: ParallelContext) -> list[str]:
-    """Lines on how the compilers of the ranks differ."""
-    from megatron_lab.monitoring.compiler_facts import compiler_facts, describe_differences
+def _describe_compiler_differences(context: ParallelContext) -> list[str]:
+    """Return warnings about differences between the ranks that affect compiled kernels."""
+    from megatron_lab.monitoring.compiler_facts import collect_compiler_inputs, describe_differences
 
-    return [*describe_differences(gather_objects(compiler_facts(context.device), context.world))]
+    return [*describe_differences(gather_objects(collect_compiler_inputs(context.device), context.world))]
 
 
 def _describe_pipeline(schedule: Schedule, model: Model, tokens: int, tensor_size: int) -> Iterator[str]:
-    """Lines on what the schedule costs in time and memory, that of deferred weight gradients too, if there are any.
+    """Yield log lines about the schedule: idle time and activation memory and, if it defers weight gradients, their memory.
 
     Args:
-        tokens: of a microbatch on one rank.
+        tokens: tokens of a microbatch on this rank.
     """
-    stages, batch = schedule.num_stages, schedule.num_microbatches
-    chunks = schedule.num_chunks // stages
-    bubble = simulate(schedule, Costs().divided(chunks)).bubble_share
-    live = max(peak_live_activations(schedule)) / chunks
+    num_stages, num_microbatches = schedule.num_stages, schedule.num_microbatches
+    chunks_per_stage = schedule.num_chunks // num_stages
+    bubble = simulate(schedule, OpCosts().divide_by_chunks(chunks_per_stage)).bubble_share
+    live_microbatches = max(peak_live_activations(schedule)) / chunks_per_stage
     yield (
-        f"pipeline schedule {schedule.name}: {batch} microbatches through {stages} stages"
-        + (f" of {chunks} chunks" if chunks > 1 else "")
+        f"pipeline schedule {schedule.name}: {num_microbatches} microbatches through {num_stages} stages"
+        + (f" of {chunks_per_stage} chunks" if chunks_per_stage > 1 else "")
         + f", {bubble:.1%} of the time idle if all operations cost the same, "
-        f"at most {live:.3g} microbatches of a stage between forward and backward"
+        f"at most {live_microbatches:.3g} microbatches of activations on a stage"
     )
     token_bytes = tokens * model.dtype.itemsize
-    kept = [
-        kept_per_token(
-            model.config, chunk.layers, tensor_size=tensor_size, sequence_parallel=model.sequence_parallel, last=chunk.last
+    deferred_elements = [
+        count_deferred_elements_per_token(
+            model.config, chunk.layers, tp=tensor_size, sequence_parallel=model.sequence_parallel, is_last_chunk=chunk.is_last
         )
         for chunk in model.layer_table
     ]
-    peaks = peak_kept(schedule, [token_bytes * numbers for numbers in kept])
-    if most := max(peaks):
-        yield f"the weight gradients that it puts off keep at most {most / 2**20:,.1f} MiB on a rank (stage {peaks.index(most)})"
+    peaks = peak_deferred_memory(schedule, [token_bytes * elements for elements in deferred_elements])
+    if max_bytes := max(peaks):
+        yield (f"deferred weight gradients take at most {max_bytes / 2**20:,.1f} MiB on a rank (stage {peaks.index(max_bytes)})")
 
 
-def describe_rate(config: Config, plan: BatchSizePlan, vocab_size: int) -> Iterator[str]:
-    """A line on a learning rate far outside of what the size of the run suggests. The rule is for Adam from random weights."""
+def describe_learning_rate(config: Config, plan: BatchSizePlan, vocab_size: int) -> Iterator[str]:
+    """Yield a warning if the learning rate is far from the usual rate for the size of the run. The check applies to Adam, and to
+    training from random weights."""
     optimizer, checkpoint = config.optimizer, config.checkpoint
     adam = optimizer.optimizer in ("adam", "adam8bit") and config.model.mup_base_width is None
     if not adam or optimizer.lr is None or checkpoint.pretrained_checkpoint is not None or checkpoint.finetune:
         return
-    found = rate_far_off(optimizer.lr, flops_per_step(config.model, vocab_size, plan.total_samples))
-    if found is not None:
-        yield f"WARNING: {found}"
+    warning = check_learning_rate(optimizer.lr, count_flops_per_step(config.model, vocab_size, plan.total_samples))
+    if warning is not None:
+        yield f"WARNING: {warning}"
 
 
 class StartUpFeature(Feature):
-    """The description of every run."""
+    """Feature that describes the run in the log when it starts. It is enabled in every run."""
 
-    def start_up_lines(self, run: RunParts) -> list[str]:
-        """Describe the run, and advise on settings that waste much."""
+    def startup_lines(self, run: RunComponents) -> list[str]:
+        """Return the description of the run, and advice on inefficient settings."""
         config, context, vocab_size = run.config, run.context, run.step.model.vocab_size
-        found = advice(config, context.topology.world_size, this_job().gpus_per_node, vocab_size)
+        advice = build_advice(config, context.topology.world_size, get_current_job().gpus_per_node, vocab_size)
         return [
-            *describe(config, context, run.step, run.num_parameters, run.plan, run.progress.consumed_samples, run.kernel_choice),
-            *(f"advice: {line}" for line in found),
+            *describe_run(
+                config, context, run.step, run.num_parameters, run.plan, run.progress.consumed_samples, run.kernel_choice
+            ),
+            *(f"advice: {line}" for line in advice),
         ]
