@@ -1,1 +1,2 @@
-"""The state of a run in the memory of its nodes (--memory-save-interval), from which a job goes on without a storage."""
+"""Checkpoints in the host memory of a job's nodes (--memory-save-interval). A restarted job continues from them without reading the
+storage."""

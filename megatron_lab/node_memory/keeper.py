@@ -1,11 +1,13 @@
-"""The process of a node that keeps the state in memory when the ranks have ended, and in the end brings it to the storage.
+"""Keeper: a process per node that keeps checkpoints in memory while ranks restart, and writes the newest checkpoint to the storage
+at the end.
 
     python -P -m megatron_lab.node_memory.keeper < ORDERS
 
-The first rank of a node starts it (`start_or_find`), and later starts of the job by the same launcher find it again. It gives the
-node's files to the ranks of other nodes (`node_link.py`). It ends with the launcher, after it has written the newest checkpoint in
-memory to the save folder, unless a newer one is there: so a job that crashes, or is ended, loses no more than one that goes on. A
-keeper that was killed leaves its folder, which the next one takes over. Needs no torch.
+ORDERS is a `Keeper` as JSON. The first rank of a node starts the keeper (`start_or_find`). When the same launcher restarts the job,
+the ranks find the running keeper. The keeper serves the node's files to the ranks of other nodes (`node_link.py`). It ends when the
+launcher ends. Before that it writes the newest checkpoint in memory to the save folder, unless the folder has a newer checkpoint.
+So a job that crashes or is cancelled loses no more work than a job that is restarted. If a keeper is killed, its folder remains,
+and the next keeper of the node takes it over. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -29,155 +31,176 @@ from typing import Any
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.owner import process_of
-from megatron.checkpoint.save_folder import LATEST, RUN, checkpoint_name, find_checkpoint, iteration_of, latest_in, manifest_in
+from megatron.checkpoint.owner import process_identity
+from megatron.checkpoint.save_folder import (
+    LATEST,
+    RUN,
+    checkpoint_name,
+    find_checkpoint,
+    load_manifest,
+    parse_iteration,
+    read_latest,
+)
 from megatron.checkpoint.storage import CONFIG, MANIFEST, STATE, Draft, Storage
-from megatron.checkpoint.storage_kinds import LOCATION, open_storage
-from megatron.config.launcher import module_start
+from megatron.checkpoint.storage_kinds import NODE_MEMORY_URL, open_storage
+from megatron.config.launcher import build_module_command
 from megatron_lab.node_memory.node_link import CHUNK_BYTES, serve
 from megatron_lab.node_memory.node_storage import FOLDER_VARIABLE, STATE_FOLDER, Nodes, NodeStorage
 
-_MEMORY = Path("/dev/shm")
-_KEEPER, _ENDED = "keeper.json", "ended"
-_LOOK_EVERY_S = 0.5
-_STARTS_WITHIN_S = 60.0
-_FLUSH_WITHIN_S = 600.0
-"""Seconds for which a keeper waits for what other nodes write of the checkpoint."""
-_TELL_EVERY_S = 10.0
+_MEMORY_FOLDER = Path("/dev/shm")
+_KEEPER_FILE, _ENDED_FILE = "keeper.json", "ended"
+_POLL_INTERVAL_S = 0.5
+_START_TIMEOUT_S = 60.0
+_FLUSH_TIMEOUT_S = 600.0
+"""Seconds that a keeper waits for the files of the checkpoint that other nodes write."""
+_LOG_INTERVAL_S = 10.0
 
 
 @dataclass(frozen=True)
 class Keeper:
-    """A keeper as its folder shows it, and at once its orders."""
+    """Identity of a keeper (the process that keeps a node's checkpoints in memory), its launcher and its save folder. The identity
+    is stored in the keeper's folder (`keeper.json`), and passed to the keeper process when it starts."""
 
     save: str
-    """Location of the save folder."""
+    """Path or URL of the save folder."""
     launcher: int
+    """PID of the launcher: the process that restarts the ranks of the job."""
     launcher_process: str
-    """The launcher's process, so that no later one of the same number is taken for it (`owner.process_of`)."""
+    """Identity of the launcher process (`owner.process_identity`), to detect a later process with the same PID."""
     reachable: bool
-    """Whether other nodes must reach it: else it listens nowhere."""
+    """Whether other nodes must be able to connect to the keeper. If not, the keeper listens on no port."""
     pid: int = 0
+    """PID of the keeper. 0 before it has started."""
     process: str = ""
+    """Identity of the keeper process (`owner.process_identity`), to detect a later process with the same PID."""
     port: int = 0
+    """Port on which the keeper listens. 0 if other nodes need not connect."""
 
     @property
-    def lives(self) -> bool:
-        """Whether the keeper does."""
-        return _lives(self.pid, self.process)
+    def is_alive(self) -> bool:
+        """Whether the keeper process exists."""
+        return _is_alive(self.pid, self.process)
 
     @property
-    def launcher_lives(self) -> bool:
-        """Whether the job can still be started again."""
-        return _lives(self.launcher, self.launcher_process)
+    def is_launcher_alive(self) -> bool:
+        """Whether the launcher process still exists, so that it can restart the job."""
+        return _is_alive(self.launcher, self.launcher_process)
 
 
-def _lives(pid: int, process: str) -> bool:
-    return process_of(pid) == process != process_of(0)  # that of no process
+def _is_alive(pid: int, process: str) -> bool:
+    return process_identity(pid) == process != process_identity(0)  # the identity of a process that does not exist
 
 
-def start_or_find(save: str, launcher: int, *, reachable: bool, tell: Callable[[str], None]) -> tuple[Path, int]:
-    """The folder and port of this node's keeper, which is started if there is none. One rank of the node calls it.
+def start_or_find(save: str, launcher: int, *, reachable: bool, log: Callable[[str], None]) -> tuple[Path, int]:
+    """Return the folder and port of this node's keeper. If no keeper runs, start it. One rank of the node calls this.
 
-    A keeper of an earlier launch of the same job may still be writing its state to the save folder: it is waited for.
+    A keeper of an earlier launch of the same job may still be writing its state to the save folder. The function waits until that
+    keeper ends.
 
     Args:
-        save: location of the save folder.
-        launcher: process that would start the job again.
-        reachable: whether there are other nodes.
-        tell: called with a line for the log.
+        save: path or URL of the save folder.
+        launcher: PID of the process that would restart the job.
+        reachable: whether the job has other nodes.
+        log: called with a line for the log.
 
     Raises:
-        OSError: there is no memory to keep files in, or the keeper does not start.
+        OSError: there is no memory folder for the files, or the keeper does not start.
     """
-    wanted = Keeper(save, launcher, process_of(launcher), reachable)
-    folder = _folder_of(wanted)
-    for path in sorted(_root().glob(f"{_prefix(save)}*")):
-        found = _read(path)
-        if found is None or found.launcher_process == wanted.launcher_process:
+    new_keeper = Keeper(save, launcher, process_identity(launcher), reachable)
+    folder = _keeper_folder(new_keeper)
+    for path in sorted(_memory_root().glob(f"{_folder_prefix(save)}*")):
+        keeper = _read_keeper(path)
+        if keeper is None or keeper.launcher_process == new_keeper.launcher_process:
             continue
-        if not found.lives and not found.launcher_lives and not folder.exists():
-            with contextlib.suppress(FileNotFoundError):  # ranks of another node on this machine were faster
+        if not keeper.is_alive and not keeper.is_launcher_alive and not folder.exists():
+            with contextlib.suppress(FileNotFoundError):  # another node on this machine has just taken it
                 path.rename(folder)
-                tell(f"the state that an ended launch left in the memory of this node ({folder}) is taken over")
-        elif found.lives and not found.launcher_lives:
-            _wait_for_end(path, found, tell)
-    found = _read(folder)
-    if found is not None and found.lives:
-        if found.port or not reachable:
-            return folder, found.port
-        with contextlib.suppress(ProcessLookupError):  # the job has got further nodes
-            os.kill(found.pid, signal.SIGKILL)
-    return folder, _start(folder, wanted)
+                log(f"the state that an ended launch left in the memory of this node ({folder}) is taken over")
+        elif keeper.is_alive and not keeper.is_launcher_alive:
+            _wait_for_end(path, keeper, log)
+    keeper = _read_keeper(folder)
+    if keeper is not None and keeper.is_alive:
+        if keeper.port or not reachable:
+            return folder, keeper.port
+        with contextlib.suppress(ProcessLookupError):  # the job now has other nodes, and this keeper listens on no port
+            os.kill(keeper.pid, signal.SIGKILL)
+    return folder, _start_keeper(folder, new_keeper)
 
 
 def end_keeper(folder: Path) -> None:
-    """The run has ended as it should, and its last checkpoint is written: nothing need be kept."""
+    """Tell the keeper that the run has finished and written its last checkpoint, so that the keeper need not save anything and
+    ends."""
     with contextlib.suppress(OSError):
-        (folder / _ENDED).touch()
+        (folder / _ENDED_FILE).touch()
 
 
-def _start(folder: Path, keeper: Keeper) -> int:
+def _start_keeper(folder: Path, config: Keeper) -> int:
     folder.mkdir(mode=0o700, exist_ok=True)
-    mode = folder.lstat()
-    if not stat.S_ISDIR(mode.st_mode) or mode.st_uid != os.getuid():
-        raise PermissionError(f"{folder} is not a folder of this user: remove it")
+    folder_stat = folder.lstat()
+    if not stat.S_ISDIR(folder_stat.st_mode) or folder_stat.st_uid != os.getuid():
+        raise PermissionError(f"{folder} is not a folder that belongs to this user. Remove it")
     (folder / STATE_FOLDER).mkdir(exist_ok=True)
-    (folder / _KEEPER).unlink(missing_ok=True)
-    (folder / _ENDED).unlink(missing_ok=True)
-    command, environment = module_start("megatron_lab.node_memory.keeper", folder)
+    (folder / _KEEPER_FILE).unlink(missing_ok=True)
+    (folder / _ENDED_FILE).unlink(missing_ok=True)
+    command, environment = build_module_command("megatron_lab.node_memory.keeper", folder)
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         env=environment,
-        start_new_session=True,  # signals to the job's process group are not for it
+        start_new_session=True,  # signals to the job's process group must not reach it
     )
     assert process.stdin is not None
     with process.stdin:
-        process.stdin.write(json.dumps(dataclasses.asdict(keeper)).encode())
-    until = time.monotonic() + _STARTS_WITHIN_S
-    while (found := _read(folder)) is None:
-        if process.poll() is not None or time.monotonic() > until:
-            raise OSError(f"the process that keeps the state in memory ({folder}) does not start")
+        process.stdin.write(json.dumps(dataclasses.asdict(config)).encode())
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while (started := _read_keeper(folder)) is None:
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise OSError(
+                f"the keeper, the process that keeps checkpoints in memory ({folder}), has ended or did not start in "
+                f"{_START_TIMEOUT_S:g} s"
+            )
         time.sleep(0.01)
-    return found.port
+    return started.port
 
 
-def _wait_for_end(folder: Path, keeper: Keeper, tell: Callable[[str], None]) -> None:
-    tell_at = time.monotonic()
-    while keeper.lives:
-        if time.monotonic() >= tell_at:
-            tell(f"waiting for the state of an ended launch, which is being written to {keeper.save} (process {keeper.pid})")
-            tell_at = time.monotonic() + _TELL_EVERY_S
+def _wait_for_end(folder: Path, keeper: Keeper, log: Callable[[str], None]) -> None:
+    log_at = time.monotonic()
+    while keeper.is_alive:
+        if time.monotonic() >= log_at:
+            log(f"waiting for the state of an ended launch, which is being written to {keeper.save} (process {keeper.pid})")
+            log_at = time.monotonic() + _LOG_INTERVAL_S
         time.sleep(0.05)
 
 
-def _root() -> Path:
-    if not _MEMORY.is_dir():
-        raise OSError(f"{_MEMORY} is not there: --memory-save-interval keeps files in it, which Linux has in memory")
-    return _MEMORY
+def _memory_root() -> Path:
+    if not _MEMORY_FOLDER.is_dir():
+        raise OSError(
+            f"{_MEMORY_FOLDER} does not exist: --memory-save-interval keeps files in this folder, which Linux holds in memory"
+        )
+    return _MEMORY_FOLDER
 
 
-def _prefix(save: str) -> str:
+def _folder_prefix(save: str) -> str:
     return f"megatron-{hashlib.sha256(f'{os.getuid()} {save}'.encode()).hexdigest()[:12]}-"
 
 
-def _folder_of(keeper: Keeper) -> Path:
-    return _root() / (_prefix(keeper.save) + hashlib.sha256(keeper.launcher_process.encode()).hexdigest()[:12])
+def _keeper_folder(keeper: Keeper) -> Path:
+    return _memory_root() / (_folder_prefix(keeper.save) + hashlib.sha256(keeper.launcher_process.encode()).hexdigest()[:12])
 
 
-def _read(folder: Path) -> Keeper | None:
+def _read_keeper(folder: Path) -> Keeper | None:
     try:
-        return Keeper(**json.loads((folder / _KEEPER).read_text()))
+        return Keeper(**json.loads((folder / _KEEPER_FILE).read_text()))
     except (OSError, ValueError, TypeError):
         return None
 
 
 def main() -> None:
-    """Keep the files of a folder until the launcher has ended."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # they are meant for the ranks, whose state this is
+    """Run a keeper: keep the files in its folder until the launcher has ended, then write the newest checkpoint to the save
+    folder."""
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(signal_number, signal.SIG_IGN)  # these signals are for the ranks
     folder, keeper = Path(sys.argv[1]), Keeper(**json.load(sys.stdin))
     os.environ[FOLDER_VARIABLE] = str(folder)
     port = 0
@@ -185,88 +208,99 @@ def main() -> None:
         listener = socket.create_server(("", 0))
         serve(folder / STATE_FOLDER, listener, lambda: Nodes.read(folder).token)
         port = listener.getsockname()[1]
-    keeper = dataclasses.replace(keeper, pid=os.getpid(), process=process_of(os.getpid()), port=port)
-    new = folder / f".{_KEEPER}.new"
-    new.write_text(json.dumps(dataclasses.asdict(keeper)))
-    new.replace(folder / _KEEPER)
-    while keeper.launcher_lives and folder.is_dir() and not (folder / _ENDED).exists():
-        time.sleep(_LOOK_EVERY_S)
-    if folder.is_dir() and not (folder / _ENDED).exists():
+    keeper = dataclasses.replace(keeper, pid=os.getpid(), process=process_identity(os.getpid()), port=port)
+    temporary = folder / f".{_KEEPER_FILE}.new"
+    temporary.write_text(json.dumps(dataclasses.asdict(keeper)))
+    temporary.replace(folder / _KEEPER_FILE)
+    while keeper.is_launcher_alive and folder.is_dir() and not (folder / _ENDED_FILE).exists():
+        time.sleep(_POLL_INTERVAL_S)
+    if folder.is_dir() and not (folder / _ENDED_FILE).exists():
         try:
-            told = flush(NodeStorage(folder), open_storage(keeper.save))
-        except Exception as error:  # noqa: BLE001 - whatever it was, the user must hear of it
-            told = f"WARNING: the state in memory could not be written to {keeper.save}: {error}"
-        if told is not None:
+            message = flush(NodeStorage(folder), open_storage(keeper.save))
+        except Exception as error:  # noqa: BLE001 - the user must see every failure
+            message = f"WARNING: the state in memory could not be written to {keeper.save}: {error}"
+        if message is not None:
             with contextlib.suppress(OSError):
-                sys.stderr.write(f"state in memory: {told}\n")
+                sys.stderr.write(f"state in memory: {message}\n")
                 sys.stderr.flush()
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def flush(memory: NodeStorage, disk: Storage, within_s: float = _FLUSH_WITHIN_S) -> str | None:
-    """Write the newest checkpoint in memory to the save folder, unless a newer one is there. The keepers of all nodes do it
-    together: each writes the files of which it is the first of those that answer to have them, and the first makes the checkpoint.
+def flush(memory: NodeStorage, disk: Storage, timeout_s: float = _FLUSH_TIMEOUT_S) -> str | None:
+    """Write the newest checkpoint in memory to the save folder, unless the save folder has a newer checkpoint.
+
+    The keepers of all nodes call this together. Each keeper writes those files of which no reachable node with a lower index has a
+    copy. The first reachable keeper with the manifest completes the checkpoint.
+
+    Args:
+        memory: storage in the memory of the nodes.
+        disk: save folder.
+        timeout_s: seconds to wait for the keepers of other nodes.
 
     Returns:
-        a line for the log; None if there was nothing to do.
+        A line for the log, or None if there was nothing to write.
 
     Raises:
-        CheckpointError: files are on no node that answers, or other nodes do not write theirs.
-        OSError: the folder cannot be written.
+        CheckpointError: a file is on no reachable node, or other nodes do not write their files.
+        OSError: the save folder cannot be written.
     """
-    found = find_checkpoint(LOCATION, tell=lambda _: None)
-    iteration = None if found is None else iteration_of(found)
-    if found is None or iteration is None or (latest_in(disk) or 0) >= iteration:
+    path = find_checkpoint(NODE_MEMORY_URL, warn=lambda _: None)
+    iteration = None if path is None else parse_iteration(path)
+    if path is None or iteration is None or (read_latest(disk) or 0) >= iteration:
         return None
-    token = _token(memory)
-    if _token(disk) != token:
+    token = _read_token(memory)
+    if _read_token(disk) != token:
         return f"iteration {iteration} is not written to {disk.location}: another run has begun to save there"
-    inside = memory.child(checkpoint_name(iteration))
-    manifest, small = manifest_in(inside), {name: inside.read(name) for name in (CONFIG, STATE)}
+    checkpoint = memory.child(checkpoint_name(iteration))
+    manifest, small_files = load_manifest(checkpoint), {name: checkpoint.read(name) for name in (CONFIG, STATE)}
     draft = disk.draft(checkpoint_name(iteration), token)
-    draft.join()
-    files = {name: file.num_bytes for name, file in manifest.files.items() if name not in small}
-    for name in files:
-        if inside.first_holder(name) == memory.nodes.index:
-            with inside.open(name) as source, draft.storage.create(draft.file_name(name)) as target:
-                for at in range(0, source.size, CHUNK_BYTES):
-                    target.write(source.read(at, min(CHUNK_BYTES, source.size - at)))
-    leads = inside.first_holder(MANIFEST) == memory.nodes.index
-    until = time.monotonic() + within_s
-    while missing := [name for name, size in files.items() if draft.storage.size(draft.file_name(name)) != size]:
-        if not leads and (latest_in(disk) or 0) >= iteration:
+    draft.ensure_folder()
+    file_sizes = {name: file.num_bytes for name, file in manifest.files.items() if name not in small_files}
+    for name in file_sizes:
+        if checkpoint.first_holder(name) == memory.nodes.index:
+            with checkpoint.open(name) as source, draft.storage.create(draft.file_name(name)) as target:
+                for offset in range(0, source.size, CHUNK_BYTES):
+                    target.write(source.read(offset, min(CHUNK_BYTES, source.size - offset)))
+    is_leader = checkpoint.first_holder(MANIFEST) == memory.nodes.index
+    deadline = time.monotonic() + timeout_s
+    while missing := [name for name, size in file_sizes.items() if draft.storage.file_size(draft.file_name(name)) != size]:
+        if not is_leader and (read_latest(disk) or 0) >= iteration:
             return None
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             raise CheckpointError(
-                f"other nodes have not written {missing[0]}" if leads else "the first node has not ended the checkpoint"
+                f"other nodes have not written {missing[0]}" if is_leader else "the first node has not completed the checkpoint"
             )
-        time.sleep(_LOOK_EVERY_S)
-    if not leads:
+        time.sleep(_POLL_INTERVAL_S)
+    if not is_leader:
         return None
-    draft.publish({**small, MANIFEST: _renamed(manifest, draft).to_json()})
+    draft.publish({**small_files, MANIFEST: _rename_files(manifest, draft).to_json()})
     disk.write(LATEST, f"{iteration}\n".encode())
-    return f"iteration {iteration} is written to {disk.at(checkpoint_name(iteration))}, since its job has ended"
+    return f"iteration {iteration} is written to {disk.location_of(checkpoint_name(iteration))}, since its job has ended"
 
 
-def _token(storage: Storage) -> Any:
-    """The token of the run that saves in a folder."""
+def _read_token(storage: Storage) -> Any:
+    """Return the token of the run that saves in a folder, or None if it is not known."""
     try:
         return json.loads(storage.read(RUN))["token"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _renamed(manifest: Manifest, draft: Draft) -> Manifest:
-    """The manifest with the names that files have in a draft."""
+def _rename_files(manifest: Manifest, draft: Draft) -> Manifest:
+    """Return a copy of the manifest in which the files have the names that they have in a draft (unfinished checkpoint). This
+    manifest is published with the draft."""
     tensors = {
         name: dataclasses.replace(
-            tensor, boxes=tuple(dataclasses.replace(box, file=draft.file_name(box.file)) for box in tensor.boxes)
+            tensor,
+            slices=tuple(
+                dataclasses.replace(stored_slice, file=draft.file_name(stored_slice.file)) for stored_slice in tensor.slices
+            ),
         )
         for name, tensor in manifest.tensors.items()
     }
-    small = (CONFIG, STATE)
-    files = {name if name in small else draft.file_name(name): file for name, file in manifest.files.items()}
-    return Manifest(tensors, files)
+    fixed_names = (CONFIG, STATE)
+    stored_files = {name if name in fixed_names else draft.file_name(name): file for name, file in manifest.files.items()}
+    return Manifest(tensors, stored_files)
 
 
 if __name__ == "__main__":

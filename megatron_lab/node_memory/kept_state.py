@@ -1,4 +1,4 @@
-"""The state of a run in the memory of its nodes: which processes keep it, and whether to go on from there."""
+"""Checkpoints in the memory of the nodes, seen from a run: starting the keepers, and checking for a newer checkpoint in memory."""
 
 from __future__ import annotations
 
@@ -9,94 +9,103 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.checkpoint.errors import DamagedCheckpointError
-from megatron.checkpoint.save_folder import find_checkpoint, iteration_of, latest_in
+from megatron.checkpoint.save_folder import find_checkpoint, parse_iteration, read_latest
 from megatron.checkpoint.storage import Storage
-from megatron.checkpoint.storage_kinds import LOCATION
+from megatron.checkpoint.storage_kinds import NODE_MEMORY_URL
 from megatron.parallel.collectives import broadcast_object, gather_objects
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.meeting import own_address
-from megatron.training.failure import together
+from megatron.parallel.rendezvous import get_node_address
+from megatron.training.failure import run_on_all_ranks
 from megatron_lab.node_memory.keeper import end_keeper, start_or_find
 from megatron_lab.node_memory.node_storage import FOLDER_VARIABLE, Nodes
 
 
 class NodeMemory(NamedTuple):
-    """Where this node's keeper has its files."""
+    """Access of a rank to the keeper of its node."""
 
     folder: Path
-    leads: bool
-    """Whether this rank is the one that speaks with the keeper."""
+    is_leader: bool
+    """Whether this rank communicates with the keeper. This is the first rank of each node."""
 
     def end(self) -> None:
-        """The run has ended as it should, and its last checkpoint is on the storage."""
-        if self.leads:
+        """End the keeper, because the run has finished and its last checkpoint is in the storage. Only the leader does anything."""
+        if self.is_leader:
             end_keeper(self.folder)
 
 
-def keep_state(save: str, copies: int, context: ParallelContext) -> NodeMemory:
-    """Find or start the keepers of all nodes, and tell each where the others are. All ranks call it together.
+def start_keepers(save: str, num_copies: int, context: ParallelContext) -> NodeMemory:
+    """Start the keepers of all nodes, or find the running ones, and tell each keeper the addresses of the others. All ranks call
+    this together.
 
     Args:
-        save: location of the save folder.
-        copies: number of other nodes that get a copy of what a node's ranks write.
+        save: path or URL of the save folder.
+        num_copies: number of other nodes that receive a copy of each file that a rank writes.
 
     Raises:
-        ValueError: on every rank, if a keeper cannot be started, or there are not so many nodes.
+        ValueError: a keeper cannot be started, or there are not enough nodes for the copies. The error is raised on every rank.
     """
-    local = int(os.environ.get("LOCAL_RANK", context.rank))
-    several = int(os.environ.get("LOCAL_WORLD_SIZE", context.world.size)) < context.world.size
-    found: list[tuple[str, str, int]] = []
+    local_rank = int(os.environ.get("LOCAL_RANK", context.rank))
+    has_several_nodes = int(os.environ.get("LOCAL_WORLD_SIZE", context.world.size)) < context.world.size
+    local_keeper: list[tuple[str, str, int]] = []
 
     def start() -> None:
-        if local == 0:
-            folder, port = start_or_find(save, launcher(), reachable=several, tell=_say)
-            found.append((str(folder), own_address() if several else "", port))
+        if local_rank == 0:
+            folder, port = start_or_find(save, get_launcher_pid(), reachable=has_several_nodes, log=_log)
+            local_keeper.append((str(folder), get_node_address() if has_several_nodes else "", port))
 
-    together(context, start)
+    run_on_all_ranks(context, start)
     keepers = {
-        rank: keeper for rank, (keeper,) in enumerate(gather_objects([*found, None][:1], context.world)) if keeper is not None
+        rank: keeper
+        for rank, (keeper,) in enumerate(gather_objects([*local_keeper, None][:1], context.world))
+        if keeper is not None
     }
     first_ranks = [*keepers]
-    if copies >= len(keepers):
+    if num_copies >= len(keepers):
         raise ValueError(
-            f"--replicate-state {copies} wants copies on as many other nodes, and this job has {len(keepers)}: "
-            f"give --replicate-state {len(keepers) - 1}"
+            f"--replicate-state {num_copies} needs that many other nodes for the copies, but this job has {len(keepers)} nodes: "
+            f"set --replicate-state {len(keepers) - 1}"
         )
-    index = first_ranks.index(context.rank - local)
-    folder = Path(keepers[context.rank - local][0])
+    index = first_ranks.index(context.rank - local_rank)
+    folder = Path(keepers[context.rank - local_rank][0])
     token = broadcast_object(secrets.token_hex(16), context.world)
-    addresses = [(host, port) for _, host, port in keepers.values()] if several else []
+    addresses = [(host, port) for _, host, port in keepers.values()] if has_several_nodes else []
 
-    def tell() -> None:
-        if local == 0:
-            Nodes(addresses, index, copies, token).write(folder)
+    def write_nodes() -> None:
+        if local_rank == 0:
+            Nodes(addresses, index, num_copies, token).write(folder)
 
-    together(context, tell)
+    run_on_all_ranks(context, write_nodes)
     os.environ[FOLDER_VARIABLE] = str(folder)
-    return NodeMemory(folder, leads=local == 0)
+    return NodeMemory(folder, is_leader=local_rank == 0)
 
 
-def newer_in_memory(folder: Storage, damaged: dict[int, str]) -> bool:
-    """Whether the memory of the nodes holds a whole checkpoint that is newer than those of the save folder. One rank asks.
+def is_memory_newer(save: Storage, damaged: dict[int, str]) -> bool:
+    """Return whether the memory of the nodes holds a complete checkpoint that is newer than the latest checkpoint in the save
+    folder.
+
+    Only one rank calls this.
 
     Args:
-        folder: the save folder.
-        damaged: iterations that cannot be read.
+        save: save folder.
+        damaged: iterations whose checkpoint cannot be read, with the reasons.
     """
     try:
-        found = find_checkpoint(LOCATION, tell=lambda _: None, damaged=damaged)
+        path = find_checkpoint(NODE_MEMORY_URL, warn=lambda _: None, damaged=damaged)
     except DamagedCheckpointError as error:
-        _say(f"the state in the memory of the nodes is not whole: {error}")
+        _log(f"the checkpoints in the memory of the nodes are incomplete: {error}")
         return False
-    iteration = None if found is None else iteration_of(found)
-    return iteration is not None and iteration > (latest_in(folder) or 0)
+    iteration = None if path is None else parse_iteration(path)
+    return iteration is not None and iteration > (read_latest(save) or 0)
 
 
-def launcher() -> int:
-    """The process with which the state in memory lives: torchrun or its like, which starts ranks again; else this rank's own."""
+def get_launcher_pid() -> int:
+    """Return the PID of the launcher. When the launcher ends, the keeper ends too.
+
+    The launcher is torchrun or another program that restarts ranks. Without a launcher, the result is the PID of this process.
+    """
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     sys.stderr.write(f"pretrain_gpt.py: {text}\n")
     sys.stderr.flush()

@@ -1,7 +1,7 @@
-"""Files in the memory of a node, for the other nodes: the server that gives and takes them, and a link to it. Needs no torch.
+"""Access to the files in the memory of another node: a server, and a client for it (`NodeLink`). The module does not import torch.
 
-A message is a line of JSON, or bytes, each behind its length (8 bytes). Whoever connects must prove that he knows the token of the
-run: he gets random bytes and answers with their HMAC (RFC 2104), so the token itself never travels. What travels is not encrypted.
+A message is a line of JSON, or raw bytes, each preceded by its length (8 bytes). A client must prove that it knows the token of the
+run: it receives random bytes and replies with their HMAC (RFC 2104), so the token itself is never sent. The data is not encrypted.
 """
 
 from __future__ import annotations
@@ -21,60 +21,65 @@ from typing import Any
 
 from megatron.checkpoint.errors import TruncatedError
 from megatron.checkpoint.local_storage import LocalDraft, LocalStorage
-from megatron.checkpoint.storage import Reading, Writing
+from megatron.checkpoint.storage import FileReader, FileWriter
 
 _log = logging.getLogger(__name__)
 CHUNK_BYTES = 4 << 20
-"""Bytes that travel in one message, at the most."""
+"""Maximum number of bytes of file data in one message."""
 _LENGTH = struct.Struct(">Q")
-_MOST_BYTES = 1 << 30
-_CONNECT_S, _ANSWER_S = 5.0, 60.0
+_MAX_MESSAGE_BYTES = 1 << 30
+_CONNECT_TIMEOUT_S, _REPLY_TIMEOUT_S = 5.0, 60.0
 """Seconds after which a node that does not answer counts as lost."""
-_CALLS = ("size", "names", "read", "remove", "retire", "sweep")
+_ALLOWED_CALLS = ("file_size", "list_names", "read", "remove", "remove_checkpoint", "remove_unfinished")
 """Methods of `LocalStorage` that a link may call."""
 
 
-class NodeLost(OSError):
-    """A node does not answer."""
+class NodeUnreachableError(OSError):
+    """Raised if a node does not respond."""
 
 
-def serve(folder: Path, listener: socket.socket, token: Callable[[], str]) -> None:
-    """Give the files of a folder to whoever knows the token, each connection in a thread of its own; returns at once.
+def serve(folder: Path, listener: socket.socket, get_token: Callable[[], str]) -> None:
+    """Serve the files of a folder to clients that know the token of the run, with one thread per connection. Returns immediately.
 
     Args:
-        token: gives that of the run, which is another one after each start of its ranks.
+        listener: socket on which the server accepts connections.
+        get_token: returns the token of the run. The token changes at each restart of the ranks.
     """
 
-    def hear(connection: socket.socket) -> None:
-        # Whatever comes that a link does not send ends the connection, not the server.
+    def handle_connection(connection: socket.socket) -> None:
+        # An invalid message ends the connection, not the server.
         with connection, contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             challenge = secrets.token_bytes(32)
             _send(connection, challenge)
-            connection.settimeout(_ANSWER_S)
-            if not hmac.compare_digest(_receive(connection, most=len(challenge)), _proof(token(), challenge)):
+            connection.settimeout(_REPLY_TIMEOUT_S)
+            if not hmac.compare_digest(_receive(connection, max_bytes=len(challenge)), _authenticate(get_token(), challenge)):
                 return
             _send(connection, b"")
             connection.settimeout(None)
             while True:
-                _answer(LocalStorage(folder), connection, json.loads(_receive(connection)))
+                _handle_message(LocalStorage(folder), connection, json.loads(_receive(connection)))
 
     def accept() -> None:
         while True:
             with contextlib.suppress(OSError):
-                threading.Thread(target=hear, args=(listener.accept()[0],), daemon=True).start()
+                threading.Thread(target=handle_connection, args=(listener.accept()[0],), daemon=True).start()
 
     threading.Thread(target=accept, daemon=True, name="node files").start()
 
 
-def _answer(storage: LocalStorage, connection: socket.socket, message: dict[str, Any]) -> None:
-    """Do what a message asks for, and answer: with a result, or with the error."""
+def _handle_message(storage: LocalStorage, connection: socket.socket, message: dict[str, Any]) -> None:
+    """Call the storage method that a client's message requests, and send the result or the error to the client.
+
+    Args:
+        storage: the folder of this node that other nodes may access.
+    """
     name = message["name"]
     data = _receive(connection) if message["call"] == "write" else b""
     if any(PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts for path in (name, message.get("of", ""))):
-        raise ValueError(f"{name} is outside of the folder")
-    if message["call"] == "create":  # an error in its middle ends the connection, for pieces are on their way
-        _take_file(storage, connection, name)
+        raise ValueError(f"{name} is outside of {storage.local}, the only folder of this node that other nodes may access")
+    if message["call"] == "create":  # not in the `try`: an error ends the connection, because more blocks are on their way
+        _receive_file(storage, connection, name)
     try:
         result: Any = None
         if message["call"] == "range":
@@ -82,18 +87,18 @@ def _answer(storage: LocalStorage, connection: socket.socket, message: dict[str,
                 result = file.read(int(message["start"]), min(int(message["length"]), CHUNK_BYTES))
         elif message["call"] == "publish":
             draft = LocalDraft(storage.local / message["of"], storage.local / name)
-            if draft.storage.local.is_dir():  # else this node holds no part of it
+            if draft.storage.local.is_dir():  # otherwise this node holds no file of the draft
                 draft.publish({})
         elif message["call"] == "write":
-            storage.child(str(PurePosixPath(name).parent)).make()
+            storage.child(str(PurePosixPath(name).parent)).create_folder()
             storage.write(name, data)
-        elif message["call"] in _CALLS:
+        elif message["call"] in _ALLOWED_CALLS:
             result = getattr(storage, message["call"])(name)
         elif message["call"] != "create":
             raise ValueError(message["call"])
     except OSError as error:
-        kind = next((one for one in (FileNotFoundError, TruncatedError) if isinstance(error, one)), OSError)
-        _send(connection, json.dumps({"error": str(error), "kind": kind.__name__}).encode())
+        error_type = next((candidate for candidate in (FileNotFoundError, TruncatedError) if isinstance(error, candidate)), OSError)
+        _send(connection, json.dumps({"error": str(error), "kind": error_type.__name__}).encode())
         return
     if isinstance(result, bytes):
         _send(connection, json.dumps({"bytes": len(result)}).encode())
@@ -102,167 +107,169 @@ def _answer(storage: LocalStorage, connection: socket.socket, message: dict[str,
         _send(connection, json.dumps({"result": result}).encode())
 
 
-def _take_file(storage: LocalStorage, connection: socket.socket, name: str) -> None:
-    """Write what comes in pieces up to an empty one; nothing is left of a file that does not come to its end."""
-    storage.child(str(PurePosixPath(name).parent)).make()
+def _receive_file(storage: LocalStorage, connection: socket.socket, name: str) -> None:
+    """Receive the blocks of a file up to an empty block, and write them to the file. An incomplete file is removed."""
+    storage.child(str(PurePosixPath(name).parent)).create_folder()
     with storage.create(name) as file:
-        while piece := _receive(connection):
-            file.write(piece)
+        while block := _receive(connection):
+            file.write(block)
 
 
 class NodeLink:
-    """A link to the server of one node. It connects when it is first used. Several threads may call; one writes a file.
+    """Client for the server of one node. It connects on first use. Several threads may call methods, but only one may write a file.
+
+    All methods raise `NodeUnreachableError` if the node does not respond, and `OSError` if its storage fails.
 
     Args:
         address: host and port.
-        token: of the run.
-
-    Every method raises `NodeLost` where the node does not answer, and `OSError` where its storage fails.
+        token: token of the run.
     """
 
     def __init__(self, address: tuple[str, int], token: str) -> None:
         self.address, self.token = address, token
         self._socket: socket.socket | None = None
-        self._lost: str | None = None
+        self._failure: str | None = None
         self._lock = threading.Lock()
 
-    def call(self, name: str, path: str, data: bytes | None = None, **more: Any) -> Any:
-        """Call a method of the node's storage for a path; returns its result."""
-        with self._lock, self._talking() as connection:
-            _send(connection, json.dumps({"call": name, "name": path, **more}).encode())
+    def call(self, name: str, path: str, data: bytes | None = None, **arguments: Any) -> Any:
+        """Call a method of the other node's storage for a path, and return the result."""
+        with self._lock, self._connected() as connection:
+            _send(connection, json.dumps({"call": name, "name": path, **arguments}).encode())
             if data is not None:
                 _send(connection, data)
-            return _result(connection)
+            return _receive_result(connection)
 
-    def begin_file(self, path: str) -> None:
-        """Begin a file there. Nothing but its pieces and its end may follow."""
-        with self._talking() as connection:
+    def start_file(self, path: str) -> None:
+        """Start writing a file on the other node. Until the file is finished or aborted, only its blocks may be sent over this
+        link."""
+        with self._connected() as connection:
             _send(connection, json.dumps({"call": "create", "name": path}).encode())
 
-    def send_piece(self, data: memoryview) -> None:
-        """Send the next bytes of the file."""
-        with self._talking() as connection:
+    def send_block(self, data: memoryview) -> None:
+        """Send the next bytes of the file that is being written."""
+        with self._connected() as connection:
             _send(connection, data)
 
-    def end_file(self) -> None:
-        """Send the end of the file; it is written when this returns."""
-        with self._talking() as connection:
+    def finish_file(self) -> None:
+        """Send the end of the file, and wait until the node has written the complete file."""
+        with self._connected() as connection:
             _send(connection, b"")
-            _result(connection)
+            _receive_result(connection)
 
-    def abandon_file(self) -> None:
-        """Break off a file in its middle, and wait until the node has removed what it got of it."""
+    def abort_file(self) -> None:
+        """Cancel the write of a file, and wait until the node has removed the incomplete file."""
         if self._socket is not None:
             with contextlib.suppress(OSError):
-                self._socket.settimeout(_CONNECT_S)
+                self._socket.settimeout(_CONNECT_TIMEOUT_S)
                 self._socket.shutdown(socket.SHUT_WR)
-                self._socket.recv(1)  # the node ends the connection after it has removed the file
+                self._socket.recv(1)  # the node closes the connection after it has removed the file
         self.close()
 
     def close(self) -> None:
-        """End the connection, in the middle of what is going on."""
+        """Close the connection, even if another thread is still in a call of this client."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
     @contextmanager
-    def _talking(self) -> Iterator[socket.socket]:
-        if self._lost is not None:  # waiting for it again would cost as much again
-            raise NodeLost(self._lost)
-        whole = False
+    def _connected(self) -> Iterator[socket.socket]:
+        if self._failure is not None:  # do not wait for the timeout again
+            raise NodeUnreachableError(self._failure)
+        is_complete = False
         try:
             if self._socket is None:
-                self._socket = socket.create_connection(self.address, timeout=_CONNECT_S)
-                self._socket.settimeout(_ANSWER_S)
+                self._socket = socket.create_connection(self.address, timeout=_CONNECT_TIMEOUT_S)
+                self._socket.settimeout(_REPLY_TIMEOUT_S)
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                _send(self._socket, _proof(self.token, _receive(self._socket)))
+                _send(self._socket, _authenticate(self.token, _receive(self._socket)))
                 _receive(self._socket)
             yield self._socket
-            whole = True
-        except _Refused as error:
-            whole = True
-            raise error.meaning from None
+            is_complete = True
+        except _RemoteError as error:
+            is_complete = True
+            raise error.error from None
         except (OSError, ValueError) as error:
             host, port = self.address
-            self._lost = f"the node at {host}:{port} does not answer ({error})"
-            raise NodeLost(self._lost) from error
+            self._failure = f"the node at {host}:{port} does not answer ({error})"
+            raise NodeUnreachableError(self._failure) from error
         finally:
-            if not whole:
+            if not is_complete:
                 self.close()
 
 
-class RemoteFile(Reading):
-    """A `Reading` of a file on another node."""
+class RemoteFileReader(FileReader):
+    """`FileReader` of a file on another node, which reads over a `NodeLink`."""
 
     def __init__(self, link: NodeLink, path: str, size: int) -> None:
         self._link, self._path, self.size = link, path, size
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        for at in range(0, len(buffer), CHUNK_BYTES):
-            length = min(CHUNK_BYTES, len(buffer) - at)
-            buffer[at : at + length] = self._link.call("range", self._path, start=start + at, length=length)
+        for offset in range(0, len(buffer), CHUNK_BYTES):
+            length = min(CHUNK_BYTES, len(buffer) - offset)
+            buffer[offset : offset + length] = self._link.call("range", self._path, start=start + offset, length=length)
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._link.close()
 
 
-class CopiedWriting(Writing):
-    """A `Writing` to a local file and to the same file on other nodes. A node that is lost meanwhile gets no copy.
+class ReplicatedFileWriter(FileWriter):
+    """`FileWriter` of a local file and of its copies on other nodes. If a node becomes unreachable, the writer continues without
+    the copy on that node.
 
     Args:
-        mine: the local file.
-        others: links to the nodes that get copies.
-        path: the file there.
+        local_writer: writer of the local file.
+        links: links to the nodes that receive copies.
+        path: path of the copies on these nodes.
     """
 
-    def __init__(self, mine: Writing, others: Sequence[NodeLink], path: str) -> None:
-        self._mine, self._others = mine, [*others]
-        self._each(lambda link: link.begin_file(path))
+    def __init__(self, local_writer: FileWriter, links: Sequence[NodeLink], path: str) -> None:
+        self._local_writer, self._links = local_writer, [*links]
+        self._for_each_link(lambda link: link.start_file(path))
 
-    def write_some(self, data: memoryview) -> int:
-        written = self._mine.write_some(data[:CHUNK_BYTES])
-        self._mine.num_bytes += written
-        self._each(lambda link: link.send_piece(data[:written]))
-        return written
+    def write_partial(self, data: memoryview) -> int:
+        num_written = self._local_writer.write_partial(data[:CHUNK_BYTES])
+        self._local_writer.num_bytes += num_written
+        self._for_each_link(lambda link: link.send_block(data[:num_written]))
+        return num_written
 
     def sync(self) -> None:
-        self._mine.sync()
+        self._local_writer.sync()
 
-    def end(self) -> None:
-        """The file is complete."""
-        self._each(NodeLink.end_file)
+    def finish(self) -> None:
+        """Complete the copies on the other nodes."""
+        self._for_each_link(NodeLink.finish_file)
 
-    def abandon(self) -> None:
-        """The file does not come to its end; nothing of it stays."""
-        self._each(NodeLink.abandon_file)
+    def abort(self) -> None:
+        """Cancel writing the copies, and remove the incomplete copies."""
+        self._for_each_link(NodeLink.abort_file)
 
-    def _each(self, action: Callable[[NodeLink], None]) -> None:
-        for link in [*self._others]:
+    def _for_each_link(self, action: Callable[[NodeLink], None]) -> None:
+        for link in [*self._links]:
             try:
                 action(link)
             except OSError as error:
-                self._others.remove(link)
+                self._links.remove(link)
                 _log.warning("a copy of the state is missing: %s", error)
 
 
-class _Refused(Exception):
-    """The node answered with an error."""
+class _RemoteError(Exception):
+    """Error raised by the storage of the other node, in contrast to an error of the connection."""
 
-    def __init__(self, meaning: OSError) -> None:
-        super().__init__(str(meaning))
-        self.meaning = meaning
-
-
-def _result(connection: socket.socket) -> Any:
-    answer = json.loads(_receive(connection))
-    if "error" in answer:
-        kind = {"FileNotFoundError": FileNotFoundError, "TruncatedError": TruncatedError}.get(answer["kind"], OSError)
-        raise _Refused(kind(answer["error"]))
-    return _receive(connection) if "bytes" in answer else answer["result"]
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
-def _proof(token: str, challenge: bytes) -> bytes:
+def _receive_result(connection: socket.socket) -> Any:
+    reply = json.loads(_receive(connection))
+    if "error" in reply:
+        error_type = {"FileNotFoundError": FileNotFoundError, "TruncatedError": TruncatedError}.get(reply["kind"], OSError)
+        raise _RemoteError(error_type(reply["error"]))
+    return _receive(connection) if "bytes" in reply else reply["result"]
+
+
+def _authenticate(token: str, challenge: bytes) -> bytes:
     return hmac.digest(token.encode(), challenge, "sha256")
 
 
@@ -271,18 +278,18 @@ def _send(connection: socket.socket, data: bytes | memoryview) -> None:
     connection.sendall(data)
 
 
-def _receive(connection: socket.socket, most: int = _MOST_BYTES) -> bytes:
-    length = _LENGTH.unpack(_exactly(connection, _LENGTH.size))[0]
-    if length > most:
-        raise ValueError(f"a message of {length:,} bytes")
-    return _exactly(connection, length)
+def _receive(connection: socket.socket, max_bytes: int = _MAX_MESSAGE_BYTES) -> bytes:
+    length = _LENGTH.unpack(_receive_exactly(connection, _LENGTH.size))[0]
+    if length > max_bytes:
+        raise ValueError(f"a message has {length:,} bytes, but at most {max_bytes:,} are allowed")
+    return _receive_exactly(connection, length)
 
 
-def _exactly(connection: socket.socket, length: int) -> bytes:
-    data, done = bytearray(length), 0
-    while done < length:
-        got = connection.recv_into(memoryview(data)[done:])
-        if not got:
-            raise ConnectionResetError("the connection has ended")
-        done += got
+def _receive_exactly(connection: socket.socket, length: int) -> bytes:
+    data, total = bytearray(length), 0
+    while total < length:
+        num_received = connection.recv_into(memoryview(data)[total:])
+        if not num_received:
+            raise ConnectionResetError("the other node closed the connection")
+        total += num_received
     return bytes(data)
