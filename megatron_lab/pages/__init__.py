@@ -1,1 +1,1 @@
-"""Pages of HTML: the report of a run, and a plan."""
+"""HTML pages (the report of a run, and a plan), and the texts of --help and --explain."""

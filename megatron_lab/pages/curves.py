@@ -1,4 +1,4 @@
-"""Curves that can be zoomed: figures of a page, drawn in the browser by `curves.js`, which the page carries with it."""
+"""Charts of curves that the reader can zoom. `curves.js`, which is part of the page, draws them in the browser."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_lab.pages.html import legend
+from megatron_lab.pages.html import build_legend
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-MOST_POINTS = 4000
-"""Of a curve. Of a longer one each point stands for the mean of as many neighbours."""
+MAX_POINTS = 4000
+"""Maximum number of points of a curve. In a longer curve each point is the mean of equally many neighbours."""
 
 STYLE = """<style>
 figure.chart .area { touch-action: pan-y; cursor: crosshair; user-select: none; }
@@ -27,55 +27,58 @@ figure.chart .said { min-height: 1.5em; font-variant-numeric: tabular-nums; }
 </style>"""
 
 
-def smoothed(values: NDArray[Any], half: int) -> NDArray[Any]:
-    """The mean over `half` values on both sides. At the beginning, where a loss falls fast, over fewer, but as many on both sides;
-    at the end over those that there are. What is not a number does not count."""
+def smooth(values: NDArray[Any], half_width: int) -> NDArray[Any]:
+    """Return the moving mean of values, over a window of `half_width` values on both sides.
+
+    Near the start, where a loss falls fast, the window is smaller but still symmetric. Near the end the window contains only the
+    values that exist. Values that are not finite are ignored.
+    """
     import numpy as np
 
-    counts, places = np.isfinite(values), np.arange(len(values))
-    sums = np.concatenate([[0.0], np.where(counts, values, 0.0).cumsum()])
-    numbers = np.concatenate([[0], counts.cumsum()])
-    low, high = np.maximum(places - half, 0), np.minimum(np.minimum(places + half, 2 * places), len(values) - 1) + 1
+    is_finite, indices = np.isfinite(values), np.arange(len(values))
+    prefix_sums = np.concatenate([[0.0], np.where(is_finite, values, 0.0).cumsum()])
+    prefix_counts = np.concatenate([[0], is_finite.cumsum()])
+    start, end = np.maximum(indices - half_width, 0), np.minimum(np.minimum(indices + half_width, 2 * indices), len(values) - 1) + 1
     with np.errstate(invalid="ignore", divide="ignore"):
-        found: NDArray[Any] = (sums[high] - sums[low]) / (numbers[high] - numbers[low])
-    return found
+        means: NDArray[Any] = (prefix_sums[end] - prefix_sums[start]) / (prefix_counts[end] - prefix_counts[start])
+    return means
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A line of a chart. None is a gap."""
+    """Line of a chart with its points and style. A point whose value is None is a gap in the line."""
 
     name: str
     colour: str
-    iteration: Sequence[float]
+    iterations: Sequence[float]
     tokens: Sequence[float]
-    y: Sequence[float | None]
-    faint: bool = False
-    dashed: bool = False
-    dots: bool = False
+    values: Sequence[float | None]
+    is_faint: bool = False
+    is_dashed: bool = False
+    has_dots: bool = False
 
 
-def chart(title: str, curves: Sequence[Curve], *, strip: bool = False, from_zero: bool = False) -> str:
-    """HTML of a figure; empty where no curve has a point.
+def build_chart(title: str, curves: Sequence[Curve], *, is_strip: bool = False, includes_zero: bool = False) -> str:
+    """Return the HTML of a chart, or an empty string if no curve has a point.
 
     Args:
-        strip: lower than the others.
-        from_zero: show zero as well.
+        is_strip: make the chart lower than usual.
+        includes_zero: extend the vertical axis to zero.
     """
-    curves = [one for one in curves if any(value is not None for value in one.y)]
+    curves = [curve for curve in curves if any(value is not None for value in curve.values)]
     if not curves:
         return ""
-    data = {"title": title, "strip": strip, "from_zero": from_zero, "curves": [_thinned(one) for one in curves]}
-    text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")  # a name may hold the end of a script
-    marks = legend([(one.colour, one.name) for one in curves if not one.faint]) if len(curves) > 1 else ""
+    data = {"title": title, "strip": is_strip, "from_zero": includes_zero, "curves": [_downsample(curve) for curve in curves]}
+    data_json = json.dumps(data, allow_nan=False).replace("<", "\\u003c")  # a curve's name may contain </script>
+    legend = build_legend([(curve.colour, curve.name) for curve in curves if not curve.is_faint]) if len(curves) > 1 else ""
     return (
-        f'<figure class="chart"><figcaption>{escape(title)}</figcaption>{marks}<div class="area"></div>'
-        f'<div class="said faint"></div><script type="application/json">{text}</script></figure>'
+        f'<figure class="chart"><figcaption>{escape(title)}</figcaption>{legend}<div class="area"></div>'
+        f'<div class="said faint"></div><script type="application/json">{data_json}</script></figure>'
     )
 
 
-def choice() -> str:
-    """Buttons that choose the axis of all charts of the page."""
+def build_axis_buttons() -> str:
+    """Return the HTML of the buttons that select the horizontal axis of all charts of the page: iterations or tokens."""
     return (
         f'{STYLE}<p class="choose"><button data-axis="iteration" aria-pressed="true">iterations</button>'
         '<button data-axis="tokens" aria-pressed="false">tokens</button><button data-all>show all</button></p>'
@@ -84,25 +87,26 @@ def choice() -> str:
     )
 
 
-def script() -> str:
-    """What draws the charts; to stand behind them."""
+def build_script() -> str:
+    """Return the script element that draws the charts. In the page it must come after all charts."""
     return f"<script>\n{Path(__file__).with_name('curves.js').read_text(encoding='utf-8')}</script>"
 
 
-def _thinned(curve: Curve) -> dict[str, object]:
-    group = -(-len(curve.y) // MOST_POINTS) or 1
-    places = range(0, len(curve.y), group)
-    flags = {"faint": curve.faint, "dashed": curve.dashed, "dots": curve.dots}
+def _downsample(curve: Curve) -> dict[str, object]:
+    """Return the data of a curve for `curves.js`, with at most `MAX_POINTS` points. A point is the mean of neighbouring values."""
+    group_size = -(-len(curve.values) // MAX_POINTS) or 1
+    starts = range(0, len(curve.values), group_size)
+    attributes = {"faint": curve.is_faint, "dashed": curve.is_dashed, "dots": curve.has_dots}
     return {
         "name": curve.name,
         "colour": curve.colour,
-        "iteration": [curve.iteration[min(at + group, len(curve.y)) - 1] for at in places],
-        "tokens": [curve.tokens[min(at + group, len(curve.y)) - 1] for at in places],
-        "y": [_mean(curve.y[at : at + group]) for at in places],
-        **{name: True for name, given in flags.items() if given},
+        "iteration": [curve.iterations[min(start + group_size, len(curve.values)) - 1] for start in starts],
+        "tokens": [curve.tokens[min(start + group_size, len(curve.values)) - 1] for start in starts],
+        "y": [_compute_mean(curve.values[start : start + group_size]) for start in starts],
+        **{name: True for name, is_set in attributes.items() if is_set},
     }
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    numbers = [value for value in values if value is not None and math.isfinite(value)]
-    return float(f"{math.fsum(numbers) / len(numbers):.7g}") if numbers else None
+def _compute_mean(values: Sequence[float | None]) -> float | None:
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    return float(f"{math.fsum(finite) / len(finite):.7g}") if finite else None

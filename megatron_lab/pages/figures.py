@@ -1,4 +1,7 @@
-"""Bars as SVG. Lengths are shares of the width, so a figure fits a telephone and a wide screen, and its text keeps its size."""
+"""Bar charts as SVG.
+
+Lengths are percentages of the width and texts have a fixed size, so that a figure fits both phones and wide screens.
+"""
 
 from __future__ import annotations
 
@@ -6,56 +9,66 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from megatron_lab.pages.html import COLOURS, legend
+from megatron_lab.pages.html import COLOURS, build_legend
 
-_ROW, _BAR = 44, 18  # pixels: of a bar with the text above it, and of the bar
-_SHOWN = 0.002
-"""A part below this share of the whole width is not drawn; the table beside the figure has it."""
+_ROW_HEIGHT, _BAR_HEIGHT = 44, 18  # pixels: of a bar with the text above it, and of the bar
+_MIN_DRAWN_SHARE = 0.002
+"""Segments below this fraction of the full width are not drawn. The table next to the figure lists them."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar, made up of parts."""
+    """One bar of a bar chart. It consists of stacked segments."""
 
     label: str
-    parts: Mapping[str, float]
-    told: str | None = None
-    """Behind the label, in place of the sum of the parts."""
+    segments: Mapping[str, float]
+    """Length of each segment by its name."""
+    value_text: str | None = None
+    """Text after the bar's label; None for the formatted sum of the segments."""
 
 
-def stacked_bars(
-    bars: Sequence[Bar], text: Callable[[float], str], *, limit: float | None = None, limit_text: str = "", note: str = ""
+def build_stacked_bars(
+    bars: Sequence[Bar],
+    format_value: Callable[[float], str],
+    *,
+    limit: float | None = None,
+    limit_text: str = "",
+    caption_text: str = "",
 ) -> str:
-    """Bars of parts, one below the other on one scale; a line where the limit lies. HTML with one SVG and its legend.
+    """Return the HTML of a figure with stacked bars on a common scale, below each other, with a legend.
 
     Args:
-        bars: with the same names of parts in all, or some of them left out.
-        text: a number as text.
-        limit: what a bar should not exceed.
-        note: below the figure, as text.
+        bars: segments with equal names have equal colours in all bars. A bar may lack some names.
+        format_value: function that formats a length.
+        limit: value that a bar should not exceed. A dashed line marks it.
+        limit_text: text of the limit in the legend; by default its formatted value.
+        caption_text: text below the figure.
     """
-    names = [*dict.fromkeys(name for bar in bars for name, value in bar.parts.items() if value > 0)]
-    colours = {name: COLOURS[at % len(COLOURS)] for at, name in enumerate(names)}
-    longest = max([*(sum(bar.parts.values()) for bar in bars), limit or 0.0, 1e-30]) * 1.02
-    height = _ROW * len(bars)
-    drawn = [f'<svg width="100%" height="{height}" role="img" aria-label="{escape(note or "bars", quote=True)}">']
+    names = [*dict.fromkeys(name for bar in bars for name, value in bar.segments.items() if value > 0)]
+    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
+    axis_max = max([*(sum(bar.segments.values()) for bar in bars), limit or 0.0, 1e-30]) * 1.02
+    height = _ROW_HEIGHT * len(bars)
+    svg = [f'<svg width="100%" height="{height}" role="img" aria-label="{escape(caption_text or "bars", quote=True)}">']
     for row, bar in enumerate(bars):
-        top, left, total = _ROW * row, 0.0, sum(bar.parts.values())
-        told = f"{bar.label}: {text(total) if bar.told is None else bar.told}"
-        drawn.append(f'<text x="0" y="{top + 15}">{escape(told)}</text>')
-        for name, value in bar.parts.items():
-            if value / longest >= _SHOWN:
-                drawn.append(
-                    f'<rect x="{100 * left / longest:.3f}%" y="{top + 20}" width="{100 * value / longest:.3f}%" height="{_BAR}" '
-                    f'fill="{colours[name]}"><title>{escape(f"{bar.label}, {name}: {text(value)}")}</title></rect>'
+        top, left, total = _ROW_HEIGHT * row, 0.0, sum(bar.segments.values())
+        label_text = f"{bar.label}: {format_value(total) if bar.value_text is None else bar.value_text}"
+        svg.append(f'<text x="0" y="{top + 15}">{escape(label_text)}</text>')
+        for name, value in bar.segments.items():
+            if value / axis_max >= _MIN_DRAWN_SHARE:
+                svg.append(
+                    f'<rect x="{100 * left / axis_max:.3f}%" y="{top + 20}" width="{100 * value / axis_max:.3f}%" '
+                    f'height="{_BAR_HEIGHT}" fill="{colours[name]}">'
+                    f"<title>{escape(f'{bar.label}, {name}: {format_value(value)}')}</title></rect>"
                 )
             left += value
     if limit is not None:
-        at = 100 * limit / longest
-        drawn.append(
-            f'<line x1="{at:.3f}%" x2="{at:.3f}%" y1="0" y2="{height}" stroke="#c00000" stroke-width="1.5" stroke-dasharray="5 3"/>'
+        i = 100 * limit / axis_max
+        svg.append(
+            f'<line x1="{i:.3f}%" x2="{i:.3f}%" y1="0" y2="{height}" stroke="#c00000" stroke-width="1.5" stroke-dasharray="5 3"/>'
         )
-    drawn.append("</svg>")
-    entries = [(colours[name], name) for name in names] + ([] if limit is None else [("#c00000", limit_text or text(limit))])
-    caption = f"<figcaption>{escape(note)}</figcaption>" if note else ""
-    return f"<figure>{legend(entries)}{''.join(drawn)}{caption}</figure>"
+    svg.append("</svg>")
+    entries = [(colours[name], name) for name in names] + (
+        [] if limit is None else [("#c00000", limit_text or format_value(limit))]
+    )
+    caption = f"<figcaption>{escape(caption_text)}</figcaption>" if caption_text else ""
+    return f"<figure>{build_legend(entries)}{''.join(svg)}{caption}</figure>"

@@ -1,4 +1,4 @@
-"""The pages of ``--help`` and ``--explain FLAG``, made from the facts and texts of the fields and rules."""
+"""Texts of ``--help`` and ``--explain FLAG``, generated from the settings' fields, their docstrings and the rules."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Annotated, Any
 
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
-from megatron.config.extras import is_missing, missing_note
-from megatron.config.flags import Flag, flag_of, flags, nearest_names, topics
+from megatron.config.extras import is_missing, note_missing_packages
+from megatron.config.flags import Flag, find_flag, flags, suggest_names, topics
 from megatron.config.given import COUNT, GPUS_PER_NODE, NO_VALUE, REQUESTS
 from megatron.config.rules import RULES
-from megatron.config.setting import typed
-from megatron_lab.migration.compat import KNOWN, TAKEN, NoEffect, find_family
+from megatron.config.setting import flag_name
+from megatron_lab.migration.compat import COMPAT_FLAGS, TRANSLATIONS, NoEffectFlag, match_flag_pattern
 
-_WIDTH = 110  # of a page of --explain
+_WIDTH = 110  # columns of a page of --explain
 _DESCRIPTION = (
     "Pretrain a GPT- or Llama-style model with tensor, pipeline and data parallelism, by the same command on one CPU and on "
     "many GPUs. Flags have the names and defaults of Megatron-LM; those that cannot be had are refused with what to use instead."
@@ -29,166 +29,205 @@ _DESCRIPTION = (
 
 
 def help_text(program: str) -> str:
-    """The text of ``--help``, as wide as the terminal: grouped by topic, each flag with its docstring and default."""
+    """Return the text of ``--help`` at the width of the terminal: flags grouped by topic, each with its docstring and default.
+
+    If the package tyro is missing, the text has the same content in a simpler layout.
+    """
     if is_missing("tyro"):
-        return "\n".join(_plain_help(program)) + "\n"
-    import tyro  # this import takes 0.1 s, which only this page has time for
+        return "\n".join(_iter_plain_help(program)) + "\n"
+    import tyro  # the import takes 0.1 s, so only --help makes it
 
-    def request(name: str) -> tuple[str, Any, Any]:
-        takes, text = REQUESTS[name]
+    def build_request_field(name: str) -> tuple[str, Any, Any]:
+        value_format, description = REQUESTS[name]
         if name == "gpus-per-node":
-            return "gpus_per_node", Annotated[int, tyro.conf.arg(help=text)], GPUS_PER_NODE
-        kind: Any = {NO_VALUE: Annotated[bool, tyro.conf.FlagCreatePairsOff], COUNT: int | None}.get(takes, str | None)
-        field = f"asked_{name}".replace("-", "_")  # a topic may have the same name
-        return field, Annotated[kind, tyro.conf.arg(name=name, help=text)], False if takes == NO_VALUE else None
+            return "gpus_per_node", Annotated[int, tyro.conf.arg(help=description)], GPUS_PER_NODE
+        field_type: Any = {NO_VALUE: Annotated[bool, tyro.conf.FlagCreatePairsOff], COUNT: int | None}.get(value_format, str | None)
+        field_name = f"asked_{name}".replace("-", "_")  # a topic may have the name without the prefix
+        return (
+            field_name,
+            Annotated[field_type, tyro.conf.arg(name=name, help=description)],
+            False if value_format == NO_VALUE else None,
+        )
 
-    command_line = dataclasses.make_dataclass("CommandLine", map(request, REQUESTS), bases=(Config,), frozen=True)
+    command_line_class = dataclasses.make_dataclass("CommandLine", map(build_request_field, REQUESTS), bases=(Config,), frozen=True)
     with io.StringIO() as page:
         with contextlib.redirect_stdout(page), contextlib.suppress(SystemExit):
-            tyro.cli(command_line, args=["--help"], prog=program, description=_DESCRIPTION, config=(tyro.conf.OmitArgPrefixes,))
+            tyro.cli(
+                command_line_class, args=["--help"], prog=program, description=_DESCRIPTION, config=(tyro.conf.OmitArgPrefixes,)
+            )
         return page.getvalue()
 
 
-def _plain_help(program: str) -> Iterator[str]:
-    """Yield the lines of a page with the same facts, for a checkout without tyro."""
-    yield from _wrapped(f"usage: {program} [flags]", "  ", "")
-    yield from ("", *_wrapped(_DESCRIPTION, ""), "", *_wrapped(f"{missing_note()[0]}", "  ", ""))
-    for name, (takes, text) in REQUESTS.items():
-        yield from ("", f"--{name}" + ("" if takes == NO_VALUE else f" {takes}"), *_wrapped(text, "    "))
+def _iter_plain_help(program: str) -> Iterator[str]:
+    """Yield the lines of ``--help`` without tyro."""
+    yield from _wrap(f"usage: {program} [flags]", "  ", "")
+    yield from ("", *_wrap(_DESCRIPTION, ""), "", *_wrap(f"{note_missing_packages()[0]}", "  ", ""))
+    for name, (value_format, description) in REQUESTS.items():
+        yield from ("", f"--{name}" + ("" if value_format == NO_VALUE else f" {value_format}"), *_wrap(description, "    "))
     for topic in topics():
         yield f"\n{topic}:"
         for flag in flags().values():
             if flag.topic == topic:
-                yield f"\n--{flag.name}" if flag.kind is not bool else f"\n--{flag.name}, --no-{flag.name}"
-                yield from _wrapped(f"{_text(flag)} (default: {_default(flag)})", "    ")
+                yield f"\n--{flag.name}" if flag.value_type is not bool else f"\n--{flag.name}, --no-{flag.name}"
+                yield from _wrap(f"{_get_docs(flag)} (default: {_format_default(flag)})", "    ")
 
 
 def explain(name: str) -> str:
-    """The answer to ``--explain``: a page on one flag, given with or without its dashes.
+    """Return the text that ``--explain`` prints about one flag.
+
+    Args:
+        name: the flag, with or without its leading dashes.
 
     Raises:
-        ConfigError: the flag is unknown; the message names those that may have been meant.
+        ConfigError: the flag is unknown. The message suggests flags with similar names.
     """
     name = name.lstrip("-").replace("_", "-")
-    flag = flag_of(name)
+    flag = find_flag(name)
     if flag is not None:
-        return "\n".join(_page(flag)) + "\n"
+        return "\n".join(_iter_page(flag)) + "\n"
     if name in REQUESTS:
-        return "\n".join([f"--{name}", *_wrapped(REQUESTS[name][1], "  ")]) + "\n"
-    if (other := TAKEN.get(name)) is not None:
-        return "\n".join(_wrapped(f"--{name} is taken as {other.words.format('VALUE')}.", "  ", "")) + "\n"
-    known = KNOWN.get(name) or find_family(name)
-    if known is not None:
-        fate = f"is accepted and has no effect: {known.reason}." if isinstance(known, NoEffect) else f"is refused. {known.reason}"
-        return "\n".join(_wrapped(f"--{name} {fate}", "  ", "")) + "\n"
-    nearest = tuple(f"--explain {near}" for near in nearest_names(name, [*flags(), *REQUESTS]))
+        return "\n".join([f"--{name}", *_wrap(REQUESTS[name][1], "  ")]) + "\n"
+    if (accepted := TRANSLATIONS.get(name)) is not None:
+        return "\n".join(_wrap(f"--{name} is taken as {accepted.template.format('VALUE')}.", "  ", "")) + "\n"
+    foreign = COMPAT_FLAGS.get(name) or match_flag_pattern(name)
+    if foreign is not None:
+        outcome = (
+            f"is accepted and has no effect: {foreign.reason}."
+            if isinstance(foreign, NoEffectFlag)
+            else f"is refused. {foreign.reason}"
+        )
+        return "\n".join(_wrap(f"--{name} {outcome}", "  ", "")) + "\n"
+    suggestions = tuple(f"--explain {suggestion}" for suggestion in suggest_names(name, [*flags(), *REQUESTS]))
     raise ConfigError(
-        [Violation(("--explain",), f"--{name} is not a flag.", "" if nearest else "See --help for all flags.", nearest)]
+        [Violation(("--explain",), f"--{name} is not a flag.", "" if suggestions else "See --help for all flags.", suggestions)]
     )
 
 
-def _page(flag: Flag) -> Iterator[str]:
-    yield f"--{flag.name}" if flag.kind is not bool else f"--{flag.name}, --no-{flag.name}"
-    yield from _wrapped(_text(flag), "  ")
+def _iter_page(flag: Flag) -> Iterator[str]:
+    yield f"--{flag.name}" if flag.value_type is not bool else f"--{flag.name}, --no-{flag.name}"
+    yield from _wrap(_get_docs(flag), "  ")
     yield ""
-    for label, fact in _facts(flag):
-        yield from _wrapped(f"{label:9} {fact}", "            ", "  ")
-    if rules := rules_about(flag.field):
+    for label, text in _iter_properties(flag):
+        yield from _wrap(f"{label:9} {text}", "            ", "  ")
+    if rules := find_rules(flag.field):
         yield "\n  Rules that it must keep:"
-        for why, others in rules:
-            yield from _wrapped(f"{why} (with {', '.join(map(typed, others))})", "    ", "  - ")
-    if mentions := _mentions(flag):
+        for reason, fields in rules:
+            yield from _wrap(f"{reason} (with {', '.join(map(flag_name, fields))})", "    ", "  - ")
+    if mentions := _find_mentions(flag):
         yield "\n  See also:"
-        for other in mentions:
-            yield from _wrapped(f"--{other.name}: {_text(other)}", "    ", "  - ")
+        for mentioned in mentions:
+            yield from _wrap(f"--{mentioned.name}: {_get_docs(mentioned)}", "    ", "  - ")
 
 
-def _facts(flag: Flag) -> Iterator[tuple[str, str]]:
-    """What it takes, when it acts, and what acts only with it, each with a label."""
-    facts = flag.facts
-    bound = f", {'each ' if flag.is_tuple else ''}{facts.interval}" if facts.interval is not None else ""
-    optional = ", or None" if flag.optional and not facts.required else ""
-    yield "takes", "no value: it is a switch" if flag.kind is bool else f"{flag.expects}{bound}{optional}"
-    if facts.unit is not None:
-        yield "unit", facts.unit
-    yield "default", _default(flag)
+def _iter_properties(flag: Flag) -> Iterator[tuple[str, str]]:
+    """Yield the properties of a flag as pairs of a label and a text.
+
+    The properties include the accepted value, the default, and the conditions under which the flag takes effect. Flags that take
+    effect only with this flag are listed too.
+    """
+    metadata = flag.metadata
+    bound = f", {'each ' if flag.is_tuple else ''}{metadata.interval}" if metadata.interval is not None else ""
+    optional = ", or None" if flag.is_optional and not metadata.required else ""
+    yield "takes", "no value: it is a switch" if flag.value_type is bool else f"{flag.expected}{bound}{optional}"
+    if metadata.unit is not None:
+        yield "unit", metadata.unit
+    yield "default", _format_default(flag)
     yield "in files", f"under {flag.topic}: {flag.field}"
-    if facts.acts is not None:
-        yield "acts", f"only {facts.acts.words}"
-    for idle in facts.idle:
-        yield "idle", f"{'' if idle.effect == 'has no effect' else f'({idle.effect}) '}where {idle.words}"
-    needed: list[str] = []
-    stopped: list[str] = []
-    for other in flags().values():
-        if other.facts.acts is not None and flag.field in other.facts.acts.others:
-            (stopped if other.facts.acts.others[flag.field] in (None, False) else needed).append(f"--{other.name}")
-    if needed:
-        yield "needed by", ", ".join(needed)
-    if stopped:
-        yield "stops", ", ".join(stopped)
+    if metadata.active_if is not None:
+        yield "acts", f"only {metadata.active_if.description}"
+    for condition in metadata.idle_if:
+        yield "idle", f"{'' if condition.effect == 'has no effect' else f'({condition.effect}) '}where {condition.description}"
+    enabled_names: list[str] = []
+    disabled_names: list[str] = []
+    for dependent in flags().values():
+        if dependent.metadata.active_if is not None and flag.field in dependent.metadata.active_if.values:
+            (disabled_names if dependent.metadata.active_if.values[flag.field] in (None, False) else enabled_names).append(
+                f"--{dependent.name}"
+            )
+    if enabled_names:
+        yield "needed by", ", ".join(enabled_names)
+    if disabled_names:
+        yield "stops", ", ".join(disabled_names)
 
 
-def _default(flag: Flag) -> str:
-    if flag.facts.required:
+def _format_default(flag: Flag) -> str:
+    if flag.metadata.required:
         return "none: it must be given"
-    if flag.kind is bool:
+    if flag.value_type is bool:
         return "on" if flag.default else "off"
     if isinstance(flag.default, tuple):
         return " ".join(map(str, flag.default)) or "no value"
     return "not set" if flag.default is None else str(flag.default)
 
 
-def rules_about(field: str) -> list[tuple[str, tuple[str, ...]]]:
-    """Each rule about a setting and others: its reason, and the others' names in the order of the flags."""
-    order = [flag.field for flag in flags().values()]
+def find_rules(field: str) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the rules that relate a setting to other settings: pairs of the rule's reason and the fields of the other settings.
+
+    The fields are in the order of the flags.
+
+    Args:
+        field: field name of the setting.
+    """
+    field_order = [flag.field for flag in flags().values()]
     return [
-        (rule.why, tuple(other for other in order if other in rule.fields and other != field))
+        (rule.reason, tuple(name for name in field_order if name in rule.fields and name != field))
         for rule in RULES
         if field in rule.fields and len(rule.fields) > 1
     ]
 
 
-def _mentions(flag: Flag) -> list[Flag]:
-    """Settings whose texts name this one, or that its own text names, and that share no rule with it."""
-    told = {other for _, others in rules_about(flag.field) for other in others} | {flag.field}
-    own = _text(flag)
-    return [other for other in flags().values() if other.field not in told and (_names(own, other) or _names(_text(other), flag))]
+def _find_mentions(flag: Flag) -> list[Flag]:
+    """Return the flags that the docstring of this flag mentions, and the flags whose docstrings mention this flag.
+
+    Flags that a rule relates to this flag are excluded: the page lists them already.
+    """
+    covered = {field for _, fields in find_rules(flag.field) for field in fields} | {flag.field}
+    text = _get_docs(flag)
+    return [
+        candidate
+        for candidate in flags().values()
+        if candidate.field not in covered and (_mentions_flag(text, candidate) or _mentions_flag(_get_docs(candidate), flag))
+    ]
 
 
-def _names(text: str, flag: Flag) -> bool:
-    return f"--{flag.name}" in _words(text)
+def _mentions_flag(text: str, flag: Flag) -> bool:
+    return f"--{flag.name}" in _tokenize(text)
 
 
 @functools.cache
-def _words(text: str) -> frozenset[str]:
+def _tokenize(text: str) -> frozenset[str]:
     return frozenset(word.strip(".,;:()") for word in text.replace("/", " ").split())
 
 
-def _wrapped(text: str, indent: str, first: str | None = None) -> list[str]:
+def _wrap(text: str, indent: str, first_indent: str | None = None) -> list[str]:
     return textwrap.wrap(
         text,
         _WIDTH,
-        initial_indent=indent if first is None else first,
+        initial_indent=indent if first_indent is None else first_indent,
         subsequent_indent=indent,
         break_on_hyphens=False,
         break_long_words=False,
     )
 
 
-def _text(flag: Flag) -> str:
-    return field_docs(topics()[flag.topic])[flag.field]
+def _get_docs(flag: Flag) -> str:
+    return read_field_docs(topics()[flag.topic])[flag.field]
 
 
 @functools.cache
-def field_docs(topic: type) -> dict[str, str]:
-    """The texts below the fields of a dataclass and of those that it is made of, each as one line, by the fields' names."""
-    found: dict[str, str] = {}
-    for base in topic.__bases__:
-        found |= field_docs(base) if dataclasses.is_dataclass(base) else {}
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(topic))).body
+def read_field_docs(config_class: type) -> dict[str, str]:
+    """Read the docstrings below the fields of a dataclass and its base classes from the source code.
+
+    Returns:
+        The docstrings by field name, each joined to one line.
+    """
+    docs: dict[str, str] = {}
+    for base in config_class.__bases__:
+        docs |= read_field_docs(base) if dataclasses.is_dataclass(base) else {}
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(config_class))).body
     assert isinstance(definition, ast.ClassDef)
-    for field, below in zip(definition.body, definition.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+    for field, docstring in zip(definition.body, definition.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(docstring, ast.Expr) and isinstance(docstring.value, ast.Constant):
             assert isinstance(field.target, ast.Name)
-            found[field.target.id] = " ".join(str(below.value.value).split())
-    return found
+            docs[field.target.id] = " ".join(str(docstring.value.value).split())
+    return docs

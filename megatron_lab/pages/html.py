@@ -1,6 +1,6 @@
-"""A page in one HTML file that opens without a network: style, sections and tables. Its figures are SVG.
+"""Building blocks of a page: one HTML file with style, sections and tables that opens without network access. Its figures are SVG.
 
-Text of users goes through `escape`; what is called `body` or `html` here is HTML already.
+User text is escaped with `html.escape`. Parameters and attributes called `body` or `html` contain HTML already.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ COLOURS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"),
     *("#7f7f7f", "#9a5b8c", "#f6b26b", "#8fce9f", "#b5b04a", "#43536b"),
 )
-"""The first six are those of Okabe and Ito 2008, which colour-blind readers can tell apart."""
+"""Colours of curves and bars. The first six are those of Okabe and Ito 2008, which colour-blind readers can distinguish."""
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2129; --faint: #667085; --ground: #ffffff; --panel: #f5f6f8; --line: #d5d9e0; }
@@ -47,44 +47,48 @@ svg text { fill: var(--ink); font: 12px system-ui, -apple-system, "Segoe UI", "H
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page under its heading."""
+    """Section of an HTML page: a heading and its content."""
 
     heading: str
     body: str
-    """HTML."""
+    """Content as HTML."""
 
 
-def page(title: str, sections: Sequence[Section], lead: str = "") -> str:
-    """The whole file.
+def build_page(title: str, sections: Sequence[Section], lead: str = "") -> str:
+    """Return a complete HTML file.
 
     Args:
-        title: of the window and of the page, as text.
+        title: title of the window and of the page, as text.
         lead: HTML between the title and the first section.
     """
-    parts = [f"<section><h2>{escape(section.heading)}</h2>\n{section.body}</section>" for section in sections]
+    section_html = [f"<section><h2>{escape(section.heading)}</h2>\n{section.body}</section>" for section in sections]
     return (
         '<!doctype html>\n<html lang="en">\n<head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title>\n<style>{STYLE}</style></head>\n"
-        f"<body>\n<h1>{escape(title)}</h1>\n{lead}\n" + "\n".join(parts) + "\n</body>\n</html>\n"
+        f"<body>\n<h1>{escape(title)}</h1>\n{lead}\n" + "\n".join(section_html) + "\n</body>\n</html>\n"
     )
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
-    """A table of texts; the columns in `numbers` are aligned to the right. It scrolls where the window is too narrow."""
+def build_table(header: Sequence[str], rows: Sequence[Sequence[str]], numeric_columns: Sequence[int] = ()) -> str:
+    """Return the HTML of a table of texts. It scrolls horizontally if the window is too narrow.
+
+    Args:
+        numeric_columns: indices of the columns that are aligned to the right.
+    """
 
     def cells(tag: str, row: Sequence[str]) -> str:
         return "".join(
-            f'<{tag} class="number">{escape(cell)}</{tag}>' if at in numbers else f"<{tag}>{escape(cell)}</{tag}>"
-            for at, cell in enumerate(row)
+            f'<{tag} class="number">{escape(cell)}</{tag}>' if column in numeric_columns else f"<{tag}>{escape(cell)}</{tag}>"
+            for column, cell in enumerate(row)
         )
 
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    return f'<div class="wide"><table><thead><tr>{cells("th", head)}</tr></thead><tbody>{body}</tbody></table></div>'
+    return f'<div class="wide"><table><thead><tr>{cells("th", header)}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def legend(entries: Sequence[tuple[str, str]]) -> str:
-    """What colours mean: pairs of a colour and its text."""
+def build_legend(entries: Sequence[tuple[str, str]]) -> str:
+    """Return the HTML of a legend from pairs of a colour and its text."""
     return (
         '<div class="legend">'
         + "".join(f'<span><i style="background:{colour}"></i>{escape(text)}</span>' for colour, text in entries)
@@ -92,17 +96,17 @@ def legend(entries: Sequence[tuple[str, str]]) -> str:
     )
 
 
-def write_page(flag: str, path: str, text: str) -> None:
-    """Write a page. Folders that are missing are made.
+def write_page(flag: str, path: str, html: str) -> None:
+    """Write an HTML page to a file. Missing folders are created.
 
     Args:
-        flag: the flag with which the path was given, for the message.
+        flag: command-line flag that set the path, for the error message.
 
     Raises:
         ValueError: the file cannot be written.
     """
     try:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        Path(path).write_text(text, encoding="utf-8")
+        Path(path).write_text(html, encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{flag} {path} cannot be written: {(error.strerror or str(error)).lower()}.") from error

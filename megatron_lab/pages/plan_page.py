@@ -1,4 +1,4 @@
-"""What a dry run tells, as a page: memory bars, the grid of the ranks, and the whole text of the plan."""
+"""HTML page of a dry run: memory bars, the grid of ranks, and the text of the plan."""
 
 from __future__ import annotations
 
@@ -6,76 +6,86 @@ from collections.abc import Sequence
 from html import escape
 
 from megatron.parallel.topology import Topology
-from megatron_lab.pages.figures import Bar, stacked_bars
-from megatron_lab.pages.html import Section, page
-from megatron_lab.pages.rank_grid import rank_grid
-from megatron_lab.planner.plan import Plan, RankKind
-from megatron_lab.planner.plan_text import duration, format_plan, rows_of
-from megatron_lab.planner.state_report import amount, in_units
+from megatron_lab.pages.figures import Bar, build_stacked_bars
+from megatron_lab.pages.html import Section, build_page
+from megatron_lab.pages.rank_grid import build_rank_grid
+from megatron_lab.planner.plan import Plan, RankProfile
+from megatron_lab.planner.plan_text import build_rows, format_duration, format_plan
+from megatron_lab.planner.state_report import format_bytes, format_with_unit
 from megatron_lab.planner.step_time import StepTime
 
 
-def plan_page(plan: Plan, topology: Topology, time: StepTime | None = None, notes: Sequence[str] = ()) -> str:
-    """One HTML file without links to anything outside of it.
+def build_plan_page(plan: Plan, topology: Topology, step_time: StepTime | None = None, notes: Sequence[str] = ()) -> str:
+    """Return the HTML page of a job's memory plan: one file without links to other files.
 
     Args:
-        topology: of the job, for the order in which its ranks are numbered.
-        time: of a step, where it is predicted.
-        notes: on the settings.
+        topology: rank grid of the job, which determines the order of the ranks.
+        step_time: predicted time of a step; None if the plan has no prediction.
+        notes: notes on the settings, shown below the plan.
     """
-    job, lines = plan.job, format_plan(plan, time)
-    end = lines.index("")
+    job, lines = plan.job, format_plan(plan, step_time)
+    lead_end = lines.index("")
     sections = [
-        Section("Memory of a rank", memory_bars(plan)),
-        Section("Ranks", grid_of(plan, topology)),
-        Section("Step", _step(time)) if time is not None else None,
+        Section("Memory of a rank", build_memory_bars(plan)),
+        Section("Ranks", build_grid(plan, topology)),
+        Section("Step", _build_step_bar(step_time)) if step_time is not None else None,
         Section("All of the plan", f"<pre>{escape(chr(10).join([*lines, *notes]))}</pre>"),
     ]
-    lead = "".join(f"<p>{escape(line.strip())}</p>" for line in lines[:end])
-    size = in_units(plan.parameters, ["", " thousand", " million", " billion", " trillion"])
-    title = f"Plan: {size} parameters on {job.world_size:,} rank{'s' * (job.world_size > 1)}, {topology}"
-    return page(title, [section for section in sections if section is not None], lead)
+    lead = "".join(f"<p>{escape(line.strip())}</p>" for line in lines[:lead_end])
+    num_params = format_with_unit(plan.parameters, ["", " thousand", " million", " billion", " trillion"])
+    title = f"Plan: {num_params} parameters on {job.world_size:,} rank{'s' * (job.world_size > 1)}, {topology}"
+    return build_page(title, [section for section in sections if section is not None], lead)
 
 
-def memory_bars(plan: Plan) -> str:
-    """A bar for the fullest kind of rank in each group of stages that keep alike; the device's memory as a line, if it is known."""
+def build_memory_bars(plan: Plan) -> str:
+    """Return the HTML of bars that show device memory by purpose: one bar for each group of stages with similar memory.
 
-    def device(kind: RankKind) -> int:
-        return kind.memory.total.device
+    A bar shows the fullest rank of the group. If the memory of a device is known, a line marks it.
+    """
 
-    bars = [Bar(row.name, _parts(max(row.kinds, key=device)), row.spread(device, amount)) for row in rows_of(plan)]
-    return stacked_bars(
+    def get_device_bytes(profile: RankProfile) -> int:
+        return profile.memory.total.device
+
+    bars = [
+        Bar(row.name, _split_by_purpose(max(row.profiles, key=get_device_bytes)), row.format_range(get_device_bytes, format_bytes))
+        for row in build_rows(plan)
+    ]
+    return build_stacked_bars(
         bars,
-        amount,
-        limit=plan.limit,
-        limit_text="" if plan.limit is None else f"a device has {amount(plan.limit)}",
-        note="Device memory at the peak of a step; the bar is that of the fullest rank of these stages.",
+        format_bytes,
+        limit=plan.device_memory,
+        limit_text="" if plan.device_memory is None else f"a device has {format_bytes(plan.device_memory)}",
+        caption_text="Device memory at the peak of a step; the bar is that of the fullest rank of these stages.",
     )
 
 
-def grid_of(plan: Plan, topology: Topology) -> str:
-    """The ranks of the job, coloured by the memory that each needs on its device."""
-    kinds: dict[tuple[int, int, int], RankKind] = {}
+def build_grid(plan: Plan, topology: Topology) -> str:
+    """Return the HTML of the rank grid, coloured by the device memory that each rank needs."""
+    profiles: dict[tuple[int, int, int], RankProfile] = {}
 
-    def needed(rank: int) -> float:
-        at = topology.coordinates(rank)
-        place = at["pp"], at["tp"], at["cp"] + topology.cp * at["dp"]  # the plan counts context and data ranks together
-        if place not in kinds:
-            kinds[place] = plan.kind_at(*place)
-        return float(kinds[place].memory.total.device)
+    def get_device_bytes(rank: int) -> float:
+        coordinates = topology.coordinates(rank)
+        key = (
+            coordinates["pp"],
+            coordinates["tp"],
+            coordinates["cp"] + topology.cp * coordinates["dp"],
+        )  # the plan counts context and data ranks together
+        if key not in profiles:
+            profiles[key] = plan.profile_at(*key)
+        return float(profiles[key].memory.total.device)
 
-    return rank_grid(topology, plan.job.gpus_per_node, needed, amount, "device memory")
+    return build_rank_grid(topology, plan.job.gpus_per_node, get_device_bytes, format_bytes, "device memory")
 
 
-def _parts(kind: RankKind) -> dict[str, float]:
-    return {name.replace("_", " "): float(part.device) for name, part in kind.memory.parts.items() if part.device}
+def _split_by_purpose(profile: RankProfile) -> dict[str, float]:
+    return {name.replace("_", " "): float(memory.device) for name, memory in profile.memory.by_purpose.items() if memory.device}
 
 
-def _step(time: StepTime) -> str:
-    """What the time of the busiest rank is spent on."""
-    shares = dict(time.shares())
-    return stacked_bars(
-        [Bar("busiest rank", shares, duration(time.seconds))],
+def _build_step_bar(step_time: StepTime) -> str:
+    """Return the HTML of a bar that divides the step time of the busiest rank by use, such as matrix products or communication."""
+    shares = dict(step_time.largest_shares())
+    return build_stacked_bars(
+        [Bar("busiest rank", shares, format_duration(step_time.seconds))],
         lambda share: f"{share:.1%}",
-        note=f"Share of a step, on {time.cluster}.",
+        caption_text=f"Share of a step, on {step_time.cluster}.",
     )

@@ -1,4 +1,7 @@
-"""The ranks of a job as a grid in SVG: pipeline stages are rows, data, context and tensor ranks columns; lines part the nodes."""
+"""SVG figure of a job's rank grid.
+
+The figure has a row for each pipeline stage, a column for each data, context and tensor rank, and lines between nodes.
+"""
 
 from __future__ import annotations
 
@@ -7,82 +10,94 @@ from html import escape
 
 from megatron.parallel.topology import Topology
 
-_MOST = 64
-"""Rows and columns that are drawn of a larger grid: the first ones and the last."""
-_CELL, _HEAD = 20, 22  # pixels
-_SCALE = ("#e3eef7", "#b5d3e9", "#7fb4d8", "#4a93c4", "#1f73ab", "#08518c")
-"""From little to much; texts on the last three are white."""
-_NUMBERED = 24
-"""Most columns in which the cells have room for their rank."""
+_MAX_CELLS = 64
+"""Maximum number of rows, and of columns for small tensor and context groups. A larger grid shows the first ones and the
+last."""
+_CELL_HEIGHT, _HEADER_HEIGHT = 20, 22  # pixels
+_COLOUR_SCALE = ("#e3eef7", "#b5d3e9", "#7fb4d8", "#4a93c4", "#1f73ab", "#08518c")
+"""Colours from the minimum to the maximum. Texts on the last three are white."""
+_MAX_LABELLED_COLUMNS = 24
+"""Maximum number of columns at which the cells are wide enough for the number of their rank."""
 
 
-def rank_grid(
-    topology: Topology, gpus_per_node: int, value: Callable[[int], float], text: Callable[[float], str], what: str
+def build_rank_grid(
+    topology: Topology, gpus_per_node: int, get_value: Callable[[int], float], format_value: Callable[[float], str], value_name: str
 ) -> str:
-    """HTML with the grid, coloured by a number of each rank, and a legend.
+    """Return the HTML of the rank grid and its legend. The colour of a cell shows a value of its rank.
 
     Args:
-        gpus_per_node: ranks of a node; node k has those from k x gpus_per_node on.
-        value: of a rank, such as the bytes that it needs.
-        text: a value as text.
-        what: the value is, such as "device memory".
+        gpus_per_node: number of ranks on a node. Node k has the ranks from k * gpus_per_node on.
+        get_value: function that returns the value of a rank, such as the bytes that it needs.
+        format_value: function that formats a value.
+        value_name: name of the value, such as "device memory".
     """
-    width = topology.tp * topology.cp
-    stages, shown_data = _shown(topology.pp, _MOST), _shown(topology.dp, max(2, _MOST // width))
-    columns = [(data, context, tensor) for data in shown_data for context in range(topology.cp) for tensor in range(topology.tp)][
-        : 4 * _MOST
-    ]
+    ranks_per_data_rank = topology.tp * topology.cp
+    stages, data_ranks = (
+        _select_indices(topology.pp, _MAX_CELLS),
+        _select_indices(topology.dp, max(2, _MAX_CELLS // ranks_per_data_rank)),
+    )
+    columns = [
+        (data_rank, context_rank, tensor_rank)
+        for data_rank in data_ranks
+        for context_rank in range(topology.cp)
+        for tensor_rank in range(topology.tp)
+    ][: 4 * _MAX_CELLS]
     ranks = {
-        (row, at): topology.rank(tensor, context, data, stage)
+        (row, column): topology.rank(tensor_rank, context_rank, data_rank, stage)
         for row, stage in enumerate(stages)
-        for at, (data, context, tensor) in enumerate(columns)
+        for column, (data_rank, context_rank, tensor_rank) in enumerate(columns)
     }
-    values = {rank: value(rank) for rank in set(ranks.values())}
-    low, high = min(values.values()), max(values.values())
-    height, share = _CELL * len(stages), 100 / len(columns)
-    labels = [f'<svg width="62" height="{_HEAD + height}">']
-    labels += [f'<text x="0" y="{_HEAD + _CELL * row + 14}">stage {stage}</text>' for row, stage in enumerate(stages)]
+    values = {rank: get_value(rank) for rank in set(ranks.values())}
+    min_value, max_value = min(values.values()), max(values.values())
+    height, column_width = _CELL_HEIGHT * len(stages), 100 / len(columns)
+    labels = [f'<svg width="62" height="{_HEADER_HEIGHT + height}">']
+    labels += [
+        f'<text x="0" y="{_HEADER_HEIGHT + _CELL_HEIGHT * row + 14}">stage {stage}</text>' for row, stage in enumerate(stages)
+    ]
     cells = [
-        f'<svg width="100%" height="{_HEAD + height + 1}" role="img" aria-label="ranks of the job, coloured by {escape(what)}">'
+        f'<svg width="100%" height="{_HEADER_HEIGHT + height + 1}" role="img" '
+        f'aria-label="ranks of the job, coloured by {escape(value_name)}">'
     ]
     cells += [
-        f'<text class="roomy" x="{share * at * width:.3f}%" y="15">{_data(data, topology)}</text>'
-        for at, data in enumerate(shown_data)
-        if (at + 1) * width <= len(columns) and (len(shown_data) <= 16 or at % 4 == 0)
+        f'<text class="roomy" x="{column_width * column * ranks_per_data_rank:.3f}%" y="15">'
+        f"{_format_data_rank(data_rank, topology)}</text>"
+        for column, data_rank in enumerate(data_ranks)
+        if (column + 1) * ranks_per_data_rank <= len(columns) and (len(data_ranks) <= 16 or column % 4 == 0)
     ]
-    for (row, at), rank in ranks.items():
-        shade = _shade(values[rank], low, high)
-        place = topology.coordinates(rank)
-        where = ", ".join(f"{name} {place[axis]}" for axis, name in _named(topology))
-        told = f"rank {rank} on node {rank // gpus_per_node}: {where}; {what} {text(values[rank])}"
-        x, y = share * at, _HEAD + _CELL * row
+    for (row, column), rank in ranks.items():
+        shade = _choose_shade(values[rank], min_value, max_value)
+        coordinates = topology.coordinates(rank)
+        position = ", ".join(f"{name} {coordinates[axis]}" for axis, name in _list_axes(topology))
+        tooltip = f"rank {rank} on node {rank // gpus_per_node}: {position}; {value_name} {format_value(values[rank])}"
+        x, y = column_width * column, _HEADER_HEIGHT + _CELL_HEIGHT * row
         cells.append(
-            f'<rect x="{x:.3f}%" y="{y}" width="{share:.3f}%" height="{_CELL}" fill="{_SCALE[shade]}" stroke="#fff" '
-            f'stroke-width="0.5"><title>{escape(told)}</title></rect>'
+            f'<rect x="{x:.3f}%" y="{y}" width="{column_width:.3f}%" height="{_CELL_HEIGHT}" fill="{_COLOUR_SCALE[shade]}" '
+            f'stroke="#fff" stroke-width="0.5"><title>{escape(tooltip)}</title></rect>'
         )
-        if len(columns) <= _NUMBERED:
-            ink = "#fff" if shade >= 3 else "#1d2129"
+        if len(columns) <= _MAX_LABELLED_COLUMNS:
+            text_colour = "#fff" if shade >= 3 else "#1d2129"
             cells.append(
-                f'<text class="roomy" x="{x + share / 2:.3f}%" y="{y + 14}" text-anchor="middle" style="fill:{ink}" '
+                f'<text class="roomy" x="{x + column_width / 2:.3f}%" y="{y + 14}" text-anchor="middle" style="fill:{text_colour}" '
                 f'pointer-events="none">{rank}</text>'
             )
-    cells += _borders(ranks, gpus_per_node, len(stages), len(columns), share)
-    left_out = topology.world_size - len(ranks)
-    more = f" {left_out:,} of {topology.world_size:,} ranks are left out in the middle." if left_out else ""
-    caption = f"Rows are pipeline stages, columns {_columns(topology)}. Lines part nodes of {gpus_per_node}.{more}"
+    cells += _build_borders(ranks, gpus_per_node, len(stages), len(columns), column_width)
+    num_hidden = topology.world_size - len(ranks)
+    hidden_text = f" {num_hidden:,} of {topology.world_size:,} ranks are left out in the middle." if num_hidden else ""
+    caption = f"Rows are pipeline stages, columns {_describe_columns(topology)}. Lines part nodes of {gpus_per_node}.{hidden_text}"
     return (
-        f"<figure>{_legend(low, high, text, what)}"
+        f"<figure>{_build_legend(min_value, max_value, format_value, value_name)}"
         f'<div style="display:flex">{"".join(labels)}</svg><div style="flex:1;min-width:0">{"".join(cells)}</svg></div></div>'
         f"<figcaption>{escape(caption)}</figcaption></figure>"
     )
 
 
-def _shown(size: int, most: int) -> Sequence[int]:
-    return range(size) if size <= most else [*range(most - 1), size - 1]
+def _select_indices(size: int, max_indices: int) -> Sequence[int]:
+    """Return the indices of the rows or columns to show: all below `size`, or for a large size the first ones and the last."""
+    return range(size) if size <= max_indices else [*range(max_indices - 1), size - 1]
 
 
-def _named(topology: Topology) -> list[tuple[str, str]]:
-    """The axes to tell, from outside to inside."""
+def _list_axes(topology: Topology) -> list[tuple[str, str]]:
+    """Return (key, name) of each parallel axis in the tooltip of a cell, from the outermost to the innermost."""
     return [
         ("pp", "pipeline"),
         ("dp", "data"),
@@ -91,38 +106,52 @@ def _named(topology: Topology) -> list[tuple[str, str]]:
     ]
 
 
-def _data(data: int, topology: Topology) -> str:
-    return f"data {data}" if topology.dp <= 16 else str(data)
+def _format_data_rank(data_rank: int, topology: Topology) -> str:
+    return f"data {data_rank}" if topology.dp <= 16 else str(data_rank)
 
 
-def _columns(topology: Topology) -> str:
-    """What lies along a row, in words."""
+def _describe_columns(topology: Topology) -> str:
+    """Return the part of the caption that says which ranks the columns are."""
     inner = [f"{size} {name}" for size, name in ((topology.cp, "context"), (topology.tp, "tensor")) if size > 1]
     return "data ranks" + (f", each of {' x '.join(inner)} ranks" if inner else "")
 
 
-def _shade(value: float, low: float, high: float) -> int:
-    """Which colour a value has; where all are the same, one in the middle."""
-    return 2 if high == low else round((len(_SCALE) - 1) * (value - low) / (high - low))
+def _choose_shade(value: float, min_value: float, max_value: float) -> int:
+    """Return the index of the colour of a value in the colour scale. If all values are equal, it is a colour in the middle."""
+    return 2 if max_value == min_value else round((len(_COLOUR_SCALE) - 1) * (value - min_value) / (max_value - min_value))
 
 
-def _borders(ranks: dict[tuple[int, int], int], per_node: int, rows: int, columns: int, share: float) -> list[str]:
-    """Lines between neighbours of different nodes, and around all."""
-    found = []
+def _build_borders(
+    ranks: dict[tuple[int, int], int], gpus_per_node: int, num_rows: int, num_columns: int, column_width: float
+) -> list[str]:
+    """Return lines between neighbouring cells of different nodes, and a frame around the grid."""
+    borders = []
     style = 'stroke="#1d2129" stroke-width="1.6"'
-    for (row, at), rank in ranks.items():
-        x, y = share * at, _HEAD + _CELL * row
-        beside, below = ranks.get((row, at + 1)), ranks.get((row + 1, at))
-        if beside is not None and beside // per_node != rank // per_node:
-            found.append(f'<line x1="{x + share:.3f}%" x2="{x + share:.3f}%" y1="{y}" y2="{y + _CELL}" {style}/>')
-        if below is not None and below // per_node != rank // per_node:
-            found.append(f'<line x1="{x:.3f}%" x2="{x + share:.3f}%" y1="{y + _CELL}" y2="{y + _CELL}" {style}/>')
-    found.append(f'<rect x="0" y="{_HEAD}" width="100%" height="{_CELL * rows}" fill="none" {style}/>')
-    return found
+    for (row, column), rank in ranks.items():
+        x, y = column_width * column, _HEADER_HEIGHT + _CELL_HEIGHT * row
+        right_rank, lower_rank = ranks.get((row, column + 1)), ranks.get((row + 1, column))
+        if right_rank is not None and right_rank // gpus_per_node != rank // gpus_per_node:
+            borders.append(
+                f'<line x1="{x + column_width:.3f}%" x2="{x + column_width:.3f}%" y1="{y}" y2="{y + _CELL_HEIGHT}" {style}/>'
+            )
+        if lower_rank is not None and lower_rank // gpus_per_node != rank // gpus_per_node:
+            borders.append(
+                f'<line x1="{x:.3f}%" x2="{x + column_width:.3f}%" y1="{y + _CELL_HEIGHT}" y2="{y + _CELL_HEIGHT}" {style}/>'
+            )
+    borders.append(f'<rect x="0" y="{_HEADER_HEIGHT}" width="100%" height="{_CELL_HEIGHT * num_rows}" fill="none" {style}/>')
+    return borders
 
 
-def _legend(low: float, high: float, text: Callable[[float], str], what: str) -> str:
-    boxes = "".join(f'<i style="background:{colour};margin:0"></i>' for colour in _SCALE)
-    told = f"{what}: {text(low)} on all ranks" if text(low) == text(high) else f"{what}: {text(low)}"
-    scale = "" if text(low) == text(high) else f"<span>{boxes}</span><span>{escape(text(high))}</span>"
-    return f'<div class="legend"><span>{escape(told)}</span>{scale}</div>'
+def _build_legend(min_value: float, max_value: float, format_value: Callable[[float], str], value_name: str) -> str:
+    swatches = "".join(f'<i style="background:{colour};margin:0"></i>' for colour in _COLOUR_SCALE)
+    title = (
+        f"{value_name}: {format_value(min_value)} on all ranks"
+        if format_value(min_value) == format_value(max_value)
+        else f"{value_name}: {format_value(min_value)}"
+    )
+    scale = (
+        ""
+        if format_value(min_value) == format_value(max_value)
+        else f"<span>{swatches}</span><span>{escape(format_value(max_value))}</span>"
+    )
+    return f'<div class="legend"><span>{escape(title)}</span>{scale}</div>'

@@ -1,4 +1,4 @@
-"""The report of a run, or of several beside each other, as a page: what its record tells (`megatron/metrics/history.py`)."""
+"""HTML report of a run, or a comparison of several runs, from the metrics that they recorded (`megatron/metrics/history.py`)."""
 
 from __future__ import annotations
 
@@ -14,95 +14,106 @@ from typing import Any
 
 from megatron.config.flags import flags
 from megatron.metrics.history import History
-from megatron.metrics.log_line import duration, in_short
-from megatron_lab.pages.curves import Curve, chart, choice, script, smoothed
-from megatron_lab.pages.figures import Bar, stacked_bars
-from megatron_lab.pages.html import COLOURS, Section, page, table
-from megatron_lab.planner.state_report import amount
+from megatron.metrics.log_line import format_compact, format_duration
+from megatron_lab.pages.curves import Curve, build_axis_buttons, build_chart, build_script, smooth
+from megatron_lab.pages.figures import Bar, build_stacked_bars
+from megatron_lab.pages.html import COLOURS, Section, build_page, build_table
+from megatron_lab.planner.state_report import format_bytes
 
-_SMOOTHED_OVER = 50
-"""The smoothed curve is a mean over this part of the steps."""
-_WARM_UP = 1
-"""Log lines that are left out of the account of a step: the first steps make connections, compile and fill caches."""
-_MOST_EVENTS = 200
+_SMOOTHING_DIVISOR = 50
+"""The smoothed curve is the moving mean over 1/50 of the steps."""
+_WARMUP_LOG_LINES = 1
+"""Log lines that are ignored in the time of a step: the first steps create connections, compile and fill caches."""
+_MAX_EVENTS = 200
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is reported."""
+    """One run in a report, with its name and its recorded history."""
 
     folder: Path
     name: str
-    """The shortest end of its path that tells it from the others."""
+    """Shortest suffix of the run's path that distinguishes the run from the other runs."""
     history: History
 
 
-def runs_of(folders: Sequence[Path], histories: Sequence[History]) -> list[Run]:
-    """Runs with names that differ."""
+def name_runs(folders: Sequence[Path], histories: Sequence[History]) -> list[Run]:
+    """Build the runs of a report. Their names are the shortest suffixes of their paths that differ."""
     paths = [folder.absolute() for folder in folders]
-    parts = next(n for n in range(1, 99) if len({path.parts[-n:] for path in paths}) == len(set(paths)))
-    return [Run(path, "/".join(path.parts[-parts:]), history) for path, history in zip(paths, histories, strict=True)]
+    num_components = next(n for n in range(1, 99) if len({path.parts[-n:] for path in paths}) == len(set(paths)))
+    return [Run(path, "/".join(path.parts[-num_components:]), history) for path, history in zip(paths, histories, strict=True)]
 
 
-def run_page(runs: Sequence[Run], memory: str = "", grid: str = "") -> str:
-    """One HTML file without links to anything outside of it.
+def build_run_page(runs: Sequence[Run], memory: str = "", grid: str = "") -> str:
+    """Return the report as one HTML file without links to other files.
 
     Args:
-        runs: at least one. Of several, their curves, times and settings are compared.
-        memory, grid: HTML of the planned memory and of the ranks of a single run.
+        runs: one run, or several whose curves, times and settings are compared.
+        memory: HTML of the planned memory; only for a single run.
+        grid: HTML of the rank grid; only for a single run.
     """
-    one = runs[0] if len(runs) == 1 else None
+    single_run = runs[0] if len(runs) == 1 else None
     sections = [
-        Section("Run" if one is not None else "Runs", _overview(runs)),
-        Section("Curves", "\n".join([choice(), *_charts(runs), script()])),
-        Section("Where the time went", "\n".join([_use_of_time(runs), _step_ledger(runs)])),
+        Section("Run" if single_run is not None else "Runs", _build_overview(runs)),
+        Section("Curves", "\n".join([build_axis_buttons(), *_build_charts(runs), build_script()])),
+        Section("Where the time went", "\n".join([_build_time_use(runs), _build_step_times(runs)])),
     ]
-    if one is not None:
+    if single_run is not None:
         sections += [
-            Section("Memory", f"{'<h3>Planned</h3>' if memory else ''}{memory}<h3>Measured</h3>{_measured_memory(one.history)}"),
+            Section(
+                "Memory",
+                f"{'<h3>Planned</h3>' if memory else ''}{memory}<h3>Measured</h3>{_build_measured_memory(single_run.history)}",
+            ),
             *([Section("Ranks", grid)] if grid else []),
-            Section("Data", _data(one.history)),
-            Section("Checkpoints", _checkpoints(one)),
-            Section("Events", _events(one.history)),
-            Section("Settings", _settings(one.history)),
+            Section("Data", _build_data(single_run.history)),
+            Section("Checkpoints", _build_checkpoints(single_run)),
+            Section("Events", _build_events(single_run.history)),
+            Section("Settings", _build_settings(single_run.history)),
         ]
     else:
-        sections.append(Section("Settings that differ", _different_settings(runs)))
-    title = f"Run {one.name}" if one is not None else f"{len(runs)} runs"
-    return page(title, sections, f'<p class="faint">Made {_clock(time.time())}.</p>')
+        sections.append(Section("Settings that differ", _build_different_settings(runs)))
+    title = f"Run {single_run.name}" if single_run is not None else f"{len(runs)} runs"
+    return build_page(title, sections, f'<p class="faint">Made {_format_time(time.time())}.</p>')
 
 
-def summary(history: History) -> list[str]:
-    """How the loss went, in one line or two."""
+def summarize(history: History) -> list[str]:
+    """Return one line about the training loss of a run. Add a line about the validation loss, if the run has evaluated it."""
     steps = [step for step in history.steps if step.lm_loss is not None]
     if not steps:
         return ["no step with a loss is in the record"]
-    first, last = steps[0], steps[-1]
-    said = [f"training loss {first.lm_loss:.3f} at iteration {first.iteration}, {last.lm_loss:.3f} at iteration {last.iteration}"]
-    held_out = [f"{loss:.3f} at iteration {at}" for at, loss in _validation(history)]
-    return said + (["validation loss " + ", ".join(held_out)] if held_out else [])
+    first_step, last_step = steps[0], steps[-1]
+    sentences = [
+        f"training loss {first_step.lm_loss:.3f} at iteration {first_step.iteration}, "
+        f"{last_step.lm_loss:.3f} at iteration {last_step.iteration}"
+    ]
+    validation_losses = [f"{loss:.3f} at iteration {iteration}" for iteration, loss in _list_validation_losses(history)]
+    return sentences + (["validation loss " + ", ".join(validation_losses)] if validation_losses else [])
 
 
-def fell(history: History) -> bool:
-    """Whether the training loss is lower at the end of the record than at its beginning."""
+def is_loss_lower(history: History) -> bool:
+    """Return whether the last recorded training loss is lower than the first."""
     losses = [step.lm_loss for step in history.steps if step.lm_loss is not None]
     return len(losses) > 1 and losses[-1] < losses[0]
 
 
-def shares(parts: Mapping[str, float]) -> dict[str, str]:
-    """Parts as percentages with one decimal whose sum is 100.0 as printed (the largest remainders are rounded up)."""
-    total = math.fsum(parts.values())
+def format_shares(values: Mapping[str, float]) -> dict[str, str]:
+    """Format values as percentages of their sum with one decimal, so that the printed percentages add up to 100.0.
+
+    All percentages are rounded down, and then those with the largest remainders are rounded up.
+    """
+    total = math.fsum(values.values())
     if total <= 0:
-        return dict.fromkeys(parts, "-")
-    exact = {name: 1000 * value / total for name, value in parts.items()}
-    rounded = {name: math.floor(value) for name, value in exact.items()}
-    for name in sorted(exact, key=lambda name: rounded[name] - exact[name])[: 1000 - sum(rounded.values())]:
-        rounded[name] += 1
-    return {name: f"{value / 10:.1f} %" for name, value in rounded.items()}
+        return dict.fromkeys(values, "-")
+    exact_tenths = {name: 1000 * value / total for name, value in values.items()}
+    tenths = {name: math.floor(value) for name, value in exact_tenths.items()}
+    for name in sorted(exact_tenths, key=lambda name: tenths[name] - exact_tenths[name])[: 1000 - sum(tenths.values())]:
+        tenths[name] += 1
+    return {name: f"{value / 10:.1f} %" for name, value in tenths.items()}
 
 
-def _overview(runs: Sequence[Run]) -> str:
-    head = [
+def _build_overview(runs: Sequence[Run]) -> str:
+    """Return an HTML table with a row for each run. For a single run, the table has a row for each property."""
+    header = [
         "run",
         "state",
         "iterations",
@@ -119,277 +130,333 @@ def _overview(runs: Sequence[Run]) -> str:
     rows = []
     for run in runs:
         history, start = run.history, run.history.starts[-1] if run.history.starts else {}
-        last = history.steps[-1] if history.steps else None
-        log = history.logs[-1] if history.logs else {}
-        held_out = _validation(history)
-        total, loss, tokens = start.get("total_iterations"), _last_loss(history), None if last is None else last.tokens
+        last_step = history.steps[-1] if history.steps else None
+        last_log = history.logs[-1] if history.logs else {}
+        validation_losses = _list_validation_losses(history)
+        total_iterations, loss, tokens = (
+            start.get("total_iterations"),
+            _compute_last_loss(history),
+            None if last_step is None else last_step.tokens,
+        )
         layout = ", ".join(f"{axis} {size}" for axis, size in start.get("layout", {}).items() if size > 1)
         rows.append(
             [
                 run.name,
-                _state(history),
-                "-" if last is None else f"{last.iteration:,}" + (f" of {total:,}" if total else ""),
-                "-" if tokens is None else in_short(tokens),
+                _format_state(history),
+                "-"
+                if last_step is None
+                else f"{last_step.iteration:,}" + (f" of {total_iterations:,}" if total_iterations else ""),
+                "-" if tokens is None else format_compact(tokens),
                 "-" if loss is None else f"{loss:.4f}",
-                f"{held_out[-1][1]:.4f}" if held_out else "-",
-                in_short(log["tokens_per_s"]) if log.get("tokens_per_s") else "-",
-                _mfu(log, start),
-                in_short(start["parameters"]) if start.get("parameters") else "-",
+                f"{validation_losses[-1][1]:.4f}" if validation_losses else "-",
+                format_compact(last_log["tokens_per_s"]) if last_log.get("tokens_per_s") else "-",
+                _format_mfu(last_log, start),
+                format_compact(start["parameters"]) if start.get("parameters") else "-",
                 f"{start.get('world_size', '-')}" + (f" ({layout})" if layout else ""),
                 str(start.get("device", "-")),
-                f"{log['goodput']:.1%}" if log.get("goodput") is not None else "-",
+                f"{last_log['goodput']:.1%}" if last_log.get("goodput") is not None else "-",
             ]
         )
-    return table(head, rows, range(2, 9)) if len(runs) > 1 else _as_list(head[1:], rows[0][1:])
+    return build_table(header, rows, range(2, 9)) if len(runs) > 1 else _build_list(header[1:], rows[0][1:])
 
 
-def _as_list(names: Sequence[str], values: Sequence[str]) -> str:
-    return table(["", ""], [[name, value] for name, value in zip(names, values, strict=True) if value != "-"])
+def _build_list(names: Sequence[str], values: Sequence[str]) -> str:
+    return build_table(["", ""], [[name, value] for name, value in zip(names, values, strict=True) if value != "-"])
 
 
-def _state(history: History) -> str:
-    """How the last start ended, or that it has not."""
-    last = max((line["time"] for line in [*history.starts, *history.logs, *history.events, *history.evaluations]), default=0.0)
-    started = history.starts[-1]["time"] if history.starts else 0.0
-    end = next((line for line in reversed(history.events) if line["event"] == "end" and line["time"] >= started), None)
-    return str(end["words"]) if end is not None else f"runs, or was killed; last heard {_clock(last)}"
+def _format_state(history: History) -> str:
+    """Return a text that says how the run ended after its last start, or when it was last active if no end is recorded."""
+    last_time = max(
+        (record["time"] for record in [*history.starts, *history.logs, *history.events, *history.evaluations]), default=0.0
+    )
+    start_time = history.starts[-1]["time"] if history.starts else 0.0
+    end_event = next(
+        (record for record in reversed(history.events) if record["event"] == "end" and record["time"] >= start_time), None
+    )
+    return str(end_event["words"]) if end_event is not None else f"runs, or was killed; last heard {_format_time(last_time)}"
 
 
-def _mfu(log: Mapping[str, Any], start: Mapping[str, Any]) -> str:
-    speed, peak = log.get("tflops_per_device"), start.get("peak_flops")
-    return f"{speed * 1e12 / peak:.1%}" if speed and peak else "-"
+def _format_mfu(log: Mapping[str, Any], start: Mapping[str, Any]) -> str:
+    tflops, peak_flops = log.get("tflops_per_device"), start.get("peak_flops")
+    return f"{tflops * 1e12 / peak_flops:.1%}" if tflops and peak_flops else "-"
 
 
-def _charts(runs: Sequence[Run]) -> list[str]:
-    """Of one run each curve has its colour, of several each run."""
-    alone = len(runs) == 1
-    losses: list[Curve] = []
-    others: dict[str, list[Curve]] = {"learning rate": [], "gradient norm": [], "tokens per second": [], "memory (GB)": []}
-    for at, run in enumerate(runs):
+def _build_charts(runs: Sequence[Run]) -> list[str]:
+    """Return the HTML of all charts. In a report of one run each curve has its own colour; with several runs, each run has one."""
+    is_single = len(runs) == 1
+    loss_curves: list[Curve] = []
+    curves_by_title: dict[str, list[Curve]] = {"learning rate": [], "gradient norm": [], "tokens per second": [], "memory (GB)": []}
+    for run_index, run in enumerate(runs):
         steps, logs = run.history.steps, run.history.logs
-        colour, second = COLOURS[at % len(COLOURS)], COLOURS[1] if alone else COLOURS[at % len(COLOURS)]
-        name = "" if alone else f"{run.name}: "
-        x, tokens = [step.iteration for step in steps], [step.tokens for step in steps]
-        loss = [step.lm_loss for step in steps]
-        held_out = [line for line in run.history.evaluations if line.get("validation_loss") is not None]
-        if alone:
-            losses.append(Curve("each step", colour, x, tokens, loss, faint=True))
-        losses.append(Curve(f"{name}training", colour, x, tokens, _smoothed(loss, len(loss) // _SMOOTHED_OVER // 2)))
-        losses.append(
+        colour, validation_colour = (
+            COLOURS[run_index % len(COLOURS)],
+            COLOURS[1] if is_single else COLOURS[run_index % len(COLOURS)],
+        )
+        name_prefix = "" if is_single else f"{run.name}: "
+        iterations, tokens = [step.iteration for step in steps], [step.tokens for step in steps]
+        lm_losses = [step.lm_loss for step in steps]
+        evaluations = [record for record in run.history.evaluations if record.get("validation_loss") is not None]
+        if is_single:
+            loss_curves.append(Curve("each step", colour, iterations, tokens, lm_losses, is_faint=True))
+        loss_curves.append(
             Curve(
-                f"{name}validation",
-                second,
-                [line["iteration"] for line in held_out],
-                [line["tokens"] for line in held_out],
-                [line["validation_loss"] for line in held_out],
-                dashed=not alone,
-                dots=len(held_out) <= 60,
+                f"{name_prefix}training", colour, iterations, tokens, _smooth(lm_losses, len(lm_losses) // _SMOOTHING_DIVISOR // 2)
             )
         )
-        log_x, log_tokens = [line["iteration"] for line in logs], [line["tokens"] for line in logs]
-        kind = run.name if not alone else ""
-        others["learning rate"].append(Curve(kind or "learning rate", colour, x, tokens, [step.learning_rate for step in steps]))
-        others["gradient norm"].append(Curve(kind or "gradient norm", colour, x, tokens, [step.grad_norm for step in steps]))
-        speeds = [line.get("tokens_per_s") for line in logs]
-        others["tokens per second"].append(Curve(kind or "tokens per second", colour, log_x, log_tokens, speeds))
-        held = [None if line.get("memory_bytes") is None else line["memory_bytes"] / 1e9 for line in logs]
-        others["memory (GB)"].append(Curve(kind or "first rank, most so far", colour, log_x, log_tokens, held))
-    found = [chart("loss (nats per token)", losses)]
-    found += [chart(title, curves, strip=True, from_zero=title != "gradient norm") for title, curves in others.items()]
-    return found
+        loss_curves.append(
+            Curve(
+                f"{name_prefix}validation",
+                validation_colour,
+                [record["iteration"] for record in evaluations],
+                [record["tokens"] for record in evaluations],
+                [record["validation_loss"] for record in evaluations],
+                is_dashed=not is_single,
+                has_dots=len(evaluations) <= 60,
+            )
+        )
+        log_iterations, log_tokens = [record["iteration"] for record in logs], [record["tokens"] for record in logs]
+        run_name = run.name if not is_single else ""
+        curves_by_title["learning rate"].append(
+            Curve(run_name or "learning rate", colour, iterations, tokens, [step.learning_rate for step in steps])
+        )
+        curves_by_title["gradient norm"].append(
+            Curve(run_name or "gradient norm", colour, iterations, tokens, [step.grad_norm for step in steps])
+        )
+        tokens_per_s = [record.get("tokens_per_s") for record in logs]
+        curves_by_title["tokens per second"].append(
+            Curve(run_name or "tokens per second", colour, log_iterations, log_tokens, tokens_per_s)
+        )
+        memory_gb = [None if record.get("memory_bytes") is None else record["memory_bytes"] / 1e9 for record in logs]
+        curves_by_title["memory (GB)"].append(
+            Curve(run_name or "first rank, most so far", colour, log_iterations, log_tokens, memory_gb)
+        )
+    charts = [build_chart("loss (nats per token)", loss_curves)]
+    charts += [
+        build_chart(title, curves, is_strip=True, includes_zero=title != "gradient norm")
+        for title, curves in curves_by_title.items()
+    ]
+    return charts
 
 
-def _smoothed(values: Sequence[float | None], half: int) -> list[float | None]:
+def _smooth(values: Sequence[float | None], half_width: int) -> list[float | None]:
     import numpy as np
 
-    calm = smoothed(np.array([math.nan if value is None else value for value in values], dtype=float), half)
-    return [None if math.isnan(value) else float(value) for value in calm]
+    means = smooth(np.array([math.nan if value is None else value for value in values], dtype=float), half_width)
+    return [None if math.isnan(value) else float(value) for value in means]
 
 
-def _use_of_time(runs: Sequence[Run]) -> str:
-    """What the time since the first start went into."""
+def _build_time_use(runs: Sequence[Run]) -> str:
+    """Return bars and a table that divide the time since each run's first start by use."""
     bars, rows = [], []
     for run in runs:
-        spent = next((line["spent"] for line in reversed(run.history.logs) if line.get("spent")), None)
+        spent = next((record["spent"] for record in reversed(run.history.logs) if record.get("spent")), None)
         if spent is not None:
-            bars.append(Bar(run.name, spent, _long(math.fsum(spent.values()))))
-            rows += [[run.name, use, _long(spent[use]), share] for use, share in shares(spent).items() if spent[use] > 0]
+            bars.append(Bar(run.name, spent, _format_seconds(math.fsum(spent.values()))))
+            rows += [
+                [run.name, use, _format_seconds(spent[use]), share] for use, share in format_shares(spent).items() if spent[use] > 0
+            ]
     if not bars:
         return "<p>No log line is in the record yet.</p>"
-    note = "All time of the run since its first start, up to its last log line."
-    return stacked_bars(bars, _long, note=note) + _ledger("use", rows, len(runs))
+    caption_text = "Time from the first start of the run to its last log line."
+    return build_stacked_bars(bars, _format_seconds, caption_text=caption_text) + _build_time_table("use", rows, len(runs))
 
 
-def _step_ledger(runs: Sequence[Run]) -> str:
-    """What the time of a step goes into, as the timers measure it."""
+def _build_step_times(runs: Sequence[Run]) -> str:
+    """Return bars and a table that divide the time of a step into the parts that the run's timers measured."""
     bars, rows = [], []
     for run in runs:
-        parts = step_parts(run.history)
-        if parts:
-            bars.append(Bar(run.name, parts, _long(math.fsum(parts.values()) / 1000)))
-            rows += [[run.name, name, f"{parts[name]:.1f} ms", share] for name, share in shares(parts).items() if parts[name] > 0]
+        step_times = compute_step_times(run.history)
+        if step_times:
+            bars.append(Bar(run.name, step_times, _format_seconds(math.fsum(step_times.values()) / 1000)))
+            rows += [
+                [run.name, name, f"{step_times[name]:.1f} ms", share]
+                for name, share in format_shares(step_times).items()
+                if step_times[name] > 0
+            ]
     if not bars:
-        return "<p>With --timing-log-level 1 the parts of a step are measured, and are shown here.</p>"
-    note = "A step: the mean over the log lines but the first. Of each part that of the slowest rank; what they leave is 'other'."
-    return stacked_bars(bars, lambda ms: f"{ms:.1f} ms", note=note) + table(
+        return "<p>With --timing-log-level 1 a run measures the parts of a step, and this section shows them.</p>"
+    caption_text = (
+        "A step: mean over all log lines except the first. The time of each part is that of its slowest rank; "
+        "'other' is the remainder."
+    )
+    return build_stacked_bars(bars, lambda ms: f"{ms:.1f} ms", caption_text=caption_text) + build_table(
         ["run", "part of a step", "time", "share"], rows, (2, 3)
     )
 
 
-def _ledger(what: str, rows: Sequence[Sequence[str]], runs: int) -> str:
-    """The table below bars; one run needs no name."""
-    if runs == 1:
-        return table([what, "time", "share"], [row[1:] for row in rows], (1, 2))
-    return table(["run", what, "time", "share"], rows, (2, 3))
+def _build_time_table(column_name: str, rows: Sequence[Sequence[str]], num_runs: int) -> str:
+    """Return the table below the bars of times. For a single run it has no column with run names."""
+    if num_runs == 1:
+        return build_table([column_name, "time", "share"], [row[1:] for row in rows], (1, 2))
+    return build_table(["run", column_name, "time", "share"], rows, (2, 3))
 
 
-def step_parts(history: History) -> dict[str, float]:
-    """Milliseconds of a step by part; their sum is the step. Empty where no timers were on."""
-    logs = [line for line in history.logs if line.get("timers_ms") and line.get("elapsed_ms")]
-    logs = logs[_WARM_UP:] or logs
+def compute_step_times(history: History) -> dict[str, float]:
+    """Return the mean time of a step in milliseconds, divided into data, forward and backward, gradient reduction and so on.
+
+    The parts add up to the step time. Without recorded timers the result is empty.
+    """
+    logs = [record for record in history.logs if record.get("timers_ms") and record.get("elapsed_ms")]
+    logs = logs[_WARMUP_LOG_LINES:] or logs
     if not logs:
         return {}
 
-    def mean(name: str) -> float:
-        return math.fsum(line["timers_ms"].get(name, 0.0) for line in logs) / len(logs)
+    def compute_mean(timer: str) -> float:
+        return math.fsum(record["timers_ms"].get(timer, 0.0) for record in logs) / len(logs)
 
-    reduces = mean("grads-reduce")
-    parts = {
-        "data": mean("batch-generator"),
-        "forward and backward": max(0.0, mean("forward-backward") - reduces),  # that timer runs within this one
-        "reducing gradients": reduces,
-        "gradient norm": mean("grad-norm"),
-        "optimizer": mean("optimizer"),
+    reduce_ms = compute_mean("grads-reduce")
+    step_times = {
+        "data": compute_mean("batch-generator"),
+        "forward and backward": max(
+            0.0, compute_mean("forward-backward") - reduce_ms
+        ),  # the timer grads-reduce runs within forward-backward
+        "reducing gradients": reduce_ms,
+        "gradient norm": compute_mean("grad-norm"),
+        "optimizer": compute_mean("optimizer"),
     }
-    step, told = math.fsum(line["elapsed_ms"] for line in logs) / len(logs), math.fsum(parts.values())
-    if told > step:  # the slowest ranks of the parts are not the same
-        return {name: value * step / told for name, value in parts.items()}
-    return {**parts, "other": step - told}
+    step_ms, measured_ms = math.fsum(record["elapsed_ms"] for record in logs) / len(logs), math.fsum(step_times.values())
+    if measured_ms > step_ms:  # the parts have different slowest ranks
+        return {name: value * step_ms / measured_ms for name, value in step_times.items()}
+    return {**step_times, "other": step_ms - measured_ms}
 
 
-def _measured_memory(history: History) -> str:
-    """What the ranks hold, as --log-memory tells it, and the most that the first rank has held."""
-    most = max((line["memory_bytes"] for line in history.logs if line.get("memory_bytes")), default=None)
-    said = "" if most is None else f"<p>The first rank has held {amount(most)} at the most.</p>"
-    parts: dict[str, float] = {}
-    for line in history.measured:
-        parts |= {
+def _build_measured_memory(history: History) -> str:
+    """Return the maximum memory of rank 0, and a bar with the last measurement of --log-memory."""
+    max_bytes = max((record["memory_bytes"] for record in history.logs if record.get("memory_bytes")), default=None)
+    max_text = "" if max_bytes is None else f"<p>The first rank has held {format_bytes(max_bytes)} at the most.</p>"
+    memory_by_purpose: dict[str, float] = {}
+    for record in history.measurements:
+        memory_by_purpose |= {
             name.removeprefix("memory/").replace("-", " "): value
-            for name, value in line.items()
+            for name, value in record.items()
             if name.startswith("memory/") and "peak" not in name and isinstance(value, int | float)
         }
-    if not parts:
-        return said + "<p>With --log-memory what each part takes is measured, and is shown here.</p>"
-    return said + stacked_bars(
-        [Bar("measured", parts)], amount, note="What --log-memory measured last, on the rank that holds the most."
+    if not memory_by_purpose:
+        return max_text + "<p>With --log-memory a run measures the memory of each part, and this section shows it.</p>"
+    return max_text + build_stacked_bars(
+        [Bar("measured", memory_by_purpose)],
+        format_bytes,
+        caption_text="Last measurement of --log-memory, on the fullest rank.",
     )
 
 
-def _data(history: History) -> str:
+def _build_data(history: History) -> str:
     start = history.starts[-1] if history.starts else {}
     data = start.get("config", {}).get("data", {})
-    last = history.steps[-1] if history.steps else None
+    last_step = history.steps[-1] if history.steps else None
     names = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "split", "data_order", "tokenizer_type", "seed")
-    rows = [[name.replace("_", " "), _told(data[name])] for name in names if data.get(name)]
+    rows = [[name.replace("_", " "), _format_value(data[name])] for name in names if data.get(name)]
     if data.get("mock_data"):
         rows.append(["data", "made-up tokens (--mock-data)"])
-    if last is not None:
-        rows += [["tokens read", f"{last.tokens:,}"], ["sequence length", f"{start.get('seq_length', '-'):,}"]]
-        samples = next((line["consumed_samples"] for line in reversed(history.logs) if "consumed_samples" in line), None)
-        rows += [["samples read", f"{samples:,} of {start.get('total_samples') or 0:,}"]] if samples is not None else []
-    batches = sorted({step.batch for step in history.steps})
-    rows += [["batch size", f"{batches[0]:,}" + (f" to {batches[-1]:,}" if len(batches) > 1 else "")]] if batches else []
-    return table(["", ""], rows)
+    if last_step is not None:
+        rows += [["tokens read", f"{last_step.tokens:,}"], ["sequence length", f"{start.get('seq_length', '-'):,}"]]
+        num_samples = next((record["consumed_samples"] for record in reversed(history.logs) if "consumed_samples" in record), None)
+        rows += [["samples read", f"{num_samples:,} of {start.get('total_samples') or 0:,}"]] if num_samples is not None else []
+    batch_sizes = sorted({step.batch for step in history.steps})
+    rows += (
+        [["batch size", f"{batch_sizes[0]:,}" + (f" to {batch_sizes[-1]:,}" if len(batch_sizes) > 1 else "")]]
+        if batch_sizes
+        else []
+    )
+    return build_table(["", ""], rows)
 
 
-def _checkpoints(run: Run) -> str:
-    """Those that are in the folder now, each with when it was made and its size."""
+def _build_checkpoints(run: Run) -> str:
+    """Return a table of the checkpoints that the save folder contains now, with their time and size."""
     rows = []
     for folder in sorted(run.folder.glob("iter_*")):
-        files = [path for path in folder.rglob("*") if path.is_file()]
-        if files:
-            newest = max(path.stat().st_mtime for path in files)
-            rows.append([folder.name, _clock(newest), amount(sum(path.stat().st_size for path in files)), str(len(files))])
-    saves = [line for line in run.history.events if line["event"] == "save"]
-    said = (
+        paths = [path for path in folder.rglob("*") if path.is_file()]
+        if paths:
+            save_time = max(path.stat().st_mtime for path in paths)
+            rows.append(
+                [folder.name, _format_time(save_time), format_bytes(sum(path.stat().st_size for path in paths)), str(len(paths))]
+            )
+    saves = [event for event in run.history.events if event["event"] == "save"]
+    saves_text = (
         f"<p>{len(saves):,} were saved; these are in the folder.</p>"
         if rows
         else f"<p>{len(saves):,} were saved; none is in this folder.</p>"
     )
-    return said + (table(["checkpoint", "made", "size", "files"], rows, (2, 3)) if rows else "")
+    return saves_text + (build_table(["checkpoint", "made", "size", "files"], rows, (2, 3)) if rows else "")
 
 
-def _events(history: History) -> str:
-    """Restarts, what was told beside the log lines, and how many steps were left out."""
-    lines = [
+def _build_events(history: History) -> str:
+    """Return a table of starts, restarts and events, and the number of steps without an update."""
+    events = [
         (
-            line["time"],
-            line["iteration"],
+            record["time"],
+            record["iteration"],
             "restart" if at else "start",
-            f"{line.get('world_size', '?')} ranks on {line.get('device', '?')}",
+            f"{record.get('world_size', '?')} ranks on {record.get('device', '?')}",
         )
-        for at, line in enumerate(history.starts)
+        for at, record in enumerate(history.starts)
     ]
-    lines += [(line["time"], line["iteration"], line["event"], line["words"]) for line in history.events]
-    lines.sort(key=lambda line: line[0])
+    events += [(record["time"], record["iteration"], record["event"], record["words"]) for record in history.events]
+    events.sort(key=lambda event: event[0])
     skipped = [step.iteration for step in history.steps if step.grad_norm is None]
-    kinds = {kind: sum(line[2] == kind for line in lines) for kind in dict.fromkeys(line[2] for line in lines)}
-    said = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
-    more = f" {len(skipped):,} steps made no update, the last one {skipped[-1]:,}." if skipped else " No step was left out."
-    shown = [line for line in lines if line[2] != "save"][-_MOST_EVENTS:]
-    left = f'<p class="faint">The last {_MOST_EVENTS} without saves.</p>' if len(shown) == _MOST_EVENTS else ""
-    rows = [[_clock(at), f"{iteration:,}", event, str(words)] for at, iteration, event, words in shown]
-    return f"<p>{escape(said)}.{more}</p>{left}" + table(["time", "iteration", "event", "what"], rows, (1,))
+    counts = {name: sum(event[2] == name for event in events) for name in dict.fromkeys(event[2] for event in events)}
+    counts_text = ", ".join(f"{count} x {name}" for name, count in counts.items())
+    skipped_text = f" {len(skipped):,} steps made no update, the last one {skipped[-1]:,}." if skipped else " No step was left out."
+    last_events = [event for event in events if event[2] != "save"][-_MAX_EVENTS:]
+    limit_text = f'<p class="faint">The last {_MAX_EVENTS} without saves.</p>' if len(last_events) == _MAX_EVENTS else ""
+    rows = [[_format_time(at), f"{iteration:,}", event, str(message)] for at, iteration, event, message in last_events]
+    return f"<p>{escape(counts_text)}.{skipped_text}</p>{limit_text}" + build_table(
+        ["time", "iteration", "event", "what"], rows, (1,)
+    )
 
 
-def _settings(history: History) -> str:
+def _build_settings(history: History) -> str:
     if not history.starts:
         return "<p>The record has no start.</p>"
     start = history.starts[-1]
-    rows = [[flag, value, default] for flag, value, default in changed(start["config"])]
+    rows = [[name, value, default] for name, value, default in list_changed_settings(start["config"])]
     everything = json.dumps(start["config"], indent=1)
     return (
         f"<p>The command of the last start:</p><pre>{escape(shlex.join(map(str, start.get('command', []))))}</pre>"
         "<p>What differs from the defaults:</p>"
-        + table(["flag", "value", "default"], rows)
+        + build_table(["flag", "value", "default"], rows)
         + f"<details><summary>All settings, and versions</summary><pre>{escape(everything)}\n\n"
         + f"{escape(json.dumps(start.get('versions', {}), indent=1))}</pre></details>"
     )
 
 
-def changed(config: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """Flags whose value is not the default, with both as text."""
-    found = []
+def list_changed_settings(config: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+    """Return the flags whose values differ from their defaults: name, value and default as text."""
+    changed = []
     for flag in flags().values():
-        value, default = _told(config.get(flag.topic, {}).get(flag.field, flag.default)), _told(flag.default)
+        value, default = _format_value(config.get(flag.topic, {}).get(flag.field, flag.default)), _format_value(flag.default)
         if value != default:
-            found.append((f"--{flag.name}", value, default))
-    return found
+            changed.append((f"--{flag.name}", value, default))
+    return changed
 
 
-def _different_settings(runs: Sequence[Run]) -> str:
-    """Settings in which the last starts of the runs differ."""
+def _build_different_settings(runs: Sequence[Run]) -> str:
+    """Return a table of the settings in which the last starts of the runs differ."""
     configs = [run.history.starts[-1]["config"] if run.history.starts else {} for run in runs]
     rows = []
     for flag in flags().values():
-        values = [_told(config.get(flag.topic, {}).get(flag.field, flag.default)) for config in configs]
+        values = [_format_value(config.get(flag.topic, {}).get(flag.field, flag.default)) for config in configs]
         if len(set(values)) > 1:
             rows.append([f"--{flag.name}", *values])
-    return table(["flag", *(run.name for run in runs)], rows) if rows else "<p>None.</p>"
+    return build_table(["flag", *(run.name for run in runs)], rows) if rows else "<p>None.</p>"
 
 
-def _validation(history: History) -> list[tuple[int, float]]:
-    return [(line["iteration"], line["validation_loss"]) for line in history.evaluations if line.get("validation_loss") is not None]
+def _list_validation_losses(history: History) -> list[tuple[int, float]]:
+    return [
+        (record["iteration"], record["validation_loss"])
+        for record in history.evaluations
+        if record.get("validation_loss") is not None
+    ]
 
 
-def _last_loss(history: History) -> float | None:
-    values = [step.lm_loss for step in history.steps]
-    half = max(1, len(values) // _SMOOTHED_OVER)
-    tail = [value for value in values[-half:] if value is not None]
+def _compute_last_loss(history: History) -> float | None:
+    losses = [step.lm_loss for step in history.steps]
+    num_steps = max(1, len(losses) // _SMOOTHING_DIVISOR)
+    tail = [value for value in losses[-num_steps:] if value is not None]
     return math.fsum(tail) / len(tail) if tail else None
 
 
-def _told(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if value is None:
         return "not given"
     if isinstance(value, bool):
@@ -397,11 +464,11 @@ def _told(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _long(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     if seconds >= 60:
-        return duration(seconds)
+        return format_duration(seconds)
     return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
 
 
-def _clock(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
