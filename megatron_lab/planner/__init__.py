@@ -1,1 +1,2 @@
-"""What a job will take, before it is launched: memory, bytes sent, idle time. Nothing is allocated, nothing is sent."""
+"""Planner: predicts memory, communication, idle time and duration of a job before it is launched. It allocates no device memory and
+sends nothing."""

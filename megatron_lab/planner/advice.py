@@ -1,6 +1,7 @@
-"""Advice about settings that can be run, but waste time or memory. Estimates: no rule is broken, nothing is refused.
+"""Advice about settings that are valid but waste time or memory.
 
-Each line says what is wasted and which nearest settings, all of them valid, would waste less.
+All figures are estimates. Advice never refuses a job. Each line says what is wasted and names the nearest valid changes of settings
+that would waste less.
 """
 
 from __future__ import annotations
@@ -10,242 +11,300 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import get_args
 
-from megatron.config.checks.finding import Change, change, data_size, shown, without
+from megatron.config.checks.finding import Change, change, format_setting, get_data_parallel_size, reset
 from megatron.config.config import Config
-from megatron.config.given import without_gaps
-from megatron.config.imports import named
-from megatron.config.parallel import ContextWay
-from megatron.config.rules import violations
-from megatron.pipeline_parallel.partition import recomputed_chunks, split_advice, table_of
+from megatron.config.given import fill_plan_defaults
+from megatron.config.imports import import_object
+from megatron.config.parallel import CpCommType
+from megatron.config.rules import find_violations
+from megatron.pipeline_parallel.partition import build_layer_table, find_recomputed_chunks, suggest_balanced_split
 from megatron.spec.counts import count_parameters
-from megatron.spec.schedules import make_schedule, names_that_split_backward
-from megatron.spec.weights import padded_vocab_size
-from megatron_lab.planner.costs import idle_share, loss_again
+from megatron.spec.schedules import build_schedule, list_split_backward_schedules
+from megatron.spec.weights import pad_vocab_size
+from megatron_lab.planner.costs import compute_bubble_share, recomputes_logits
 
-MOST_IDLE = 0.2
-"""Advice is given where pipeline stages wait for more than this share of their time."""
-MOST_PADDING = 0.05
-"""Advice is given where padding adds more than this share to the vocabulary."""
-MOST_SENT = 2.0
-"""Advice is given where context ranks send more than this multiple of the least for keys and values."""
-ENOUGH_TOKENS = 4096
-"""A matrix product of more rows than this runs hardly faster on a GPU."""
-_WORTH_SHARDING = 10**9  # bytes of optimizer state that each data rank holds as copies of the others' state
-_SHOWN = 3
-_MOST_FORWARDS = 300_000  # a schedule with more forwards is not simulated: it takes seconds, and no ramp matters in it
-_WORTH_TELLING = 0.9  # a proposal that leaves more than this share of the waste is no gain
-_QUICK_FORWARDS = 40_000  # the same limit for a proposal, since there are many of them
-_ACCOUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+MAX_BUBBLE_SHARE = 0.2
+"""Share of a step's time in which pipeline stages are idle, above which advice is given."""
+MAX_PADDING_SHARE = 0.05
+"""Share by which padding enlarges the vocabulary, above which advice is given."""
+MAX_TRAFFIC_RATIO = 2.0
+"""Keys and values that context ranks send, as a multiple of the least possible, above which advice is given."""
+MIN_EFFICIENT_TOKENS = 4096
+"""Number of rows above which a matrix product on a GPU hardly becomes more efficient."""
+_MIN_SAVED_BYTES = 10**9  # optimizer state on each rank that other data ranks hold too, above which sharding is proposed
+_MAX_PROPOSALS = 3
+_MAX_FORWARDS = 300_000  # a larger schedule is not simulated: it takes seconds, and its warm-up and cool-down are negligible
+_MAX_REMAINING_WASTE = 0.9  # a change that leaves more than this share of the waste is not proposed
+_MAX_PROPOSAL_FORWARDS = 40_000  # lower limit for proposals, because many of them are simulated
+_ACCOUNTING_SETTINGS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
 Waste = Callable[[Config, int], float]
-"""How much these settings waste on this number of ranks."""
+"""Function (settings, number of ranks) -> amount that these settings waste."""
 
 
-def advice(config: Config, world_size: int, gpus_per_node: int, vocab_size: int, idle: float | None = None) -> list[str]:
-    """Lines of advice. The settings must have passed the rules.
+def build_advice(
+    config: Config, world_size: int, gpus_per_node: int, vocab_size: int, known_bubble_share: float | None = None
+) -> list[str]:
+    """Return lines of advice about settings that have passed the rules.
 
     Args:
-        idle: their `bubble_share`, where it is known.
+        known_bubble_share: result of `simulate_bubble_share` for these settings, to avoid a second simulation; None if not known.
     """
-    config = without_gaps(config)  # a plan needs no learning rate, and the rules judge what is proposed
+    # The rules, which check each proposal, require settings that a plan does not need, such as a learning rate.
+    config = fill_plan_defaults(config)
     return [
-        *_idle_stages(config, world_size, vocab_size, idle),
-        *_uneven_stages(config, vocab_size),
-        *_tensor_groups(config, world_size, gpus_per_node),
-        *_context_ways(config, world_size),
-        *_microbatch(config, world_size),
-        *_whole_residual(config, world_size),
-        *_whole_optimizer(config, world_size, vocab_size),
-        *_padding(config, world_size, vocab_size),
+        *_check_bubble(config, world_size, vocab_size, known_bubble_share),
+        *_check_stage_balance(config, vocab_size),
+        *_check_tensor_groups(config, world_size, gpus_per_node),
+        *_check_cp_comm_types(config, world_size),
+        *_check_micro_batch_size(config, world_size),
+        *_check_sequence_parallel(config, world_size),
+        *_check_optimizer_sharding(config, world_size, vocab_size),
+        *_check_vocab_padding(config, world_size, vocab_size),
     ]
 
 
-def bubble_share(config: Config, world_size: int, vocab_size: int) -> float:
-    """The share of their time in which pipeline stages wait, after any ramp-up. A dry run prints it at its head."""
-    table = table_of(config.model, config.parallel, vocab_size, config.memory)
-    stages, batch = config.parallel.pipeline_model_parallel_size, num_microbatches(config, world_size)
-    schedule = make_schedule(config.parallel.schedule, stages, batch, len(table) // stages, recomputed=recomputed_chunks(table))
-    return idle_share(config.model, vocab_size, table, schedule, loss_again=loss_again(config, vocab_size))
+def simulate_bubble_share(config: Config, world_size: int, vocab_size: int) -> float:
+    """Return the share of time in which pipeline stages are idle, after any batch-size ramp-up.
+
+    A dry run prints this share in its first lines.
+    """
+    table = build_layer_table(config.model, config.parallel, vocab_size, config.memory)
+    stages, batch = config.parallel.pipeline_model_parallel_size, count_microbatches(config, world_size)
+    schedule = build_schedule(
+        config.parallel.schedule, stages, batch, len(table) // stages, recomputed_chunks=find_recomputed_chunks(table)
+    )
+    return compute_bubble_share(config.model, vocab_size, table, schedule, recomputes_logits=recomputes_logits(config, vocab_size))
 
 
-def _forwards(config: Config, world_size: int) -> int:
-    """The number of forwards in a step, over all chunks. The time to simulate a schedule grows with it."""
-    stages, chunks = config.parallel.pipeline_model_parallel_size, config.parallel.chunks_per_stage(config.model.num_layers)
-    return num_microbatches(config, world_size) * stages * chunks
+def _count_forwards(config: Config, world_size: int) -> int:
+    """Return the number of forwards in a step: microbatches of one data rank times model chunks.
+
+    The time to simulate a pipeline schedule grows with this number.
+    """
+    stages, chunks = config.parallel.pipeline_model_parallel_size, config.parallel.get_chunks_per_stage(config.model.num_layers)
+    return count_microbatches(config, world_size) * stages * chunks
 
 
-def num_microbatches(config: Config, world_size: int) -> int:
-    """Microbatches of each data rank in a step, after any ramp-up."""
-    ranks = data_size(config, world_size)
-    assert ranks is not None
-    return config.training.final_batch_size(ranks) // (config.training.micro_batch_size * ranks)
+def count_microbatches(config: Config, world_size: int) -> int:
+    """Return the number of microbatches of each data rank in a step, after any batch-size ramp-up."""
+    dp_size = get_data_parallel_size(config, world_size)
+    assert dp_size is not None
+    return config.training.final_batch_size(dp_size) // (config.training.micro_batch_size * dp_size)
 
 
-def _idle_stages(config: Config, world_size: int, vocab_size: int, known: float | None) -> Iterator[str]:
+def _check_bubble(config: Config, world_size: int, vocab_size: int, known_bubble_share: float | None) -> Iterator[str]:
     @functools.cache
-    def idle(changed: Config, ranks: int) -> float:
-        return known if known is not None and (changed, ranks) == (config, world_size) else bubble_share(changed, ranks, vocab_size)
+    def compute_bubble(proposal: Config, ranks: int) -> float:
+        return (
+            known_bubble_share
+            if known_bubble_share is not None and (proposal, ranks) == (config, world_size)
+            else simulate_bubble_share(proposal, ranks, vocab_size)
+        )
 
-    stages, forwards = config.parallel.pipeline_model_parallel_size, _forwards(config, world_size)
-    if stages == 1 or forwards > _MOST_FORWARDS or (share := idle(config, world_size)) <= MOST_IDLE:
+    stages, forwards = config.parallel.pipeline_model_parallel_size, _count_forwards(config, world_size)
+    if stages == 1 or forwards > _MAX_FORWARDS or (share := compute_bubble(config, world_size)) <= MAX_BUBBLE_SHARE:
         return
-    quick = [
-        one
-        for one in _less_idle(config, world_size, vocab_size)
-        if not violations(*(changed := one.apply(config, world_size))) and _forwards(*changed) <= max(_QUICK_FORWARDS, forwards)
+    valid = [
+        candidate
+        for candidate in _list_bubble_changes(config, world_size, vocab_size)
+        if not find_violations(*(proposed := candidate.apply(config, world_size)))
+        and _count_forwards(*proposed) <= max(_MAX_PROPOSAL_FORWARDS, forwards)
     ]
-    better = _better(config, world_size, quick, idle, MOST_IDLE, "idle") or _least(config, world_size, quick, idle, share)
+    better = _format_proposals(config, world_size, valid, compute_bubble, MAX_BUBBLE_SHARE, "idle") or _format_best_proposal(
+        config, world_size, valid, compute_bubble, share
+    )
     yield (
-        f"{num_microbatches(config, world_size)} microbatches through {stages} pipeline stages leave {share:.0%} of the time idle "
-        f"(schedule {config.parallel.schedule}){better}"
+        f"{count_microbatches(config, world_size)} microbatches through {stages} pipeline stages leave {share:.0%} of the "
+        f"time idle (schedule {config.parallel.schedule}){better}"
     )
 
 
-def _less_idle(config: Config, world_size: int, vocab_size: int) -> list[Change]:
-    """More microbatches, more chunks or another order of them; each also with a split by work, where that gains something."""
-    training, micro = config.training, config.training.micro_batch_size
-    whole = training.final_batch_size(data_size(config, world_size) or 1)
-    tried = [
-        *(change(global_batch_size=whole * factor) for factor in (2, 4, 8, 16)),
-        *(change(micro_batch_size=micro // part) for part in (2, 4, 8) if micro % part == 0),
+def _list_bubble_changes(config: Config, world_size: int, vocab_size: int) -> list[Change]:
+    """Return changes that may reduce pipeline idle time: more microbatches, more chunks per stage, or a schedule with split
+    backward.
+
+    Each change is also combined with a split of the layers by their FLOPs, if such a split balances the stages better.
+    """
+    training, micro_batch_size = config.training, config.training.micro_batch_size
+    batch_size = training.final_batch_size(get_data_parallel_size(config, world_size) or 1)
+    changes = [
+        *(change(global_batch_size=batch_size * factor) for factor in (2, 4, 8, 16)),
+        *(change(micro_batch_size=micro_batch_size // divisor) for divisor in (2, 4, 8) if micro_batch_size % divisor == 0),
         *(change(num_virtual_stages_per_pipeline_rank=count) for count in (2, 4, 8)),
-        *(change(pipeline_schedule=name) for name in names_that_split_backward()),
+        *(change(pipeline_schedule=name) for name in list_split_backward_schedules()),
     ]
-    if split_advice(config.model, config.parallel, vocab_size) is None:
-        return tried
-    by_work = without(config, *_ACCOUNTED, pipeline_split="balanced")
-    return [*tried, by_work, *(Change((*one.fields, *by_work.fields)) for one in tried)]
+    if suggest_balanced_split(config.model, config.parallel, vocab_size) is None:
+        return changes
+    balanced = reset(config, *_ACCOUNTING_SETTINGS, pipeline_split="balanced")
+    return [*changes, balanced, *(Change((*candidate.fields, *balanced.fields)) for candidate in changes)]
 
 
-def _uneven_stages(config: Config, vocab_size: int) -> Iterator[str]:
-    if config.parallel.pipeline_model_parallel_size > 1 and (line := split_advice(config.model, config.parallel, vocab_size)):
-        yield line
+def _check_stage_balance(config: Config, vocab_size: int) -> Iterator[str]:
+    if config.parallel.pipeline_model_parallel_size > 1 and (
+        message := suggest_balanced_split(config.model, config.parallel, vocab_size)
+    ):
+        yield message
 
 
-def _tensor_groups(config: Config, world_size: int, gpus_per_node: int) -> Iterator[str]:
-    """Tensor ranks talk several times a layer, and hardly any of it is hidden. Between nodes that takes long."""
+def _check_tensor_groups(config: Config, world_size: int, gpus_per_node: int) -> Iterator[str]:
+    """Yield advice if tensor-parallel groups span several nodes.
 
-    def crosses(changed: Config, ranks: int) -> float:
-        return float(gpus_per_node % changed.parallel.tensor_model_parallel_size > 0)
+    Tensor ranks communicate several times per layer, and hardly any of this communication overlaps with computation. Links between
+    nodes are much slower than links inside a node.
+    """
+
+    def crosses_nodes(proposal: Config, ranks: int) -> float:
+        return float(gpus_per_node % proposal.parallel.tensor_model_parallel_size > 0)
 
     tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
-    if world_size <= gpus_per_node or not crosses(config, world_size):
+    if world_size <= gpus_per_node or not crosses_nodes(config, world_size):
         return
     sizes = [size for size in range(min(tp - 1, gpus_per_node), 0, -1) if gpus_per_node % size == 0]
-    deeper = [(size, pp * tp // size) for size in sizes if tp % size == 0]
-    tried = [
-        *(change(tensor_model_parallel_size=size, pipeline_model_parallel_size=stages) for size, stages in deeper),
+    with_more_stages = [(size, pp * tp // size) for size in sizes if tp % size == 0]
+    candidates = [
+        *(change(tensor_model_parallel_size=size, pipeline_model_parallel_size=stages) for size, stages in with_more_stages),
         *(change(tensor_model_parallel_size=size) for size in sizes),
     ]
     yield (
-        f"{shown(config, 'tensor_model_parallel_size')} puts tensor groups across nodes of {gpus_per_node} GPUs: every layer waits "
-        f"several times for links much slower than those inside a node{_better(config, world_size, tried, crosses, 0)}"
+        f"{format_setting(config, 'tensor_model_parallel_size')} puts tensor groups across nodes of {gpus_per_node} "
+        "GPUs: every layer waits "
+        "several times for links much slower than those inside a "
+        f"node{_format_proposals(config, world_size, candidates, crosses_nodes, 0)}"
     )
 
 
-def _context_ways(config: Config, world_size: int) -> Iterator[str]:
-    """What context ranks send for keys and values, by the ways that these heads allow. An exchange of heads is not hidden behind
-    products as the others are, so it has to send much less."""
+def _check_cp_comm_types(config: Config, world_size: int) -> Iterator[str]:
+    """Yield advice if another value of --cp-comm-type would send far fewer keys and values.
+
+    All-to-all communication, unlike the other types, does not overlap with matrix products. So it is proposed only if it sends much
+    less.
+    """
     itemsize = config.precision.itemsize
 
-    def sent(changed: Config, ranks: int) -> float:
-        return float(named("megatron_lab.planner.context_cost:sent_for_attention")(changed, itemsize))
+    def count_traffic(proposal: Config, ranks: int) -> float:
+        return float(import_object("megatron_lab.planner.context_cost:count_attention_traffic")(proposal, itemsize))
 
     if config.parallel.context_parallel_size == 1:
         return
-    tried = [change(cp_comm_type=(way,)) for way in get_args(ContextWay)]
-    valid = [one for one in tried if not violations(*one.apply(config, world_size))]
-    least = min((sent(*one.apply(config, world_size)) for one in valid), default=math.inf)
-    if (now := sent(config, world_size)) > MOST_SENT * least:
+    candidates = [change(cp_comm_type=(comm_type,)) for comm_type in get_args(CpCommType)]
+    valid = [candidate for candidate in candidates if not find_violations(*candidate.apply(config, world_size))]
+    min_traffic = min((count_traffic(*candidate.apply(config, world_size)) for candidate in valid), default=math.inf)
+    if (current := count_traffic(config, world_size)) > MAX_TRAFFIC_RATIO * min_traffic:
         yield (
-            f"context ranks send {now / least:.1f} times what they could for the keys and values of these heads"
-            f"{_better(config, world_size, valid, sent, least)}"
+            f"context ranks send {current / min_traffic:.1f} times what they could for the keys and values of these heads"
+            f"{_format_proposals(config, world_size, valid, count_traffic, min_traffic)}"
         )
 
 
-def _microbatch(config: Config, world_size: int) -> Iterator[str]:
-    def wastes(changed: Config, ranks: int) -> float:
-        """1 where half of the microbatch still gives products of enough rows."""
-        micro = changed.training.micro_batch_size
-        return float(micro > 1 and micro // 2 * changed.tokens_per_rank >= 2 * ENOUGH_TOKENS)
+def _check_micro_batch_size(config: Config, world_size: int) -> Iterator[str]:
+    def is_wasteful(proposal: Config, ranks: int) -> float:
+        """Return 1 if the micro batch is larger than needed: with half of it, matrix products would still have enough rows to run
+        near full speed. Otherwise return 0. `ranks` is not used."""
+        micro_batch_size = proposal.training.micro_batch_size
+        return float(micro_batch_size > 1 and micro_batch_size // 2 * proposal.tokens_per_rank >= 2 * MIN_EFFICIENT_TOKENS)
 
-    if not wastes(config, world_size):
+    if not is_wasteful(config, world_size):
         return
-    micro, length = config.training.micro_batch_size, config.model.seq_length
-    tried = [change(micro_batch_size=size) for size in range(1, micro) if micro % size == 0]
+    micro_batch_size, seq_length = config.training.micro_batch_size, config.model.seq_length
+    candidates = [change(micro_batch_size=size) for size in range(1, micro_batch_size) if micro_batch_size % size == 0]
     yield (
-        f"{shown(config, 'micro_batch_size')} x {length:,} tokens wastes memory: activations grow with the microbatch, while "
-        f"products of more than some {ENOUGH_TOKENS:,} rows hardly get faster{_better(config, world_size, tried, wastes, 0)}"
+        f"{format_setting(config, 'micro_batch_size')} x {seq_length:,} tokens wastes memory: activations grow with "
+        "the microbatch, while "
+        f"products of more than some {MIN_EFFICIENT_TOKENS:,} rows hardly get "
+        f"faster{_format_proposals(config, world_size, candidates, is_wasteful, 0)}"
     )
 
 
-def _whole_residual(config: Config, world_size: int) -> Iterator[str]:
+def _check_sequence_parallel(config: Config, world_size: int) -> Iterator[str]:
     if config.parallel.tensor_model_parallel_size == 1 or config.parallel.sequence_parallel:
         return
-    if better := _better(config, world_size, [change(sequence_parallel=True)], lambda changed, ranks: 0.0, 0):
+    if proposals := _format_proposals(config, world_size, [change(sequence_parallel=True)], lambda proposal, ranks: 0.0, 0):
         yield (
             "every tensor rank keeps the activations of norms, dropout and the residual stream whole, and could keep its part of "
-            f"each sequence by sending as much{better}"
+            f"each sequence by sending as much{proposals}"
         )
 
 
-def _whole_optimizer(config: Config, world_size: int, vocab_size: int) -> Iterator[str]:
-    ranks, parallel = data_size(config, world_size), config.parallel
-    assert ranks is not None
-    copies, who = ranks * parallel.context_parallel_size, "data" if parallel.context_parallel_size == 1 else "context and data"
+def _check_optimizer_sharding(config: Config, world_size: int, vocab_size: int) -> Iterator[str]:
+    dp_size, parallel = get_data_parallel_size(config, world_size), config.parallel
+    assert dp_size is not None
+    num_replicas, axes = (
+        dp_size * parallel.context_parallel_size,
+        "data" if parallel.context_parallel_size == 1 else "context and data",
+    )
     model_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-    bytes_each = (4 if config.precision.fp16 or config.precision.bf16 else 0) + (8 if config.optimizer.optimizer == "adam" else 4)
-    state = count_parameters(config.model, vocab_size) // model_ranks * bytes_each
-    if parallel.sharding != "no_shard" or state * (copies - 1) // copies <= _WORTH_SHARDING:
+    bytes_per_param = (4 if config.precision.fp16 or config.precision.bf16 else 0) + (
+        8 if config.optimizer.optimizer == "adam" else 4
+    )
+    state_bytes = count_parameters(config.model, vocab_size) // model_ranks * bytes_per_param
+    if parallel.sharding != "no_shard" or state_bytes * (num_replicas - 1) // num_replicas <= _MIN_SAVED_BYTES:
         return
-    if better := _better(config, world_size, [change(use_distributed_optimizer=True)], lambda changed, ranks: 0.0, 0):
+    if proposals := _format_proposals(
+        config, world_size, [change(use_distributed_optimizer=True)], lambda proposal, dp_size: 0.0, 0
+    ):
         yield (
-            f"each of {copies} {who} ranks keeps the whole optimizer state of its parameters, about {state / 1e9:,.0f} GB; "
-            f"shared out it would be {state / copies / 1e9:,.1f} GB, for the same bytes sent{better}"
+            f"each of {num_replicas} {axes} ranks keeps the whole optimizer state of its parameters, about "
+            f"{state_bytes / 1e9:,.0f} GB; "
+            f"shared out it would be {state_bytes / num_replicas / 1e9:,.1f} GB, for the same bytes sent{proposals}"
         )
 
 
-def _padding(config: Config, world_size: int, vocab_size: int) -> Iterator[str]:
-    def share(changed: Config, ranks: int) -> float:
-        multiple, tp = changed.model.make_vocab_size_divisible_by, changed.parallel.tensor_model_parallel_size
-        return padded_vocab_size(vocab_size, multiple, tp) / vocab_size - 1
+def _check_vocab_padding(config: Config, world_size: int, vocab_size: int) -> Iterator[str]:
+    def padding_share(proposal: Config, ranks: int) -> float:
+        multiple, tp = proposal.model.make_vocab_size_divisible_by, proposal.parallel.tensor_model_parallel_size
+        return pad_vocab_size(vocab_size, multiple, tp) / vocab_size - 1
 
-    wasted = share(config, world_size)
-    if wasted > MOST_PADDING:
+    current = padding_share(config, world_size)
+    if current > MAX_PADDING_SHARE:
         multiple = config.model.make_vocab_size_divisible_by
         powers = (2**exponent for exponent in range(multiple.bit_length()))
-        tried = [change(make_vocab_size_divisible_by=power) for power in powers if power < multiple]
+        candidates = [change(make_vocab_size_divisible_by=power) for power in powers if power < multiple]
         yield (
-            f"the vocabulary of {vocab_size:,} is padded by {wasted:.0%} ({shown(config, 'make_vocab_size_divisible_by')} x TP "
+            f"the vocabulary of {vocab_size:,} is padded by {current:.0%} "
+            f"({format_setting(config, 'make_vocab_size_divisible_by')} x TP "
             f"{config.parallel.tensor_model_parallel_size}): memory and time of embedding and output layer"
-            f"{_better(config, world_size, tried, share, MOST_PADDING, 'padding')}"
+            f"{_format_proposals(config, world_size, candidates, padding_share, MAX_PADDING_SHARE, 'padding')}"
         )
 
 
-def _better(config: Config, world_size: int, tried: Iterable[Change], waste: Waste, most: float, what: str = "") -> str:
-    """Name the valid changes that waste no more than `most`, the nearest first, as the end of a line of advice.
+def _format_proposals(
+    config: Config, world_size: int, candidates: Iterable[Change], waste: Waste, max_waste: float, unit: str = ""
+) -> str:
+    """Format the nearest valid changes of settings that waste at most `max_waste`, as the end of a line of advice.
 
     Args:
-        what: each change leaves a share of this; empty if the share is not to be named.
+        candidates: changes to try. At most `_MAX_PROPOSALS` of them are named, the nearest to the current settings first.
+        waste: function that returns the waste of changed settings.
+        unit: name of the waste (such as idle time), printed after the share that remains with a change. If empty, the share is not
+            printed.
     """
-    found: list[tuple[Change, float]] = []
-    for one in sorted(tried, key=lambda one: one.distance(config, world_size)):
-        changed, ranks = one.apply(config, world_size)
-        if not violations(changed, ranks) and (left := waste(changed, ranks)) <= most:
-            found.append((one, left))
-        if len(found) == _SHOWN:
+    proposals: list[tuple[Change, float]] = []
+    for candidate in sorted(candidates, key=lambda candidate: candidate.distance(config, world_size)):
+        proposed, num_ranks = candidate.apply(config, world_size)
+        if not find_violations(proposed, num_ranks) and (remaining := waste(proposed, num_ranks)) <= max_waste:
+            proposals.append((candidate, remaining))
+        if len(proposals) == _MAX_PROPOSALS:
             break
-    return _less_with(found, what)
+    return _format_changes(proposals, unit)
 
 
-def _least(config: Config, world_size: int, valid: Iterable[Change], waste: Waste, now: float) -> str:
-    """Where no change wastes little, name the nearest of those that waste hardly more than the best. Empty if that is no gain."""
-    found = [(waste(*one.apply(config, world_size)), one) for one in valid]
-    least = min((left for left, _ in found), default=now)
-    good = [(one, left) for left, one in found if left * _WORTH_TELLING <= least and left < now * _WORTH_TELLING]
-    return _less_with(sorted(good, key=lambda item: item[0].distance(config, world_size))[:1], "idle")
+def _format_best_proposal(config: Config, world_size: int, valid: Iterable[Change], waste: Waste, current: float) -> str:
+    """Format the change that is nearest to the current settings among those that waste about as little as the best change.
+
+    Used if no change wastes little enough. Returns an empty string if no change is clearly better than `current`, the waste of the
+    current settings.
+    """
+    wastes = [(waste(*candidate.apply(config, world_size)), candidate) for candidate in valid]
+    min_waste = min((remaining for remaining, _ in wastes), default=current)
+    proposals = [
+        (candidate, remaining)
+        for remaining, candidate in wastes
+        if remaining * _MAX_REMAINING_WASTE <= min_waste and remaining < current * _MAX_REMAINING_WASTE
+    ]
+    return _format_changes(sorted(proposals, key=lambda item: item[0].distance(config, world_size))[:1], "idle")
 
 
-def _less_with(changes: Sequence[tuple[Change, float]], what: str) -> str:
-    texts = [f"{one} ({left:.0%} {what})" if what else str(one) for one, left in changes]
-    return f". Less with {' or '.join(texts)}" if texts else ""
+def _format_changes(changes: Sequence[tuple[Change, float]], unit: str) -> str:
+    proposals = [f"{candidate} ({remaining:.0%} {unit})" if unit else str(candidate) for candidate, remaining in changes]
+    return f". Less with {' or '.join(proposals)}" if proposals else ""

@@ -1,6 +1,7 @@
-"""What CUDA takes of a device beside what the job allocates, which no arithmetic gives: estimates, each with its source.
+"""Estimates of the device memory that CUDA and its libraries use in addition to the job's tensors, each with its source.
 
-All else in a plan is exact to the byte. So these stand apart, as one part of a rank's memory with a name of its own.
+This memory cannot be computed. All other memory in a plan is exact to the byte, so the estimates form a separate entry of a rank's
+memory.
 """
 
 from __future__ import annotations
@@ -9,26 +10,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron.parallel.context import MESSAGE_CHANNELS
-from megatron_lab.planner.state_report import amount
+from megatron_lab.planner.state_report import format_bytes
 
 _MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Allowance:
-    """Memory of a device for one purpose."""
+    """Estimated device memory that CUDA or one of its libraries uses for one purpose."""
 
     name: str
     bytes: int
     source: str
-    """Where the number comes from."""
+    """Origin of the estimate, such as a measurement."""
     communicators: int = 0
-    """Number of communicators of NCCL that it is for."""
+    """Number of NCCL communicators that the memory is for; 0 if the purpose is not NCCL."""
 
     def __str__(self) -> str:
-        """Return name and size, as "NCCL buffers of 5 communicators 1.21 GB"."""
+        """Return name and size, such as "NCCL buffers of 5 communicators 1.21 GB"."""
         users = f" of {self.communicators} communicator{'s' * (self.communicators > 1)}" if self.communicators else ""
-        return f"{self.name}{users} {amount(self.bytes)}"
+        return f"{self.name}{users} {format_bytes(self.bytes)}"
 
 
 CONTEXT = Allowance(
@@ -37,7 +38,7 @@ CONTEXT = Allowance(
     "measured: 400 MB (github.com/pytorch/pytorch/issues/109888), 426 MiB with torch 2.10 and CUDA 13.0 before any kernel "
     "(github.com/unslothai/unsloth-zoo/pull/1053); with kernels loaded as they are first used",
 )
-"""The driver's state of a process, and the code of the kernels."""
+"""Driver state of a process, and the code of its kernels."""
 WORKSPACES = Allowance(
     "cuBLAS workspaces",
     2 * 32 * _MIB,
@@ -49,7 +50,7 @@ ROUNDING = Allowance(
     22 * _MIB,
     "torch, c10/cuda/CUDACachingAllocator.cpp: an expandable segment grows by 20 MiB, that of blocks up to 1 MiB by 2 MiB",
 )
-"""What is mapped and not used at the end of the allocator's two segments. Gaps between blocks are not in it."""
+"""Memory that is mapped but unused at the end of the allocator's two segments. Gaps between blocks are not included."""
 _NCCL = (
     "NCCL, src/init.cc: a connection keeps 0.5 (LL) + 4.7 (LL128) + 4 MiB (NCCL_BUFFSIZE) a channel; with pages of 2 MiB and two "
     "blocks of flags that is 14 MiB, the 3.28 GB of 7 peers and 32 channels of github.com/NVIDIA/nccl/issues/1685. Channels: 16 of "
@@ -59,13 +60,14 @@ _PER_CHANNEL = 14 * _MIB
 _RING_CHANNELS, _PEER_CHANNELS = 16, 32
 
 
-def allowances(rings: Mapping[str, int], num_peers: int) -> tuple[Allowance, ...]:
-    """What CUDA takes on one rank.
+def estimate_allowances(rings: Mapping[str, int], num_peers: int) -> tuple[Allowance, ...]:
+    """Return the estimates of CUDA's own memory on one rank, one for each purpose.
 
     Args:
-        rings: the groups of its collectives on the device, with their sizes, each under one name. Each is a communicator.
-        num_peers: stages that it exchanges messages with. Each direction has a communicator of its own, which is one half of a
-            connection.
+        rings: size of each process group over which the rank runs collectives on the device, by name. Groups with the same
+            communicator appear once.
+        num_peers: number of pipeline stages with which the rank exchanges messages. Each direction uses its own communicator, which
+            is one half of a connection.
     """
     num_rings = sum(size > 1 for size in rings.values())
     channels = _RING_CHANNELS * num_rings + MESSAGE_CHANNELS * num_peers
@@ -73,20 +75,21 @@ def allowances(rings: Mapping[str, int], num_peers: int) -> tuple[Allowance, ...
     return (CONTEXT, WORKSPACES, *nccl, ROUNDING)
 
 
-def of_symmetric_memory(part_bytes: int) -> Allowance:
-    """What products take that overlap by symmetric memory.
+def estimate_symmetric_memory(shard_bytes: int) -> Allowance:
+    """Return the allowance for matrix products that overlap with communication through symmetric memory.
 
     Args:
-        part_bytes: of the hidden states that a tensor rank holds between layers.
+        shard_bytes: bytes of a tensor rank's shard of the hidden states between layers.
     """
     source = (
         "torch, torch/distributed/_symmetric_memory/__init__.py: two parts of a product that is scattered, beside the allocator"
     )
-    return Allowance("symmetric memory", 2 * part_bytes, source)
+    return Allowance("symmetric memory", 2 * shard_bytes, source)
 
 
-def of_tensor_ring() -> Allowance:
-    """What products take that overlap by a ring: messages to one neighbour, and from the other."""
+def estimate_tensor_ring() -> Allowance:
+    """Return the allowance for matrix products that overlap with messages in a ring of tensor ranks: each rank sends to one
+    neighbor and receives from the other neighbor."""
     return Allowance(
         "NCCL buffers of a tensor ring", _PEER_CHANNELS * _PER_CHANNEL, f"{_NCCL}; 32 to a peer inside a node (issues/1685)"
     )

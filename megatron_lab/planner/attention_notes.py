@@ -1,4 +1,4 @@
-"""Lines on attention's kernel for a plan and the start-up log: what a run measures first, and what is copied for the kernel."""
+"""Notes on attention kernels for a plan and the start-up log: which kernels a run measures, and what is copied for a kernel."""
 
 from __future__ import annotations
 
@@ -7,56 +7,72 @@ from dataclasses import replace
 
 import torch
 
-from megatron.attention.core import one_kernel
-from megatron.config.checks.memory import attention_call
+from megatron.attention.core import has_fused_kernel
+from megatron.config.checks.memory import build_attention_call
 from megatron.config.config import Config
-from megatron.spec.attention_backends import kernels_of, kernels_to_time
-from megatron.spec.layers import context_ways, layers
-from megatron_lab.planner.state_report import amount
+from megatron.spec.attention_backends import get_kernels, kernels_to_time
+from megatron.spec.layers import build_layer_specs, resolve_cp_comm_types
+from megatron_lab.planner.state_report import format_bytes
 
 
-def describe_kernel(config: Config, *, on_cuda: bool) -> Iterator[str]:
-    """Yield the lines of a plan."""
-    yield from describe_timing(config, on_cuda=on_cuda)
-    yield from describe_copies(config, on_cuda=on_cuda)
+def format_kernel_notes(config: Config, *, on_cuda: bool) -> Iterator[str]:
+    """Yield the notes on attention kernels that a plan prints."""
+    yield from format_timing_notes(config, on_cuda=on_cuda)
+    yield from format_copy_notes(config, on_cuda=on_cuda)
 
 
-def describe_timing(config: Config, *, on_cuda: bool) -> Iterator[str]:
-    """Yield a line where a run chooses attention's kernel by measurement."""
-    kernels = kernels_to_time(attention_call(config, on_cuda=on_cuda))
+def format_timing_notes(config: Config, *, on_cuda: bool) -> Iterator[str]:
+    """Yield a note if a run chooses the attention kernel by measurement."""
+    kernels = kernels_to_time(build_attention_call(config, on_cuda=on_cuda))
     if config.speed.attention_backend == "auto" and kernels:
         yield f"a run first times {' and '.join(kernels)} attention and takes the faster; both need as much memory"
 
 
-def describe_copies(config: Config, *, on_cuda: bool) -> Iterator[str]:
-    """Yield a line where attention over documents or in windows copies keys and values: torch 2.11 has no grouped heads there."""
-    copied, num_layers = bytes_copied(config, on_cuda=on_cuda)
-    if copied:
+def format_copy_notes(config: Config, *, on_cuda: bool) -> Iterator[str]:
+    """Yield a note if attention over documents or in windows copies keys and values.
+
+    The copies are needed because this kernel of torch 2.11 does not support grouped-query attention.
+    """
+    num_bytes, num_layers = count_copied_bytes(config, on_cuda=on_cuda)
+    if num_bytes:
         yield (
             f"attention over documents and in windows takes no grouped heads in torch {torch.__version__} (it does from 2.13 on): "
-            f"{num_layers} layers copy keys and values for every query head, {amount(copied)} a layer and microbatch until backward"
+            f"{num_layers} layers copy keys and values for every query head, {format_bytes(num_bytes)} a layer and "
+            "microbatch until backward"
         )
 
 
-def bytes_copied(config: Config, *, on_cuda: bool) -> tuple[int, int]:
-    """Return the bytes that a layer copies on one rank in a microbatch, and how many layers of the model do so."""
-    sizes, parallel = config.model, config.parallel
-    by_flash = replace(attention_call(config, on_cuda=on_cuda), window=True, shaped=False, in_parts=False)
-    if not by_flash.grouped or "flash" not in kernels_of(config.speed.attention_backend) or by_flash.obstacle("flash") is not None:
+def count_copied_bytes(config: Config, *, on_cuda: bool) -> tuple[int, int]:
+    """Count the copies of keys and values for a kernel without grouped-query attention.
+
+    Returns:
+        Bytes that one layer copies on one rank for a microbatch, and the number of layers of the model that copy. Both are 0 if no
+        layer copies.
+    """
+    model, parallel = config.model, config.parallel
+    call = replace(
+        build_attention_call(config, on_cuda=on_cuda), has_window=True, has_softcap_or_sinks=False, is_context_parallel=False
+    )
+    if (
+        not call.is_grouped_query
+        or "flash" not in get_kernels(config.speed.attention_backend)
+        or call.find_obstacle("flash") is not None
+    ):
         return 0, 0
-    ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size  # all layers below hold all tokens of some heads
-    heads = max(1, sizes.num_attention_heads // ranks)
-    if heads == max(1, sizes.num_key_value_heads // ranks):
+    # With all-to-all context parallelism, each rank computes some heads for all tokens.
+    num_ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    num_heads = max(1, model.num_attention_heads // num_ranks)
+    if num_heads == max(1, model.num_key_value_heads // num_ranks):
         return 0, 0
     from megatron.attention.documents import bytes_copied_for_groups
 
     num_layers = 0
-    for spec, way in zip(layers(sizes), context_ways(sizes, parallel.cp_comm_type), strict=True):
+    for spec, comm_type in zip(build_layer_specs(model), resolve_cp_comm_types(model, parallel.cp_comm_type), strict=True):
         scores = spec.attention.scores
-        plain = one_kernel(scores, sizes.seq_length)
+        is_fused = has_fused_kernel(scores, model.seq_length)
         window_only = scores.softcap is None and scores.softmax == "vanilla"
-        if parallel.context_parallel_size == 1 or way == "a2a":
-            num_layers += window_only and (config.data.reset_attention_mask or not plain)
-    tokens = sizes.seq_length * config.training.micro_batch_size
-    copied = bytes_copied_for_groups(tokens, heads, sizes.head_size, config.precision.itemsize) if num_layers else 0
-    return copied, num_layers if copied else 0
+        if parallel.context_parallel_size == 1 or comm_type == "a2a":
+            num_layers += window_only and (config.data.reset_attention_mask or not is_fused)
+    num_tokens = model.seq_length * config.training.micro_batch_size
+    num_bytes = bytes_copied_for_groups(num_tokens, num_heads, model.head_size, config.precision.itemsize) if num_layers else 0
+    return num_bytes, num_layers if num_bytes else 0

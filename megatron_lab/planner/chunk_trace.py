@@ -1,9 +1,12 @@
-"""What the operations on one microbatch of a chunk do: the bytes that stay between forward and backward, those that are freed
-within, and those sent over the tensor group. They are found by running the chunk (`ChunkRun`) on tensors without memory.
+"""Traces of the operations on one microbatch of a model chunk: memory and communication, recorded without allocating memory.
 
-Only a few of equal segments (mostly single layers) with equal neighbours are run: the first two and the last. What happened in the
-second stands for those between. That is exact, since each of them begins and ends as it does. The chunks of a loss are the same
-case (`few_turns`), and so is an operation on shapes on which it ran before (`known_ops.py`).
+A trace holds the bytes that stay between forward and backward, the temporary bytes, and the bytes sent to other ranks. It is
+recorded by running the chunk (`ChunkRun`) on meta or fake tensors (shapes without data).
+
+Among equal segments (mostly single layers), all segments with equal neighbors behave alike. Only the first two and the last of them
+run, and the second represents those in between. This is exact, because memory is in the same state at the start and end of each of
+these segments. Two other repetitions are shortened in the same way: the token chunks of a loss that is computed in chunks
+(`sample_iterations`), and operations on shapes that ran before (`known_ops.py`).
 """
 
 from __future__ import annotations
@@ -18,100 +21,103 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from megatron.attention.backends import BLOCK_BY_BLOCK
-from megatron.attention.largest import LargestScores
+from megatron.attention.backends import BLOCKWISE_KERNEL_NAME
+from megatron.attention.max_logits import MaxLogitTracker
 from megatron.config.data import DataConfig
 from megatron.config.memory import RecomputeModule
 from megatron.config.model import LoraTarget, ModelConfig
-from megatron.config.parallel import ContextWay
+from megatron.config.parallel import CpCommType
 from megatron.config.precision import Fp8, PrecisionConfig
 from megatron.data_parallel.bucket import main_grad_dtype
-from megatron.data_parallel.traffic import axes_in_words
-from megatron.memory.host import HostBuffer, HostMemory
-from megatron.memory.recompute import Kept, keeping
+from megatron.data_parallel.traffic import format_axes
+from megatron.memory.host import HostBuffer, HostBufferPool
+from megatron.memory.recompute import ActivationStore, storing_activations
 from megatron.model.build import Model
-from megatron.model.experts import Experts
+from megatron.model.experts import MoELayer
 from megatron.model.gpt import GPTChunk
-from megatron.moe.balance import Balance
+from megatron.moe.balance import RouterTracker
 from megatron.parallel.accumulate import GradSink, deferring
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamTable, Scope, materialize
 from megatron.pipeline_parallel.partition import Chunk
-from megatron.spec.layers import LayerSpec, alike, layers
-from megatron.spec.operations import OpKind
+from megatron.spec.layers import LayerSpec, build_layer_specs, group_equal
+from megatron.spec.operations import OpType
 from megatron.spec.segments import Segment
-from megatron.spec.weights import LORA_B, model_weights
-from megatron.tensor_parallel.chunked_loss import few_turns
-from megatron.tensor_parallel.cross_entropy import minimised
+from megatron.spec.weights import LORA_B, iter_weights
+from megatron.tensor_parallel.chunked_loss import sample_iterations
+from megatron.tensor_parallel.cross_entropy import total_loss
 from megatron_lab.planner.cpu_kernels import CpuKernels
 from megatron_lab.planner.kernel_memory import CudaKernels
-from megatron_lab.planner.planned_inputs import PlaceOfDocuments, PlannedDocuments, make_inputs
-from megatron_lab.planner.storages import MemorySpan, StorageLedger, joined
+from megatron_lab.planner.planned_inputs import DocumentTensor, PlannedDocuments, build_inputs
+from megatron_lab.planner.storages import MemorySpan, StorageLedger, join_spans
 
-_VARIED_LENGTHS = "torch_attn::_varlen_attn"
-_ATTENTION = {
-    _VARIED_LENGTHS: "flash attention over documents or in windows",
+_VARLEN_ATTENTION = "torch_attn::_varlen_attn"
+_ATTENTION_NAMES = {
+    _VARLEN_ATTENTION: "flash attention over documents or in windows",
     "aten::_flash_attention_forward": "flash attention in parts",
     "aten::_scaled_dot_product_flash_attention": "flash attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu": "the CPU's flash attention",
     "aten::_scaled_dot_product_cudnn_attention": "cuDNN's attention",
     "aten::_scaled_dot_product_efficient_attention": "memory-efficient attention",
     "aten::_safe_softmax": "attention by plain products, which keeps its probabilities",
-    "aten::log_": BLOCK_BY_BLOCK,  # only `block_attention` calls it in this form
+    "aten::log_": BLOCKWISE_KERNEL_NAME,  # only `block_attention` calls this variant of log
 }
 
 
 @dataclass(frozen=True)
 class ChunkTrace:
-    """What the operations on one microbatch do."""
+    """Memory and communication of each operation (forward, backward, ...) on one microbatch of a model chunk."""
 
-    ops: dict[OpKind, MemorySpan]
-    """One entry for each kind of operation in the schedule. Its memory is without what it received and what it gives to another
-    chunk."""
-    attention: str
-    """The kernel that computes attention, in words; empty without layers."""
-    kept_of_documents: frozenset[PlaceOfDocuments]
-    """What attention keeps of where documents lie."""
-    leaving: int = 0
-    """Bytes that the forward has moved to the host last: they are free on the device when the next operation has ended."""
-    fetched: dict[OpKind, int] = field(default_factory=dict)
-    """Bytes that come back to the device for an operation while the one before it runs."""
-    away: tuple[tuple[int, ...], ...] = ()
-    """Bytes of each storage that is moved to the host, for each layer that is chosen for that, in the order of the forward."""
-    last_remade_ahead: bool = False
-    """Whether the last of these runs again in an operation of its own."""
-    soon: ChunkTrace | None = None
-    """The same for a microbatch that comes back so soon that its last chosen layer stays on the device."""
+    ops: dict[OpType, MemorySpan]
+    """Memory and traffic of each operation type in the schedule. Messages that the chunk receives from or sends to another
+    chunk are not included."""
+    attention_kernel: str
+    """Description of the kernel that computes attention; empty if the chunk has no layers."""
+    document_tensors: frozenset[DocumentTensor]
+    """Tensors of document boundaries that attention saves for the backward."""
+    leaving_bytes: int = 0
+    """Bytes of the forward's last copy to the host. Their device memory is free when the next operation ends."""
+    fetched_bytes: dict[OpType, int] = field(default_factory=dict)
+    """Bytes that are copied back to the device, by type of the operation that needs them. The copy runs during the previous
+    operation."""
+    offloaded_sizes: tuple[tuple[int, ...], ...] = ()
+    """Bytes of each storage that is moved to the host, for each offloaded layer, in the order of the forward."""
+    is_last_recomputed_ahead: bool = False
+    """Whether the last offloaded layer is recomputed in a separate operation, ahead of the backward."""
+    immediate_trace: ChunkTrace | None = None
+    """Trace of a microbatch whose backward follows its forward so soon that the last offloaded layer stays on the device. None
+    if nothing is offloaded."""
 
 
-def _first_products(model: ModelConfig) -> list[str]:
-    """The weights of a layer, one of which is the first to get a gradient of those that are put off."""
+def _list_first_deferred_weights(model: ModelConfig) -> list[str]:
+    """Return names of weights of a layer, of which one is the first to get a gradient when weight gradients are deferred."""
     if model.lora_rank is None:
         return ["mlp.down.weight", "mlp.experts.down.weight"]
     last = [target for target in get_args(LoraTarget) if target in model.lora_targets][-1]
     return [f"{last}.{LORA_B}"]
 
 
-class _CountedHost(HostMemory):
-    """Takes no memory; what comes back does."""
+class _CountingHostPool(HostBufferPool):
+    """Pool whose host buffers take no memory. In a trace, an offloaded activation thus takes no memory until it is copied back to
+    the device."""
 
-    def move(self, source: torch.Tensor) -> HostBuffer:
-        """See `HostMemory`."""
+    def start_copy_to_host(self, source: torch.Tensor) -> HostBuffer:
+        """Return an empty host buffer."""
         return HostBuffer(source.new_empty(0))
 
-    def moved(self) -> None:
-        """See `HostMemory`."""
+    def record_copies_to_host(self) -> None:
+        """Do nothing: no copy is in flight."""
 
-    def bring(self, buffers: Sequence[HostBuffer], sizes: Sequence[int]) -> tuple[list[torch.Tensor], None]:
-        """See `HostMemory`."""
+    def start_copy_to_device(self, buffers: Sequence[HostBuffer], sizes: Sequence[int]) -> tuple[list[torch.Tensor], None]:
+        """Return new device tensors of the given sizes in bytes, and no event."""
         return [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes], None
 
-    def wait(self, mark: object) -> None:
-        """See `HostMemory`."""
+    def wait(self, event: object) -> None:
+        """Do nothing: no copy is in flight."""
 
 
-Traces = dict[object, ChunkTrace]
-"""Traces by kind of chunk."""
+TraceCache = dict[object, ChunkTrace]
+"""Traces by chunk key (`build_chunk_key`)."""
 
 
 def trace_chunks(
@@ -122,157 +128,183 @@ def trace_chunks(
     *,
     splits_backward: bool,
     device_type: str,
-    cache: Traces | None = None,
+    cache: TraceCache | None = None,
     expert_imbalance: float = 1.0,
 ) -> dict[int, ChunkTrace]:
-    """Trace each chunk of this rank; the keys are chunk indices.
+    """Trace each model chunk of this rank.
 
     Args:
-        model: this rank's part; its parameters may be on the meta device.
-        context: its groups' collectives return at once.
+        model: model of this rank. Its parameters may be on the meta device.
+        context: context whose collectives return at once (fake process groups).
         splits_backward: whether the schedule defers weight gradients.
-        device_type: type of the job's devices, cpu or cuda, whatever this machine has.
-        cache: traces made before with these settings, by kind of chunk.
-        expert_imbalance: how many times the mean of choices the experts of this rank are taken to get.
+        device_type: type of the job's devices, "cpu" or "cuda". This machine may have another type.
+        cache: traces of earlier calls with these settings, by chunk key (`build_chunk_key`). New traces are added.
+        expert_imbalance: number of token assignments to the experts of this rank, as a multiple of the mean over the ranks.
+
+    Returns:
+        Trace of each chunk, by chunk index.
     """
     cache = {} if cache is None else cache
-    found, kinds = {}, layer_kinds(model.config, model.precision, model.context_ways)
+    traces, layer_keys = {}, build_layer_keys(model.config, model.precision, model.cp_comm_types)
     for index in model.chunks:
         chunk = model.layer_table[index]
-        key = kind_of(chunk, kinds)
+        key = build_chunk_key(chunk, layer_keys)
         if key not in cache:
-            trace = partial(_trace, model, data, micro_batch_size, context, chunk, splits_backward, device_type, expert_imbalance)
+            trace = partial(
+                _trace_chunk, model, data, micro_batch_size, context, chunk, splits_backward, device_type, expert_imbalance
+            )
             cache[key] = trace()
-            if any(segment.offloaded for segment in chunk.segments):
-                cache[key] = replace(cache[key], soon=trace(back_soon=True))
-        found[index] = cache[key]
-    return found
+            if any(segment.is_offloaded for segment in chunk.segments):
+                cache[key] = replace(cache[key], immediate_trace=trace(is_backward_next=True))
+        traces[index] = cache[key]
+    return traces
 
 
-LayerKind = tuple[LayerSpec, Fp8 | None, ContextWay | None, int | None]
-"""What a layer is, how it computes in 8 bits, how context ranks share its keys and values, and of which depth of multi-token
-prediction it is."""
+LayerKey = tuple[LayerSpec, Fp8 | None, CpCommType | None, int | None]
+"""Everything on which a layer's trace depends: its spec, its FP8 settings, its context-parallel communication type, and its
+depth of multi-token prediction (None for the layers of the main model)."""
 
 
-def layer_kinds(model: ModelConfig, precision: PrecisionConfig, ways: Sequence[ContextWay] = ()) -> list[LayerKind]:
-    """The kind of each layer of the model, and of each depth behind them."""
-    specs = layers(model)
-    each: Sequence[ContextWay | None] = ways or [None] * len(specs)
-    found = [
-        (spec, precision.fp8_of(layer, len(specs)), way, None) for layer, (spec, way) in enumerate(zip(specs, each, strict=True))
-    ]
-    return [*found, *((*found[-1][:3], k) for k in range(model.mtp_num_layers))]
-
-
-SegmentKind = tuple[tuple[LayerKind, ...], frozenset[RecomputeModule], bool, bool, str]
-"""What a segment is: its layers, the parts of each that are computed again, whether the layers as a whole are run again in
-backward, whether that is done ahead of it, and of those moved to the host, which it is: the last may stay, and of the first a
-received input does."""
-
-
-def kind_of(chunk: Chunk, kinds: Sequence[LayerKind]) -> tuple[bool, bool, tuple[SegmentKind, ...]]:
-    """What is the same for chunks that are alike but for the numbers of their layers.
+def build_layer_keys(model: ModelConfig, precision: PrecisionConfig, cp_comm_types: Sequence[CpCommType] = ()) -> list[LayerKey]:
+    """Return a key for each layer of the model, followed by a key for each MTP (multi-token prediction) layer. Layers with equal
+    keys have equal traces.
 
     Args:
-        kinds: those of all layers of the model.
+        cp_comm_types: context-parallel communication type of each layer; empty without context parallelism.
     """
-    again = [segment for segment in chunk.segments if segment.recomputed]
-    moved = [segment for segment in chunk.segments if segment.offloaded]
+    specs = build_layer_specs(model)
+    comm_types: Sequence[CpCommType | None] = cp_comm_types or [None] * len(specs)
+    layer_keys = [
+        (spec, precision.get_fp8(layer, len(specs)), comm_type, None)
+        for layer, (spec, comm_type) in enumerate(zip(specs, comm_types, strict=True))
+    ]
+    return [*layer_keys, *((*layer_keys[-1][:3], k) for k in range(model.mtp_num_layers))]
+
+
+SegmentKey = tuple[tuple[LayerKey, ...], frozenset[RecomputeModule], bool, bool, str]
+"""Everything on which a segment's trace depends: the keys of its layers, the modules that are recomputed in each, whether its
+layers are recomputed in full, whether they are recomputed ahead of the backward, and its position among the offloaded segments
+("first", "moved", "last", or "" if not offloaded). The last offloaded segment may stay on the device; the first may hold a
+received input."""
+
+
+def build_chunk_key(chunk: Chunk, layer_keys: Sequence[LayerKey]) -> tuple[bool, bool, tuple[SegmentKey, ...]]:
+    """Return a key of a model chunk. Chunks that differ only in the indices of their layers have equal keys and therefore equal
+    traces.
+
+    Args:
+        layer_keys: keys of all layers of the model.
+    """
+    recomputed = [segment for segment in chunk.segments if segment.is_recomputed]
+    offloaded = [segment for segment in chunk.segments if segment.is_offloaded]
     segments = (
         (
-            tuple(kinds[layer] for layer in segment.layers),
-            segment.selective,
-            segment.recomputed,
-            segment in again[-1:],
-            "last" if segment in moved[-1:] else "first" if segment in moved[:1] else "moved" if segment in moved else "",
+            tuple(layer_keys[layer] for layer in segment.layers),
+            segment.recomputed_modules,
+            segment.is_recomputed,
+            segment in recomputed[-1:],
+            "last"
+            if segment in offloaded[-1:]
+            else "first"
+            if segment in offloaded[:1]
+            else "moved"
+            if segment in offloaded
+            else "",
         )
         for segment in chunk.segments
     )
-    return chunk.first, chunk.last, tuple(segments)
+    return chunk.is_first, chunk.is_last, tuple(segments)
 
 
-def _trace(
+def _trace_chunk(
     model: Model,
     data: DataConfig,
     micro_batch_size: int,
     context: ParallelContext,
     chunk: Chunk,
-    splits: bool,
+    splits_backward: bool,
     device_type: str,
     expert_imbalance: float,
     *,
-    back_soon: bool = False,
+    is_backward_next: bool = False,
 ) -> ChunkTrace:
     on_cuda = device_type == "cuda"
-    stand_ins = segments_that_stand(kind_of(chunk, layer_kinds(model.config, model.precision, model.context_ways))[-1])
-    run = sorted(set(stand_ins))
-    shared = ((group.process_group, "cp") for group in (context.context_group, *context.context_rings))
-    wider = ((context.group(*axes).process_group, axes_in_words(axes, context)) for axes in (("tp", "cp"), ("etp", "ep")))
-    ledger = StorageLedger([(context.group("tp").process_group, "tp"), *shared, *wider])
-    with CudaKernels() if on_cuda else CpuKernels(), ledger, few_turns(ledger.repeated):
+    representatives = choose_representatives(
+        build_chunk_key(chunk, build_layer_keys(model.config, model.precision, model.cp_comm_types))[-1]
+    )
+    run_indices = sorted(set(representatives))
+    cp_groups = ((group.process_group, "cp") for group in (context.context_group, *context.context_rings))
+    combined_groups = ((context.group(*axes).process_group, format_axes(axes, context)) for axes in (("tp", "cp"), ("etp", "ep")))
+    ledger = StorageLedger([(context.group("tp").process_group, "tp"), *cp_groups, *combined_groups])
+    with CudaKernels() if on_cuda else CpuKernels(), ledger, sample_iterations(ledger.repeat):
         device = torch.device("meta" if on_cuda else device_type)
         chunk_run = ChunkRun(
-            model, data, micro_batch_size, context, chunk, [chunk.segments[place] for place in run], ledger, device
+            model, data, micro_batch_size, context, chunk, [chunk.segments[i] for i in run_indices], ledger, device
         )
-        chunk_run.let_experts_get(expert_imbalance)
-        chunk_run.run(splits=splits, back_soon=back_soon)
-    ops: dict[OpKind, MemorySpan] = {}
-    for kind, spans in chunk_run.spans.items():
-        if kind is OpKind.RECOMPUTE:  # it runs one segment, in one span
-            ops[kind] = joined(spans)
+        chunk_run.set_expert_imbalance(expert_imbalance)
+        chunk_run.run(splits_backward=splits_backward, is_backward_next=is_backward_next)
+    ops: dict[OpType, MemorySpan] = {}
+    for op_type, spans in chunk_run.spans.items():
+        if op_type is OpType.RECOMPUTE:  # recomputes one segment, so there are no further spans
+            ops[op_type] = join_spans(spans)
             continue
-        step = 1 if kind is OpKind.FORWARD else -1
-        of_segment = dict(zip(run[::step], spans[1:], strict=True))
-        ops[kind] = joined([spans[0], *(of_segment[place] for place in stand_ins[::step])])
-    attention = ", ".join(words for name, words in _ATTENTION.items() if name in ledger.kernels)
-    moved = iter(chunk_run.away)
-    of_moved = {place: next(moved) for place in run if chunk.segments[place].offloaded}
+        step = 1 if op_type is OpType.FORWARD else -1
+        span_of_segment = dict(zip(run_indices[::step], spans[1:], strict=True))
+        ops[op_type] = join_spans([spans[0], *(span_of_segment[i] for i in representatives[::step])])
+    attention = ", ".join(description for name, description in _ATTENTION_NAMES.items() if name in ledger.op_names)
+    sizes = iter(chunk_run.offloaded_sizes)
+    sizes_of_segment = {i: next(sizes) for i in run_indices if chunk.segments[i].is_offloaded}
     return ChunkTrace(
         ops,
         attention,
-        chunk_run.kept_of_documents,
-        chunk_run.leaving,
-        chunk_run.fetched,
-        tuple(of_moved[stand_ins[place]] for place, segment in enumerate(chunk.segments) if segment.offloaded),
-        chunk_run.last_remade_ahead,
+        chunk_run.document_tensors,
+        chunk_run.leaving_bytes,
+        chunk_run.fetched_bytes,
+        tuple(sizes_of_segment[representatives[i]] for i, segment in enumerate(chunk.segments) if segment.is_offloaded),
+        chunk_run.is_last_recomputed_ahead,
     )
 
 
-def segments_that_stand(specs: Sequence[Hashable]) -> list[int]:
-    """For each segment of a chunk, the index of the one that is run in its place, perhaps itself.
+def choose_representatives(specs: Sequence[Hashable]) -> list[int]:
+    """Return, for each segment of a chunk, the index of the segment that runs in its place (possibly itself).
 
-    The longest stretch of segments is left out whose neighbours fit together as they do in the whole. So each segment that is run
-    has the neighbours that it has in the whole. For each one that is left out, one with the same neighbours is run, the second of
-    its kind. The first and the last of each kind are run: they may be the first and the last to use what several layers share.
+    The function skips the longest range of segments whose removal leaves every remaining segment with neighbors equal to its
+    neighbors in the full chunk. A skipped segment is represented by the second segment with equal neighbors. The first and the last
+    of equal segments always run, because they may be the first and the last user of a tensor that several layers share.
+
+    Args:
+        specs: key of each segment; equal keys mean equal segments.
     """
-    kinds = [list(alike(specs)).index(spec) for spec in specs]
-    around = list(zip((*kinds[:1], *kinds), kinds, (*kinds[1:], *kinds[-1:]), strict=False))
-    lasts = [places[-1] for places in alike(kinds).values()]
-    longest = range(0)
-    for begin in range(1, len(kinds)):
-        second = {key: places[1] for key, places in alike(around[:begin]).items() if len(places) > 1}
-        latest = min(last for last in lasts if last >= begin)
-        end = begin
-        while end < latest and around[end] in second:
+    first_equal = [list(group_equal(specs)).index(spec) for spec in specs]
+    neighbors = list(zip((*first_equal[:1], *first_equal), first_equal, (*first_equal[1:], *first_equal[-1:]), strict=False))
+    last_indices = [indices[-1] for indices in group_equal(first_equal).values()]
+    skipped = range(0)
+    for start in range(1, len(first_equal)):
+        second_indices = {key: indices[1] for key, indices in group_equal(neighbors[:start]).items() if len(indices) > 1}
+        max_end = min(last for last in last_indices if last >= start)
+        end = start
+        while end < max_end and neighbors[end] in second_indices:
             end += 1
-        while kinds[begin - 1 : begin + 1] != kinds[end - 1 : end + 1]:
+        while first_equal[start - 1 : start + 1] != first_equal[end - 1 : end + 1]:
             end -= 1
-        if end - begin > len(longest):
-            longest, stand_ins = range(begin, end), [second[key] for key in around[begin:end]]
-    if longest:
-        return [*range(longest.start), *stand_ins, *range(longest.stop, len(kinds))]
-    return list(range(len(kinds)))
+        if end - start > len(skipped):
+            skipped, representatives = range(start, end), [second_indices[key] for key in neighbors[start:end]]
+    if skipped:
+        return [*range(skipped.start), *representatives, *range(skipped.stop, len(first_equal))]
+    return list(range(len(first_equal)))
 
 
 class ChunkRun:
-    """A chunk with parameters, gradients and inputs. All of it lives before the first operation, so none of it is counted.
+    """Model chunk with parameters, gradients and inputs, whose operations run on meta or fake tensors (shapes without data).
 
-    The spans of each operation are cut where a segment begins, in its own order: what comes before the first one that runs, that
-    segment, and so on; the last span ends with the operation.
+    Parameters, gradients and inputs exist before the first operation, so the trace does not count them. The memory of an operation
+    is recorded as consecutive spans: one up to the first segment, then one for each segment in execution order. The last span ends
+    with the operation.
 
     Args:
-        segments: those of the chunk that run.
-        ledger: entered, on top of what makes tensors of `device` take no memory.
+        segments: segments of the chunk that run. A segment is a range of consecutive layers, mostly a single layer.
+        ledger: active ledger, which records memory and communication. The mode that creates meta or fake tensors on `device` must
+            be active below it.
     """
 
     def __init__(
@@ -288,7 +320,7 @@ class ChunkRun:
     ) -> None:
         self._ledger = ledger
         table = ParamTable()
-        weights = {weight.name: weight for weight in model_weights(model.config, model.vocab_size)}
+        weights = {weight.name: weight for weight in iter_weights(model.config, model.vocab_size)}
         scope = Scope(
             context,
             table,
@@ -296,125 +328,133 @@ class ChunkRun:
             model.dtype,
             model.sequence_parallel,
             model.overlap,
-            context_ways=model.context_ways,
-            gathers_tokens=model.gathers_tokens,
+            cp_comm_types=model.cp_comm_types,
+            uses_allgather_dispatch=model.uses_allgather_dispatch,
             lora_scale=model.config.lora_scale,
             chunk=chunk.index,
             num_chunks=chunk.num_chunks,
         )
         self._module = GPTChunk(scope, model.config, chunk, segments, loss=model.loss, precision=model.precision)
-        self._largest = None if model.largest is None else LargestScores.of(model.config, model.dtype, device)
-        if self._largest is not None:
-            self._module.watch_scores(self._largest)
-        self._balance: Balance | None = None
-        if model.balance is not None:
-            self._balance = Balance(model.config, context.sequence_group, device)
-            self._module.watch_routers(self._balance)
+        self._logit_tracker = None if model.logit_tracker is None else MaxLogitTracker.of(model.config, model.dtype, device)
+        if self._logit_tracker is not None:
+            self._module.track_max_logits(self._logit_tracker)
+        self._router_tracker: RouterTracker | None = None
+        if model.router_tracker is not None:
+            self._router_tracker = RouterTracker(model.config, context.sequence_group, device)
+            self._module.track_routers(self._router_tracker)
         if device.type != "meta":
             materialize(self._module, table, device)
         for entry in table:
             if entry.record.frozen:
                 continue
             dtype = main_grad_dtype(entry.param.dtype)
-            provide = partial(torch.empty, entry.param.shape, dtype=dtype, device=device)
-            sink = GradSink(dtype, partial(self._wrote, entry.record.name), provide)
-            sink.main_grad = provide()
+            allocate = partial(torch.empty, entry.param.shape, dtype=dtype, device=device)
+            sink = GradSink(dtype, partial(self._on_grad_written, entry.record.name), allocate)
+            sink.main_grad = allocate()
             entry.param.grad_sink = sink  # type: ignore[attr-defined]
-        self._inputs = make_inputs(model, data, micro_batch_size, context.context_group, device)
-        hidden = model.boundary(micro_batch_size, context.topology)["hidden"]
-        boundary = partial(torch.empty, hidden.shape, dtype=hidden.dtype, device=device)
-        self._received = None if chunk.first else boundary(requires_grad=True)
-        self._gradient = None if chunk.last else boundary()
+        self._inputs = build_inputs(model, data, micro_batch_size, context.context_group, device)
+        hidden = model.stage_boundary(micro_batch_size, context.topology)["hidden"]
+        empty_hidden = partial(torch.empty, hidden.shape, dtype=hidden.dtype, device=device)
+        self._received_hidden = None if chunk.is_first else empty_hidden(requires_grad=True)
+        self._received_grad = None if chunk.is_last else empty_hidden()
         self._scale = torch.ones((), dtype=torch.promote_types(model.dtype, torch.float32), device=device)
-        self.spans: dict[OpKind, list[MemorySpan]] = {}
-        """The spans of each operation that has run."""
-        self.leaving, self.last_remade_ahead = 0, False
-        self.fetched: dict[OpKind, int] = {}
-        self.away: list[tuple[int, ...]] = []
-        """As in `ChunkTrace`, of the segments that run."""
-        self._host = _CountedHost(device)
-        self._kind = OpKind.FORWARD
+        self.spans: dict[OpType, list[MemorySpan]] = {}
+        """Spans of each operation that has run."""
+        self.leaving_bytes, self.is_last_recomputed_ahead = 0, False
+        self.fetched_bytes: dict[OpType, int] = {}
+        self.offloaded_sizes: list[tuple[int, ...]] = []
+        """Like `ChunkTrace.offloaded_sizes`, for the segments that run."""
+        self._host = _CountingHostPool(device)
+        self._op_type = OpType.FORWARD
         modules: list[nn.Module] = [*self._module.layers, *([] if self._module.mtp is None else self._module.mtp.depths)]
-        numbers = [segment.layers[-1] for segment in segments]
-        own = [f"mtp.{k - model.config.num_layers}.layer" if k >= model.config.num_layers else f"layers.{k}" for k in numbers]
-        self._first_products = {f"{name}.{product}" for name in own for product in _first_products(model.config)}
-        place = 0
+        last_layers = [segment.layers[-1] for segment in segments]
+        layer_names = [
+            f"mtp.{k - model.config.num_layers}.layer" if k >= model.config.num_layers else f"layers.{k}" for k in last_layers
+        ]
+        self._first_deferred_weights = {
+            f"{name}.{weight_name}" for name in layer_names for weight_name in _list_first_deferred_weights(model.config)
+        }
+        module_index = 0
         for segment in segments:
-            modules[place].register_forward_pre_hook(self._cut)
-            place += len(segment.layers)
-            modules[place - 1].register_forward_hook(self._after_segment)
+            modules[module_index].register_forward_pre_hook(self._end_span)
+            module_index += len(segment.layers)
+            modules[module_index - 1].register_forward_hook(self._after_segment)
 
-    def let_experts_get(self, imbalance: float) -> None:
-        """Let the experts of this rank get so many times the mean of choices."""
+    def set_expert_imbalance(self, imbalance: float) -> None:
+        """Set the number of token assignments to the experts of this rank, as a multiple of the mean over the ranks."""
         for module in self._module.modules():
-            if isinstance(module, Experts):
-                module.dispatcher = replace(module.dispatcher, planned=imbalance)
+            if isinstance(module, MoELayer):
+                module.dispatcher = replace(module.dispatcher, assumed_imbalance=imbalance)
 
-    def run(self, *, splits: bool, back_soon: bool) -> None:
-        """Run all operations.
+    def run(self, *, splits_backward: bool, is_backward_next: bool) -> None:
+        """Run all operations of the chunk on one microbatch.
 
         Args:
-            splits: backward is an input gradient and a weight gradient, as in zero-bubble schedules.
-            back_soon: the last layer that is chosen to be moved to the host stays.
+            splits_backward: run the backward as an input-gradient and a weight-gradient operation, as zero-bubble schedules do.
+            is_backward_next: keep the last offloaded layer on the device, because the backward follows at once.
         """
-        with contextlib.nullcontext() if self._balance is None else self._balance.watching(1.0):
-            self._run(splits, back_soon)
+        with contextlib.nullcontext() if self._router_tracker is None else self._router_tracker.recording(1.0):
+            self._run(splits_backward, is_backward_next)
 
-    def _run(self, splits: bool, back_soon: bool) -> None:
-        backward = OpKind.INPUT_GRAD if splits else OpKind.BACKWARD
-        kept = Kept(host=self._host, back_soon=back_soon, living=[] if self._received is None else [self._received])
-        watching = contextlib.nullcontext() if self._largest is None else self._largest.watching()
-        with self._operation(OpKind.FORWARD), keeping(kept), watching:
-            out = self._module(self._inputs, self._received)
-            # As the executor does: only the gradient edge is kept.
-            edge = get_gradient_edge(out if self._gradient is not None else minimised(out) * self._scale)
+    def _run(self, splits_backward: bool, is_backward_next: bool) -> None:
+        backward = OpType.INPUT_GRAD if splits_backward else OpType.BACKWARD
+        store = ActivationStore(
+            host_pool=self._host,
+            is_backward_next=is_backward_next,
+            live_tensors=[] if self._received_hidden is None else [self._received_hidden],
+        )
+        logit_recording = contextlib.nullcontext() if self._logit_tracker is None else self._logit_tracker.recording()
+        with self._record_op(OpType.FORWARD), storing_activations(store), logit_recording:
+            out = self._module(self._inputs, self._received_hidden)
+            # Keep only the gradient edge of the output, as the executor does.
+            edge = get_gradient_edge(out if self._received_grad is not None else total_loss(out) * self._scale)
             del out
-        self.away = [tuple(layer.sizes) for layer in kept.layers]
-        self.last_remade_ahead = bool(kept.layers) and kept.layers[-1].remade_ahead
-        self.leaving = -self._change(kept.settle)
-        if kept.remakes:
-            self.fetched[OpKind.RECOMPUTE] = self._change(partial(kept.fetch, for_remake=True))
-            with self._operation(OpKind.RECOMPUTE):
-                kept.remake_last()
-        self.fetched[backward] = self._change(partial(kept.fetch, for_remake=False))
+        self.offloaded_sizes = [tuple(layer.offloaded_sizes) for layer in store.offloaders]
+        self.is_last_recomputed_ahead = bool(store.offloaders) and store.offloaders[-1].is_recomputed_ahead
+        self.leaving_bytes = -self._measure_net_bytes(store.release_device_copies)
+        if store.recomputations:
+            self.fetched_bytes[OpType.RECOMPUTE] = self._measure_net_bytes(partial(store.fetch, for_recompute=True))
+            with self._record_op(OpType.RECOMPUTE):
+                store.recompute_last()
+        self.fetched_bytes[backward] = self._measure_net_bytes(partial(store.fetch, for_recompute=False))
         with (
-            self._operation(backward),
-            deferring() if splits else contextlib.nullcontext() as deferred,
+            self._record_op(backward),
+            deferring() if splits_backward else contextlib.nullcontext() as deferred,
         ):
-            torch.autograd.backward([edge], [self._gradient])
-            del edge  # as the executor does: with it goes what operations hold beside saved tensors
-            if self._received is not None:
-                self._received.grad = None  # on its way to the chunk before: counted with the messages
+            torch.autograd.backward([edge], [self._received_grad])
+            del edge  # as the executor does; this frees tensors that graph nodes hold in addition to saved tensors
+            if self._received_hidden is not None:
+                self._received_hidden.grad = None  # counted as a message to the previous chunk
         if deferred is not None:
-            with self._operation(OpKind.WEIGHT_GRAD):
+            with self._record_op(OpType.WEIGHT_GRAD):
                 deferred.run()
 
     @property
-    def kept_of_documents(self) -> frozenset[PlaceOfDocuments]:
-        """As in `ChunkTrace`."""
+    def document_tensors(self) -> frozenset[DocumentTensor]:
+        """Tensors of document boundaries that attention has used."""
         documents = self._inputs.documents
-        return frozenset(documents.asked) if isinstance(documents, PlannedDocuments) else frozenset()
+        return frozenset(documents.used_tensors) if isinstance(documents, PlannedDocuments) else frozenset()
 
-    def _change(self, action: Callable[[], None]) -> int:
-        """Bytes alive after it less those alive before."""
-        self._ledger.cut()
+    def _measure_net_bytes(self, action: Callable[[], None]) -> int:
+        """Run `action` and return the number of bytes that it allocated and did not free."""
+        self._ledger.take_span()
         action()
-        return self._ledger.cut().change
+        return self._ledger.take_span().net_bytes
 
     @contextlib.contextmanager
-    def _operation(self, kind: OpKind) -> Iterator[None]:
-        self._ledger.cut()
-        self._kind, self.spans[kind] = kind, []
+    def _record_op(self, op_type: OpType) -> Iterator[None]:
+        self._ledger.take_span()
+        self._op_type, self.spans[op_type] = op_type, []
         yield
-        self._cut()
+        self._end_span()
 
-    def _cut(self, *_: object) -> None:
-        self.spans[self._kind].append(self._ledger.cut())
+    def _end_span(self, *_: object) -> None:
+        self.spans[self._op_type].append(self._ledger.take_span())
 
-    def _after_segment(self, block: object, inputs: object, out: torch.Tensor) -> None:
+    def _after_segment(self, module: object, inputs: object, out: torch.Tensor) -> None:
         assert out.grad_fn is not None
-        out.grad_fn.register_prehook(self._cut)  # backward enters the segment where forward left it
+        out.grad_fn.register_prehook(self._end_span)  # the backward of the segment starts at its output
 
-    def _wrote(self, name: str) -> None:
-        if self._kind is OpKind.WEIGHT_GRAD and name in self._first_products:
-            self._cut()
+    def _on_grad_written(self, name: str) -> None:
+        if self._op_type is OpType.WEIGHT_GRAD and name in self._first_deferred_weights:
+            self._end_span()

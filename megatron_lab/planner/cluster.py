@@ -1,7 +1,8 @@
-"""What a cluster's devices and links do: figures of makers, and the share of each that long work reaches. One file each (YAML).
+"""Descriptions of clusters, one YAML file each: peak rates of devices and links, and the fraction of each rate that long-running
+work achieves.
 
-Figures come with their source in the files. The shares are fitted to published runs (docs/planning.md), or measured on the machine
-itself by `tools/check_cluster.py --measure`.
+The files name the source of each rate. The fractions are fitted to published runs (docs/planning.md), or measured on the machine by
+`tools/check_cluster.py --measure`.
 """
 
 from __future__ import annotations
@@ -15,185 +16,210 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from megatron.config.errors import ConfigError, Violation
-from megatron.config.extras import optional
+from megatron.config.extras import import_optional
 from megatron.config.regular_file import read_text
-from megatron.metrics.measures import peak_flops
+from megatron.metrics.measures import get_peak_flops
 
 _FOLDER = "clusters"
-DEFAULT = "h100"
-"""The cluster of plans where none is named."""
-_SIZES = ("ranks", "tensor", "pipeline", "context", "expert")
+DEFAULT_CLUSTER = "h100"
+"""Cluster for which a plan predicts times if neither the settings nor this machine's GPU select one."""
+_CALIBRATED_SIZES = ("ranks", "tensor", "pipeline", "context", "expert")
 _SCALARS = {float: (int, float), int: (int,), str: (str,)}
 
 
 @dataclass(frozen=True)
-class Reached:
-    """The share of a maker's figure that long work reaches; 1 is all of it."""
+class Efficiency:
+    """Fractions of the manufacturer's rates that long-running work achieves; 1 is the full rate."""
 
     products: Mapping[str, float]
-    """Large matrix products, of the peak of their dtype (bfloat16, float8)."""
+    """Large matrix products, by dtype ("bfloat16", "float8"): fraction of the peak FLOP/s of that dtype."""
     attention: float
-    """Attention's forward, of the peak of the model's dtype."""
+    """Forward of attention: fraction of the peak FLOP/s in the model's dtype."""
     attention_backward: float
-    """Its backward; the scores that it makes again are not counted as work."""
+    """Backward of attention: fraction of the peak FLOP/s. The FLOPs that recompute the attention scores are not counted."""
     memory: float
-    """Kernels that go through the memory, of its bandwidth."""
+    """Memory-bound kernels: fraction of the memory bandwidth."""
     state: float = 0.0
-    """The same by the optimizer's step; 0: as other kernels. (A CPU keeps a layer's tensors in caches, but not the state.)"""
+    """Optimizer step: fraction of the memory bandwidth; 0 means the same fraction as `memory`. The fractions differ on CPUs,
+    whose caches hold a layer's tensors but not the optimizer state."""
     node: float = 0.8
-    """Collectives, of a link inside a node."""
+    """Collectives inside a node: fraction of the link's bandwidth."""
     network: float = 0.8
-    """Collectives, of a link between nodes."""
+    """Collectives between nodes: fraction of the link's bandwidth."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A kind of device, its memory, and the links between many of them. GB are 10^9 bytes; links count one direction."""
+    """Hardware that a prediction assumes: the device type, its memory and rates, and the links between devices.
+
+    A GB is 10^9 bytes. Link rates count one direction.
+    """
 
     name: str
     device: str
-    """As torch names it; peaks that are not given are looked up by it."""
+    """Name of the device in torch. Peak rates that are missing in `peak_tflops` are looked up by this name in the table of
+    devices."""
     memory_gb: float
     memory_gb_s: float
     """Bandwidth of a device's memory."""
     gpus_per_node: int
-    """Devices that reach each other by the fast links."""
+    """Number of devices of a node, which are connected by the fast links."""
     node_gb_s: float
-    """What one device sends to the others of its node."""
+    """Rate at which one device sends to other devices of its node."""
     network_gb_s: float
-    """What one device sends to other nodes."""
-    reached: Reached
+    """Rate at which one device sends to other nodes."""
+    reached: Efficiency
     peak_tflops: Mapping[str, float] = field(default_factory=dict)
-    """Dense peaks by dtype, where the table of devices does not know them or they are measured."""
+    """Dense peak rates in TFLOP/s by dtype: measured rates, and rates that the table of devices does not contain."""
     node_us: float = 4.0
-    """Latency of a step of a collective inside a node."""
+    """Latency of one step of a collective inside a node."""
     network_us: float = 12.0
-    """Latency of one between nodes."""
+    """Latency of one step of a collective between nodes."""
     operations: Mapping[str, float] = field(default_factory=dict)
-    """Rates of kinds of collectives (all-gather, reduce-scatter, all-to-all, send) over an all-reduce's, where they differ."""
+    """Rates of communication types (all-gather, reduce-scatter, all-to-all, send) relative to all-reduce, for the types whose
+    rate differs from that of all-reduce."""
     host_gb_s: float = 25.0
-    """Between a device and its host's memory."""
+    """Bandwidth between a device and host memory."""
     fresh_gb_s: float = 0.0
-    """Rate at which an operation takes memory beside what there was: a term that is fitted, to forwards on CPUs. 0: no time."""
+    """Rate in GB/s at which an operation allocates memory that was not in use before. This fitted term models forwards on CPUs.
+    0: allocation takes no time."""
     kernel_us: float = 3.0
-    """What each kernel takes beside its work: from the end of one to the begin of the next."""
+    """Time per kernel in addition to its work: from the end of one kernel to the start of the next."""
     host_us: float = 9.0
-    """What the host takes to launch a kernel, with Python's part. A device that is faster waits."""
+    """Time in which the host launches a kernel, including the Python code. A device that finishes the previous kernel earlier
+    waits."""
     product_us: float = 5.0
-    """What a product takes until all of the device works on it."""
+    """Start-up time of a matrix product, until it occupies the full device."""
     hidden: float = 0.85
-    """The share of what is sent beside computing that this hides."""
+    """Share of the communication overlapped with computation that costs no extra time."""
     step_ms: float = 5.0
-    """What a step takes beside its operations: waiting for the slowest rank, the numbers that all agree on."""
+    """Time per step in addition to its operations: waiting for the slowest rank, and reductions of scalars over all ranks."""
     spread: float = 0.1
-    """Standard deviation of the logarithm of measured over predicted time, where such layouts were calibrated."""
+    """Standard deviation of log(measured time / predicted time) over the calibrated layouts."""
     calibrated: Mapping[str, float] = field(default_factory=dict)
-    """The most ranks, and tensor, pipeline, context and expert ranks, of the runs that the shares were fitted to. Empty: it is not
-    told."""
+    """Largest number of ranks, and of tensor, pipeline, context and expert ranks, in the runs to which the fractions in
+    `Efficiency` were fitted. Empty if not known."""
     shared_by: int = 0
-    """Devices of a node that compute at once; ranks beyond them share. 0: all (a machine's CPUs have one device a core)."""
+    """Number of devices of a node that can compute at the same time; further ranks of the node share these devices. 0: all
+    devices. (The CPUs of a machine count as one device per core.)"""
 
-    def peak(self, dtype: str) -> float:
-        """Dense peak in FLOP/s.
+    def peak_flops(self, dtype: str) -> float:
+        """Return the dense peak rate of a dtype in FLOP/s.
 
         Raises:
-            ConfigError: it is known neither here nor in the table of devices.
+            ConfigError: neither this cluster nor the table of devices has a peak rate for this dtype.
         """
-        found = self._peak(dtype)
-        if found is None:
+        peak = self._find_peak(dtype)
+        if peak is None:
             raise ConfigError(
                 [
                     Violation(
-                        (), f"the peak of {self.device} in {dtype} is not known.", f"Write peak_tflops: {{{dtype}: ...}} in it."
+                        (),
+                        f"the peak rate of {self.device} in {dtype} is not known.",
+                        f"Write peak_tflops: {{{dtype}: ...}} into the cluster file.",
                     )
                 ]
             )
-        return found
+        return peak
 
-    def knows(self, dtype: str) -> bool:
-        """Whether the peak is known."""
-        return self._peak(dtype) is not None
+    def has_peak(self, dtype: str) -> bool:
+        """Return whether the peak rate of this dtype is known."""
+        return self._find_peak(dtype) is not None
 
-    def _peak(self, dtype: str) -> float | None:
-        return self.peak_tflops[dtype] * 1e12 if dtype in self.peak_tflops else peak_flops(self.device, dtype)
+    def _find_peak(self, dtype: str) -> float | None:
+        return self.peak_tflops[dtype] * 1e12 if dtype in self.peak_tflops else get_peak_flops(self.device, dtype)
 
-    def yaml(self) -> str:
-        """As a file."""
-        text: str = optional("yaml", "a file of a cluster needs PyYAML").safe_dump(asdict(self), sort_keys=False)
+    def to_yaml(self) -> str:
+        """Return the text of a cluster file."""
+        text: str = import_optional("yaml", "a file of a cluster needs PyYAML").safe_dump(asdict(self), sort_keys=False)
         return text
 
 
-def cluster_names() -> list[str]:
-    """Names of the clusters that are shipped."""
+def list_cluster_names() -> list[str]:
+    """Return the names of the clusters that are shipped with this package."""
     folder = resources.files("megatron_lab.planner") / _FOLDER
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
-def shipped_name(device: str) -> str | None:
-    """Return the name of the shipped cluster file for a device, given torch's name of the device. None if no file is for it."""
-    return next((name for name in cluster_names() if load_cluster(name).device == device), None)
+def find_shipped_name(device: str) -> str | None:
+    """Return the name of the shipped cluster with this device (torch's device name), or None."""
+    return next((name for name in list_cluster_names() if load_cluster(name).device == device), None)
 
 
-def shipped_for(device: str) -> Cluster | None:
-    """The shipped cluster of a device, by torch's name of it; None if there is none."""
-    name = shipped_name(device)
+def load_shipped_cluster(device: str) -> Cluster | None:
+    """Return the shipped cluster with this device (torch's device name), or None."""
+    name = find_shipped_name(device)
     return None if name is None else load_cluster(name)
 
 
 def load_cluster(name: str) -> Cluster:
-    """A cluster by its name among those that are shipped, or by the path of a file.
+    """Load the description of a cluster.
+
+    Args:
+        name: name of a shipped cluster, or path of a cluster file.
 
     Raises:
-        ConfigError: there is none, or the file does not describe one.
+        ConfigError: no such cluster exists, or the file does not describe a cluster.
     """
-    if name in cluster_names():
+    if name in list_cluster_names():
         text = (resources.files("megatron_lab.planner") / _FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
     elif os.path.isfile(name):
-        text = read_text(Path(name), most=1_000_000)
+        text = read_text(Path(name), max_bytes=1_000_000)
     else:
-        near = difflib.get_close_matches(name, cluster_names(), n=1)
-        meant = f" Did you mean {near[0]}?" if near else ""
+        matches = difflib.get_close_matches(name, list_cluster_names(), n=1)
+        hint = f" Did you mean {matches[0]}?" if matches else ""
         raise ConfigError(
-            [Violation((), f"there is no cluster {name}.", f"Known: {', '.join(cluster_names())}; or a file.{meant}")]
+            [
+                Violation(
+                    (),
+                    f"there is no cluster {name}.",
+                    f"Give one of {', '.join(list_cluster_names())}, or the path of a cluster file.{hint}",
+                )
+            ]
         )
-    yaml = optional("yaml", f"the file of the cluster {name} needs PyYAML")
+    yaml = import_optional("yaml", f"the file of the cluster {name} needs PyYAML")
     try:
-        return _read(Cluster, yaml.safe_load(text), name)
+        return _parse_dataclass(Cluster, yaml.safe_load(text), name)
     except (yaml.YAMLError, TypeError, ValueError) as error:
         raise ConfigError(
             [Violation((), f"{name} does not describe a cluster: {error}", "tools/check_cluster.py --measure writes one.")]
         ) from None
 
 
-def _read(kind: type[Any], given: object, where: str) -> Any:
-    """A dataclass of what a file says.
+def _parse_dataclass(dataclass_type: type[Any], data: object, path: str) -> Any:
+    """Build a `Cluster` or `Efficiency` from parsed YAML.
+
+    Args:
+        path: file and key of `data`, for error messages.
 
     Raises:
-        ValueError: a field is missing, unknown, or not a number that it can be.
+        ValueError: a field is missing, unknown, or has an invalid value.
     """
-    if not isinstance(given, Mapping):
-        raise ValueError(f"{where} is not a table of fields.")
-    known = {one.name: one for one in fields(kind)}
-    types = get_type_hints(kind)
-    if unknown := sorted(set(map(str, given)) - set(known)):
-        near = difflib.get_close_matches(unknown[0], known, n=1)
-        raise ValueError(f"{where} has no field {unknown[0]}{f' (is {near[0]} meant?)' if near else ''}.")
-    if missing := [n for n, one in known.items() if n not in given and one.default is MISSING and one.default_factory is MISSING]:
-        raise ValueError(f"{where} lacks {', '.join(missing)}.")
-    return kind(**{name: _value(types[name], value, f"{where}: {name}") for name, value in given.items()})
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{path} must be a table (lines of the form key: value).")
+    known_fields = {f.name: f for f in fields(dataclass_type)}
+    types = get_type_hints(dataclass_type)
+    if unknown := sorted(set(map(str, data)) - set(known_fields)):
+        matches = difflib.get_close_matches(unknown[0], known_fields, n=1)
+        raise ValueError(f"{path} has no field {unknown[0]}{f' (is {matches[0]} meant?)' if matches else ''}.")
+    if missing := [n for n, f in known_fields.items() if n not in data and f.default is MISSING and f.default_factory is MISSING]:
+        raise ValueError(f"{path} lacks {', '.join(missing)}.")
+    return dataclass_type(**{name: _parse_value(types[name], value, f"{path}: {name}") for name, value in data.items()})
 
 
-def _value(kind: Any, value: object, where: str) -> object:
-    if kind is Reached:
-        return _read(Reached, value, where)
-    if kind not in _SCALARS:
+def _parse_value(value_type: Any, value: object, path: str) -> object:
+    if value_type is Efficiency:
+        return _parse_dataclass(Efficiency, value, path)
+    if value_type not in _SCALARS:
         if not isinstance(value, Mapping):
-            raise ValueError(f"{where} is not a table of numbers by dtype.")
-        if where.endswith(": calibrated") and (unknown := set(value) - set(_SIZES)):
-            raise ValueError(f"{where} has {', '.join(map(str, unknown))}; it may have {', '.join(_SIZES)}.")
-        return {str(key): _value(float, number, f"{where}.{key}") for key, number in value.items()}
-    if not isinstance(value, _SCALARS[kind]) or isinstance(value, bool):
-        raise ValueError(f"{where} is {value!r}, which is no {kind.__name__}.")
+            raise ValueError(f"{path} must be a table of numbers, such as {{bfloat16: 0.7}}.")
+        if path.endswith(": calibrated") and (unknown := set(value) - set(_CALIBRATED_SIZES)):
+            raise ValueError(
+                f"{path} has unknown keys {', '.join(map(str, unknown))}; allowed keys: {', '.join(_CALIBRATED_SIZES)}."
+            )
+        return {str(key): _parse_value(float, item, f"{path}.{key}") for key, item in value.items()}
+    if not isinstance(value, _SCALARS[value_type]) or isinstance(value, bool):
+        raise ValueError(f"{path} is {value!r}, but must be a value of type {value_type.__name__}.")
     if not isinstance(value, str) and not 0 <= float(value) < 1e9:
-        raise ValueError(f"{where} is {value}, which is out of range.")
+        raise ValueError(f"{path} is {value}, but must be at least 0 and below 1e9.")
     return value

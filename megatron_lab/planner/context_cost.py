@@ -1,17 +1,19 @@
-"""What context ranks send for attention, and hold of each other's keys and values. Pure.
+"""Cost of context parallelism in attention: bytes that a rank sends, and buffers for the other ranks' keys and values. Pure
+arithmetic.
 
-With C ranks and K bytes of keys and values of one rank's tokens; gradients of these, G, are summed in at least float32:
+With C context ranks, K bytes of keys and values of one rank's tokens, and G bytes of their gradients (summed in at least float32):
 
-==========  ================  ======================  ===================================
-way         sent forward      sent backward           held at once, of others and in sums
-==========  ================  ======================  ===================================
+==========  ================  ======================  =========================================
+type        sent in forward   sent in backward        keys, values and gradients in buffers
+==========  ================  ======================  =========================================
 all_gather  (C - 1) K         (C - 1) (K + G)         (C + 1) K + C G
 p2p         (C - 1) K         (C - 1) K + C G         2 K + 3 G
-a2a         (C - 1) / C x A   (C - 1) / C x A         nothing: tokens are exchanged for heads
-==========  ================  ======================  ===================================
+a2a         (C - 1) / C x A   (C - 1) / C x A         none: tokens are exchanged for heads
+==========  ================  ======================  =========================================
 
-A is the bytes of queries, keys, values and attention's result of one rank's tokens. What is held counts messages: of a gather what
-is sent and what comes; on a ring one that is computed with and one that comes, and of sums one more, which leaves.
+A is the bytes of queries, keys, values and the attention output of one rank's tokens. An all-gather needs its input and its output
+at once. A ring (p2p) needs the keys and values that are computed with and those that arrive; for gradients also those that are
+sent.
 """
 
 from __future__ import annotations
@@ -19,81 +21,93 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config.config import Config
-from megatron.config.parallel import ContextWay
-from megatron.spec.layers import AttentionSpec, LatentAttentionSpec, context_ways, depths, layers
+from megatron.config.parallel import CpCommType
+from megatron.spec.layers import AttentionSpec, LatentAttentionSpec, build_layer_specs, build_mtp_layer_specs, resolve_cp_comm_types
 
-_WIDE = 4
-"""Bytes of float32."""
+_FLOAT32_BYTES = 4
+"""Bytes of a float32 element."""
 
 
 @dataclass(frozen=True)
-class SharedAttention:
-    """Attention of one layer on one rank, for a microbatch."""
+class ContextAttention:
+    """Sizes of one layer's attention on one context-parallel rank, from which its traffic and buffers follow."""
 
-    ranks: int
-    """Context ranks."""
-    tokens: int
-    """Those of a microbatch on a rank."""
-    queries: int
+    cp_size: int
+    """Number of context ranks."""
+    num_tokens: int
+    """Number of tokens of a microbatch on this rank."""
+    query_channels: int
     """Channels of this rank's query heads."""
-    keys: int
-    """Channels of its key and its value heads together."""
-    result: int
-    """Channels of what attention gives."""
+    kv_channels: int
+    """Sum of the channels of this rank's key heads and value heads."""
+    output_channels: int
+    """Channels of the attention output."""
     itemsize: int
 
     @classmethod
-    def of(cls, spec: AttentionSpec | LatentAttentionSpec, config: Config, itemsize: int) -> SharedAttention:
-        """That of a layer."""
+    def of(cls, spec: AttentionSpec | LatentAttentionSpec, config: Config, itemsize: int) -> ContextAttention:
+        """Return the sizes of a layer with this spec."""
         parallel = config.parallel
-        heads = max(1, spec.heads // parallel.tensor_model_parallel_size)
-        value_size = spec.value_size if isinstance(spec, LatentAttentionSpec) else spec.head_size
-        pairs = spec.heads if isinstance(spec, LatentAttentionSpec) else spec.kv_heads
-        pairs = max(1, pairs // parallel.tensor_model_parallel_size)
+        num_heads = max(1, spec.num_heads // parallel.tensor_model_parallel_size)
+        value_size = spec.v_head_dim if isinstance(spec, LatentAttentionSpec) else spec.head_size
+        num_kv_heads = spec.num_heads if isinstance(spec, LatentAttentionSpec) else spec.num_kv_heads
+        num_kv_heads = max(1, num_kv_heads // parallel.tensor_model_parallel_size)
         return cls(
             parallel.context_parallel_size,
             config.tokens_per_rank * config.training.micro_batch_size,
-            heads * spec.head_size,
-            pairs * (spec.head_size + value_size),
-            heads * value_size,
+            num_heads * spec.head_size,
+            num_kv_heads * (spec.head_size + value_size),
+            num_heads * value_size,
             itemsize,
         )
 
     @property
-    def _keys(self) -> int:
-        return self.tokens * self.keys * self.itemsize
+    def _kv_bytes(self) -> int:
+        return self.num_tokens * self.kv_channels * self.itemsize
 
     @property
-    def _sums(self) -> int:
-        return self.tokens * self.keys * max(_WIDE, self.itemsize)
+    def _kv_grad_bytes(self) -> int:
+        return self.num_tokens * self.kv_channels * max(_FLOAT32_BYTES, self.itemsize)
 
-    def sent(self, way: ContextWay) -> int:
-        """Bytes that a rank sends forward and backward."""
-        others = self.ranks - 1
-        if way == "a2a":
-            return 2 * others * self.tokens * (self.queries + self.keys + self.result) * self.itemsize // self.ranks
-        return 2 * others * self._keys + (others if way == "all_gather" else self.ranks) * self._sums
+    def count_sent_bytes(self, comm_type: CpCommType) -> int:
+        """Return the bytes that a rank sends for one microbatch in forward and backward of the layer."""
+        num_peers = self.cp_size - 1
+        if comm_type == "a2a":
+            return (
+                2
+                * num_peers
+                * self.num_tokens
+                * (self.query_channels + self.kv_channels + self.output_channels)
+                * self.itemsize
+                // self.cp_size
+            )
+        return 2 * num_peers * self._kv_bytes + (num_peers if comm_type == "all_gather" else self.cp_size) * self._kv_grad_bytes
 
-    def held(self, way: ContextWay) -> int:
-        """Bytes of keys, values and their gradients that are on a rank at once, beside its own."""
-        keys, sums = {"all_gather": (self.ranks + 1, self.ranks), "p2p": (2, 3), "a2a": (0, 0)}[way]
-        return keys * self._keys + sums * self._sums
+    def count_buffer_bytes(self, comm_type: CpCommType) -> int:
+        """Return the peak bytes of other ranks' keys, values and their gradients in the buffers of this rank."""
+        num_kv, num_grads = {"all_gather": (self.cp_size + 1, self.cp_size), "p2p": (2, 3), "a2a": (0, 0)}[comm_type]
+        return num_kv * self._kv_bytes + num_grads * self._kv_grad_bytes
 
 
-def sent_for_attention(config: Config, itemsize: int, ways: tuple[ContextWay, ...] | None = None) -> int:
-    """Bytes that a rank would send for one microbatch through all layers.
+def count_attention_traffic(config: Config, itemsize: int, comm_types: tuple[CpCommType, ...] | None = None) -> int:
+    """Return the bytes that a context-parallel rank sends for one microbatch in the attention of all layers.
 
     Args:
-        itemsize: bytes of an activation.
-        ways: one for each layer; by default those of the settings.
+        itemsize: bytes of an activation element.
+        comm_types: communication type of each layer; None for the types in the settings.
     """
-    chosen = ways or context_ways(config.model, config.parallel.cp_comm_type)
-    more = config.model.mtp_num_layers
-    each = zip((*layers(config.model), *depths(config.model)), (*chosen, *chosen[-1:] * more), strict=True)
-    return sum(SharedAttention.of(layer.attention, config, itemsize).sent(way) for layer, way in each)
+    layer_types = comm_types or resolve_cp_comm_types(config.model, config.parallel.cp_comm_type)
+    num_mtp_layers = config.model.mtp_num_layers
+    layers = zip(
+        (*build_layer_specs(config.model), *build_mtp_layer_specs(config.model)),
+        (*layer_types, *layer_types[-1:] * num_mtp_layers),
+        strict=True,
+    )
+    return sum(ContextAttention.of(layer.attention, config, itemsize).count_sent_bytes(comm_type) for layer, comm_type in layers)
 
 
-def most_held(config: Config, itemsize: int) -> int:
-    """Bytes of other ranks' keys and values, and of gradients of them, that the settings put on a rank at once."""
-    each = zip(layers(config.model), context_ways(config.model, config.parallel.cp_comm_type), strict=True)
-    return max(SharedAttention.of(layer.attention, config, itemsize).held(way) for layer, way in each)
+def count_max_buffer_bytes(config: Config, itemsize: int) -> int:
+    """Return the peak bytes of the buffers for other context ranks' keys, values and their gradients: the maximum over all
+    layers."""
+    layers = zip(build_layer_specs(config.model), resolve_cp_comm_types(config.model, config.parallel.cp_comm_type), strict=True)
+    return max(ContextAttention.of(layer.attention, config, itemsize).count_buffer_bytes(comm_type) for layer, comm_type in layers)

@@ -1,4 +1,4 @@
-"""What the operations of a schedule cost in FLOPs, and how long stages wait for each other by that."""
+"""FLOPs of the operations of a pipeline schedule, and the pipeline idle time that follows from them."""
 
 from __future__ import annotations
 
@@ -9,53 +9,73 @@ from megatron.config.model import ModelConfig
 from megatron.pipeline_parallel.partition import Chunk
 from megatron.pipeline_parallel.simulate import simulate
 from megatron.spec.counts import (
-    attention_flops,
-    depth_attention_flops,
-    depth_flops,
-    layer_flops,
-    output_flops,
-    recompute_flops,
-    weight_gradient_flops,
+    count_attention_flops,
+    count_layer_flops,
+    count_mtp_attention_flops,
+    count_mtp_flops,
+    count_output_flops,
+    count_recompute_flops,
+    count_weight_grad_flops,
 )
-from megatron.spec.operations import Costs, Schedule
-from megatron.spec.weights import padded_vocab_size
-from megatron.tensor_parallel.cross_entropy import LossForm
+from megatron.spec.operations import OpCosts, Schedule
+from megatron.spec.weights import pad_vocab_size
+from megatron.tensor_parallel.cross_entropy import LossOptions
 
 
-def loss_again(config: Config, vocab_size: int) -> bool:
-    """Whether backward computes the logits again."""
-    return loss_chunk(config, vocab_size) > 0
+def recomputes_logits(config: Config, vocab_size: int) -> bool:
+    """Return whether the backward computes the logits again."""
+    return get_loss_chunk_tokens(config, vocab_size) > 0
 
 
-def loss_chunk(config: Config, vocab_size: int) -> int:
-    """Tokens of a chunk of the loss, 0 where it is whole."""
-    model, training, ranks = config.model, config.training, config.parallel.tensor_model_parallel_size
-    columns = padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, ranks) // ranks
-    return LossForm.of(config.memory, training).chunk(training.micro_batch_size * config.tokens_per_rank, columns)
+def get_loss_chunk_tokens(config: Config, vocab_size: int) -> int:
+    """Return the number of tokens whose loss is computed at a time (--loss-chunk-tokens); 0 if the loss of a microbatch is computed
+    at once."""
+    model, training, tp_size = config.model, config.training, config.parallel.tensor_model_parallel_size
+    vocab_shard_size = pad_vocab_size(vocab_size, model.make_vocab_size_divisible_by, tp_size) // tp_size
+    return LossOptions.from_config(config.memory, training).resolve_chunk_tokens(
+        training.micro_batch_size * config.tokens_per_rank, vocab_shard_size
+    )
 
 
-def idle_share(
-    model: ModelConfig, vocab_size: int, table: Sequence[Chunk], schedule: Schedule, *, loss_again: bool = False
+def compute_bubble_share(
+    model: ModelConfig, vocab_size: int, table: Sequence[Chunk], schedule: Schedule, *, recomputes_logits: bool = False
 ) -> float:
-    """The share of their time in which stages wait, for each other and for the slowest of them."""
-    costs = chunk_costs(model, vocab_size, table, loss_again=loss_again)
-    return simulate(schedule, lambda op: costs[op.chunk].of(op)).bubble_share
+    """Return the share of a step's time in which pipeline stages are idle, if an operation takes time in proportion to its FLOPs
+    and messages take no time."""
+    op_costs = compute_chunk_costs(model, vocab_size, table, recomputes_logits=recomputes_logits)
+    return simulate(schedule, lambda op: op_costs[op.chunk].get_duration(op)).bubble_share
 
 
-def chunk_costs(model: ModelConfig, vocab_size: int, table: Sequence[Chunk], *, loss_again: bool = False) -> list[Costs]:
-    """FLOPs of the operations on each chunk for one token. The two products in attention have no weights, so both their gradients
-    count as input gradients, and so do the weight gradient of the output layer, which is not deferred, and what is computed again
-    within backward."""
-    layers, scores, trained = layer_flops(model), attention_flops(model), weight_gradient_flops(model)
-    costs = []
+def compute_chunk_costs(
+    model: ModelConfig, vocab_size: int, table: Sequence[Chunk], *, recomputes_logits: bool = False
+) -> list[OpCosts]:
+    """Return the FLOPs per token of each operation type on each model chunk.
+
+    The two matrix products of the attention core have no weights. So both of their gradients count as input gradients. The weight
+    gradient of the output layer also counts as an input gradient, because it is not deferred. So does recomputation within the
+    backward.
+    """
+    layer_flops, attention_flops, weight_grad_flops = (
+        count_layer_flops(model),
+        count_attention_flops(model),
+        count_weight_grad_flops(model),
+    )
+    op_costs = []
     for chunk in table:
-        attention = sum(scores[layer] for layer in chunk.layers)
-        products, output = sum(layers[layer] for layer in chunk.layers) - attention, chunk.last * output_flops(model, vocab_size)
-        products += chunk.last * (depth_flops(model) - depth_attention_flops(model))
-        attention += chunk.last * depth_attention_flops(model)
-        again = [recompute_flops(model, segment) for segment in chunk.segments]
-        ahead = next((flops for flops, segment in reversed([*zip(again, chunk.segments, strict=True)]) if segment.recomputed), 0)
-        of_weights = products if model.lora_rank is None else sum(trained[layer] for layer in chunk.layers)
-        input_grad = products + 2 * attention + sum(again) - ahead + (1 + loss_again + (model.lora_rank is None)) * output
-        costs.append(Costs(products + attention + output, input_grad, of_weights, recompute=ahead))
-    return costs
+        attention = sum(attention_flops[layer] for layer in chunk.layers)
+        linear, output = (
+            sum(layer_flops[layer] for layer in chunk.layers) - attention,
+            chunk.is_last * count_output_flops(model, vocab_size),
+        )
+        linear += chunk.is_last * (count_mtp_flops(model) - count_mtp_attention_flops(model))
+        attention += chunk.is_last * count_mtp_attention_flops(model)
+        recompute = [count_recompute_flops(model, segment) for segment in chunk.segments]
+        recompute_ahead = next(
+            (flops for flops, segment in reversed([*zip(recompute, chunk.segments, strict=True)]) if segment.is_recomputed), 0
+        )
+        weight_grad = linear if model.lora_rank is None else sum(weight_grad_flops[layer] for layer in chunk.layers)
+        input_grad = (
+            linear + 2 * attention + sum(recompute) - recompute_ahead + (1 + recomputes_logits + (model.lora_rank is None)) * output
+        )
+        op_costs.append(OpCosts(linear + attention + output, input_grad, weight_grad, recompute=recompute_ahead))
+    return op_costs

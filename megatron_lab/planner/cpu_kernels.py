@@ -1,7 +1,8 @@
-"""Run operations on CPU tensors that have no memory, and reuse the results of operations that ran before on tensors alike.
+"""Operations on fake CPU tensors (shapes without data), with a cache of their outputs.
 
-`FakeTensorMode` knows which kernels the CPU runs and what they return, but takes ten times as long for an operation as creating the
-result does; and layers run the same few operations on the same shapes.
+`FakeTensorMode` of torch knows which kernels a CPU runs and the shapes of their outputs. But to run an operation in this mode takes
+ten times as long as to create its output, and the layers run the same few operations on the same shapes. So the shape, strides and
+dtype of each output are cached by operation and arguments.
 """
 
 from __future__ import annotations
@@ -12,111 +13,124 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from megatron_lab.planner.known_ops import MadeTensor, key_of, made
+from megatron_lab.planner.known_ops import NewTensor, build_op_key, describe_new_tensors
 
 aten = torch.ops.aten
 
 
-class _ViewOfFirst(NamedTuple):
-    """A tensor in the storage of the first argument."""
+class _ViewOfFirstArgument(NamedTuple):
+    """Cached output that is a view of the operation's first argument."""
 
     shape: torch.Size
     stride: tuple[int, ...]
-    further: int
-    """Offset of the view, in elements behind the first element of the argument."""
+    offset: int
+    """Offset of the view, in elements from the first element of the argument."""
 
 
-class _Written(NamedTuple):
-    """The argument that the operation wrote into: the first, or the keyword argument of this name."""
+class _MutatedArgument(NamedTuple):
+    """Cached output that is the argument into which the operation wrote."""
 
     name: str | None
+    """Name of the keyword argument; None for the first positional argument."""
 
 
 class _NewTensors(NamedTuple):
-    """Tensors with storages of their own, and whether they are a tuple."""
+    """Cached output of one or several tensors with new storages."""
 
-    several: bool
-    tensors: tuple[MadeTensor, ...]
+    is_tuple: bool
+    tensors: tuple[NewTensor, ...]
     device: torch.device
 
 
-_Result = _ViewOfFirst | _Written | _NewTensors
+_Result = _ViewOfFirstArgument | _MutatedArgument | _NewTensors
 
-_REARRANGED = frozenset((aten.view.default, aten.select.int, aten.unsqueeze.default, aten.permute.default, aten.transpose.int))
-"""Views that all layers take, of the shape and the strides of the first argument alone."""
-_known: dict[tuple[Any, ...], _Result] = {}
-"""Results of operations that ran, by a description of their arguments."""
+_VIEW_OPS = frozenset((aten.view.default, aten.select.int, aten.unsqueeze.default, aten.permute.default, aten.transpose.int))
+"""Operations that return a view whose shape, strides and offset depend only on the shape and strides of the first argument, and
+on numbers."""
+_cache: dict[tuple[Any, ...], _Result] = {}
+"""Cached output of each operation that ran, by operation and arguments (`build_op_key`)."""
 
 
 class CpuKernels(FakeTensorMode):
-    """Mode in which CPU tensors have no memory, and an operation that ran before on tensors alike is not run again: its result is
-    created from the description of the first result."""
+    """Mode in which CPU tensors are fake: they have shapes but no data.
+
+    If an operation ran before on equal arguments, its output is created from the cache, without running the operation again.
+    """
 
     @property
     def avoid_device_init(self) -> bool:
-        """No: where CUDA is built in and no GPU is there, torch would put one in its place for good, for which autograd starts a
-        thread; and then no process forked from this one could run a backward."""
+        """Return False.
+
+        With True, torch would permanently register a fake GPU if it is built with CUDA but no GPU exists. Autograd would then start
+        a thread for this GPU, and no process that is forked later could run a backward.
+        """
         return False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: see `StorageLedger`."""
+        """Return False: with True, torch would import its compiler, which takes long and is not needed (as in `StorageLedger`)."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operation."""
+        """Run an operation, or create its output from the cache."""
         kwargs = kwargs or {}
-        key = key_of(func, args, kwargs, _follows_from_its_shape) if func.namespace == "aten" else None
+        key = build_op_key(func, args, kwargs, _has_no_values) if func.namespace == "aten" else None
         if key is not None and func is aten.as_strided.default:
-            key = (*key, args[0].storage_offset())  # it counts from the beginning of the storage
-        if (known := _known.get(key) if key is not None else None) is not None:
-            return self._again(known, args, kwargs)
-        if key is not None and func in _REARRANGED:
-            known = _known[key] = _view(func, args, kwargs)
-            return self._again(known, args, kwargs)
+            key = (*key, args[0].storage_offset())  # the offset of as_strided counts from the start of the storage
+        if (cached := _cache.get(key) if key is not None else None) is not None:
+            return self._create_result(cached, args, kwargs)
+        if key is not None and func in _VIEW_OPS:
+            cached = _cache[key] = _describe_view(func, args, kwargs)
+            return self._create_result(cached, args, kwargs)
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        if key is not None and (result := _result(func, out, args, kwargs)) is not None:
-            _known[key] = result
+        if key is not None and (result := _describe_result(func, out, args, kwargs)) is not None:
+            _cache[key] = result
         return out
 
-    def _again(self, known: _Result, args: Any, kwargs: Any) -> Any:
-        if isinstance(known, _Written):
-            return args[0] if known.name is None else kwargs[known.name]
-        if isinstance(known, _ViewOfFirst):
+    def _create_result(self, cached: _Result, args: Any, kwargs: Any) -> Any:
+        if isinstance(cached, _MutatedArgument):
+            return args[0] if cached.name is None else kwargs[cached.name]
+        if isinstance(cached, _ViewOfFirstArgument):
             base = args[0]
             view = torch.empty(0, dtype=base.dtype, device="meta")
-            view.set_(base.untyped_storage(), base.storage_offset() + known.further, known.shape, known.stride)
+            view.set_(base.untyped_storage(), base.storage_offset() + cached.offset, cached.shape, cached.stride)
             return FakeTensor(self, view, base.fake_device)
-        found = tuple(FakeTensor(self, one.tensor(), known.device) for one in known.tensors)
-        return found if known.several else found[0]
+        tensors = tuple(FakeTensor(self, new.create(), cached.device) for new in cached.tensors)
+        return tensors if cached.is_tuple else tensors[0]
 
 
-def _follows_from_its_shape(tensor: Tensor) -> bool:
-    """Return whether only the shape of a tensor is known, not its numbers."""
+def _has_no_values(tensor: Tensor) -> bool:
+    """Return whether a tensor has a shape but no values, so that the output of an operation on it depends only on its shape,
+    strides and dtype."""
     return type(tensor) is FakeTensor and tensor.constant is None and tensor.fake_device.type == "cpu"
 
 
-def _view(func: Any, args: Any, kwargs: Any) -> _ViewOfFirst:
-    """Return the description of a view. The same view of a tensor on the meta device costs far less than `FakeTensorMode`."""
+def _describe_view(func: Any, args: Any, kwargs: Any) -> _ViewOfFirstArgument:
+    """Return shape, strides and offset of the view that an operation returns, for the cache. The meta device computes them far
+    faster than `FakeTensorMode`."""
     base = args[0]
     view = func(torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta"), *args[1:], **kwargs)
-    return _ViewOfFirst(view.shape, view.stride(), view.storage_offset())
+    return _ViewOfFirstArgument(view.shape, view.stride(), view.storage_offset())
 
 
-def _result(func: Any, out: Any, args: Any, kwargs: Any) -> _Result | None:
-    """Return a description of a result, or None for a result that cannot be created from a description."""
+def _describe_result(func: Any, out: Any, args: Any, kwargs: Any) -> _Result | None:
+    """Return what the cache stores of an operation's output, so that the output can later be created without running the operation.
+
+    Returns None if this is not possible, for example if the operation changes the shape of its argument or returns a tensor with
+    values.
+    """
     if torch.Tag.inplace_view in func.tags:
-        return None  # changes the shape or the storage of its argument
+        return None  # the operation changes the shape or the storage of its argument
     if func._schema.is_mutable:
         if args and out is args[0]:
-            return _Written(None)
-        return next((_Written(name) for name, arg in kwargs.items() if arg is out), None)
+            return _MutatedArgument(None)
+        return next((_MutatedArgument(name) for name, arg in kwargs.items() if arg is out), None)
     tensors = out if isinstance(out, tuple) else (out,)
-    if not tensors or not all(isinstance(one, Tensor) and _follows_from_its_shape(one) for one in tensors):
+    if not tensors or not all(isinstance(t, Tensor) and _has_no_values(t) for t in tensors):
         return None
     base = args[0] if args else None
     if isinstance(out, Tensor) and isinstance(base, Tensor) and out.untyped_storage()._cdata == base.untyped_storage()._cdata:
-        further = int(out.storage_offset() - base.storage_offset())
-        return _ViewOfFirst(out.shape, out.stride(), further) if out.dtype == base.dtype else None
-    new = made(out, args, kwargs)
+        offset = int(out.storage_offset() - base.storage_offset())
+        return _ViewOfFirstArgument(out.shape, out.stride(), offset) if out.dtype == base.dtype else None
+    new = describe_new_tensors(out, args, kwargs)
     return None if new is None else _NewTensors(*new, tensors[0].fake_device)

@@ -1,4 +1,7 @@
-"""Plans a job of any size without its devices: its real model lies on the meta device, and groups exist for one rank at a time."""
+"""Planner of a job of any size, without the devices of the job.
+
+The planner builds the model of the job on the meta device, and the process groups of one rank at a time.
+"""
 
 from __future__ import annotations
 
@@ -7,69 +10,79 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import NamedTuple
 
 from megatron.attention.backends import backend_in_use
-from megatron.config.checks.memory import check_backend
+from megatron.config.checks.memory import check_attention_backend_on_device
 from megatron.config.config import Config
 from megatron.config.given import DryRun
-from megatron.data_parallel.traffic import NUM_SCALARS, noise_traffic
-from megatron.model.build import Model, model_dtype, model_of, overlaps
+from megatron.data_parallel.traffic import NUM_SCALARS, count_noise_traffic
+from megatron.model.build import Model, build_model_from_config, model_dtype, overlaps_tp_communication
 from megatron.parallel.context import ParallelContext, connect_fake, disconnect
-from megatron.parallel.cut import balanced, token_costs
-from megatron.parallel.overlap import Overlap, Pieces, SymmetricMemory
+from megatron.parallel.overlap import Overlap, RingOverlap, SymmetricMemoryOverlap
+from megatron.parallel.sequence_split import compute_token_costs, split_balanced
 from megatron.parallel.topology import DATA_AXES, Topology
 from megatron.pipeline_parallel.exchange import ReceivePlan
-from megatron.pipeline_parallel.partition import recomputed_chunks, table_of
+from megatron.pipeline_parallel.partition import build_layer_table, find_recomputed_chunks
 from megatron.pipeline_parallel.simulate import Timeline, simulate
-from megatron.spec.counts import attention_shares, check_count, count_active
-from megatron.spec.layers import alike, context_ways
-from megatron.spec.operations import Costs, Op, OpKind, Schedule
-from megatron.spec.schedules import SCHEDULES, make_schedule
-from megatron.spec.weights import padded_vocab_size
+from megatron.spec.counts import check_parameter_count, compute_window_shares, count_active_parameters
+from megatron.spec.layers import group_equal, resolve_cp_comm_types
+from megatron.spec.operations import Op, OpCosts, OpType, Schedule
+from megatron.spec.schedules import SCHEDULES, build_schedule
+from megatron.spec.weights import pad_vocab_size
 from megatron_lab.planner import advice
-from megatron_lab.planner.allowances import Allowance, of_symmetric_memory, of_tensor_ring
-from megatron_lab.planner.attention_notes import describe_kernel
-from megatron_lab.planner.chunk_trace import ChunkTrace, Traces, kind_of, layer_kinds, trace_chunks
-from megatron_lab.planner.context_cost import most_held
-from megatron_lab.planner.costs import chunk_costs, loss_again
-from megatron_lab.planner.experts import experts_plan, worst_factor
+from megatron_lab.planner.allowances import Allowance, estimate_symmetric_memory, estimate_tensor_ring
+from megatron_lab.planner.attention_notes import format_kernel_notes
+from megatron_lab.planner.chunk_trace import ChunkTrace, TraceCache, build_chunk_key, build_layer_keys, trace_chunks
+from megatron_lab.planner.context_cost import count_max_buffer_bytes
+from megatron_lab.planner.costs import compute_chunk_costs, recomputes_logits
+from megatron_lab.planner.experts import build_experts_plan, get_worst_imbalance
 from megatron_lab.planner.kinds import (
     Links,
     RankContent,
-    Sending,
     StagePlan,
-    make_kinds,
-    named_groups,
-    parameters_of_stage,
-    places_by_content,
-    sending_of,
-    shared_communicators,
+    StageSend,
+    build_group_table,
+    build_rank_profiles,
+    convert_transfer,
+    count_stage_params,
+    find_shared_communicators,
+    group_ranks_by_content,
 )
-from megatron_lab.planner.peak import Held, held_over_step, message_bytes, peak_activations, receive_plans, step_transfers
-from megatron_lab.planner.plan import ExpertsPlan, Job, Places, Plan, RankKind, step_work
+from megatron_lab.planner.peak import (
+    OpMemory,
+    build_receive_plans,
+    compute_peak_activations,
+    count_message_bytes,
+    iter_op_memory,
+    sum_transfers,
+)
+from megatron_lab.planner.plan import ExpertsPlan, Job, Plan, RankProfile, RankRange, count_step_flops
 from megatron_lab.planner.state_layout import Bytes
-from megatron_lab.planner.state_report import amount, layout_of
-from megatron_lab.planner.state_size import OptimizerState, saved_bytes
-from megatron_lab.planner.step_work import StepWork, per_node
+from megatron_lab.planner.state_report import build_stage_layout, format_bytes
+from megatron_lab.planner.state_size import OptimizerState, count_checkpoint_bytes
+from megatron_lab.planner.step_work import StepWork, estimate_ranks_per_node
 from megatron_lab.planner.storages import MemorySpan
 
-MOST_OPERATIONS = 300_000
-"""A schedule with more forwards, over all chunks, is not made: it would take minutes and gigabytes."""
-_PASSING = ("optim_grads", "optim_grads_params")
-"""Sharding strategies under which gradients pass through buffers that are not kept."""
+MAX_FORWARDS = 300_000
+"""Largest number of forwards in a step, over all chunks, that is planned. A larger schedule would take minutes and
+gigabytes."""
+_BUFFERED_GRAD_STRATEGIES = ("optim_grads", "optim_grads_params")
+"""Sharding strategies under which gradients pass through buffers before they are reduced."""
 
-_NOT_COUNTED = {
+_EXCLUDED_NOTES = {
     "cpu": "not in it: Python, the libraries, and what the allocator keeps for itself",
     "cuda": "not in it: gaps between the allocator's blocks (few with PYTORCH_ALLOC_CONF=expandable_segments:True)",
 }
-_NOTES = (
+_ASSUMPTION_NOTES = (
     "idle time is simulated with FLOPs for time and messages that take none; traffic is counted as in a ring, to experts in pairs",
 )
 
 
-def enough_microbatches(schedule: str, num_stages: int, num_microbatches: int) -> int:
-    """How many of a step's microbatches make a schedule that reaches its peak of memory: each stage is then in the steady state,
-    and has been for long enough to borrow all buffers that gradients pass through.
+def limit_microbatches(schedule: str, num_stages: int, num_microbatches: int) -> int:
+    """Return the number of microbatches after which a schedule has reached its memory peak. Planning more of them would not change
+    the peak.
 
-    GPipe has none, and the rounds of an interleaved schedule depend on the number where that does not divide by the stages.
+    Each stage is then in the steady state, and has been there long enough to use all gradient buffers. All microbatches are needed
+    in two cases: GPipe has no steady state, and an interleaved schedule changes with the number of microbatches if that is not a
+    multiple of the number of stages.
     """
     remainder = num_microbatches % num_stages
     if schedule == "gpipe" or (schedule == "interleaved" and remainder):
@@ -77,58 +90,62 @@ def enough_microbatches(schedule: str, num_stages: int, num_microbatches: int) -
     return min(num_microbatches, 3 * num_stages + remainder)
 
 
-def make_plan(config: Config, dry_run: DryRun, vocab_size: int) -> Plan:
-    """What a job with these settings takes, for every kind of rank.
+def build_plan(config: Config, dry_run: DryRun, vocab_size: int) -> Plan:
+    """Plan a job with these settings: memory and traffic of every distinct rank, and FLOPs of a step.
 
     Args:
         config: settings that `load` accepted for this number of ranks.
         vocab_size: rows of the word embedding, without padding.
 
     Raises:
-        ValueError: the layout is impossible, a step has too many operations to be laid out, or GPUs have no such attention.
-        RuntimeError: the ranks together do not hold the model's parameters: a layer is lost or doubled.
+        ValueError: the layout is impossible, a step has too many operations to be planned, or GPUs do not support the attention
+            backend.
+        RuntimeError: the stages together do not hold the model's parameters: a layer is missing or duplicated.
     """
     return Planner(config, dry_run, vocab_size).plan()
 
 
 @functools.lru_cache(maxsize=4)
-def _scheduled(
+def _build_schedule(
     name: str,
     num_stages: int,
     num_microbatches: int,
     chunks_per_stage: int,
-    recomputed: tuple[int, ...],
+    recomputed_chunks: tuple[int, ...],
     overlap: bool,
     device_type: str,
 ) -> tuple[Schedule, list[ReceivePlan]]:
-    """A schedule with its receives. A search asks for the same ones again and again."""
-    schedule = make_schedule(name, num_stages, num_microbatches, chunks_per_stage, recomputed=recomputed)
-    return schedule, receive_plans(schedule, overlap=overlap, device_type=device_type)
+    """Build a schedule and the receive plan of each stage. The result is cached, because a search needs the same schedules
+    repeatedly."""
+    schedule = build_schedule(name, num_stages, num_microbatches, chunks_per_stage, recomputed_chunks=recomputed_chunks)
+    return schedule, build_receive_plans(schedule, overlap=overlap, device_type=device_type)
 
 
-def _likely_overlap(device_type: str, tensor_size: int, gpus_per_node: int) -> Overlap:
-    """The way that --tp-comm-overlap will take, if the GPUs of a node reach each other's memory."""
+def _choose_overlap(device_type: str, tensor_size: int, gpus_per_node: int) -> Overlap:
+    """Return the method by which --tp-comm-overlap overlaps communication, assuming that the GPUs of a node can access each other's
+    memory."""
     if device_type != "cuda":
-        return Pieces(f"the device is {device_type}")
-    return Pieces("tensor groups cross nodes") if gpus_per_node % tensor_size else SymmetricMemory()
+        return RingOverlap(f"the device is {device_type}")
+    return RingOverlap("tensor groups cross nodes") if gpus_per_node % tensor_size else SymmetricMemoryOverlap()
 
 
-class PlannedStep(NamedTuple):
-    """What a rank of one stage does in a step, and what it holds meanwhile."""
+class StageStep(NamedTuple):
+    """Operations of one stage in a step, and the memory of a rank during them."""
 
     timeline: Timeline
-    """All stages. Its times are FLOPs for one token; messages take none."""
-    held: list[Held]
-    """Beside the model's state and the step's inputs, for each operation of the stage."""
+    """Timeline of the operations of all stages. The unit of time is FLOPs per token; messages take no time."""
+    op_memory: list[OpMemory]
+    """Activation memory during each operation of the stage, excluding the model's state and the step's inputs."""
 
 
 class Planner:
-    """Plans one job.
+    """Planner of one job: predicts memory, traffic and work of its ranks.
 
     Args:
-        few: lay out only as many microbatches as the schedule needs to reach its peak of memory, for `work`.
-        traces: those made before for jobs whose chunks do the same.
-        expert_imbalance: how many times the mean of choices the experts of each rank are taken to get.
+        shortened: plan only as many microbatches as the schedule needs to reach its memory peak. This suffices for `step_work`.
+        trace_cache: traces (memory and communication of a chunk's operations) of earlier planners, shared between jobs whose chunks
+            do the same work.
+        expert_imbalance: assumed number of token assignments to the experts of each rank, as a multiple of the mean over the ranks.
     """
 
     def __init__(
@@ -137,225 +154,245 @@ class Planner:
         dry_run: DryRun,
         vocab_size: int,
         *,
-        few: bool = False,
-        traces: Traces | None = None,
+        shortened: bool = False,
+        trace_cache: TraceCache | None = None,
         expert_imbalance: float = 1.0,
     ) -> None:
         self._config, self._dry_run, self._vocab_size = config, dry_run, vocab_size
         parallel = config.parallel
         self._topology = Topology.of(parallel, dry_run.world_size)
         self._links = Links(self._topology, dry_run.gpus_per_node)
-        self._table = table_of(config.model, parallel, vocab_size, config.memory)
-        self._chunks = [[chunk for chunk in self._table if chunk.stage == stage] for stage in range(self._topology.pp)]
-        num_microbatches = advice.num_microbatches(config, dry_run.world_size)
-        if num_microbatches * len(self._table) > MOST_OPERATIONS:
-            chunks = f"{len(self._table)} chunk{'s' * (len(self._table) > 1)}"
+        self._layer_table = build_layer_table(config.model, parallel, vocab_size, config.memory)
+        self._stage_chunks = [[chunk for chunk in self._layer_table if chunk.stage == stage] for stage in range(self._topology.pp)]
+        num_microbatches = advice.count_microbatches(config, dry_run.world_size)
+        if num_microbatches * len(self._layer_table) > MAX_FORWARDS:
+            chunks = f"{len(self._layer_table)} chunk{'s' * (len(self._layer_table) > 1)}"
             raise ValueError(
-                f"a step of {num_microbatches:,} microbatches through {chunks} of the model is more than can be laid out "
-                f"({MOST_OPERATIONS:,} forwards). A smaller --global-batch-size or a larger --micro-batch-size makes it less."
+                f"a step of {num_microbatches:,} microbatches through {chunks} of the model has too many forwards to be planned "
+                f"(at most {MAX_FORWARDS:,}). Use a smaller --global-batch-size or a larger --micro-batch-size."
             )
         self._global_batch_size = num_microbatches * config.training.micro_batch_size * self._topology.size(*DATA_AXES)
-        chunks_per_stage = len(self._table) // self._topology.pp
+        chunks_per_stage = len(self._layer_table) // self._topology.pp
         self._device_type = "cpu" if parallel.device == "cpu" else "cuda"
-        check_backend(config, on_cuda=self._device_type == "cuda")
+        check_attention_backend_on_device(config, on_cuda=self._device_type == "cuda")
         self._num_microbatches = num_microbatches
-        laid_out = enough_microbatches(parallel.schedule, self._topology.pp, num_microbatches) if few else num_microbatches
-        self._schedule, self._receives = _scheduled(
+        num_planned = limit_microbatches(parallel.schedule, self._topology.pp, num_microbatches) if shortened else num_microbatches
+        self._schedule, self._receive_plans = _build_schedule(
             parallel.schedule,
             self._topology.pp,
-            laid_out,
+            num_planned,
             chunks_per_stage,
-            tuple(recomputed_chunks(self._table)),
+            tuple(find_recomputed_chunks(self._layer_table)),
             parallel.overlap_p2p_communication,
             self._device_type,
         )
-        self._overlap = _likely_overlap(self._device_type, self._topology.tp, dry_run.gpus_per_node)
-        self._traces = {} if traces is None else traces
+        self._overlap = _choose_overlap(self._device_type, self._topology.tp, dry_run.gpus_per_node)
+        self._trace_cache = {} if trace_cache is None else trace_cache
         self._expert_imbalance = expert_imbalance
 
     def plan(self) -> Plan:
-        """See `make_plan`."""
+        """Plan the job: memory and traffic of every distinct rank, and FLOPs of a step. Raises the errors of `build_plan`."""
         return self.plan_and_work()[0]
 
     def plan_and_work(self) -> tuple[Plan, StepWork]:
-        """See `make_plan`; and what operations do and send, of which `step_time.time_of` says how long it takes."""
+        """Return the plan of the job, and the work of a step, from which `predict_from_work` predicts the step's duration. Raises
+        the errors of `build_plan`."""
         config, stages = self._config, range(self._topology.pp)
-        step, counted = self._step_work(stages)
-        kinds = step.kinds
-        parameters = sum(counted.values())
-        check_count(config.model, self._vocab_size, parameters, "the stages")
-        attention = sorted({trace.attention for trace in self._traces.values() if trace.attention})
-        work = step_work(
+        step_work, params_by_stage = self._compute_step_work(stages)
+        profiles = step_work.profiles
+        num_params = sum(params_by_stage.values())
+        check_parameter_count(config.model, self._vocab_size, num_params, "the stages")
+        kernels = sorted({trace.attention_kernel for trace in self._trace_cache.values() if trace.attention_kernel})
+        step_flops = count_step_flops(
             config.model,
             self._vocab_size,
-            self._table,
+            self._layer_table,
             self._schedule,
             self._global_batch_size,
-            loss_again=loss_again(config, self._vocab_size),
+            recomputes_logits=recomputes_logits(config, self._vocab_size),
             precision=config.precision,
         )
         sizes = self._dry_run.world_size, self._dry_run.gpus_per_node, self._vocab_size
         plan = Plan(
-            job=self._job(),
-            layers=self._table,
-            parameters=parameters,
-            active_parameters=count_active(config.model, self._vocab_size),
-            parameters_by_stage=tuple(counted[stage] for stage in stages),
-            kinds=kinds,
-            work=work,
+            job=self._build_job(),
+            layer_table=self._layer_table,
+            parameters=num_params,
+            active_parameters=count_active_parameters(config.model, self._vocab_size),
+            parameters_by_stage=tuple(params_by_stage[stage] for stage in stages),
+            profiles=profiles,
+            work=step_flops,
             notes=(
-                _NOT_COUNTED[self._device_type],
-                f"attention is taken to be computed by {' and '.join(attention)}",
-                *describe_kernel(config, on_cuda=self._device_type == "cuda"),
-                *([f"tensor ranks are taken to communicate beside products by {self._overlap}"] * overlaps(config.parallel)),
-                *self._of_context_ranks(),
-                *self._of_saves(),
+                _EXCLUDED_NOTES[self._device_type],
+                f"attention is taken to be computed by {' and '.join(kernels)}",
+                *format_kernel_notes(config, on_cuda=self._device_type == "cuda"),
+                *([f"tensor communication is assumed to overlap by {self._overlap}"] * overlaps_tp_communication(config.parallel)),
+                *self._format_context_notes(),
+                *self._format_checkpoint_note(),
                 *(["layers are planned as without --compile: compiled, they keep as much or less"] * config.speed.compile),
-                *_NOTES,
+                *_ASSUMPTION_NOTES,
             ),
-            advice=tuple(advice.advice(config, *sizes, work.bubble)),
-            experts=self._of_experts(kinds),
+            advice=tuple(advice.build_advice(config, *sizes, step_flops.bubble_share)),
+            experts=self._plan_experts(profiles),
         )
-        return plan, step
+        return plan, step_work
 
-    def _of_experts(self, kinds: Sequence[RankKind]) -> ExpertsPlan | None:
-        model, asked = self._config.model, self._dry_run.expert_imbalance
-        factor = worst_factor(model, asked)
+    def _plan_experts(self, profiles: Sequence[RankProfile]) -> ExpertsPlan | None:
+        model, requested = self._config.model, self._dry_run.expert_imbalance
+        imbalance = get_worst_imbalance(model, requested)
         if model.num_experts is None:
             return None
-        unbalanced: Sequence[RankKind] = ()
-        if factor != 1.0:
-            worst = Planner(self._config, self._dry_run, self._vocab_size, expert_imbalance=factor)
-            unbalanced, _ = worst._kinds(range(self._topology.pp))
-        context = self._rank_of(0)
+        unbalanced_profiles: Sequence[RankProfile] = ()
+        if imbalance != 1.0:
+            unbalanced_planner = Planner(self._config, self._dry_run, self._vocab_size, expert_imbalance=imbalance)
+            unbalanced_profiles, _ = unbalanced_planner._build_profiles(range(self._topology.pp))
+        context = self._connect_as_stage(0)
         try:
-            return experts_plan(model, self._table, kinds, context, asked, unbalanced)
+            return build_experts_plan(model, self._layer_table, profiles, context, requested, unbalanced_profiles)
         finally:
             disconnect()
 
-    def _of_context_ranks(self) -> Iterator[str]:
-        """What they hold of each other, and how evenly they share attention."""
+    def _format_context_notes(self) -> Iterator[str]:
+        """Yield notes on the buffers for other context ranks' keys and values, and on the balance of attention over the context
+        ranks."""
         if self._topology.cp == 1:
             return
-        held = amount(most_held(self._config, self._config.precision.itemsize))
-        yield f"of other context ranks a rank holds at most {held} of keys, values and their gradients at once (in activations)"
+        buffer_bytes = format_bytes(count_max_buffer_bytes(self._config, self._config.precision.itemsize))
+        yield (
+            f"of other context ranks a rank holds at most {buffer_bytes} of keys, values and their gradients at once "
+            "(in activations)"
+        )
         if self._config.data.reset_attention_mask:
             yield "how evenly context ranks share attention depends on the documents: the log tells (context imbalance)"
         else:
-            shares = attention_shares(self._config.model)
-            cut = balanced(token_costs(self._config.model.seq_length, shares), self._topology.cp)
-            yield f"context ranks share attention evenly: the busiest computes {cut.imbalance:.3f} x the mean"
+            shares = compute_window_shares(self._config.model)
+            split = split_balanced(compute_token_costs(self._config.model.seq_length, shares), self._topology.cp)
+            yield f"context ranks share attention evenly: the busiest computes {split.imbalance:.3f} x the mean"
 
-    def _of_saves(self) -> Iterator[str]:
-        """What a checkpoint takes, on the storage and in host memory."""
-        saves = self._config.checkpoint
-        if saves.save is None:
+    def _format_checkpoint_note(self) -> Iterator[str]:
+        """Yield a note on the size of a checkpoint, on storage and in host memory."""
+        checkpoint = self._config.checkpoint
+        if checkpoint.save is None:
             return
-        total = saved_bytes(self._config, self._vocab_size, model_dtype(self._config.precision))
-        nodes = max(1, self._dry_run.world_size // self._dry_run.gpus_per_node)
-        copies = int(saves.async_save)
-        if saves.memory_save_interval is not None:
-            copies += 1 + 2 * (1 + saves.replicate_state)
-        held = f"; a node holds {amount(copies * total / nodes)} for copies in its memory" if copies else ""
-        yield f"a checkpoint has {amount(total)} of tensors{held}"
+        total_bytes = count_checkpoint_bytes(self._config, self._vocab_size, model_dtype(self._config.precision))
+        num_nodes = max(1, self._dry_run.world_size // self._dry_run.gpus_per_node)
+        num_copies = int(checkpoint.async_save)
+        if checkpoint.memory_save_interval is not None:
+            num_copies += 1 + 2 * (1 + checkpoint.replicate_state)
+        node_memory = (
+            f"; a node holds {format_bytes(num_copies * total_bytes / num_nodes)} for copies in its memory" if num_copies else ""
+        )
+        yield f"a checkpoint has {format_bytes(total_bytes)} of tensors{node_memory}"
 
-    def work(self) -> StepWork:
-        """What operations do and send. Its kinds are those of the first and last of stages that look alike, the fullest among
-        them."""
-        work, _ = self._step_work({stage for same in self._stages_alike() for stage in (same[0], same[-1])})
+    def step_work(self) -> StepWork:
+        """Return the work of a step: FLOPs, memory traffic and communication, from which the step's duration is predicted.
+
+        Of several equal stages, only the first and the last get rank profiles. The rank with the largest memory is on one of these
+        two stages.
+        """
+        work, _ = self._compute_step_work(
+            {stage for equal_stages in self._group_equal_stages() for stage in (equal_stages[0], equal_stages[-1])}
+        )
         return work
 
-    def _step_work(self, stages: Collection[int]) -> tuple[StepWork, dict[int, int]]:
-        """What operations do and send, with the kinds of ranks of some stages; and the parameters of each of these."""
-        ops: dict[int, Mapping[OpKind, MemorySpan]] = {}
-        message, groups = 0, dict[str, tuple[int, float]]()
+    def _compute_step_work(self, stages: Collection[int]) -> tuple[StepWork, dict[int, int]]:
+        """Return the work of a step with the rank profiles of `stages`, and the number of parameters of each stage."""
+        spans_by_chunk: dict[int, Mapping[OpType, MemorySpan]] = {}
+        message_bytes, groups = 0, dict[str, tuple[int, float]]()
 
-        def note(same: Sequence[int], model: Model, context: ParallelContext) -> None:
-            nonlocal message
-            message = message_bytes(model, self._config.training.micro_batch_size, context)
-            for name, (size, crosses) in named_groups(context, self._links).items():
-                groups[name] = size, per_node(size, crosses(0))
-            traces = self._trace(model, context)
-            for stage in same:
-                for mine, its in zip(self._chunks[stage], traces, strict=True):
-                    ops[mine.index] = traces[its].ops
+        def on_stages(equal_stages: Sequence[int], model: Model, context: ParallelContext) -> None:
+            nonlocal message_bytes
+            message_bytes = count_message_bytes(model, self._config.training.micro_batch_size, context)
+            for name, (size, crosses) in build_group_table(context, self._links).items():
+                groups[name] = size, estimate_ranks_per_node(size, crosses(0))
+            traces = self._trace_chunks(model, context)
+            for stage in equal_stages:
+                for chunk, traced_index in zip(self._stage_chunks[stage], traces, strict=True):
+                    spans_by_chunk[chunk.index] = traces[traced_index].ops
 
-        kinds, counted = self._kinds(stages, note)
+        profiles, params_by_stage = self._build_profiles(stages, on_stages)
         all_stages = range(self._topology.pp)
         work = StepWork(
             self._schedule,
             self._num_microbatches,
-            tuple(ops[chunk] for chunk in range(len(self._table))),
-            message,
-            tuple(bool(self._links.between(stage, (stage + 1) % self._topology.pp).any()) for stage in all_stages),
-            kinds,
+            tuple(spans_by_chunk[chunk] for chunk in range(len(self._layer_table))),
+            message_bytes,
+            tuple(bool(self._links.stage_crossings(stage, (stage + 1) % self._topology.pp).any()) for stage in all_stages),
+            profiles,
             self._schedule.num_microbatches / self._num_microbatches,
             groups,
         )
-        return work, counted
+        return work, params_by_stage
 
-    def step(self, stage: int) -> PlannedStep:
-        """How the activations of a stage come and go."""
-        context = self._rank_of(stage)
+    def plan_stage(self, stage: int) -> StageStep:
+        """Return the operations of a stage and the activation memory of a rank during them."""
+        context = self._connect_as_stage(stage)
         try:
-            model = model_of(self._config, context, self._vocab_size, overlap=self._overlap)
-            walked = self._trace(model, context), model, self._config, context, self._schedule, self._receives
-            held = list(held_over_step(*walked, device_type=self._device_type))
+            model = build_model_from_config(self._config, context, self._vocab_size, overlap=self._overlap)
+            args = self._trace_chunks(model, context), model, self._config, context, self._schedule, self._receive_plans
+            op_memory = list(iter_op_memory(*args, device_type=self._device_type))
         finally:
             disconnect()
-        costs = self._costs()
-        return PlannedStep(simulate(self._schedule, lambda op: costs[op.chunk].of(op)), held)
+        op_costs = self._compute_op_costs()
+        return StageStep(simulate(self._schedule, lambda op: op_costs[op.chunk].get_duration(op)), op_memory)
 
-    def _rank_of(self, stage: int) -> ParallelContext:
-        """Take the place of a rank of a stage. Of the context ranks it is the last, whose pieces lie side by side: its attention
-        has the largest products, and so the highest peak."""
+    def _connect_as_stage(self, stage: int) -> ParallelContext:
+        """Connect fake process groups as a rank of a stage.
+
+        The rank is the last of the context ranks. Its two sequence segments are adjacent, so its attention has the largest matrix
+        products and the highest memory peak.
+        """
         rank = self._topology.rank(cp=self._topology.cp - 1, pp=stage)
         return connect_fake(self._topology, rank, self._config.parallel.fsdp_shard_size)
 
-    def _costs(self) -> list[Costs]:
-        again = loss_again(self._config, self._vocab_size)
-        return chunk_costs(self._config.model, self._vocab_size, self._table, loss_again=again)
+    def _compute_op_costs(self) -> list[OpCosts]:
+        recomputes = recomputes_logits(self._config, self._vocab_size)
+        return compute_chunk_costs(self._config.model, self._vocab_size, self._layer_table, recomputes_logits=recomputes)
 
-    def device_bytes(self) -> list[int]:
-        """For each stage, what its fullest rank takes of its device."""
-        kinds, _ = self._kinds(range(self._topology.pp))
-        return [max(kind.memory.total.device for kind in kinds if stage in kind.stages) for stage in range(self._topology.pp)]
+    def fullest_device_bytes(self) -> list[int]:
+        """Return, for each stage, the largest device memory of its ranks."""
+        profiles, _ = self._build_profiles(range(self._topology.pp))
+        return [
+            max(profile.memory.total.device for profile in profiles if stage in profile.stages)
+            for stage in range(self._topology.pp)
+        ]
 
-    def _kinds(
-        self, stages: Collection[int], note: Callable[[Sequence[int], Model, ParallelContext], None] | None = None
-    ) -> tuple[tuple[RankKind, ...], dict[int, int]]:
-        """The kinds of ranks of some stages, and the parameters of each.
+    def _build_profiles(
+        self, stages: Collection[int], on_stages: Callable[[Sequence[int], Model, ParallelContext], None] | None = None
+    ) -> tuple[tuple[RankProfile, ...], dict[int, int]]:
+        """Return the rank profiles of `stages`, and the number of parameters of each stage.
 
         Args:
-            note: is called for stages that look alike, with the model that is built for them, in the place of a rank of the first.
+            on_stages: called for each group of equal stages, with the model and the context of a rank of the group's first stage.
         """
-        found: dict[int, StagePlan] = {}
-        counted: dict[int, int] = {}
-        for same in self._stages_alike():
-            context = self._rank_of(same[0])
+        plan_of_stage: dict[int, StagePlan] = {}
+        params_by_stage: dict[int, int] = {}
+        for equal_stages in self._group_equal_stages():
+            context = self._connect_as_stage(equal_stages[0])
             try:
-                groups, shared = named_groups(context, self._links), shared_communicators(context)
-                model = model_of(self._config, context, self._vocab_size, overlap=self._overlap)
-                counted |= dict.fromkeys(same, parameters_of_stage(model, context))
-                found |= self._lay_out([stage for stage in same if stage in stages], model, context)
-                if note is not None:
-                    note(same, model, context)
+                groups, shared = build_group_table(context, self._links), find_shared_communicators(context)
+                model = build_model_from_config(self._config, context, self._vocab_size, overlap=self._overlap)
+                params_by_stage |= dict.fromkeys(equal_stages, count_stage_params(model, context))
+                plan_of_stage |= self._plan_stages([stage for stage in equal_stages if stage in stages], model, context)
+                if on_stages is not None:
+                    on_stages(equal_stages, model, context)
             finally:
                 disconnect()
-        stage_plans, on_cuda = [found[stage] for stage in sorted(found)], self._device_type == "cuda"
-        kinds = make_kinds(stage_plans, groups, shared, self._links, on_cuda=on_cuda, of_tensor_ranks=self._of_tensor_ranks())
-        return kinds, counted
+        stage_plans, on_cuda = [plan_of_stage[stage] for stage in sorted(plan_of_stage)], self._device_type == "cuda"
+        profiles = build_rank_profiles(
+            stage_plans, groups, shared, self._links, on_cuda=on_cuda, overlap_allowances=self._estimate_overlap_allowances()
+        )
+        return profiles, params_by_stage
 
-    def _of_tensor_ranks(self) -> list[Allowance]:
-        if not overlaps(self._config.parallel):
+    def _estimate_overlap_allowances(self) -> list[Allowance]:
+        if not overlaps_tp_communication(self._config.parallel):
             return []
-        if isinstance(self._overlap, Pieces):
-            return [of_tensor_ring()]
-        model, size = self._config.model, self._config.training.micro_batch_size
-        whole = self._config.tokens_per_rank * size * model.hidden_size * model_dtype(self._config.precision).itemsize
-        return [of_symmetric_memory(whole // self._topology.tp)]
+        if isinstance(self._overlap, RingOverlap):
+            return [estimate_tensor_ring()]
+        model, batch_size = self._config.model, self._config.training.micro_batch_size
+        hidden_bytes = self._config.tokens_per_rank * batch_size * model.hidden_size * model_dtype(self._config.precision).itemsize
+        return [estimate_symmetric_memory(hidden_bytes // self._topology.tp)]
 
-    def _trace(self, model: Model, context: ParallelContext) -> dict[int, ChunkTrace]:
+    def _trace_chunks(self, model: Model, context: ParallelContext) -> dict[int, ChunkTrace]:
         with backend_in_use(self._config.speed.attention_backend):
             return trace_chunks(
                 model,
@@ -364,64 +401,78 @@ class Planner:
                 context,
                 splits_backward=SCHEDULES[self._config.parallel.schedule].splits_backward,
                 device_type=self._device_type,
-                cache=self._traces,
+                cache=self._trace_cache,
                 expert_imbalance=self._expert_imbalance,
             )
 
-    def _stages_alike(self) -> Iterable[list[int]]:
-        """Groups of stages whose chunks have the same parts. A model built for one stage is that of all but for names."""
-        ways = context_ways(self._config.model, self._config.parallel.cp_comm_type)
-        kinds = layer_kinds(self._config.model, self._config.precision, ways)
-        return alike(tuple(kind_of(chunk, kinds) for chunk in chunks) for chunks in self._chunks).values()
+    def _group_equal_stages(self) -> Iterable[list[int]]:
+        """Group stages whose chunks have equal layers. A model built for one stage of a group differs from the others only in
+        names."""
+        comm_types = resolve_cp_comm_types(self._config.model, self._config.parallel.cp_comm_type)
+        layer_keys = build_layer_keys(self._config.model, self._config.precision, comm_types)
+        return group_equal(tuple(build_chunk_key(chunk, layer_keys) for chunk in chunks) for chunks in self._stage_chunks).values()
 
-    def _lay_out(self, stages: Sequence[int], model: Model, context: ParallelContext) -> Iterator[tuple[int, StagePlan]]:
-        """Plan stages that look alike. They differ in the order of their backwards, which decides how many gradients pass under
-        optim_grads."""
-        config, ranks = self._config, self._topology.world_size
+    def _plan_stages(self, stages: Sequence[int], model: Model, context: ParallelContext) -> Iterator[tuple[int, StagePlan]]:
+        """Yield the plans of several stages with equal chunks.
+
+        Stages with equal chunks differ only in the order of their backwards, which decides how many gradient buffers the sharding
+        strategy optim_grads needs.
+        """
+        config, world_size = self._config, self._topology.world_size
         parallel, micro_batch_size = config.parallel, config.training.micro_batch_size
         state = OptimizerState(config.optimizer, context.axis_sizes, self._device_type)
-        traces = self._trace(model, context)
-        largest = 0 if model.largest is None else model.largest.found.nbytes
-        of_experts = 0 if model.balance is None else model.balance.found.nbytes + 8 * model.balance.num_results
-        scalars = 2 * (ranks - 1) * (NUM_SCALARS * 8 + largest + of_experts) // ranks
-        summed = [Sending("world", "scalars", scalars)] if ranks > 1 else []
+        traces = self._trace_chunks(model, context)
+        logit_bytes = 0 if model.logit_tracker is None else model.logit_tracker.max_logits.nbytes
+        router_bytes = (
+            0 if model.router_tracker is None else model.router_tracker.totals.nbytes + 8 * model.router_tracker.num_values
+        )
+        scalar_bytes = 2 * (world_size - 1) * (NUM_SCALARS * 8 + logit_bytes + router_bytes) // world_size
+        world_sends = [StageSend("world", "scalars", scalar_bytes)] if world_size > 1 else []
         if config.logging.log_gradient_noise and context.topology.cp > 1:
-            first = noise_traffic(model.params, context, model.dtype)
-            summed.append(Sending(first.over, first.kind, first.bytes))
-        layouts: dict[object, tuple[dict[RankContent, list[Places]], list[Sending]]] = {}
+            noise_traffic = count_noise_traffic(model.params, context, model.dtype)
+            world_sends.append(StageSend(noise_traffic.over, noise_traffic.kind, noise_traffic.bytes))
+        layouts: dict[object, tuple[dict[RankContent, list[RankRange]], list[StageSend]]] = {}
         for stage in stages:
-            # The operations of the stage, on the chunks of the one that the model is built for.
-            chunk_of = {mine.index: its for mine, its in zip(self._chunks[stage], traces, strict=True)}
-            passing = parallel.sharding in _PASSING
-            ops = [Op(kind, chunk_of[chunk], m) for kind, chunk, m in self._schedule.ops[stage]] if passing or not layouts else []
-            order = tuple(op for op in ops if op.kind is not OpKind.FORWARD) if passing else None
-            if order not in layouts:
-                layout = layout_of(model, context, parallel, config.optimizer, ops, self._num_microbatches)
-                sent = [Sending(one.over, one.kind, one.bytes) for one in layout.sent]
-                layouts[order] = places_by_content(model, layout, context, state), sent
-            places, sent = layouts[order]
-            here = context.at_stage(stage)
-            its = {chunk: traces[other] for chunk, other in chunk_of.items()}
-            activations = peak_activations(
-                its,
+            # Operations of this stage, with the chunk indices of the stage for which the model was built.
+            traced = {stage_chunk.index: index for stage_chunk, index in zip(self._stage_chunks[stage], traces, strict=True)}
+            buffers_grads = parallel.sharding in _BUFFERED_GRAD_STRATEGIES
+            ops = (
+                [Op(op_type, traced[chunk], microbatch) for op_type, chunk, microbatch in self._schedule.ops[stage]]
+                if buffers_grads or not layouts
+                else []
+            )
+            grad_order = tuple(op for op in ops if op.type is not OpType.FORWARD) if buffers_grads else None
+            if grad_order not in layouts:
+                layout = build_stage_layout(model, context, parallel, config.optimizer, ops, self._num_microbatches)
+                state_sends = [StageSend(entry.over, entry.kind, entry.bytes) for entry in layout.traffic]
+                layouts[grad_order] = group_ranks_by_content(model, layout, context, state), state_sends
+            contents, state_sends = layouts[grad_order]
+            stage_context = context.at_stage(stage)
+            stage_traces = {chunk: traces[traced_index] for chunk, traced_index in traced.items()}
+            activations = compute_peak_activations(
+                stage_traces,
                 model,
                 config,
-                here,
+                stage_context,
                 self._schedule,
-                self._receives,
+                self._receive_plans,
                 device_type=self._device_type,
                 num_microbatches=self._num_microbatches,
             )
-            transfers = step_transfers(its, model, micro_batch_size, here, self._schedule)
-            passed_on = [sending_of(transfer, context) for transfer in transfers]
+            transfers = sum_transfers(stage_traces, model, micro_batch_size, stage_context, self._schedule)
+            op_sends = [convert_transfer(transfer, context) for transfer in transfers]
             yield (
                 stage,
                 StagePlan(
-                    stage, places, Bytes(activations.total, activations.host), activations.to_host, [*sent, *passed_on, *summed]
+                    stage,
+                    contents,
+                    Bytes(activations.device_bytes, activations.host_bytes),
+                    activations.offloaded_bytes,
+                    [*state_sends, *op_sends, *world_sends],
                 ),
             )
 
-    def _job(self) -> Job:
+    def _build_job(self) -> Job:
         config, topology = self._config, self._topology
         parallel, model = config.parallel, config.model
         return Job(
@@ -437,11 +488,11 @@ class Planner:
             dtype=str(model_dtype(config.precision)).removeprefix("torch."),
             sharding=parallel.sharding,
             schedule=self._schedule.name,
-            chunks_per_stage=len(self._table) // topology.pp,
+            chunks_per_stage=len(self._layer_table) // topology.pp,
             micro_batch_size=config.training.micro_batch_size,
             global_batch_size=self._global_batch_size,
             num_microbatches=self._num_microbatches,
             seq_length=model.seq_length,
             vocab_size=self._vocab_size,
-            padded_vocab_size=padded_vocab_size(self._vocab_size, model.make_vocab_size_divisible_by, topology.tp),
+            padded_vocab_size=pad_vocab_size(self._vocab_size, model.make_vocab_size_divisible_by, topology.tp),
         )

@@ -1,8 +1,10 @@
-"""How long work takes on a cluster's devices, and what is sent on its links.
+"""Duration of computation on a cluster's devices, and of communication on its links.
 
-Time of a product: its FLOPs at the rate that large products reach, and its factors and result through memory. So small or thin ones
-are slow in the measure in which they are (the roofline of Williams et al. 2009, with a sum in place of its corner).
-Time of a collective: (n - 1) latencies and the bytes that one rank sends, at the rate of the slowest link in the ring.
+A matrix product takes its FLOPs at the rate that large products achieve, plus the time to move its inputs and its result through
+memory. So small or thin products are slower. (This is the roofline model of Williams et al. 2009 with a sum in place of a maximum.)
+
+A collective takes the bytes that one rank sends at the rate of the slowest link in the ring, plus latencies: one for each further
+rank of a node, and between nodes the square root of the number of further nodes.
 """
 
 from __future__ import annotations
@@ -12,144 +14,164 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_lab.planner.cluster import Cluster
-from megatron_lab.planner.work import AttentionWork, DeviceWork, MatrixProduct
+from megatron_lab.planner.work import AttentionWork, DeviceWork, Gemm
 
 _ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8": 1}
 _UNFUSED_FORWARD, _UNFUSED_BACKWARD = 13, 17
-"""Bytes that go through memory for each pair of a query and a key where attention is made of single kernels in 16 bits: scores
-written, scaled and masked to probabilities, dropped, read again (Korthikanti et al. 2022, section 4.1, lists what is kept)."""
+"""Memory traffic in bytes per pair of query and key if attention consists of separate kernels in 16 bits: scores are written,
+scaled, masked, turned into probabilities, dropped out and read again. Korthikanti et al. 2022, section 4.1, list what is saved."""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Software that differs from ours, for runs of others that a prediction is compared with. Ours is the default."""
+    """Speed of another training framework relative to this framework, for predictions of that framework's published runs.
+
+    The defaults describe this framework itself.
+    """
 
     name: str = "ours"
     flash: bool = True
-    """Whether attention is one kernel that keeps no probabilities."""
+    """Whether attention is one kernel that does not save probabilities."""
     attention: float = 1.0
-    """Speed of attention's kernels over those that the cluster file has in mind."""
+    """Speed of attention kernels relative to the cluster file."""
     products: float = 1.0
-    """Speed of products over the cluster's."""
+    """Speed of matrix products relative to the cluster file."""
     elementwise: float = 1.0
-    """Bytes that kernels beside products move, over those of ours: fused ones move fewer."""
+    """Memory traffic of all other kernels relative to this framework; fused kernels move fewer bytes."""
     launches: float = 1.0
-    """Kernels launched over those of ours; CUDA graphs launch none."""
+    """Number of kernel launches relative to this framework; 0 with CUDA graphs."""
     hidden: float = 1.0
-    """How well sending is hidden, over ours."""
+    """Share of overlapped communication that costs no extra time, relative to this framework."""
 
 
-OURS = Stack()
-COMPILED = Stack("ours, compiled", elementwise=0.5, launches=0.4)
-"""With --compile: neighbouring element-wise kernels are one."""
+DEFAULT_STACK = Stack()
+COMPILED_STACK = Stack("ours, compiled", elementwise=0.5, launches=0.4)
+"""Stack with --compile: adjacent element-wise kernels are fused."""
 
 
-class Spent(NamedTuple):
-    """Seconds of a device, by what it does."""
+class DeviceTime(NamedTuple):
+    """Time of a device in seconds, split by activity."""
 
     products: float = 0.0
     attention: float = 0.0
     elementwise: float = 0.0
-    """Kernels that go through memory, and the gaps between all kernels."""
+    """Time of memory-bound kernels, and of the gaps between all kernels."""
     launching: float = 0.0
-    """Waiting for the host to launch."""
+    """Time in which the device is idle because the host has not launched the next kernel yet."""
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of the seconds of all activities."""
         return sum(self)
 
 
-class Ranks(NamedTuple):
-    """Ranks that send to each other."""
+class CommGroup(NamedTuple):
+    """Size of a process group, and the number of its ranks on each node."""
 
     size: int
-    per_node: float
-    """How many of them a node has."""
+    ranks_per_node: float
+    """Ranks of the process group on each node."""
 
 
 class Durations:
-    """Times on one cluster with one software, of a rank that has a device for itself."""
+    """Predicted durations of computation and communication on one cluster with one software stack. Each rank has its own device."""
 
-    def __init__(self, cluster: Cluster, stack: Stack = OURS) -> None:
+    def __init__(self, cluster: Cluster, stack: Stack = DEFAULT_STACK) -> None:
         self.cluster, self.stack = cluster, stack
-        self._memory = cluster.memory_gb_s * 1e9 * cluster.reached.memory
+        self._memory_bytes_per_s = cluster.memory_gb_s * 1e9 * cluster.reached.memory
 
-    def of(self, work: DeviceWork, fresh: int = 0) -> Spent:
-        """Seconds of some work that takes so many bytes of memory beside what there was."""
-        products = sum(times * self.product(one) for one, times in work.products.items())
-        attention = sum(times * self.attention(one) for one, times in work.attention.items())
-        kernels = work.kernels * self.stack.launches
-        elementwise = work.moved * self.stack.elementwise / self._memory + kernels * self.cluster.kernel_us * 1e-6
-        if self.cluster.fresh_gb_s:
-            elementwise += fresh / (self.cluster.fresh_gb_s * 1e9)
-        on_device = products + attention + elementwise
-        return Spent(products, attention, elementwise, max(0.0, kernels * self.cluster.host_us * 1e-6 - on_device))
+    def device_time(self, work: DeviceWork, new_bytes: int = 0) -> DeviceTime:
+        """Return the time that the device needs for some work, split by activity.
 
-    def product(self, one: MatrixProduct) -> float:
-        """Seconds of a product."""
-        return one.flops / self._rate(one.dtype) + product_bytes(one) / self._memory + self.cluster.product_us * 1e-6
-
-    def attention(self, one: AttentionWork) -> float:
-        """Seconds of an attention kernel, or of the kernels in its place."""
-        reached, peak = self.cluster.reached, self.cluster.peak(column(one.dtype))
-        if not self.stack.flash:
-            pairs = 2 * one.pairs  # of the whole square
-            per_pair = _UNFUSED_BACKWARD if one.backward else _UNFUSED_FORWARD
-            return 2 * one.flops / self._rate(one.dtype) + pairs * per_pair * _ITEMSIZE[one.dtype] / 2 / self._memory
-        share = reached.attention_backward if one.backward else reached.attention
-        return one.flops / (peak * share * self.stack.attention)
-
-    def _rate(self, dtype: str) -> float:
-        name = column(dtype)
-        reached = self.cluster.reached.products
-        share = reached.get(name, reached.get("bfloat16", min(reached.values())))
-        return self.cluster.peak(name) * share * self.stack.products
-
-    def update(self, num_bytes: float) -> float:
-        """Seconds of an optimizer's step that reads and writes so many bytes. They come from memory, not from caches."""
-        reached = self.cluster.reached
-        return num_bytes / (self.cluster.memory_gb_s * 1e9 * (reached.state or reached.memory))
-
-    def sending(self, num_bytes: float, calls: float, ring: Ranks, operation: str = "all-reduce") -> float:
-        """Seconds in which one rank sends so many bytes in so many collectives.
-
-        Where a node has several ranks of the ring, each sends over its own network links, so the ring has all of them.
+        Args:
+            new_bytes: bytes that the work allocates beyond the memory that was in use before.
         """
-        if ring.size <= 1 or not (num_bytes or calls):
+        gemm_time = sum(count * self.gemm_time(gemm) for gemm, count in work.gemms.items())
+        attention_time = sum(count * self.attention_time(call) for call, count in work.attention.items())
+        num_kernels = work.num_kernels * self.stack.launches
+        elementwise_time = (
+            work.memory_bytes * self.stack.elementwise / self._memory_bytes_per_s + num_kernels * self.cluster.kernel_us * 1e-6
+        )
+        if self.cluster.fresh_gb_s:
+            elementwise_time += new_bytes / (self.cluster.fresh_gb_s * 1e9)
+        on_device = gemm_time + attention_time + elementwise_time
+        return DeviceTime(
+            gemm_time, attention_time, elementwise_time, max(0.0, num_kernels * self.cluster.host_us * 1e-6 - on_device)
+        )
+
+    def gemm_time(self, gemm: Gemm) -> float:
+        """Return the seconds of a matrix product."""
+        return (
+            gemm.flops / self._gemm_flops_per_s(gemm.dtype)
+            + count_gemm_bytes(gemm) / self._memory_bytes_per_s
+            + self.cluster.product_us * 1e-6
+        )
+
+    def attention_time(self, work: AttentionWork) -> float:
+        """Return the seconds of an attention kernel, or of the separate kernels that compute attention without a fused kernel."""
+        efficiency, peak_flops = self.cluster.reached, self.cluster.peak_flops(get_peak_name(work.dtype))
+        if not self.stack.flash:
+            num_pairs = 2 * work.num_pairs  # separate kernels compute the full square of scores
+            bytes_per_pair = _UNFUSED_BACKWARD if work.backward else _UNFUSED_FORWARD
+            return (
+                2 * work.flops / self._gemm_flops_per_s(work.dtype)
+                + num_pairs * bytes_per_pair * _ITEMSIZE[work.dtype] / 2 / self._memory_bytes_per_s
+            )
+        fraction = efficiency.attention_backward if work.backward else efficiency.attention
+        return work.flops / (peak_flops * fraction * self.stack.attention)
+
+    def _gemm_flops_per_s(self, dtype: str) -> float:
+        name = get_peak_name(dtype)
+        fractions = self.cluster.reached.products
+        fraction = fractions.get(name, fractions.get("bfloat16", min(fractions.values())))
+        return self.cluster.peak_flops(name) * fraction * self.stack.products
+
+    def optimizer_time(self, num_bytes: float) -> float:
+        """Return the seconds of an optimizer step that reads and writes `num_bytes`. The optimizer state is read from memory, not
+        from caches."""
+        efficiency = self.cluster.reached
+        return num_bytes / (self.cluster.memory_gb_s * 1e9 * (efficiency.state or efficiency.memory))
+
+    def collective_time(self, num_bytes: float, num_calls: float, group: CommGroup, comm_type: str = "all-reduce") -> float:
+        """Return the seconds in which one rank sends `num_bytes` in `num_calls` collectives.
+
+        If a node has several ranks of the group, each of them sends over its own network link, so that the ring uses all of these
+        links.
+        """
+        if group.size <= 1 or not (num_bytes or num_calls):
             return 0.0
-        cluster, inside = self.cluster, min(ring.per_node, ring.size)
-        rate, nodes = cluster.node_gb_s * cluster.reached.node, ring.size / inside
-        if nodes > 1:
+        cluster, ranks_per_node = self.cluster, min(group.ranks_per_node, group.size)
+        rate, num_nodes = cluster.node_gb_s * cluster.reached.node, group.size / ranks_per_node
+        if num_nodes > 1:
             rate = (
-                min(rate, inside * cluster.network_gb_s * cluster.reached.network)
-                if inside > 1
+                min(rate, ranks_per_node * cluster.network_gb_s * cluster.reached.network)
+                if ranks_per_node > 1
                 else (cluster.network_gb_s * cluster.reached.network)
             )
-        latency = (inside - 1) * cluster.node_us + (nodes - 1) ** 0.5 * cluster.network_us
-        rate *= cluster.operations.get(operation, 1.0)
-        return num_bytes / (rate * 1e9) + calls * latency * 1e-6
+        latency = (ranks_per_node - 1) * cluster.node_us + (num_nodes - 1) ** 0.5 * cluster.network_us
+        rate *= cluster.operations.get(comm_type, 1.0)
+        return num_bytes / (rate * 1e9) + num_calls * latency * 1e-6
 
-    def message(self, num_bytes: float, *, between_nodes: bool) -> float:
-        """Seconds of a message between stages."""
+    def message_time(self, num_bytes: float, *, crosses_nodes: bool) -> float:
+        """Return the seconds of a message between pipeline stages."""
         cluster = self.cluster
         rate, latency = cluster.node_gb_s * cluster.reached.node, cluster.node_us
-        if between_nodes:
+        if crosses_nodes:
             rate, latency = cluster.network_gb_s * cluster.reached.network, cluster.network_us
         return num_bytes / (rate * cluster.operations.get("send", 1.0) * 1e9) + latency * 1e-6
 
 
-def product_bytes(one: MatrixProduct) -> int:
-    """What a product reads and writes; its result has 16 bits at least."""
-    size = _ITEMSIZE[one.dtype]
-    return one.batch * ((one.m + one.n) * one.k * size + one.m * one.n * max(size, 2))
+def count_gemm_bytes(gemm: Gemm) -> int:
+    """Return the bytes that a matrix product reads and writes. Its result is counted with at least 16 bits per element."""
+    itemsize = _ITEMSIZE[gemm.dtype]
+    return gemm.batch * ((gemm.m + gemm.n) * gemm.k * itemsize + gemm.m * gemm.n * max(itemsize, 2))
 
 
-def added(some: Iterable[Spent]) -> Spent:
-    """The sum of each part."""
-    return Spent(*(sum(each) for each in zip(*some, strict=True))) if (some := list(some)) else Spent()  # type: ignore[assignment]
+def sum_times(times: Iterable[DeviceTime]) -> DeviceTime:
+    """Return the sum of several device times, by activity."""
+    return DeviceTime(*(sum(column) for column in zip(*times, strict=True))) if (times := list(times)) else DeviceTime()  # type: ignore[assignment]
 
 
-def column(dtype: str) -> str:
-    """The column of the table of peaks for a dtype of torch."""
+def get_peak_name(dtype: str) -> str:
+    """Return the name that a torch dtype has in the table of peak rates."""
     return "float8" if dtype.startswith("float8") else dtype

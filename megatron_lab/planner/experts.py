@@ -1,4 +1,5 @@
-"""What a plan says of experts (`ExpertsPlan`): what tokens travel, and the memory of ranks whose experts get more than the mean."""
+"""Plan of a model's experts (`ExpertsPlan`): traffic of the token dispatch, and memory of ranks whose experts get more tokens than
+the mean."""
 
 from __future__ import annotations
 
@@ -6,65 +7,69 @@ import math
 from collections.abc import Sequence
 
 from megatron.config.model import ModelConfig
-from megatron.data_parallel.traffic import axes_in_words
+from megatron.data_parallel.traffic import format_axes
 from megatron.parallel.context import ParallelContext
 from megatron.pipeline_parallel.partition import Chunk
 from megatron.spec.mlps import has_experts
-from megatron_lab.planner.plan import ExpertsPlan, RankKind
+from megatron_lab.planner.plan import ExpertsPlan, RankProfile
 
 
-def worst_factor(model: ModelConfig, asked: float | None) -> float:
-    """How many times the mean of choices the busiest experts are planned to get: what was asked for, or any number, which their
-    capacity bounds; 1 where neither is known.
+def get_worst_imbalance(model: ModelConfig, requested: float | None) -> float:
+    """Return the imbalance of the experts for which memory is planned: the number of token assignments to the experts of the
+    busiest rank, as a multiple of the mean over the ranks.
+
+    The result is `requested` if that is set. Otherwise it is infinity if the experts have a capacity, which limits the assignments,
+    and 1 if they have none.
 
     Raises:
-        ValueError: it was asked for, of a model without experts.
+        ValueError: an imbalance was requested for a model without experts.
     """
-    if asked is not None and model.num_experts is None:
+    if requested is not None and model.num_experts is None:
         raise ValueError(
-            "--plan-expert-imbalance is about experts, of which the model has none. Give --num-experts, or leave it out."
+            "--plan-expert-imbalance needs a model with experts. Give --num-experts, or remove --plan-expert-imbalance."
         )
-    if asked is None:
+    if requested is None:
         return 1.0 if model.num_experts is None or model.moe_expert_capacity_factor is None else math.inf
-    return asked
+    return requested
 
 
-def experts_plan(
+def build_experts_plan(
     model: ModelConfig,
-    table: Sequence[Chunk],
-    kinds: Sequence[RankKind],
+    layer_table: Sequence[Chunk],
+    profiles: Sequence[RankProfile],
     context: ParallelContext,
-    asked: float | None,
-    unbalanced: Sequence[RankKind],
+    requested: float | None,
+    unbalanced_profiles: Sequence[RankProfile],
 ) -> ExpertsPlan:
-    """What a plan says of experts.
+    """Build the part of a plan that concerns the model's experts.
 
     Args:
-        kinds: with as many choices for all experts.
-        context: that of any rank.
-        asked: the factor of the command line.
-        unbalanced: kinds at the worst factor.
+        profiles: rank profiles with equally many assignments to all experts.
+        context: context of any rank.
+        requested: imbalance set on the command line, or None.
+        unbalanced_profiles: rank profiles at the worst imbalance (`get_worst_imbalance`).
     """
-    numbers = [layer for layer in range(model.num_layers) if has_experts(model, layer)]
-    depths = model.mtp_num_layers if has_experts(model, model.num_layers - 1) else 0  # they are as the last layer
-    by_stage: dict[int, int] = {}
-    for chunk in table:
-        by_stage[chunk.stage] = by_stage.get(chunk.stage, 0) + len(set(numbers) & set(chunk.layers))
-        by_stage[chunk.stage] += depths * chunk.last
-    over = axes_in_words(("etp", "ep"), context)
+    moe_layers = [layer for layer in range(model.num_layers) if has_experts(model, layer)]
+    # MTP layers have the type of the last layer.
+    num_mtp_layers = model.mtp_num_layers if has_experts(model, model.num_layers - 1) else 0
+    layers_by_stage: dict[int, int] = {}
+    for chunk in layer_table:
+        layers_by_stage[chunk.stage] = layers_by_stage.get(chunk.stage, 0) + len(set(moe_layers) & set(chunk.layers))
+        layers_by_stage[chunk.stage] += num_mtp_layers * chunk.is_last
+    group_name = format_axes(("etp", "ep"), context)
     ranks = context.expert_group.ranks
-    shared = any(context.group(*axes).ranks == ranks for axes in (("tp",), ("cp",), ("tp", "cp"))) and len(ranks) > 1
-    sent = {
-        stage: sum(one.bytes for one in kind.sent if (one.over, one.what) == (over, "activations"))
-        for kind in kinds
-        for stage in kind.stages
-        if by_stage[stage]
+    is_shared = any(context.group(*axes).ranks == ranks for axes in (("tp",), ("cp",), ("tp", "cp"))) and len(ranks) > 1
+    bytes_by_stage = {
+        stage: sum(entry.bytes for entry in profile.traffic if (entry.over, entry.what) == (group_name, "activations"))
+        for profile in profiles
+        for stage in profile.stages
+        if layers_by_stage[stage]
     }
-    most = max(sent, key=lambda stage: sent[stage])
+    busiest = max(bytes_by_stage, key=lambda stage: bytes_by_stage[stage])
     return ExpertsPlan(
-        len(numbers) + depths,
-        None if shared else sent[most],
-        None if shared else sent[most] // by_stage[most],
-        asked,
-        tuple(unbalanced),
+        len(moe_layers) + num_mtp_layers,
+        None if is_shared else bytes_by_stage[busiest],
+        None if is_shared else bytes_by_stage[busiest] // layers_by_stage[busiest],
+        requested,
+        tuple(unbalanced_profiles),
     )

@@ -1,9 +1,9 @@
-"""Which change of settings brings a job that does not fit under a limit of device memory, at the least extra time.
+"""Search for the change of settings that makes a job fit into device memory at the least extra time.
 
-A lever is one thing to change: what is computed again (layers, or the logits of a loss in chunks), how far state is sharded, how
-many tensor ranks there are, how many context ranks share a sequence. Each lever that the rules accept is planned by itself. So it
-is known what it saves and costs, and those of different kinds are taken together, in the order of their cost, until a plan of them
-fits. Memory is that of the plan, time what `step_time` predicts for the cluster.
+A lever is one change of settings that saves memory: more recomputation (of layers, or of the logits of a loss in chunks), more
+sharding of the state, more tensor ranks, or more context ranks. Each valid lever is planned separately, which shows what it saves
+and costs. Levers of different categories are then combined, cheapest combinations first, until the plan of a combination fits.
+Memory is that of the plan. Time is the prediction of `step_time` for the cluster.
 """
 
 from __future__ import annotations
@@ -16,68 +16,72 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.config.checks.finding import Change, change, data_size, without
+from megatron.config.checks.finding import Change, change, get_data_parallel_size, reset
 from megatron.config.checks.memory import AUTO
 from megatron.config.config import Config
-from megatron.config.extras import how_to_get, is_missing
-from megatron.config.given import DryRun, without_gaps
-from megatron.config.rules import violations
-from megatron.pipeline_parallel.partition import table_of
-from megatron_lab.planner.advice import ENOUGH_TOKENS
-from megatron_lab.planner.chunk_trace import ChunkTrace, Traces
-from megatron_lab.planner.cluster import DEFAULT, load_cluster
-from megatron_lab.planner.costs import loss_chunk
+from megatron.config.extras import get_install_command, is_missing
+from megatron.config.given import DryRun, fill_plan_defaults
+from megatron.config.rules import find_violations
+from megatron.pipeline_parallel.partition import build_layer_table
+from megatron_lab.planner.advice import MIN_EFFICIENT_TOKENS
+from megatron_lab.planner.chunk_trace import ChunkTrace, TraceCache
+from megatron_lab.planner.cluster import DEFAULT_CLUSTER, load_cluster
+from megatron_lab.planner.costs import get_loss_chunk_tokens
 from megatron_lab.planner.dry_run import Planner
 from megatron_lab.planner.plan import Plan
-from megatron_lab.planner.plan_text import GPU_MEMORY_GB, SPARE
-from megatron_lab.planner.state_report import amount
-from megatron_lab.planner.step_time import cluster_of, dtype_of, time_of
+from megatron_lab.planner.plan_text import GPU_MEMORY_GB, SPARE_SHARE
+from megatron_lab.planner.state_report import format_bytes
+from megatron_lab.planner.step_time import get_dtype_name, load_plan_cluster, predict_from_work
 
 _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-_MOST_TOGETHER = 4
-_MOST_TRIED = 8  # combinations of levers that are planned; those before are the likelier ones
-_CLOSE, _FAR = 1.1, 1.6  # levers that may fit together, by what each of them saves, are planned first; then those that hardly may
-_FULL = "layers"  # the kind of lever that takes a number of layers, as few as are enough
+_MAX_COMBINED = 4
+_MAX_TRIED = 8  # combinations that are planned, the most promising first
+# Estimated memory of a combination relative to the limit. Combinations up to the first ratio are planned first,
+# then those up to the second; others are not planned.
+_LIKELY_RATIO, _UNLIKELY_RATIO = 1.1, 1.6
+_FULL_RECOMPUTE = "layers"  # category of the lever that recomputes layers, as few as needed
 
 
 class Cost(NamedTuple):
-    """The memory and the time that settings take."""
+    """Memory and time of a step with certain settings."""
 
-    activations: int
-    """Bytes of them on the fullest rank."""
-    others: tuple[int, ...]
-    """Bytes of the other device memory there, by purpose."""
+    activation_bytes: int
+    """Activations on the fullest rank."""
+    other_bytes: tuple[int, ...]
+    """All other device memory of the fullest rank, by purpose."""
     seconds: float
-    """Time of a step."""
+    """Duration of a step."""
 
     @property
-    def device(self) -> int:
-        """Bytes of device memory on the fullest rank."""
-        return self.activations + sum(self.others)
+    def device_bytes(self) -> int:
+        """Device memory of the fullest rank."""
+        return self.activation_bytes + sum(self.other_bytes)
 
 
 class Lever(NamedTuple):
-    """A thing to change, and what the settings take then."""
+    """Change of settings that saves memory, with the memory and step time after this change."""
 
-    kind: str
-    """Its kind; of levers of one kind, one is taken."""
+    category: str
+    """A combination contains at most one lever of each category."""
     change: Change
     cost: Cost
 
 
 @dataclass(frozen=True)
-class Fitting:
-    """A change after which the job fits."""
+class FittingChange:
+    """Change of settings after which the job fits into device memory."""
 
     change: Change
     cost: Cost
-    extra: float
-    """Share of a step's time that it adds; below 0 where it saves time."""
+    extra_time_share: float
+    """Additional time of a step as a share of its current time; negative if the change saves time."""
 
 
-def memory_limit(config: Config) -> int | None:
-    """Bytes of a device's memory: what --device-memory-gb says, or on a machine with GPUs that of the first. None if neither is
-    known, or the job runs on CPUs."""
+def get_device_memory(config: Config) -> int | None:
+    """Return the bytes of a device's memory: --device-memory-gb, or the memory of this machine's first GPU.
+
+    Returns None if neither is known or the job runs on CPUs.
+    """
     if config.memory.device_memory_gb is not None:
         return round(config.memory.device_memory_gb * 1e9)
     if config.parallel.device == "cpu" or not torch.cuda.is_available():
@@ -85,281 +89,317 @@ def memory_limit(config: Config) -> int | None:
     return int(torch.cuda.get_device_properties(0).total_memory)
 
 
-def usable(limit: int) -> int:
-    """The part of a device's memory that a plan may fill: some is lost in gaps."""
-    return int(limit * (1 - SPARE))
+def get_usable_bytes(limit: int) -> int:
+    """Return how much of a device's memory a plan may fill. The remainder is reserved for gaps between allocator blocks."""
+    return int(limit * (1 - SPARE_SHARE))
 
 
-def with_fit_advice(plan: Plan, config: Config, dry_run: DryRun, vocab_size: int) -> Plan:
-    """The plan with what a device has, and a line of advice before the others if the job does not fit: what to change."""
-    limit, needed = memory_limit(config), plan.kinds[plan.fullest].memory.total.device
-    plan = replace(plan, limit=limit)
+def add_fit_advice(plan: Plan, config: Config, dry_run: DryRun, vocab_size: int) -> Plan:
+    """Return a copy of the plan that contains the device's memory. If the job does not fit, its first line of advice says what to
+    change."""
+    limit, required = get_device_memory(config), plan.profiles[plan.fullest_index].memory.total.device
+    plan = replace(plan, device_memory=limit)
     if limit is None and plan.job.device != "cpu":
         limit = int(GPU_MEMORY_GB[-1] * 1e9)
-    if limit is None or needed <= usable(limit):
+    if limit is None or required <= get_usable_bytes(limit):
         return plan
-    beyond = (
-        f"the fullest rank needs {amount(needed)}, but of a device of {amount(limit)} it may take {amount(usable(limit))} "
-        f"({SPARE:.0%} are left for gaps)"
+    problem = (
+        f"the fullest rank needs {format_bytes(required)}, but of a device of {format_bytes(limit)} it may take "
+        f"{format_bytes(get_usable_bytes(limit))} ({SPARE_SHARE:.0%} are left for gaps)"
     )
-    cure = _cure(config, dry_run, vocab_size, usable(limit))
-    return replace(plan, advice=(f"{beyond}. {cure}", *plan.advice))
+    solution = _suggest_fix(config, dry_run, vocab_size, get_usable_bytes(limit))
+    return replace(plan, advice=(f"{problem}. {solution}", *plan.advice))
 
 
-def _cure(config: Config, dry_run: DryRun, vocab_size: int, limit: int) -> str:
-    """A sentence that says what to change."""
+def _suggest_fix(config: Config, dry_run: DryRun, vocab_size: int, limit: int) -> str:
+    """Return a sentence that says which settings to change so that the job fits."""
     if is_missing("yaml"):
-        return f"What to change is not known without PyYAML, which reads the times of a cluster: {how_to_get('yaml')}"
-    found = Search(config, dry_run, vocab_size).best(limit)
-    if found is None:
+        return f"What to change is not known without PyYAML, which reads the times of a cluster: {get_install_command('yaml')}"
+    fitting = FitSearch(config, dry_run, vocab_size).best(limit)
+    if fitting is None:
         return (
             "Nothing that was tried of recompute, a loss in chunks, sharding, offload and more tensor or context ranks brings it "
             "under that; take more ranks"
         )
-    time = f"{abs(found.extra):.1%} {'more' if found.extra > 0 else 'less'}" if abs(found.extra) >= 5e-4 else "as much"
-    return f"It fits with {found.change} ({amount(found.cost.device)}, about {time} time for a step)"
+    time = (
+        f"{abs(fitting.extra_time_share):.1%} {'more' if fitting.extra_time_share > 0 else 'less'}"
+        if abs(fitting.extra_time_share) >= 5e-4
+        else "as much"
+    )
+    return f"It fits with {fitting.change} ({format_bytes(fitting.cost.device_bytes)}, about {time} time for a step)"
 
 
-def least_layers(config: Config, dry_run: DryRun, vocab_size: int, limit: int) -> tuple[int, ...]:
-    """The fewest layers that each pipeline stage must compute again to fit (for --recompute-layers-per-stage).
+def find_min_recompute_layers(config: Config, dry_run: DryRun, vocab_size: int, limit: int) -> tuple[int, ...]:
+    """Return the fewest layers of each pipeline stage that must be recomputed to fit (for --recompute-layers-per-stage).
 
     Args:
-        config: with full recompute by blocks.
-        limit: bytes that a rank may take of its device.
+        config: settings with full recompute by blocks.
+        limit: bytes that a rank may use of its device.
 
     Raises:
-        ValueError: a stage does not fit with all of its layers computed again.
+        ValueError: a stage does not fit even if all of its layers are recomputed.
     """
-    config, traces = without_gaps(config), dict[object, ChunkTrace]()
-    most = [0] * config.parallel.pipeline_model_parallel_size
-    for chunk in table_of(config.model, config.parallel, vocab_size):
-        most[chunk.stage] += len(chunk.layers) or bool(chunk.depths)
+    config, trace_cache = fill_plan_defaults(config), dict[object, ChunkTrace]()
+    max_layers = [0] * config.parallel.pipeline_model_parallel_size
+    for chunk in build_layer_table(config.model, config.parallel, vocab_size):
+        max_layers[chunk.stage] += len(chunk.layers) or bool(chunk.depths)
 
-    def needed(numbers: Sequence[int]) -> list[int]:
-        change_ = change(recompute_layers_per_stage=",".join(map(str, numbers)))
-        changed, _ = change_.apply(config, dry_run.world_size)
-        return Planner(changed, dry_run, vocab_size, few=True, traces=traces).device_bytes()
+    def compute_device_bytes(layers_per_stage: Sequence[int]) -> list[int]:
+        recompute_change = change(recompute_layers_per_stage=",".join(map(str, layers_per_stage)))
+        proposal, _ = recompute_change.apply(config, dry_run.world_size)
+        return Planner(proposal, dry_run, vocab_size, shortened=True, trace_cache=trace_cache).fullest_device_bytes()
 
-    for stage, bytes_ in enumerate(needed(most)):
-        if bytes_ > limit:
+    for stage, num_bytes in enumerate(compute_device_bytes(max_layers)):
+        if num_bytes > limit:
             raise ValueError(
-                f"stage {stage} needs {amount(bytes_)} even with all of its layers computed again, but may take {amount(limit)} of "
-                "its device."
+                f"stage {stage} needs {format_bytes(num_bytes)} of device memory even with all of its layers "
+                "recomputed, but at most "
+                f"{format_bytes(limit)} can be used."
             )
-    low, high = [0] * len(most), most  # with `high` each stage fits, with fewer than `low` it does not
+    low, high = [0] * len(max_layers), max_layers  # a stage fits with `high` layers, and does not fit with fewer than `low`
     while low != high:
-        middle = [(least + top) // 2 for least, top in zip(low, high, strict=True)]
-        fits = [bytes_ <= limit for bytes_ in needed(middle)]
-        low = [least if fit else min(number + 1, top) for fit, least, number, top in zip(fits, low, middle, high, strict=True)]
-        high = [number if fit else top for fit, number, top in zip(fits, middle, high, strict=True)]
+        middle = [(bottom + top) // 2 for bottom, top in zip(low, high, strict=True)]
+        fits = [num_bytes <= limit for num_bytes in compute_device_bytes(middle)]
+        low = [bottom if fit else min(mid + 1, top) for fit, bottom, mid, top in zip(fits, low, middle, high, strict=True)]
+        high = [mid if fit else top for fit, mid, top in zip(fits, middle, high, strict=True)]
     return tuple(high)
 
 
-def with_least_layers(config: Config, dry_run: DryRun, vocab_size: int) -> Config:
-    """The settings with numbers of layers in place of `--recompute-layers-per-stage auto`, if that is asked for.
+def resolve_auto_recompute_layers(config: Config, dry_run: DryRun, vocab_size: int) -> Config:
+    """Replace `--recompute-layers-per-stage auto` by numbers of layers. Other settings are returned unchanged.
 
     Raises:
-        ValueError: no limit is known, or a stage does not fit with all of its layers computed again; then it says what to change
-            too.
+        ValueError: the device's memory is not known, or a stage does not fit even if all of its layers are recomputed. In the
+            second case the message also says what to change.
     """
     if config.memory.recompute_layers_per_stage != AUTO:
         return config
-    limit = memory_limit(config)
+    limit = get_device_memory(config)
     if limit is None:
-        raise ValueError(f"--recompute-layers-per-stage {AUTO} needs a limit where there is no GPU. Give --device-memory-gb.")
+        raise ValueError(
+            f"--recompute-layers-per-stage {AUTO} needs the memory of a device, and this machine has no GPU. Give "
+            "--device-memory-gb."
+        )
     try:
-        numbers = least_layers(config, dry_run, vocab_size, usable(limit))
+        layers_per_stage = find_min_recompute_layers(config, dry_run, vocab_size, get_usable_bytes(limit))
     except ValueError as error:
-        all_again, _ = recomputed(config, most_layers(config, vocab_size)).apply(config, dry_run.world_size)
-        raise ValueError(f"{error} {_cure(all_again, dry_run, vocab_size, usable(limit))}.") from None
-    return replace(config, memory=replace(config.memory, recompute_layers_per_stage=",".join(map(str, numbers))))
+        full_recompute, _ = build_recompute_change(config, count_max_chunk_layers(config, vocab_size)).apply(
+            config, dry_run.world_size
+        )
+        raise ValueError(f"{error} {_suggest_fix(full_recompute, dry_run, vocab_size, get_usable_bytes(limit))}.") from None
+    return replace(config, memory=replace(config.memory, recompute_layers_per_stage=",".join(map(str, layers_per_stage))))
 
 
-class Search:
-    """Looks for settings that need less.
+class FitSearch:
+    """Search for settings that need less memory.
 
     Args:
         config: settings that `load` accepted for the job's ranks.
     """
 
     def __init__(self, config: Config, dry_run: DryRun, vocab_size: int) -> None:
-        self._config, self._dry_run, self._vocab_size = without_gaps(config), dry_run, vocab_size
-        self._known: dict[Change, Cost | None] = {}
-        self._traces: dict[object, Traces] = {}
-        """By the settings on which the traces of chunks depend."""
-        self._most_layers = most_layers(config, vocab_size)
-        cluster = cluster_of(config)
-        knows = cluster is not None and cluster.knows(dtype_of(config))
-        self._cluster = cluster if cluster is not None and knows else load_cluster(DEFAULT)  # times are only compared
+        self._config, self._dry_run, self._vocab_size = fill_plan_defaults(config), dry_run, vocab_size
+        self._costs: dict[Change, Cost | None] = {}
+        self._trace_caches: dict[object, TraceCache] = {}
+        """Trace cache for each combination of the settings on which traces depend."""
+        self._max_chunk_layers = count_max_chunk_layers(config, vocab_size)
+        cluster = load_plan_cluster(config)
+        has_peak = cluster is not None and cluster.has_peak(get_dtype_name(config))
+        # Another cluster will do, because times are only compared.
+        self._cluster = cluster if cluster is not None and has_peak else load_cluster(DEFAULT_CLUSTER)
 
-    def best(self, limit: int) -> Fitting | None:
-        """The change that costs the least time among those after which no rank needs more than `limit` bytes."""
+    def best(self, limit: int) -> FittingChange | None:
+        """Return the change of settings that costs the least step time and after which no rank needs more than `limit` bytes.
+
+        Returns None if no such change exists.
+        """
         base = self.cost(Change())
         assert base is not None, "settings that were loaded are valid"
-        found = [
-            Lever(kind, one, cost)
-            for kind, one in levers(self._config, self._dry_run, self._vocab_size, self._most_layers)
-            if (cost := self.cost(one)) is not None
+        levers = [
+            Lever(category, change, cost)
+            for category, change in list_levers(self._config, self._dry_run, self._vocab_size, self._max_chunk_layers)
+            if (cost := self.cost(change)) is not None
         ]
-        useful = [lever for lever in found if lever.cost.device < base.device]
-        combined = [(estimate(base, some, limit), some) for some in _together(useful)]
-        likely = [item for item in combined if item[0].device <= limit * _CLOSE]
-        unlikely = [item for item in combined if limit * _CLOSE < item[0].device <= limit * _FAR]
-        fitting: Fitting | None = None
+        useful = [lever for lever in levers if lever.cost.device_bytes < base.device_bytes]
+        combinations = [(estimate_cost(base, combination, limit), combination) for combination in _iter_combinations(useful)]
+        likely = [item for item in combinations if item[0].device_bytes <= limit * _LIKELY_RATIO]
+        unlikely = [item for item in combinations if limit * _LIKELY_RATIO < item[0].device_bytes <= limit * _UNLIKELY_RATIO]
+        fitting: FittingChange | None = None
         for group in (likely, unlikely):
             tried = 0
-            for estimated, some in sorted(group, key=lambda item: (item[0].seconds, len(item[1]))):
-                if tried == _MOST_TRIED or (fitting is not None and estimated.seconds >= fitting.cost.seconds):
+            for estimated, combination in sorted(group, key=lambda item: (item[0].seconds, len(item[1]))):
+                if tried == _MAX_TRIED or (fitting is not None and estimated.seconds >= fitting.cost.seconds):
                     break
-                tried += len(some) > 1
-                made = self._least(some, base, limit)
-                if made is not None and (fitting is None or made.cost.seconds < fitting.cost.seconds):
-                    fitting = made
+                tried += len(combination) > 1
+                candidate = self._fit_with_min_recompute(combination, base, limit)
+                if candidate is not None and (fitting is None or candidate.cost.seconds < fitting.cost.seconds):
+                    fitting = candidate
         return fitting
 
-    def cost(self, one: Change) -> Cost | None:
-        """What the settings take after a change; None if they are not valid then."""
-        if one not in self._known:
-            self._known[one] = self._plan(one)
-        return self._known[one]
+    def cost(self, change: Change) -> Cost | None:
+        """Return memory and step time of the settings after a change, or None if the changed settings are not valid."""
+        if change not in self._costs:
+            self._costs[change] = self._predict_cost(change)
+        return self._costs[change]
 
-    def _plan(self, one: Change) -> Cost | None:
-        config, world_size = one.apply(self._config, self._dry_run.world_size)
-        if violations(config, world_size):
+    def _predict_cost(self, change: Change) -> Cost | None:
+        config, world_size = change.apply(self._config, self._dry_run.world_size)
+        if find_violations(config, world_size):
             return None
         parallel = config.parallel
-        sharers = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-        layout = sharers, parallel.sequence_parallel, config.training.micro_batch_size
-        traces = self._traces.setdefault((layout, config.memory), {})
-        work = Planner(config, self._dry_run, self._vocab_size, few=True, traces=traces).work()
-        time = time_of(work, config, self._dry_run, self._vocab_size, self._cluster)
-        fullest = max(work.kinds, key=lambda kind: kind.memory.total.device).memory
-        others = (part.device for purpose, part in fullest.parts.items() if purpose != "activations")
-        return Cost(fullest.activations.device, tuple(others), time.seconds)
+        group_sizes = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+        layout = group_sizes, parallel.sequence_parallel, config.training.micro_batch_size
+        trace_cache = self._trace_caches.setdefault((layout, config.memory), {})
+        work = Planner(config, self._dry_run, self._vocab_size, shortened=True, trace_cache=trace_cache).step_work()
+        time = predict_from_work(work, config, self._dry_run, self._vocab_size, self._cluster)
+        fullest = max(work.profiles, key=lambda profile: profile.memory.total.device).memory
+        other_bytes = (size.device for purpose, size in fullest.by_purpose.items() if purpose != "activations")
+        return Cost(fullest.activations.device, tuple(other_bytes), time.seconds)
 
-    def _least(self, some: Sequence[Lever], base: Cost, limit: int) -> Fitting | None:
-        """These levers together, with the fewest layers computed again that are enough, if they fit at all."""
-        full = recomputed(self._config, self._most_layers)
-        rest = dict.fromkeys(field for lever in some if lever.change != full for field in lever.change.fields)
+    def _fit_with_min_recompute(self, levers: Sequence[Lever], base: Cost, limit: int) -> FittingChange | None:
+        """Combine levers, and recompute as few layers as possible. Returns None if the job does not fit with this combination."""
+        full = build_recompute_change(self._config, self._max_chunk_layers)
+        other_fields = dict.fromkeys(field for lever in levers if lever.change != full for field in lever.change.fields)
 
-        def with_layers(number: int) -> Change:
-            return Change((*recomputed(self._config, number).fields, *rest) if number else tuple(rest))
+        def build_change(num_layers: int) -> Change:
+            return Change(
+                (*build_recompute_change(self._config, num_layers).fields, *other_fields) if num_layers else tuple(other_fields)
+            )
 
-        low = high = self._most_layers if any(lever.change == full for lever in some) else 0
-        cost = self.cost(with_layers(high))
-        if cost is None or cost.device > limit:
+        low = high = self._max_chunk_layers if any(lever.change == full for lever in levers) else 0
+        cost = self.cost(build_change(high))
+        if cost is None or cost.device_bytes > limit:
             return None
         low = min(high, 1)
-        while low < high:  # with `high` it fits, with fewer than `low` it does not
+        while low < high:  # the job fits with `high` layers, and does not fit with fewer than `low`
             middle = (low + high) // 2
-            one = self.cost(with_layers(middle))
-            if one is not None and one.device <= limit:
-                high, cost = middle, one
+            middle_cost = self.cost(build_change(middle))
+            if middle_cost is not None and middle_cost.device_bytes <= limit:
+                high, cost = middle, middle_cost
             else:
                 low = middle + 1
-        return Fitting(with_layers(high), cost, cost.seconds / base.seconds - 1)
+        return FittingChange(build_change(high), cost, cost.seconds / base.seconds - 1)
 
 
-def most_layers(config: Config, vocab_size: int) -> int:
-    """Layers of the largest chunk of the model."""
-    return max(len(chunk.layers) for chunk in table_of(config.model, config.parallel, vocab_size))
+def count_max_chunk_layers(config: Config, vocab_size: int) -> int:
+    """Return the number of layers of the largest chunk of the model."""
+    return max(len(chunk.layers) for chunk in build_layer_table(config.model, config.parallel, vocab_size))
 
 
-def recomputed(config: Config, num_layers: int) -> Change:
-    """Full recompute of so many layers of each chunk, in place of what is computed again now."""
-    back = without(config, "recompute_activations", "recompute_modules", "recompute_layers_per_stage").fields
-    return change(recompute_granularity="full", recompute_method="block", recompute_num_layers=num_layers, **dict(back))
+def build_recompute_change(config: Config, num_layers: int) -> Change:
+    """Return the change to full recompute of `num_layers` layers of each model chunk. The change replaces all current recompute
+    settings."""
+    reset_fields = reset(config, "recompute_activations", "recompute_modules", "recompute_layers_per_stage").fields
+    return change(recompute_granularity="full", recompute_method="block", recompute_num_layers=num_layers, **dict(reset_fields))
 
 
-def each_runs_again(config: Config, num_layers: int) -> bool:
-    """Whether each layer of the model is computed again by itself, so that there are no more to take.
+def recomputes_every_layer(config: Config, num_layers: int) -> bool:
+    """Return whether every layer of the model is already recomputed separately, so that recompute cannot save more.
 
     Args:
-        num_layers: layers of the largest chunk.
+        num_layers: layers of the largest model chunk.
     """
     memory = config.memory
-    if memory.recompute != "full":
+    if memory.effective_granularity != "full":
         return False
     if memory.recompute_method == "uniform":
-        return memory.recompute_num_layers == 1  # a larger group is held whole while it runs again
+        return memory.recompute_num_layers == 1  # while a larger group is recomputed, all activations of the group are in memory
     return memory.recompute_layers_per_stage is None and memory.recompute_num_layers >= num_layers
 
 
-def levers(config: Config, dry_run: DryRun, vocab_size: int, num_layers: int) -> list[tuple[str, Change]]:
-    """What may be changed to save memory, those first that usually cost little; each with its kind. The rules accept all of it.
+def list_levers(config: Config, dry_run: DryRun, vocab_size: int, num_layers: int) -> list[tuple[str, Change]]:
+    """Return the valid changes that save memory as (category, change). Changes that usually cost little time come first.
 
     Args:
-        num_layers: layers of the largest chunk.
+        num_layers: layers of the largest model chunk.
     """
-    config = without_gaps(config)
-    found = _levers(config, dry_run, vocab_size, num_layers)
-    return [(kind, one) for kind, one in found if not violations(*one.apply(config, dry_run.world_size))]
+    config = fill_plan_defaults(config)
+    candidates = _iter_levers(config, dry_run, vocab_size, num_layers)
+    return [
+        (category, candidate)
+        for category, candidate in candidates
+        if not find_violations(*candidate.apply(config, dry_run.world_size))
+    ]
 
 
-def _levers(config: Config, dry_run: DryRun, vocab_size: int, num_layers: int) -> Iterator[tuple[str, Change]]:
-    parallel, micro = config.parallel, config.training.micro_batch_size
-    chunk = min(ENOUGH_TOKENS, micro * config.tokens_per_rank)
-    chunked = [("loss", change(loss_chunk_tokens=chunk))] if (loss_chunk(config, vocab_size) or math.inf) > chunk else []
-    asked_whole = config.memory.loss_chunk_tokens == 0  # otherwise it is whole because the logits are few
-    yield from chunked if asked_whole else ()
-    tensor, data = parallel.tensor_model_parallel_size, data_size(config, dry_run.world_size) or 1
-    if config.memory.recompute is None:
-        yield _FULL, change(recompute_granularity="selective", recompute_modules=("layernorm", "mlp_act"))
-    context = parallel.context_parallel_size
-    shared = data * context > 1  # state is sharded over the context ranks too
-    # With smaller microbatches or fewer data ranks the batch stays what it is.
-    batch = {"global_batch_size": micro * data} if config.training.global_batch_size is None else {}
-    for strategy in _STRATEGIES[_STRATEGIES.index(parallel.sharding) + 1 :] if shared else ():
+def _iter_levers(config: Config, dry_run: DryRun, vocab_size: int, num_layers: int) -> Iterator[tuple[str, Change]]:
+    parallel, micro_batch_size = config.parallel, config.training.micro_batch_size
+    chunk_tokens = min(MIN_EFFICIENT_TOKENS, micro_batch_size * config.tokens_per_rank)
+    loss_levers = (
+        [("loss", change(loss_chunk_tokens=chunk_tokens))]
+        if (get_loss_chunk_tokens(config, vocab_size) or math.inf) > chunk_tokens
+        else []
+    )
+    # --loss-chunk-tokens 0 disables chunks, so the logits may be many. By default only a loss with few logits has no chunks.
+    disables_chunking = config.memory.loss_chunk_tokens == 0
+    yield from loss_levers if disables_chunking else ()
+    tp_size, dp_size = parallel.tensor_model_parallel_size, get_data_parallel_size(config, dry_run.world_size) or 1
+    if config.memory.effective_granularity is None:
+        yield _FULL_RECOMPUTE, change(recompute_granularity="selective", recompute_modules=("layernorm", "mlp_act"))
+    cp_size = parallel.context_parallel_size
+    can_shard = dp_size * cp_size > 1  # state is also sharded over the context ranks
+    # Keep the global batch size if the microbatch or the number of data ranks changes.
+    batch_setting = {"global_batch_size": micro_batch_size * dp_size} if config.training.global_batch_size is None else {}
+    for strategy in _STRATEGIES[_STRATEGIES.index(parallel.sharding) + 1 :] if can_shard else ():
         yield "sharding", change(data_parallel_sharding_strategy=strategy)
-    if tensor > 1 and not parallel.sequence_parallel:
+    if tp_size > 1 and not parallel.sequence_parallel:
         yield "tensor", change(sequence_parallel=True)
-    for part in (2, 4, 8):
-        # Products of fewer rows are slower, by how much is not known: so no smaller ones are proposed.
-        if micro % part == 0 and micro // part * config.tokens_per_rank >= ENOUGH_TOKENS:
-            yield "batch", change(micro_batch_size=micro // part, **batch)
-        # It is the length that is too much only where a microbatch is one sequence.
-        if data % part == 0 and config.tokens_per_rank // part >= ENOUGH_TOKENS:
-            whole = {"micro_batch_size": 1} if micro > 1 else {}
-            yield "batch", change(context_parallel_size=context * part, **whole, **batch)
-    if not each_runs_again(config, num_layers):
-        yield _FULL, recomputed(config, num_layers)
+    for divisor in (2, 4, 8):
+        # Matrix products with fewer rows are slower by an unknown factor, so smaller ones are not proposed.
+        if micro_batch_size % divisor == 0 and micro_batch_size // divisor * config.tokens_per_rank >= MIN_EFFICIENT_TOKENS:
+            yield "batch", change(micro_batch_size=micro_batch_size // divisor, **batch_setting)
+        # With context parallelism a microbatch is reduced to one sequence first: only then is the length the problem.
+        if dp_size % divisor == 0 and config.tokens_per_rank // divisor >= MIN_EFFICIENT_TOKENS:
+            micro_setting = {"micro_batch_size": 1} if micro_batch_size > 1 else {}
+            yield "batch", change(context_parallel_size=cp_size * divisor, **micro_setting, **batch_setting)
+    if not recomputes_every_layer(config, num_layers):
+        yield _FULL_RECOMPUTE, build_recompute_change(config, num_layers)
     for factor in (2, 4, 8):
-        if data % factor == 0 and dry_run.gpus_per_node % (tensor * factor) == 0:
-            split: dict[str, object] = {} if parallel.sequence_parallel else {"sequence_parallel": True}
-            yield "tensor", change(tensor_model_parallel_size=tensor * factor, **split, **batch)
-    yield from () if asked_whole else chunked
-    if shared and not parallel.fsdp_params_cpu:
+        if dp_size % factor == 0 and dry_run.gpus_per_node % (tp_size * factor) == 0:
+            sequence_setting: dict[str, object] = {} if parallel.sequence_parallel else {"sequence_parallel": True}
+            yield "tensor", change(tensor_model_parallel_size=tp_size * factor, **sequence_setting, **batch_setting)
+    yield from () if disables_chunking else loss_levers
+    if can_shard and not parallel.fsdp_params_cpu:
         yield "sharding", change(data_parallel_sharding_strategy=_STRATEGIES[-1], fsdp_params_cpu=True)
-    if not config.memory.offloads and parallel.device != "cpu":
+    if not config.memory.has_offload and parallel.device != "cpu":
         yield "offload", change(cpu_offload_activations=True)
     if not config.optimizer.optimizer_cpu_offload:
         yield "host", change(optimizer_cpu_offload=True)
 
 
-def estimate(base: Cost, some: Sequence[Lever], limit: int) -> Cost:
-    """What levers may take together: each divides activations, each other purpose and the time as it does by itself. Of layers only
-    as many as are needed are computed again, so their time is taken in proportion."""
-    activations, seconds, parts = float(base.activations), base.seconds, [*map(float, base.others)]
-    again = 0.0
-    saved = 0.0
-    for lever in some:
-        if lever.kind == _FULL:
-            again, saved = lever.cost.seconds - base.seconds, 1 - lever.cost.activations / max(1, base.activations)
+def estimate_cost(base: Cost, levers: Sequence[Lever], limit: int) -> Cost:
+    """Estimate the memory and step time with several levers (changes that save memory) combined.
+
+    Each lever multiplies the activations, the memory of each other purpose, and the time. It is assumed that a lever multiplies
+    them by the same numbers in a combination as alone. Full recompute is different: only as many layers as needed are recomputed,
+    so its extra time is scaled accordingly.
+    """
+    activations, seconds, other_bytes = float(base.activation_bytes), base.seconds, [*map(float, base.other_bytes)]
+    recompute_time = 0.0
+    saved_share = 0.0
+    for lever in levers:
+        if lever.category == _FULL_RECOMPUTE:
+            recompute_time, saved_share = (
+                lever.cost.seconds - base.seconds,
+                1 - lever.cost.activation_bytes / max(1, base.activation_bytes),
+            )
             continue
-        activations *= lever.cost.activations / max(1, base.activations)
-        for number, (now, before) in enumerate(zip(lever.cost.others, base.others, strict=True)):
-            parts[number] = parts[number] * now / before if before else max(parts[number], now)
+        activations *= lever.cost.activation_bytes / max(1, base.activation_bytes)
+        for purpose, (new_bytes, base_bytes) in enumerate(zip(lever.cost.other_bytes, base.other_bytes, strict=True)):
+            other_bytes[purpose] = (
+                other_bytes[purpose] * new_bytes / base_bytes if base_bytes else max(other_bytes[purpose], new_bytes)
+            )
         seconds *= lever.cost.seconds / base.seconds
-    others = sum(parts)
-    if saved:
-        part = min(1.0, max(0.0, activations + others - limit) / (saved * activations))
-        activations, seconds = activations * (1 - saved), seconds + part * again
-    return Cost(math.ceil(activations), tuple(map(math.ceil, parts)), seconds)
+    total_other = sum(other_bytes)
+    if saved_share:
+        fraction = min(1.0, max(0.0, activations + total_other - limit) / (saved_share * activations))
+        activations, seconds = activations * (1 - saved_share), seconds + fraction * recompute_time
+    return Cost(math.ceil(activations), tuple(map(math.ceil, other_bytes)), seconds)
 
 
-def _together(levers: Sequence[Lever]) -> Iterator[tuple[Lever, ...]]:
-    """One to a few levers of different kinds."""
-    for count in range(1, _MOST_TOGETHER + 1):
-        for some in itertools.combinations(levers, count):
-            if len({lever.kind for lever in some}) == count:
-                yield some
+def _iter_combinations(levers: Sequence[Lever]) -> Iterator[tuple[Lever, ...]]:
+    """Yield all combinations of 1 to `_MAX_COMBINED` levers of different categories."""
+    for count in range(1, _MAX_COMBINED + 1):
+        for combination in itertools.combinations(levers, count):
+            if len({lever.category for lever in combination}) == count:
+                yield combination

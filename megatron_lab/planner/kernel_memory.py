@@ -1,12 +1,12 @@
-"""Memory of kernels that the meta device does not show: what they allocate while they run, and what CUDA's fused ones keep.
+"""Memory of CUDA kernels that the meta device does not show: temporary buffers, and the tensors that fused kernels save.
 
-A plan for GPUs is made on machines without one. There the meta device runs the slow form of a fused operation, which keeps more. So
-where the layers call such an operation, we put the one in its place that a GPU of compute capability 8.0 or newer would run, by the
+A plan for GPUs is made on machines without a GPU. There the meta device would run the unfused form of an operation, which saves
+more memory. So `CudaKernels` replaces such operations by those that a GPU of compute capability 8.0 or newer runs. It follows the
 conditions of torch (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, layer_norm_kernel.cu, Dropout.cpp).
 
-Memory within a kernel is listed only where it counts beside activations. Sources: the kernels of torch 2.13 (aten/src/ATen/native:
-ReduceOps.cpp, cuda/Indexing.cu, transformers/cuda/flash_attn/flash_api.cpp; torch/distributed/_symmetric_memory), and on CPU its
-allocator's events.
+Temporary memory of a kernel is listed only if it is not negligible beside activations. Sources: the kernels of torch 2.13
+(aten/src/ATen/native: ReduceOps.cpp, cuda/Indexing.cu, transformers/cuda/flash_attn/flash_api.cpp;
+torch/distributed/_symmetric_memory), and for CPUs the events of the allocator.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from megatron.attention.backends import attention_kernel
+from megatron.attention.backends import select_kernel
 from megatron.parallel.torch_private import (
     resolve_process_group,
     sdp_attention_math,
@@ -29,92 +29,99 @@ from megatron.parallel.torch_private import (
 )
 from megatron.spec.attention_backends import AttentionCall
 
-_NUMBERS_PER_ID = 6
-"""Numbers of 8 bytes that CUDA has for each row while rows are added: its id and place, both sorted, and as much for the sort."""
+_INTS_PER_ID = 6
+"""Number of 8-byte integers that CUDA allocates per row when rows are added by index: the index, its position, both again in
+sorted order, and as many for the sort itself."""
 _FLASH_BLOCK, _FLASH_CHANNELS = 128, 32
-"""Flash attention rounds a sequence and a head up to multiples of these."""
+"""Flash attention rounds the sequence length and the head size up to multiples of these."""
 
 
-def bytes_inside(func: Any, args: Any, kwargs: Any) -> int:
-    """Bytes that an operation allocates and frees again, beside its result."""
-    kernel = _OWN_MEMORY.get(func.name())
+def count_temporary_bytes(func: Any, args: Any, kwargs: Any) -> int:
+    """Return the bytes that an operation allocates and frees while it runs, in addition to its output."""
+    kernel = _TEMPORARY_MEMORY.get(func.name())
     return 0 if kernel is None else kernel(*args, **kwargs)
 
 
-def _widened(x: torch.Tensor, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> int:
-    """A sum in a wider dtype copies its input into it on CPU; CUDA widens 16 bits on the way."""
+def _count_sum_bytes(x: torch.Tensor, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> int:
+    """Count the temporary bytes of a sum into a wider dtype. A CPU first copies its input to the wider dtype; CUDA converts 16-bit
+    elements while it adds them."""
     return 0 if dtype in (None, x.dtype) or x.device.type != "cpu" else x.numel() * dtype.itemsize  # type: ignore[union-attr]
 
 
-def _sorted_ids(into: torch.Tensor, ids: list[torch.Tensor], *_: Any) -> int:
-    """Rows are added in the order of their ids, on CUDA."""
-    return _NUMBERS_PER_ID * ids[0].nbytes
+def _count_index_put_bytes(into: torch.Tensor, ids: list[torch.Tensor], *_: Any) -> int:
+    """Count the temporary bytes of adding rows to a tensor at given row indices. CUDA sorts the indices, and adds the rows in this
+    order."""
+    return _INTS_PER_ID * ids[0].nbytes
 
 
-def _flash_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *_: Any, **__: Any) -> int:
-    """For [batch, heads, tokens, channels]."""
-    batch, _heads, length, _size = q.shape
-    return _flash_gradients(q, k, batch * -(-length // _FLASH_BLOCK) * _FLASH_BLOCK)
+def _count_flash_backward_bytes(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Count the temporary bytes of flash attention's backward for q and k of shape [batch, heads, tokens, channels]."""
+    batch, _heads, seq_length, _size = q.shape
+    return _count_flash_grad_bytes(q, k, batch * -(-seq_length // _FLASH_BLOCK) * _FLASH_BLOCK)
 
 
-def _varied_flash_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *rest: Any, **__: Any) -> int:
-    """For documents laid end to end, [tokens, heads, channels]."""
-    bounds = next(one for one in rest if isinstance(one, torch.Tensor) and one.dtype == torch.int32)
-    return _flash_gradients(q, k, q.shape[0] + (len(bounds) - 1) * _FLASH_BLOCK)
+def _count_varlen_backward_bytes(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *args: Any, **__: Any) -> int:
+    """Count the temporary bytes of flash attention's backward for packed documents, with q of shape [tokens, heads, channels]."""
+    cu_seqlens = next(arg for arg in args if isinstance(arg, torch.Tensor) and arg.dtype == torch.int32)
+    return _count_flash_grad_bytes(q, k, q.shape[0] + (len(cu_seqlens) - 1) * _FLASH_BLOCK)
 
 
-def _flash_gradients(q: torch.Tensor, k: torch.Tensor, rows: int) -> int:
-    """Flash attention's backward makes the gradient of q in float32, and of k and v for every query head that shares them.
+def _count_flash_grad_bytes(q: torch.Tensor, k: torch.Tensor, rows: int) -> int:
+    """Count the bytes of the temporary gradients in the backward of flash attention: that of q in float32, and those of k and v for
+    each query head.
 
     Args:
-        rows: tokens, with every sequence rounded up.
+        rows: number of tokens, with the length of every sequence rounded up to a multiple of the kernel's block.
     """
-    heads, size = q.shape[1], q.shape[-1]
-    wide = rows * heads * -(-size // _FLASH_CHANNELS) * _FLASH_CHANNELS * torch.float32.itemsize
-    return wide + (0 if heads == k.shape[1] else 2 * q.nbytes)
+    heads, head_size = q.shape[1], q.shape[-1]
+    dq_bytes = rows * heads * -(-head_size // _FLASH_CHANNELS) * _FLASH_CHANNELS * torch.float32.itemsize
+    return dq_bytes + (0 if heads == k.shape[1] else 2 * q.nbytes)
 
 
-def resolved(name: Any) -> dist.ProcessGroup:
-    """The group of this name."""
+def resolve_group(name: Any) -> dist.ProcessGroup:
+    """Return the process group with this name."""
     return resolve_process_group(name)
 
 
-def gathered_bytes(x: torch.Tensor, matrices: list[torch.Tensor], dim: int, group: str) -> int:
-    """What a product along with a gather gathers."""
-    return x.nbytes * resolved(group).size()
+def count_gathered_bytes(x: torch.Tensor, matrices: list[torch.Tensor], dim: int, group: str) -> int:
+    """Return the bytes of the gathered input of a fused all-gather and matrix product."""
+    return x.nbytes * resolve_group(group).size()
 
 
-def scattered_bytes(x: torch.Tensor, matrix: torch.Tensor, *_: Any) -> int:
-    """What a product along with a reduce-scatter sums: the parts for all ranks, which are there at once."""
+def count_scattered_bytes(x: torch.Tensor, matrix: torch.Tensor, *_: Any) -> int:
+    """Return the bytes of the unreduced output of a fused matrix product and reduce-scatter: the outputs for all ranks exist at
+    once."""
     return x.nbytes // x.shape[-1] * matrix.shape[-1]
 
 
-def _gathered(*args: Any, return_A: bool = True) -> int:
-    """A gathered input that is not asked for is there while it is multiplied."""
-    return 0 if return_A else gathered_bytes(*args)
+def _count_unreturned_gather_bytes(*args: Any, return_A: bool = True) -> int:
+    """Return the bytes of the gathered input of a fused all-gather and matrix product, if the gathered input is not returned. It
+    exists during the product."""
+    return 0 if return_A else count_gathered_bytes(*args)
 
 
-_OWN_MEMORY: dict[str, Callable[..., int]] = {
-    "aten::sum": _widened,
-    "aten::sum.dim_IntList": _widened,
-    "aten::sum.IntList_out": _widened,
-    "aten::_index_put_impl_": _sorted_ids,
-    "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
-    # An estimate: cuDNN's backward too adds the gradient of queries in float32, and makes those of keys and values for every query
-    # head (github.com/NVIDIA/cudnn-frontend, scaled_dot_product_flash_attention.h: dQ_accum, dK_fullhead, dV_fullhead).
-    "aten::_scaled_dot_product_cudnn_attention_backward": _flash_backward,
-    "torch_attn::_varlen_attn_backward": _varied_flash_backward,
-    "aten::_flash_attention_backward": _varied_flash_backward,
-    "symm_mem::fused_all_gather_matmul": _gathered,
-    "symm_mem::fused_matmul_reduce_scatter": scattered_bytes,
+_TEMPORARY_MEMORY: dict[str, Callable[..., int]] = {
+    "aten::sum": _count_sum_bytes,
+    "aten::sum.dim_IntList": _count_sum_bytes,
+    "aten::sum.IntList_out": _count_sum_bytes,
+    "aten::_index_put_impl_": _count_index_put_bytes,
+    "aten::_scaled_dot_product_flash_attention_backward": _count_flash_backward_bytes,
+    # An estimate: cuDNN's backward also sums the gradient of q in float32, and creates those of k and v for every query head
+    # (github.com/NVIDIA/cudnn-frontend, scaled_dot_product_flash_attention.h: dQ_accum, dK_fullhead, dV_fullhead).
+    "aten::_scaled_dot_product_cudnn_attention_backward": _count_flash_backward_bytes,
+    "torch_attn::_varlen_attn_backward": _count_varlen_backward_bytes,
+    "aten::_flash_attention_backward": _count_varlen_backward_bytes,
+    "symm_mem::fused_all_gather_matmul": _count_unreturned_gather_bytes,
+    "symm_mem::fused_matmul_reduce_scatter": count_scattered_bytes,
 }
 
 
 class CudaKernels(TorchFunctionMode):
-    """While it is entered, tensors of the meta device say that they are on CUDA, and fused operations are those of CUDA."""
+    """Mode in which tensors on the meta device report that they are on CUDA, and fused operations are those of CUDA."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one function of torch."""
+        """Run a torch function: `is_cuda` returns True, functions with a fused CUDA kernel run in the form of this kernel, and all
+        others run unchanged."""
         kwargs = kwargs or {}
         if getattr(func, "__self__", None) is torch.Tensor.is_cuda:
             return True
@@ -127,8 +134,8 @@ def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool
 ) -> torch.Tensor:
     head_size = q.shape[-1]
-    kernel = attention_kernel(
-        AttentionCall(8 * q.itemsize, head_size, enable_gqa, on_cuda=True, dropout=dropout_p, value_size=v.shape[-1])
+    kernel = select_kernel(
+        AttentionCall(8 * q.itemsize, head_size, enable_gqa, is_on_cuda=True, dropout=dropout_p, value_head_size=v.shape[-1])
     )
     if kernel == "flash":
         if head_size % 8:
@@ -142,19 +149,19 @@ def _attention(
 
 
 def _dropout(x: torch.Tensor, p: float, training: bool, inplace: bool) -> torch.Tensor:
-    """Dropout that keeps a mask of one byte an element."""
+    """Apply dropout that saves a mask of one byte per element."""
     assert training and not inplace, "as the model calls it"
     return torch.native_dropout(x, p, True)[0]
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Takes the memory of `_fused_rms_norm`, which keeps its input and one number a row."""
+    """RMSNorm with the memory of `_fused_rms_norm`, which saves its input and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:  # type: ignore[override]
-        wide = torch.promote_types(x.dtype, torch.float32)
-        ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=wide))
-        return x * 1  # one kernel that reads and writes, as the fused one
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=dtype))
+        return x * 1  # one kernel that reads and writes x, as the fused kernel does
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:  # type: ignore[override]

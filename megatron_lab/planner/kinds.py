@@ -1,4 +1,5 @@
-"""The distinct kinds of rank in a job. Stages that look alike are one kind; within a stage, a kind holds the same to the byte."""
+"""Distinct rank profiles of a job. Equal stages share profiles. Within a stage, all ranks with the same profile use exactly the
+same number of bytes for each purpose."""
 
 from __future__ import annotations
 
@@ -12,292 +13,330 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data_parallel.traffic import axes_in_words, parts_in_words
+from megatron.data_parallel.traffic import format_axes, format_fsdp_groups
 from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamRecord
 from megatron.parallel.topology import EXPERT_AXES, GRADIENT_AXES, Topology
-from megatron_lab.planner.allowances import Allowance, allowances
-from megatron_lab.planner.plan import Places, RankKind, RankMemory, Traffic
-from megatron_lab.planner.state_layout import Bytes, StateLayout, StateMemory, StatePart
+from megatron_lab.planner.allowances import Allowance, estimate_allowances
+from megatron_lab.planner.plan import RankMemory, RankProfile, RankRange, Traffic
+from megatron_lab.planner.state_layout import Bytes, StateComponent, StateLayout, StateMemory
 from megatron_lab.planner.state_size import OptimizerState
 from megatron_lab.planner.storages import Transfer
 
 
 @dataclass(frozen=True)
-class Sending:
-    """What one rank of a stage sends in a step."""
+class StageSend:
+    """Traffic that one rank of a stage sends in a step over one process group for one purpose."""
 
-    over: str
-    what: str
+    group: str
+    purpose: str
     bytes: int
     peer: int | None = None
-    """The stage that receives it, if it is a message between stages."""
-    to_experts: bool = False
-    """Whether all ranks that exchange tokens with this one get as much of it."""
-    rings: tuple[str, ...] = ()
-    """Groups of the same ranks, with communicators of their own, that it goes over in place of the group `over`."""
+    """Receiving pipeline stage, if the traffic is a message between stages."""
+    is_to_experts: bool = False
+    """Whether the traffic is the token dispatch of experts: each rank with which this rank exchanges tokens receives an equal
+    share."""
+    ring_groups: tuple[str, ...] = ()
+    """Names of the process groups that carry the traffic instead of `group`: they have the same ranks, but separate
+    communicators."""
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What the ranks of one pipeline stage hold and send."""
+    """Memory and traffic of the ranks of one pipeline stage."""
 
     stage: int
-    contents: Mapping[RankContent, Sequence[Places]]
+    contents: Mapping[RankContent, Sequence[RankRange]]
     activations: Bytes
-    """Activations at the peak, the same on all ranks of the stage."""
-    to_host: int
-    """Bytes of them that a step moves to the host, and back."""
-    sent: Sequence[Sending]
-    """What one rank sends, the same on all ranks of the stage."""
+    """Activations at the peak, equal on all ranks of the stage."""
+    offloaded_bytes: int
+    """Bytes of activations that are moved to the host and back in a step."""
+    sends: Sequence[StageSend]
+    """Traffic of one rank, equal on all ranks of the stage."""
 
 
-_Look = tuple[object, tuple[Bytes, int], tuple[tuple[str, str, int], ...], tuple[Allowance, ...]]
-"""What decides whether stages are alike: what their ranks hold, activations, what they send, what CUDA takes."""
-_RINGS = (("edp",), ("etp", "ep"), ("tp", "cp"), ("tp", *GRADIENT_AXES), GRADIENT_AXES, ("cp",), ("tp",))
-"""Axes of the groups of collectives."""
-NamedGroups = Mapping[str, tuple[int, Callable[[int], "Crossing"]]]
-"""For each group that ranks send over: how many take part, and which ranks of a stage send to another node."""
+_ProfileKey = tuple[object, tuple[Bytes, int], tuple[tuple[str, str, int], ...], tuple[Allowance, ...]]
+"""Everything on which it depends whether stages share profiles: memory of their ranks, activations, traffic, and CUDA's own
+memory."""
+_COLLECTIVE_AXES = (("edp",), ("etp", "ep"), ("tp", "cp"), ("tp", *GRADIENT_AXES), GRADIENT_AXES, ("cp",), ("tp",))
+"""Axes of each process group over which collectives run."""
+GroupTable = Mapping[str, tuple[int, Callable[[int], "CrossingMask"]]]
+"""For each group by name: its size, and a function that returns the `CrossingMask` of a stage."""
 
 
-def named_groups(context: ParallelContext, links: Links) -> NamedGroups:
-    """The groups of a job by their names in `traffic`.
+def build_group_table(context: ParallelContext, links: Links) -> GroupTable:
+    """Return the process groups of a job, by the names that `megatron.data_parallel.traffic` gives them.
 
     Args:
-        context: that of any rank.
+        context: context of any rank.
     """
-    topology, last = context.topology, context.topology.pp - 1
-    parts: dict[str, tuple[int, Callable[[int], Crossing]]] = {}
+    topology, last_stage = context.topology, context.topology.pp - 1
+    fsdp_groups: dict[str, tuple[int, Callable[[int], CrossingMask]]] = {}
     for axes in (GRADIENT_AXES, EXPERT_AXES[-1:]):
-        within, across = parts_in_words(axes, context)
-        shard, replicas = context.fsdp_shard(axes).size, context.fsdp_replica(axes).size
-        parts[within] = shard, partial(links.parts, axes=axes, shard_size=shard)
-        parts[across] = replicas, partial(links.replicas, axes=axes, shard_size=shard)
+        shard_name, replica_name = format_fsdp_groups(axes, context)
+        shard_size, num_replicas = context.fsdp_shard_group(axes).size, context.fsdp_replica_group(axes).size
+        fsdp_groups[shard_name] = shard_size, partial(links.shard_group_crossings, axes=axes, shard_size=shard_size)
+        fsdp_groups[replica_name] = num_replicas, partial(links.replica_group_crossings, axes=axes, shard_size=shard_size)
     return {
-        "world": (topology.world_size, links.world),
-        **parts,
-        "pipeline ends": (2, lambda stage: links.between(stage, last - stage)),
-        **{axes_in_words(axes, context): (topology.size(*axes), partial(links.ring, axes=axes)) for axes in _RINGS},
+        "world": (topology.world_size, links.world_crossings),
+        **fsdp_groups,
+        "pipeline ends": (2, lambda stage: links.stage_crossings(stage, last_stage - stage)),
+        **{
+            format_axes(axes, context): (topology.size(*axes), partial(links.ring_crossings, axes=axes))
+            for axes in _COLLECTIVE_AXES
+        },
     }
 
 
-def shared_communicators(context: ParallelContext) -> dict[str, str]:
-    """Map each group of `named_groups` to the first one that has the same ranks, and so the same communicator (`make_context`).
+def find_shared_communicators(context: ParallelContext) -> dict[str, str]:
+    """Map the name of each process group to the name of the first group with the same ranks.
+
+    Groups with the same ranks share one communicator (see `make_context`).
 
     Args:
-        context: that of any rank.
+        context: context of any rank.
     """
     ranks: dict[str, tuple[int, ...]] = {"world": context.world.ranks}
-    for axes in _RINGS:
-        ranks[axes_in_words(axes, context)] = context.group(*axes).ranks
+    for axes in _COLLECTIVE_AXES:
+        ranks[format_axes(axes, context)] = context.group(*axes).ranks
     for axes in (GRADIENT_AXES, EXPERT_AXES[-1:]):
-        within, across = parts_in_words(axes, context)
-        ranks |= {within: context.fsdp_shard(axes).ranks, across: context.fsdp_replica(axes).ranks}
+        shard_name, replica_name = format_fsdp_groups(axes, context)
+        ranks |= {shard_name: context.fsdp_shard_group(axes).ranks, replica_name: context.fsdp_replica_group(axes).ranks}
     first: dict[tuple[int, ...], str] = {}
     shared = {name: first.setdefault(members, name) for name, members in ranks.items()}
     return {**shared, "pipeline ends": "world" if context.world.size == 2 else "pipeline ends"}
 
 
-def make_kinds(
+def build_rank_profiles(
     stages: Iterable[StagePlan],
-    groups: NamedGroups,
-    shared: Mapping[str, str],
+    groups: GroupTable,
+    shared_communicators: Mapping[str, str],
     links: Links,
     *,
     on_cuda: bool,
-    of_tensor_ranks: Sequence[Allowance] = (),
-) -> tuple[RankKind, ...]:
-    """Put every rank into one kind.
+    overlap_allowances: Sequence[Allowance] = (),
+) -> tuple[RankProfile, ...]:
+    """Group all ranks of a job into profiles of ranks with identical memory and traffic.
 
     Args:
-        shared: see `shared_communicators`.
-        of_tensor_ranks: what CUDA takes on each rank for products that overlap with communication.
+        groups: result of `build_group_table`: the process groups of the job by name.
+        shared_communicators: result of `find_shared_communicators`: which process groups use the same NCCL communicator.
+        on_cuda: whether the ranks run on GPUs. Only then the memory of CUDA and NCCL is added.
+        overlap_allowances: further CUDA memory on each rank, for matrix products that overlap with communication.
     """
-    alike: dict[_Look, list[StagePlan]] = {}
+    stages_by_key: dict[_ProfileKey, list[StagePlan]] = {}
     for stage in stages:
-        contents = tuple((held, tuple(places)) for held, places in stage.contents.items())
-        taken = (*_allowances(stage, groups, shared), *of_tensor_ranks) if on_cuda else ()
-        alike.setdefault((contents, (stage.activations, stage.to_host), _amounts(stage.sent), taken), []).append(stage)
+        contents = tuple((content, tuple(rank_ranges)) for content, rank_ranges in stage.contents.items())
+        allowances = (*_estimate_stage_allowances(stage, groups, shared_communicators), *overlap_allowances) if on_cuda else ()
+        stages_by_key.setdefault(
+            (contents, (stage.activations, stage.offloaded_bytes), _sum_sends(stage.sends), allowances), []
+        ).append(stage)
     return tuple(
-        RankKind(
-            stages=tuple(stage.stage for stage in same),
-            places=tuple(places),
-            first_rank=links.first_rank(same[0].stage, places[0].data.start, places[0].tensor),
+        RankProfile(
+            stages=tuple(stage.stage for stage in equal_stages),
+            rank_ranges=tuple(rank_ranges),
+            first_rank=links.first_rank(equal_stages[0].stage, rank_ranges[0].data.start, rank_ranges[0].tensor),
             parameters=parameters,
-            memory=RankMemory(**memory.parts, activations=activations, cuda=Bytes(sum(one.bytes for one in taken))),
-            sent=tuple(_traffic(same, places, *amount, groups, links) for amount in amounts),
-            allowances=taken,
-            to_host=to_host,
+            memory=RankMemory(
+                **memory.by_purpose, activations=activations, cuda=Bytes(sum(allowance.bytes for allowance in allowances))
+            ),
+            traffic=tuple(_build_traffic(equal_stages, rank_ranges, *total, groups, links) for total in totals),
+            allowances=allowances,
+            offloaded_bytes=offloaded_bytes,
         )
-        for (_, (activations, to_host), amounts, taken), same in alike.items()
-        for (parameters, memory), places in same[0].contents.items()
+        for (_, (activations, offloaded_bytes), totals, allowances), equal_stages in stages_by_key.items()
+        for (parameters, memory), rank_ranges in equal_stages[0].contents.items()
     )
 
 
-def _allowances(stage: StagePlan, groups: NamedGroups, shared: Mapping[str, str]) -> tuple[Allowance, ...]:
-    """Estimate CUDA's memory on the ranks of a stage. A group that carries no tensors has no communicator."""
-    collectives = [sending for sending in stage.sent if sending.peer is None]
-    rings = {name: groups[sending.over][0] for sending in collectives for name in (sending.rings or (shared[sending.over],))}
-    return allowances(rings, len({sending.peer for sending in stage.sent if sending.peer is not None}))
+def _estimate_stage_allowances(
+    stage: StagePlan, groups: GroupTable, shared_communicators: Mapping[str, str]
+) -> tuple[Allowance, ...]:
+    """Estimate CUDA's own memory on the ranks of a stage. A group over which no tensors are sent has no communicator and needs no
+    memory."""
+    collective_sends = [send for send in stage.sends if send.peer is None]
+    collective_groups = {
+        name: groups[send.group][0]
+        for send in collective_sends
+        for name in (send.ring_groups or (shared_communicators[send.group],))
+    }
+    return estimate_allowances(collective_groups, len({send.peer for send in stage.sends if send.peer is not None}))
 
 
-def sending_of(transfer: Transfer, context: ParallelContext) -> Sending:
-    """Describe what operations on microbatches send."""
-    to_experts = (transfer.over, transfer.operation) == (axes_in_words(("etp", "ep"), context), "all-to-all")
-    rings = ("cp_ring", "cp_ring_grad") if (transfer.over, transfer.operation) == ("cp", "send") else ()  # `context_rings`
-    return Sending(transfer.over, "activations", transfer.bytes, transfer.peer, to_experts, rings)
+def convert_transfer(transfer: Transfer, context: ParallelContext) -> StageSend:
+    """Convert a transfer recorded during operations on microbatches to a `StageSend`."""
+    to_experts = (transfer.group, transfer.comm_type) == (format_axes(("etp", "ep"), context), "all-to-all")
+    # The names of the groups of `ParallelContext.context_rings`.
+    rings = ("cp_ring", "cp_ring_grad") if (transfer.group, transfer.comm_type) == ("cp", "send") else ()
+    return StageSend(transfer.group, "activations", transfer.bytes, transfer.peer, to_experts, rings)
 
 
-def _amounts(sent: Sequence[Sending]) -> tuple[tuple[str, str, int], ...]:
-    """(group, purpose, bytes) of each entry, without the stage that it goes to."""
+def _sum_sends(sends: Sequence[StageSend]) -> tuple[tuple[str, str, int], ...]:
+    """Return (process group, purpose, bytes) for each process group and purpose, summed over the receiving stages."""
     totals: dict[tuple[str, str], int] = {}
-    for one in sent:
-        totals[one.over, one.what] = totals.get((one.over, one.what), 0) + one.bytes
-    return tuple((over, what, total) for (over, what), total in totals.items())
+    for send in sends:
+        totals[send.group, send.purpose] = totals.get((send.group, send.purpose), 0) + send.bytes
+    return tuple((group, purpose, total) for (group, purpose), total in totals.items())
 
 
-def _traffic(
-    stages: Sequence[StagePlan], places: Sequence[Places], over: str, what: str, each: int, groups: NamedGroups, links: Links
+def _build_traffic(
+    stages: Sequence[StagePlan],
+    rank_ranges: Sequence[RankRange],
+    group: str,
+    purpose: str,
+    bytes_per_rank: int,
+    groups: GroupTable,
+    links: Links,
 ) -> Traffic:
-    """What is sent over one group for one purpose, with the share that leaves a node, over all ranks of a kind."""
-    total, leaving, size = 0, 0.0, 0
+    """Return the traffic over one group for one purpose, with the share of the bytes that leaves a node, averaged over all ranks of
+    a profile."""
+    total, inter_node, size = 0, 0.0, 0
     for stage in stages:
-        for one in stage.sent:
-            if (one.over, one.what) == (over, what):
+        for send in stage.sends:
+            if (send.group, send.purpose) == (group, purpose):
                 crossing: NDArray[Any]
-                if one.peer is not None:
-                    size, crossing = 2, links.between(stage.stage, one.peer)
+                if send.peer is not None:
+                    size, crossing = 2, links.stage_crossings(stage.stage, send.peer)
                 else:
-                    size, crosses = groups[over]
-                    if what == "matrices" or one.to_experts:
-                        crossing = links.pairs(stage.stage, ("etp", "ep") if one.to_experts else EXPERT_AXES)
+                    size, get_crossings = groups[group]
+                    if purpose == "matrices" or send.is_to_experts:
+                        crossing = links.inter_node_fractions(stage.stage, ("etp", "ep") if send.is_to_experts else EXPERT_AXES)
                     else:
-                        crossing = crosses(stage.stage)
-                leaving += one.bytes * sum(float(crossing[at.data.start : at.data.stop, at.tensor].sum()) for at in places)
-                total += one.bytes * sum(len(at.data) for at in places)
-    return Traffic(over, what, each, size, leaving / total if total else 0.0)
+                        crossing = get_crossings(stage.stage)
+                inter_node += send.bytes * sum(
+                    float(crossing[ranks.data.start : ranks.data.stop, ranks.tensor].sum()) for ranks in rank_ranges
+                )
+                total += send.bytes * sum(len(ranks.data) for ranks in rank_ranges)
+    return Traffic(group, purpose, bytes_per_rank, size, inter_node / total if total else 0.0)
 
 
 RankContent = tuple[int, StateMemory]
-"""(elements of the model that a rank computes with, without padding; what it keeps of the model's state)."""
+"""(number of parameters that a rank computes with, without padding; the model's state on the rank)"""
 
 
-def places_by_content(
+def group_ranks_by_content(
     model: Model, layout: StateLayout, context: ParallelContext, state: OptimizerState
-) -> dict[RankContent, list[Places]]:
-    """Group the ranks of a stage by what they hold.
+) -> dict[RankContent, list[RankRange]]:
+    """Group the ranks of a stage by the parameters and optimizer state that they hold.
 
     Args:
-        model: that of any rank of the stage, the one whose context is given.
-        layout: how the stage's state is cut.
+        model: model of the rank of `context`, which may be any rank of the stage.
+        layout: sharding of the stage's state.
     """
-    found: dict[RankContent, list[Places]] = {}
-    parts = [_PlacedPart(part, context, state) for part in layout.parts]
-    ranges = list(_alike(parts, context))
+    rank_ranges_by_content: dict[RankContent, list[RankRange]] = {}
+    components = [_ComponentLayout(component, context, state) for component in layout.components]
+    data_ranges = list(_split_data_ranks(components, context))
     memories: Sequence[StateMemory] = []
     for tensor in range(context.topology.tp):
-        if tensor == 0 or any(part.over_tensor for part in parts):
-            memories = _memories(parts, layout, state, tensor, ranges)
-        parameters = _num_held((entry.record for entry in model.params), context, tensor)
-        for memory, data in zip(memories, ranges, strict=True):
-            places = found.setdefault((parameters, memory), [])
-            if places and places[-1].tensor == tensor and places[-1].data.stop == data.start:
-                data = range(places.pop().data.start, data.stop)
-            places.append(Places(tensor, data))
-    return found
+        if tensor == 0 or any(component.varies_with_tensor_rank for component in components):
+            memories = _compute_memories(components, layout, state, tensor, data_ranges)
+        num_params = _count_local_params((entry.record for entry in model.params), context, tensor)
+        for memory, data in zip(memories, data_ranges, strict=True):
+            rank_ranges = rank_ranges_by_content.setdefault((num_params, memory), [])
+            if rank_ranges and rank_ranges[-1].tensor == tensor and rank_ranges[-1].data.stop == data.start:
+                data = range(rank_ranges.pop().data.start, data.stop)
+            rank_ranges.append(RankRange(tensor, data))
+    return rank_ranges_by_content
 
 
-def parameters_of_stage(model: Model, context: ParallelContext) -> int:
-    """Elements that the ranks of a stage hold together, each once and without padding. A tied one counts in its first chunk."""
-    counted = [entry.record for entry in model.params if entry.record.chunks[0] in model.chunks]
-    of_experts = sum(math.prod(record.shape) for record in counted if record.of_experts)
-    counted = [record for record in counted if not record.of_experts]
-    split = [record for record in counted if not record.replicated_axes]
-    return of_experts + sum(_num_held(split if tensor else counted, context, tensor) for tensor in range(context.topology.tp))
+def count_stage_params(model: Model, context: ParallelContext) -> int:
+    """Count the parameters of a stage, each once and without padding. A tied parameter counts only in its first chunk."""
+    records = [entry.record for entry in model.params if entry.record.chunks[0] in model.chunks]
+    num_expert_params = sum(math.prod(record.shape) for record in records if record.is_expert)
+    records = [record for record in records if not record.is_expert]
+    not_replicated = [record for record in records if not record.replicated_axes]
+    return num_expert_params + sum(
+        _count_local_params(not_replicated if tensor else records, context, tensor) for tensor in range(context.topology.tp)
+    )
 
 
-def _num_held(records: Iterable[ParamRecord], context: ParallelContext, tensor: int) -> int:
-    """Elements that a tensor rank holds of these parameters, without padding."""
-    at = {**context.coordinates, "tp": tensor}
-    return sum(record.held_box(context.axis_sizes, at).numel for record in records)
+def _count_local_params(records: Iterable[ParamRecord], context: ParallelContext, tensor: int) -> int:
+    """Count the elements that these parameters have on one tensor rank, without padding."""
+    coordinates = {**context.coordinates, "tp": tensor}
+    return sum(record.local_slice(context.axis_sizes, coordinates).numel for record in records)
 
 
-def _numbers(memory: StateMemory) -> list[tuple[int, int, int]]:
-    """(device, host, padding) of each part."""
-    return [(part.device, part.host, part.padding) for part in memory.parts.values()]
+def _list_bytes(memory: StateMemory) -> list[tuple[int, int, int]]:
+    """Return (device, host, padding) bytes for each purpose."""
+    return [(size.device, size.host, size.padding) for size in memory.by_purpose.values()]
 
 
-class _PlacedPart:
-    """A part of the state, with the places where what is kept of it changes."""
+class _ComponentLayout:
+    """One component of the state (such as a bucket), with the data ranks at which its local memory changes."""
 
-    def __init__(self, part: StatePart, context: ParallelContext, state: OptimizerState) -> None:
-        group = part.group(context)
-        self._of_experts = part.axes == EXPERT_AXES[-1:]
-        self._apart = context.topology.etp * context.topology.ep
-        """Neighbouring ranks that are not in one group, if it is one of experts."""
-        wide = self._of_experts or part.axes == ("tp", *GRADIENT_AXES)
-        self._tensor_size = context.topology.tp if wide else 1
-        self.over_tensor = self._tensor_size > 1 and group.size > 1
+    def __init__(self, component: StateComponent, context: ParallelContext, state: OptimizerState) -> None:
+        group = component.group(context)
+        self._is_expert = component.axes == EXPERT_AXES[-1:]
+        self._expert_group_size = context.topology.etp * context.topology.ep
+        """Consecutive ranks that are in different groups, for a component of experts."""
+        includes_tensor_ranks = self._is_expert or component.axes == ("tp", *GRADIENT_AXES)
+        self._tensor_size = context.topology.tp if includes_tensor_ranks else 1
+        self.varies_with_tensor_rank = self._tensor_size > 1 and group.size > 1
         self._size = group.size
-        self._starts = sorted(cut for cut in {0, *part.cuts()} if cut < group.size)
-        self.kept = [part.kept(start) for start in self._starts]
-        self.alone = np.array([_numbers(memory + state.memory(shards)) for memory, shards in self.kept])
-        """Memory for each of `kept` with its optimizer state, [kept, part, (device, host, padding)], for use where that state does
-        not depend on other parts."""
+        self._starts = sorted(boundary for boundary in {0, *component.boundaries()} if boundary < group.size)
+        self.rank_states = [component.rank_state(start) for start in self._starts]
+        self.memory_table = np.array([_list_bytes(memory + state.memory(shards)) for memory, shards in self.rank_states])
+        """Memory of each of `rank_states` including optimizer state: [state, purpose, (device, host, padding)]. Valid if the
+        optimizer state of a component does not depend on other components."""
 
-    def cuts(self, data_size: int) -> Iterator[int]:
-        """Data ranks at which what is kept may change, on any tensor rank."""
+    def boundaries(self, data_size: int) -> Iterator[int]:
+        """Yield data ranks at which the local state of the component may change, on any tensor rank."""
         if len(self._starts) == 1:
             return
-        if self._of_experts:
-            copies = data_size * self._tensor_size // self._apart
-            for start in (first + start for first in range(0, copies, self._size) for start in self._starts):
-                yield from (-(-(start * self._apart - tensor) // self._tensor_size) for tensor in (0, self._tensor_size - 1))
+        if self._is_expert:
+            num_ranks = data_size * self._tensor_size // self._expert_group_size
+            for start in (first + start for first in range(0, num_ranks, self._size) for start in self._starts):
+                yield from (
+                    -(-(start * self._expert_group_size - tensor) // self._tensor_size) for tensor in (0, self._tensor_size - 1)
+                )
             return
-        ranks = self._size // self._tensor_size
-        for first in range(0, data_size, ranks):
+        data_ranks_per_group = self._size // self._tensor_size
+        for first in range(0, data_size, data_ranks_per_group):
             for start in self._starts:
                 yield from (first + start // self._tensor_size, first - (-start // self._tensor_size))
 
-    def numbers(self, tensor: int, data: NDArray[np.int64]) -> NDArray[np.int64]:
-        """For each data rank, the index into `kept` of what it keeps."""
+    def state_indices(self, tensor: int, data: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return, for each of several data ranks, the index of its local state in `rank_states`."""
         index = tensor + self._tensor_size * data if self._tensor_size > 1 else data
-        if self._of_experts:
-            index = index // self._apart
+        if self._is_expert:
+            index = index // self._expert_group_size
         return np.searchsorted(self._starts, index % self._size, side="right") - 1
 
 
-def _alike(parts: Sequence[_PlacedPart], context: ParallelContext) -> Iterator[range]:
-    """Runs of data ranks that keep the same of every part, on every tensor rank."""
-    data = context.gradient_group.size
-    cuts = {0, data, *(cut for part in parts for cut in part.cuts(data))}
-    return (range(*pair) for pair in itertools.pairwise(sorted(cut for cut in cuts if cut <= data)))
+def _split_data_ranks(components: Sequence[_ComponentLayout], context: ParallelContext) -> Iterator[range]:
+    """Yield ranges of data ranks within which the local state of every component is equal, on every tensor rank."""
+    data_size = context.gradient_group.size
+    boundaries = {0, data_size, *(boundary for component in components for boundary in component.boundaries(data_size))}
+    return (range(*pair) for pair in itertools.pairwise(sorted(boundary for boundary in boundaries if boundary <= data_size)))
 
 
-def _memories(
-    parts: Sequence[_PlacedPart], layout: StateLayout, state: OptimizerState, tensor: int, ranges: Sequence[range]
+def _compute_memories(
+    components: Sequence[_ComponentLayout], layout: StateLayout, state: OptimizerState, tensor: int, data_ranges: Sequence[range]
 ) -> list[StateMemory]:
-    """What a rank keeps of all parts, for each run of data ranks."""
-    data = np.array([some.start for some in ranges])
-    numbers = [part.numbers(tensor, data) for part in parts]
-    if parts and not state.apart:
-        rows = [tuple(row) for row in np.stack(numbers, axis=1).tolist()]
-        kept = {row: [part.kept[number] for part, number in zip(parts, row, strict=True)] for row in rows}
-        known = {row: layout.memory(of_parts, state.memory) for row, of_parts in kept.items()}
-        return [known[row] for row in rows]
-    total = np.array([_numbers(StateMemory(buffers=layout.buffers))] * len(ranges))
-    for part, mine in zip(parts, numbers, strict=True):
-        total += part.alone[mine]
-    return [StateMemory(*(Bytes(*part) for part in memory)) for memory in total.tolist()]
+    """Return the memory of one rank of each range of data ranks."""
+    first_data_ranks = np.array([data_range.start for data_range in data_ranges])
+    indices = [component.state_indices(tensor, first_data_ranks) for component in components]
+    if components and not state.has_independent_shards:
+        rows = [tuple(row) for row in np.stack(indices, axis=1).tolist()]
+        states_of_row = {
+            row: [component.rank_states[index] for component, index in zip(components, row, strict=True)] for row in rows
+        }
+        memory_of_row = {row: layout.memory(rank_states, state.memory) for row, rank_states in states_of_row.items()}
+        return [memory_of_row[row] for row in rows]
+    total = np.array([_list_bytes(StateMemory(buffers=layout.buffers))] * len(data_ranges))
+    for component, state_indices in zip(components, indices, strict=True):
+        total += component.memory_table[state_indices]
+    return [StateMemory(*(Bytes(*sizes) for sizes in memory)) for memory in total.tolist()]
 
 
-Crossing = NDArray[np.bool_]
-"""Whether what a rank sends goes to another node, for each rank of a stage: [data, tensor]."""
+CrossingMask = NDArray[np.bool_]
+"""Whether the traffic of each rank of a stage goes to another node: [data, tensor]."""
 
 
 class Links:
-    """Which node each rank is on, and which sends leave it.
+    """Distribution of the ranks over nodes. Its crossings say, for each rank, whether its traffic over a process group leaves its
+    node.
 
     Args:
         gpus_per_node: rank r is on node r // gpus_per_node.
@@ -306,78 +345,90 @@ class Links:
     def __init__(self, topology: Topology, gpus_per_node: int) -> None:
         self._topology, self._gpus_per_node = topology, gpus_per_node
         pp, dp, cp, tp = np.indices((topology.pp, topology.dp, topology.cp, topology.tp), sparse=True)
-        number: Any = topology.rank  # the topology's arithmetic for one rank works on arrays too
-        self._ranks: NDArray[np.int64] = number(tp=tp, cp=cp, dp=dp, pp=pp).reshape(topology.pp, -1, topology.tp)
+        rank_of: Any = topology.rank  # the arithmetic of `Topology.rank` also works on arrays
+        self._ranks: NDArray[np.int64] = rank_of(tp=tp, cp=cp, dp=dp, pp=pp).reshape(topology.pp, -1, topology.tp)
         self._nodes = self._ranks // gpus_per_node
 
     @property
     def world_size(self) -> int:
-        """Ranks of the job."""
+        """Number of ranks of the job."""
         return self._topology.world_size
 
-    def ring(self, stage: int, axes: Sequence[str]) -> Crossing:
-        """Sends around rings over some axes of one of the grids."""
-        return self._rings(stage, *self._grid(axes))
+    def ring_crossings(self, stage: int, axes: Sequence[str]) -> CrossingMask:
+        """Return, for each rank of a stage, whether the next rank in a ring along these axes is on another node."""
+        return self._ring_crossings_of_grid(stage, *self._grid(axes))
 
-    def parts(self, stage: int, axes: Sequence[str], shard_size: int) -> Crossing:
-        """Sends around the ranks along some axes that share one copy of what they hold (--fsdp-shard-size)."""
-        return self._rings(stage, self._in_parts(axes, shard_size), [1])
+    def shard_group_crossings(self, stage: int, axes: Sequence[str], shard_size: int) -> CrossingMask:
+        """Return the crossings of rings over shard groups: the ranks along some axes that together hold one copy of the state
+        (--fsdp-shard-size)."""
+        return self._ring_crossings_of_grid(stage, self._replica_grid(axes, shard_size), [1])
 
-    def replicas(self, stage: int, axes: Sequence[str], shard_size: int) -> Crossing:
-        """Sends around groups that take one rank from each copy."""
-        return self._rings(stage, self._in_parts(axes, shard_size), [0])
+    def replica_group_crossings(self, stage: int, axes: Sequence[str], shard_size: int) -> CrossingMask:
+        """Return the crossings of rings over replica groups: ranks that hold the same shard, one in each copy of the state
+        (--fsdp-shard-size)."""
+        return self._ring_crossings_of_grid(stage, self._replica_grid(axes, shard_size), [0])
 
-    def _in_parts(self, axes: Sequence[str], shard_size: int) -> tuple[int, int, int]:
-        """The shape of a stage's grid: copies, the ranks along the axes that share one, and neighbours that do not."""
+    def _replica_grid(self, axes: Sequence[str], shard_size: int) -> tuple[int, int, int]:
+        """Return the shape of a stage's rank grid: number of copies of the state, ranks that share a copy, ranks along all other
+        axes."""
         return -1, shard_size, math.prod(self._grid(axes)[0]) // self._topology.size(*axes)
 
-    def world(self, stage: int) -> Crossing:
-        """Sends around all ranks."""
-        following = (self._ranks[stage] + 1) % self._topology.world_size // self._gpus_per_node
-        crossing: Crossing = self._nodes[stage] != following
+    def world_crossings(self, stage: int) -> CrossingMask:
+        """Return the crossings of a ring over all ranks of the job."""
+        next_nodes = (self._ranks[stage] + 1) % self._topology.world_size // self._gpus_per_node
+        crossing: CrossingMask = self._nodes[stage] != next_nodes
         return crossing
 
-    def between(self, stage: int, peer: int) -> Crossing:
-        """Messages from a stage to the same place of another stage."""
-        crossing: Crossing = self._nodes[stage] != self._nodes[peer]
+    def stage_crossings(self, stage: int, peer: int) -> CrossingMask:
+        """Return the crossings of messages from a stage to the ranks with the same coordinates in another stage."""
+        crossing: CrossingMask = self._nodes[stage] != self._nodes[peer]
         return crossing
 
-    def pairs(self, stage: int, axes: Sequence[str] = EXPERT_AXES) -> NDArray[np.float64]:
-        """Share of what a rank sends to all others along some axes alike (by default to all of its stage) that leaves its node:
-        [data, tensor]."""
-        groups, turned_back = self._groups(stage, *self._grid(axes))
-        size = groups.shape[-1]
-        number = np.arange(groups.size).reshape(groups.shape) // size  # of the group
-        _, which, counts = np.unique(number * (self._nodes.max() + 1) + groups, return_inverse=True, return_counts=True)
-        return turned_back((size - counts[which]) / max(size - 1, 1))
+    def inter_node_fractions(self, stage: int, axes: Sequence[str] = EXPERT_AXES) -> NDArray[np.float64]:
+        """Return, for each rank of a stage, the fraction of its all-to-all along some axes that leaves its node, as an array [data,
+        tensor].
+
+        Args:
+            axes: axes of the process group; by default all ranks of the stage.
+        """
+        groups, to_rank_grid = self._group_nodes(stage, *self._grid(axes))
+        group_size = groups.shape[-1]
+        group_index = np.arange(groups.size).reshape(groups.shape) // group_size
+        _, node_index, counts = np.unique(group_index * (self._nodes.max() + 1) + groups, return_inverse=True, return_counts=True)
+        return to_rank_grid((group_size - counts[node_index]) / max(group_size - 1, 1))
 
     def first_rank(self, stage: int, data: int, tensor: int) -> int:
-        """Number of the rank at these coordinates."""
+        """Return the global rank at these coordinates."""
         return int(self._ranks[stage, data, tensor])
 
-    def _rings(self, stage: int, shape: tuple[int, ...], inside: list[int]) -> Crossing:
-        """Whether the next one in the ring over the axes `inside` of this shape, the last of which counts fastest, is on another
-        node."""
-        rings, turned_back = self._groups(stage, shape, inside)
-        return turned_back(rings != np.roll(rings, -1, axis=-1))
+    def _ring_crossings_of_grid(self, stage: int, shape: tuple[int, ...], group_dims: list[int]) -> CrossingMask:
+        """Return whether the next rank in a ring is on another node.
+
+        Args:
+            shape: shape of the stage's rank grid.
+            group_dims: dimensions of the grid along which the ring runs; the last of them varies fastest.
+        """
+        rings, to_rank_grid = self._group_nodes(stage, shape, group_dims)
+        return to_rank_grid(rings != np.roll(rings, -1, axis=-1))
 
     def _grid(self, axes: Sequence[str]) -> tuple[tuple[int, ...], list[int]]:
-        """The shape of a stage's grid that has these axes, and their places in it."""
+        """Return the shape of the rank grid of the stage that contains these axes, and the positions of the axes among the
+        dimensions of the grid."""
         order = ("edp", "ep", "etp") if set(axes) <= set(EXPERT_AXES) else ("dp", "cp", "tp")
         shape = tuple(self._topology.size(axis) for axis in order)
-        return shape, [place for place, axis in enumerate(order) if axis in axes]
+        return shape, [dim for dim, axis in enumerate(order) if axis in axes]
 
-    def _groups(
-        self, stage: int, shape: tuple[int, ...], inside: list[int]
+    def _group_nodes(
+        self, stage: int, shape: tuple[int, ...], group_dims: list[int]
     ) -> tuple[NDArray[np.int64], Callable[[NDArray[Any]], NDArray[Any]]]:
-        """The nodes of each group over the axes `inside` of this shape, [..., ranks of it]; and what turns something of that shape
-        into [data, tensor]."""
+        """Return the nodes of each group along `group_dims` as an array [..., group size], and a function that converts an array of
+        this shape to [data, tensor]."""
         nodes = self._nodes[stage].reshape(shape)
-        order = [*(axis for axis in range(nodes.ndim) if axis not in inside), *inside]
-        turned = nodes.transpose(order)
-        groups = turned.reshape(*turned.shape[: nodes.ndim - len(inside)], -1)
+        order = [*(axis for axis in range(nodes.ndim) if axis not in group_dims), *group_dims]
+        permuted = nodes.transpose(order)
+        groups = permuted.reshape(*permuted.shape[: nodes.ndim - len(group_dims)], -1)
 
-        def turned_back(found: NDArray[Any]) -> NDArray[Any]:
-            return found.reshape(turned.shape).transpose(np.argsort(order)).reshape(-1, self._topology.tp)
+        def to_rank_grid(values: NDArray[Any]) -> NDArray[Any]:
+            return values.reshape(permuted.shape).transpose(np.argsort(order)).reshape(-1, self._topology.tp)
 
-        return groups, turned_back
+        return groups, to_rank_grid

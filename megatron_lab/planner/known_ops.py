@@ -1,8 +1,11 @@
-"""Results of operations that a plan has run before. On the meta device many operations of torch are written in Python, and take a
-hundred times as long as making a tensor; and layers run the same few of them on the same shapes again and again.
+"""Cache of the outputs of operations on the meta device.
 
-The first of these that runs makes torch import its compiler, which takes as long as all of a plan. So where results follow at once
-from what an operation gets (`simple_ops.py`), torch is not asked at all.
+Many operations of torch on the meta device are written in Python, and take a hundred times as long as the creation of a tensor. The
+layers run the same few operations on the same shapes many times. So the shape, strides and dtype of each output are cached by
+operation and arguments.
+
+The first of these Python operations makes torch import its compiler, which takes as long as a full plan. So torch is not called at
+all if the output follows directly from the arguments (`simple_ops.py`).
 """
 
 from __future__ import annotations
@@ -15,14 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
-from megatron_lab.planner.simple_ops import simple_result
+from megatron_lab.planner.simple_ops import infer_result
 
 _COMPILER = "torch._dynamo"
-_PLAIN = (int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
+_KEY_TYPES = (int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
 
 
-class MadeTensor(NamedTuple):
-    """A tensor that an operation made."""
+class NewTensor(NamedTuple):
+    """Shape, strides and dtype of a tensor with new storage that an operation returns."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -30,81 +33,95 @@ class MadeTensor(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes from its first to its last element."""
+        """Bytes from the first to the last element of the tensor, including gaps between elements."""
         if not self.shape.numel():
             return 0
         return (1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))) * self.dtype.itemsize
 
-    def tensor(self) -> torch.Tensor:
-        """Another such tensor, of the meta device."""
+    def create(self) -> torch.Tensor:
+        """Create a tensor of this shape, strides and dtype on the meta device."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
 
-_known: dict[tuple[Any, ...], tuple[bool, tuple[MadeTensor, ...]]] = {}
-"""For an operation and a description of what it got: whether it gives several tensors, and those."""
+_cache: dict[tuple[Any, ...], tuple[bool, tuple[NewTensor, ...]]] = {}
+"""Cached output of each operation that ran, by operation and arguments (`build_op_key`): whether the output is a tuple, and its
+tensors."""
 
 
-def run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation of torch on tensors without memory, or make tensors such as it made of the like before."""
-    may_be_known = func.namespace == "aten" and not func.is_view and not func._schema.is_mutable
-    key = key_of(func, args, kwargs, _is_plain) if may_be_known else None
+def run_op(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation on meta tensors, or create its output from the cache."""
+    is_cacheable = func.namespace == "aten" and not func.is_view and not func._schema.is_mutable
+    key = build_op_key(func, args, kwargs, _is_meta_tensor) if is_cacheable else None
     if key is None:
-        return _result(func, args, kwargs)
-    if (known := _known.get(key)) is None:
-        out = _result(func, args, kwargs)
-        if all(map(_is_plain, out if isinstance(out, tuple) else (out,))) and (result := made(out, args, kwargs)) is not None:
-            _known[key] = result
+        return _compute_result(func, args, kwargs)
+    if (cached := _cache.get(key)) is None:
+        out = _compute_result(func, args, kwargs)
+        if (
+            all(map(_is_meta_tensor, out if isinstance(out, tuple) else (out,)))
+            and (result := describe_new_tensors(out, args, kwargs)) is not None
+        ):
+            _cache[key] = result
         return out
-    several, tensors = known
-    found = tuple(one.tensor() for one in tensors)
-    return found if several else found[0]
+    is_tuple, tensors = cached
+    outputs = tuple(tensor.create() for tensor in tensors)
+    return outputs if is_tuple else outputs[0]
 
 
-def _result(func: Any, args: Any, kwargs: Any) -> Any:
-    if (simple := simple_result(func, args, kwargs)) is not None:
+def _compute_result(func: Any, args: Any, kwargs: Any) -> Any:
+    if (simple := infer_result(func, args, kwargs)) is not None:
         return simple
     without_compiler = _COMPILER not in sys.modules
     out = func(*args, **kwargs)
     if without_compiler and _COMPILER in sys.modules:
-        gc.collect()  # errors within its import keep the frames of all callers in cycles, and with them tensors that nobody needs
+        gc.collect()  # exceptions during the import of the compiler leave reference cycles that hold the callers' tensors
     return out
 
 
-def _is_plain(one: Any) -> bool:
-    return type(one) is torch.Tensor and one.is_meta
+def _is_meta_tensor(value: Any) -> bool:
+    return type(value) is torch.Tensor and value.is_meta
 
 
-def key_of(func: Any, args: Any, kwargs: Any, follows_from_its_shape: Callable[[torch.Tensor], bool]) -> tuple[Any, ...] | None:
-    """Describe an operation and what it gets. None where the result may depend on more than shapes, strides, dtypes and numbers."""
-    described = [func]
+def build_op_key(func: Any, args: Any, kwargs: Any, has_no_values: Callable[[torch.Tensor], bool]) -> tuple[Any, ...] | None:
+    """Return a cache key of an operation and its arguments.
+
+    Returns None if the output may depend on more than shapes, strides, dtypes and numbers.
+
+    Args:
+        has_no_values: returns whether a tensor has no values on which the output could depend.
+    """
+    key = [func]
     for arg in (*args, *kwargs.items()):
-        if (one := _described(arg, follows_from_its_shape)) is None:
+        if (arg_key := _build_arg_key(arg, has_no_values)) is None:
             return None
-        described.append(one)
-    return tuple(described)
+        key.append(arg_key)
+    return tuple(key)
 
 
-def _described(arg: Any, follows_from_its_shape: Callable[[torch.Tensor], bool]) -> Any:
+def _build_arg_key(arg: Any, has_no_values: Callable[[torch.Tensor], bool]) -> Any:
     if isinstance(arg, torch.Tensor):
-        # A number that stands for a tensor without dimensions counts less for the dtype than one that is such a tensor.
-        return (arg.shape, arg.stride(), arg.dtype) if follows_from_its_shape(arg) and arg.dim() else None
+        # Type promotion treats tensors without dimensions differently if they wrap a Python number, which the key does not show.
+        return (arg.shape, arg.stride(), arg.dtype) if has_no_values(arg) and arg.dim() else None
     if isinstance(arg, list | tuple):
-        each = tuple(_described(one, follows_from_its_shape) for one in arg)
-        return None if None in each else each
-    return (type(arg), arg) if isinstance(arg, _PLAIN) else None
+        keys = tuple(_build_arg_key(item, has_no_values) for item in arg)
+        return None if None in keys else keys
+    return (type(arg), arg) if isinstance(arg, _KEY_TYPES) else None
 
 
-def made(out: Any, args: Any, kwargs: Any) -> tuple[bool, tuple[MadeTensor, ...]] | None:
-    """Whether an operation gave several tensors, and those. None where not each has a storage of its own that is as large as it
-    is."""
+def describe_new_tensors(out: Any, args: Any, kwargs: Any) -> tuple[bool, tuple[NewTensor, ...]] | None:
+    """Return whether an operation's output is a tuple, and shape, strides and dtype of its tensors, so that the output can be
+    created later.
+
+    Returns None unless each tensor has its own new storage of exactly its size; other outputs (such as views) cannot be created
+    this way.
+    """
     tensors = out if isinstance(out, tuple) else (out,)
-    if any(one.storage_offset() for one in tensors):
+    if any(t.storage_offset() for t in tensors):
         return None
-    got = (arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, torch.Tensor))
-    storages = [one.untyped_storage() for one in (*tensors, *got)]
-    described = tuple(MadeTensor(one.shape, one.stride(), one.dtype) for one in tensors)
-    own = {storage._cdata for storage in storages[: len(described)]}
-    if len(own) < len(described) or own & {storage._cdata for storage in storages[len(described) :]}:
+    inputs = (arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, torch.Tensor))
+    storages = [t.untyped_storage() for t in (*tensors, *inputs)]
+    new_tensors = tuple(NewTensor(t.shape, t.stride(), t.dtype) for t in tensors)
+    output_storages = {storage._cdata for storage in storages[: len(new_tensors)]}
+    if len(output_storages) < len(new_tensors) or output_storages & {storage._cdata for storage in storages[len(new_tensors) :]}:
         return None
-    exact = all(one.num_bytes == storage.nbytes() for one, storage in zip(described, storages, strict=False))
-    return (isinstance(out, tuple), described) if exact else None
+    fill_storages = all(new.num_bytes == storage.nbytes() for new, storage in zip(new_tensors, storages, strict=False))
+    return (isinstance(out, tuple), new_tensors) if fill_storages else None

@@ -1,6 +1,7 @@
-"""Buffers that gradients pass through on their way to being reduced: how large they get, found by lending them as steps do.
+"""Size of the gradient buffers that are used only until the gradients are reduced. Steps that acquire and release these buffers are
+simulated.
 
-Nothing is allocated: the buffers lie on the meta device.
+The buffers are on the meta device, so nothing is allocated.
 """
 
 from __future__ import annotations
@@ -12,107 +13,118 @@ import torch
 
 from megatron.data_parallel.bucket import BufferPool
 from megatron.data_parallel.bucket_plan import BucketPlan
-from megatron.parallel.accumulate import WriteCount
+from megatron.parallel.accumulate import GradCounter
 
 
-class Played(NamedTuple):
-    """What steps need that only passes through, and how often they reduce."""
+class BufferUse(NamedTuple):
+    """Sizes of the temporary gradient buffers in a step, and the number of reductions."""
 
-    elements: int
-    """All buffers for gradients until they are reduced."""
-    narrow_elements: int
-    """All buffers for copies in which they travel."""
-    reductions: list[int]
-    """How often each bucket is reduced in a step."""
+    grad_numel: int
+    """Elements of all buffers for unreduced gradients."""
+    reduce_numel: int
+    """Elements of all buffers for copies of gradients in the dtype of the reduction."""
+    num_reductions: list[int]
+    """Number of reductions in a step, for each bucket."""
 
 
-def play_steps(
+def simulate_steps(
     plans: Sequence[BucketPlan],
-    writes: Iterable[str],
+    grad_writes: Iterable[str],
     dtype: torch.dtype,
     *,
     overlap: bool,
-    narrow: Sequence[torch.dtype | None] = (),
-) -> Played:
-    """Borrow and return buffers as a step of optim_grads does, again and again until no step needs another buffer.
+    reduce_dtypes: Sequence[torch.dtype | None] = (),
+) -> BufferUse:
+    """Simulate the gradient buffers of the sharding strategy optim_grads, step by step, until a step allocates no further buffer.
 
     Args:
-        writes: names of parameters in the order in which the backwards of a step write their gradients; others are left out.
+        grad_writes: names of parameters in the order in which the backwards of a step write their gradients. Names of parameters
+            that are in no bucket are ignored.
         dtype: dtype of the gradients.
-        overlap: reductions go on beside the backward.
-        narrow: for each bucket the dtype of the copy in which its gradients travel, if they do so in one.
+        overlap: whether reductions overlap with the backward.
+        reduce_dtypes: for each bucket, the dtype to which its gradients are copied for the reduction; None for no copy.
     """
-    # With one rank there is nothing to slice, so nothing is passed through.
-    ours = {placed.entry.record.name for plan in plans if plan.num_slices > 1 for placed in plan.params}
-    writes = [name for name in writes if name in ours]
-    travels = narrow or [None] * len(plans)
-    return _played(dtype, lambda pool, copies: _play_step(plans, writes, pool, copies, travels, overlap))
+    # A bucket of a single rank is not divided, so its gradients need no separate buffers.
+    bucketed = {p.entry.record.name for plan in plans if plan.num_slices > 1 for p in plan.params}
+    grad_writes = [name for name in grad_writes if name in bucketed]
+    dtypes = reduce_dtypes or [None] * len(plans)
+    return _simulate_until_stable(
+        dtype, lambda pool, reduce_pool: _simulate_step(plans, grad_writes, pool, reduce_pool, dtypes, overlap)
+    )
 
 
-def play_reductions(
+def simulate_reductions(
     plans: Sequence[BucketPlan],
-    writes: Sequence[str],
+    grad_writes: Sequence[str],
     num_microbatches: int,
     *,
     overlap: bool,
-    narrow: Sequence[torch.dtype | None],
-) -> Played:
-    """The same of the reductions of no_shard and optim, which each bucket has once, after the last microbatch."""
+    reduce_dtypes: Sequence[torch.dtype | None],
+) -> BufferUse:
+    """Simulate the gradient buffers of the sharding strategies no_shard and optim, which reduce each bucket once per step, after
+    the last microbatch.
+
+    The arguments are those of `simulate_steps`, with the number of microbatches of one data rank in a step.
+    """
     order = list(range(len(plans)))
     if overlap:
-        place_of = {placed.entry.record.name: (i, k) for i, plan in enumerate(plans) for k, placed in enumerate(plan.params)}
-        counts = [WriteCount([placed.entry.uses_per_microbatch for placed in plan.params]) for plan in plans]
+        position_of_param = {p.entry.record.name: (i, k) for i, plan in enumerate(plans) for k, p in enumerate(plan.params)}
+        counters = [GradCounter([p.entry.uses_per_microbatch for p in plan.params]) for plan in plans]
         complete = []
-        for name in writes:
-            bucket, number = place_of.get(name, (-1, 0))  # what is frozen is in no bucket
-            if bucket >= 0 and counts[bucket].add(number) and counts[bucket].rounds == num_microbatches:
-                complete.append(bucket)
+        for name in grad_writes:
+            bucket_index, param_index = position_of_param.get(name, (-1, 0))  # frozen parameters are in no bucket
+            if (
+                bucket_index >= 0
+                and counters[bucket_index].count_write(param_index)
+                and counters[bucket_index].num_complete == num_microbatches
+            ):
+                complete.append(bucket_index)
         order = [*complete, *(bucket for bucket in order if bucket not in complete)]
 
-    def step(pool: BufferPool, copies: BufferPool) -> list[int]:
+    def step(pool: BufferPool, reduce_pool: BufferPool) -> list[int]:
         for bucket in order:
-            if narrow[bucket] is not None:
-                copies.give_back(copies.take(plans[bucket].size), lambda: None)
-        copies.settle()
+            if reduce_dtypes[bucket] is not None:
+                reduce_pool.release_after(reduce_pool.acquire(plans[bucket].size), lambda: None)
+        reduce_pool.wait_all()
         return [1] * len(plans)
 
-    return _played(torch.float32, step)
+    return _simulate_until_stable(torch.float32, step)
 
 
-def _played(dtype: torch.dtype, step: Callable[[BufferPool, BufferPool], list[int]]) -> Played:
-    """Play steps until none needs another buffer."""
-    pool, copies = BufferPool(dtype, torch.device("meta")), BufferPool(torch.bfloat16, torch.device("meta"))
-    before, sizes = (-1, -1), (0, 0)
+def _simulate_until_stable(dtype: torch.dtype, step: Callable[[BufferPool, BufferPool], list[int]]) -> BufferUse:
+    """Run `step` repeatedly until it allocates no further buffer, and return the buffers that it needs."""
+    pool, reduce_pool = BufferPool(dtype, torch.device("meta")), BufferPool(torch.bfloat16, torch.device("meta"))
+    previous_sizes, sizes = (-1, -1), (0, 0)
     reductions: list[int] = []
-    while sizes > before:
-        reductions = step(pool, copies)
-        before, sizes = sizes, (sum(b.numel() for b in pool.buffers), sum(b.numel() for b in copies.buffers))
-    return Played(*sizes, reductions)
+    while sizes > previous_sizes:
+        reductions = step(pool, reduce_pool)
+        previous_sizes, sizes = sizes, (sum(b.numel() for b in pool.buffers), sum(b.numel() for b in reduce_pool.buffers))
+    return BufferUse(*sizes, reductions)
 
 
-def _play_step(
+def _simulate_step(
     plans: Sequence[BucketPlan],
-    writes: Sequence[str],
+    grad_writes: Sequence[str],
     pool: BufferPool,
-    copies: BufferPool,
-    narrow: Sequence[torch.dtype | None],
+    reduce_pool: BufferPool,
+    reduce_dtypes: Sequence[torch.dtype | None],
     overlap: bool,
 ) -> list[int]:
-    counts = [WriteCount([placed.entry.uses_per_microbatch for placed in plan.params]) for plan in plans]
-    place_of = {placed.entry.record.name: (i, k) for i, plan in enumerate(plans) for k, placed in enumerate(plan.params)}
+    counters = [GradCounter([p.entry.uses_per_microbatch for p in plan.params]) for plan in plans]
+    position_of_param = {p.entry.record.name: (i, k) for i, plan in enumerate(plans) for k, p in enumerate(plan.params)}
     borrowed: dict[int, torch.Tensor] = {}
-    for name in writes:
-        bucket, number = place_of[name]
+    for name in grad_writes:
+        bucket, param_index = position_of_param[name]
         if bucket not in borrowed:
-            borrowed[bucket] = pool.take(plans[bucket].size)
-        if counts[bucket].add(number):
-            if narrow[bucket] is not None:
-                copies.give_back(copies.take(plans[bucket].size), lambda: None)
-                pool.free(borrowed.pop(bucket))
+            borrowed[bucket] = pool.acquire(plans[bucket].size)
+        if counters[bucket].count_write(param_index):
+            if reduce_dtypes[bucket] is not None:
+                reduce_pool.release_after(reduce_pool.acquire(plans[bucket].size), lambda: None)
+                pool.release(borrowed.pop(bucket))
             else:
-                pool.give_back(borrowed.pop(bucket), lambda: None)
+                pool.release_after(borrowed.pop(bucket), lambda: None)
             if not overlap:
-                (pool if narrow[bucket] is None else copies).settle()
-    pool.settle()
-    copies.settle()
-    return [count.rounds for count in counts]
+                (pool if reduce_dtypes[bucket] is None else reduce_pool).wait_all()
+    pool.wait_all()
+    reduce_pool.wait_all()
+    return [count.num_complete for count in counters]

@@ -1,6 +1,8 @@
-"""Activations over a step: what one rank holds at the peak of its schedule, and what it sends over tensor and pipeline groups.
+"""Activation memory during a step: the peak of one rank over its operations, and the traffic of the rank over tensor and pipeline
+groups.
 
-Messages between stages follow the rules of the executor and the messenger, but with counts in place of tensors (`messages_held`).
+Messages between stages are simulated in the order in which a run sends and receives them. Only the number of messages in memory is
+tracked, no tensor (`iter_message_counts`).
 """
 
 from __future__ import annotations
@@ -11,57 +13,57 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron.config.config import Config
-from megatron.memory.host import buffer_size
+from megatron.memory.host import get_buffer_size
 from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext
-from megatron.pipeline_parallel.exchange import ReceivePlan, choose_receives, plan_exchanges
-from megatron.pipeline_parallel.executor import back_soon, fetched_during
-from megatron.spec.operations import Message, Op, OpKind, Schedule
+from megatron.pipeline_parallel.exchange import ReceivePlan, choose_receive_plans, plan_exchanges
+from megatron.pipeline_parallel.executor import find_immediate_backwards, plan_prefetches
+from megatron.spec.operations import Message, Op, OpType, Schedule
 from megatron_lab.planner.chunk_trace import ChunkTrace
-from megatron_lab.planner.planned_inputs import PlaceOfDocuments, input_bytes
-from megatron_lab.planner.storages import Transfer, added
+from megatron_lab.planner.planned_inputs import DocumentTensor, count_input_bytes
+from megatron_lab.planner.storages import Transfer, merge_transfers
 
 
 class Activations(NamedTuple):
-    """Bytes on one rank at the peak of a step, beside the model's state."""
+    """Bytes of activations on one rank at the peak of a step, excluding the model's state."""
 
-    inputs: int
+    input_bytes: int
     """Tokens, labels, masks and positions of all microbatches."""
-    others: int
-    """What microbatches keep between forward and backward, and deferred weight gradients; what passes within the operation at the
-    peak; and messages between stages that are received, or not known to have arrived."""
-    host: int = 0
-    """Host memory for what is moved there between forward and backward: buffers, which are never given free."""
-    to_host: int = 0
-    """Bytes that a step moves there, and back."""
+    schedule_bytes: int
+    """All other activations: tensors that microbatches hold between forward and backward, deferred weight gradients, temporary
+    tensors of the operation at the peak, and messages between stages that are received, or sent but not yet confirmed."""
+    host_bytes: int = 0
+    """Host memory of the buffers for offloaded activations. These buffers are never freed."""
+    offloaded_bytes: int = 0
+    """Bytes of activations that are moved to the host and back in a step."""
 
     @property
-    def total(self) -> int:
-        """All together on the device."""
-        return self.inputs + self.others
+    def device_bytes(self) -> int:
+        """Sum of all bytes on the device."""
+        return self.input_bytes + self.schedule_bytes
 
 
-def receive_plans(schedule: Schedule, *, overlap: bool, device_type: str) -> list[ReceivePlan]:
-    """When each stage posts its receives. `peak_activations` takes this for all stages."""
-    return choose_receives(schedule, device_type).plans if overlap else plan_exchanges(schedule)
+def build_receive_plans(schedule: Schedule, *, overlap: bool, device_type: str) -> list[ReceivePlan]:
+    """Return the receive plan of each stage: when it posts its receives."""
+    return choose_receive_plans(schedule, device_type).plans if overlap else plan_exchanges(schedule)
 
 
-class Held(NamedTuple):
-    """Bytes of activations and messages on one rank around one operation of its schedule, beside the step's inputs."""
+class OpMemory(NamedTuple):
+    """Bytes of activations and messages on one rank during and after one operation of its schedule, excluding the step's inputs."""
 
     op: Op
-    peak: int
-    """The most at once while it runs."""
-    after: int
-    """What it leaves."""
-    host: int
-    """Bytes of all buffers in host memory that are there after it."""
-    to_host: int = 0
-    """Bytes that it moves there."""
+    peak_bytes: int
+    """Peak while the operation runs."""
+    remaining_bytes: int
+    """Bytes after the operation."""
+    host_bytes: int
+    """Bytes of all host buffers for offloaded activations that exist after the operation."""
+    offloaded_bytes: int = 0
+    """Bytes that the operation moves to the host."""
 
 
-def peak_activations(
-    traces: Mapping[int, ChunkTrace],
+def compute_peak_activations(
+    traces_by_chunk: Mapping[int, ChunkTrace],
     model: Model,
     config: Config,
     context: ParallelContext,
@@ -71,20 +73,24 @@ def peak_activations(
     device_type: str,
     num_microbatches: int | None = None,
 ) -> Activations:
-    """The peak over this rank's operations. The arguments are those of `held_over_step`.
+    """Return the activation memory at the peak over this rank's operations. The arguments not listed here are those of
+    `iter_op_memory`.
 
     Args:
-        num_microbatches: those of a step, of which the schedule may have only the first; by default all that it has.
+        num_microbatches: microbatches of a step, of which `schedule` may contain only the first; None if it contains all.
     """
-    kept = frozenset[PlaceOfDocuments]().union(*(trace.kept_of_documents for trace in traces.values()))
+    document_tensors = frozenset[DocumentTensor]().union(*(trace.document_tensors for trace in traces_by_chunk.values()))
     sizes = (num_microbatches or schedule.num_microbatches, config.training.micro_batch_size, context.topology.cp)
-    inputs = input_bytes(model, config.data, *sizes, kept)
-    held = list(held_over_step(traces, model, config, context, schedule, plans, device_type=device_type))
-    peak, host = max((one.peak for one in held), default=0), max((one.host for one in held), default=0)
-    return Activations(inputs, peak, host, sum(one.to_host for one in held))
+    input_bytes = count_input_bytes(model, config.data, *sizes, document_tensors)
+    op_memory = list(iter_op_memory(traces_by_chunk, model, config, context, schedule, plans, device_type=device_type))
+    peak_bytes, host_bytes = (
+        max((memory.peak_bytes for memory in op_memory), default=0),
+        max((memory.host_bytes for memory in op_memory), default=0),
+    )
+    return Activations(input_bytes, peak_bytes, host_bytes, sum(memory.offloaded_bytes for memory in op_memory))
 
 
-def held_over_step(
+def iter_op_memory(
     traces: Mapping[int, ChunkTrace],
     model: Model,
     config: Config,
@@ -93,128 +99,147 @@ def held_over_step(
     plans: Sequence[ReceivePlan],
     *,
     device_type: str,
-) -> Iterator[Held]:
-    """This rank's operations in their order, each with what is held.
+) -> Iterator[OpMemory]:
+    """Yield the memory during and after each operation of this rank, in the order of the schedule.
 
     Args:
-        traces: those of this rank's chunks.
-        plans: the result of `receive_plans`.
-        device_type: type of the job's devices, cpu or cuda.
+        traces: trace of each chunk of this rank, by chunk index.
+        plans: result of `build_receive_plans`.
+        device_type: type of the job's devices, "cpu" or "cuda".
     """
-    stage, micro_batch_size = context.group("pp").index, config.training.micro_batch_size
-    size, overlap = message_bytes(model, micro_batch_size, context), config.parallel.overlap_p2p_communication
-    mail = messages_held(schedule, stage, plans[stage], overlap=overlap, notices=device_type == "cuda")
-    ops, host = schedule.ops[stage], HostBuffers()
-    moves = any(trace.away or trace.leaving or any(trace.fetched.values()) for trace in traces.values())
-    soon, fetches = (back_soon(ops), fetched_during(ops)) if moves else (frozenset[tuple[int, int]](), [None] * len(ops))
+    stage, micro_batch_size = context.group("pp").rank, config.training.micro_batch_size
+    message_bytes, overlap = count_message_bytes(model, micro_batch_size, context), config.parallel.overlap_p2p_communication
+    message_counts = iter_message_counts(schedule, stage, plans[stage], overlap=overlap, detects_completion=device_type == "cuda")
+    ops, host_buffers = schedule.ops[stage], HostBuffers()
+    offloads = any(trace.offloaded_sizes or trace.leaving_bytes or any(trace.fetched_bytes.values()) for trace in traces.values())
+    immediate_backwards, prefetches = (
+        (find_immediate_backwards(ops), plan_prefetches(ops)) if offloads else (frozenset[tuple[int, int]](), [None] * len(ops))
+    )
 
-    def trace_of(op: Op) -> ChunkTrace:
+    def get_trace(op: Op) -> ChunkTrace:
         trace = traces[op.chunk]
-        return trace.soon if trace.soon is not None and op[1:] in soon else trace
+        return trace.immediate_trace if trace.immediate_trace is not None and op[1:] in immediate_backwards else trace
 
-    kept = leaving = to_host = 0
-    for op, following, (before, after) in zip(ops, fetches, mail, strict=True):
-        trace = trace_of(op)
-        if following is not None:
-            kept += trace_of(following).fetched[following.kind]
-            host.before(following, trace_of(following))
-        span = trace.ops[op.kind]
-        peak = kept + span.peak + size * before
-        kept += span.change - leaving
-        if moves:
-            leaving = trace.leaving if op.kind is OpKind.FORWARD else 0
-            host.within(op, trace)
-            to_host = sum(map(sum, trace.away)) if op.kind is OpKind.FORWARD else 0
-        yield Held(op, peak, kept + size * after, host.bytes if moves else 0, to_host)
+    live_bytes = leaving_bytes = offloaded_bytes = 0
+    for op, prefetched_op, (num_during, num_remaining) in zip(ops, prefetches, message_counts, strict=True):
+        trace = get_trace(op)
+        if prefetched_op is not None:
+            live_bytes += get_trace(prefetched_op).fetched_bytes[prefetched_op.type]
+            host_buffers.start_fetch(prefetched_op, get_trace(prefetched_op))
+        span = trace.ops[op.type]
+        peak_bytes = live_bytes + span.peak_bytes + message_bytes * num_during
+        live_bytes += span.net_bytes - leaving_bytes
+        if offloads:
+            leaving_bytes = trace.leaving_bytes if op.type is OpType.FORWARD else 0
+            host_buffers.run_op(op, trace)
+            offloaded_bytes = sum(map(sum, trace.offloaded_sizes)) if op.type is OpType.FORWARD else 0
+        yield OpMemory(
+            op, peak_bytes, live_bytes + message_bytes * num_remaining, host_buffers.bytes if offloads else 0, offloaded_bytes
+        )
 
 
-def step_transfers(
+def sum_transfers(
     traces: Mapping[int, ChunkTrace], model: Model, micro_batch_size: int, context: ParallelContext, schedule: Schedule
 ) -> tuple[Transfer, ...]:
-    """What this rank sends in a step over its tensor group and to other stages."""
-    stage, size = context.group("pp").index, message_bytes(model, micro_batch_size, context)
-    sent: list[Transfer] = []
-    for (kind, chunk), times in Counter((op.kind, op.chunk) for op in schedule.ops[stage]).items():
-        sent += (one.repeated(times) for one in traces[chunk].ops[kind].sent)
-        gives = schedule.gives(Op(kind, chunk, 0))
-        if gives is not None and schedule.stage_of_chunk[gives.chunk] != stage:
-            sent.append(Transfer("pipeline", "send", times, times * size, schedule.stage_of_chunk[gives.chunk]))
-    return added(sent)
+    """Return the traffic of this rank in a step within its stage and to other stages."""
+    stage, message_bytes = context.group("pp").rank, count_message_bytes(model, micro_batch_size, context)
+    transfers: list[Transfer] = []
+    for (op_type, chunk), count in Counter((op.type, op.chunk) for op in schedule.ops[stage]).items():
+        transfers += (transfer.repeat(count) for transfer in traces[chunk].ops[op_type].transfers)
+        message = schedule.get_sent_message(Op(op_type, chunk, 0))
+        if message is not None and schedule.stage_of_chunk[message.chunk] != stage:
+            transfers.append(Transfer("pipeline", "send", count, count * message_bytes, schedule.stage_of_chunk[message.chunk]))
+    return merge_transfers(transfers)
 
 
-def message_bytes(model: Model, micro_batch_size: int, context: ParallelContext) -> int:
-    """Bytes that a rank sends to another stage for a microbatch."""
-    hidden = model.boundary(micro_batch_size, context.topology)["hidden"]
+def count_message_bytes(model: Model, micro_batch_size: int, context: ParallelContext) -> int:
+    """Return the bytes that a rank sends to another stage for a microbatch."""
+    hidden = model.stage_boundary(micro_batch_size, context.topology)["hidden"]
     return math.prod(hidden.shape) * hidden.dtype.itemsize
 
 
 class HostBuffers:
-    """The buffers in host memory that layers are moved to, by the rules of `megatron.memory.offload`."""
+    """Host buffers for offloaded layers, simulated by the rules of `megatron.memory.offload`."""
 
     def __init__(self) -> None:
         self._used: Counter[int] = Counter()
-        self._made: Counter[int] = Counter()
-        self._last_is_back: set[tuple[int, int]] = set()
+        self._allocated: Counter[int] = Counter()
+        self._fetched_microbatches: set[tuple[int, int]] = set()
 
     @property
     def bytes(self) -> int:
-        """Bytes of all that were made."""
-        return sum(size * count for size, count in self._made.items())
+        """Bytes of all buffers allocated so far."""
+        return sum(size * count for size, count in self._allocated.items())
 
-    def before(self, op: Op, trace: ChunkTrace) -> None:
-        """What an operation needs first comes back while the one before it runs."""
-        if trace.away and op[1:] not in self._last_is_back and (trace.last_remade_ahead or op.kind is not OpKind.RECOMPUTE):
-            self._last_is_back.add(op[1:])
-            self._give(trace.away[-1])
+    def start_fetch(self, op: Op, trace: ChunkTrace) -> None:
+        """Release the buffer of the first offloaded layer that an operation needs, because the layer is copied to the device during
+        the previous operation."""
+        if (
+            trace.offloaded_sizes
+            and op[1:] not in self._fetched_microbatches
+            and (trace.is_last_recomputed_ahead or op.type is not OpType.RECOMPUTE)
+        ):
+            self._fetched_microbatches.add(op[1:])
+            self._release(trace.offloaded_sizes[-1])
 
-    def within(self, op: Op, trace: ChunkTrace) -> None:
-        """What an operation itself moves, or brings back."""
-        if op.kind is OpKind.FORWARD:
-            for sizes in trace.away:
-                self._used.update(map(buffer_size, sizes))
-            self._made |= self._used
-        elif op.kind is OpKind.RECOMPUTE and trace.last_remade_ahead:
-            for sizes in trace.away[-2:-1]:
-                self._give(sizes)
-        elif op.kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD):
-            for sizes in trace.away[: -2 if trace.last_remade_ahead else -1]:
-                self._give(sizes)
+    def run_op(self, op: Op, trace: ChunkTrace) -> None:
+        """Acquire the buffers into which an operation offloads layers, and release those from which it copies layers to the
+        device."""
+        if op.type is OpType.FORWARD:
+            for sizes in trace.offloaded_sizes:
+                self._used.update(map(get_buffer_size, sizes))
+            self._allocated |= self._used
+        elif op.type is OpType.RECOMPUTE and trace.is_last_recomputed_ahead:
+            for sizes in trace.offloaded_sizes[-2:-1]:
+                self._release(sizes)
+        elif op.type in (OpType.BACKWARD, OpType.INPUT_GRAD):
+            for sizes in trace.offloaded_sizes[: -2 if trace.is_last_recomputed_ahead else -1]:
+                self._release(sizes)
 
-    def _give(self, sizes: Sequence[int]) -> None:
-        self._used.subtract(map(buffer_size, sizes))
+    def _release(self, sizes: Sequence[int]) -> None:
+        self._used.subtract(map(get_buffer_size, sizes))
 
 
-def messages_held(schedule: Schedule, stage: int, plan: ReceivePlan, *, overlap: bool, notices: bool) -> Iterator[tuple[int, int]]:
-    """How many messages a stage holds while each of its operations runs, and after it.
+def iter_message_counts(
+    schedule: Schedule, stage: int, plan: ReceivePlan, *, overlap: bool, detects_completion: bool
+) -> Iterator[tuple[int, int]]:
+    """Yield, for each operation of a stage, the number of messages in memory while the operation runs, and the number after it.
 
     Args:
-        overlap: messages travel while operations compute. Without it, all that was sent has left before the next operation.
-        notices: whether the messenger sees that a message has left. NCCL's does, by the time of the next message if no stage is
-            late. gloo's knows that one has arrived only when an answer to it comes back.
+        overlap: whether messages are in flight while operations compute. Without overlap, all sends complete before the next
+            operation.
+        detects_completion: whether the messenger sees that a send has completed. NCCL's messenger sees it by the time of the next
+            message, if no stage is late. Gloo's messenger knows it only when a later message from the receiver arrives.
     """
-    stage_of_chunk, last, reads = schedule.stage_of_chunk, schedule.num_chunks - 1, (OpKind.BACKWARD, OpKind.WEIGHT_GRAD)
-    received = buffers = 0  # messages that are received or posted; buffers for them, which are reused and never freed
-    own: set[Message] = set()  # between two chunks of this stage
-    leaving: set[Message] = set()
-    for (op, _, gives), posted, arrived in zip(schedule.linked_ops[stage], plan.before, plan.arrived, strict=True):
-        received += len(posted)
-        buffers = max(buffers, received)
+    stage_of_chunk, last_chunk, last_readers = (
+        schedule.stage_of_chunk,
+        schedule.num_chunks - 1,
+        (OpType.BACKWARD, OpType.WEIGHT_GRAD),
+    )
+    num_received = num_buffers = 0  # messages received or posted; their buffers, which are reused and never freed
+    same_stage_messages: set[Message] = set()  # messages between two chunks of this stage
+    unconfirmed_sends: set[Message] = set()
+    for (op, _, sent_message), posted, confirmed_sends in zip(
+        schedule.linked_ops[stage], plan.posts, plan.completed_sends, strict=True
+    ):
+        num_received += len(posted)
+        num_buffers = max(num_buffers, num_received)
         if not overlap:
-            leaving.clear()
-        during = buffers + len(own) + len(leaving)
-        if gives is not None:
-            if stage_of_chunk[gives.chunk] == stage:
-                own.add(gives)
+            unconfirmed_sends.clear()
+        num_during = num_buffers + len(same_stage_messages) + len(unconfirmed_sends)
+        if sent_message is not None:
+            if stage_of_chunk[sent_message.chunk] == stage:
+                same_stage_messages.add(sent_message)
             else:
-                if notices:
-                    leaving.clear()
-                leaving.add(gives)
-        kind, chunk, microbatch = op
-        if kind in reads:  # nobody reads the messages any more that the chunk has got
-            for is_gradient, comes in ((False, chunk > 0), (True, chunk < last)):
-                if own and (message := Message(is_gradient, chunk, microbatch)) in own:
-                    own.remove(message)
+                if detects_completion:
+                    unconfirmed_sends.clear()
+                unconfirmed_sends.add(sent_message)
+        op_type, chunk, microbatch = op
+        if op_type in last_readers:  # this operation is the last reader of the messages that the chunk received
+            for is_gradient, is_received in ((False, chunk > 0), (True, chunk < last_chunk)):
+                if same_stage_messages and (message := Message(is_gradient, chunk, microbatch)) in same_stage_messages:
+                    same_stage_messages.remove(message)
                 else:
-                    received -= comes
-        leaving.difference_update(arrived)
-        yield during, buffers + len(own) + len(leaving)
+                    num_received -= is_received
+        unconfirmed_sends.difference_update(confirmed_sends)
+        yield num_during, num_buffers + len(same_stage_messages) + len(unconfirmed_sends)

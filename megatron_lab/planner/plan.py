@@ -1,4 +1,5 @@
-"""A plan as data and as JSON: the job, each distinct kind of rank, what a step sends over which links, work, idle time."""
+"""Plan of a job and its JSON form: sizes of the job, memory and traffic of each distinct rank, FLOPs of a step, and pipeline idle
+time."""
 
 from __future__ import annotations
 
@@ -12,21 +13,21 @@ from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.pipeline_parallel.partition import Chunk
 from megatron.spec.counts import (
-    flops_in_8_bits,
-    flops_per_step,
-    flops_per_token,
-    output_flops,
-    recompute_flops,
+    count_flops_per_step,
+    count_flops_per_token,
+    count_fp8_flops,
+    count_output_flops,
+    count_recompute_flops,
 )
 from megatron.spec.operations import Schedule
 from megatron_lab.planner.allowances import Allowance
-from megatron_lab.planner.costs import idle_share
+from megatron_lab.planner.costs import compute_bubble_share
 from megatron_lab.planner.state_layout import Bytes, StateMemory
 
 
 @dataclass(frozen=True)
 class Job:
-    """Sizes that everything else follows from."""
+    """Sizes of a job (ranks along each axis, batch, nodes) on which its plan is based."""
 
     world_size: int
     gpus_per_node: int
@@ -35,7 +36,7 @@ class Job:
     context: int
     pipeline: int
     data: int
-    """Data ranks; with the context ranks of each they share the state."""
+    """Number of data ranks. State is sharded over data and context ranks."""
     sequence_parallel: bool
     device: str
     dtype: str
@@ -44,7 +45,7 @@ class Job:
     chunks_per_stage: int
     micro_batch_size: int
     global_batch_size: int
-    """Sequences in a step, after any ramp-up."""
+    """Sequences in a step, after any batch-size ramp-up."""
     num_microbatches: int
     """Microbatches of one data rank in a step."""
     seq_length: int
@@ -54,185 +55,201 @@ class Job:
 
 @dataclass(frozen=True)
 class RankMemory(StateMemory):
-    """Memory of one rank, by purpose: the model's state, what a step adds, and what CUDA takes."""
+    """Memory of one rank by purpose: the model's state, the activations of a step, and CUDA's memory."""
 
     activations: Bytes = field(default_factory=Bytes)
     """Activations at the peak of the schedule."""
     cuda: Bytes = field(default_factory=Bytes)
-    """What CUDA takes for itself, an estimate: the sum of `RankKind.allowances`. All other parts are exact to the byte."""
+    """Estimate of CUDA's own memory: the sum of `RankProfile.allowances`. All other memory is exact to the byte."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends in a step over one group, counted as in a ring: each rank sends to the next in the order of ranks; but
-    tokens on their way to experts and whole matrices go to all alike."""
+    """Bytes that one rank sends in a step over one group for one purpose.
+
+    Collectives count as rings, in which each rank sends to the next rank. Token dispatch and full matrices count as an all-to-all,
+    in which each rank sends equally much to all ranks.
+    """
 
     over: str
-    """The group."""
+    """Name of the process group."""
     what: str
+    """Purpose of the traffic, such as "gradients" or "activations"."""
     bytes: int
     group_size: int
     between_nodes: float
-    """The share of it that goes to another node, over all ranks of the kind."""
+    """Share of the bytes that goes to another node, as a mean over all ranks of the profile."""
 
 
 @dataclass(frozen=True)
-class Places:
-    """Ranks of one stage: one tensor rank, several data ranks."""
+class RankRange:
+    """Consecutive data ranks with the same tensor rank, in one stage."""
 
     tensor: int
     data: range
 
 
 @dataclass(frozen=True)
-class RankKind:
-    """Ranks that are alike to the byte."""
+class RankProfile:
+    """Memory and traffic that are identical to the byte on several ranks, and these ranks."""
 
     stages: tuple[int, ...]
-    places: tuple[Places, ...]
-    """The ranks of this kind, in each of the stages."""
+    rank_ranges: tuple[RankRange, ...]
+    """Ranks with this profile, as ranges within each of its stages."""
     first_rank: int
     parameters: int
-    """Elements of the model that such a rank computes with, without padding, however few of them it keeps."""
+    """Number of parameters with which the rank computes, without padding. With sharded parameters, it includes those that other
+    ranks store."""
     memory: RankMemory
-    sent: tuple[Traffic, ...]
+    traffic: tuple[Traffic, ...]
     allowances: tuple[Allowance, ...] = ()
-    """What CUDA takes for itself on such a rank; empty on the CPU."""
-    to_host: int = 0
-    """Bytes of activations that such a rank moves to the host in a step, and back."""
+    """Estimates of CUDA's own memory on the rank; empty on CPUs."""
+    offloaded_bytes: int = 0
+    """Activations that the rank moves to the host and back in a step."""
 
     @property
-    def ranks(self) -> int:
-        """How many there are."""
-        return len(self.stages) * sum(len(places.data) for places in self.places)
+    def num_ranks(self) -> int:
+        """Number of ranks with this profile."""
+        return len(self.stages) * sum(len(r.data) for r in self.rank_ranges)
 
     @property
-    def inside_bytes(self) -> float:
-        """Bytes that a rank sends in a step inside its node, on average."""
-        return sum(one.bytes * (1 - one.between_nodes) for one in self.sent)
+    def intra_node_bytes(self) -> float:
+        """Bytes that a rank sends in a step to ranks of its node, as a mean over the ranks of this profile."""
+        return sum(entry.bytes * (1 - entry.between_nodes) for entry in self.traffic)
 
     @property
-    def between_bytes(self) -> float:
-        """Bytes that a rank sends in a step to other nodes, on average."""
-        return sum(one.bytes * one.between_nodes for one in self.sent)
+    def inter_node_bytes(self) -> float:
+        """Bytes that a rank sends in a step to other nodes, as a mean over the ranks of this profile."""
+        return sum(entry.bytes * entry.between_nodes for entry in self.traffic)
 
-    def sent_over(self, over: str, what: str) -> int:
-        """Bytes for one purpose over one group."""
-        return sum(one.bytes for one in self.sent if (one.over, one.what) == (over, what))
+    def traffic_bytes(self, group: str, purpose: str) -> int:
+        """Return the bytes that a rank sends in a step over one process group for one purpose."""
+        return sum(entry.bytes for entry in self.traffic if (entry.over, entry.what) == (group, purpose))
 
 
 @dataclass(frozen=True)
-class Work:
-    """The work of one step, and how long ranks wait in it."""
+class StepFlops:
+    """Tokens and FLOPs of one step, and the pipeline idle time."""
 
     tokens: int
     flops_per_token: int
     flops: float
-    """FLOPs of forward and backward of the whole model."""
-    bubble: float
-    """The share of all ranks' time in which they wait in the pipeline, if time is FLOPs and messages take none."""
-    again: float = 0.0
-    """FLOPs beside `flops` that compute layers and logits again in backward."""
-    in_8_bits: float = 0.0
-    """Those of `flops` that are done in 8 bits."""
+    """FLOPs of forward and backward of the full model."""
+    bubble_share: float
+    """Share of a step's time in which ranks are idle in the pipeline, as a mean over all ranks. It is assumed that an operation
+    takes time in proportion to its FLOPs, and that messages take no time."""
+    recompute_flops: float = 0.0
+    """FLOPs that recompute layers and logits in the backward, not included in `flops`."""
+    fp8_flops: float = 0.0
+    """FLOPs of the matrix products in FP8, which are included in `flops`."""
 
     def flops_per_rank(self, world_size: int) -> float:
-        """FLOPs of one rank in a step, on average."""
+        """Return the mean FLOPs of one rank in a step."""
         return self.flops / world_size
 
 
 @dataclass(frozen=True)
 class ExpertsPlan:
-    """What tokens travel to experts, and the memory of ranks whose experts get more of them."""
+    """Traffic of the token dispatch, and memory of ranks whose experts get more tokens than the mean."""
 
-    layers: int
-    """Those with experts."""
-    dispatched: int | None
-    """Bytes that a rank sends in a step to and from ranks of experts, on the stage with most; None where the group of these ranks
-    serves other purposes too, of which they are not told apart."""
-    dispatched_a_layer: int | None
-    """The same of one layer there."""
-    factor: float | None
-    """How many times the mean of choices the experts of the busiest rank are taken to get; None: as many as their capacity."""
-    unbalanced: tuple[RankKind, ...]
-    """Kinds of ranks where the experts of each get so many; empty where nothing was asked and no capacity bounds it."""
+    num_layers: int
+    """Number of layers with experts."""
+    dispatched_bytes: int | None
+    """Bytes that a rank of the stage with the largest dispatch traffic sends in a step to and from experts. None if the expert
+    group also carries other traffic, which cannot be separated."""
+    dispatched_bytes_per_layer: int | None
+    """`dispatched_bytes` divided by the number of layers with experts on that stage, or None."""
+    imbalance: float | None
+    """Requested number of token assignments to the experts of the busiest rank, as a multiple of the mean over the ranks. None
+    without a request; the capacity of the experts then limits the assignments."""
+    unbalanced_profiles: tuple[RankProfile, ...]
+    """Rank profiles for the case that the experts of each rank get the assignments of the busiest rank. Empty if no imbalance
+    was requested and the experts have no capacity."""
 
     @property
-    def fullest(self) -> RankKind:
-        """The one of these that takes most of its device."""
-        return max(self.unbalanced, key=lambda kind: kind.memory.total.device)
+    def fullest(self) -> RankProfile:
+        """Unbalanced profile with the largest device memory."""
+        return max(self.unbalanced_profiles, key=lambda profile: profile.memory.total.device)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a job will take."""
+    """Predicted memory, traffic and FLOPs of a job."""
 
     job: Job
-    layers: Sequence[Chunk]
+    layer_table: Sequence[Chunk]
     parameters: int
-    """Elements of the whole model, each counted once."""
+    """Number of parameters of the full model, each counted once."""
     active_parameters: int
-    """Those that a token is multiplied with or looks up: of experts the chosen ones."""
+    """Number of parameters that a token uses, including embedding rows; of the experts only those that the router selects."""
     parameters_by_stage: tuple[int, ...]
-    """The same by stage; a tied parameter counts on the stage of its first chunk."""
-    kinds: tuple[RankKind, ...]
-    """Every rank is of one of them."""
-    work: Work
+    """Number of parameters of each stage. A tied parameter counts only on the stage of its first model chunk."""
+    profiles: tuple[RankProfile, ...]
+    """Memory and traffic of all ranks. Every rank of the job has one of these profiles."""
+    work: StepFlops
     notes: tuple[str, ...] = ()
     """Assumptions behind the numbers."""
     advice: tuple[str, ...] = ()
-    """Lines that say what would waste less."""
-    limit: int | None = None
-    """Bytes of a device's memory, if that is known."""
+    """Lines of advice: settings that waste memory or time, with changes that would waste less."""
+    device_memory: int | None = None
+    """Bytes of a device's memory, or None if not known."""
     experts: ExpertsPlan | None = None
-    """None where the model has none."""
+    """Traffic of the token dispatch and memory with unbalanced experts; None if the model has no experts."""
 
-    def kind_at(self, stage: int, tensor: int, data: int) -> RankKind:
-        """The kind of the rank at this pipeline stage, tensor rank and data rank."""
-        found = (kind for kind in self.kinds if stage in kind.stages)
-        return next(kind for kind in found if any(at.tensor == tensor and data in at.data for at in kind.places))
+    def profile_at(self, stage: int, tensor: int, data: int) -> RankProfile:
+        """Return the profile of the rank with this pipeline stage, tensor rank and data rank."""
+        profiles = (profile for profile in self.profiles if stage in profile.stages)
+        return next(
+            profile for profile in profiles if any(ranks.tensor == tensor and data in ranks.data for ranks in profile.rank_ranges)
+        )
 
     @property
-    def fullest(self) -> int:
-        """Index of the kind that keeps most on its device."""
-        return max(range(len(self.kinds)), key=lambda index: self.kinds[index].memory.total.device)
+    def fullest_index(self) -> int:
+        """Index in `profiles` of the profile with the largest device memory."""
+        return max(range(len(self.profiles)), key=lambda index: self.profiles[index].memory.total.device)
 
 
-def step_work(
+def count_step_flops(
     model: ModelConfig,
     vocab_size: int,
     table: Sequence[Chunk],
     schedule: Schedule,
     global_batch_size: int,
     *,
-    loss_again: bool = False,
+    recomputes_logits: bool = False,
     precision: PrecisionConfig = PrecisionConfig(),  # noqa: B008 (frozen)
-) -> Work:
-    """The work of a step of `global_batch_size` sequences, each of them one document.
+) -> StepFlops:
+    """Count tokens and FLOPs of a step of `global_batch_size` sequences, each of which is one document.
 
     Args:
-        precision: which layers compute in 8 bits.
-        loss_again: backward computes the logits again.
+        recomputes_logits: whether the backward computes the logits again.
+        precision: settings that decide which layers compute in FP8.
     """
-    again = sum(recompute_flops(model, segment) for chunk in table for segment in chunk.segments)
-    return Work(
+    recompute_flops = sum(count_recompute_flops(model, segment) for chunk in table for segment in chunk.segments)
+    return StepFlops(
         tokens=model.seq_length * global_batch_size,
-        flops_per_token=flops_per_token(model, vocab_size),
-        flops=flops_per_step(model, vocab_size, global_batch_size),
-        in_8_bits=model.seq_length * global_batch_size * flops_in_8_bits(model, precision),
-        bubble=idle_share(model, vocab_size, table, schedule, loss_again=loss_again),
-        again=model.seq_length * global_batch_size * (again + loss_again * output_flops(model, vocab_size)),
+        flops_per_token=count_flops_per_token(model, vocab_size),
+        flops=count_flops_per_step(model, vocab_size, global_batch_size),
+        fp8_flops=model.seq_length * global_batch_size * count_fp8_flops(model, precision),
+        bubble_share=compute_bubble_share(model, vocab_size, table, schedule, recomputes_logits=recomputes_logits),
+        recompute_flops=model.seq_length
+        * global_batch_size
+        * (recompute_flops + recomputes_logits * count_output_flops(model, vocab_size)),
     )
 
 
 def plan_to_json(plan: Plan, time: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The whole plan in types that JSON has, with the time of a step where it is predicted."""
-    fullest = plan.kinds[plan.fullest]
+    """Return the full plan in JSON types.
+
+    Args:
+        time: predicted time of a step in JSON types; None if no time is predicted.
+    """
+    fullest = plan.profiles[plan.fullest_index]
     return {
         "job": asdict(plan.job),
         "device_bytes": fullest.memory.total.device,
-        "host_bytes": max(kind.memory.total.host for kind in plan.kinds),
-        "fullest": plan.fullest,
+        "host_bytes": max(profile.memory.total.host for profile in plan.profiles),
+        "fullest": plan.fullest_index,
         "model": {
             "parameters": plan.parameters,
             "active_parameters": plan.active_parameters,
@@ -242,33 +259,36 @@ def plan_to_json(plan: Plan, time: Mapping[str, Any] | None = None) -> dict[str,
         "flops": {
             "per_token": plan.work.flops_per_token,
             "per_step": plan.work.flops,
-            "per_step_in_8_bits": plan.work.in_8_bits,
+            "per_step_in_8_bits": plan.work.fp8_flops,
             "per_rank": plan.work.flops_per_rank(plan.job.world_size),
-            "computed_again_per_step": plan.work.again,
+            "computed_again_per_step": plan.work.recompute_flops,
         },
-        "pipeline": {"bubble_share": plan.work.bubble},
-        "experts": None if plan.experts is None else _experts(plan.experts),
-        "links": _links(max(plan.kinds, key=lambda kind: kind.inside_bytes + kind.between_bytes)),
+        "pipeline": {"bubble_share": plan.work.bubble_share},
+        "experts": None if plan.experts is None else _experts_to_json(plan.experts),
+        "links": _links_to_json(max(plan.profiles, key=lambda profile: profile.intra_node_bytes + profile.inter_node_bytes)),
         "layers": [
             {
                 "chunk": chunk.index,
                 "stage": chunk.stage,
                 "first_layer": chunk.layers.start if len(chunk.layers) else None,
                 "num_layers": len(chunk.layers),
-                "embedding": chunk.first,
-                "loss": chunk.last,
+                "embedding": chunk.is_first,
+                "loss": chunk.is_last,
             }
-            for chunk in plan.layers
+            for chunk in plan.layer_table
         ],
         "time": time,
-        "kinds": [_kind(kind) for kind in plan.kinds],
+        "kinds": [_profile_to_json(profile) for profile in plan.profiles],
         "notes": list(plan.notes),
         "advice": list(plan.advice),
     }
 
 
 def write_plan(plan: Plan, path: str, time: Mapping[str, Any] | None = None) -> None:
-    """Write a plan to a JSON file. Missing folders are made.
+    """Write a plan to a JSON file. Missing folders are created.
+
+    Args:
+        time: predicted time of a step in JSON types, which is written with the plan; None if no time is predicted.
 
     Raises:
         ValueError: the file cannot be written.
@@ -282,35 +302,35 @@ def write_plan(plan: Plan, path: str, time: Mapping[str, Any] | None = None) -> 
         raise ValueError(f"--dry-run-json {path} cannot be written: {(error.strerror or str(error)).lower()}.") from error
 
 
-def _kind(kind: RankKind) -> dict[str, Any]:
+def _profile_to_json(profile: RankProfile) -> dict[str, Any]:
     return {
-        "stages": list(kind.stages),
-        "tensor": sorted({places.tensor for places in kind.places}),
-        "places": [{"tensor": at.tensor, "data": [at.data.start, at.data.stop]} for at in kind.places],
-        "ranks": kind.ranks,
-        "first_rank": kind.first_rank,
-        "parameters": kind.parameters,
-        "memory": asdict(kind.memory),
-        "allowances": [asdict(one) for one in kind.allowances],
-        "device_bytes": kind.memory.total.device,
-        "host_bytes": kind.memory.total.host,
-        "sent": [asdict(one) for one in kind.sent],
-        "activations_to_host_bytes": kind.to_host,
-        "links": _links(kind),
+        "stages": list(profile.stages),
+        "tensor": sorted({r.tensor for r in profile.rank_ranges}),
+        "places": [{"tensor": r.tensor, "data": [r.data.start, r.data.stop]} for r in profile.rank_ranges],
+        "ranks": profile.num_ranks,
+        "first_rank": profile.first_rank,
+        "parameters": profile.parameters,
+        "memory": asdict(profile.memory),
+        "allowances": [asdict(allowance) for allowance in profile.allowances],
+        "device_bytes": profile.memory.total.device,
+        "host_bytes": profile.memory.total.host,
+        "sent": [asdict(traffic) for traffic in profile.traffic],
+        "activations_to_host_bytes": profile.offloaded_bytes,
+        "links": _links_to_json(profile),
     }
 
 
-def _experts(experts: ExpertsPlan) -> dict[str, Any]:
-    worst = experts.fullest if experts.unbalanced else None
+def _experts_to_json(experts: ExpertsPlan) -> dict[str, Any]:
+    fullest = experts.fullest if experts.unbalanced_profiles else None
     return {
-        "layers": experts.layers,
-        "dispatched_bytes": experts.dispatched,
-        "dispatched_bytes_a_layer": experts.dispatched_a_layer,
-        "imbalance": experts.factor,
-        "unbalanced_device_bytes": None if worst is None else worst.memory.total.device,
-        "unbalanced_activation_bytes": None if worst is None else worst.memory.activations.device,
+        "layers": experts.num_layers,
+        "dispatched_bytes": experts.dispatched_bytes,
+        "dispatched_bytes_a_layer": experts.dispatched_bytes_per_layer,
+        "imbalance": experts.imbalance,
+        "unbalanced_device_bytes": None if fullest is None else fullest.memory.total.device,
+        "unbalanced_activation_bytes": None if fullest is None else fullest.memory.activations.device,
     }
 
 
-def _links(kind: RankKind) -> dict[str, float]:
-    return {"inside_bytes": kind.inside_bytes, "between_bytes": kind.between_bytes}
+def _links_to_json(profile: RankProfile) -> dict[str, float]:
+    return {"inside_bytes": profile.intra_node_bytes, "between_bytes": profile.inter_node_bytes}

@@ -1,4 +1,4 @@
-"""A plan as lines of text: first whether it fits and where the time goes, then what each kind of rank keeps and sends."""
+"""Text form of a plan: first whether it fits and how a step's time is spent, then memory and traffic of each rank profile."""
 
 from __future__ import annotations
 
@@ -8,139 +8,155 @@ from dataclasses import dataclass
 
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import Chunk, describe_offload, describe_recompute
-from megatron_lab.planner.plan import ExpertsPlan, Plan, RankKind
-from megatron_lab.planner.state_report import amount, device_parts, host_parts, in_units
+from megatron_lab.planner.plan import ExpertsPlan, Plan, RankProfile
+from megatron_lab.planner.state_report import format_bytes, format_device_memory, format_host_memory, format_with_unit
 from megatron_lab.planner.step_time import StepTime
 
 GPU_MEMORY_GB = (16, 24, 32, 40, 48, 80, 94, 141, 180, 288)
-"""Memory of the GPUs that are sold, in gigabytes."""
-SPARE = 0.05
-"""Share of a GPU's memory that must be left for what the plan does not count: gaps between the allocator's blocks, and whatever the
-allowances for CUDA leave out."""
-_COLUMNS = 6
-"""Stages side by side in the table of what is sent."""
+"""Memory of current GPUs, in gigabytes."""
+SPARE_SHARE = 0.05
+"""Share of a GPU's memory that must remain free for memory that the plan does not count: gaps between allocator blocks, and
+memory of CUDA that the allowances do not cover."""
+_MAX_STAGE_COLUMNS = 6
+"""Maximum number of stage columns in the traffic table."""
 
 
 def format_plan(plan: Plan, time: StepTime | None = None) -> list[str]:
-    """The whole plan as lines of text, with the time of a step where it is predicted."""
-    rows = rows_of(plan)
+    """Return the full plan as lines of text.
+
+    Args:
+        time: predicted time of a step; None if no time is predicted.
+    """
+    rows = build_rows(plan)
     return [
-        *_verdict(plan),
-        *_work(plan, rows),
-        *([] if time is None else _time(time)),
+        *_format_fullest_rank(plan),
+        *_format_work(plan, rows),
+        *([] if time is None else _format_time(time)),
         "",
-        *_job(plan),
+        *_format_job(plan),
         "",
-        *_memory_table(plan, rows),
+        *_format_memory_table(plan, rows),
         "",
-        *_traffic_table(rows),
+        *_format_traffic_table(rows),
         "",
-        *_layer_table(plan),
+        *_format_layer_table(plan),
         "",
-        *_estimates(plan),
+        *_format_estimates(plan),
         *(f"note: {note}" for note in plan.notes),
-        *(f"advice: {line}" for line in plan.advice),
+        *(f"advice: {proposal}" for proposal in plan.advice),
     ]
 
 
-def _verdict(plan: Plan) -> Iterator[str]:
-    kind = plan.kinds[plan.fullest]
-    total = kind.memory.total
-    where = f"stage {kind.stages[0]}, rank {kind.first_rank}" if plan.job.pipeline > 1 else f"rank {kind.first_rank}"
-    yield f"fullest rank ({where}): needs {amount(total.device)} of device memory{_fits(plan, total.device)}"
-    yield f"  {device_parts(kind.memory)}"
+def _format_fullest_rank(plan: Plan) -> Iterator[str]:
+    profile = plan.profiles[plan.fullest_index]
+    total = profile.memory.total
+    location = f"stage {profile.stages[0]}, rank {profile.first_rank}" if plan.job.pipeline > 1 else f"rank {profile.first_rank}"
+    yield f"fullest rank ({location}): needs {format_bytes(total.device)} of device memory{_format_fit(plan, total.device)}"
+    yield f"  {format_device_memory(profile.memory)}"
     if total.host:
-        each = min(plan.job.gpus_per_node, plan.job.world_size)
-        yield f"  and {amount(total.host)} of host memory, {amount(each * total.host)} on a node: {host_parts(kind.memory)}"
+        ranks_per_node = min(plan.job.gpus_per_node, plan.job.world_size)
+        yield (
+            f"  and {format_bytes(total.host)} of host memory, {format_bytes(ranks_per_node * total.host)} on a "
+            f"node: {format_host_memory(profile.memory)}"
+        )
     if plan.experts is not None:
-        yield from _experts(plan, plan.experts)
+        yield from _format_experts(plan, plan.experts)
 
 
-def _experts(plan: Plan, experts: ExpertsPlan) -> Iterator[str]:
-    if not experts.unbalanced:
+def _format_experts(plan: Plan, experts: ExpertsPlan) -> Iterator[str]:
+    if not experts.unbalanced_profiles:
         yield (
             "  all experts are taken to get as many tokens: a rank of busier ones keeps more activations "
             "(--plan-expert-imbalance FACTOR tells how much)"
         )
     else:
-        kind = experts.fullest
-        more = kind.memory.total.device
-        busy = "take their whole capacity" if experts.factor is None else f"get {experts.factor:g} x the mean of tokens"
+        profile = experts.fullest
+        device_bytes = profile.memory.total.device
+        load = "take their whole capacity" if experts.imbalance is None else f"get {experts.imbalance:g} x the mean of tokens"
         yield (
-            f"  that is with as many tokens for each expert; a rank whose experts {busy} needs {amount(more)}"
-            f" ({amount(kind.memory.activations.device)} of activations){_fits(plan, more)}"
+            f"  that is with as many tokens for each expert; a rank whose experts {load} needs {format_bytes(device_bytes)}"
+            f" ({format_bytes(profile.memory.activations.device)} of activations){_format_fit(plan, device_bytes)}"
         )
-    if experts.dispatched_a_layer:
+    if experts.dispatched_bytes_per_layer:
         yield (
-            f"  tokens travel to experts and back in {_count(experts.layers, 'layer')}: a rank sends "
-            f"{amount(experts.dispatched_a_layer)} a layer in a step, {amount(experts.dispatched or 0)} in all"
+            f"  tokens travel to experts and back in {_format_count(experts.num_layers, 'layer')}: a rank sends "
+            f"{format_bytes(experts.dispatched_bytes_per_layer)} a layer in a step, "
+            f"{format_bytes(experts.dispatched_bytes or 0)} in all"
         )
 
 
-def _estimates(plan: Plan) -> Iterator[str]:
-    """What stands apart from numbers that are exact."""
-    taken = plan.kinds[plan.fullest].allowances
-    if taken:
-        parts = ", ".join(map(str, taken))
-        yield f"note: cuda is an estimate ({parts}; sources in the JSON file); all other memory is exact to the byte"
+def _format_estimates(plan: Plan) -> Iterator[str]:
+    """Yield a note that names the numbers of the plan that are estimates. All other numbers are exact."""
+    allowances = plan.profiles[plan.fullest_index].allowances
+    if allowances:
+        listing = ", ".join(map(str, allowances))
+        yield f"note: cuda is an estimate ({listing}; sources in the JSON file); all other memory is exact to the byte"
 
 
-def _fits(plan: Plan, needed: int) -> str:
-    if plan.limit is not None:
-        spare = plan.limit - needed
+def _format_fit(plan: Plan, required: int) -> str:
+    if plan.device_memory is not None:
+        spare = plan.device_memory - required
         if spare < 0:
-            return f": more than a device of {amount(plan.limit)} has"
-        found = "fits" if spare >= SPARE * plan.limit else "too tight for"
-        return f": {found} a device of {amount(plan.limit)}, with {amount(spare)} to spare"
+            return f": more than a device of {format_bytes(plan.device_memory)} has"
+        verdict = "fits" if spare >= SPARE_SHARE * plan.device_memory else "too tight for"
+        return f": {verdict} a device of {format_bytes(plan.device_memory)}, with {format_bytes(spare)} to spare"
     if plan.job.device == "cpu":
         return ""
-    too_small = [size for size in GPU_MEMORY_GB if size * 1e9 <= needed]
-    too_tight = [size for size in GPU_MEMORY_GB if 0 < size * 1e9 - needed < SPARE * size * 1e9]
-    larger = [size for size in GPU_MEMORY_GB if size * 1e9 - needed >= SPARE * size * 1e9]
+    too_small = [size for size in GPU_MEMORY_GB if size * 1e9 <= required]
+    too_tight = [size for size in GPU_MEMORY_GB if 0 < size * 1e9 - required < SPARE_SHARE * size * 1e9]
+    larger = [size for size in GPU_MEMORY_GB if size * 1e9 - required >= SPARE_SHARE * size * 1e9]
     if not (larger or too_tight):
         return f": more than any GPU has (the largest has {GPU_MEMORY_GB[-1]} GB)"
-    words = []
+    verdicts = []
     if too_tight:
-        words.append(f"too tight for a GPU of {too_tight[-1]} GB ({amount(too_tight[-1] * 1e9 - needed)} to spare)")
+        verdicts.append(f"too tight for a GPU of {too_tight[-1]} GB ({format_bytes(too_tight[-1] * 1e9 - required)} to spare)")
     elif too_small:
-        words.append(f"more than a GPU of {too_small[-1]} GB has")
+        verdicts.append(f"more than a GPU of {too_small[-1]} GB has")
     if larger:
-        words.append(f"fits one of {larger[0]} GB with {amount(larger[0] * 1e9 - needed)} to spare")
-    return f": {', '.join(words)}"
+        verdicts.append(f"fits one of {larger[0]} GB with {format_bytes(larger[0] * 1e9 - required)} to spare")
+    return f": {', '.join(verdicts)}"
 
 
-def _work(plan: Plan, rows: Sequence[Row]) -> Iterator[str]:
+def _format_work(plan: Plan, rows: Sequence[StageRow]) -> Iterator[str]:
     job, work = plan.job, plan.work
-    each = work.flops_per_rank(job.world_size)
-    idle = f"; {work.bubble:.1%} of the time idle in the pipeline" if job.pipeline > 1 else ""
-    eight = f" ({work.in_8_bits / work.flops:.0%} of them in 8 bits)" if work.in_8_bits else ""
-    again = f" and {work.again / work.flops:.1%} more to compute layers or logits again" if work.again else ""
-    yield f"a step: {work.tokens:,} tokens, {_flops(work.flops)}{eight}, {_flops(each)} on each rank{again}{idle}"
-    moved = max(kind.to_host for kind in plan.kinds)
-    if moved and job.device != "cpu":
-        yield f"  a rank moves up to {amount(moved)} of activations to host memory and back"
+    flops_per_rank = work.flops_per_rank(job.world_size)
+    bubble_note = f"; {work.bubble_share:.1%} of the time idle in the pipeline" if job.pipeline > 1 else ""
+    fp8_note = f" ({work.fp8_flops / work.flops:.0%} of them in 8 bits)" if work.fp8_flops else ""
+    recompute_note = (
+        f" and {work.recompute_flops / work.flops:.1%} more to compute layers or logits again" if work.recompute_flops else ""
+    )
+    yield (
+        f"a step: {work.tokens:,} tokens, {_format_flops(work.flops)}{fp8_note}, {_format_flops(flops_per_rank)} on "
+        f"each rank{recompute_note}{bubble_note}"
+    )
+    offloaded_bytes = max(profile.offloaded_bytes for profile in plan.profiles)
+    if offloaded_bytes and job.device != "cpu":
+        yield f"  a rank moves up to {format_bytes(offloaded_bytes)} of activations to host memory and back"
     if job.world_size == 1:
         return
-    busiest = max(rows, key=lambda row: sum(bytes_sent(row)))
-    inside, between = bytes_sent(busiest)
-    yield f"  a rank of {busiest.name} sends {amount(inside)} inside its node and {amount(between)} to other nodes"
-
-
-def _time(time: StepTime) -> Iterator[str]:
-    parts = ", ".join(f"{name} {share:.1%}" for name, share in time.shares())
+    busiest = max(rows, key=lambda row: sum(compute_mean_traffic(row)))
+    intra_node, inter_node = compute_mean_traffic(busiest)
     yield (
-        f"  such a step takes about {duration(time.seconds)} ({duration(time.low)} to {duration(time.high)} in nine of ten cases; "
+        f"  a rank of {busiest.name} sends {format_bytes(intra_node)} inside its node and {format_bytes(inter_node)} to other nodes"
+    )
+
+
+def _format_time(time: StepTime) -> Iterator[str]:
+    breakdown = ", ".join(f"{name} {share:.1%}" for name, share in time.largest_shares())
+    yield (
+        f"  such a step takes about {format_duration(time.seconds)} ({format_duration(time.low)} to "
+        f"{format_duration(time.high)} in nine of ten cases; "
         f"{time.tokens_per_s:,.0f} tokens/s per GPU, {time.mfu:.1%} MFU) on {time.cluster}"
     )
-    yield f"    on its busiest rank: {parts}"
-    if time.outside:
-        yield f"    not calibrated there: {', '.join(time.outside)}"
+    yield f"    on its busiest rank: {breakdown}"
+    if time.uncalibrated_sizes:
+        yield f"    not calibrated there: {', '.join(time.uncalibrated_sizes)}"
 
 
-def _job(plan: Plan) -> Iterator[str]:
+def _format_job(plan: Plan) -> Iterator[str]:
     job = plan.job
     yield (
-        f"{_count(job.world_size, 'rank')} on {_count(job.nodes, 'node')} of {job.gpus_per_node}: "
+        f"{_format_count(job.world_size, 'rank')} on {_format_count(job.nodes, 'node')} of {job.gpus_per_node}: "
         f"{Topology(tp=job.tensor, cp=job.context, pp=job.pipeline, dp=job.data)}"
         + (", sequence parallel" if job.sequence_parallel else "")
         + f"; {job.sharding}"
@@ -149,169 +165,185 @@ def _job(plan: Plan) -> Iterator[str]:
     active = "" if plan.active_parameters == plan.parameters else f" ({plan.active_parameters:,} active)"
     yield (
         f"model of {plan.parameters:,} parameters{active} in {job.dtype}, vocabulary {job.vocab_size:,}"
-        + (f" and {_count(padding, 'row')} of padding" if padding else "")
+        + (f" and {_format_count(padding, 'row')} of padding" if padding else "")
     )
-    microbatches = _count(job.num_microbatches, "microbatch", "microbatches")
+    microbatches = _format_count(job.num_microbatches, "microbatch", "microbatches")
     yield (
         f"batch of {job.global_batch_size:,} x {job.seq_length:,} tokens in {microbatches} of {job.micro_batch_size}, "
         f"schedule {job.schedule}" + (f" with {job.chunks_per_stage} chunks a stage" if job.chunks_per_stage > 1 else "")
     )
-    yield from describe_recompute(plan.layers)
-    yield from describe_offload(plan.layers)
+    yield from describe_recompute(plan.layer_table)
+    yield from describe_offload(plan.layer_table)
 
 
-def _memory_table(plan: Plan, rows: Sequence[Row]) -> list[str]:
-    """A row for stages that keep as much, and a column for each part."""
-    kinds = plan.kinds
-    columns: list[tuple[str, Callable[[RankKind], float]]] = [
-        (name.replace("_", " "), lambda kind, name=name: kind.memory.parts[name].total)  # type: ignore[misc]
-        for name in kinds[0].memory.parts
-        if any(kind.memory.parts[name].total for kind in kinds)
+def _format_memory_table(plan: Plan, rows: Sequence[StageRow]) -> list[str]:
+    """Format a table of device memory with a row for each group of stages with equal memory, and a column for each purpose."""
+    profiles = plan.profiles
+    columns: list[tuple[str, Callable[[RankProfile], float]]] = [
+        (name.replace("_", " "), lambda profile, name=name: profile.memory.by_purpose[name].total)  # type: ignore[misc]
+        for name in profiles[0].memory.by_purpose
+        if any(profile.memory.by_purpose[name].total for profile in profiles)
     ]
-    columns.append(("device", lambda kind: kind.memory.total.device))
-    if any(kind.memory.total.host for kind in kinds):
-        columns.append(("host", lambda kind: kind.memory.total.host))
-    head = ["memory of a rank", "ranks", "elements", *(words for words, _ in columns)]
+    columns.append(("device", lambda profile: profile.memory.total.device))
+    if any(profile.memory.total.host for profile in profiles):
+        columns.append(("host", lambda profile: profile.memory.total.host))
+    head = ["memory of a rank", "ranks", "elements", *(heading for heading, _ in columns)]
     body = [
         [
             row.name,
-            f"{row.ranks:,}",
-            row.spread(lambda kind: kind.parameters, _elements),
-            *(row.spread(number, amount) for _, number in columns),
+            f"{row.num_ranks:,}",
+            row.format_range(lambda profile: profile.parameters, _format_elements),
+            *(row.format_range(get_value, format_bytes) for _, get_value in columns),
         ]
         for row in rows
     ]
-    return table(head, body)
+    return format_table(head, body)
 
 
-def _traffic_table(rows: Sequence[Row]) -> list[str]:
-    """A row for each group and purpose, and a column for stages that send alike; one for all if these are many."""
-    if len(rows) > _COLUMNS:
-        kinds = tuple(dict.fromkeys(kind for row in rows for kind in row.kinds))
-        rows = [Row(rows[0].first, rows[-1].last, sum(row.ranks for row in rows), kinds)]
-    found = [one for row in rows for kind in row.kinds for one in kind.sent if one.over != "world"]
-    if not found:
+def _format_traffic_table(rows: Sequence[StageRow]) -> list[str]:
+    """Format a table of traffic with a row for each process group and purpose, and a column for each group of stages with equal
+    traffic.
+
+    If there would be too many columns, one column stands for all stages.
+    """
+    if len(rows) > _MAX_STAGE_COLUMNS:
+        profiles = tuple(dict.fromkeys(profile for row in rows for profile in row.profiles))
+        rows = [StageRow(rows[0].first_stage, rows[-1].last_stage, sum(row.num_ranks for row in rows), profiles)]
+    entries = [entry for row in rows for profile in row.profiles for entry in profile.traffic if entry.over != "world"]
+    if not entries:
         return ["a rank sends nothing in a step"]
-    found.sort(key=lambda one: one.bytes)
-    sent = dict(reversed({(one.over, one.what): one for one in found}.items()))
+    entries.sort(key=lambda entry: entry.bytes)
+    entry_of_key = dict(reversed({(entry.over, entry.what): entry for entry in entries}.items()))
     body = [
         [
-            f"{over}: {what}",
-            f"{one.group_size:,}",
-            _where(leaving([kind for row in rows for kind in row.kinds], over, what)),
-            *(row.spread(lambda kind, key=(over, what): kind.sent_over(*key), amount) for row in rows),  # type: ignore[misc]
+            f"{group}: {purpose}",
+            f"{entry.group_size:,}",
+            _format_destination(compute_inter_node_share([profile for row in rows for profile in row.profiles], group, purpose)),
+            *(row.format_range(lambda profile, key=(group, purpose): profile.traffic_bytes(*key), format_bytes) for row in rows),  # type: ignore[misc]
         ]
-        for (over, what), one in sent.items()
+        for (group, purpose), entry in entry_of_key.items()
     ]
-    return table(["sent by a rank in a step", "ranks", "to", *(row.name for row in rows)], body)
+    return format_table(["sent by a rank in a step", "ranks", "to", *(row.name for row in rows)], body)
 
 
-def _layer_table(plan: Plan) -> list[str]:
-    """One line for each stage; neighbours with equally many layers in one chunk share a line."""
-    by_stage = [[chunk for chunk in plan.layers if chunk.stage == stage] for stage in range(plan.job.pipeline)]
+def _format_layer_table(plan: Plan) -> list[str]:
+    """Format a table of layers with a row for each stage. Adjacent stages share a row if each has one model chunk and their chunks
+    have equally many layers."""
+    by_stage = [[chunk for chunk in plan.layer_table if chunk.stage == stage] for stage in range(plan.job.pipeline)]
 
-    def alike(chunks: Sequence[Chunk]) -> object:
-        return chunks[0].stage if len(chunks) > 1 else (len(chunks[0].layers), chunks[0].first, chunks[0].last)
+    def build_key(chunks: Sequence[Chunk]) -> object:
+        return chunks[0].stage if len(chunks) > 1 else (len(chunks[0].layers), chunks[0].is_first, chunks[0].is_last)
 
     body = []
-    for run in (list(run) for _, run in itertools.groupby(by_stage, key=alike)):
-        texts = [_chunk(low, high) for low, high in zip(run[0], run[-1], strict=True)]
-        body.append([_stages(run[0][0].stage, run[-1][0].stage), *texts])
-    return table(["layers", *(f"chunk {i}" if len(by_stage[0]) > 1 else "" for i in range(len(by_stage[0])))], body)
+    for run in (list(run) for _, run in itertools.groupby(by_stage, key=build_key)):
+        cells = [_format_chunk(low, high) for low, high in zip(run[0], run[-1], strict=True)]
+        body.append([_format_stages(run[0][0].stage, run[-1][0].stage), *cells])
+    return format_table(["layers", *(f"chunk {i}" if len(by_stage[0]) > 1 else "" for i in range(len(by_stage[0])))], body)
 
 
-def _chunk(chunk: Chunk, last: Chunk) -> str:
-    """What a chunk holds in words; `last` is the chunk of the last of several stages, or the same."""
-    parts = ["embedding"] if chunk.first else []
+def _format_chunk(chunk: Chunk, last_chunk: Chunk) -> str:
+    """Describe the contents of a model chunk.
+
+    Args:
+        last_chunk: chunk of the last stage if the row stands for several equal stages, otherwise `chunk` itself.
+    """
+    contents = ["embedding"] if chunk.is_first else []
     if count := len(chunk.layers):
-        first, end = chunk.layers.start, last.layers.stop - 1
-        each = " each" if chunk is not last else ""
-        parts.append(f"{_count(count, 'layer')}{each}: {first}" + (f"-{end}" if end > first else ""))
-    parts += ["norm, output, loss"] if chunk.last else []
-    return ", ".join(parts) or "no layer"
+        first, end = chunk.layers.start, last_chunk.layers.stop - 1
+        suffix = " each" if chunk is not last_chunk else ""
+        contents.append(f"{_format_count(count, 'layer')}{suffix}: {first}" + (f"-{end}" if end > first else ""))
+    contents += ["norm, output, loss"] if chunk.is_last else []
+    return ", ".join(contents) or "no layer"
 
 
-def _stages(first: int, last: int) -> str:
+def _format_stages(first: int, last: int) -> str:
     return f"stage {first}" if first == last else f"stages {first}-{last}"
 
 
-def _where(between: float) -> str:
-    if between in (0, 1):
-        return "other nodes" if between else "inside the node"
-    return f"{between:.0%} to other nodes"
+def _format_destination(inter_node_share: float) -> str:
+    if inter_node_share in (0, 1):
+        return "other nodes" if inter_node_share else "inside the node"
+    return f"{inter_node_share:.0%} to other nodes"
 
 
-def _count(number: int, one: str, many: str | None = None) -> str:
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
+def _format_count(count: int, singular: str, plural: str | None = None) -> str:
+    return f"{count:,} {singular if count == 1 else plural or singular + 's'}"
 
 
-def _elements(number: float) -> str:
-    return in_units(number, ["", " k", " M", " G", " T"])
+def _format_elements(num_elements: float) -> str:
+    return format_with_unit(num_elements, ["", " k", " M", " G", " T"])
 
 
-def _flops(number: float) -> str:
-    return in_units(number, [" FLOP", " kFLOP", " MFLOP", " GFLOP", " TFLOP", " PFLOP", " EFLOP", " ZFLOP"])
+def _format_flops(flops: float) -> str:
+    return format_with_unit(flops, [" FLOP", " kFLOP", " MFLOP", " GFLOP", " TFLOP", " PFLOP", " EFLOP", " ZFLOP"])
 
 
-def duration(number: float) -> str:
-    """Seconds as text."""
-    return f"{number:.3g} s" if number >= 0.0995 else f"{1000 * number:.3g} ms"
+def format_duration(seconds: float) -> str:
+    """Format a duration in seconds, with a unit that suits its size."""
+    return f"{seconds:.3g} s" if seconds >= 0.0995 else f"{1000 * seconds:.3g} ms"
 
 
 @dataclass(frozen=True)
-class Row:
-    """Neighbouring stages whose ranks keep and send equally much, to three digits."""
+class StageRow:
+    """Adjacent stages whose ranks have equal memory and traffic, to three digits. They share one row of a table."""
 
-    first: int
-    last: int
-    ranks: int
-    kinds: tuple[RankKind, ...]
+    first_stage: int
+    last_stage: int
+    num_ranks: int
+    profiles: tuple[RankProfile, ...]
 
     @property
     def name(self) -> str:
-        """The stages in words."""
-        return _stages(self.first, self.last)
+        """Indices of the stages as text."""
+        return _format_stages(self.first_stage, self.last_stage)
 
-    def spread(self, number: Callable[[RankKind], float], text: Callable[[float], str]) -> str:
-        """A number that each rank has; its range where ranks differ."""
-        low, high = (text(bound(map(number, self.kinds))) for bound in (min, max))
+    def format_range(self, get_value: Callable[[RankProfile], float], format_value: Callable[[float], str]) -> str:
+        """Format a value of the row's ranks, as a range if the ranks differ."""
+        low, high = (format_value(bound(map(get_value, self.profiles))) for bound in (min, max))
         return high if low == high else f"{low} - {high}"
 
 
-def rows_of(plan: Plan) -> list[Row]:
-    """All stages, as rows."""
-    by_stage = [tuple(kind for kind in plan.kinds if stage in kind.stages) for stage in range(plan.job.pipeline)]
-    rows: list[Row] = []
-    for _, run in itertools.groupby(range(len(by_stage)), key=lambda stage: frozenset(map(_look, by_stage[stage]))):
+def build_rows(plan: Plan) -> list[StageRow]:
+    """Return a row for each group of adjacent stages with equal memory and traffic."""
+    by_stage = [tuple(profile for profile in plan.profiles if stage in profile.stages) for stage in range(plan.job.pipeline)]
+    rows: list[StageRow] = []
+    for _, run in itertools.groupby(range(len(by_stage)), key=lambda stage: frozenset(map(_build_row_key, by_stage[stage]))):
         stages = list(run)
-        kinds = [kind for stage in stages for kind in by_stage[stage]]
-        ranks = sum(kind.ranks // len(kind.stages) for kind in kinds)
-        rows.append(Row(stages[0], stages[-1], ranks, tuple(dict.fromkeys(kinds))))
+        profiles = [profile for stage in stages for profile in by_stage[stage]]
+        num_ranks = sum(profile.num_ranks // len(profile.stages) for profile in profiles)
+        rows.append(StageRow(stages[0], stages[-1], num_ranks, tuple(dict.fromkeys(profiles))))
     return rows
 
 
-def bytes_sent(row: Row) -> tuple[float, float]:
-    """Bytes that a rank sends in a step inside its node, and to other nodes: the mean over the row's ranks."""
-    ranks = sum(kind.ranks for kind in row.kinds)
-    inside = sum(kind.ranks * kind.inside_bytes for kind in row.kinds)
-    between = sum(kind.ranks * kind.between_bytes for kind in row.kinds)
-    return inside / ranks, between / ranks
+def compute_mean_traffic(row: StageRow) -> tuple[float, float]:
+    """Return the mean bytes that a rank of the row sends in a step inside its node, and to other nodes."""
+    num_ranks = sum(profile.num_ranks for profile in row.profiles)
+    intra_node = sum(profile.num_ranks * profile.intra_node_bytes for profile in row.profiles)
+    inter_node = sum(profile.num_ranks * profile.inter_node_bytes for profile in row.profiles)
+    return intra_node / num_ranks, inter_node / num_ranks
 
 
-def leaving(kinds: Iterable[RankKind], over: str, what: str) -> float:
-    """The share of what ranks send over a group that goes to other nodes."""
-    found = [
-        (kind.ranks * one.bytes, one.between_nodes) for kind in kinds for one in kind.sent if (one.over, one.what) == (over, what)
+def compute_inter_node_share(profiles: Iterable[RankProfile], group: str, purpose: str) -> float:
+    """Return the share of the traffic over one process group for one purpose that goes to other nodes."""
+    shares = [
+        (profile.num_ranks * entry.bytes, entry.between_nodes)
+        for profile in profiles
+        for entry in profile.traffic
+        if (entry.over, entry.what) == (group, purpose)
     ]
-    return sum(sent * share for sent, share in found) / sum(sent for sent, _ in found)
+    return sum(num_bytes * share for num_bytes, share in shares) / sum(num_bytes for num_bytes, _ in shares)
 
 
-def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of aligned columns."""
+def format_table(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table with aligned columns."""
     widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *body)]
 
 
-def _look(kind: RankKind) -> object:
-    state = kind.memory.total.device - kind.memory.activations.device
-    return amount(state), amount(kind.memory.total.host), tuple((one.over, one.what, amount(one.bytes)) for one in kind.sent)
+def _build_row_key(profile: RankProfile) -> object:
+    state = profile.memory.total.device - profile.memory.activations.device
+    return (
+        format_bytes(state),
+        format_bytes(profile.memory.total.host),
+        tuple((entry.over, entry.what, format_bytes(entry.bytes)) for entry in profile.traffic),
+    )

@@ -1,4 +1,5 @@
-"""The inputs of a step, on a device without memory: what a microbatch is made of, and what those of a step take on a rank."""
+"""Inputs of a step for the planner: the tensors of a microbatch (with shapes, but without data), and the bytes of a step's inputs
+on a rank."""
 
 from __future__ import annotations
 
@@ -10,110 +11,133 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._pytree import tree_map_only
 
-from megatron.attention.documents import ByLength, Documents, Made, Run
+from megatron.attention.documents import Documents, DocumentsByLength, T, TokenRange
 from megatron.config.data import DataConfig
 from megatron.model.build import Model
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import Group
-from megatron.parallel.cut import Cut, balanced, token_costs
 from megatron.parallel.random import DropoutKey
-from megatron.spec.counts import attention_shares
+from megatron.parallel.sequence_split import SequenceSplit, compute_token_costs, split_balanced
+from megatron.spec.counts import compute_window_shares
 
-PlaceOfDocuments = Literal["order", "starts", "holders"]
-"""The order of the tokens by the lengths of their documents, both ways; where the document of each token starts; or the order of
-the tokens by the context ranks that hold them, both ways, which all samples of a microbatch have alike."""
+DocumentTensor = Literal["order", "starts", "holders"]
+"""Tensor about document boundaries that attention may keep:
 
-_TOKEN, _MASK = torch.int64.itemsize, torch.float32.itemsize
-_OF_DOCUMENTS: dict[PlaceOfDocuments, int] = {"order": 2 * _TOKEN, "starts": torch.int32.itemsize}
+- "order": order of the tokens by the lengths of their documents, and its inverse
+- "starts": start of each token's document
+- "holders": order of the tokens by the context ranks that hold them, and its inverse; equal for all samples of a microbatch
+"""
+
+_TOKEN_BYTES, _MASK_BYTES = torch.int64.itemsize, torch.float32.itemsize
+_DOCUMENT_TENSOR_BYTES: dict[DocumentTensor, int] = {"order": 2 * _TOKEN_BYTES, "starts": torch.int32.itemsize}
 
 
-def make_inputs(model: Model, data: DataConfig, micro_batch_size: int, sharers: Group, device: torch.device) -> ModelInputs:
-    """A microbatch as a training step hands it to the model, on a device without memory.
+def build_inputs(model: Model, data: DataConfig, micro_batch_size: int, context_group: Group, device: torch.device) -> ModelInputs:
+    """Build a microbatch as a training step passes it to the model, with tensors that have shapes but no data.
 
     Args:
-        sharers: the context ranks.
+        context_group: process group of the context ranks.
+        device: device of the tensors: the meta device, or the CPU while fake tensors are active.
     """
-    length = model.config.seq_length
-    shape = (length // sharers.size, micro_batch_size)
+    seq_length = model.config.seq_length
+    shape = (seq_length // context_group.size, micro_batch_size)
     tokens, mask = torch.zeros(shape, dtype=torch.int64, device=device), torch.zeros(shape, device=device)
     documents = None
-    if data.reset_attention_mask or sharers.size > 1:
-        starts = sorted({0, length // 3}) if data.reset_attention_mask else [0]
-        documents = _documents(model, starts, micro_batch_size, sharers.size, device)
-    ahead = [(tokens, mask)] * (model.config.mtp_num_layers if sharers.size > 1 else 0)
-    return ModelInputs(tokens, tokens, tokens, mask, DropoutKey(0, 0, 0), documents, ahead=ahead)
+    if data.reset_attention_mask or context_group.size > 1:
+        starts = sorted({0, seq_length // 3}) if data.reset_attention_mask else [0]
+        documents = _build_documents(model, starts, micro_batch_size, context_group.size, device)
+    mtp_targets = [(tokens, mask)] * (model.config.mtp_num_layers if context_group.size > 1 else 0)
+    return ModelInputs(tokens, tokens, tokens, mask, DropoutKey(0, 0, 0), documents, mtp_targets=mtp_targets)
 
 
-def input_bytes(
+def count_input_bytes(
     model: Model,
     data: DataConfig,
     num_microbatches: int,
     micro_batch_size: int,
-    context_ranks: int,
-    kept_of_documents: Collection[PlaceOfDocuments] = frozenset(),
+    cp_size: int,
+    document_tensors: Collection[DocumentTensor] = frozenset(),
 ) -> int:
-    """What the inputs of a step take on this rank, all of whose microbatches are there from its beginning.
+    """Count the bytes of a step's inputs on this rank. The inputs of all microbatches exist from the start of the step.
 
     Args:
-        num_microbatches: of a data rank.
-        kept_of_documents: what attention keeps of where they lie.
+        num_microbatches: microbatches of a data rank.
+        document_tensors: tensors of document boundaries that attention saves for the backward.
     """
-    whole = model.config.seq_length
-    length = whole // context_ranks
-    # Where documents decide who holds which tokens, each microbatch may have positions of its own.
-    own_positions = data.reset_position_ids or (data.reset_attention_mask and context_ranks > 1)
-    once = 0 if own_positions else length * _TOKEN
-    each = 0
+    seq_length = model.config.seq_length
+    local_length = seq_length // cp_size
+    # If documents decide which rank holds which tokens, the positions differ between microbatches.
+    has_positions = data.reset_position_ids or (data.reset_attention_mask and cp_size > 1)
+    shared_bytes = 0 if has_positions else local_length * _TOKEN_BYTES
+    microbatch_bytes = 0
     if 0 in model.chunks or model.computes_loss or data.reset_position_ids or data.reset_attention_mask:
-        ahead = model.config.mtp_num_layers if context_ranks > 1 else 0
-        each = micro_batch_size * length * ((2 + own_positions) * _TOKEN + _MASK + ahead * (_TOKEN + _MASK))
-        each += micro_batch_size * whole * sum(_OF_DOCUMENTS[kept] for kept in kept_of_documents & _OF_DOCUMENTS.keys())
-    of_holders = 2 * whole * _TOKEN * ("holders" in kept_of_documents)
+        num_mtp_targets = model.config.mtp_num_layers if cp_size > 1 else 0
+        microbatch_bytes = (
+            micro_batch_size
+            * local_length
+            * ((2 + has_positions) * _TOKEN_BYTES + _MASK_BYTES + num_mtp_targets * (_TOKEN_BYTES + _MASK_BYTES))
+        )
+        microbatch_bytes += (
+            micro_batch_size
+            * seq_length
+            * sum(_DOCUMENT_TENSOR_BYTES[name] for name in document_tensors & _DOCUMENT_TENSOR_BYTES.keys())
+        )
+    holder_bytes = 2 * seq_length * _TOKEN_BYTES * ("holders" in document_tensors)
     if data.reset_attention_mask:
-        return num_microbatches * (each + of_holders) + once
-    return num_microbatches * each + once + of_holders
+        return num_microbatches * (microbatch_bytes + holder_bytes) + shared_bytes
+    return num_microbatches * microbatch_bytes + shared_bytes + holder_bytes
 
 
 class PlannedDocuments(Documents):
-    """Notes which of its tensors attention asks for, and gives some without memory."""
+    """Document boundaries whose tensors have no data. They record which of these tensors attention uses, so that memory is counted
+    only for the tensors in use."""
 
-    def __init__(self, bounds: NDArray[np.int32], on_device: torch.Tensor, batch: int, cut: Cut | None) -> None:
-        super().__init__(bounds, on_device, batch, cut)
-        self.asked: set[PlaceOfDocuments] = set()
-        shape, device = (int(bounds[-1]) // batch, batch), on_device.device
-        order, places = (torch.empty(int(bounds[-1]), dtype=torch.int64, device=device) for _ in range(2))
-        self._sorted = ByLength(order, places, ByLength.of(bounds, batch, torch.device("cpu")).groups)
-        self._begun = torch.empty(shape, dtype=torch.int32, device=device)
-        held, held_at = (torch.empty(shape[0], dtype=torch.int64, device=device) for _ in range(2))
-        self._held = (held, held_at)
+    def __init__(
+        self, cu_seqlens: NDArray[np.int32], cu_seqlens_device: torch.Tensor, batch_size: int, split: SequenceSplit | None
+    ) -> None:
+        super().__init__(cu_seqlens, cu_seqlens_device, batch_size, split)
+        self.used_tensors: set[DocumentTensor] = set()
+        shape, device = (int(cu_seqlens[-1]) // batch_size, batch_size), cu_seqlens_device.device
+        order, inverse = (torch.empty(int(cu_seqlens[-1]), dtype=torch.int64, device=device) for _ in range(2))
+        self._sorted = DocumentsByLength(order, inverse, DocumentsByLength.of(cu_seqlens, batch_size, torch.device("cpu")).groups)
+        self._document_starts = torch.empty(shape, dtype=torch.int32, device=device)
+        rank_order, inverse_rank_order = (torch.empty(shape[0], dtype=torch.int64, device=device) for _ in range(2))
+        self._rank_order = (rank_order, inverse_rank_order)
 
     @property
-    def by_length(self) -> ByLength:  # type: ignore[override]
-        """See `Documents`."""
-        self.asked.add("order")
+    def sorted_by_length(self) -> DocumentsByLength:  # type: ignore[override]
+        """Tokens ordered by the lengths of their documents. Records "order"."""
+        self.used_tensors.add("order")
         return self._sorted
 
     @property
-    def starts(self) -> torch.Tensor:  # type: ignore[override]
-        """See `Documents`."""
-        self.asked.add("starts")
-        return self._begun
+    def document_starts(self) -> torch.Tensor:  # type: ignore[override]
+        """Start of each token's document. Records "starts"."""
+        self.used_tensors.add("starts")
+        return self._document_starts
 
     @property
-    def order_of_holders(self) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        """See `Documents`."""
-        self.asked.add("holders")
-        return self._held
+    def context_rank_order(self) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        """Order of the tokens by context rank, and its inverse. Records "holders"."""
+        self.used_tensors.add("holders")
+        return self._rank_order
 
-    def pairs(self, queries: Run, keys: Run, make: Callable[[Run, Run, Documents], Made]) -> Made:
-        """See `Documents`."""
-        found: Made = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.on_device.device), make(queries, keys, self))
-        return found
+    def cached_for_pair(self, queries: TokenRange, keys: TokenRange, build: Callable[[TokenRange, TokenRange, Documents], T]) -> T:
+        """Build a value for a pair of ranges of query and key tokens, with tensors that have no data."""
+        result: T = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.cu_seqlens_device.device), build(queries, keys, self))
+        return result
 
 
-def _documents(model: Model, starts: Sequence[int], batch: int, context_ranks: int, device: torch.device) -> PlannedDocuments:
-    """Documents that start at these places of each sample. How many there are and how long hardly changes what attention keeps."""
-    length = model.config.seq_length
-    bounds = np.append((np.arange(batch)[:, None] * length + np.array(starts)).ravel(), batch * length).astype(np.int32)
-    cut = balanced(token_costs(length, attention_shares(model.config), bounds), context_ranks) if context_ranks > 1 else None
-    return PlannedDocuments(bounds, torch.empty(len(bounds), dtype=torch.int32, device=device), batch, cut)
+def _build_documents(model: Model, starts: Sequence[int], batch_size: int, cp_size: int, device: torch.device) -> PlannedDocuments:
+    """Build documents that start at these offsets of each sample. A fixed choice is enough: the number and lengths of documents
+    hardly change the memory of attention."""
+    seq_length = model.config.seq_length
+    cu_seqlens = np.append(
+        (np.arange(batch_size)[:, None] * seq_length + np.array(starts)).ravel(), batch_size * seq_length
+    ).astype(np.int32)
+    split = (
+        split_balanced(compute_token_costs(seq_length, compute_window_shares(model.config), cu_seqlens), cp_size)
+        if cp_size > 1
+        else None
+    )
+    return PlannedDocuments(cu_seqlens, torch.empty(len(cu_seqlens), dtype=torch.int32, device=device), batch_size, split)

@@ -1,8 +1,8 @@
-"""Which layout takes a job's steps in the least time: many are judged roughly, the best of them planned and played exactly.
+"""Search for the layout with the shortest step: estimate many layouts roughly, then plan the best of them exactly.
 
-Rough times and bytes are those of one stage that holds the whole model, run on tensors without memory once for each way to divide a
-layer (tensor, context and expert ranks, what is computed again), and divided among stages and data ranks by arithmetic. They only
-choose what is looked at; all figures that are shown come from `step_time.predict` and the exact plan.
+A rough estimate starts from one stage that holds the full model. The stage runs on meta or fake tensors (shapes without data), once
+for each way to divide a layer (tensor, context and expert ranks, recompute). Then arithmetic divides time and bytes among pipeline
+stages and data ranks. Estimates only select layouts; all printed figures come from `predict_step_time` and the exact plan.
 """
 
 from __future__ import annotations
@@ -13,49 +13,50 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron.config.checks.finding import Change, change, without
+from megatron.config.checks.finding import Change, change, reset
 from megatron.config.config import Config
 from megatron.config.given import DryRun
-from megatron.config.rules import violations
-from megatron.spec.operations import OpKind
+from megatron.config.rules import find_violations
+from megatron.spec.operations import OpType
 from megatron.spec.schedules import SCHEDULES
-from megatron_lab.planner.advice import ENOUGH_TOKENS
-from megatron_lab.planner.chunk_trace import Traces
+from megatron_lab.planner.advice import MIN_EFFICIENT_TOKENS
+from megatron_lab.planner.chunk_trace import TraceCache
 from megatron_lab.planner.cluster import Cluster
 from megatron_lab.planner.dry_run import Planner
-from megatron_lab.planner.durations import COMPILED, OURS, Durations, Ranks
-from megatron_lab.planner.fit import usable
-from megatron_lab.planner.step_time import StepTime, dtype_of, predict, spent_in
+from megatron_lab.planner.durations import COMPILED_STACK, DEFAULT_STACK, CommGroup, Durations
+from megatron_lab.planner.fit import get_usable_bytes
+from megatron_lab.planner.step_time import StepTime, compute_device_time, get_dtype_name, predict_step_time
 
-_CLOSE = 1.15
-"""Shares of the memory of a device up to which a layout is planned exactly: judgements of memory may be off by as much."""
-_IDLE = {"zb-h1": 0.5, "zb-v": 0.2}
-"""Idle time beside that of 1F1B, roughly."""
-_ON_HOST = ("cpu_offload_activations", "optimizer_cpu_offload")
-_LONG = 16_384
-"""Tokens of a sequence from which on context ranks are tried."""
-_RECOMPUTE: tuple[Mapping[str, Any], ...] = (
+_MEMORY_TOLERANCE = 1.15
+"""Estimated memory, as a multiple of a device's memory, up to which a layout is planned exactly. Estimates may be off by this
+factor."""
+_BUBBLE_FACTORS = {"zb-h1": 0.5, "zb-v": 0.2}
+"""Approximate pipeline idle time relative to 1F1B."""
+_OFFLOAD_SETTINGS = ("cpu_offload_activations", "optimizer_cpu_offload")
+_MIN_CONTEXT_LENGTH = 16_384
+"""Sequence length in tokens from which context parallelism is tried."""
+_RECOMPUTE_OPTIONS: tuple[Mapping[str, Any], ...] = (
     {},
     {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp_act")},
     {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 )
-_SAVERS: tuple[Mapping[str, Any], ...] = (
-    {"loss_chunk_tokens": ENOUGH_TOKENS},
+_MEMORY_SAVERS: tuple[Mapping[str, Any], ...] = (
+    {"loss_chunk_tokens": MIN_EFFICIENT_TOKENS},
     {"cpu_offload_activations": True},
     {"optimizer_cpu_offload": True},
     {"optimizer_cpu_offload": True, "cpu_offload_activations": True},
 )
-"""What is tried of a layout that has too little memory."""
-AXES = {
+"""Changes that are tried for a layout that needs too much memory."""
+SIZE_SETTINGS = {
     "tensor": "tensor_model_parallel_size",
     "pipeline": "pipeline_model_parallel_size",
     "context": "context_parallel_size",
     "expert": "expert_model_parallel_size",
     "micro": "micro_batch_size",
 }
-"""Names under which a user fixes or bounds a size."""
-SEARCHED = (
-    *AXES.values(),
+"""Names by which a user fixes or limits a size in a search, with the setting for each."""
+SEARCHED_SETTINGS = (
+    *SIZE_SETTINGS.values(),
     *("sequence_parallel", "expert_tensor_parallel_size", "overlap_p2p_communication"),
     *("data_parallel_sharding_strategy", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"),
     *("pipeline_schedule", "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),
@@ -65,270 +66,299 @@ SEARCHED = (
     *("loss_chunk_tokens", "cpu_offload_activations", "cpu_offloading", "cpu_offloading_num_layers"),
     *("optimizer_cpu_offload", "optimizer_offload_fraction"),
 )
-"""Settings that a search chooses: what was given of them does not bind it."""
+"""Settings that a search chooses. The values that the user sets for them do not restrict the search."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a search may try."""
+    """Restrictions on the sizes of the layouts that a search tries."""
 
-    fixed: Mapping[str, int] = field(default_factory=dict)
-    """Sizes by the names in `AXES`."""
-    most: Mapping[str, int] = field(default_factory=dict)
+    fixed_sizes: Mapping[str, int] = field(default_factory=dict)
+    """Fixed sizes, by the names in `SIZE_SETTINGS`."""
+    max_sizes: Mapping[str, int] = field(default_factory=dict)
+    """Maximum sizes, by the names in `SIZE_SETTINGS`."""
 
     def allowed(self, axis: str, sizes: Sequence[int]) -> list[int]:
-        """Those of some sizes that may be tried."""
-        if axis in self.fixed:
-            return [self.fixed[axis]]
-        return [size for size in sizes if size <= self.most.get(axis, size)]
+        """Return those of the sizes along one axis, such as "tensor", that the search may try."""
+        if axis in self.fixed_sizes:
+            return [self.fixed_sizes[axis]]
+        return [size for size in sizes if size <= self.max_sizes.get(axis, size)]
 
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """A layout with what it takes, exactly."""
+    """Layout with its exactly planned memory and predicted step time."""
 
     config: Config
     time: StepTime
 
-    def fits(self, cluster: Cluster) -> bool:
-        """Whether its fullest rank has memory enough."""
-        return self.time.device_bytes <= usable(int(cluster.memory_gb * 1e9))
+    def fits_memory(self, cluster: Cluster) -> bool:
+        """Return whether the layout fits into the memory of a device."""
+        return self.time.device_bytes <= get_usable_bytes(int(cluster.memory_gb * 1e9))
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a search has found."""
+class SearchResult:
+    """Result of a search: the layouts that fit into memory, and the numbers of layouts that were tried."""
 
-    found: tuple[PlannedLayout, ...]
-    """Layouts that fit, the fastest first."""
-    closest: PlannedLayout | None
-    """The one of those that were planned that needs the least memory, if none fits."""
-    judged: int
-    """How many layouts were judged."""
-    planned: int
-    """How many of them exactly."""
+    layouts: tuple[PlannedLayout, ...]
+    """Layouts that fit, fastest first."""
+    smallest_layout: PlannedLayout | None
+    """If no layout fits, the exactly planned layout with the least memory; otherwise None."""
+    num_estimated: int
+    """Number of layouts that were estimated roughly."""
+    num_planned: int
+    """Number of layouts that were planned exactly."""
 
-    def ties(self) -> tuple[PlannedLayout, ...]:
-        """Layouts that may be as fast as the best: half of the range of each reaches the other's prediction."""
-        best = self.found[0].time
-        return tuple(one for one in self.found if one.time.seconds / best.seconds <= (best.high / best.seconds) ** 0.5)
+    def tied_layouts(self) -> tuple[PlannedLayout, ...]:
+        """Return the layouts that may be as fast as the best layout, given the uncertainty of the prediction.
+
+        With r = `high` / `seconds` of the best layout, these are the layouts whose predicted time is at most sqrt(r) times that of
+        the best layout.
+        """
+        best = self.layouts[0].time
+        return tuple(layout for layout in self.layouts if layout.time.seconds / best.seconds <= (best.high / best.seconds) ** 0.5)
 
 
 class LayoutSearch:
-    """Looks for layouts of a job.
+    """Search for the fastest layouts of a job that fit into device memory.
 
     Args:
-        config: settings with the model, the batch and whatever is not searched.
-        dry_run: the job's ranks, and how many a node has.
+        config: settings of the model, the batch and everything else that the search does not change.
+        dry_run: number of ranks of the job and of a node.
 
     Raises:
-        ConfigError: the cluster's peak in the model's dtype is not known.
+        ConfigError: the cluster's peak rate in the model's dtype is not known.
     """
 
     def __init__(self, config: Config, dry_run: DryRun, vocab_size: int, cluster: Cluster, limits: Limits | None = None) -> None:
-        cluster.peak(dtype_of(config))
-        self._config, _ = without(config, *SEARCHED[len(AXES) :]).apply(config, dry_run.world_size)
+        cluster.peak_flops(get_dtype_name(config))
+        self._config, _ = reset(config, *SEARCHED_SETTINGS[len(SIZE_SETTINGS) :]).apply(config, dry_run.world_size)
         self._dry_run, self._vocab_size, self._cluster = dry_run, vocab_size, cluster
         self._limits = limits or Limits()
-        self._rough: dict[object, _Rough | None] = {}
-        self._traces: dict[object, Traces] = {}
-        self._exact: dict[Change, PlannedLayout | None] = {}
+        self._rough_costs: dict[object, _RoughCost | None] = {}
+        self._trace_caches: dict[object, TraceCache] = {}
+        self._planned: dict[Change, PlannedLayout | None] = {}
 
-    def run(self, exact: int = 16) -> Outcome:
-        """Judge all layouts, then plan the best of them until so many fit."""
-        limit = usable(int(self._cluster.memory_gb * 1e9))
-        judged: list[tuple[tuple[float, float], Change]] = []
-        for one in self.candidates():
-            estimate = self._estimate(one)
+    def run(self, num_layouts: int = 16) -> SearchResult:
+        """Estimate all layouts, then plan the best of them exactly, until `num_layouts` of them fit or 3 x `num_layouts` are
+        planned."""
+        limit = get_usable_bytes(int(self._cluster.memory_gb * 1e9))
+        estimated: list[tuple[tuple[float, float], Change]] = []
+        for candidate in self.candidates():
+            estimate = self._estimate(candidate)
             if estimate is None:
                 continue
-            judged.append((estimate, one))
-            if estimate[1] > _CLOSE * limit:
-                judged += [(less, other) for other in self._with_less_memory(one) if (less := self._estimate(other)) is not None]
-        likely = sorted((time, index) for index, ((time, memory), _) in enumerate(judged) if memory <= _CLOSE * limit)
+            estimated.append((estimate, candidate))
+            if estimate[1] > _MEMORY_TOLERANCE * limit:
+                estimated += [
+                    (saving_estimate, saving)
+                    for saving in self._iter_memory_savers(candidate)
+                    if (saving_estimate := self._estimate(saving)) is not None
+                ]
+        likely = sorted((time, index) for index, ((time, memory), _) in enumerate(estimated) if memory <= _MEMORY_TOLERANCE * limit)
         if not likely:
-            likely = sorted((memory, index) for index, ((_, memory), _) in enumerate(judged))[:exact]
-        planned: list[PlannedLayout] = []
+            likely = sorted((memory, index) for index, ((_, memory), _) in enumerate(estimated))[:num_layouts]
+        layouts: list[PlannedLayout] = []
         for _, index in likely:
-            if sum(one.fits(self._cluster) for one in planned) >= exact or len(planned) >= 3 * exact:
+            if sum(layout.fits_memory(self._cluster) for layout in layouts) >= num_layouts or len(layouts) >= 3 * num_layouts:
                 break
-            if (found := self.exactly(judged[index][1])) is not None:
-                planned.append(found)
-        fitting = sorted((one for one in planned if one.fits(self._cluster)), key=lambda one: one.time.seconds)
-        closest = min(planned, key=lambda one: one.time.device_bytes, default=None)
-        return Outcome(tuple(fitting), None if fitting else closest, len(judged), len(planned))
+            if (layout := self.predict(estimated[index][1])) is not None:
+                layouts.append(layout)
+        fitting = sorted(
+            (layout for layout in layouts if layout.fits_memory(self._cluster)), key=lambda layout: layout.time.seconds
+        )
+        closest = min(layouts, key=lambda layout: layout.time.device_bytes, default=None)
+        return SearchResult(tuple(fitting), None if fitting else closest, len(estimated), len(layouts))
 
-    def exactly(self, one: Change) -> PlannedLayout | None:
-        """A layout's exact plan and prediction; None if it cannot be laid out."""
-        if one not in self._exact:
-            config, ranks = one.apply(self._config, self._dry_run.world_size)
+    def predict(self, candidate: Change) -> PlannedLayout | None:
+        """Return the exact memory and the predicted step time of a layout, or None if the layout is impossible."""
+        if candidate not in self._planned:
+            config, num_ranks = candidate.apply(self._config, self._dry_run.world_size)
             parallel = config.parallel
-            sharers = (
+            group_sizes = (
                 *(parallel.tensor_model_parallel_size, parallel.context_parallel_size),
                 *(parallel.expert_model_parallel_size, parallel.expert_tensor_size),
             )
-            splits = SCHEDULES[parallel.schedule].splits_backward
-            key = sharers, config.training.micro_batch_size, config.memory, splits, parallel.sharding
+            splits_backward = SCHEDULES[parallel.schedule].splits_backward
+            key = group_sizes, config.training.micro_batch_size, config.memory, splits_backward, parallel.sharding
             try:
-                time = predict(
+                time = predict_step_time(
                     config,
-                    replace(self._dry_run, world_size=ranks),
+                    replace(self._dry_run, world_size=num_ranks),
                     self._vocab_size,
                     self._cluster,
-                    traces=self._traces.setdefault(key, {}),
+                    trace_cache=self._trace_caches.setdefault(key, {}),
                 )
-                self._exact[one] = PlannedLayout(config, time)
+                self._planned[candidate] = PlannedLayout(config, time)
             except ValueError:
-                self._exact[one] = None
-        return self._exact[one]
+                self._planned[candidate] = None
+        return self._planned[candidate]
 
     def candidates(self) -> Iterator[Change]:
-        """All layouts that the rules accept."""
-        config, world = self._config, self._dry_run.world_size
+        """Yield all layouts, as changes of the settings, that are valid settings and within the limits."""
+        config, world_size = self._config, self._dry_run.world_size
         model, limits = config.model, self._limits
         powers = [2**k for k in range(11)]
-        per_node = self._dry_run.gpus_per_node
-        tensor = limits.allowed("tensor", [n for n in powers if n <= min(per_node, model.num_attention_heads)])
-        pipeline = limits.allowed("pipeline", [n for n in powers if n <= min(world, model.num_layers)])
-        context = limits.allowed("context", [n for n in powers if n <= 16] if model.seq_length >= _LONG else [1])
-        expert = limits.allowed("expert", [n for n in powers if n <= min(model.num_experts or 1, world)])
+        gpus_per_node = self._dry_run.gpus_per_node
+        tensor = limits.allowed("tensor", [n for n in powers if n <= min(gpus_per_node, model.num_attention_heads)])
+        pipeline = limits.allowed("pipeline", [n for n in powers if n <= min(world_size, model.num_layers)])
+        context = limits.allowed("context", [n for n in powers if n <= 16] if model.seq_length >= _MIN_CONTEXT_LENGTH else [1])
+        expert = limits.allowed("expert", [n for n in powers if n <= min(model.num_experts or 1, world_size)])
         micro = limits.allowed("micro", [1, 2, 4, 8])
         for t, p, c, e, b in itertools.product(tensor, pipeline, context, expert, micro):
-            if world % (t * p * c) or (e > 1 and (world // p) % e):
+            if world_size % (t * p * c) or (e > 1 and (world_size // p) % e):
                 continue
-            of_experts = [{"expert_tensor_parallel_size": n} for n in dict.fromkeys((1, t))] if e > 1 else [{}]
-            ways = self._sharding(p), self._schedules(p), _RECOMPUTE, of_experts
-            for sharing, schedule, again, experts in itertools.product(*ways):
-                one = change(
-                    **dict(zip(AXES.values(), (t, p, c, e, b), strict=True)),
+            expert_options = [{"expert_tensor_parallel_size": n} for n in dict.fromkeys((1, t))] if e > 1 else [{}]
+            options = self._list_sharding_options(p), self._list_schedule_options(p), _RECOMPUTE_OPTIONS, expert_options
+            for sharding, schedule, recompute, experts in itertools.product(*options):
+                candidate = change(
+                    **dict(zip(SIZE_SETTINGS.values(), (t, p, c, e, b), strict=True)),
                     sequence_parallel=t > 1,
                     **experts,
-                    **sharing,
+                    **sharding,
                     **schedule,
-                    **again,
+                    **recompute,
                 )
-                if not violations(*one.apply(config, world)):
-                    yield one
+                if not find_violations(*candidate.apply(config, world_size)):
+                    yield candidate
 
-    def _with_less_memory(self, one: Change) -> Iterator[Change]:
-        """A layout with what it may move to the host or make in pieces, as the rules accept it."""
-        for saver in _SAVERS:
-            other = Change((*one.fields, *change(**saver).fields))
-            if not violations(*other.apply(self._config, self._dry_run.world_size)):
-                yield other
+    def _iter_memory_savers(self, candidate: Change) -> Iterator[Change]:
+        """Yield changes that extend the layout `candidate` by offload to the host or by a loss in chunks of tokens, if the result
+        has valid settings."""
+        for saver in _MEMORY_SAVERS:
+            saving = Change((*candidate.fields, *change(**saver).fields))
+            if not find_violations(*saving.apply(self._config, self._dry_run.world_size)):
+                yield saving
 
-    def _sharding(self, stages: int) -> list[Mapping[str, Any]]:
+    def _list_sharding_options(self, stages: int) -> list[Mapping[str, Any]]:
         optim = {"data_parallel_sharding_strategy": "optim", "overlap_grad_reduce": True, "overlap_param_gather": True}
-        whole = {"data_parallel_sharding_strategy": "optim_grads_params"}
-        return [optim, whole] if stages == 1 else [optim]
+        fsdp = {"data_parallel_sharding_strategy": "optim_grads_params"}
+        return [optim, fsdp] if stages == 1 else [optim]
 
-    def _schedules(self, stages: int) -> list[Mapping[str, Any]]:
+    def _list_schedule_options(self, stages: int) -> list[Mapping[str, Any]]:
         if stages == 1:
             return [{}]
-        along = {"overlap_p2p_communication": True}
-        layers = self._config.model.num_layers
-        virtual = [v for v in (2, 4, 8) if v * stages <= layers]
+        overlap = {"overlap_p2p_communication": True}
+        num_layers = self._config.model.num_layers
+        num_virtual = [v for v in (2, 4, 8) if v * stages <= num_layers]
         return [
-            {**along, "pipeline_schedule": "1f1b"},
-            {**along, "pipeline_schedule": "zb-h1"},
-            {**along, "pipeline_schedule": "zb-v"},
-            *({**along, "pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": v} for v in virtual),
+            {**overlap, "pipeline_schedule": "1f1b"},
+            {**overlap, "pipeline_schedule": "zb-h1"},
+            {**overlap, "pipeline_schedule": "zb-v"},
+            *({**overlap, "pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": v} for v in num_virtual),
         ]
 
-    def _estimate(self, one: Change) -> tuple[float, float] | None:
-        """Seconds of a step and bytes of the fullest rank, roughly."""
-        config, world = one.apply(self._config, self._dry_run.world_size)
-        parallel, given = config.parallel, dict(one.fields)
-        stages, tensor, context = (given[AXES[axis]] for axis in ("pipeline", "tensor", "context"))
-        rough = self._rough_of(config, given)
-        data = world // (stages * tensor * context)
-        batch = config.training.global_batch_size or data
-        number, rest = divmod(batch, data * config.training.micro_batch_size)
-        if rough is None or rest or not number:
+    def _estimate(self, candidate: Change) -> tuple[float, float] | None:
+        """Return rough estimates of the seconds of a step and the bytes of the fullest rank, or None if the batch cannot be divided
+        or the layout is impossible."""
+        config, world_size = candidate.apply(self._config, self._dry_run.world_size)
+        parallel, sizes = config.parallel, dict(candidate.fields)
+        pp_size, tp_size, cp_size = (sizes[SIZE_SETTINGS[axis]] for axis in ("pipeline", "tensor", "context"))
+        rough = self._get_rough_cost(config, sizes)
+        dp_size = world_size // (pp_size * tp_size * cp_size)
+        batch_size = config.training.global_batch_size or dp_size
+        num_microbatches, remainder = divmod(batch_size, dp_size * config.training.micro_batch_size)
+        if rough is None or remainder or not num_microbatches:
             return None
-        virtual = parallel.num_virtual_stages_per_pipeline_rank or 1
-        idle = (stages - 1) / (virtual * number) * _IDLE.get(parallel.schedule, 1.0)
-        computing = rough.seconds * config.training.micro_batch_size * number / stages * (1 + idle)
-        parameters = rough.parameters / stages
-        whole = parallel.sharding == "optim_grads_params"
-        sharers = data * context
-        moments = 12 / sharers
-        state = parameters * ((6 / sharers + 4 * rough.largest) if whole else 6)
-        on_host = 0.0
+        num_virtual = parallel.num_virtual_stages_per_pipeline_rank or 1
+        bubble = (pp_size - 1) / (num_virtual * num_microbatches) * _BUBBLE_FACTORS.get(parallel.schedule, 1.0)
+        compute_time = rough.seconds * config.training.micro_batch_size * num_microbatches / pp_size * (1 + bubble)
+        num_params = rough.num_params / pp_size
+        is_fsdp = parallel.sharding == "optim_grads_params"
+        shard_size = dp_size * cp_size
+        optimizer_bytes_per_param = 12 / shard_size
+        state_bytes = num_params * ((6 / shard_size + 4 * rough.gathered_share) if is_fsdp else 6)
+        host_bytes = 0.0
         if config.optimizer.optimizer_cpu_offload:
-            on_host += 2 * parameters * moments
+            host_bytes += 2 * num_params * optimizer_bytes_per_param
         else:
-            state += parameters * moments
-        held = min(number, stages) * (1 + (stages - 1) / (stages * virtual) if virtual > 1 else 1) / stages
-        kept = rough.kept * config.training.micro_batch_size
-        if config.memory.offloads:
-            on_host += max(0.0, 2 * kept * number / stages - computing * self._cluster.host_gb_s * 1e9)
-            kept *= min(1.0, 2 * stages * virtual / config.model.num_layers)  # about two layers of a chunk are there
-        activations = kept * held + rough.peak * config.training.micro_batch_size
-        near = Ranks(sharers, max(1.0, min(sharers, self._dry_run.gpus_per_node / tensor)))
-        rate = Durations(self._cluster).sending(1e9, 0, near) / 1e9
-        # A reduction in float32 and a gather in 16 bits: once a step, or with each microbatch where nothing is kept.
-        sent = parameters * (8 * number if whole else 6) * rate
-        waiting = max(0.05 * sent, sent - 0.8 * computing) + on_host / (self._cluster.host_gb_s * 1e9)
-        return computing + waiting, state + activations
+            state_bytes += num_params * optimizer_bytes_per_param
+        live_microbatches = (
+            min(num_microbatches, pp_size) * (1 + (pp_size - 1) / (pp_size * num_virtual) if num_virtual > 1 else 1) / pp_size
+        )
+        saved_bytes = rough.saved_bytes * config.training.micro_batch_size
+        if config.memory.has_offload:
+            host_bytes += max(0.0, 2 * saved_bytes * num_microbatches / pp_size - compute_time * self._cluster.host_gb_s * 1e9)
+            # About two layers of a chunk stay on the device.
+            saved_bytes *= min(1.0, 2 * pp_size * num_virtual / config.model.num_layers)
+        activation_bytes = saved_bytes * live_microbatches + rough.temporary_bytes * config.training.micro_batch_size
+        shard_group = CommGroup(shard_size, max(1.0, min(shard_size, self._dry_run.gpus_per_node / tp_size)))
+        seconds_per_byte = Durations(self._cluster).collective_time(1e9, 0, shard_group) / 1e9
+        # A reduction in float32 (4 bytes) and a gather in 16 bits (2 bytes): once per step, or under FSDP for each microbatch.
+        sharding_time = num_params * (8 * num_microbatches if is_fsdp else 6) * seconds_per_byte
+        exposed_time = max(0.05 * sharding_time, sharding_time - 0.8 * compute_time) + host_bytes / (self._cluster.host_gb_s * 1e9)
+        return compute_time + exposed_time, state_bytes + activation_bytes
 
-    def _rough_of(self, config: Config, given: Mapping[str, Any]) -> _Rough | None:
-        tensor, context, expert = (given[AXES[axis]] for axis in ("tensor", "context", "expert"))
-        of_experts, memory = config.parallel.expert_tensor_size, config.memory
-        key = tensor, context, expert, of_experts, memory.recompute, memory.loss_chunk_tokens
-        if key not in self._rough:
-            ranks = math.lcm(tensor * context, expert * of_experts)
-            of_state = ("data_parallel_sharding_strategy", "overlap_grad_reduce", "overlap_param_gather", *_ON_HOST)
-            of_stages = ("pipeline_schedule", "num_virtual_stages_per_pipeline_rank", "overlap_p2p_communication")
-            sizes = {AXES["pipeline"]: 1, AXES["micro"]: 1, "global_batch_size": ranks // (tensor * context)}
-            alone = without(config, *of_state, *of_stages, **sizes)
-            job, _ = alone.apply(config, ranks)
-            self._rough[key] = self._whole(job, ranks)
-        return self._rough[key]
+    def _get_rough_cost(self, config: Config, sizes: Mapping[str, Any]) -> _RoughCost | None:
+        tensor, context, expert = (sizes[SIZE_SETTINGS[axis]] for axis in ("tensor", "context", "expert"))
+        etp_size, memory = config.parallel.expert_tensor_size, config.memory
+        key = tensor, context, expert, etp_size, memory.effective_granularity, memory.loss_chunk_tokens
+        if key not in self._rough_costs:
+            num_ranks = math.lcm(tensor * context, expert * etp_size)
+            state_settings = ("data_parallel_sharding_strategy", "overlap_grad_reduce", "overlap_param_gather", *_OFFLOAD_SETTINGS)
+            stage_settings = ("pipeline_schedule", "num_virtual_stages_per_pipeline_rank", "overlap_p2p_communication")
+            single_sizes = {
+                SIZE_SETTINGS["pipeline"]: 1,
+                SIZE_SETTINGS["micro"]: 1,
+                "global_batch_size": num_ranks // (tensor * context),
+            }
+            reset_change = reset(config, *state_settings, *stage_settings, **single_sizes)
+            unsplit, _ = reset_change.apply(config, num_ranks)
+            self._rough_costs[key] = self._measure_single_stage(unsplit, num_ranks)
+        return self._rough_costs[key]
 
-    def _whole(self, job: Config, ranks: int) -> _Rough | None:
-        """One stage with the whole model, one sequence."""
+    def _measure_single_stage(self, config: Config, num_ranks: int) -> _RoughCost | None:
+        """Return time and memory of one sequence on a single stage with the full model, or None if this stage is impossible."""
         try:
-            work = Planner(job, replace(self._dry_run, world_size=ranks), self._vocab_size, few=True).work()
+            work = Planner(config, replace(self._dry_run, world_size=num_ranks), self._vocab_size, shortened=True).step_work()
         except ValueError:
             return None
-        durations = Durations(self._cluster, COMPILED if job.speed.compile else OURS)
-        seconds = spent_in(work, durations).total
+        durations = Durations(self._cluster, COMPILED_STACK if config.speed.compile else DEFAULT_STACK)
+        seconds = compute_device_time(work, durations).total
         for ops in work.ops:
             for span in ops.values():
-                seconds += sum(durations.sending(one.bytes, one.calls, _ranks(work.groups, one.over)) for one in span.sent) / 2
-        forward = work.ops[0][OpKind.FORWARD]
-        peak = max(span.peak for span in work.ops[0].values()) - forward.change if len(work.ops) == 1 else 0
-        held = max(kind.parameters for kind in work.kinds)
-        return _Rough(seconds, forward.change, max(peak, 0), held, min(1.0, 2 / job.model.num_layers))
+                seconds += (
+                    sum(
+                        durations.collective_time(transfer.bytes, transfer.calls, _get_group(work.groups, transfer.group))
+                        for transfer in span.transfers
+                    )
+                    / 2
+                )
+        forward = work.ops[0][OpType.FORWARD]
+        temporary_bytes = max(span.peak_bytes for span in work.ops[0].values()) - forward.net_bytes if len(work.ops) == 1 else 0
+        num_params = max(profile.parameters for profile in work.profiles)
+        return _RoughCost(seconds, forward.net_bytes, max(temporary_bytes, 0), num_params, min(1.0, 2 / config.model.num_layers))
 
 
 @dataclass(frozen=True)
-class _Rough:
-    """What one sequence takes on ranks that hold all layers."""
+class _RoughCost:
+    """Rough estimate of the time and memory of one sequence on a model replica with a single pipeline stage: its ranks together
+    hold all layers."""
 
     seconds: float
-    kept: int
-    """Bytes between forward and backward."""
-    peak: int
-    """The most bytes above them."""
-    parameters: int
-    """Elements that a rank computes with."""
-    largest: float
-    """Share of them that is gathered at once."""
+    saved_bytes: int
+    """Bytes that one rank keeps between forward and backward."""
+    temporary_bytes: int
+    """Peak bytes of one rank above `saved_bytes`, for temporary tensors of an operation."""
+    num_params: int
+    """Number of parameters with which a rank computes."""
+    gathered_share: float
+    """Share of the parameters that is gathered at the same time if parameters are sharded over data ranks."""
 
 
-def _ranks(groups: Mapping[str, tuple[int, float]], over: str) -> Ranks:
-    return Ranks(*groups.get(over, (1, 1)))
+def _get_group(groups: Mapping[str, tuple[int, float]], name: str) -> CommGroup:
+    return CommGroup(*groups.get(name, (1, 1)))
 
 
-def why_not(best: PlannedLayout, other: PlannedLayout) -> str:
-    """What a layout loses to the best, and where: shares of the best's step."""
-    lost = {
-        name: other.time.parts.get(name, 0.0) - best.time.parts.get(name, 0.0) for name in {**best.time.parts, **other.time.parts}
+def explain_difference(best: PlannedLayout, layout: PlannedLayout) -> str:
+    """Describe the activities in which a layout is slower or faster than the best one, as shares of the best layout's step."""
+    extra_time = {
+        name: layout.time.breakdown.get(name, 0.0) - best.time.breakdown.get(name, 0.0)
+        for name in {**best.time.breakdown, **layout.time.breakdown}
     }
-    total = other.time.seconds / best.time.seconds - 1
-    parts = sorted(((seconds / best.time.seconds, name) for name, seconds in lost.items()), reverse=True)
-    worse = ", ".join(f"{share:.1%} {name}" for share, name in parts[:3] if share >= 0.002)
-    better = ", ".join(f"{-share:.1%} {name}" for share, name in parts[::-1][:2] if share <= -0.002)
+    total = layout.time.seconds / best.time.seconds - 1
+    shares = sorted(((seconds / best.time.seconds, name) for name, seconds in extra_time.items()), reverse=True)
+    worse = ", ".join(f"{share:.1%} {name}" for share, name in shares[:3] if share >= 0.002)
+    better = ", ".join(f"{-share:.1%} {name}" for share, name in shares[::-1][:2] if share <= -0.002)
     return f"takes {total:+.1%}: more of {worse or 'nothing'}" + (f"; less of {better}" if better else "")

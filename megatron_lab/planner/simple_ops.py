@@ -1,4 +1,4 @@
-"""Results of operations on tensors of the meta device that follow from what they get, so that torch need not be asked."""
+"""Outputs of simple operations on the meta device, inferred from the arguments without calling torch."""
 
 from __future__ import annotations
 
@@ -15,55 +15,59 @@ from megatron.parallel.torch_private import softmax_backward_data
 aten = torch.ops.aten
 
 
-def simple_result(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of an operation of torch, with the shapes, strides and dtypes that torch gives it. None where that is not so
-    simple."""
+def infer_result(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return the output of an operation, with the shape, strides and dtype that torch would give it.
+
+    Returns None if the rules of this module do not cover the operation.
+    """
     if func.namespace != "aten" or func.is_view or kwargs.get("memory_format") is not None:
         return None
     if func is aten.arange.start_step and kwargs.get("device") == torch.device("meta"):
         return func(*args, **{**kwargs, "device": "cpu"}).to("meta")
-    leaves = [one for arg in (*args, *kwargs.values()) for one in (arg if isinstance(arg, list) else [arg])]
-    tensors = [one for one in leaves if isinstance(one, Tensor)]
-    if not tensors or not all(type(one) in (Tensor, torch.nn.Parameter) and one.is_meta for one in tensors):
+    leaves = [leaf for arg in (*args, *kwargs.values()) for leaf in (arg if isinstance(arg, list) else [arg])]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if not tensors or not all(type(t) in (Tensor, torch.nn.Parameter) and t.is_meta for t in tensors):
         return None
     if func._schema.is_mutable:
-        return _written(func, args, kwargs)
-    if func in _FILLED:
-        return _FILLED[func](*args, **kwargs)
+        return _return_mutated(func, args, kwargs)
+    if func in _CONTIGUOUS_OPS:
+        return _CONTIGUOUS_OPS[func](*args, **kwargs)
     if torch.Tag.pointwise in func.tags or func is aten.floor_divide.default:
-        return _pointwise(func, args, kwargs, tensors)
-    return _ORDERED[func](*args, **kwargs) if func in _ORDERED and all(map(_in_order, tensors)) else None
+        return _infer_pointwise(func, args, kwargs, tensors)
+    return _ORDERED_OPS[func](*args, **kwargs) if func in _ORDERED_OPS and all(map(_has_ordered_strides, tensors)) else None
 
 
-def _in_order(tensor: Tensor) -> bool:
-    """Whether its elements lie in the order of its dimensions, perhaps with gaps or used again. Then those of a result do, without
-    gaps."""
+def _has_ordered_strides(tensor: Tensor) -> bool:
+    """Return whether the elements are stored in the order of the dimensions, possibly with gaps or broadcast. If so, the output of
+    the operation is also stored in this order, without gaps."""
     strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1 and stride]
     return strides == sorted(strides, reverse=True)
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> Tensor | None:
-    """What an operation writes into and gives back. It is taken to be large enough unless it is empty."""
-    written = [one.name for one in func._schema.arguments if one.is_out]
-    if len(written) == 1:
-        out: Tensor = kwargs[written[0]]
+def _return_mutated(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """Return the tensor that an operation writes into and returns. Returns None for an empty tensor, which torch would resize; any
+    other tensor is assumed to be large enough for the result."""
+    out_names = [argument.name for argument in func._schema.arguments if argument.is_out]
+    if len(out_names) == 1:
+        out: Tensor = kwargs[out_names[0]]
         return out if out.numel() else None
-    return args[0] if torch.Tag.pointwise in func.tags and not written else None
+    return args[0] if torch.Tag.pointwise in func.tags and not out_names else None
 
 
-def _pointwise(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Tensor | None:
-    """Each number follows from those at its place. The dtype is that of the CPU's result for tensors of one number."""
+def _infer_pointwise(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return the output of a pointwise operation. Its dtype is determined by running the operation on CPU tensors with one
+    element."""
 
-    def small(tensor: Tensor) -> Tensor:
+    def build_scalar_like(tensor: Tensor) -> Tensor:
         return torch.ones((1,) * tensor.dim(), dtype=tensor.dtype)
 
-    out = func(*tree_map_only(Tensor, small, args), **tree_map_only(Tensor, small, kwargs))
+    out = func(*tree_map_only(Tensor, build_scalar_like, args), **tree_map_only(Tensor, build_scalar_like, kwargs))
     if not isinstance(out, Tensor):
         return None
-    alike = torch.broadcast_tensors(*tensors)
-    if all(map(_in_order, tensors)):
-        return torch.empty(alike[0].shape, dtype=out.dtype, device="meta")
-    return torch.empty_strided(alike[0].shape, compute_elementwise_output_strides(*alike), dtype=out.dtype, device="meta")
+    broadcast = torch.broadcast_tensors(*tensors)
+    if all(map(_has_ordered_strides, tensors)):
+        return torch.empty(broadcast[0].shape, dtype=out.dtype, device="meta")
+    return torch.empty_strided(broadcast[0].shape, compute_elementwise_output_strides(*broadcast), dtype=out.dtype, device="meta")
 
 
 def _addmm(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -76,16 +80,16 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor | None:
     first = tensors[0]
-    if any((one.dtype, one.dim()) != (first.dtype, first.dim()) for one in tensors):
+    if any((t.dtype, t.dim()) != (first.dtype, first.dim()) for t in tensors):
         return None
     shape = list(first.shape)
-    shape[dim] = sum(one.shape[dim] for one in tensors)
+    shape[dim] = sum(t.shape[dim] for t in tensors)
     return first.new_empty(shape)
 
 
 def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor | None:
     first = tensors[0]
-    if any(one.dtype != first.dtype for one in tensors):
+    if any(t.dtype != first.dtype for t in tensors):
         return None
     shape = list(first.shape)
     shape.insert(dim % (first.dim() + 1), len(tensors))
@@ -95,10 +99,10 @@ def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor | None:
 def _layer_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The result; mean and reciprocal deviation of each row, in float32 at least."""
+    """Return the output, and the mean and reciprocal standard deviation of each row in at least float32."""
     rows = (*x.shape[: -len(shape)], *(1 for _ in shape))
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return x.new_empty(x.shape), x.new_empty(rows, dtype=wide), x.new_empty(rows, dtype=wide)
+    stats_dtype = torch.promote_types(x.dtype, torch.float32)
+    return x.new_empty(x.shape), x.new_empty(rows, dtype=stats_dtype), x.new_empty(rows, dtype=stats_dtype)
 
 
 def _layer_norm_backward(
@@ -117,22 +121,22 @@ def _layer_norm_backward(
 
 
 def _dropout(x: Tensor, p: float, training: bool | None) -> tuple[Tensor, Tensor] | None:
-    """The result, and a mask of one byte an element."""
+    """Return the output and a mask of one byte per element."""
     return (x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.bool)) if training and 0 < p < 1 else None
 
 
 def _logsumexp(x: Tensor, dims: Sequence[int], keepdim: bool = False) -> Tensor | None:
-    gone = {dim % x.dim() for dim in dims}
-    return None if keepdim else x.new_empty([size for place, size in enumerate(x.shape) if place not in gone])
+    reduced_dims = {dim % x.dim() for dim in dims}
+    return None if keepdim else x.new_empty([size for i, size in enumerate(x.shape) if i not in reduced_dims])
 
 
 def _softmax_backward(grad: Tensor, out: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     return grad.new_empty(grad.shape, dtype=dtype)
 
 
-_FILLED: dict[Any, Callable[..., Any]] = {aten.addmm.default: _addmm, aten.dot.default: _dot}
-"""Those whose results have no gaps whatever the order of what they get."""
-_ORDERED: dict[Any, Callable[..., Any]] = {
+_CONTIGUOUS_OPS: dict[Any, Callable[..., Any]] = {aten.addmm.default: _addmm, aten.dot.default: _dot}
+"""Operations whose results have no gaps, whatever the strides of the arguments."""
+_ORDERED_OPS: dict[Any, Callable[..., Any]] = {
     aten.cat.default: _cat,
     aten.stack.default: _stack,
     aten.native_layer_norm.default: _layer_norm,

@@ -1,19 +1,20 @@
-"""The memory that a model's state takes on one rank, by arithmetic: nothing is allocated; parameters may be on the meta device.
+"""Memory of the model's state on one rank, by arithmetic. Nothing is allocated; parameters may be on the meta device.
 
-For a model in 16 bits with Adam, on each of N data ranks, bytes for each parameter (Rajbhandari et al. 2019, section 5; here
-gradients are float32):
+The state of a model in 16 bits with Adam takes the following bytes per parameter on each of N data ranks (Rajbhandari et al. 2019,
+section 5; here gradients are float32):
 
 ================== ========== ========= =========== ======= ========
-strategy           parameters gradients main params moments together
+strategy           parameters gradients main params moments total
 ================== ========== ========= =========== ======= ========
 no_shard           2          4         4           8       18
 optim              2          4         4/N         8/N     6 + 12/N
 optim_grads        2          4/N       4/N         8/N     2 + 16/N
-optim_grads_params 4/N        4/N       themselves  8/N     16/N
+optim_grads_params 4/N        4/N       none        8/N     16/N
 ================== ========== ========= =========== ======= ========
 
-Added to this are padding and what only passes through: under optim_grads the gradients of a bucket until they are reduced, under
-optim_grads_params the parameters and gradients of a unit while it computes.
+Under optim_grads_params the sharded parameters are themselves the main parameters. Padding and temporary buffers are added to this:
+under optim_grads the gradients of a bucket until they are reduced, under optim_grads_params the gathered parameters and the
+gradients of a unit while it computes.
 """
 
 from __future__ import annotations
@@ -27,35 +28,35 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from megatron.config.imports import named
+from megatron.config.imports import import_object
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
-from megatron.data_parallel.bucket import main_grad_dtype, travel_dtype
+from megatron.data_parallel.bucket import main_grad_dtype, select_reduce_dtype
 from megatron.data_parallel.bucket_plan import BucketPlan, plan_buckets
 from megatron.data_parallel.fsdp_plan import (
     FsdpPolicy,
     UnitPlan,
-    divided,
-    divided_param,
-    in_backward,
+    build_param_partition,
+    compute_owned_range,
     is_fully_sharded,
-    own_piece,
-    padded_part,
+    order_for_backward,
+    padded_shard_numel,
     plan_units,
+    sharded_view_shape,
 )
-from megatron.data_parallel.traffic import Sent, bucket_traffic, fsdp_traffic, joined
+from megatron.data_parallel.traffic import GroupTraffic, count_bucket_traffic, count_fsdp_traffic, merge_traffic
 from megatron.parallel.context import Group, ParallelContext
-from megatron.parallel.params import DividedParam, ParamEntry, ParamRecord
+from megatron.parallel.params import ParamEntry, ParamPartition, ParamRecord
 from megatron.parallel.topology import GRADIENT_AXES
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes that one kind of state takes on a rank, on its device and in host memory."""
+    """Bytes for one purpose on a rank, on its device and in host memory."""
 
     device: int = 0
     host: int = 0
     padding: int = 0
-    """The part of both together that belongs to no parameter."""
+    """Part of `total` that holds padding instead of elements of a parameter."""
 
     @property
     def total(self) -> int:
@@ -64,7 +65,7 @@ class Bytes:
 
     @property
     def on_host(self) -> Bytes:
-        """As many, all of them in host memory."""
+        """Bytes with the same total, all of it in host memory."""
         return Bytes(0, self.total, self.padding)
 
     def __add__(self, other: Bytes) -> Bytes:
@@ -73,55 +74,55 @@ class Bytes:
 
 @dataclass(frozen=True)
 class StateMemory:
-    """The state of a model on one rank."""
+    """Memory of a model's state (parameters, gradients, optimizer state, temporary buffers) on one rank, by purpose."""
 
     parameters: Bytes = Bytes()
     gradients: Bytes = Bytes()
     main_params: Bytes = Bytes()
-    """Main parameters that are not the parameters themselves."""
+    """Main parameters, if they are stored separately from the model's parameters."""
     moments: Bytes = Bytes()
     averages: Bytes = Bytes()
-    """The exponential moving average of the main parameters."""
+    """Exponential moving average of the main parameters."""
     buffers: Bytes = Bytes()
-    """The most that passes through without being kept: gathered parameters, gradients before their reduction."""
+    """Peak of temporary buffers for gathered parameters, and for gradients before their reduction."""
 
     @property
-    def parts(self) -> dict[str, Bytes]:
-        """Each part by its name, in the order above."""
+    def by_purpose(self) -> dict[str, Bytes]:
+        """Bytes for each purpose, by name, in the order of the fields."""
         return vars(self)
 
     @property
     def total(self) -> Bytes:
-        """All together."""
-        return sum(self.parts.values(), Bytes())
+        """Sum over all purposes."""
+        return sum(self.by_purpose.values(), Bytes())
 
     def __add__(self, other: StateMemory) -> StateMemory:
-        return StateMemory(*map(operator.add, self.parts.values(), other.parts.values()))
+        return StateMemory(*map(operator.add, self.by_purpose.values(), other.by_purpose.values()))
 
 
 class ShardSize(NamedTuple):
-    """A shard that the optimizer gets, by its size."""
+    """Number of elements of a parameter's shard that the optimizer of a rank updates."""
 
     record: ParamRecord
     numel: int
     dtype: torch.dtype
-    """Dtype of the weights."""
+    """Dtype of the model's parameter."""
     on_host: bool = False
-    """Whether weights and gradient are in host memory."""
+    """Whether the parameter and its gradient are in host memory."""
 
     @property
     def main_dtype(self) -> torch.dtype:
-        """Dtype of the main parameter, and of the gradient."""
+        """Dtype of the main parameter and of its gradient."""
         return main_grad_dtype(self.dtype)
 
 
-Kept = tuple[StateMemory, Sequence[ShardSize]]
-"""The parameters and gradients that a rank keeps, and the shards that it updates."""
+RankState = tuple[StateMemory, Sequence[ShardSize]]
+"""(memory of the parameters and gradients on a rank, shards that the rank updates)"""
 
 
 @dataclass(frozen=True)
-class BucketPart:
-    """A bucket that a group divides: a rank's place in the group decides which part of it the rank keeps."""
+class BucketState:
+    """State component for the parameters of one bucket. Each rank of the process group holds a different slice of the bucket."""
 
     plan: BucketPlan
     sharding: ShardingStrategy
@@ -130,255 +131,292 @@ class BucketPart:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Over which their gradients are summed."""
+        """Axes over which the gradients are summed."""
         return self.plan.axes
 
     def group(self, context: ParallelContext) -> Group:
-        """The ranks that divide it."""
+        """Return the process group whose ranks share the bucket."""
         return context.group(*self.axes)
 
-    def kept(self, index: int) -> Kept:
-        """What the rank at place `index` of the group keeps."""
+    def rank_state(self, rank: int) -> RankState:
+        """Return the state of one rank of the process group. `rank` is the rank within the group."""
         plan, main = self.plan, main_grad_dtype(self.dtype)
-        own = [ShardSize(placed.entry.record, piece.stop - piece.start, self.dtype) for placed, piece in plan.pieces(index)]
-        whole = [ShardSize(placed.entry.record, placed.numel, self.dtype) for placed in plan.params]
-        gradients = _padded(plan.slice_size, own, main) if self.sharding == "optim_grads" else _padded(plan.size, whole, main)
-        return StateMemory(_padded(plan.size, whole, self.dtype), gradients), whole if self.sharding == "no_shard" else own
+        local_shards = [
+            ShardSize(p.entry.record, flat_range.stop - flat_range.start, self.dtype)
+            for p, flat_range in plan.params_in_slice(rank)
+        ]
+        full_params = [ShardSize(p.entry.record, p.numel, self.dtype) for p in plan.params]
+        gradients = (
+            _count_buffer_bytes(plan.slice_size, local_shards, main)
+            if self.sharding == "optim_grads"
+            else _count_buffer_bytes(plan.size, full_params, main)
+        )
+        return StateMemory(
+            _count_buffer_bytes(plan.size, full_params, self.dtype), gradients
+        ), full_params if self.sharding == "no_shard" else local_shards
 
-    def params(self) -> list[DividedParam]:
-        """The parameters, as ranks divide them."""
-        return self.plan.divided(main_grad_dtype(self.dtype), sharded=self.sharding != "no_shard")
+    def param_partitions(self) -> list[ParamPartition]:
+        """Return, for each parameter of the bucket, how the ranks of the group divide it."""
+        return self.plan.param_partitions(main_grad_dtype(self.dtype), sharded=self.sharding != "no_shard")
 
-    def cuts(self) -> set[int]:
-        """Places at which the sizes of the pieces may change: around the begin and the end of a parameter."""
+    def boundaries(self) -> set[int]:
+        """Return the ranks at which the sizes of shards may change: the ranks that hold the first or last element of a parameter,
+        and the ranks after them."""
         if self.sharding == "no_shard":
             return set()
-        ends = [place for placed in self.plan.params for place in (placed.start, placed.start + placed.numel - 1)]
-        return {end // self.plan.slice_size + after for end in ends for after in (0, 1)}
+        offsets = [offset for param in self.plan.params for offset in (param.offset, param.offset + param.numel - 1)]
+        return {offset // self.plan.slice_size + step for offset in offsets for step in (0, 1)}
 
 
 @dataclass(frozen=True)
-class UnitsPart:
-    """All parameters under `fully_shard` that one group of ranks divides, of all chunks."""
+class FsdpState:
+    """State component for all parameters under `fully_shard` that have the same shard group (ranks that together hold one copy), in
+    all model chunks of the stage."""
 
     entries: Sequence[ParamEntry]
     axes: tuple[str, ...]
-    """Over which their gradients are summed."""
-    shard: Group
+    """Axes over which the gradients are summed."""
+    shard_group: Group
     on_host: bool
     dtype: torch.dtype
-    """Dtype in which parameters are gathered."""
+    """Dtype in which parameters are gathered before they are used."""
 
     def group(self, context: ParallelContext) -> Group:
-        """The ranks that divide it."""
-        return context.fsdp_shard(self.axes)
+        """Return the process group whose ranks share the parameters."""
+        return context.fsdp_shard_group(self.axes)
 
-    def kept(self, index: int) -> Kept:
-        """Sharded parameters (which are their own main parameters) and gradients; and its shards.
+    def rank_state(self, rank: int) -> RankState:
+        """Return the state of one rank of the shard group: its shards of the parameters (which are also the main parameters) and
+        their gradients.
 
-        In host memory a part of a gradient is there twice: where it arrives, and where it is kept.
+        In host memory a gradient shard exists twice: in the buffer that receives it, and in the gradient itself.
         """
-        group, main = replace(self.shard, index=index), main_grad_dtype(self.dtype)
-        pieces = [(entry, own_piece(entry, group)) for entry in self.entries]
-        shards = [ShardSize(entry.record, piece.stop - piece.start, main, self.on_host) for entry, piece in pieces]
-        room = sum(padded_part(entry, group.size) for entry in self.entries)
-        parameters, gradients = _padded(room, shards, main), Bytes(sum(shard.numel for shard in shards) * main.itemsize)
+        group, main = replace(self.shard_group, rank=rank), main_grad_dtype(self.dtype)
+        owned_ranges = [(entry, compute_owned_range(entry, group)) for entry in self.entries]
+        shards = [ShardSize(entry.record, owned.stop - owned.start, main, self.on_host) for entry, owned in owned_ranges]
+        padded_numel = sum(padded_shard_numel(entry, group.size) for entry in self.entries)
+        parameters, gradients = (
+            _count_buffer_bytes(padded_numel, shards, main),
+            Bytes(sum(shard.numel for shard in shards) * main.itemsize),
+        )
         if not self.on_host:
             return StateMemory(parameters, gradients), shards
         return StateMemory(parameters.on_host, gradients.on_host, buffers=Bytes(0, gradients.total)), shards
 
-    def params(self) -> list[DividedParam]:
-        """The parameters, as ranks divide them."""
-        return [divided_param(entry, self.shard, main_grad_dtype(self.dtype)) for entry in self.entries]
+    def param_partitions(self) -> list[ParamPartition]:
+        """Return, for each parameter, how the ranks of the shard group divide it."""
+        return [build_param_partition(entry, self.shard_group, main_grad_dtype(self.dtype)) for entry in self.entries]
 
-    def cuts(self) -> set[int]:
-        """Places at which the sizes of the pieces may change: where all rows of a parameter have been given away."""
-        counts = {divided(entry)[0] for entry in self.entries}
-        full = {rows // -(-rows // self.shard.size) for rows in counts}
-        return {place + after for place in full for after in (0, 1)}
+    def boundaries(self) -> set[int]:
+        """Return the ranks at which the sizes of shards may change: the first rank without a full shard of a parameter's rows, and
+        the rank after it."""
+        row_counts = {sharded_view_shape(entry)[0] for entry in self.entries}
+        num_full_ranks = {rows // -(-rows // self.shard_group.size) for rows in row_counts}
+        return {rank + step for rank in num_full_ranks for step in (0, 1)}
 
 
-def units_at_work(
+def compute_fsdp_buffer_bytes(
     chunks: Sequence[Sequence[UnitPlan]],
-    recomputed: Sequence[Sequence[range]],
+    recompute_groups: Sequence[Sequence[range]],
     context: ParallelContext,
     policy: FsdpPolicy,
     *,
     accumulates: bool,
     dtype: torch.dtype,
 ) -> int:
-    """Bytes of the most that passes through while the units of `fully_shard` compute.
+    """Return the peak bytes of temporary buffers under FSDP (`fully_shard`) in a step.
 
-    That is when a backward leaves a unit: its gathered parameters and those of the unit that comes next (or of all units, if they
-    are kept; or of units that have run again with it), its gradients, torch's copy of gradients that is reduced, and this rank's
-    part of the sum. Units that enclose it are there too, with their gradients.
-    With replicas, such parts of all units wait for the end of the step, to be summed over the replicas. Gradients that are reduced
-    once wait in their stead: as a whole, those of all units that the last backward of a step has not left.
+    The peak is at the end of a unit's backward. Then these buffers exist: the gathered parameters of this unit and of the next unit
+    in backward order (of all units if they stay gathered; also of units that were recomputed together with it), the gradients of
+    the unit, torch's copy of the gradients for the reduction, and the local shard of the reduced gradients. Units that enclose this
+    unit have their gathered parameters and gradients in memory too.
+
+    With replica groups, the gradient shards of all units wait until the end of the step to be summed over the replicas. If
+    gradients are reduced once per step, unsharded gradients wait instead: those of all units that the last backward of the step has
+    not finished.
 
     Args:
-        chunks: the units of each chunk, in the order of the forward.
-        recomputed: for each chunk, the places of units that run again together in backward; the last of these groups does so ahead
-            of it.
-        accumulates: whether whole gradients wait for the last of several microbatches.
+        chunks: units of each model chunk, in forward order.
+        recompute_groups: for each model chunk, index ranges of units that are recomputed together in backward. The last range is
+            recomputed ahead of the backward.
+        accumulates: whether unsharded gradients accumulate over several microbatches until the last one.
         dtype: dtype in which parameters are gathered.
     """
-    main, keeps = main_grad_dtype(dtype), policy.reshard == "never"
-    at_work = gathered = waiting = parts_of_replicas = 0
-    for units, groups in zip(chunks, recomputed, strict=True):
-        ranks = [context.fsdp_shard(unit.axes).size for unit in units]
-        parts = [sum(padded_part(e, size) for e in unit.entries) for unit, size in zip(units, ranks, strict=True)]
-        sizes = [size * part for size, part in zip(ranks, parts, strict=True)]
+    main, keeps_gathered = main_grad_dtype(dtype), policy.reshard == "never"
+    peak_bytes = gathered_numel = waiting_grads = replica_shards = 0
+    for units, groups in zip(chunks, recompute_groups, strict=True):
+        shard_group_sizes = [context.fsdp_shard_group(unit.axes).size for unit in units]
+        shard_numels = [
+            sum(padded_shard_numel(e, size) for e in unit.entries) for unit, size in zip(units, shard_group_sizes, strict=True)
+        ]
+        sizes = [size * shard_numel for size, shard_numel in zip(shard_group_sizes, shard_numels, strict=True)]
         grads = [sum(entry.param.numel() for entry in unit.entries) for unit in units]
-        order = in_backward(range(len(units)), [unit.encloses for unit in units])
-        following = dict(pairwise([*order, order[-1]])) if order else {}
-        for place, unit in enumerate(units):
-            around = [one for one in range(place) if place <= one + units[one].encloses]
-            entered = place + min(unit.encloses, 1)  # the last of those in it, which is the first of them in the forward
-            present = {place, following[entered], *around}
-            present |= {one for group in groups if _runs(group, groups, place) for one in group}
-            beside = 0 if keeps else sum(sizes[one] for one in present if one <= place)
-            waiting = waiting + grads[place] if accumulates else grads[place] + sum(grads[one] for one in around)
-            at_work = max(at_work, beside * dtype.itemsize + (waiting + sizes[place] + parts[place]) * main.itemsize)
-            if context.fsdp_replica(unit.axes).size > 1 and not accumulates:
-                parts_of_replicas += parts[place]
-        gathered += sum(sizes)
-    return at_work + parts_of_replicas * main.itemsize + (gathered * dtype.itemsize if keeps else 0)
+        order = order_for_backward(range(len(units)), [unit.num_nested for unit in units])
+        next_unit = dict(pairwise([*order, order[-1]])) if order else {}
+        for index, unit in enumerate(units):
+            enclosing = [i for i in range(index) if index <= i + units[i].num_nested]
+            last_nested = index + min(unit.num_nested, 1)  # of nested units, the first in forward order finishes its backward last
+            gathered_units = {index, next_unit[last_nested], *enclosing}
+            gathered_units |= {i for group in groups if _is_recomputed(group, groups, index) for i in group}
+            gathered_now = 0 if keeps_gathered else sum(sizes[i] for i in gathered_units if i <= index)
+            waiting_grads = waiting_grads + grads[index] if accumulates else grads[index] + sum(grads[i] for i in enclosing)
+            peak_bytes = max(
+                peak_bytes, gathered_now * dtype.itemsize + (waiting_grads + sizes[index] + shard_numels[index]) * main.itemsize
+            )
+            if context.fsdp_replica_group(unit.axes).size > 1 and not accumulates:
+                replica_shards += shard_numels[index]
+        gathered_numel += sum(sizes)
+    return peak_bytes + replica_shards * main.itemsize + (gathered_numel * dtype.itemsize if keeps_gathered else 0)
 
 
-def _runs(group: range, groups: Sequence[range], place: int) -> bool:
-    """Whether a group of units has run again when backward is in the unit at this place."""
-    return place in group or (group is groups[-1] and place >= group.start)
+def _is_recomputed(group: range, groups: Sequence[range], index: int) -> bool:
+    """Return whether a recompute group (units that are recomputed together) has already been recomputed when the backward reaches
+    the unit with this index."""
+    return index in group or (group is groups[-1] and index >= group.start)
 
 
 @dataclass(frozen=True)
-class FrozenPart:
-    """Parameters that no step changes; every rank keeps all of its own, and nothing beside them."""
+class FrozenState:
+    """State component for parameters that the optimizer does not update. Every rank holds these parameters unsharded, without
+    gradients."""
 
     entries: Sequence[ParamEntry]
     axes: tuple[str, ...] = GRADIENT_AXES
 
     def group(self, context: ParallelContext) -> Group:
-        """The ranks that keep the same."""
+        """Return the process group whose ranks hold the same parameters."""
         return context.group(*self.axes)
 
-    def kept(self, index: int) -> Kept:
-        """What each of them keeps."""
+    def rank_state(self, rank: int) -> RankState:
+        """Return the state of a rank, which is equal on all ranks of the group."""
         return StateMemory(Bytes(sum(entry.param.nbytes for entry in self.entries))), []
 
-    def params(self) -> list[DividedParam]:
-        """None that a rank updates."""
+    def param_partitions(self) -> list[ParamPartition]:
+        """Return an empty list: no rank updates these parameters."""
         return []
 
-    def cuts(self) -> set[int]:
-        """None: all keep the same."""
+    def boundaries(self) -> set[int]:
+        """Return an empty set: all ranks hold the same parameters."""
         return set()
 
 
-StatePart = BucketPart | UnitsPart | FrozenPart
+StateComponent = BucketState | FsdpState | FrozenState
 
 
-def _padded(size: int, held: Iterable[ShardSize], dtype: torch.dtype) -> Bytes:
-    """Bytes of a buffer of `size` elements that holds these shards."""
-    return Bytes(size * dtype.itemsize, padding=(size - sum(shard.numel for shard in held)) * dtype.itemsize)
+def _count_buffer_bytes(size: int, shards: Iterable[ShardSize], dtype: torch.dtype) -> Bytes:
+    """Return the bytes of a buffer of `size` elements that holds these shards. Elements of the buffer outside the shards are
+    padding."""
+    return Bytes(size * dtype.itemsize, padding=(size - sum(shard.numel for shard in shards)) * dtype.itemsize)
 
 
 @dataclass(frozen=True)
 class StateReport:
-    """The state that one rank keeps, and what it sends in a step."""
+    """Memory of the state on one rank, and the traffic in a step that keeps the state up to date."""
 
     memory: StateMemory
-    sent: tuple[Sent, ...]
-    """What it sends in a step, by group and kind."""
+    traffic: tuple[GroupTraffic, ...]
+    """Traffic of the rank in a step, by process group and purpose."""
 
 
 @dataclass(frozen=True)
 class StateLayout:
-    """How the state of a pipeline stage is cut. All its ranks share this; each keeps some of the pieces."""
+    """Sharding of the state of a pipeline stage: its components, each of which every rank of the stage holds in part or in full."""
 
-    parts: Sequence[StatePart]
+    components: Sequence[StateComponent]
     buffers: Bytes
-    """What passes through on every rank: gradients of buckets, and `fully_shard`'s units at work."""
-    sent: tuple[Sent, ...]
-    """What every rank sends in a step."""
+    """Temporary buffers on every rank: gradients of buckets before their reduction, and gathered units of `fully_shard`."""
+    traffic: tuple[GroupTraffic, ...]
+    """Traffic of every rank in a step, by process group and purpose."""
 
-    def params(self) -> list[DividedParam]:
-        """All parameters of the stage, as its ranks divide them."""
-        return [param for part in self.parts for param in part.params()]
+    def param_partitions(self) -> list[ParamPartition]:
+        """Return, for each parameter, how the ranks of the stage divide it."""
+        return [param for component in self.components for param in component.param_partitions()]
 
-    def kept(self, context: ParallelContext) -> list[Kept]:
-        """What a rank keeps of each part, by its places in its data groups."""
-        return [part.kept(part.group(context).index) for part in self.parts]
+    def rank_states(self, context: ParallelContext) -> list[RankState]:
+        """Return the state of the rank of `context`, one entry for each component."""
+        return [component.rank_state(component.group(context).rank) for component in self.components]
 
-    def memory(self, kept: Iterable[Kept], of_shards: Callable[[Iterable[ShardSize]], StateMemory]) -> StateMemory:
-        """The memory of a rank that keeps these.
+    def memory(
+        self, rank_states: Iterable[RankState], compute_optimizer_memory: Callable[[Iterable[ShardSize]], StateMemory]
+    ) -> StateMemory:
+        """Return the memory of the state on a rank.
 
         Args:
-            of_shards: gives the memory that the optimizer takes for shards.
+            rank_states: result of `rank_states`.
+            compute_optimizer_memory: function that returns the memory of the optimizer's state for shards.
         """
-        kept = list(kept)
-        own = sum((memory for memory, _ in kept), StateMemory(buffers=self.buffers))
-        return own + of_shards(shard for _, shards in kept for shard in shards)
+        rank_states = list(rank_states)
+        model_state = sum((memory for memory, _ in rank_states), StateMemory(buffers=self.buffers))
+        return model_state + compute_optimizer_memory(shard for _, shards in rank_states for shard in shards)
 
 
-def state_layout(
+def build_state_layout(
     entries: Iterable[ParamEntry],
     modules: Mapping[int, Sequence[nn.Module]],
-    recomputed: Mapping[int, Sequence[Sequence[nn.Module]]],
+    recompute_groups: Mapping[int, Sequence[Sequence[nn.Module]]],
     context: ParallelContext,
     config: ParallelConfig,
     *,
     dtype: torch.dtype,
     num_microbatches: int,
-    writes: Iterable[str],
+    grad_writes: Iterable[str],
 ) -> StateLayout:
-    """Compute how the settings' sharding strategy cuts the state of a pipeline stage.
+    """Plan how the sharding strategy in the settings divides the state of a pipeline stage among its ranks.
 
     Args:
-        entries: the parameters of a rank of the stage, perhaps on the meta device.
-        modules: those that hold them, in the order of the forward, by chunk index.
-        recomputed: groups of these that run again together in backward, by chunk index.
-        dtype: dtype of the parameters where they are used.
+        entries: parameters of a rank of the stage, possibly on the meta device.
+        modules: modules that hold the parameters, in forward order, by chunk index.
+        recompute_groups: groups of these modules that are recomputed together in backward, by chunk index.
+        dtype: dtype in which the model uses the parameters.
         num_microbatches: microbatches of one data rank in a step.
-        writes: names of parameters in the order in which the backwards of a step write their gradients.
+        grad_writes: names of parameters in the order in which the backwards of a step write their gradients.
     """
-    entries, sharding, policy = list(entries), config.sharding, FsdpPolicy.of(config)
-    parts: list[StatePart] = []
-    sent: list[Sent] = []
+    entries, sharding, policy = list(entries), config.sharding, FsdpPolicy.from_config(config)
+    components: list[StateComponent] = []
+    traffic: list[GroupTraffic] = []
     buffers = Bytes()
     if sharding == "optim_grads_params":
-        sharding = "optim_grads"  # what is left
-        inside = [entry for entry in entries if is_fully_sharded(entry, context)]
+        sharding = "optim_grads"  # for parameters that are not under `fully_shard`
+        fsdp_entries = [entry for entry in entries if is_fully_sharded(entry, context)]
         entries = [entry for entry in entries if not is_fully_sharded(entry, context)]
-        units = [plan_units(some, [e for e in inside if e.chunk == number]) for number, some in modules.items()]
-        again = [_places(some, recomputed[number]) for some, number in zip(units, modules, strict=True)]
+        units = [
+            plan_units(chunk_modules, [e for e in fsdp_entries if e.chunk == chunk_index])
+            for chunk_index, chunk_modules in modules.items()
+        ]
+        unit_ranges = [
+            _find_unit_ranges(chunk_units, recompute_groups[chunk_index])
+            for chunk_units, chunk_index in zip(units, modules, strict=True)
+        ]
         accumulates = policy.reduce_once and num_microbatches > 1
-        buffers = Bytes(units_at_work(units, again, context, policy, accumulates=accumulates, dtype=dtype))
-        for axes in dict.fromkeys(entry.record.partial_over for entry in inside):
-            of_grid = [entry for entry in inside if entry.record.partial_over == axes]
-            parts.append(UnitsPart(of_grid, axes, context.fsdp_shard(axes), policy.params_cpu, dtype))
-        sent += fsdp_traffic([unit for some in units for unit in some], context, policy, dtype, num_microbatches)
+        buffers = Bytes(compute_fsdp_buffer_bytes(units, unit_ranges, context, policy, accumulates=accumulates, dtype=dtype))
+        for axes in dict.fromkeys(entry.record.partial_axes for entry in fsdp_entries):
+            axes_entries = [entry for entry in fsdp_entries if entry.record.partial_axes == axes]
+            components.append(FsdpState(axes_entries, axes, context.fsdp_shard_group(axes), policy.params_cpu, dtype))
+        traffic += count_fsdp_traffic(
+            [unit for chunk_units in units for unit in chunk_units], context, policy, dtype, num_microbatches
+        )
     if frozen := [entry for entry in entries if entry.record.frozen]:
-        parts.append(FrozenPart(frozen))
+        components.append(FrozenState(frozen))
     plans = plan_buckets([e for e in entries if not e.record.frozen], context, bucket_size=config.ddp_bucket_size)
-    reductions, main = [1] * len(plans), main_grad_dtype(dtype)
-    narrow = [travel_dtype(plan, context, in_bf16=config.grad_reduce_in_bf16) for plan in plans]
+    num_reductions, main = [1] * len(plans), main_grad_dtype(dtype)
+    reduce_dtypes = [select_reduce_dtype(plan, context, in_bf16=config.grad_reduce_in_bf16) for plan in plans]
     if sharding == "optim_grads":
-        played = named("megatron_lab.planner.passing:play_steps")(
-            plans, writes, main, overlap=config.overlap_grad_reduce, narrow=narrow
+        buffer_use = import_object("megatron_lab.planner.passing:simulate_steps")(
+            plans, grad_writes, main, overlap=config.overlap_grad_reduce, reduce_dtypes=reduce_dtypes
         )
-        reductions = played.reductions
-        buffers += Bytes(played.elements * main.itemsize)
+        num_reductions = buffer_use.num_reductions
+        buffers += Bytes(buffer_use.grad_numel * main.itemsize)
     else:
-        played = named("megatron_lab.planner.passing:play_reductions")(
-            plans, list(writes), num_microbatches, overlap=config.overlap_grad_reduce, narrow=narrow
+        buffer_use = import_object("megatron_lab.planner.passing:simulate_reductions")(
+            plans, list(grad_writes), num_microbatches, overlap=config.overlap_grad_reduce, reduce_dtypes=reduce_dtypes
         )
-    buffers += Bytes(played.narrow_elements * torch.bfloat16.itemsize)
-    parts += [BucketPart(plan, sharding, plan.params[0].entry.param.dtype) for plan in plans]
-    sent += bucket_traffic(plans, context, sharding, dtype, reductions, in_bf16=config.grad_reduce_in_bf16)
-    return StateLayout(parts, buffers, tuple(joined(sent)))
+    buffers += Bytes(buffer_use.reduce_numel * torch.bfloat16.itemsize)
+    components += [BucketState(plan, sharding, plan.params[0].entry.param.dtype) for plan in plans]
+    traffic += count_bucket_traffic(plans, context, sharding, dtype, num_reductions, in_bf16=config.grad_reduce_in_bf16)
+    return StateLayout(components, buffers, tuple(merge_traffic(traffic)))
 
 
-def _places(units: Sequence[UnitPlan], groups: Sequence[Sequence[nn.Module]]) -> list[range]:
-    """The places of the units of each group."""
-    found = [[place for place, unit in enumerate(units) if set(unit.modules) & set(group)] for group in groups]
-    return [range(places[0], places[-1] + 1) for places in found if places]
+def _find_unit_ranges(units: Sequence[UnitPlan], groups: Sequence[Sequence[nn.Module]]) -> list[range]:
+    """Return, for each recompute group, the index range of its units."""
+    indices_of_groups = [[i for i, unit in enumerate(units) if set(unit.modules) & set(group)] for group in groups]
+    return [range(indices[0], indices[-1] + 1) for indices in indices_of_groups if indices]

@@ -1,4 +1,4 @@
-"""What the model's state takes on a rank, and what a step sends. A run logs it before its first step."""
+"""Memory of the model's state on a rank, and its traffic in a step. A run logs both before its first step."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from torch import nn
 
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimizerConfig
-from megatron.data_parallel.fsdp_plan import own_modules
-from megatron.data_parallel.traffic import Sent, axes_in_words
+from megatron.data_parallel.fsdp_plan import find_exclusive_modules
+from megatron.data_parallel.traffic import GroupTraffic, format_axes
 from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import STAGE_AXES, Topology
-from megatron.spec.operations import Op, OpKind, Schedule
-from megatron_lab.planner.state_layout import Bytes, StateLayout, StateMemory, StateReport, state_layout
-from megatron_lab.planner.state_size import OptimizerState, stage_size
+from megatron.spec.operations import Op, OpType, Schedule
+from megatron_lab.planner.state_layout import Bytes, StateLayout, StateMemory, StateReport, build_state_layout
+from megatron_lab.planner.state_size import OptimizerState, compute_stage_update_size
 
 
-def state_report(
+def build_state_report(
     model: Model, context: ParallelContext, parallel: ParallelConfig, optimizer: OptimizerConfig, schedule: Schedule
 ) -> StateReport:
-    """State and traffic of this rank, by arithmetic: the parameters may be on the meta device.
+    """Compute state memory and traffic of this rank by arithmetic. The parameters may be on the meta device.
 
     Args:
-        schedule: that of one step.
+        schedule: schedule of one step.
     """
-    ops = schedule.ops[context.group("pp").index]
-    layout = layout_of(model, context, parallel, optimizer, ops, schedule.num_microbatches)
+    ops = schedule.ops[context.group("pp").rank]
+    layout = build_stage_layout(model, context, parallel, optimizer, ops, schedule.num_microbatches)
     state = OptimizerState(optimizer, context.axis_sizes, context.device.type)
-    return StateReport(layout.memory(layout.kept(context), state.memory), layout.sent)
+    return StateReport(layout.memory(layout.rank_states(context), state.memory), layout.traffic)
 
 
-def layout_of(
+def build_stage_layout(
     model: Model,
     context: ParallelContext,
     parallel: ParallelConfig,
@@ -41,118 +41,132 @@ def layout_of(
     ops: Iterable[Op],
     num_microbatches: int,
 ) -> StateLayout:
-    """How the state of this rank's pipeline stage is cut, by arithmetic.
+    """Compute how the state of this rank's pipeline stage is sharded. The parameters may be on the meta device.
 
     Args:
         ops: operations of the stage in a step.
         num_microbatches: microbatches of one data rank in a step.
     """
-    layout = state_layout(
+    layout = build_state_layout(
         model.params,
-        {number: chunk.units() for number, chunk in model.chunks.items()},
-        {number: chunk.recomputed for number, chunk in model.chunks.items()},
+        {index: chunk.units() for index, chunk in model.chunks.items()},
+        {index: chunk.recomputed_modules for index, chunk in model.chunks.items()},
         context,
         parallel,
         dtype=model.dtype,
         num_microbatches=num_microbatches,
-        writes=writes(model, ops),
+        grad_writes=iter_grad_writes(model, ops),
     )
-    params = layout.params()
-    work = stage_size(params, optimizer, context)
-    stage = axes_in_words(STAGE_AXES, context)
-    sent = (
-        Sent(stage, "matrices", work.sent),
-        Sent(stage, "numbers", work.numbers),
-        Sent("pipeline ends", "numbers", work.numbers_of_tied),
+    params = layout.param_partitions()
+    update_size = compute_stage_update_size(params, optimizer, context)
+    stage_group = format_axes(STAGE_AXES, context)
+    update_traffic = (
+        GroupTraffic(stage_group, "matrices", update_size.max_sent_bytes),
+        GroupTraffic(stage_group, "numbers", update_size.statistics_bytes),
+        GroupTraffic("pipeline ends", "numbers", update_size.tied_statistics_bytes),
     )
-    return replace(layout, buffers=layout.buffers + Bytes(work.buffers), sent=(*layout.sent, *(one for one in sent if one.bytes)))
+    return replace(
+        layout,
+        buffers=layout.buffers + Bytes(update_size.buffer_bytes),
+        traffic=(*layout.traffic, *(entry for entry in update_traffic if entry.bytes)),
+    )
 
 
-def writes(model: Model, ops: Iterable[Op]) -> Iterator[str]:
-    """Names of the parameters in the order in which operations write their gradients, each as often as it is used."""
-    written: dict[tuple[int, OpKind], list[str]] = {}
+def iter_grad_writes(model: Model, ops: Iterable[Op]) -> Iterator[str]:
+    """Yield parameter names in the order in which operations write gradients. A name occurs once for each use of its parameter."""
+    names_of_op: dict[tuple[int, OpType], list[str]] = {}
     for op in ops:
-        if (op.chunk, op.kind) not in written:
-            written[op.chunk, op.kind] = list(_writes(model, op.chunk, op.kind))
-        yield from written[op.chunk, op.kind]
+        if (op.chunk, op.type) not in names_of_op:
+            names_of_op[op.chunk, op.type] = list(_iter_op_grad_writes(model, op.chunk, op.type))
+        yield from names_of_op[op.chunk, op.type]
 
 
-def _writes(model: Model, number: int, kind: OpKind) -> Iterator[str]:
-    """The same for one operation. Only matrix products are deferred: not the gradients of vectors, nor those of embedding tables,
-    which only look up rows; and that of the output layer is made with the input gradient."""
-    chunk, mtp = model.chunks[number], model.chunks[number].mtp
+def _iter_op_grad_writes(model: Model, chunk_index: int, op_type: OpType) -> Iterator[str]:
+    """Yield parameter names in the order in which one operation on a microbatch writes gradients.
+
+    Only gradients of matrix products are deferred to a weight-gradient operation. Gradients of vectors and of embedding tables (row
+    lookups) are not. The gradient of the output layer is computed together with the input gradient.
+    """
+    chunk, mtp = model.chunks[chunk_index], model.chunks[chunk_index].mtp
     never_deferred = {chunk.embedding, chunk.output, None if mtp is None else mtp.word}
     units: list[nn.Module] = chunk.units()
     if mtp is not None:
         units = [*units[: units.index(mtp)], mtp.final_norm, mtp.output]
-        for depth in mtp.depths:  # each uses what others hold once more
+        for depth in mtp.depths:  # each MTP depth uses the shared embedding, norm and output layer once more
             units += [mtp.word, depth, mtp.final_norm, mtp.output]
-    for unit, modules in zip(reversed(units), reversed(own_modules(units)), strict=True):
+    for unit, modules in zip(reversed(units), reversed(find_exclusive_modules(units)), strict=True):
         for entry in reversed(list(model.params)):
-            is_deferred = entry.record.kind != "vector" and unit not in never_deferred
-            if kind is OpKind.BACKWARD or kind is (OpKind.WEIGHT_GRAD if is_deferred else OpKind.INPUT_GRAD):
-                yield from (entry.record.name for module, _ in entry.holders if module in modules)
+            is_deferred = entry.record.param_type != "vector" and unit not in never_deferred
+            if op_type is OpType.BACKWARD or op_type is (OpType.WEIGHT_GRAD if is_deferred else OpType.INPUT_GRAD):
+                yield from (entry.record.name for module, _ in entry.owners if module in modules)
 
 
-def describe_state(
+def format_state_report(
     reports: Sequence[StateReport], parallel: ParallelConfig, topology: Topology, num_microbatches: int
 ) -> list[str]:
-    """Lines of the start-up log: the state of the fullest stage, and what a step sends there.
+    """Return lines of the start-up log: the state memory of the stage that uses the most, and the traffic of a step there.
 
     Args:
-        reports: one for each pipeline stage.
+        reports: report of each pipeline stage.
         num_microbatches: microbatches of one data rank in a step.
     """
     stage = max(range(len(reports)), key=lambda stage: reports[stage].memory.total.device)
-    memory, where = reports[stage].memory, f"a rank of stage {stage}, the fullest" if len(reports) > 1 else "each rank"
-    sharers = f"{topology.cp} context x {topology.dp} data ranks" if topology.cp > 1 else f"{topology.dp} data ranks"
-    among = "one data rank" if topology.cp * topology.dp == 1 else f"{parallel.sharding} over {sharers}"
+    memory, location = reports[stage].memory, f"a rank of stage {stage}, the fullest" if len(reports) > 1 else "each rank"
+    ranks = f"{topology.cp} context x {topology.dp} data ranks" if topology.cp > 1 else f"{topology.dp} data ranks"
+    sharding = "one data rank" if topology.cp * topology.dp == 1 else f"{parallel.sharding} over {ranks}"
     if parallel.sharding == "optim_grads_params" and parallel.fsdp_shard_size is not None:
-        among += f" in groups of {parallel.fsdp_shard_size}"
+        sharding += f" in groups of {parallel.fsdp_shard_size}"
     total = memory.total
     lines = [
-        f"state of the model, {among}: {amount(total.device)} on {where}: {device_parts(memory)}"
-        + (f"; {amount(total.padding)} of it padding" if total.padding else "")
+        f"state of the model, {sharding}: {format_bytes(total.device)} on {location}: {format_device_memory(memory)}"
+        + (f"; {format_bytes(total.padding)} of it padding" if total.padding else "")
     ]
     if total.host:
-        lines.append(f"and {amount(total.host)} in host memory: {host_parts(memory)}")
-    groups = dict.fromkeys(one.over for one in reports[stage].sent)
-    sent = [_sent(over, {one.kind: one.bytes for one in reports[stage].sent if one.over == over}) for over in groups]
-    if sent:
+        lines.append(f"and {format_bytes(total.host)} in host memory: {format_host_memory(memory)}")
+    groups = dict.fromkeys(entry.over for entry in reports[stage].traffic)
+    traffic = [
+        _format_traffic(group, {entry.kind: entry.bytes for entry in reports[stage].traffic if entry.over == group})
+        for group in groups
+    ]
+    if traffic:
         step = f"a step of {num_microbatches} microbatch{'es' * (num_microbatches > 1)}"
-        lines.append(f"in {step} such a rank sends {', '.join(sent)}")
+        lines.append(f"in {step} such a rank sends {', '.join(traffic)}")
     return lines
 
 
-def device_parts(memory: StateMemory) -> str:
-    """What the parts of a rank's memory take on the device; those that take nothing are left out."""
-    return _listed({name: part.device for name, part in memory.parts.items()})
+def format_device_memory(memory: StateMemory) -> str:
+    """Format the device memory of a rank by purpose. Purposes without memory are omitted."""
+    return _format_sizes({name: size.device for name, size in memory.by_purpose.items()})
 
 
-def host_parts(memory: StateMemory) -> str:
-    """The same for host memory."""
-    return _listed({name: part.host for name, part in memory.parts.items()})
+def format_host_memory(memory: StateMemory) -> str:
+    """Format the host memory of a rank by purpose. Purposes without memory are omitted."""
+    return _format_sizes({name: size.host for name, size in memory.by_purpose.items()})
 
 
-def amount(num_bytes: float) -> str:
-    """Bytes in three digits, in powers of 1,000."""
-    return in_units(num_bytes, [" bytes", " kB", " MB", " GB", " TB"])
+def format_bytes(num_bytes: float) -> str:
+    """Format bytes with three digits and a decimal unit (kB is 1,000 bytes)."""
+    return format_with_unit(num_bytes, [" bytes", " kB", " MB", " GB", " TB"])
 
 
-def in_units(number: float, units: Sequence[str]) -> str:
-    """A number in three digits, with a unit for each power of 1,000."""
+def format_with_unit(value: float, units: Sequence[str]) -> str:
+    """Format a number with three digits and a unit.
+
+    Args:
+        units: unit for each power of 1,000.
+    """
     *smaller, largest = units
     for unit in smaller:
-        if number < 999.5:
-            return f"{number:.3g}{unit}"
-        number /= 1000
-    return f"{number:.3g}{largest}"
+        if value < 999.5:
+            return f"{value:.3g}{unit}"
+        value /= 1000
+    return f"{value:.3g}{largest}"
 
 
-def _sent(over: str, kinds: Mapping[str, int]) -> str:
-    total = f"{amount(sum(kinds.values()))} over {over}"
-    return f"{total} ({_listed(kinds)})" if len(kinds) > 1 else total
+def _format_traffic(group: str, bytes_by_purpose: Mapping[str, int]) -> str:
+    total = f"{format_bytes(sum(bytes_by_purpose.values()))} over {group}"
+    return f"{total} ({_format_sizes(bytes_by_purpose)})" if len(bytes_by_purpose) > 1 else total
 
 
-def _listed(parts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name.replace('_', ' ')} {amount(part)}" for name, part in parts.items() if part)
+def _format_sizes(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in sizes.items() if size)

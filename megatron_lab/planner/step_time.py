@@ -1,7 +1,9 @@
-"""How long a step takes: the schedule is played with the times of its operations, and what comes at its end is added.
+"""Prediction of the duration of a step. The pipeline schedule is simulated with the predicted time of each operation, and the time
+of the optimizer's update is added.
 
-All of it comes from what a plan has run on tensors without memory (`Planner.work`): products by their shapes on one rank,
-attention, bytes through memory, collectives with their bytes and groups. `durations.py` gives each its time on a cluster.
+All input comes from the planner's run on meta or fake tensors (`Planner.step_work`): shapes of matrix products on one rank,
+attention calls, memory traffic, and collectives with their bytes and process groups. `durations.py` predicts the time of each on a
+cluster.
 """
 
 from __future__ import annotations
@@ -18,66 +20,67 @@ from megatron.config.config import Config
 from megatron.config.extras import is_missing
 from megatron.config.given import DryRun
 from megatron.pipeline_parallel.simulate import Timeline, simulate
-from megatron.spec.counts import flops_per_step
-from megatron.spec.operations import Op, OpKind
-from megatron_lab.planner.chunk_trace import Traces
-from megatron_lab.planner.cluster import DEFAULT, Cluster, load_cluster, shipped_name
+from megatron.spec.counts import count_flops_per_step
+from megatron.spec.operations import Op, OpType
+from megatron_lab.planner.chunk_trace import TraceCache
+from megatron_lab.planner.cluster import DEFAULT_CLUSTER, Cluster, find_shipped_name, load_cluster
 from megatron_lab.planner.dry_run import Planner
-from megatron_lab.planner.durations import COMPILED, OURS, Durations, Ranks, Spent, Stack, added
-from megatron_lab.planner.plan import RankKind
+from megatron_lab.planner.durations import COMPILED_STACK, DEFAULT_STACK, CommGroup, DeviceTime, Durations, Stack, sum_times
+from megatron_lab.planner.plan import RankProfile
 from megatron_lab.planner.state_layout import Bytes, StateMemory
 from megatron_lab.planner.step_work import StepWork
 
-_SURE = 1.645
-"""Standard deviations on each side that hold 90 % of a normal distribution."""
-_LAYERS_AHEAD = 0.03
-"""The share of a chunk's gathers and reductions that nothing can hide: those of its first and last layer."""
+_NORMAL_90 = 1.645
+"""Standard deviations on each side of the mean that contain 90 % of a normal distribution."""
+_EXPOSED_SHARE = 0.03
+"""Share of a chunk's parameter gathers and gradient reductions that nothing can hide: those of its first and last layer."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """A prediction."""
+    """Predicted duration of a step, its breakdown and its uncertainty."""
 
-    parts: Mapping[str, float]
-    """Seconds of the busiest rank by what they are spent on; together the step."""
+    breakdown: Mapping[str, float]
+    """Seconds of the busiest rank for each activity. Their sum is the duration of the step."""
     tokens: int
     """Tokens of a step, over all ranks."""
     flops: float
     """Model FLOPs of a step."""
     world_size: int
-    peak: float
-    """Peak of one device, in FLOP/s and the model's dtype."""
+    peak_flops: float
+    """Peak rate of one device in the model's dtype, in FLOP/s."""
     device_bytes: int
-    """Memory of the fullest rank."""
-    spread: float
-    """Standard deviation of the logarithm of measured over predicted time."""
+    """Device memory of the fullest rank."""
+    log_std: float
+    """Standard deviation of log(measured time / predicted time) over runs, from which `low` and `high` follow."""
     cluster: str
-    """Its name."""
-    outside: tuple[str, ...] = ()
-    """Sizes of the layout beyond those of the runs that the cluster's constants were fitted to: there the range is too narrow."""
+    """Name of the cluster for which the time is predicted."""
+    uncalibrated_sizes: tuple[str, ...] = ()
+    """Sizes of the layout that exceed those of the runs to which the cluster's constants were fitted. For these sizes the range
+    from `low` to `high` is too narrow."""
 
     @cached_property
     def seconds(self) -> float:
-        """The step."""
-        return sum(self.parts.values())
+        """Predicted duration of the step in seconds."""
+        return sum(self.breakdown.values())
 
     @property
     def low(self) -> float:
-        """In one of 20 cases it takes less."""
-        return self.seconds * math.exp(-_SURE * self.spread)
+        """Lower bound of the duration in seconds: 5 % of steps are shorter."""
+        return self.seconds * math.exp(-_NORMAL_90 * self.log_std)
 
     @property
     def high(self) -> float:
-        """In one of 20 cases it takes more."""
-        return self.seconds * math.exp(_SURE * self.spread)
+        """Upper bound of the duration in seconds: 5 % of steps are longer."""
+        return self.seconds * math.exp(_NORMAL_90 * self.log_std)
 
-    def shares(self) -> list[tuple[str, float]]:
-        """Parts with what they take of the step, the longest first, without those below 0.3 %."""
-        found = ((name, seconds / self.seconds) for name, seconds in self.parts.items())
-        return sorted(((name, share) for name, share in found if share >= 0.003), key=lambda each: -each[1])
+    def largest_shares(self) -> list[tuple[str, float]]:
+        """Return the activities with their shares of the step, largest share first. Shares below 0.3 % are omitted."""
+        shares = ((name, seconds / self.seconds) for name, seconds in self.breakdown.items())
+        return sorted(((name, share) for name, share in shares if share >= 0.003), key=lambda item: -item[1])
 
     def to_json(self) -> dict[str, Any]:
-        """In types that JSON has."""
+        """Return the prediction in JSON types."""
         return {
             "cluster": self.cluster,
             "seconds": self.seconds,
@@ -86,64 +89,65 @@ class StepTime:
             "tokens_per_s_per_gpu": self.tokens_per_s,
             "mfu": self.mfu,
             "device_bytes": self.device_bytes,
-            "outside": list(self.outside),
-            "parts": dict(self.parts),
+            "outside": list(self.uncalibrated_sizes),
+            "parts": dict(self.breakdown),
         }
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens that each device works off in a second."""
+        """Tokens per second and device."""
         return self.tokens / self.seconds / self.world_size
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation: FLOPs that the model needs over what the devices could do at their peak."""
-        return self.flops / self.seconds / self.world_size / self.peak
+        """Model FLOPs utilization: model FLOPs divided by the peak FLOPs of the devices in the same time."""
+        return self.flops / self.seconds / self.world_size / self.peak_flops
 
 
-def predict(
+def predict_step_time(
     config: Config,
     dry_run: DryRun,
     vocab_size: int,
     cluster: Cluster,
     stack: Stack | None = None,
-    traces: Traces | None = None,
+    trace_cache: TraceCache | None = None,
 ) -> StepTime:
-    """How long a step takes.
+    """Predict the duration of a step.
 
     Args:
         config: settings that `load` accepted for this number of ranks.
         vocab_size: rows of the word embedding, without padding.
-        stack: software other than ours.
-        traces: those made before for jobs whose chunks do the same (`Planner`).
+        stack: software stack; None for this framework.
+        trace_cache: traces of earlier predictions, shared between jobs whose chunks do the same work (`Planner`).
 
     Raises:
-        ValueError: the layout is impossible, or a step has too many operations to be laid out.
+        ValueError: the layout is impossible, or a step has too many operations to be planned.
     """
-    work = Planner(config, dry_run, vocab_size, few=True, traces=traces).work()
-    return time_of(work, config, dry_run, vocab_size, cluster, stack)
+    work = Planner(config, dry_run, vocab_size, shortened=True, trace_cache=trace_cache).step_work()
+    return predict_from_work(work, config, dry_run, vocab_size, cluster, stack)
 
 
-def time_of(
+def predict_from_work(
     work: StepWork, config: Config, dry_run: DryRun, vocab_size: int, cluster: Cluster, stack: Stack | None = None
 ) -> StepTime:
-    """See `predict`."""
-    stack = stack or (COMPILED if config.speed.compile else OURS)
-    sequences = num_sequences(work, config, dry_run)
+    """Predict the duration of a step from the work that the planner has counted. The other arguments are those of
+    `predict_step_time`."""
+    stack = stack or (COMPILED_STACK if config.speed.compile else DEFAULT_STACK)
+    sequences = count_sequences(work, config, dry_run)
     return StepTime(
-        dict(_Step(work, config, dry_run, cluster, stack).parts()),
+        dict(_StepPredictor(work, config, dry_run, cluster, stack).iter_breakdown()),
         sequences * config.model.seq_length,
-        flops_per_step(config.model, vocab_size, sequences),
+        count_flops_per_step(config.model, vocab_size, sequences),
         dry_run.world_size,
-        cluster.peak(dtype_of(config)),
-        max(kind.memory.total.device for kind in work.kinds),
+        cluster.peak_flops(get_dtype_name(config)),
+        max(profile.memory.total.device for profile in work.profiles),
         cluster.spread,
         cluster.name,
-        tuple(_outside(config, dry_run, cluster)),
+        tuple(_find_uncalibrated_sizes(config, dry_run, cluster)),
     )
 
 
-def _outside(config: Config, dry_run: DryRun, cluster: Cluster) -> Iterator[str]:
+def _find_uncalibrated_sizes(config: Config, dry_run: DryRun, cluster: Cluster) -> Iterator[str]:
     parallel = config.parallel
     sizes = {
         "ranks": dry_run.world_size,
@@ -152,222 +156,255 @@ def _outside(config: Config, dry_run: DryRun, cluster: Cluster) -> Iterator[str]
         "context": parallel.context_parallel_size,
         "expert": parallel.expert_model_parallel_size,
     }
-    for name, most in cluster.calibrated.items():
-        if sizes[name] > most:
-            yield f"{sizes[name]} {name}{'' if name == 'ranks' else ' ranks'} (calibrated to {most:g})"
+    for name, max_size in cluster.calibrated.items():
+        if sizes[name] > max_size:
+            yield f"{sizes[name]} {name}{'' if name == 'ranks' else ' ranks'} (calibrated to {max_size:g})"
 
 
-def cluster_of(config: Config) -> Cluster | None:
-    """Return the cluster whose times a plan reports (see `cluster_name_of`); None for CPUs.
+def load_plan_cluster(config: Config) -> Cluster | None:
+    """Load the cluster for which a plan predicts times, which `select_cluster_name` selects. Returns None if no times are
+    predicted, as for CPUs.
 
     Raises:
-        ConfigError: there is no such cluster, or the file does not describe one.
+        ConfigError: no such cluster exists, or the file does not describe a cluster.
     """
-    name = cluster_name_of(config)
+    name = select_cluster_name(config)
     return None if name is None else load_cluster(name)
 
 
-def cluster_name_of(config: Config) -> str | None:
-    """Return the name of the cluster whose times a plan reports: that of --plan-cluster, else that of this machine's GPU, else
-    H100. None for CPUs, which differ too much, and where PyYAML is missing, which reads their files."""
+def select_cluster_name(config: Config) -> str | None:
+    """Return the name of the cluster for which a plan predicts times.
+
+    The name is that of --plan-cluster if set, else of the shipped cluster with this machine's GPU, else H100. Without
+    --plan-cluster the result is None in two cases: for CPUs, which differ too much from each other, and if PyYAML, which reads
+    cluster files, is not installed.
+    """
     if config.logging.plan_cluster is not None or config.parallel.device == "cpu" or is_missing("yaml"):
         return config.logging.plan_cluster
-    return (shipped_name(torch.cuda.get_device_name()) if torch.cuda.is_available() else None) or DEFAULT
+    return (find_shipped_name(torch.cuda.get_device_name()) if torch.cuda.is_available() else None) or DEFAULT_CLUSTER
 
 
-def num_sequences(work: StepWork, config: Config, dry_run: DryRun) -> int:
-    """Sequences of a step."""
+def count_sequences(work: StepWork, config: Config, dry_run: DryRun) -> int:
+    """Return the number of sequences in a step."""
     parallel = config.parallel
-    ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
-    return work.num_microbatches * config.training.micro_batch_size * (dry_run.world_size // ranks)
+    model_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+    return work.num_microbatches * config.training.micro_batch_size * (dry_run.world_size // model_ranks)
 
 
-def dtype_of(config: Config) -> str:
-    """The model's dtype, as the table of devices names it."""
+def get_dtype_name(config: Config) -> str:
+    """Return the name that the model's dtype has in the table of devices."""
     precision = config.precision
     return next(
-        (name for name, on in (("bfloat16", precision.bf16), ("float16", precision.fp16), ("float64", precision.fp64)) if on),
+        (
+            name
+            for name, is_set in (("bfloat16", precision.bf16), ("float16", precision.fp16), ("float64", precision.fp64))
+            if is_set
+        ),
         "float32",
     )
 
 
 @dataclass(frozen=True)
 class _OpTime:
-    """The time of an operation on one microbatch."""
+    """Predicted time of an operation on one microbatch."""
 
-    spent: Spent
-    of_layers: Mapping[str, float]
-    """Waiting for what its layers send, by group."""
-    of_state: float
-    """Waiting for parameters that are gathered and gradients that are reduced beside it."""
+    device_time: DeviceTime
+    comm_times: Mapping[str, float]
+    """Communication time of the layers that computation does not hide, by process group."""
+    sharding_time: float
+    """Time of parameter gathers and gradient reductions within the operation that computation does not hide."""
 
     @property
     def total(self) -> float:
-        return self.spent.total + sum(self.of_layers.values()) + self.of_state
+        return self.device_time.total + sum(self.comm_times.values()) + self.sharding_time
 
 
-class _Step:
+class _StepPredictor:
+    """Predicts the duration of one step by activity."""
+
     def __init__(self, work: StepWork, config: Config, dry_run: DryRun, cluster: Cluster, stack: Stack) -> None:
         self._work, self._config, self._cluster = work, config, cluster
-        self._crowd = max(1.0, min(dry_run.world_size, dry_run.gpus_per_node) / (cluster.shared_by or math.inf))
+        self._ranks_per_device = max(1.0, min(dry_run.world_size, dry_run.gpus_per_node) / (cluster.shared_by or math.inf))
         self._durations = Durations(cluster, stack)
-        self._hidden = min(1.0, cluster.hidden * stack.hidden)
-        self._rings = {name: Ranks(*each) for name, each in work.groups.items()}
-        self._kind_of_stage = {stage: kind for kind in work.kinds for stage in kind.stages}
-        self._by_layers = config.parallel.sharding == "optim_grads_params"
+        self._hidden_share = min(1.0, cluster.hidden * stack.hidden)
+        self._groups = {name: CommGroup(*group) for name, group in work.groups.items()}
+        self._profile_of_stage = {stage: profile for profile in work.profiles for stage in profile.stages}
+        self._is_fsdp = config.parallel.sharding == "optim_grads_params"
 
-    def parts(self) -> Iterator[tuple[str, float]]:
-        """What a step's time is spent on, by the rank that is the last to finish."""
+    def iter_breakdown(self) -> Iterator[tuple[str, float]]:
+        """Yield the name and seconds of each activity on the rank that finishes the step last."""
         work, schedule = self._work, self._work.schedule
-        times = {(chunk, kind): self._op(chunk, kind) for chunk, ops in enumerate(work.ops) for kind in ops}
-        self._times = times
-        between = any(work.crossings[:-1]) if schedule.num_stages > 1 else False
-        message = self._durations.message(work.message, between_nodes=between)
-        sent = message * (1 - self._hidden if self._config.parallel.overlap_p2p_communication else 1.0)
-        line = simulate(schedule, self._duration, p2p=message)
-        extra = work.num_microbatches - schedule.num_microbatches
-        busy = line.busy
-        longest = max(range(len(busy)), key=lambda stage: busy[stage])
-        microbatches = schedule.num_microbatches
-        whole = line.step_time + extra * busy[longest] / microbatches
-        mine: dict[str, float] = {}
-        for span in line.spans[longest]:
-            for name, seconds in self._named(span.op):
-                mine[name] = mine.get(name, 0.0) + seconds
-        scale = work.num_microbatches / microbatches
-        # Sending costs the stages a little also where it is hidden; it stands with the messages.
-        messages = sent * 2 * work.num_microbatches * (len(work.ops) // schedule.num_stages) if schedule.num_stages > 1 else 0.0
-        if self._crowd > 1:  # while one waits, others that share its cores go on: what counts is the work of all together
-            scale *= self._crowd * sum(busy) / len(busy) / busy[longest]
-        computing = sum(mine.values()) * scale
-        yield from ((name, seconds * scale) for name, seconds in mine.items())
-        yield "messages", messages
-        yield "moves to the host", self._moves(longest, computing)
-        yield "pipeline idle", max(0.0, whole - computing)
-        yield from ((name, seconds * self._crowd) for name, seconds in self._at_the_end(line, longest))
+        op_times = {
+            (chunk, op_type): self._compute_op_time(chunk, op_type) for chunk, ops in enumerate(work.ops) for op_type in ops
+        }
+        self._op_times = op_times
+        crosses_nodes = any(work.crosses_nodes[:-1]) if schedule.num_stages > 1 else False
+        message_time = self._durations.message_time(work.message_bytes, crosses_nodes=crosses_nodes)
+        exposed_message_time = message_time * (1 - self._hidden_share if self._config.parallel.overlap_p2p_communication else 1.0)
+        timeline = simulate(schedule, self._get_duration, p2p=message_time)
+        extra_microbatches = work.num_microbatches - schedule.num_microbatches
+        busy_times = timeline.busy_times
+        slowest_stage = max(range(len(busy_times)), key=lambda stage: busy_times[stage])
+        num_scheduled = schedule.num_microbatches
+        pipeline_time = timeline.step_time + extra_microbatches * busy_times[slowest_stage] / num_scheduled
+        seconds_by_name: dict[str, float] = {}
+        for span in timeline.spans[slowest_stage]:
+            for name, seconds in self._split_op_time(span.op):
+                seconds_by_name[name] = seconds_by_name.get(name, 0.0) + seconds
+        scale = work.num_microbatches / num_scheduled
+        # Hidden messages also slow the stages down a little. This time is reported under `messages`.
+        message_total = (
+            exposed_message_time * 2 * work.num_microbatches * (len(work.ops) // schedule.num_stages)
+            if schedule.num_stages > 1
+            else 0.0
+        )
+        if self._ranks_per_device > 1:  # ranks that share cores run while others wait, so the total work of all ranks counts
+            scale *= self._ranks_per_device * sum(busy_times) / len(busy_times) / busy_times[slowest_stage]
+        compute_time = sum(seconds_by_name.values()) * scale
+        yield from ((name, seconds * scale) for name, seconds in seconds_by_name.items())
+        yield "messages", message_total
+        yield "moves to the host", self._compute_offload_time(slowest_stage, compute_time)
+        yield "pipeline idle", max(0.0, pipeline_time - compute_time)
+        yield from ((name, seconds * self._ranks_per_device) for name, seconds in self._iter_update_times(timeline, slowest_stage))
         yield "other", self._cluster.step_ms * 1e-3
 
-    def _named(self, op: Op) -> Iterator[tuple[str, float]]:
-        time = self._times[op.chunk, op.kind]
-        name = "recompute" if op.kind is OpKind.RECOMPUTE else ""
-        for part, seconds in zip(Spent._fields, time.spent, strict=True):
-            yield name or part, seconds
-        for group, seconds in time.of_layers.items():
+    def _split_op_time(self, op: Op) -> Iterator[tuple[str, float]]:
+        time = self._op_times[op.chunk, op.type]
+        name = "recompute" if op.type is OpType.RECOMPUTE else ""
+        for category, seconds in zip(DeviceTime._fields, time.device_time, strict=True):
+            yield name or category, seconds
+        for group, seconds in time.comm_times.items():
             yield f"{group} ranks", seconds
-        yield "sharded state", time.of_state
+        yield "sharded state", time.sharding_time
 
-    def _duration(self, op: Op) -> float:
-        return self._times[op.chunk, op.kind].total
+    def _get_duration(self, op: Op) -> float:
+        return self._op_times[op.chunk, op.type].total
 
-    def _op(self, chunk: int, kind: OpKind) -> _OpTime:
-        span = self._work.ops[chunk][kind]
-        spent = self._durations.of(span.work, fresh=span.peak)
-        hidden_by = 0.0
-        if kind is not OpKind.FORWARD:
-            # Backward gathers its input while it makes the input's gradient, and sends that while it makes the weights'.
-            hidden_by = self._hidden * spent.products / 2
-        of_layers: dict[str, float] = {}
-        for one in span.sent:
-            seconds = self._durations.sending(one.bytes, one.calls, self._ring(one.over), one.operation)
-            if one.over == "cp":  # the next keys and values come while attention works on those that are there
-                hidden_by = max(hidden_by, self._hidden * (spent.attention + spent.products / 2))
-            elif one.over == "tp" and self._config.parallel.tp_comm_overlap:
-                hidden_by = self._hidden * spent.products
-            shown = max(0.0, seconds - hidden_by) if one.over in ("tp", "cp") else seconds
-            hidden_by = max(0.0, hidden_by - seconds)
-            of_layers[one.over] = of_layers.get(one.over, 0.0) + shown
-        return _OpTime(spent, of_layers, self._of_state(chunk, kind, spent.total + sum(of_layers.values())))
-
-    def _ring(self, over: str) -> Ranks:
-        return self._rings.get(over, Ranks(1, 1))
-
-    def _of_state(self, chunk: int, kind: OpKind, computing: float) -> float:
-        """Waiting within an operation for parameters and gradients that are sent with each microbatch."""
-        parallel = self._config.parallel
-        if not self._by_layers and parallel.sharding != "optim_grads":
-            return 0.0
-        stage = self._work.schedule.stage_of_chunk[chunk]
-        chunks = len(self._work.ops) // self._work.schedule.num_stages
-        ops = chunks * self._work.num_microbatches
-        sent = 0.0
-        if kind is OpKind.FORWARD and self._by_layers:
-            sent = self._state(stage, "parameters") / ops / 2
-        elif kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD):
-            sent = self._state(stage, "gradients") / ops
-            if self._by_layers:
-                sent += self._state(stage, "parameters") / ops / 2
-            else:
-                sent /= self._work.share
-        return max(0.0, sent * (1 - _LAYERS_AHEAD) - self._hidden * computing) + _LAYERS_AHEAD * sent
-
-    def _state(self, stage: int, what: str) -> float:
-        """Seconds in which a rank of a stage sends gradients, or parameters, in a step."""
-        kind, sharding = self._kind(stage), self._config.parallel.sharding
-        operation = "all-gather" if what == "parameters" else "all-reduce" if sharding == "no_shard" else "reduce-scatter"
-        return sum(
-            self._durations.sending(one.bytes, self._buckets(one.bytes), self._ring(one.over), operation)
-            for one in kind.sent
-            if one.what == what
+    def _compute_op_time(self, chunk: int, op_type: OpType) -> _OpTime:
+        span = self._work.ops[chunk][op_type]
+        device_time = self._durations.device_time(span.work, new_bytes=span.peak_bytes)
+        hideable = 0.0
+        if op_type is not OpType.FORWARD:
+            # Backward overlaps the gather of its input with the input gradient, and the reduction of that with the weight gradient.
+            hideable = self._hidden_share * device_time.products / 2
+        comm_times: dict[str, float] = {}
+        for transfer in span.transfers:
+            seconds = self._durations.collective_time(
+                transfer.bytes, transfer.calls, self._get_group(transfer.group), transfer.comm_type
+            )
+            if transfer.group == "cp":  # the next keys and values arrive while attention computes with the current ones
+                hideable = max(hideable, self._hidden_share * (device_time.attention + device_time.products / 2))
+            elif transfer.group == "tp" and self._config.parallel.tp_comm_overlap:
+                hideable = self._hidden_share * device_time.products
+            exposed = max(0.0, seconds - hideable) if transfer.group in ("tp", "cp") else seconds
+            hideable = max(0.0, hideable - seconds)
+            comm_times[transfer.group] = comm_times.get(transfer.group, 0.0) + exposed
+        return _OpTime(
+            device_time, comm_times, self._compute_sharding_time(chunk, op_type, device_time.total + sum(comm_times.values()))
         )
 
-    def _kind(self, stage: int) -> RankKind:
-        return self._kind_of_stage.get(stage) or self._work.kinds[-1]
+    def _get_group(self, name: str) -> CommGroup:
+        return self._groups.get(name, CommGroup(1, 1))
 
-    def _buckets(self, num_bytes: int) -> float:
-        """Collectives for so many bytes."""
+    def _compute_sharding_time(self, chunk: int, op_type: OpType, compute_time: float) -> float:
+        """Return the seconds of the parameter gathers and gradient reductions that are repeated for each microbatch and that
+        computation does not hide."""
+        parallel = self._config.parallel
+        if not self._is_fsdp and parallel.sharding != "optim_grads":
+            return 0.0
+        stage = self._work.schedule.stage_of_chunk[chunk]
+        chunks_per_stage = len(self._work.ops) // self._work.schedule.num_stages
+        num_ops = chunks_per_stage * self._work.num_microbatches
+        comm_time = 0.0
+        if op_type is OpType.FORWARD and self._is_fsdp:
+            comm_time = self._compute_state_comm_time(stage, "parameters") / num_ops / 2
+        elif op_type in (OpType.BACKWARD, OpType.INPUT_GRAD):
+            comm_time = self._compute_state_comm_time(stage, "gradients") / num_ops
+            if self._is_fsdp:
+                comm_time += self._compute_state_comm_time(stage, "parameters") / num_ops / 2
+            else:
+                comm_time /= self._work.scheduled_share
+        return max(0.0, comm_time * (1 - _EXPOSED_SHARE) - self._hidden_share * compute_time) + _EXPOSED_SHARE * comm_time
+
+    def _compute_state_comm_time(self, stage: int, purpose: str) -> float:
+        """Return the seconds in which a rank of a stage communicates gradients, or parameters, in a step.
+
+        Args:
+            purpose: purpose of the traffic, such as "gradients".
+        """
+        profile, sharding = self._get_profile(stage), self._config.parallel.sharding
+        comm_type = "all-gather" if purpose == "parameters" else "all-reduce" if sharding == "no_shard" else "reduce-scatter"
+        return sum(
+            self._durations.collective_time(entry.bytes, self._count_buckets(entry.bytes), self._get_group(entry.over), comm_type)
+            for entry in profile.traffic
+            if entry.what == purpose
+        )
+
+    def _get_profile(self, stage: int) -> RankProfile:
+        return self._profile_of_stage.get(stage) or self._work.profiles[-1]
+
+    def _count_buckets(self, num_bytes: int) -> float:
+        """Estimate the number of collectives that transfer `num_bytes`, from a typical bucket size of 200 MB."""
         return max(1.0, num_bytes / 2e8)
 
-    def _at_the_end(self, line: Timeline, stage: int) -> Iterator[tuple[str, float]]:
-        """What follows the last backward."""
-        parallel, kind = self._config.parallel, self._kind(stage)
-        if not self._by_layers:
-            gradients, parameters = self._state(stage, "gradients"), self._state(stage, "parameters")
-            if parallel.sharding == "optim_grads":
-                gradients = 0.0
-            backward = sum(
-                self._times[chunk, op].total
-                for chunk, ops in enumerate(self._work.ops)
-                for op in ops
-                if self._work.schedule.stage_of_chunk[chunk] == stage and op in (OpKind.BACKWARD, OpKind.INPUT_GRAD)
+    def _iter_update_times(self, timeline: Timeline, stage: int) -> Iterator[tuple[str, float]]:
+        """Yield the name and seconds of each activity of a stage after its last backward."""
+        parallel, profile = self._config.parallel, self._get_profile(stage)
+        if not self._is_fsdp:
+            grad_time, param_time = (
+                self._compute_state_comm_time(stage, "gradients"),
+                self._compute_state_comm_time(stage, "parameters"),
             )
-            forward = sum(
-                self._times[chunk, OpKind.FORWARD].total
+            if parallel.sharding == "optim_grads":
+                grad_time = 0.0
+            backward_time = sum(
+                self._op_times[chunk, op_type].total
+                for chunk, ops in enumerate(self._work.ops)
+                for op_type in ops
+                if self._work.schedule.stage_of_chunk[chunk] == stage and op_type in (OpType.BACKWARD, OpType.INPUT_GRAD)
+            )
+            forward_time = sum(
+                self._op_times[chunk, OpType.FORWARD].total
                 for chunk in range(len(self._work.ops))
                 if self._work.schedule.stage_of_chunk[chunk] == stage
             )
-            yield "gradients", self._shown(gradients, backward, parallel.overlap_grad_reduce)
-            yield "parameters", self._shown(parameters, forward, parallel.overlap_param_gather)
-        moved = updated_bytes(kind.memory)
-        yield "optimizer", self._durations.update(moved.device) + self._to_host(moved.host)
-        world = [one for one in kind.sent if one.over == "world"]
-        yield "numbers", sum(self._durations.sending(one.bytes, 1, self._ring("world")) for one in world)
+            yield "gradients", self._compute_exposed_time(grad_time, backward_time, parallel.overlap_grad_reduce)
+            yield "parameters", self._compute_exposed_time(param_time, forward_time, parallel.overlap_param_gather)
+        update_bytes = count_update_bytes(profile.memory)
+        yield "optimizer", self._durations.optimizer_time(update_bytes.device) + self._host_copy_time(update_bytes.host)
+        world_traffic = [entry for entry in profile.traffic if entry.over == "world"]
+        yield "numbers", sum(self._durations.collective_time(entry.bytes, 1, self._get_group("world")) for entry in world_traffic)
 
-    def _moves(self, stage: int, computing: float) -> float:
-        """Seconds in which a rank of a stage waits for the host's memory within the microbatches of a step: for activations that
-        computing does not hide, and for parameters that lie there, whose gradients go back."""
-        kind, parallel, microbatches = self._kind(stage), self._config.parallel, self._work.num_microbatches
-        activations = 2 * kind.to_host / self._work.share
-        crossings = 2 * microbatches if parallel.fsdp_reshard_after_forward == "always" else 1
-        crossings += 1 if parallel.fsdp_reduce_once else microbatches
-        return max(0.0, self._to_host(activations) - self._hidden * computing) + self._to_host(
-            kind.memory.parameters.host * crossings
+    def _compute_offload_time(self, stage: int, compute_time: float) -> float:
+        """Return the seconds in which a rank of a stage waits for copies between device and host within the microbatches of a step.
+
+        These are copies of activations that computation does not hide, and copies of parameters in host memory and of their
+        gradients.
+        """
+        profile, parallel, num_microbatches = self._get_profile(stage), self._config.parallel, self._work.num_microbatches
+        activation_bytes = 2 * profile.offloaded_bytes / self._work.scheduled_share
+        num_copies = 2 * num_microbatches if parallel.fsdp_reshard_after_forward == "always" else 1
+        num_copies += 1 if parallel.fsdp_reduce_once else num_microbatches
+        return max(0.0, self._host_copy_time(activation_bytes) - self._hidden_share * compute_time) + self._host_copy_time(
+            profile.memory.parameters.host * num_copies
         )
 
-    def _to_host(self, num_bytes: float) -> float:
+    def _host_copy_time(self, num_bytes: float) -> float:
         return num_bytes / (self._cluster.host_gb_s * 1e9)
 
-    def _shown(self, seconds: float, beside: float, overlaps: bool) -> float:
-        """The part of sending that computing does not hide."""
-        return seconds if not overlaps else max(0.05 * seconds, seconds - self._hidden * beside)
+    def _compute_exposed_time(self, seconds: float, compute_time: float, overlaps: bool) -> float:
+        """Return the seconds of communication that computation does not hide."""
+        return seconds if not overlaps else max(0.05 * seconds, seconds - self._hidden_share * compute_time)
 
 
-def updated_bytes(memory: StateMemory) -> Bytes:
-    """What the optimizer's step reads and writes: each number of the state once, and gradients once more for their norm."""
+def count_update_bytes(memory: StateMemory) -> Bytes:
+    """Count the bytes that the optimizer step accesses: all state is read and written, and gradients are read a second time for
+    their norm."""
     state = [memory.main_params, memory.moments, memory.averages, memory.parameters, memory.gradients]
-    device, host = sum(one.device for one in state), sum(one.host for one in state)
+    device, host = sum(sizes.device for sizes in state), sum(sizes.host for sizes in state)
     return Bytes(2 * device + memory.gradients.device, 2 * host)
 
 
-def spent_in(work: StepWork, durations: Durations) -> Spent:
-    """All operations of one microbatch, over all chunks."""
-    return added(durations.of(span.work) for ops in work.ops for span in ops.values())
+def compute_device_time(work: StepWork, durations: Durations) -> DeviceTime:
+    """Return the device time of all operations on one microbatch, summed over all model chunks."""
+    return sum_times(durations.device_time(span.work) for ops in work.ops for span in ops.values())

@@ -1,39 +1,40 @@
-"""What a step does, as a plan finds it and a prediction of its time reads it."""
+"""Work of a step. The planner counts it, and `step_time.py` predicts from it how long the step takes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron.spec.operations import OpKind, Schedule
-from megatron_lab.planner.kinds import Crossing
-from megatron_lab.planner.plan import RankKind
+from megatron.spec.operations import OpType, Schedule
+from megatron_lab.planner.kinds import CrossingMask
+from megatron_lab.planner.plan import RankProfile
 from megatron_lab.planner.storages import MemorySpan
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """What a step does on all ranks, for whoever says how long that takes."""
+    """Work of a step on all ranks: schedule, memory and traffic of its operations, and rank profiles."""
 
     schedule: Schedule
-    """Laid out for as many microbatches as show how the others go."""
+    """Pipeline schedule. It may contain fewer microbatches than a step has, if the planner is `shortened`."""
     num_microbatches: int
-    """All of a step."""
-    ops: tuple[Mapping[OpKind, MemorySpan], ...]
-    """For each chunk, what each kind of operation does and sends to ranks of its stage."""
-    message: int
+    """Number of microbatches of a step, including those that `schedule` does not contain."""
+    ops: tuple[Mapping[OpType, MemorySpan], ...]
+    """Work and communication of each operation type within its stage, for each model chunk."""
+    message_bytes: int
     """Bytes that a rank sends to the next stage for a microbatch."""
-    crossings: tuple[bool, ...]
-    """Whether messages from each stage to the next one go to another node."""
-    kinds: tuple[RankKind, ...]
-    """Those of all stages, or of the first and last of stages that look alike."""
-    share: float
-    """The share of a step's microbatches in the schedule, and in what kinds send for activations."""
+    crosses_nodes: tuple[bool, ...]
+    """Whether messages from each stage to the next stage go to another node."""
+    profiles: tuple[RankProfile, ...]
+    """Rank profiles of all stages, or of the first and last stage of each group of equal stages."""
+    scheduled_share: float
+    """Share of a step's microbatches that `schedule` contains. The activation traffic in `profiles` also covers only these
+    microbatches."""
     groups: Mapping[str, tuple[int, float]]
-    """For each group that ranks send over by its name: its ranks, and how many of them a node has."""
+    """Size and ranks per node of each process group, by the name of the group."""
 
 
-def per_node(size: int, crossing: Crossing) -> float:
-    """Ranks of a group that a node has: of a ring, one in as many sends leaves it."""
-    leaving = float(crossing.mean())
-    return size if not leaving else min(size, 1 / leaving)
+def estimate_ranks_per_node(size: int, crossings: CrossingMask) -> float:
+    """Estimate the number of a group's ranks on each node. In a ring with r ranks per node, one of r sends leaves the node."""
+    inter_node_share = float(crossings.mean())
+    return size if not inter_node_share else min(size, 1 / inter_node_share)

@@ -1,7 +1,7 @@
-"""Counts what operations on tensors without memory would take and send: the storages that they make, until the last reference to
-each is gone, and the collectives that they call.
+"""Ledger of memory and communication of operations on meta or fake tensors (shapes without data).
 
-Storages are counted, not tensors: a view costs nothing, and what several graphs save counts once.
+The ledger tracks each storage from the operation that creates it until its last reference is gone, and records collectives. It
+counts storages, not tensors: a view adds no bytes, and a tensor that several autograd graphs save counts once.
 """
 
 from __future__ import annotations
@@ -17,172 +17,183 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_lab.planner.kernel_memory import bytes_inside, gathered_bytes, resolved, scattered_bytes
-from megatron_lab.planner.known_ops import run
-from megatron_lab.planner.work import DeviceWork, WorkCounter, summed
+from megatron_lab.planner.kernel_memory import count_gathered_bytes, count_scattered_bytes, count_temporary_bytes, resolve_group
+from megatron_lab.planner.known_ops import run_op
+from megatron_lab.planner.work import DeviceWork, WorkCounter, sum_work
 
-Operation = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
+CommType = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
 
-_OPERATIONS: dict[str, tuple[Operation, int, Callable[..., int]]] = {
+_COLLECTIVES: dict[str, tuple[CommType, int, Callable[..., int]]] = {
     "c10d::allreduce_": ("all-reduce", 2, lambda tensors, *_: tensors[0].nbytes),
     "c10d::_allgather_base_": ("all-gather", 1, lambda out, *_: out.nbytes),
     "c10d::_reduce_scatter_base_": ("reduce-scatter", 1, lambda out, tensor, *_: tensor.nbytes),
     "c10d::alltoall_base_": ("all-to-all", 1, lambda out, tensor, *_: tensor.nbytes),
-    "symm_mem::fused_all_gather_matmul": ("all-gather", 1, gathered_bytes),
-    "symm_mem::fused_matmul_reduce_scatter": ("reduce-scatter", 1, scattered_bytes),
+    "symm_mem::fused_all_gather_matmul": ("all-gather", 1, count_gathered_bytes),
+    "symm_mem::fused_matmul_reduce_scatter": ("reduce-scatter", 1, count_scattered_bytes),
 }
-"""For each collective, how often the whole tensor goes round the ring, and the bytes of that."""
-_DEVICE, _SUM = torch.ops.prim.device.default, torch.ops.aten.add.Tensor
+"""For each collective: its type, the number of rounds in which the full tensor passes around the ring, and a function that
+returns the bytes of the full tensor."""
+_DEVICE_OP, _ADD_OP = torch.ops.prim.device.default, torch.ops.aten.add.Tensor
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """What one rank sends over one group by one kind of operation."""
+    """Bytes that one rank sends over one group with one communication type."""
 
-    over: str
-    """The group, named by its axes."""
-    operation: Operation
+    group: str
+    """Axes of the process group, as text."""
+    comm_type: CommType
     calls: int
     bytes: int
     peer: int | None = None
-    """The pipeline stage that receives it, if it is a message."""
+    """Receiving pipeline stage, if the transfer is a message between stages."""
 
-    def repeated(self, times: int) -> Transfer:
-        """So many of the same."""
+    def repeat(self, times: int) -> Transfer:
+        """Return the sum of `times` equal transfers."""
         return replace(self, calls=times * self.calls, bytes=times * self.bytes)
 
 
-def added(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
-    """Sum up: one entry for each group, kind of operation and peer."""
-    totals: dict[tuple[str, Operation, int | None], tuple[int, int]] = {}
-    for one in transfers:
-        calls, num_bytes = totals.get((one.over, one.operation, one.peer), (0, 0))
-        totals[one.over, one.operation, one.peer] = calls + one.calls, num_bytes + one.bytes
-    return tuple(Transfer(over, operation, *total, peer) for (over, operation, peer), total in totals.items())
+def merge_transfers(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
+    """Sum transfers by group, communication type and peer."""
+    totals: dict[tuple[str, CommType, int | None], tuple[int, int]] = {}
+    for transfer in transfers:
+        calls, num_bytes = totals.get((transfer.group, transfer.comm_type, transfer.peer), (0, 0))
+        totals[transfer.group, transfer.comm_type, transfer.peer] = calls + transfer.calls, num_bytes + transfer.bytes
+    return tuple(Transfer(group, comm_type, *total, peer) for (group, comm_type, peer), total in totals.items())
 
 
 @dataclass(frozen=True)
 class MemorySpan:
-    """What happened on a rank between two cuts of a ledger."""
+    """Memory, communication and device work of the operations between two consecutive calls of `StorageLedger.take_span`."""
 
-    peak: int
-    """The most bytes above those that were alive when it began."""
-    change: int
-    """Bytes alive at its end less those alive when it began."""
-    sent: tuple[Transfer, ...] = ()
-    """What it sent over the tensor and the context group."""
+    peak_bytes: int
+    """Peak of the live bytes (storages that exist) minus the live bytes at the start."""
+    net_bytes: int
+    """Live bytes at the end minus the live bytes at the start."""
+    transfers: tuple[Transfer, ...] = ()
+    """Communication over the tensor, context and expert groups."""
     work: DeviceWork = field(default_factory=DeviceWork)
-    """What the device did."""
+    """Work of the operations for the device, such as matrix products and memory traffic."""
 
 
-def joined(spans: Iterable[MemorySpan]) -> MemorySpan:
-    """Consecutive spans as one."""
-    peak = alive = 0
-    sent: list[Transfer] = []
+def join_spans(spans: Iterable[MemorySpan]) -> MemorySpan:
+    """Join consecutive spans into one span."""
+    peak_bytes = net_bytes = 0
+    transfers: list[Transfer] = []
     spans = list(spans)
     for span in spans:
-        peak = max(peak, alive + span.peak)
-        alive += span.change
-        sent += span.sent
-    return MemorySpan(peak, alive, added(sent), summed(span.work for span in spans))
+        peak_bytes = max(peak_bytes, net_bytes + span.peak_bytes)
+        net_bytes += span.net_bytes
+        transfers += span.transfers
+    return MemorySpan(peak_bytes, net_bytes, merge_transfers(transfers), sum_work(span.work for span in spans))
 
 
 class StorageLedger(TorchDispatchMode):
-    """While it is entered, counts the bytes of each storage from the operation that makes it until it is freed.
+    """Mode that counts the bytes of each storage from the operation that creates it until it is freed.
 
     Args:
-        groups: the only groups over which collectives may be called, each with its axis.
+        groups: (process group, name of its axes) of each group over which collectives may run.
     """
 
     def __init__(self, groups: Iterable[tuple[dist.ProcessGroup | None, str]] = ()) -> None:
         super().__init__()
-        self.alive = 0
-        self.kernels: set[str] = set()
-        """Names of operations that ran."""
+        self.live_bytes = 0
+        self.op_names: set[str] = set()
+        """Names of all operations that ran."""
         self._groups = list(groups)
-        self._known: set[int] = set()
-        self._begin = self._peak = 0
-        self._sent: list[Transfer] = []
+        self._storages: set[int] = set()
+        self._start_bytes = self._peak_bytes = 0
+        self._transfers: list[Transfer] = []
         self._work = WorkCounter()
-        self._sum: tuple[int, int] | None = None
+        self._pending_add: tuple[int, int] | None = None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: nothing is compiled while it is entered, and to skip it torch would import its whole compiler."""
+        """Return False: nothing is compiled while this mode is active, and skipping would make torch import its whole compiler."""
         return False
 
-    def cut(self) -> MemorySpan:
-        """What happened since the last cut."""
-        self._look()
-        span = MemorySpan(self._peak - self._begin, self.alive - self._begin, tuple(self._sent), self._work.take())
-        self._begin = self._peak = self.alive
-        self._sent = []
+    def take_span(self) -> MemorySpan:
+        """Return memory, communication and device work since the last call, and start a new span."""
+        self._update_peak()
+        span = MemorySpan(
+            self._peak_bytes - self._start_bytes, self.live_bytes - self._start_bytes, tuple(self._transfers), self._work.take()
+        )
+        self._start_bytes = self._peak_bytes = self.live_bytes
+        self._transfers = []
         return span
 
     @contextlib.contextmanager
-    def repeated(self, times: int) -> Iterator[None]:
-        """What happens while it is entered counts so many times. It must leave as much memory as it found."""
-        sent, work, alive = self._sent, self._work.take(), self.alive
-        self._sent = []
+    def repeat(self, times: int) -> Iterator[None]:
+        """Return a context in which each operation counts `times` times, to represent a loop by its first iteration.
+
+        The operations must leave the live memory unchanged.
+        """
+        transfers, work, live_bytes = self._transfers, self._work.take(), self.live_bytes
+        self._transfers = []
         yield
-        assert self.alive == alive, "a turn of a loop keeps memory, so the next one does not begin as it did"
-        self._sent = [*sent, *(one.repeated(times) for one in self._sent)]
-        self._work.begin_with(summed([work, self._work.take().repeated(times)]))
+        assert self.live_bytes == live_bytes, "an iteration of a repeated loop changed the live memory, so iterations are not equal"
+        self._transfers = [*transfers, *(transfer.repeat(times) for transfer in self._transfers)]
+        self._work.reset(sum_work([work, self._work.take().repeat(times)]))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operation."""
-        self._look()
-        if func is _DEVICE:
+        """Run an operation on meta or fake tensors, and record its storages, temporary memory, device work and communication."""
+        self._update_peak()
+        if func is _DEVICE_OP:
             return args[0].device
-        out = run(func, args, kwargs or {})
-        self.kernels.add(func.name())
-        self._work.note(func, args, kwargs or {}, out)
+        out = run_op(func, args, kwargs or {})
+        self.op_names.add(func.name())
+        self._work.record(func, args, kwargs or {}, out)
         if func.namespace in ("c10d", "symm_mem") and func.name() != "c10d::recv_":
-            self._sent.append(self._transfer(func.name(), args))
+            self._transfers.append(self._build_transfer(func.name(), args))
         for tensor in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
-                self._enter(tensor.untyped_storage())
-        if func is _SUM and not torch.is_grad_enabled():
-            # Autograd adds in place to a gradient that nobody else holds, but not while a mode like this one looks on.
-            self._sum = (args[0].untyped_storage()._cdata, self.alive)
+                self._add_storage(tensor.untyped_storage())
+        if func is _ADD_OP and not torch.is_grad_enabled():
+            # Without a dispatch mode, autograd adds in place to a gradient that has no other reference. So the new tensor counts
+            # only if the first summand is still alive when the next operation starts.
+            self._pending_add = (args[0].untyped_storage()._cdata, self.live_bytes)
         else:
-            self._peak = max(self._peak, self.alive + bytes_inside(func, args, kwargs or {}))
+            self._peak_bytes = max(self._peak_bytes, self.live_bytes + count_temporary_bytes(func, args, kwargs or {}))
         return out
 
-    def _look(self) -> None:
-        """Between two operations: what the one before dropped is freed by now."""
-        if self._sum is not None:
-            summand, alive = self._sum
-            self._sum = None
-            if summand in self._known:
-                self._peak = max(self._peak, alive)
-        self._peak = max(self._peak, self.alive)
+    def _update_peak(self) -> None:
+        """Update the peak of live bytes between two operations, when the tensors that the last operation released have been
+        freed."""
+        if self._pending_add is not None:
+            summand, live_bytes = self._pending_add
+            self._pending_add = None
+            if summand in self._storages:
+                self._peak_bytes = max(self._peak_bytes, live_bytes)
+        self._peak_bytes = max(self._peak_bytes, self.live_bytes)
 
-    def _enter(self, storage: torch.UntypedStorage) -> None:
+    def _add_storage(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key not in self._known:
-            self._known.add(key)
-            self.alive += storage.nbytes()
-            weakref.finalize(storage, self._leave, key, storage.nbytes())
+        if key not in self._storages:
+            self._storages.add(key)
+            self.live_bytes += storage.nbytes()
+            weakref.finalize(storage, self._remove_storage, key, storage.nbytes())
 
-    def _leave(self, key: int, num_bytes: int) -> None:
-        self._known.discard(key)
-        self.alive -= num_bytes
+    def _remove_storage(self, key: int, num_bytes: int) -> None:
+        self._storages.discard(key)
+        self.live_bytes -= num_bytes
 
-    def _transfer(self, name: str, args: Any) -> Transfer:
-        """What this rank sends: a message, or in a collective of a ring of n ranks (n - 1)/n of the whole tensor each time it goes
-        round.
+    def _build_transfer(self, name: str, args: Any) -> Transfer:
+        """Return the bytes that this rank sends in a message or collective, with their process group.
+
+        A ring collective has rounds. In each round, a rank of a ring of n ranks sends (n - 1)/n of the full tensor.
 
         Raises:
-            NotImplementedError: no layer of a model has used this collective so far.
+            NotImplementedError: the ledger does not support this collective, because no layer has used it so far.
         """
-        if name not in (*_OPERATIONS, "c10d::send"):
-            raise NotImplementedError(f"what {name} sends is not known")
+        if name not in (*_COLLECTIVES, "c10d::send"):
+            raise NotImplementedError(
+                f"the planner does not know how many bytes {name} sends. Add it to _COLLECTIVES in storages.py"
+            )
         boxed = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
-        group = resolved(args[-1]) if boxed is None else dist.ProcessGroup.unbox(boxed)
-        over = next((axis for known, axis in self._groups if known == group), None)
-        assert over is not None, "a layer communicates outside of its tensor and context groups"
+        group = resolve_group(args[-1]) if boxed is None else dist.ProcessGroup.unbox(boxed)
+        axis = next((group_axis for candidate, group_axis in self._groups if candidate == group), None)
+        assert axis is not None, "a layer communicates outside of the groups of the ledger"
         if name == "c10d::send":
-            return Transfer(over, "send", 1, args[0][0].nbytes)
-        operation, rounds, whole = _OPERATIONS[name]
-        return Transfer(over, operation, 1, rounds * (group.size() - 1) * whole(*args) // group.size())
+            return Transfer(axis, "send", 1, args[0][0].nbytes)
+        comm_type, num_rounds, count_bytes = _COLLECTIVES[name]
+        return Transfer(axis, comm_type, 1, num_rounds * (group.size() - 1) * count_bytes(*args) // group.size())

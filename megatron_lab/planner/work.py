@@ -1,7 +1,7 @@
-"""What operations on tensors would have a device do: products with their shapes, attention, bytes that go through memory, kernels.
+"""Device work of tensor operations: shapes of matrix products, attention calls, memory traffic, and number of kernels.
 
-It is read off the operations themselves as a plan runs them on tensors without memory, so there is no second list of what a layer
-computes. How long it takes on a device is `durations.py`.
+The work is recorded from the operations that a plan runs on meta or fake tensors, so layers need no second description of their
+computation. `durations.py` predicts how long the work takes on a device.
 """
 
 from __future__ import annotations
@@ -15,151 +15,170 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
-from megatron.spec.counts import attended
-from megatron_lab.planner.kernel_memory import resolved
+from megatron.spec.counts import count_attended_pairs
+from megatron_lab.planner.kernel_memory import resolve_group
 
 
-class MatrixProduct(NamedTuple):
-    """`batch` products of [m, k] and [k, n]."""
+class Gemm(NamedTuple):
+    """`batch` matrix products of [m, k] and [k, n]."""
 
     batch: int
     m: int
     n: int
     k: int
     dtype: str
-    """Dtype of the factors, as torch names it: bfloat16."""
+    """Dtype of the input matrices as torch names it, such as "bfloat16"."""
 
     @property
     def flops(self) -> int:
-        """Two for each multiply-add."""
+        """FLOPs: two for each multiply-add."""
         return 2 * self.batch * self.m * self.n * self.k
 
 
 class AttentionWork(NamedTuple):
-    """Scores of queries and keys, their softmax, and its product with values; or the gradients of these."""
+    """Attention core (scores of queries and keys, softmax, product with the values), or its backward."""
 
-    pairs: int
-    """Pairs of a query and a key that count, of all heads and sequences; half of the square where attention is causal."""
-    channels: int
-    """Those of a query head and a value head together."""
-    length: int
+    num_pairs: int
+    """Number of query-key pairs, over all heads and sequences. Causal attention has half of the square of the sequence
+    length."""
+    num_channels: int
+    """Size of a query head plus size of a value head."""
+    seq_length: int
     """Tokens of a sequence."""
     backward: bool
     dtype: str
 
     @property
     def flops(self) -> int:
-        """Two products forward. Backward has four for gradients; the fifth, of scores that it makes again, is in the device's
-        rate."""
-        return (4 if self.backward else 2) * self.pairs * self.channels
+        """FLOPs of two matrix products in forward and of four gradient products in backward.
+
+        The fifth product of the backward, which recomputes the scores, is not counted; the measured rate of the device accounts for
+        it.
+        """
+        return (4 if self.backward else 2) * self.num_pairs * self.num_channels
 
 
 @dataclass(frozen=True)
 class DeviceWork:
-    """What some operations do, on one rank."""
+    """Work of several operations on the device of one rank: matrix products, attention, memory traffic and kernel launches."""
 
-    products: Counter[MatrixProduct] = field(default_factory=Counter)
+    gemms: Counter[Gemm] = field(default_factory=Counter)
     attention: Counter[AttentionWork] = field(default_factory=Counter)
-    moved: int = 0
-    """Bytes that all other kernels read and write."""
-    kernels: int = 0
-    """How many kernels are launched, those of products and attention too."""
+    memory_bytes: int = 0
+    """Bytes that all kernels except matrix products and attention read and write."""
+    num_kernels: int = 0
+    """Number of kernel launches, including matrix products and attention."""
 
     @property
     def flops(self) -> int:
-        """FLOPs of products and attention."""
-        return sum(times * one.flops for some in (self.products, self.attention) for one, times in some.items())
+        """FLOPs of matrix products and attention."""
+        return sum(count * operation.flops for counter in (self.gemms, self.attention) for operation, count in counter.items())
 
-    def repeated(self, times: int) -> DeviceWork:
-        """So often the same."""
-        products = Counter({one: times * n for one, n in self.products.items()})
-        attention = Counter({one: times * n for one, n in self.attention.items()})
-        return DeviceWork(products, attention, times * self.moved, times * self.kernels)
+    def repeat(self, times: int) -> DeviceWork:
+        """Return the sum of `times` equal works."""
+        gemms = Counter({gemm: times * n for gemm, n in self.gemms.items()})
+        attention = Counter({call: times * n for call, n in self.attention.items()})
+        return DeviceWork(gemms, attention, times * self.memory_bytes, times * self.num_kernels)
 
 
-def summed(works: Iterable[DeviceWork]) -> DeviceWork:
-    """Works one after the other."""
-    products, attention = Counter[MatrixProduct](), Counter[AttentionWork]()
-    moved = kernels = 0
+def sum_work(works: Iterable[DeviceWork]) -> DeviceWork:
+    """Return the sum of several works."""
+    gemms, attention = Counter[Gemm](), Counter[AttentionWork]()
+    memory_bytes = num_kernels = 0
     for work in works:
-        products.update(work.products)
+        gemms.update(work.gemms)
         attention.update(work.attention)
-        moved, kernels = moved + work.moved, kernels + work.kernels
-    return DeviceWork(products, attention, moved, kernels)
+        memory_bytes, num_kernels = memory_bytes + work.memory_bytes, num_kernels + work.num_kernels
+    return DeviceWork(gemms, attention, memory_bytes, num_kernels)
 
 
 class WorkCounter:
-    """Adds up the work of operations."""
+    """Counts the work that operations would be for a device (matrix products, attention, memory traffic, kernels), while they run
+    on meta or fake tensors."""
 
     def __init__(self) -> None:
-        self.begin_with(DeviceWork())
+        self.reset(DeviceWork())
 
-    def begin_with(self, work: DeviceWork) -> None:
-        """Count on from what was done before."""
-        self._products, self._attention, self._moved, self._kernels = work.products, work.attention, work.moved, work.kernels
+    def reset(self, work: DeviceWork) -> None:
+        """Set the counted work to `work` and continue counting."""
+        self._gemms, self._attention, self._memory_bytes, self._num_kernels = (
+            work.gemms,
+            work.attention,
+            work.memory_bytes,
+            work.num_kernels,
+        )
 
     def take(self) -> DeviceWork:
-        """What was noted since the last time."""
-        taken = DeviceWork(self._products, self._attention, self._moved, self._kernels)
-        self.begin_with(DeviceWork())
-        return taken
+        """Return the work since the last call, and start counting from zero."""
+        work = DeviceWork(self._gemms, self._attention, self._memory_bytes, self._num_kernels)
+        self.reset(DeviceWork())
+        return work
 
-    def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Note an operation of torch that has run."""
-        if func.namespace in _NOT_KERNELS or func.is_view:
+    def record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Add the work of a torch operation that has run.
+
+        Args:
+            func: operation as `__torch_dispatch__` gets it, called with `args` and `kwargs`.
+            out: output of the operation.
+        """
+        if func.namespace in _NAMESPACES_WITHOUT_KERNELS or func.is_view:
             return
         name = func.name().split("::")[1].split(".")[0]
-        if name in _WITH_SENDING:
-            self._products.update(_WITH_SENDING[name](*args))
+        if name in _FUSED_COMM_GEMMS:
+            self._gemms.update(_FUSED_COMM_GEMMS[name](*args))
             return
-        if name in _WITHOUT_KERNEL:
+        if name in _OPS_WITHOUT_KERNEL:
             return
-        self._kernels += 1
-        if name in _FACTORS:
-            first = _FACTORS[name]
-            self._products[_product(args[first], args[first + 1], out)] += 1
+        self._num_kernels += 1
+        if name in _GEMM_OPERANDS:
+            first = _GEMM_OPERANDS[name]
+            self._gemms[_build_gemm(args[first], args[first + 1], out)] += 1
         elif "attention" in name or "_attn" in name:
-            bound = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
-            self._attention[_attention(name, bound)] += 1
+            named_args = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+            self._attention[_build_attention_work(name, named_args)] += 1
         else:
-            self._moved += _moved(name, args, kwargs, out)
+            self._memory_bytes += _count_memory_bytes(name, args, kwargs, out)
 
 
-_NOT_KERNELS = ("prim", "c10d")
-_WITHOUT_KERNEL = frozenset(
+_NAMESPACES_WITHOUT_KERNELS = ("prim", "c10d")
+_OPS_WITHOUT_KERNEL = frozenset(
     ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "promote_types", "lift_fresh", "alias", "detach")
     + ("_unsafe_view", "_local_scalar_dense", "set_", "resize_")
 )
-_FACTORS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1, "_scaled_mm": 0, "_grouped_mm": 0}
-_FACTORS |= {"_scaled_grouped_mm": 0}
-"""Operations that multiply matrices, with the place of the first factor among their arguments."""
-_BY_ROWS = frozenset(
+_GEMM_OPERANDS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1, "_scaled_mm": 0, "_grouped_mm": 0}
+_GEMM_OPERANDS |= {"_scaled_grouped_mm": 0}
+"""Operations that multiply matrices, with the position of the first factor among their arguments."""
+_INDEXED_OPS = frozenset(
     ("embedding", "index_select", "index", "gather", "index_put_", "_index_put_impl_", "index_copy_", "scatter_add_")
 )
-"""Operations that touch no more of a large tensor than they have indices for."""
+"""Operations that access only the indexed rows of a large tensor."""
 
 
-def _gathered_products(x: torch.Tensor, matrices: list[torch.Tensor], dim: int, group: str, *_: Any) -> Iterator[MatrixProduct]:
-    """Those of what all ranks of a group have."""
-    size = resolved(group).size()
-    for product in (_product(x.flatten(0, -2), matrix) for matrix in matrices):
-        yield product._replace(m=product.m * size)
+def _iter_all_gather_gemms(x: torch.Tensor, matrices: list[torch.Tensor], dim: int, group: str, *_: Any) -> Iterator[Gemm]:
+    """Yield the matrix products of a fused all-gather and matrix product, whose input is gathered from all ranks of the process
+    group."""
+    size = resolve_group(group).size()
+    for gemm in (_build_gemm(x.flatten(0, -2), matrix) for matrix in matrices):
+        yield gemm._replace(m=gemm.m * size)
 
 
-def _scattered_product(x: torch.Tensor, matrix: torch.Tensor, *_: Any) -> Iterator[MatrixProduct]:
-    yield _product(x.flatten(0, -2), matrix)
+def _iter_reduce_scatter_gemms(x: torch.Tensor, matrix: torch.Tensor, *_: Any) -> Iterator[Gemm]:
+    yield _build_gemm(x.flatten(0, -2), matrix)
 
 
-_WITH_SENDING: dict[str, Callable[..., Iterator[MatrixProduct]]] = {
-    "fused_all_gather_matmul": _gathered_products,
-    "fused_matmul_reduce_scatter": _scattered_product,
+_FUSED_COMM_GEMMS: dict[str, Callable[..., Iterator[Gemm]]] = {
+    "fused_all_gather_matmul": _iter_all_gather_gemms,
+    "fused_matmul_reduce_scatter": _iter_reduce_scatter_gemms,
 }
-"""Products that go along with what ranks send."""
+"""Matrix products that are fused with communication."""
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> MatrixProduct:
-    """The product of [m, k] and [k, n], with a batch in front, or grouped: rows of one are divided among several of the other, or
-    what is summed over is divided among several results."""
+def _build_gemm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> Gemm:
+    """Return the sizes of a matrix product of [m, k] and [k, n], which may be batched or grouped.
+
+    In a grouped product, the rows of `a` are divided among several matrices `b`, or the summed dimension k is divided among several
+    outputs.
+    """
     groups, m, n, k = 1, a.shape[-2], b.shape[-1], a.shape[-1]
     if a.dim() == b.dim() == 3:
         groups = a.shape[0]
@@ -167,56 +186,68 @@ def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) 
         groups, m = b.shape[0], -(-m // b.shape[0])
     elif out is not None and out.dim() == 3:
         groups, k = out.shape[0], -(-k // out.shape[0])
-    return MatrixProduct(groups, m, n, k, _dtype(a))
+    return Gemm(groups, m, n, k, _get_dtype_name(a))
 
 
-def _attention(name: str, bound: dict[str, Any]) -> AttentionWork:
-    """A kernel of torch: of sequences [b, heads, s, d] or [b, s, heads, d], or of documents end to end [t, heads, d]."""
-    q, k, v = (bound[word] for word in ("query", "key", "value"))
-    heads, length, keys = (-3, -2, -2) if name.startswith("_scaled") else (-2, -3, -3)
-    heads, length, keys = q.shape[heads], q.shape[length], k.shape[keys]
-    batch = q.shape[0] if q.dim() == 4 else 1
-    bounds = bound.get("cu_seq_q")
-    if bounds is not None:
-        batch = max(1, bounds.shape[0] - 1)
-        length, keys = length // batch, keys // batch
-    pairs = length * keys
-    if bound.get("is_causal"):
-        window = (bound.get("window_size") or [bound.get("window_size_left")])[0]
-        pairs = attended(length, None if window is None or window < 0 else window) // 2 if length == keys else pairs // 2
+def _build_attention_work(name: str, named_args: dict[str, Any]) -> AttentionWork:
+    """Return the work of a call of an attention kernel.
+
+    The tensors have the shape [b, heads, s, d] or [b, s, heads, d] (b sequences of s tokens, head size d), or [t, heads, d] for
+    packed documents with t tokens in total.
+    """
+    q, k, v = (named_args[arg_name] for arg_name in ("query", "key", "value"))
+    num_heads, seq_length, kv_length = (-3, -2, -2) if name.startswith("_scaled") else (-2, -3, -3)
+    num_heads, seq_length, kv_length = q.shape[num_heads], q.shape[seq_length], k.shape[kv_length]
+    batch_size = q.shape[0] if q.dim() == 4 else 1
+    cu_seqlens = named_args.get("cu_seq_q")
+    if cu_seqlens is not None:
+        batch_size = max(1, cu_seqlens.shape[0] - 1)
+        seq_length, kv_length = seq_length // batch_size, kv_length // batch_size
+    num_pairs = seq_length * kv_length
+    if named_args.get("is_causal"):
+        window = (named_args.get("window_size") or [named_args.get("window_size_left")])[0]
+        num_pairs = (
+            count_attended_pairs(seq_length, None if window is None or window < 0 else window) // 2
+            if seq_length == kv_length
+            else num_pairs // 2
+        )
     return AttentionWork(
-        batch * heads * pairs, q.shape[-1] + v.shape[-1], length, "grad_out" in bound or "grad_out_" in bound, _dtype(q)
+        batch_size * num_heads * num_pairs,
+        q.shape[-1] + v.shape[-1],
+        seq_length,
+        "grad_out" in named_args or "grad_out_" in named_args,
+        _get_dtype_name(q),
     )
 
 
-def _dtype(tensor: torch.Tensor) -> str:
+def _get_dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _moved(name: str, args: Any, kwargs: Any, out: Any) -> int:
-    """Bytes that a kernel reads and writes: its tensors once each."""
-    inputs, outputs = list(_tensors((*args, *kwargs.values()))), list(_tensors((out,)))
-    if name in _BY_ROWS:
-        rows = min((_bytes(one) for one in (*inputs, *outputs) if one.is_floating_point()), default=0)
-        return 2 * rows
-    known = {id(one) for one in inputs}
+def _count_memory_bytes(name: str, args: Any, kwargs: Any, out: Any) -> int:
+    """Return the bytes that a kernel reads and writes. Each tensor among its arguments and outputs is counted once."""
+    inputs, outputs = list(_iter_tensors((*args, *kwargs.values()))), list(_iter_tensors((out,)))
+    if name in _INDEXED_OPS:
+        row_bytes = min((_count_storage_bytes(t) for t in (*inputs, *outputs) if t.is_floating_point()), default=0)
+        return 2 * row_bytes
+    input_ids = {id(t) for t in inputs}
     return (
-        sum(_bytes(one) for one in inputs)
-        + sum(_bytes(one) for one in outputs if id(one) not in known)
-        + (_bytes(outputs[0]) if name.endswith("_") and outputs else 0)
+        sum(_count_storage_bytes(t) for t in inputs)
+        + sum(_count_storage_bytes(t) for t in outputs if id(t) not in input_ids)
+        + (_count_storage_bytes(outputs[0]) if name.endswith("_") and outputs else 0)
     )
 
 
-def _tensors(some: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Return the tensors among some values, and those in lists, tuples and dictionaries among them."""
-    for one in some:
-        if isinstance(one, torch.Tensor):
-            yield one
-        elif isinstance(one, list | tuple | dict):
-            yield from (leaf for leaf in tree_leaves(one) if isinstance(leaf, torch.Tensor))
+def _iter_tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among an operation's arguments or outputs, including those in lists, tuples and dictionaries."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple | dict):
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
-def _bytes(tensor: torch.Tensor) -> int:
-    """Those that it stands on: where one number is read many times, it is read once."""
+def _count_storage_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's distinct elements: a broadcast element is read once."""
     numel = math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return int(numel) * tensor.itemsize
