@@ -1,4 +1,5 @@
-"""Finds the settings with which a difference comes and goes: it runs parts of the layout, as far as the time allows."""
+"""Search for the settings that must be on for a layout to differ from the reference run: the layout runs with single axes, or
+without single features (optional settings such as a sharding strategy), as far as the time allows."""
 
 from __future__ import annotations
 
@@ -11,18 +12,18 @@ from typing import Any
 
 from megatron.config.checks.finding import change
 from megatron.config.config import Config
-from megatron.config.rules import violations
-from megatron_lab.proofs.small_layout import NO_SPLIT, sizes_of
+from megatron.config.rules import find_violations
+from megatron_lab.proofs.small_layout import DEFAULT_SPLIT, get_axis_sizes
 from megatron_lab.verification.diagnosis import diagnose
 from megatron_lab.verification.local_ranks import RanksError
 from megatron_lab.verification.observation import Observation
 
 Prove = Callable[..., Observation]
-"""Observes a run of settings with a number of ranks; with `dropout=False` the model's probabilities of dropout are 0."""
+"""Function that observes a run of settings with a number of ranks. With `dropout=False` the dropout probabilities are 0."""
 
-_ONE_TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 1, "sequence_parallel": False, "tp_comm_overlap": False}
-_ONE_CONTEXT: dict[str, Any] = {"context_parallel_size": 1, "cp_comm_type": ()}
-_ONE_STAGE: dict[str, Any] = {**NO_SPLIT, "pipeline_model_parallel_size": 1, "pipeline_schedule": None}
+_TENSOR_SIZE_1: dict[str, Any] = {"tensor_model_parallel_size": 1, "sequence_parallel": False, "tp_comm_overlap": False}
+_CONTEXT_SIZE_1: dict[str, Any] = {"context_parallel_size": 1, "cp_comm_type": ()}
+_PIPELINE_SIZE_1: dict[str, Any] = {**DEFAULT_SPLIT, "pipeline_model_parallel_size": 1, "pipeline_schedule": None}
 _UNSHARDED: dict[str, Any] = {
     "data_parallel_sharding_strategy": "no_shard",
     "use_distributed_optimizer": False,
@@ -32,7 +33,7 @@ _UNSHARDED: dict[str, Any] = {
     "fsdp_params_cpu": False,
     "overlap_param_gather": False,
 }
-_LEFT_OUT: dict[str, dict[str, Any]] = {
+_REMOVABLE_FEATURES: dict[str, dict[str, Any]] = {
     "--cp-comm-type (all layers gather)": {"cp_comm_type": ("all_gather",)},
     "--sequence-parallel": {"sequence_parallel": False, "tp_comm_overlap": False},
     "--tp-comm-overlap": {"tp_comm_overlap": False},
@@ -61,111 +62,145 @@ _LEFT_OUT: dict[str, dict[str, Any]] = {
     "--optimizer-cpu-offload": {"optimizer_cpu_offload": False},
     "the tied embedding (--untie-embeddings-and-output-weights)": {"untie_embeddings_and_output_weights": True},
 }
-"""What can be left out by itself, in words, and the settings without it."""
+"""Settings that switch a feature off, by the description of the feature."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Settings to run in place of those that differ."""
+    """Changed settings that are run to see whether the run still differs from the reference run."""
 
-    words: str
-    """What is kept, or left out, in words."""
+    description: str
+    """Axis or feature (optional setting) that the variant keeps or removes, as text."""
     config: Config
     world_size: int
     dropout: bool = True
 
 
-def isolate(config: Config, world_size: int, prove: Prove, *, seconds: float) -> list[str]:
-    """A line for each run with less of the layout: whether the difference is still there. The most informative runs come first.
+def isolate(config: Config, world_size: int, prove: Prove, *, max_seconds: float) -> list[str]:
+    """Run variants of the layout with fewer axes or features, and describe for each whether it still differs from the reference
+    run.
 
     Args:
-        config: settings that differ from one process, or fail.
-        seconds: no further run is begun after this time.
+        config: settings whose run differs from the reference run, or fails.
+        prove: function that runs settings and compares them with the reference.
+        max_seconds: seconds after which no further run starts.
+
+    Returns:
+        A line for each run. The most informative runs come first.
     """
     started = time.monotonic()
-    bad, good = "stays without", "goes away without"
-    alone, waiting = one_process(config, world_size), [*axes_alone(config, world_size)]
-    num_axes = len(waiting)
-    found: list[tuple[int, str]] = []
-    if alone is not None and (differs := _outcome(alone, prove)):
-        text = f"it comes in one process too ({differs}): it is the model's code or the training step, not the layout"
-        found.append((0, text))
-        config, world_size, num_axes, waiting = alone.config, 1, 0, []
-        bad, good = "stays there without", "goes away there without"
-    for number, variant in enumerate([*waiting, *without_each(config, world_size)]):
-        if time.monotonic() - started > seconds:
-            found.append((5, f"no time was left to try it with and without the rest ({seconds:g} s)"))
+    still_text, gone_text = "stays without", "goes away without"
+    single_process, variants = build_single_process_variant(config, world_size), [*iter_single_axis_variants(config, world_size)]
+    num_single_axis = len(variants)
+    ranked_lines: list[tuple[int, str]] = []
+    if single_process is not None and (outcome := _run_variant(single_process, prove)):
+        text = f"it occurs in one process too ({outcome}): the cause is the model's code or the training step, not the layout"
+        ranked_lines.append((0, text))
+        config, world_size, num_single_axis, variants = single_process.config, 1, 0, []
+        still_text, gone_text = "stays there without", "goes away there without"
+    for index, variant in enumerate([*variants, *iter_reduced_variants(config, world_size)]):
+        if time.monotonic() - started > max_seconds:
+            ranked_lines.append((5, f"no time was left to try the remaining axes and settings ({max_seconds:g} s)"))
             break
-        differs = _outcome(variant, prove)
-        told = f" {variant.words}" + (f" ({differs})" if differs else "")
-        if number < num_axes:
-            found.append((1, "comes with" + told) if differs else (3, "does not come with" + told))
+        outcome = _run_variant(variant, prove)
+        result = f" {variant.description}" + (f" ({outcome})" if outcome else "")
+        if index < num_single_axis:
+            ranked_lines.append((1, "comes with" + result) if outcome else (3, "does not come with" + result))
         else:
-            found.append((4, bad + told) if differs else (2, good + told))
-    return [line for _, line in sorted(found, key=lambda each: each[0])]
+            ranked_lines.append((4, still_text + result) if outcome else (2, gone_text + result))
+    return [line for _, line in sorted(ranked_lines, key=lambda ranked_line: ranked_line[0])]
 
 
-def one_process(config: Config, world_size: int) -> Variant | None:
-    """The settings in one process. If these differ too, the layout is not the cause. None if they are so already, or cannot be."""
-    return _variant("one rank", config, world_size, _ONE_TENSOR | _ONE_CONTEXT | _ONE_STAGE | _UNSHARDED, 1)
+def build_single_process_variant(config: Config, world_size: int) -> Variant | None:
+    """Build the settings of one process. If its run differs too, the layout is not the cause.
+
+    Returns:
+        The variant, or None if the settings are those of one process already or are not valid in one process.
+    """
+    return _build_variant("one rank", config, world_size, _TENSOR_SIZE_1 | _CONTEXT_SIZE_1 | _PIPELINE_SIZE_1 | _UNSHARDED, 1)
 
 
-def axes_alone(config: Config, world_size: int) -> Iterator[Variant]:
-    """Each axis by itself, if there are several."""
-    sizes = sizes_of(config, world_size)
-    one = {"tensor": _ONE_TENSOR, "context": _ONE_CONTEXT, "pipeline": _ONE_STAGE, "data": _UNSHARDED}
-    axes = []
+def iter_single_axis_variants(config: Config, world_size: int) -> Iterator[Variant]:
+    """Yield, for each axis with a size above 1, a variant in which all other axes have size 1.
+
+    Yields nothing if only one axis has a size above 1.
+    """
+    sizes = get_axis_sizes(config, world_size)
+    fields_of_size_1 = {"tensor": _TENSOR_SIZE_1, "context": _CONTEXT_SIZE_1, "pipeline": _PIPELINE_SIZE_1, "data": _UNSHARDED}
+    candidates = []
     for axis, size, flag in (
         ("tensor", sizes.tp, "--tensor-model-parallel-size"),
         ("context", sizes.cp, "--context-parallel-size"),
         ("pipeline", sizes.pp, "--pipeline-model-parallel-size"),
         ("data", sizes.dp, "data size"),
     ):
-        others = [other for other in one if other != axis and (other != "context" or sizes.cp > 1)]
-        words = f"{flag} {size} alone ({', '.join(others[:-1])} and {others[-1]} size 1)" if len(others) > 2 else ""
-        words = words or f"{flag} {size} alone ({' and '.join(others)} size 1)"
-        axes.append((size, words, functools.reduce(operator.or_, (one[other] for other in one if other != axis))))
-    several = [axis for axis in axes if axis[0] > 1]
-    for size, words, fields in several if len(several) > 1 else ():
-        if (variant := _variant(words, config, world_size, fields, size)) is not None:
+        other_axes = [
+            other_axis for other_axis in fields_of_size_1 if other_axis != axis and (other_axis != "context" or sizes.cp > 1)
+        ]
+        description = (
+            f"{flag} {size} alone ({', '.join(other_axes[:-1])} and {other_axes[-1]} size 1)" if len(other_axes) > 2 else ""
+        )
+        description = description or f"{flag} {size} alone ({' and '.join(other_axes)} size 1)"
+        candidates.append(
+            (
+                size,
+                description,
+                functools.reduce(
+                    operator.or_, (fields_of_size_1[other_axis] for other_axis in fields_of_size_1 if other_axis != axis)
+                ),
+            )
+        )
+    parallel_axes = [axis for axis in candidates if axis[0] > 1]
+    for size, description, fields in parallel_axes if len(parallel_axes) > 1 else ():
+        if (variant := _build_variant(description, config, world_size, fields, size)) is not None:
             yield variant
 
 
-def without_each(config: Config, world_size: int) -> Iterator[Variant]:
-    """The whole layout with one thing left out at a time."""
+def iter_reduced_variants(config: Config, world_size: int) -> Iterator[Variant]:
+    """Yield variants (changed settings) of the full layout, each without one feature."""
     parallel = config.parallel
     yield Variant("dropout", config, world_size, dropout=False)
     same_size = {"pipeline_model_parallel_size": parallel.pipeline_model_parallel_size}
-    left_out = {
-        **_LEFT_OUT,
-        "accumulation (one microbatch a data rank)": {"global_batch_size": _one_microbatch(config, world_size)},
-        f"--pipeline-schedule {parallel.schedule} and everything about the split": _ONE_STAGE | same_size,
+    removable_features = {
+        **_REMOVABLE_FEATURES,
+        "gradient accumulation (one microbatch per data rank)": {
+            "global_batch_size": _get_single_microbatch_size(config, world_size)
+        },
+        f"--pipeline-schedule {parallel.schedule} and all settings of the split into stages": _PIPELINE_SIZE_1 | same_size,
     }
-    for words, fields in left_out.items():
-        if (variant := _variant(words.format(parallel=parallel), config, world_size, fields, world_size)) is not None:
+    for description, fields in removable_features.items():
+        if (variant := _build_variant(description.format(parallel=parallel), config, world_size, fields, world_size)) is not None:
             yield variant
 
 
-def _outcome(variant: Variant, prove: Prove) -> str:
-    """The result of a run in a few words; empty if all is equal."""
+def _run_variant(variant: Variant, prove: Prove) -> str:
+    """Run a variant and describe its first difference from the reference run. Returns an empty string if the runs are equal."""
     try:
-        found = diagnose(prove(variant.config, variant.world_size, dropout=variant.dropout))
+        diagnosis = diagnose(prove(variant.config, variant.world_size, dropout=variant.dropout))
     except RanksError:
         return "the run fails"
-    return "" if found.equal else f"{found.findings[0].kind} of {found.findings[0].place}"
+    return "" if diagnosis.equal else f"{diagnosis.findings[0].kind} of {diagnosis.findings[0].place}"
 
 
-def _one_microbatch(config: Config, world_size: int) -> int:
-    return config.training.micro_batch_size * sizes_of(config, world_size).dp
+def _get_single_microbatch_size(config: Config, world_size: int) -> int:
+    return config.training.micro_batch_size * get_axis_sizes(config, world_size).dp
 
 
-def _variant(words: str, config: Config, world_size: int, fields: dict[str, Any], ranks: int) -> Variant | None:
-    """The settings with other values. None if they have these already, or are not valid then.
+def _build_variant(description: str, config: Config, world_size: int, fields: dict[str, Any], num_ranks: int) -> Variant | None:
+    """Build a variant: the settings with other values of some fields.
 
-    The global batch is given as a number, so that it stays when the data size changes.
+    The global batch size is set explicitly, so that it does not change with the number of data ranks.
+
+    Args:
+        description: text that names the variant in the report.
+        fields: new values by the names of the settings.
+        num_ranks: number of ranks of the variant.
+
+    Returns:
+        The variant, or None if the settings have these values already or are not valid with them.
     """
-    batch = config.training.final_batch_size(sizes_of(config, world_size).dp)
-    fixed, less = (
-        change(**{"global_batch_size": batch, **more}).apply(config, world_size)[0] for more in (dict[str, Any](), fields)
+    batch = config.training.final_batch_size(get_axis_sizes(config, world_size).dp)
+    baseline, reduced = (
+        change(**{"global_batch_size": batch, **changes}).apply(config, world_size)[0] for changes in (dict[str, Any](), fields)
     )
-    return None if less == fixed or violations(less, ranks) else Variant(words, less, ranks)
+    return None if reduced == baseline or find_violations(reduced, num_ranks) else Variant(description, reduced, num_ranks)

@@ -1,6 +1,6 @@
-"""Makes settings of any size so small that they run here in seconds, and still show what the layout does.
+"""Reduce settings of any size to small ones that run on this machine in seconds and still test the layout.
 
-What a setting chooses (schedule, strategy, norms, ...) stays; numbers become small in the same proportions.
+Choices (schedule, sharding strategy, norms, ...) do not change. Sizes are reduced in proportion.
 """
 
 from __future__ import annotations
@@ -9,192 +9,225 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from megatron.config.checks.finding import is_changed, shown, value_of
+from megatron.config.checks.finding import format_setting, get_value, is_set
 from megatron.config.config import Config
 from megatron.config.data import DataConfig
 from megatron.config.flags import flags
 from megatron.config.outputs import CheckpointConfig, LoggingConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import Fp8, PrecisionConfig
-from megatron.config.rules import violations
+from megatron.config.rules import find_violations
 from megatron.data_parallel.bucket_plan import default_bucket_size
 from megatron.parallel.params import ParamRecord
 from megatron.spec.counts import count_parameters
-from megatron.spec.weights import model_weights
+from megatron.spec.weights import iter_weights
 from megatron_lab.proofs.small_layout import (
-    NO_SPLIT,
-    Pattern,
-    RankSizes,
-    layers_of_all_kinds,
-    pattern_of,
-    reduced_memory,
-    reduced_pattern,
-    reduced_sizes,
-    sizes_of,
-    with_pattern,
+    DEFAULT_SPLIT,
+    AxisSizes,
+    LayerSplit,
+    apply_layer_split,
+    count_layers_of_all_types,
+    get_axis_sizes,
+    get_layer_split,
+    reduce_axis_sizes,
+    reduce_layer_split,
+    reduce_memory,
 )
 from megatron_lab.proofs.small_model import (
-    Cuts,
-    padding_of,
-    reduced_loss,
-    reduced_model,
-    reduced_rates,
-    reduced_rule,
-    reduced_training,
-    reduced_vocabulary,
-    with_groups_of,
+    Divisors,
+    compute_padding,
+    keep_matching_param_groups,
+    reduce_learning_rates,
+    reduce_loss_chunk,
+    reduce_model,
+    reduce_training,
+    reduce_update_rule,
+    reduce_vocab,
 )
 
-_MOST_BUCKETS = 8
+_MAX_BUCKETS = 8
 
 
 @dataclass(frozen=True)
-class Reduced:
-    """Small settings, and how they relate to the given ones."""
+class ReducedRun:
+    """Small settings that are run in place of the user's settings, and how they differ."""
 
     config: Config
     world_size: int
-    kept: list[str]
-    changed: list[str]
+    preserved: list[str]
+    """Lines about settings that did not change."""
+    reduced: list[str]
+    """Lines about settings that were reduced or replaced."""
 
 
-def shrink(config: Config, world_size: int, vocab_size: int, *, max_ranks: int = 8, steps: int = 4) -> list[Reduced]:
-    """Small settings for one run, or for several that together have every pair of axes of the layout.
+def shrink(config: Config, world_size: int, vocab_size: int, *, max_ranks: int = 8, steps: int = 4) -> list[ReducedRun]:
+    """Reduce settings to one small run, or to several runs that together contain every pair of axes of the layout.
 
     Args:
-        config: valid for `world_size`.
+        config: settings that are valid for `world_size` ranks.
         vocab_size: rows of the word embedding, without padding.
-        max_ranks: the most ranks of one run.
-        steps: iterations of one run.
+        max_ranks: maximum number of ranks in a run.
+        steps: iterations of a run.
 
     Raises:
-        ValueError: nothing smaller is valid.
+        ValueError: no smaller settings are valid.
     """
-    whole = sizes_of(config, world_size)
-    hybrid = (config.parallel.fsdp_shard_size or whole.sharing) < whole.sharing
-    return [_reduced(config, whole, vocab_size, sizes, steps) for sizes in reduced_sizes(whole, max_ranks, hybrid=hybrid)]
+    full_sizes = get_axis_sizes(config, world_size)
+    hybrid = (config.parallel.fsdp_shard_size or full_sizes.gradient_group_size) < full_sizes.gradient_group_size
+    return [
+        _reduce_run(config, full_sizes, vocab_size, sizes, steps)
+        for sizes in reduce_axis_sizes(full_sizes, max_ranks, is_hybrid=hybrid)
+    ]
 
 
-def _reduced(config: Config, whole: RankSizes, vocab_size: int, sizes: RankSizes, steps: int) -> Reduced:
-    parallel = _ranks(config.parallel, whole, sizes)
-    even = parallel.sharding == "optim_grads_params" and divides_evenly(config, whole, vocab_size)
-    shards = (parallel.fsdp_shard_size or sizes.sharing) if even else 1
-    cuts = Cuts(
-        *(sizes.tp, shards, parallel.sequence_parallel, blocks_of(config.precision), sizes.cp),
+def _reduce_run(config: Config, full_sizes: AxisSizes, vocab_size: int, sizes: AxisSizes, steps: int) -> ReducedRun:
+    parallel = _reduce_parallel(config.parallel, full_sizes, sizes)
+    is_even = parallel.sharding == "optim_grads_params" and is_evenly_sharded(config, full_sizes, vocab_size)
+    num_shards = (parallel.fsdp_shard_size or sizes.gradient_group_size) if is_even else 1
+    divisors = Divisors(
+        *(sizes.tp, num_shards, parallel.sequence_parallel, get_fp8_alignment(config.precision), sizes.cp),
         *(parallel.expert_model_parallel_size, parallel.expert_tensor_size),
-        experts_each=min(2, (config.model.num_experts or 1) // config.parallel.expert_model_parallel_size),
-        shares_heads="a2a" in parallel.cp_comm_type,
+        min_local_experts=min(2, (config.model.num_experts or 1) // config.parallel.expert_model_parallel_size),
+        splits_heads="a2a" in parallel.cp_comm_type,
     )
-    rows, multiple = reduced_vocabulary(vocab_size, config.model.make_vocab_size_divisible_by, whole.tp, cuts)
-    before = pattern_of(config.model, config.parallel, vocab_size)
-    precision = reduced_precision(config.precision)
-    least = max(layers_of_all_kinds(config.model), precision.num_layers_in_bf16 + 1)
+    vocab_rows, multiple = reduce_vocab(vocab_size, config.model.make_vocab_size_divisible_by, full_sizes.tp, divisors)
+    full_split = get_layer_split(config.model, config.parallel, vocab_size)
+    precision = reduce_precision(config.precision)
+    min_layers = max(count_layers_of_all_types(config.model), precision.num_layers_in_bf16 + 1)
     if sizes.pp > 1:
-        pattern = reduced_pattern(before, config.parallel.schedule, sizes.pp, least)
-        model = reduced_model(config.model, sum(pattern.sizes), multiple, whole.tp, cuts)
-        parallel, same_split = with_pattern(model, parallel, rows, pattern)
+        split = reduce_layer_split(full_split, config.parallel.schedule, sizes.pp, min_layers)
+        model = reduce_model(config.model, sum(split.chunk_sizes), multiple, full_sizes.tp, divisors)
+        parallel, keeps_split_settings = apply_layer_split(model, parallel, vocab_rows, split)
     else:
-        num_layers = max(min(2, config.model.num_layers), least)
-        model = reduced_model(config.model, num_layers, multiple, whole.tp, cuts)
-        parallel, same_split = dataclasses.replace(parallel, **{**NO_SPLIT, "pipeline_schedule": None}), True
-    parallel = _ways(parallel, config.model.num_layers, model.num_layers)
-    training = reduced_training(config, whole, sizes, model.seq_length, steps)
+        num_layers = max(min(2, config.model.num_layers), min_layers)
+        model = reduce_model(config.model, num_layers, multiple, full_sizes.tp, divisors)
+        parallel, keeps_split_settings = dataclasses.replace(parallel, **{**DEFAULT_SPLIT, "pipeline_schedule": None}), True
+    parallel = _reduce_cp_comm_type(parallel, config.model.num_layers, model.num_layers)
+    training = reduce_training(config, full_sizes, sizes, model.seq_length, steps)
     parallel = dataclasses.replace(
-        parallel, ddp_bucket_size=_bucket(config, vocab_size, whole, count_parameters(model, rows), sizes)
+        parallel, ddp_bucket_size=_reduce_bucket_size(config, vocab_size, full_sizes, count_parameters(model, vocab_rows), sizes)
     )
-    after = pattern_of(model, parallel, rows)
-    chunk = reduced_loss(config, vocab_size, training.micro_batch_size * model.seq_length // sizes.cp)
+    small_split = get_layer_split(model, parallel, vocab_rows)
+    loss_chunk_tokens = reduce_loss_chunk(config, vocab_size, training.micro_batch_size * model.seq_length // sizes.cp)
     small = dataclasses.replace(
         config,
         model=model,
-        memory=dataclasses.replace(reduced_memory(config.memory, before, after), loss_chunk_tokens=chunk),
+        memory=dataclasses.replace(reduce_memory(config.memory, full_split, small_split), loss_chunk_tokens=loss_chunk_tokens),
         training=training,
-        optimizer=reduced_rule(with_groups_of(model, reduced_rates(config, training, steps))),
+        optimizer=reduce_update_rule(keep_matching_param_groups(model, reduce_learning_rates(config, training, steps))),
         parallel=parallel,
         precision=precision,
-        data=_data(config.data, rows),
+        data=_build_data_config(config.data, vocab_rows),
         checkpoint=CheckpointConfig(),
         logging=LoggingConfig(),
     )
-    # A kernel of attention is asked for at the true sizes; a proof replaces one of GPUs.
+    # The attention kernel is valid for the original sizes; a proof replaces a GPU kernel.
     any_kernel = dataclasses.replace(small, speed=dataclasses.replace(small.speed, attention_backend="auto"))
-    if found := violations(any_kernel, sizes.world_size):
-        raise ValueError("these settings could not be made small:\n" + "\n".join(str(violation) for violation in found))
-    kept, changed = _notes(config, small, whole, sizes, (before, after), (vocab_size, rows), same_split=same_split)
-    return Reduced(small, sizes.world_size, kept, changed)
+    if violations := find_violations(any_kernel, sizes.world_size):
+        raise ValueError(
+            "these settings cannot be tested in a small run, because the reduced settings are not valid:\n"
+            + "\n".join(str(violation) for violation in violations)
+        )
+    preserved, reduced = _describe_settings(
+        config,
+        small,
+        full_sizes,
+        sizes,
+        (full_split, small_split),
+        (vocab_size, vocab_rows),
+        keeps_split_settings=keeps_split_settings,
+    )
+    return ReducedRun(small, sizes.world_size, preserved, reduced)
 
 
-def blocks_of(precision: PrecisionConfig) -> int:
-    """What the dimensions of products on a rank are multiples of."""
-    return Fp8(precision.fp8_format, precision.fp8_recipe).multiple if precision.fp8_format else 1
+def get_fp8_alignment(precision: PrecisionConfig) -> int:
+    """Return the number by which the dimensions of a rank's matrix products must be divisible; 1 without FP8."""
+    return Fp8(precision.fp8_format, precision.fp8_recipe).alignment if precision.fp8_format else 1
 
 
-def reduced_precision(precision: PrecisionConfig) -> PrecisionConfig:
-    """At most one layer at each end is not in 8 bits."""
+def reduce_precision(precision: PrecisionConfig) -> PrecisionConfig:
+    """Reduce the number of layers that are not computed in FP8 to at most one at the start and one at the end of the model."""
     if not precision.first_last_layers_bf16:
         return precision
     first, last = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
     return dataclasses.replace(precision, num_layers_at_start_in_bf16=min(1, first), num_layers_at_end_in_bf16=min(1, last))
 
 
-def divides_evenly(config: Config, sizes: RankSizes, vocab_size: int) -> bool:
-    """Whether the data ranks that share a copy of the parameters each hold as many rows of each, without padding."""
+def is_evenly_sharded(config: Config, sizes: AxisSizes, vocab_size: int) -> bool:
+    """Check whether FSDP shards all parameters evenly: each data rank of a shard group holds an equal number of rows, without
+    padding."""
     ranks, ep, etp = (
-        config.parallel.fsdp_shard_size or sizes.sharing,
+        config.parallel.fsdp_shard_size or sizes.gradient_group_size,
         config.parallel.expert_model_parallel_size,
         config.parallel.expert_tensor_size,
     )
-    for weight in model_weights(config.model, vocab_size):
+    for weight in iter_weights(config.model, vocab_size):
         record = ParamRecord.of(weight, tensor_size=sizes.tp, sequence_parallel=False, chunks=())
         shape = record.local_shape({"tp": sizes.tp, "ep": ep, "etp": etp})
-        shared_by = max(1, ranks * sizes.tp // (ep * etp)) if record.of_experts else ranks
-        if math.prod(shape if record.kind == "vector" else shape[:-1]) % shared_by:
+        num_shards = max(1, ranks * sizes.tp // (ep * etp)) if record.is_expert else ranks
+        if math.prod(shape if record.param_type == "vector" else shape[:-1]) % num_shards:
             return False
     return True
 
 
-def _ranks(parallel: ParallelConfig, whole: RankSizes, sizes: RankSizes) -> ParallelConfig:
-    shard = parallel.fsdp_shard_size
-    if shard is not None and sizes.sharing != whole.sharing:
-        shard = 2 if shard < whole.sharing and sizes.sharing > 2 else None
-    stage, etp = sizes.tp * sizes.sharing, parallel.expert_tensor_parallel_size
-    if etp is not None and sizes.tp * sizes.sharing != whole.tp * whole.sharing:
-        etp = None if etp == whole.tp else min(etp, 2 if stage % 2 == 0 else 1)
-    left = stage // (sizes.tp if etp is None else etp)
-    ep, a_copy, neighbours = parallel.expert_model_parallel_size, sizes.tp if etp is None else etp, (shard or 1) * sizes.tp
-    may_be = [size for size in range(1, left + 1) if left % size == 0 and size <= ep]
-    if shard is not None:  # the ranks that share the rest of the model have each expert as often, or in part
-        may_be = [size for size in may_be if neighbours <= a_copy * size or neighbours % (a_copy * size) == 0]
+def _reduce_parallel(parallel: ParallelConfig, full_sizes: AxisSizes, sizes: AxisSizes) -> ParallelConfig:
+    fsdp_shard_size = parallel.fsdp_shard_size
+    if fsdp_shard_size is not None and sizes.gradient_group_size != full_sizes.gradient_group_size:
+        fsdp_shard_size = 2 if fsdp_shard_size < full_sizes.gradient_group_size and sizes.gradient_group_size > 2 else None
+    stage_size, etp = sizes.tp * sizes.gradient_group_size, parallel.expert_tensor_parallel_size
+    if etp is not None and sizes.tp * sizes.gradient_group_size != full_sizes.tp * full_sizes.gradient_group_size:
+        etp = None if etp == full_sizes.tp else min(etp, 2 if stage_size % 2 == 0 else 1)
+    max_expert_ranks = stage_size // (sizes.tp if etp is None else etp)
+    ep, expert_copy_size, shard_group_size = (
+        parallel.expert_model_parallel_size,
+        sizes.tp if etp is None else etp,
+        (fsdp_shard_size or 1) * sizes.tp,
+    )
+    ep_sizes = [size for size in range(1, max_expert_ranks + 1) if max_expert_ranks % size == 0 and size <= ep]
+    if fsdp_shard_size is not None:  # a shard group holds each expert equally often, or only part of one copy of the experts
+        ep_sizes = [
+            size
+            for size in ep_sizes
+            if shard_group_size <= expert_copy_size * size or shard_group_size % (expert_copy_size * size) == 0
+        ]
     return dataclasses.replace(
         parallel,
         expert_tensor_parallel_size=etp,
-        expert_model_parallel_size=max(may_be),
+        expert_model_parallel_size=max(ep_sizes),
         tensor_model_parallel_size=sizes.tp,
         context_parallel_size=sizes.cp,
         pipeline_model_parallel_size=sizes.pp,
-        fsdp_shard_size=shard,
+        fsdp_shard_size=fsdp_shard_size,
     )
 
 
-def _ways(parallel: ParallelConfig, num_layers: int, small: int) -> ParallelConfig:
-    """Ways to share keys and values for fewer layers: those of layers spread over the model."""
-    given = parallel.cp_comm_type
-    if len(given) < 2:
+def _reduce_cp_comm_type(parallel: ParallelConfig, num_layers: int, small_num_layers: int) -> ParallelConfig:
+    """Select values of --cp-comm-type for the layers of the small model, evenly spread over those of the full model's layers."""
+    comm_types = parallel.cp_comm_type
+    if len(comm_types) < 2:
         return parallel
-    return dataclasses.replace(parallel, cp_comm_type=tuple(given[layer * num_layers // small] for layer in range(small)))
+    return dataclasses.replace(
+        parallel, cp_comm_type=tuple(comm_types[layer * num_layers // small_num_layers] for layer in range(small_num_layers))
+    )
 
 
-def _bucket(config: Config, vocab_size: int, whole: RankSizes, small_parameters: int, sizes: RankSizes) -> int | None:
-    """Elements of a gradient bucket, so that there are several buckets if there were."""
-    limit = config.parallel.ddp_bucket_size or default_bucket_size(whole.dp)
-    buckets = min(_MOST_BUCKETS, math.ceil(count_parameters(config.model, vocab_size) / (whole.tp * whole.pp) / limit))
-    if buckets == 1 and config.parallel.ddp_bucket_size is None:
+def _reduce_bucket_size(
+    config: Config, vocab_size: int, full_sizes: AxisSizes, small_parameters: int, sizes: AxisSizes
+) -> int | None:
+    """Compute the number of elements of a gradient bucket in the small run, so that it has several buckets if the original run has
+    several."""
+    bucket_size = config.parallel.ddp_bucket_size or default_bucket_size(full_sizes.dp)
+    num_buckets = min(
+        _MAX_BUCKETS, math.ceil(count_parameters(config.model, vocab_size) / (full_sizes.tp * full_sizes.pp) / bucket_size)
+    )
+    if num_buckets == 1 and config.parallel.ddp_bucket_size is None:
         return None
-    return max(1, small_parameters // (sizes.tp * sizes.pp) // buckets)
+    return max(1, small_parameters // (sizes.tp * sizes.pp) // num_buckets)
 
 
-def _data(data: DataConfig, rows: int) -> DataConfig:
-    """Made-up tokens. The end of a document is one more than the size of NullTokenizer."""
+def _build_data_config(data: DataConfig, rows: int) -> DataConfig:
+    """Build settings of mock data. The end-of-document token of NullTokenizer is its vocabulary size, so the word embedding needs
+    one more row than that."""
     return DataConfig(
         mock_data=True,
         tokenizer_type="NullTokenizer",
@@ -208,67 +241,70 @@ def _data(data: DataConfig, rows: int) -> DataConfig:
 
 _TOPICS = ("model", "training", "optimizer", "parallel", "precision", "memory")
 _PACKING = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-_TOLD_ELSEWHERE = (
+_UNLISTED_FIELDS = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers", "make_vocab_size_divisible_by"),
     *("num_attention_heads", "num_query_groups"),
-    # Everything runs in float64 and in one memory.
+    # A proof runs in float64 and in host memory.
     *("bf16", "fp16", "fp32_residual_connection", "grad_reduce_in_bf16", "optimizer_cpu_offload", "optimizer_offload_fraction"),
 )
-"""Settings that other lines mention."""
+"""Fields that get no line in the description of the settings, because the line of another field mentions them."""
 
 
-def _notes(
+def _describe_settings(
     config: Config,
     small: Config,
-    whole: RankSizes,
-    sizes: RankSizes,
-    patterns: tuple[Pattern, Pattern],
-    rows: tuple[int, int],
+    full_sizes: AxisSizes,
+    sizes: AxisSizes,
+    splits: tuple[LayerSplit, LayerSplit],
+    vocab_rows: tuple[int, int],
     *,
-    same_split: bool,
+    keeps_split_settings: bool,
 ) -> tuple[list[str], list[str]]:
-    """Lines on what stayed as it was, and on what changed.
+    """Describe the settings that did not change, and those that were reduced or replaced, as two lists of lines.
 
     Args:
-        patterns: layers of stages before and after.
-        rows: rows of the word embedding before and after.
+        splits: assignment of layers to stages before and after the reduction.
+        vocab_rows: rows of the word embedding before and after the reduction.
+        keeps_split_settings: whether the small run assigns layers to stages with the original flags.
     """
-    kept, changed = [], []
-    axes = {"tensor": "tp", "context": "cp", "pipeline": "pp", "data": "dp"}
-    for what, old, new in ((what, getattr(whole, axis), getattr(sizes, axis)) for what, axis in axes.items()):
+    preserved, reduced = [], []
+    axis_fields = {"tensor": "tp", "context": "cp", "pipeline": "pp", "data": "dp"}
+    for quantity, old, new in (
+        (quantity, getattr(full_sizes, axis), getattr(sizes, axis)) for quantity, axis in axis_fields.items()
+    ):
         if old != new:
-            changed.append(f"{what} size {old} -> {new}")
+            reduced.append(f"{quantity} size {old} -> {new}")
         elif old > 1:
-            kept.append(f"{what} size {old}")
-    if sizes.pp > 1 and same_split:
-        kept.append("the way in which layers are spread over stages")
+            preserved.append(f"{quantity} size {old}")
+    if sizes.pp > 1 and keeps_split_settings:
+        preserved.append("the way in which layers are spread over stages")
     if sizes.pp > 1:
-        kept.append(f"schedule {config.parallel.schedule}")
-    kept.append("embedding and output layer tied" if config.model.tied else "embedding and output layer apart")
-    both = ((config.model, whole.tp), (small.model, sizes.tp))
-    for what, (before, after) in {
-        "layers by stage": map(str, patterns),
+        preserved.append(f"schedule {config.parallel.schedule}")
+    preserved.append("embedding and output layer tied" if config.model.has_tied_embeddings else "embedding and output layer apart")
+    models = ((config.model, full_sizes.tp), (small.model, sizes.tp))
+    for quantity, (old_text, new_text) in {
+        "layers by stage": map(str, splits),
         "heads of a tensor rank": (
-            f"{model.num_attention_heads // tp} over {max(1, model.num_key_value_heads // tp)} key-value" for model, tp in both
+            f"{model.num_attention_heads // tp} over {max(1, model.num_key_value_heads // tp)} key-value" for model, tp in models
         ),
         "vocabulary": (
-            f"{number:,} + {padding_of(number, model.make_vocab_size_divisible_by, tp):,} of padding"
-            for number, (model, tp) in zip(rows, both, strict=True)
+            f"{num_rows:,} + {compute_padding(num_rows, model.make_vocab_size_divisible_by, tp):,} of padding"
+            for num_rows, (model, tp) in zip(vocab_rows, models, strict=True)
         ),
     }.items():
-        if before != after:
-            changed.append(f"{what} {before} -> {after}")
+        if old_text != new_text:
+            reduced.append(f"{quantity} {old_text} -> {new_text}")
     for flag in flags().values():
-        if (flag.topic in _TOPICS or flag.field in _PACKING) and flag.field not in _TOLD_ELSEWHERE:
-            given, now = value_of(config, flag.field), value_of(small, flag.field)
-            if given != now:
-                changed.append(f"--{flag.name} {_words(given)} -> {_words(now)}")
-            elif is_changed(config, flag.field):
-                kept.append(shown(config, flag.field))
-    return kept, changed
+        if (flag.topic in _TOPICS or flag.field in _PACKING) and flag.field not in _UNLISTED_FIELDS:
+            old_value, new_value = get_value(config, flag.field), get_value(small, flag.field)
+            if old_value != new_value:
+                reduced.append(f"--{flag.name} {_format_value(old_value)} -> {_format_value(new_value)}")
+            elif is_set(config, flag.field):
+                preserved.append(format_setting(config, flag.field))
+    return preserved, reduced
 
 
-def _words(value: object) -> str:
+def _format_value(value: object) -> str:
     if value is None:
         return "by default"
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

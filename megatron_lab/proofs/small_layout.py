@@ -1,4 +1,5 @@
-"""Layouts of few ranks, and few layers on few stages, that together show what a layout of many would."""
+"""Small layouts that replace a large layout in a proof: few ranks, and few layers on few stages, which together test the large
+layout."""
 
 from __future__ import annotations
 
@@ -9,28 +10,37 @@ from itertools import product
 from typing import Any
 
 from megatron.config.checks.memory import AUTO
-from megatron.config.checks.pipeline import COUNT, FIRST, LAST, LAYERS_EACH, LAYOUT, SPLITS, chunks_of, layout_text
+from megatron.config.checks.pipeline import (
+    CHUNKS_PER_STAGE,
+    FIRST_STAGE_LAYERS,
+    LAST_STAGE_LAYERS,
+    LAYERS_PER_CHUNK,
+    LAYOUT,
+    SPLIT_SETTINGS,
+    build_chunks,
+    format_layout,
+)
 from megatron.config.config import Config
-from megatron.config.flags import flag_for
+from megatron.config.flags import get_flag
 from megatron.config.memory import MemoryConfig
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.parallel.topology import Topology
-from megatron.pipeline_parallel.partition import table_of
-from megatron.spec.layers import alike, layers
-from megatron.spec.schedules import placement
+from megatron.pipeline_parallel.partition import build_layer_table
+from megatron.spec.layers import build_layer_specs, group_equal
+from megatron.spec.schedules import assign_chunks
 
-NO_SPLIT: dict[str, Any] = {field: flag_for(field).default for field in (*SPLITS, LAYOUT)}
-"""The settings that spread layers, as they are by default."""
-_MIDDLE = 3
-"""The fewest pipeline stages of which one is neither first nor last."""
-_MOST_STAGES = 4
-"""With this many stages, a stage in the middle has a neighbour in the middle."""
+DEFAULT_SPLIT: dict[str, Any] = {field: get_flag(field).default for field in (*SPLIT_SETTINGS, LAYOUT)}
+"""Default values of the settings that assign layers to stages."""
+_MIN_STAGES_WITH_MIDDLE = 3
+"""Minimum number of pipeline stages with a stage that is neither first nor last."""
+_MAX_STAGES = 4
+"""Maximum number of pipeline stages. With four, a middle stage has a neighbour that is a middle stage too."""
 
 
 @dataclass(frozen=True)
-class RankSizes:
-    """Number of ranks on each axis."""
+class AxisSizes:
+    """Number of ranks along each axis."""
 
     tp: int
     pp: int
@@ -39,203 +49,233 @@ class RankSizes:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks on all axes together."""
+        """Number of ranks of the layout."""
         return self.tp * self.cp * self.pp * self.dp
 
     @property
-    def sharing(self) -> int:
-        """Ranks over which the gradients of a parameter are summed and its state is shared."""
+    def gradient_group_size(self) -> int:
+        """Number of ranks over which the gradients of a parameter are reduced and its optimizer state may be sharded."""
         return self.cp * self.dp
 
     def __str__(self) -> str:
-        """In words, as `tensor 2 x pipeline 2 x data 1`."""
+        """Return the layout as text, such as `tensor 2 x pipeline 2 x data 1`."""
         return str(Topology(self.tp, self.cp, self.dp, self.pp))
 
 
-def sizes_of(config: Config, world_size: int) -> RankSizes:
-    """The number of ranks on each axis for these settings."""
+def get_axis_sizes(config: Config, world_size: int) -> AxisSizes:
+    """Return the number of ranks along each axis."""
     topology = Topology.of(config.parallel, world_size)
-    return RankSizes(topology.tp, topology.pp, topology.dp, topology.cp)
+    return AxisSizes(topology.tp, topology.pp, topology.dp, topology.cp)
 
 
-def reduced_sizes(whole: RankSizes, max_ranks: int, *, hybrid: bool) -> list[RankSizes]:
-    """Sizes of one or several runs: all axes together where they fit, else each pair of them, else each alone. If the pipeline has
-    stages in the middle, one run has some.
+def reduce_axis_sizes(full_sizes: AxisSizes, max_ranks: int, *, is_hybrid: bool) -> list[AxisSizes]:
+    """Choose the axis sizes of the small runs that together test the layout.
+
+    One run has all axes if that is small enough. Otherwise there is a run for each pair of axes, or else for each single axis. If
+    the original pipeline has middle stages, at least one run has some.
 
     Args:
-        max_ranks: the most ranks of one run.
-        hybrid: groups of data ranks share a copy of the model each, which takes four data ranks to show.
+        max_ranks: maximum number of ranks in a run.
+        is_hybrid: whether groups of data ranks shard a copy of the model each (hybrid FSDP). To test this takes four data ranks.
 
     Raises:
-        ValueError: so few ranks cannot show it.
+        ValueError: `max_ranks` is too small to test any axis.
     """
-    if whole.world_size <= max_ranks:
-        return [whole]
-    small = (min(whole.tp, 2), min(whole.pp, 2), min(whole.dp, 4 if hybrid else 2), min(whole.cp, 2))
-    chosen = [RankSizes(*sizes) for sizes in product(*(dict.fromkeys((size, 1)) for size in small))]
-    for several in (4, 3, 2, 1):
-        found = [each for each in chosen if sum(size > 1 for size in (each.tp, each.pp, each.dp, each.cp)) == several]
-        if found and all(each.world_size <= max_ranks for each in found):
+    if full_sizes.world_size <= max_ranks:
+        return [full_sizes]
+    small_sizes = (min(full_sizes.tp, 2), min(full_sizes.pp, 2), min(full_sizes.dp, 4 if is_hybrid else 2), min(full_sizes.cp, 2))
+    candidates = [AxisSizes(*sizes) for sizes in product(*(dict.fromkeys((size, 1)) for size in small_sizes))]
+    for num_axes in (4, 3, 2, 1):
+        selected = [
+            option for option in candidates if sum(size > 1 for size in (option.tp, option.pp, option.dp, option.cp)) == num_axes
+        ]
+        if selected and all(option.world_size <= max_ranks for option in selected):
             break
     else:
-        if hybrid and whole.dp >= 2:
-            return reduced_sizes(whole, max_ranks, hybrid=False)
-        raise ValueError(f"--max-ranks {max_ranks} runs nothing of this layout. Give at least 2.")
-    found = [_with_middle(each, whole, max_ranks) if each.pp > 1 else each for each in found]
-    if whole.pp >= _MIDDLE and not any(each.pp >= _MIDDLE for each in found):
-        longer = (RankSizes(tp, pp, 1) for tp in (small[0], 1) for pp in range(min(whole.pp, _MOST_STAGES), _MIDDLE - 1, -1))
-        found += [each for each in longer if each.world_size <= max_ranks][:1]
-    return list(dict.fromkeys(found))
+        if is_hybrid and full_sizes.dp >= 2:
+            return reduce_axis_sizes(full_sizes, max_ranks, is_hybrid=False)
+        raise ValueError(f"--max-ranks {max_ranks} is too small to test any axis of this layout. Set it to at least 2.")
+    selected = [_extend_pipeline(option, full_sizes, max_ranks) if option.pp > 1 else option for option in selected]
+    if full_sizes.pp >= _MIN_STAGES_WITH_MIDDLE and not any(option.pp >= _MIN_STAGES_WITH_MIDDLE for option in selected):
+        pipeline_sizes = (
+            AxisSizes(tp, pp, 1)
+            for tp in (small_sizes[0], 1)
+            for pp in range(min(full_sizes.pp, _MAX_STAGES), _MIN_STAGES_WITH_MIDDLE - 1, -1)
+        )
+        selected += [option for option in pipeline_sizes if option.world_size <= max_ranks][:1]
+    return list(dict.fromkeys(selected))
 
 
-def _with_middle(sizes: RankSizes, whole: RankSizes, max_ranks: int) -> RankSizes:
-    """The sizes with as many stages as there is room for, up to the number that shows a middle."""
-    room = max_ranks // (sizes.tp * sizes.sharing)
-    return dataclasses.replace(sizes, pp=max(sizes.pp, min(whole.pp, _MOST_STAGES, room)))
+def _extend_pipeline(sizes: AxisSizes, full_sizes: AxisSizes, max_ranks: int) -> AxisSizes:
+    """Increase the number of pipeline stages up to `_MAX_STAGES`, the original number, or the maximum number of ranks."""
+    max_stages = max_ranks // (sizes.tp * sizes.gradient_group_size)
+    return dataclasses.replace(sizes, pp=max(sizes.pp, min(full_sizes.pp, _MAX_STAGES, max_stages)))
 
 
-_MOST_CHUNKS = 3
-"""The most chunks of one stage: the first, the last and one between them."""
-_ROOM = 4
-"""Up to this many chunks, each holds two layers if the model has enough, so that layers of one chunk follow each other."""
+_MAX_CHUNKS_PER_STAGE = 3
+"""Maximum number of model chunks of a stage: the first, the last and one between them."""
+_MAX_CHUNKS_OF_TWO_LAYERS = 4
+"""Maximum number of chunks in total for which each chunk has at least two layers (if the model has enough), so that consecutive
+layers of a chunk are tested."""
 
 
 @dataclass(frozen=True)
-class Pattern:
-    """Number of layers of every chunk, in the order of the depth, and the stage of each chunk."""
+class LayerSplit:
+    """Assignment of layers to model chunks and pipeline stages: the number of layers of each chunk in the order of the forward, and
+    the chunk's stage."""
 
-    sizes: list[int]
+    chunk_sizes: list[int]
     stage_of_chunk: tuple[int, ...]
 
     @property
-    def stages(self) -> list[list[int]]:
-        """For each stage, the numbers of layers of its chunks."""
-        found: list[list[int]] = [[] for _ in range(max(self.stage_of_chunk) + 1)]
-        for size, stage in zip(self.sizes, self.stage_of_chunk, strict=True):
-            found[stage].append(size)
-        return found
+    def chunk_sizes_by_stage(self) -> list[list[int]]:
+        """Number of layers of each model chunk, grouped by stage."""
+        sizes_by_stage: list[list[int]] = [[] for _ in range(max(self.stage_of_chunk) + 1)]
+        for size, stage in zip(self.chunk_sizes, self.stage_of_chunk, strict=True):
+            sizes_by_stage[stage].append(size)
+        return sizes_by_stage
 
     def __str__(self) -> str:
-        """Layers by stage, chunks joined by +; long pipelines are cut."""
-        texts = ["+".join(map(str, sizes)) for sizes in self.stages]
-        if len(texts) > 8:
-            texts[4:-3] = ["..."]
-        return " ".join(texts)
+        """Return the number of layers of each stage as text, with the stage's chunks joined by "+". Long pipelines are
+        abbreviated."""
+        stage_texts = ["+".join(map(str, sizes)) for sizes in self.chunk_sizes_by_stage]
+        if len(stage_texts) > 8:
+            stage_texts[4:-3] = ["..."]
+        return " ".join(stage_texts)
 
 
-def pattern_of(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) -> Pattern:
-    """The pattern of these settings."""
-    table = table_of(model, parallel, vocab_size)
-    return Pattern([len(chunk.layers) for chunk in table], tuple(chunk.stage for chunk in table))
+def get_layer_split(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) -> LayerSplit:
+    """Return the assignment of layers to chunks and stages."""
+    table = build_layer_table(model, parallel, vocab_size)
+    return LayerSplit([len(chunk.layers) for chunk in table], tuple(chunk.stage for chunk in table))
 
 
-def layers_of_all_kinds(model: ModelConfig) -> int:
-    """Number of layers at the start of the model that are of all its kinds."""
-    return 1 + max(places[0] for places in alike(layers(model)).values())
+def count_layers_of_all_types(model: ModelConfig) -> int:
+    """Return the smallest n such that the first n layers contain every type of layer of the model."""
+    return 1 + max(layers[0] for layers in group_equal(build_layer_specs(model)).values())
 
 
-def reduced_pattern(whole: Pattern, schedule: str, num_stages: int, num_layers: int = 1) -> Pattern:
-    """A pattern with fewer stages, chunks and layers. Chunks that differ in length still do, and in the same direction.
+def reduce_layer_split(split: LayerSplit, schedule: str, num_stages: int, min_layers: int = 1) -> LayerSplit:
+    """Reduce the number of stages, chunks and layers of a split. Chunks of different sizes keep different sizes, in the same order.
 
-    First and last stage stay, and stages between them that differ from the others. The same holds for the chunks of a stage.
+    The first and last stage are selected first, then middle stages that differ from those selected. The chunks of a stage are
+    selected by the same rule.
 
     Args:
-        num_layers: the least number of layers.
+        min_layers: minimum number of layers of the result.
     """
-    stages = whole.stages
-    kept_stages = _kept([tuple(sizes) for sizes in stages], num_stages)
+    stages = split.chunk_sizes_by_stage
+    selected_stages = _select_representatives([tuple(sizes) for sizes in stages], num_stages)
     per_stage = len(stages[0])
-    columns = [tuple(stages[stage][chunk] for stage in kept_stages) for chunk in range(per_stage)]
-    kept_chunks = _kept(columns, min(per_stage, _MOST_CHUNKS))
-    places = placement(schedule, num_stages, len(kept_chunks))
-    seen = [0] * num_stages
+    chunk_columns = [tuple(stages[stage][chunk] for stage in selected_stages) for chunk in range(per_stage)]
+    selected_chunks = _select_representatives(chunk_columns, min(per_stage, _MAX_CHUNKS_PER_STAGE))
+    stage_of_chunk = assign_chunks(schedule, num_stages, len(selected_chunks))
+    next_chunk = [0] * num_stages
     sizes = []
-    for stage in places:
-        sizes.append(stages[kept_stages[stage]][kept_chunks[seen[stage]]])
-        seen[stage] += 1
-    held = sorted({size for size in sizes if size})
-    least = min(2 if len(places) <= _ROOM else 1, *held) if held else 1
-    small = {size: least + rank for rank, size in enumerate(held)} | {0: 0}
-    sizes = [small[size] for size in sizes]
-    if (missing := num_layers - sum(sizes)) > 0 and held:
-        filled = sum(size > 0 for size in sizes)
-        sizes = [size + -(-missing // filled) if size else 0 for size in sizes]
-    if not held:  # the ends alone were empty: a model has at least one layer
+    for stage in stage_of_chunk:
+        sizes.append(stages[selected_stages[stage]][selected_chunks[next_chunk[stage]]])
+        next_chunk[stage] += 1
+    nonzero_sizes = sorted({size for size in sizes if size})
+    min_size = min(2 if len(stage_of_chunk) <= _MAX_CHUNKS_OF_TWO_LAYERS else 1, *nonzero_sizes) if nonzero_sizes else 1
+    small_sizes = {size: min_size + rank for rank, size in enumerate(nonzero_sizes)} | {0: 0}
+    sizes = [small_sizes[size] for size in sizes]
+    if (num_missing := min_layers - sum(sizes)) > 0 and nonzero_sizes:
+        num_nonempty = sum(size > 0 for size in sizes)
+        sizes = [size + -(-num_missing // num_nonempty) if size else 0 for size in sizes]
+    if not nonzero_sizes:  # only empty chunks were selected, but a model has at least one layer
         sizes[-1] = 1
-    return Pattern(sizes, tuple(places))
+    return LayerSplit(sizes, tuple(stage_of_chunk))
 
 
-def with_pattern(model: ModelConfig, parallel: ParallelConfig, vocab_size: int, pattern: Pattern) -> tuple[ParallelConfig, bool]:
-    """Settings that make a pattern: the given ones with other numbers, or else a layout by hand.
+def apply_layer_split(
+    model: ModelConfig, parallel: ParallelConfig, vocab_size: int, split: LayerSplit
+) -> tuple[ParallelConfig, bool]:
+    """Build settings that produce a split: the original flags with reduced values if possible, otherwise an explicit
+    --pipeline-model-parallel-layout.
 
     Args:
-        model: has the pattern's number of layers.
-        parallel: as given, with the reduced number of stages.
+        model: model with the number of layers of the split.
+        parallel: original settings with the reduced number of stages.
 
     Returns:
-        the settings, and whether they still split the layers in the given way.
+        The settings, and whether they still use the original flags.
     """
-    stages = pattern.stages
-    numbers = {
-        COUNT: len(stages[0]),
-        LAYERS_EACH: max(pattern.sizes),
-        FIRST: sum(stages[0]),
-        LAST: sum(stages[-1]),
+    stages = split.chunk_sizes_by_stage
+    split_fields = {
+        CHUNKS_PER_STAGE: len(stages[0]),
+        LAYERS_PER_CHUNK: max(split.chunk_sizes),
+        FIRST_STAGE_LAYERS: sum(stages[0]),
+        LAST_STAGE_LAYERS: sum(stages[-1]),
     }
-    given: dict[str, Any] = {field: value for field, value in numbers.items() if getattr(parallel, field) is not None}
+    changes: dict[str, Any] = {field: value for field, value in split_fields.items() if getattr(parallel, field) is not None}
     if parallel.pipeline_model_parallel_layout is not None:
-        given[LAYOUT] = layout_text(chunks_of(pattern.sizes))
-    same = dataclasses.replace(parallel, **given)
-    if _makes(model, same, vocab_size, pattern):
-        return same, True
-    own: dict[str, Any] = {LAYOUT: layout_text(chunks_of(pattern.sizes)), "pipeline_schedule": parallel.schedule}
-    by_hand = dataclasses.replace(parallel, **{**NO_SPLIT, **own})
-    assert _makes(model, by_hand, vocab_size, pattern), f"no settings make {pattern}"
-    return by_hand, False
+        changes[LAYOUT] = format_layout(build_chunks(split.chunk_sizes))
+    adapted = dataclasses.replace(parallel, **changes)
+    if _has_layer_split(model, adapted, vocab_size, split):
+        return adapted, True
+    explicit_layout: dict[str, Any] = {
+        LAYOUT: format_layout(build_chunks(split.chunk_sizes)),
+        "pipeline_schedule": parallel.schedule,
+    }
+    explicit = dataclasses.replace(parallel, **{**DEFAULT_SPLIT, **explicit_layout})
+    assert _has_layer_split(model, explicit, vocab_size, split), f"no settings make {split}"
+    return explicit, False
 
 
-def _makes(model: ModelConfig, parallel: ParallelConfig, vocab_size: int, pattern: Pattern) -> bool:
+def _has_layer_split(model: ModelConfig, parallel: ParallelConfig, vocab_size: int, split: LayerSplit) -> bool:
     try:
-        return pattern_of(model, parallel, vocab_size) == pattern
+        return get_layer_split(model, parallel, vocab_size) == split
     except ValueError:
         return False
 
 
-def reduced_memory(memory: MemoryConfig, before: Pattern, after: Pattern) -> MemoryConfig:
-    """Recompute and offload of fewer layers on fewer stages: where some of a chunk's were left, one is if it has two."""
+def reduce_memory(memory: MemoryConfig, full_split: LayerSplit, small_split: LayerSplit) -> MemoryConfig:
+    """Reduce the settings of recomputation and offloading to fewer layers and stages.
 
-    def block(number: int, most_before: int, most_after: int) -> int:
-        return most_after if number >= most_before else min(number, max(1, most_after - 1))
+    If only some layers of a model chunk were recomputed or offloaded, then only some are in the small run too, provided that the
+    chunk has at least two layers.
+    """
 
-    number, by_stage = memory.recompute_num_layers, memory.recomputed_by_stage
-    stages, old = after.stages, before.stages
-    if memory.recompute_layers_per_stage == AUTO:  # numbers that follow from a device's memory, which nothing small can fill
+    def reduce_count(count: int, full_count: int, small_count: int) -> int:
+        return small_count if count >= full_count else min(count, max(1, small_count - 1))
+
+    num_recomputed, counts_by_stage = memory.recompute_num_layers, memory.recompute_counts
+    stages, full_stage_sizes = small_split.chunk_sizes_by_stage, full_split.chunk_sizes_by_stage
+    if memory.recompute_layers_per_stage == AUTO:  # AUTO depends on the device's memory, which a small model cannot fill
         memory = dataclasses.replace(memory, recompute_layers_per_stage=",".join("1" * len(stages)))
-    elif by_stage is not None:
-        of = [round(stage * (len(old) - 1) / max(1, len(stages) - 1)) for stage in range(len(stages))]
-        numbers = [block(by_stage[at], sum(old[at]), sum(new)) for at, new in zip(of, stages, strict=True)]
-        memory = dataclasses.replace(memory, recompute_layers_per_stage=",".join(map(str, numbers)))
+    elif counts_by_stage is not None:
+        full_stages = [round(stage * (len(full_stage_sizes) - 1) / max(1, len(stages) - 1)) for stage in range(len(stages))]
+        counts = [
+            reduce_count(counts_by_stage[full_stage], sum(full_stage_sizes[full_stage]), sum(new))
+            for full_stage, new in zip(full_stages, stages, strict=True)
+        ]
+        memory = dataclasses.replace(memory, recompute_layers_per_stage=",".join(map(str, counts)))
     elif memory.recompute_method == "block":
-        number = block(number, max(before.sizes), max(after.sizes))
-    moved = memory.cpu_offloading_num_layers
+        num_recomputed = reduce_count(num_recomputed, max(full_split.chunk_sizes), max(small_split.chunk_sizes))
+    num_offloaded = memory.cpu_offloading_num_layers
     return dataclasses.replace(
         memory,
-        recompute_num_layers=max(1, min(number, sum(after.sizes))),
-        cpu_offloading_num_layers=block(moved, max(before.sizes), max(after.sizes)) if moved else 0,
+        recompute_num_layers=max(1, min(num_recomputed, sum(small_split.chunk_sizes))),
+        cpu_offloading_num_layers=reduce_count(num_offloaded, max(full_split.chunk_sizes), max(small_split.chunk_sizes))
+        if num_offloaded
+        else 0,
     )
 
 
-def _kept(kinds: Sequence[tuple[int, ...]], count: int) -> list[int]:
-    """Indices of `count` kinds, in order: the first, the last, then new kinds, then others, evenly spread."""
-    last = len(kinds) - 1
+def _select_representatives(rows: Sequence[tuple[int, ...]], count: int) -> list[int]:
+    """Select `count` rows and return their indices in ascending order.
+
+    The first and the last row are selected first, then rows that differ from those selected, then evenly spread rows.
+    """
+    last = len(rows) - 1
     if count == 1:
         return [0]
-    kept = [0, last]
-    for place in range(1, last):
-        if len(kept) < count and kinds[place] not in {kinds[other] for other in kept}:
-            kept.append(place)
-    spread = [round(step * last / (count - 1)) for step in range(count)]
-    for place in [*spread, *range(last)]:
-        if len(kept) < count and place not in kept:
-            kept.append(place)
-    return sorted(kept)
+    selected = [0, last]
+    for index in range(1, last):
+        if len(selected) < count and rows[index] not in {rows[selected_index] for selected_index in selected}:
+            selected.append(index)
+    even_spread = [round(step * last / (count - 1)) for step in range(count)]
+    for index in [*even_spread, *range(last)]:
+        if len(selected) < count and index not in selected:
+            selected.append(index)
+    return sorted(selected)

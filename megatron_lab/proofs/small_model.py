@@ -1,6 +1,6 @@
-"""A small model and a short run of the same kind as given ones.
+"""Small model and short run that resemble the original model and run.
 
-What divides among tensor ranks still does, with the same remainders and ratios; and everything happens that happens in a long run:
+Dimensions that are split over tensor ranks keep their remainders and ratios. Every phase of the long run occurs: batch-size
 ramp-up, warm-up, decay, skipped steps.
 """
 
@@ -14,271 +14,342 @@ from typing import Any
 
 from megatron.config.config import Config
 from megatron.config.model import ModelConfig
-from megatron.config.param_groups import as_text, entry_of
-from megatron.config.training import BatchStep, OptimizerConfig, TrainingConfig, as_words, readable_steps
-from megatron.spec.layer_pattern import pattern_text, read_pattern, read_window
-from megatron.spec.rotary import original_context
-from megatron.spec.weights import model_weights
-from megatron_lab.planner.costs import loss_chunk
-from megatron_lab.proofs.small_layout import RankSizes
-from megatron_lab.verification.reference.training import batch_size
+from megatron.config.param_groups import format_entry, parse_entry
+from megatron.config.training import (
+    BatchStep,
+    OptimizerConfig,
+    TrainingConfig,
+    format_batch_schedule,
+    parse_batch_schedule_or_empty,
+)
+from megatron.spec.layer_pattern import format_pattern, parse_pattern, parse_window
+from megatron.spec.rotary import get_original_context
+from megatron.spec.weights import iter_weights
+from megatron_lab.planner.costs import get_loss_chunk_tokens
+from megatron_lab.proofs.small_layout import AxisSizes
+from megatron_lab.verification.reference.training import compute_batch_size
 
-_MOST_CHOSEN = 4
-"""The most experts that a token passes."""
-_MOST_QUERIES = 4
-"""The most query heads that share a key-value head."""
-_SEQUENCE, _WIDTH, _ROWS, _SPARE_POSITIONS = 16, 12, 64, 8
+_MAX_TOP_K = 4
+"""Maximum number of experts per token."""
+_MAX_QUERIES_PER_GROUP = 4
+"""Maximum number of query heads per key-value head."""
+_SEQ_LENGTH, _FFN_SIZE, _VOCAB_ROWS, _SPARE_POSITIONS = 16, 12, 64, 8
 
 
 @dataclass(frozen=True)
-class Cuts:
-    """The number of parts that dimensions are cut into."""
+class Divisors:
+    """Numbers by which the layout requires dimensions of the small model to be divisible."""
 
     tp: int
-    parts: int
-    """Number of data ranks that each hold an equal part of every parameter; 1 where they hold all, or parts that are not equal."""
-    sequence: bool
-    """Whether the tensor ranks cut the sequence too."""
-    blocks: int = 1
-    """What the dimensions of products on a rank are multiples of: more than 1 where they are computed in 8 bits."""
-    context: int = 1
-    """Number of context ranks, which cut the sequence first."""
-    experts: int = 1
-    """Ranks that hold different experts."""
-    of_expert: int = 1
-    """Ranks that cut each expert."""
-    experts_each: int = 1
-    """The least number of experts that a rank holds."""
-    shares_heads: bool = False
-    """Whether context ranks share the heads of a tensor rank among each other."""
+    num_shards: int
+    """Number of data ranks that hold equal shards of every parameter; 1 if data ranks hold full parameters or unequal
+    shards."""
+    sequence_parallel: bool
+    """Whether the tensor ranks split the sequence."""
+    alignment: int = 1
+    """Number by which the dimensions of a rank's matrix products must be divisible: more than 1 with FP8."""
+    cp: int = 1
+    """Number of context ranks. They split the sequence first; the tensor ranks then split the part of each context rank."""
+    ep: int = 1
+    """Number of ranks among which the experts are divided."""
+    etp: int = 1
+    """Number of ranks that split each expert."""
+    min_local_experts: int = 1
+    """Minimum number of experts of a rank."""
+    splits_heads: bool = False
+    """Whether context ranks split the attention heads of a tensor rank (all-to-all context parallelism)."""
 
     @property
     def multiple(self) -> int:
-        """What goes into equal parts and whole blocks."""
-        return math.lcm(self.parts, self.blocks)
+        """Least common multiple of `num_shards` and `alignment`."""
+        return math.lcm(self.num_shards, self.alignment)
 
 
-def reduced_vocabulary(rows: int, multiple: int, tp: int, cuts: Cuts) -> tuple[int, int]:
-    """Rows of the word embedding, and the multiple to which they are padded: with as little or as much padding on each tensor rank.
+def reduce_vocab(rows: int, multiple: int, tp: int, divisors: Divisors) -> tuple[int, int]:
+    """Choose the number of rows of the small word embedding, and the multiple to which they are padded.
+
+    The padding resembles the original: the small embedding has padding if the original has, an odd number of rows if the original
+    has, and tensor ranks with only padding if the original has.
 
     Args:
-        rows: before.
-        multiple: before.
-        tp: tensor size before.
+        rows: original number of rows.
+        multiple: multiple to which the original rows are padded.
+        tp: original number of tensor ranks.
+        divisors: numbers by which dimensions of the small model must be divisible.
 
     Returns:
-        both after. There is padding where there was, an odd number of rows of it where it was odd, and tensor ranks that hold
-        nothing else where there were.
+        The reduced number of rows, and the reduced multiple.
     """
-    padding, each = padding_of(rows, multiple, tp), padded(rows, multiple, tp) // tp
-    alone, rest = divmod(padding, each)
-    if alone and cuts.tp > 1:
-        small = _up(_ROWS // 2, cuts.parts)
-        whole, missing = small * cuts.tp, min(alone, cuts.tp - 1) * small
+    padding, rows_per_rank = compute_padding(rows, multiple, tp), compute_padded_rows(rows, multiple, tp) // tp
+    num_padding_ranks, remainder = divmod(padding, rows_per_rank)
+    if num_padding_ranks and divisors.tp > 1:
+        small_multiple = _round_up(_VOCAB_ROWS // 2, divisors.num_shards)
+        small_padded_rows, small_padding = small_multiple * divisors.tp, min(num_padding_ranks, divisors.tp - 1) * small_multiple
     else:
-        small = min(multiple, 8) if cuts.parts == 1 else _up(4, cuts.parts)
-        whole, missing = _up(_ROWS, small * cuts.tp), 0
-    if rest:
-        missing += min(2 - rest % 2, small * cuts.tp - 1 - missing)
-    return whole - missing, small
+        small_multiple = min(multiple, 8) if divisors.num_shards == 1 else _round_up(4, divisors.num_shards)
+        small_padded_rows, small_padding = _round_up(_VOCAB_ROWS, small_multiple * divisors.tp), 0
+    if remainder:
+        small_padding += min(2 - remainder % 2, small_multiple * divisors.tp - 1 - small_padding)
+    return small_padded_rows - small_padding, small_multiple
 
 
-def padded(rows: int, multiple: int, tp: int) -> int:
-    """Number of rows with padding."""
-    return _up(rows, multiple * tp)
-
-
-def padding_of(rows: int, multiple: int, tp: int) -> int:
-    """Number of rows of padding."""
-    return padded(rows, multiple, tp) - rows
-
-
-def reduced_model(model: ModelConfig, num_layers: int, multiple: int, tp: int, cuts: Cuts) -> ModelConfig:
-    """The small model's settings.
+def compute_padded_rows(rows: int, multiple: int, tp: int) -> int:
+    """Return the number of rows of the word embedding with padding.
 
     Args:
-        model: before.
-        num_layers: after.
-        multiple: that of the vocabulary, after.
-        tp: tensor size before.
-        cuts: after.
+        rows: number of rows without padding.
+        multiple: number that divides the rows of each tensor rank (--make-vocab-size-divisible-by).
+        tp: number of tensor ranks.
     """
-    sharing = max(1, tp // model.num_key_value_heads)  # ranks to a key-value head
-    groups = min(2, model.num_key_value_heads // tp) * cuts.tp if sharing == 1 else max(1, cuts.tp // sharing)
-    groups = _up(groups, cuts.tp * cuts.context) if cuts.shares_heads else groups
-    queries = min(_MOST_QUERIES, model.num_attention_heads // model.num_key_value_heads)
-    queries = _up(queries, cuts.tp // groups) if sharing > 1 else queries
-    latents = _latents(model, cuts)
-    heads, size = groups * queries, _head_size(model, groups, queries, cuts)
-    hidden = heads * size
-    wider = model.head_size * model.num_attention_heads
-    if model.hidden_size != wider and not latents:  # heads that do not make up the hidden size
-        hidden = _up(hidden * 3 // 2, 2 * cuts.multiple) if model.hidden_size > wider else _up(hidden // 2 + 1, 2 * cuts.multiple)
-    unit = math.lcm(cuts.tp if cuts.sequence else 1, cuts.multiple)
-    if latents and cuts.sequence:  # latents are products of a rank's tokens
-        unit = math.lcm(unit, cuts.tp * cuts.blocks)
-    sequence = _up(_SEQUENCE, unit if cuts.context == 1 else cuts.context * math.lcm(2, unit))
-    positions = None if model.max_position_embeddings is None else sequence
+    return _round_up(rows, multiple * tp)
+
+
+def compute_padding(rows: int, multiple: int, tp: int) -> int:
+    """Return the number of padding rows of the word embedding."""
+    return compute_padded_rows(rows, multiple, tp) - rows
+
+
+def reduce_model(model: ModelConfig, num_layers: int, vocab_multiple: int, tp: int, divisors: Divisors) -> ModelConfig:
+    """Build the settings of the small model.
+
+    Args:
+        model: original settings.
+        num_layers: layers of the small model.
+        vocab_multiple: multiple to which the rows of the small word embedding are padded.
+        tp: original number of tensor ranks.
+        divisors: numbers by which dimensions of the small model must be divisible.
+    """
+    ranks_per_kv_head = max(1, tp // model.num_key_value_heads)  # tensor ranks that share a key-value head
+    num_groups = (
+        min(2, model.num_key_value_heads // tp) * divisors.tp
+        if ranks_per_kv_head == 1
+        else max(1, divisors.tp // ranks_per_kv_head)
+    )
+    num_groups = _round_up(num_groups, divisors.tp * divisors.cp) if divisors.splits_heads else num_groups
+    queries_per_group = min(_MAX_QUERIES_PER_GROUP, model.num_attention_heads // model.num_key_value_heads)
+    queries_per_group = _round_up(queries_per_group, divisors.tp // num_groups) if ranks_per_kv_head > 1 else queries_per_group
+    latent_fields = _reduce_latent_attention(model, divisors)
+    num_heads, head_size = num_groups * queries_per_group, _choose_head_size(model, num_groups, queries_per_group, divisors)
+    hidden_size = num_heads * head_size
+    attention_size = model.head_size * model.num_attention_heads
+    if model.hidden_size != attention_size and not latent_fields:  # the heads do not add up to the hidden size
+        hidden_size = (
+            _round_up(hidden_size * 3 // 2, 2 * divisors.multiple)
+            if model.hidden_size > attention_size
+            else _round_up(hidden_size // 2 + 1, 2 * divisors.multiple)
+        )
+    seq_unit = math.lcm(divisors.tp if divisors.sequence_parallel else 1, divisors.multiple)
+    if latent_fields and divisors.sequence_parallel:  # latents are computed from a rank's tokens
+        seq_unit = math.lcm(seq_unit, divisors.tp * divisors.alignment)
+    seq_length = _round_up(_SEQ_LENGTH, seq_unit if divisors.cp == 1 else divisors.cp * math.lcm(2, seq_unit))
+    num_positions = None if model.max_position_embeddings is None else seq_length
     if model.num_positions > model.seq_length:
-        positions = sequence + _up(_SPARE_POSITIONS, cuts.parts)
+        num_positions = seq_length + _round_up(_SPARE_POSITIONS, divisors.num_shards)
     return dataclasses.replace(
         model,
-        window_size=_window(model, sequence),
-        window_attn_skip_freq=_pattern(model.window_attn_skip_freq, num_layers),
-        no_rope_freq=_pattern(model.no_rope_freq, num_layers),
-        moe_layer_freq=_pattern(model.moe_layer_freq, num_layers) or "1",
+        window_size=_reduce_window(model, seq_length),
+        window_attn_skip_freq=_reduce_layer_pattern(model.window_attn_skip_freq, num_layers),
+        no_rope_freq=_reduce_layer_pattern(model.no_rope_freq, num_layers),
+        moe_layer_freq=_reduce_layer_pattern(model.moe_layer_freq, num_layers) or "1",
         num_layers=num_layers,
-        hidden_size=hidden,
-        ffn_hidden_size=_width(model, tp, cuts),
-        num_attention_heads=heads,
-        kv_channels=None if hidden == heads * size or latents else size,
-        num_query_groups=groups if model.group_query_attention else model.num_query_groups,
-        seq_length=sequence,
-        mup_base_width=None if model.mup_base_width is None else max(1, round(hidden / model.mup_width)),
-        max_position_embeddings=positions,
-        make_vocab_size_divisible_by=multiple,
-        **_stretching(model, latents.get("qk_pos_emb_head_dim", int(size * model.rotary_percent)) // 2, sequence),
-        **latents,
-        **_experts(model, cuts),
+        hidden_size=hidden_size,
+        ffn_hidden_size=_reduce_ffn_size(model, tp, divisors),
+        num_attention_heads=num_heads,
+        kv_channels=None if hidden_size == num_heads * head_size or latent_fields else head_size,
+        num_query_groups=num_groups if model.group_query_attention else model.num_query_groups,
+        seq_length=seq_length,
+        mup_base_width=None if model.mup_base_width is None else max(1, round(hidden_size / model.width_multiplier)),
+        max_position_embeddings=num_positions,
+        make_vocab_size_divisible_by=vocab_multiple,
+        **_reduce_rope_scaling(
+            model, latent_fields.get("qk_pos_emb_head_dim", int(head_size * model.rotary_percent)) // 2, seq_length
+        ),
+        **latent_fields,
+        **_reduce_experts(model, divisors),
     )
 
 
-def _experts(model: ModelConfig, cuts: Cuts) -> dict[str, Any]:
-    """A few narrow experts, of which a token passes some, as it does of the many; in groups if they were, some of them closed."""
+def _reduce_experts(model: ModelConfig, divisors: Divisors) -> dict[str, Any]:
+    """Choose few and narrow experts for the small model.
+
+    A token selects some but not all experts if it does so in the original model. If the original experts form groups, the small
+    experts do too, and some groups are not selected.
+    """
     if model.num_experts is None:
         return {}
-    shared, groups = model.moe_shared_expert_intermediate_size, model.moe_router_num_groups or 1
-    opened = min(2, model.moe_router_group_topk)
-    of_group = model.moe_router_topk // model.moe_router_group_topk if groups > 1 else model.moe_router_topk
-    chosen = opened * min(_MOST_CHOSEN // opened, of_group)
-    several = min(groups, 2 * opened)
-    least = chosen // opened + (model.num_experts // groups > of_group)
-    fewest = max(2, cuts.experts * cuts.experts_each)
-    each = next(each for each in itertools.count(least) if several * each % cuts.experts == 0 and several * each >= fewest)
+    shared_size, num_groups = model.moe_shared_expert_intermediate_size, model.moe_router_num_groups or 1
+    group_top_k = min(2, model.moe_router_group_topk)
+    top_k_in_group = model.moe_router_topk // model.moe_router_group_topk if num_groups > 1 else model.moe_router_topk
+    top_k = group_top_k * min(_MAX_TOP_K // group_top_k, top_k_in_group)
+    small_groups = min(num_groups, 2 * group_top_k)
+    min_group_size = top_k // group_top_k + (model.num_experts // num_groups > top_k_in_group)
+    min_experts = max(2, divisors.ep * divisors.min_local_experts)
+    group_size = next(
+        group_size
+        for group_size in itertools.count(min_group_size)
+        if small_groups * group_size % divisors.ep == 0 and small_groups * group_size >= min_experts
+    )
     return {
-        "num_experts": several * each,
-        "moe_router_topk": chosen,
-        "moe_router_num_groups": several if groups > 1 else None,
-        "moe_router_group_topk": opened,
-        "moe_ffn_hidden_size": _up(5, cuts.multiple) * cuts.of_expert,
-        "moe_shared_expert_intermediate_size": None if shared is None else 6 * cuts.tp,
+        "num_experts": small_groups * group_size,
+        "moe_router_topk": top_k,
+        "moe_router_num_groups": small_groups if num_groups > 1 else None,
+        "moe_router_group_topk": group_top_k,
+        "moe_ffn_hidden_size": _round_up(5, divisors.multiple) * divisors.etp,
+        "moe_shared_expert_intermediate_size": None if shared_size is None else 6 * divisors.tp,
     }
 
 
-def _latents(model: ModelConfig, cuts: Cuts) -> dict[str, Any]:
-    """Sizes of latent attention: no two are equal that were not, as far as they can be cut."""
+def _reduce_latent_attention(model: ModelConfig, divisors: Divisors) -> dict[str, Any]:
+    """Choose the sizes of latent attention in the small model. Sizes that differ in the original model stay different, as far as
+    the divisors allow."""
     if not model.multi_latent_attention:
         return {}
-    rotated = _up(4, math.lcm(2, cuts.multiple))
-    sizes = {"qk_head_dim": _up(5, cuts.multiple), "qk_pos_emb_head_dim": rotated, "kv_lora_rank": _up(6, cuts.multiple)}
-    value = sizes["qk_head_dim"] + rotated if model.value_size == model.head_size else _up(3, cuts.multiple)
-    return {**sizes, "v_head_dim": value, "q_lora_rank": None if model.q_lora_rank is None else _up(10, cuts.multiple)}
+    rotary_dim = _round_up(4, math.lcm(2, divisors.multiple))
+    sizes = {
+        "qk_head_dim": _round_up(5, divisors.multiple),
+        "qk_pos_emb_head_dim": rotary_dim,
+        "kv_lora_rank": _round_up(6, divisors.multiple),
+    }
+    v_head_dim = sizes["qk_head_dim"] + rotary_dim if model.value_size == model.head_size else _round_up(3, divisors.multiple)
+    return {
+        **sizes,
+        "v_head_dim": v_head_dim,
+        "q_lora_rank": None if model.q_lora_rank is None else _round_up(10, divisors.multiple),
+    }
 
 
-def _stretching(model: ModelConfig, pairs: int, sequence: int) -> dict[str, Any]:
-    """Settings of rotary frequencies that depend on the length of the sequence: it exceeds the original context where it did, and
-    each small pair of channels has the factor of one of the large ones."""
+def _reduce_rope_scaling(model: ModelConfig, num_pairs: int, seq_length: int) -> dict[str, Any]:
+    """Reduce the settings of rotary scaling that depend on the sequence length.
+
+    The small sequence exceeds the small original context if the full sequence exceeds the full one. Each channel pair of the small
+    model has the scaling factor of a channel pair of the original model.
+    """
     if model.rope_type not in ("dynamic", "longrope"):
         return {}
-    context = original_context(model)
-    small = max(2, context * sequence // model.seq_length) if model.seq_length > context else sequence
-    lists = {name: getattr(model, name) for name in ("rope_short_factors", "rope_long_factors")}
-    picked = {
-        name: tuple(factors[pair * len(factors) // pairs] for pair in range(pairs)) for name, factors in lists.items() if factors
+    original_context = get_original_context(model)
+    small_context = max(2, original_context * seq_length // model.seq_length) if model.seq_length > original_context else seq_length
+    factor_lists = {name: getattr(model, name) for name in ("rope_short_factors", "rope_long_factors")}
+    small_factors = {
+        name: tuple(factors[pair * len(factors) // num_pairs] for pair in range(num_pairs))
+        for name, factors in factor_lists.items()
+        if factors
     }
-    return {"original_max_position_embeddings": small, **picked}
+    return {"original_max_position_embeddings": small_context, **small_factors}
 
 
-def _window(model: ModelConfig, sequence: int) -> str | None:
-    """The window, as long a part of the sequence as before: at least one token, and over the whole sequence only if it was."""
-    window = read_window(model.window_size)
+def _reduce_window(model: ModelConfig, seq_length: int) -> str | None:
+    """Reduce the attention window in proportion to the sequence. The small window has at least one token, and covers the full
+    sequence only if the original window does."""
+    window = parse_window(model.window_size)
     if window is None or window >= model.seq_length - 1:
         return model.window_size
-    return f"{max(1, min(sequence - 2, window * sequence // model.seq_length))},0"
+    return f"{max(1, min(seq_length - 2, window * seq_length // model.seq_length))},0"
 
 
-def _pattern(text: str | None, num_layers: int) -> str | None:
-    """The beginning of a list of layers, begun again if there are more than before; a number means the same at any depth."""
-    pattern = read_pattern(text)
+def _reduce_layer_pattern(text: str | None, num_layers: int) -> str | None:
+    """Reduce a flag value that selects layers. Of a list with an entry per layer, the first `num_layers` entries are returned,
+    repeated if the list is shorter. A number N (every N-th layer) does not change."""
+    pattern = parse_pattern(text)
     if not isinstance(pattern, tuple):
         return text
-    return pattern_text(tuple(itertools.islice(itertools.cycle(pattern), num_layers)))
+    return format_pattern(tuple(itertools.islice(itertools.cycle(pattern), num_layers)))
 
 
-def _head_size(model: ModelConfig, groups: int, queries: int, cuts: Cuts) -> int:
-    """The smallest head size, from 4 channels on (8 where they are rotated), that can be rotated and cut."""
-    rope = model.position_embedding_type == "rope" and not model.multi_latent_attention
-    for size in range(8 if rope else 4, 4 * max(model.head_size, 8 * cuts.multiple) + 1, 2):
-        rotated = int(size * model.rotary_percent)
-        rows, own = groups // cuts.tp * (queries + 2) * size, groups // cuts.tp * queries * size
-        whole = rows % cuts.multiple == 0 and own * cuts.tp % cuts.parts == 0 and own % cuts.blocks == 0
-        if (not rope or (rotated >= 2 and rotated % 2 == 0)) and whole:
+def _choose_head_size(model: ModelConfig, num_groups: int, queries_per_group: int, divisors: Divisors) -> int:
+    """Choose the smallest valid head size of at least 4 channels (8 with rotary positions). A head size is valid if all divisors
+    divide the dimensions that follow from it, and rotary positions rotate an even number of channels."""
+    is_rotated = model.position_embedding_type == "rope" and not model.multi_latent_attention
+    for size in range(8 if is_rotated else 4, 4 * max(model.head_size, 8 * divisors.multiple) + 1, 2):
+        num_rotary_channels = int(size * model.rotary_percent)
+        qkv_rows, query_rows = (
+            num_groups // divisors.tp * (queries_per_group + 2) * size,
+            num_groups // divisors.tp * queries_per_group * size,
+        )
+        is_divisible = (
+            qkv_rows % divisors.multiple == 0
+            and query_rows * divisors.tp % divisors.num_shards == 0
+            and query_rows % divisors.alignment == 0
+        )
+        if (not is_rotated or (num_rotary_channels >= 2 and num_rotary_channels % 2 == 0)) and is_divisible:
             return size
-    raise ValueError(f"no small head can be rotated by --rotary-percent {model.rotary_percent} and cut into {cuts.multiple} parts")
+    raise ValueError(
+        f"these settings cannot be reduced to a small model: no small head size is valid for --rotary-percent "
+        f"{model.rotary_percent} and divisible by {divisors.multiple}, as the layout needs"
+    )
 
 
-def _width(model: ModelConfig, tp: int, cuts: Cuts) -> int:
-    """Width of the MLP: as odd on each tensor rank as before, if it is not cut further."""
-    odd = model.ffn_size // tp % 2 if cuts.multiple == 1 else 0
-    return (_up(_WIDTH, cuts.multiple) + odd) * cuts.tp
+def _reduce_ffn_size(model: ModelConfig, tp: int, divisors: Divisors) -> int:
+    """Choose the FFN size of the small model. The share of each tensor rank stays odd if it was odd and need not be divisible
+    further."""
+    remainder = model.ffn_size // tp % 2 if divisors.multiple == 1 else 0
+    return (_round_up(_FFN_SIZE, divisors.multiple) + remainder) * divisors.tp
 
 
-def _up(number: int, unit: int) -> int:
-    """`number` rounded up to a multiple of `unit`."""
-    return -(-number // unit) * unit
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
-_LEAST_RATE = 1e-3
-"""With a smaller peak learning rate, a step would hardly change the weights."""
-_MOST_CLIP = 0.05
-"""The largest norm of the gradient after clipping. Small models have larger norms, so clipping is seen to act."""
-_MOST_SAMPLES = 2
-"""The most samples of a microbatch."""
-_MOST_CHUNKS = 3
-"""The most chunks of a loss."""
+_MIN_PEAK_RATE = 1e-3
+"""Minimum peak learning rate. With a smaller one, a step would hardly change the weights."""
+_MAX_CLIP_GRAD = 0.05
+"""Maximum gradient norm after clipping. It is low enough that clipping takes effect in a small model."""
+_MAX_MICRO_BATCH_SIZE = 2
+"""Maximum number of samples in a microbatch."""
+_MAX_LOSS_CHUNKS = 3
+"""Maximum number of chunks in which a loss is computed."""
 
 
-def reduced_training(config: Config, whole: RankSizes, small: RankSizes, seq_length: int, steps: int) -> TrainingConfig:
-    """Batches and length of the small run.
+def reduce_training(config: Config, full_sizes: AxisSizes, small_sizes: AxisSizes, seq_length: int, steps: int) -> TrainingConfig:
+    """Build the batch sizes, sequence length and number of iterations of the small run.
 
     Args:
-        config: before.
-        whole, small: the layout before and after.
-        seq_length: after.
-        steps: iterations.
+        config: original settings.
+        full_sizes: axis sizes of the original layout.
+        small_sizes: axis sizes of the small layout.
+        seq_length: reduced sequence length.
+        steps: iterations of the small run.
     """
-    training, pp, dp = config.training, whole.pp, whole.dp
-    micro = min(training.micro_batch_size, _MOST_SAMPLES)
-    unit, ramp, full = micro * small.dp, training.rampup_batch_size, training.global_batch_size
+    training, pp, dp = config.training, full_sizes.pp, full_sizes.dp
+    micro_batch_size = min(training.micro_batch_size, _MAX_MICRO_BATCH_SIZE)
+    batch_unit, rampup, global_batch_size = (
+        micro_batch_size * small_sizes.dp,
+        training.rampup_batch_size,
+        training.global_batch_size,
+    )
     small_full, small_ramp = None, None
     schedule: list[BatchStep] = []
-    if scheduled := readable_steps(training.step_batch_size_schedule):
-        schedule = [BatchStep(0, unit)]
-        for number, after in enumerate(scheduled[1:3], start=1):  # behind two steps of the first size and one of the second
-            between = after.tokens // config.model.seq_length % scheduled[number - 1].batch_size > 0
-            schedule.append(BatchStep((2 * number * unit - between) * seq_length, (1 + number) * unit))
+    if scheduled := parse_batch_schedule_or_empty(training.step_batch_size_schedule):
+        schedule = [BatchStep(0, batch_unit)]
+        for index, batch_step in enumerate(scheduled[1:3], start=1):  # after two steps of the first size and one of the second
+            offset = batch_step.tokens // config.model.seq_length % scheduled[index - 1].batch_size > 0
+            schedule.append(BatchStep((2 * index * batch_unit - offset) * seq_length, (1 + index) * batch_unit))
         small_full = schedule[-1].batch_size
-    elif ramp is not None and full is not None:
-        stages = min(2, (full - ramp[0]) // ramp[1])
-        between = ramp[2] % (training.micro_batch_size * dp) > 0  # so that the batch grows in the middle of a step
-        small_full, small_ramp = (1 + stages) * unit, (unit, unit, 2 * stages * unit + between)
-    elif full is not None:
-        small_full = unit * _microbatches(full // (training.micro_batch_size * dp), pp, small.pp)
-    samples = None
+    elif rampup is not None and global_batch_size is not None:
+        num_increments = min(2, (global_batch_size - rampup[0]) // rampup[1])
+        offset = rampup[2] % (training.micro_batch_size * dp) > 0  # so that the batch size grows within a step
+        small_full, small_ramp = (
+            (1 + num_increments) * batch_unit,
+            (batch_unit, batch_unit, 2 * num_increments * batch_unit + offset),
+        )
+    elif global_batch_size is not None:
+        small_full = batch_unit * _reduce_num_microbatches(
+            global_batch_size // (training.micro_batch_size * dp), pp, small_sizes.pp
+        )
+    train_samples = None
     if training.train_samples is not None:
-        last = small_full or unit
+        final_batch_size = small_full or batch_unit
         consumed = 0
         for _ in range(steps):
-            consumed += batch_size(consumed, last, small_ramp, dict(schedule), seq_length)
-        samples = consumed + (training.train_samples % training.final_batch_size(dp) > 0)
+            consumed += compute_batch_size(consumed, final_batch_size, small_ramp, dict(schedule), seq_length)
+        train_samples = consumed + (training.train_samples % training.final_batch_size(dp) > 0)
     return dataclasses.replace(
         training,
-        micro_batch_size=micro,
+        micro_batch_size=micro_batch_size,
         global_batch_size=small_full,
         rampup_batch_size=small_ramp,
-        step_batch_size_schedule=as_words(schedule) if schedule else (),
+        step_batch_size_schedule=format_batch_schedule(schedule) if schedule else (),
         train_iters=None if training.train_iters is None else steps,
-        train_samples=samples,
+        train_samples=train_samples,
         iterations_to_skip=(min(2, steps),) if training.iterations_to_skip and steps > 1 else (),
         eval_interval=None,
         exit_interval=None,
@@ -286,85 +357,99 @@ def reduced_training(config: Config, whole: RankSizes, small: RankSizes, seq_len
     )
 
 
-def reduced_loss(config: Config, vocab_size: int, small_tokens: int) -> int | None:
-    """--loss-chunk-tokens of the small run: a whole loss stays whole, and one in chunks has as many, up to three.
+def reduce_loss_chunk(config: Config, vocab_size: int, small_tokens: int) -> int | None:
+    """Choose --loss-chunk-tokens of the small run. The number of chunks does not change, up to a maximum of three.
 
     Args:
-        config: before.
-        vocab_size: rows of the word embedding, before.
-        small_tokens: tokens of a microbatch, after.
+        config: original settings.
+        vocab_size: original rows of the word embedding.
+        small_tokens: tokens of a microbatch in the small run.
     """
-    tokens, size = config.training.micro_batch_size * config.model.seq_length, loss_chunk(config, vocab_size)
-    return -(-small_tokens // min(_MOST_CHUNKS, -(-tokens // size))) if size else config.memory.loss_chunk_tokens
+    tokens, size = config.training.micro_batch_size * config.model.seq_length, get_loss_chunk_tokens(config, vocab_size)
+    return -(-small_tokens // min(_MAX_LOSS_CHUNKS, -(-tokens // size))) if size else config.memory.loss_chunk_tokens
 
 
-def _microbatches(count: int, pp: int, small_pp: int) -> int:
-    """Fewer than stages where there were, as many where there were, else up to two rounds, uneven where they were."""
-    if small_pp > 1 and count <= pp:
-        return small_pp if count == pp else min(count, small_pp - 1)
-    return min(count, 2 * small_pp + (count % pp > 0)) if small_pp > 1 else min(count, 3 + (count % 2 == 0))
+def _reduce_num_microbatches(num_microbatches: int, full_pp: int, small_pp: int) -> int:
+    """Choose the number of microbatches of the small run.
 
-
-def reduced_rates(config: Config, training: TrainingConfig, steps: int) -> OptimizerConfig:
-    """Learning rates, the lengths of their schedules, and clipping of the small run.
+    The small number is below the number of stages if the original number was, and equal to it if the original number was. Otherwise
+    the small run has at most two microbatches per stage, and one more if the original number is not a multiple of the number of
+    stages. With a single stage, the small run has at most 3 microbatches, or 4 if the original number is even.
 
     Args:
-        config: before.
-        training: after.
+        full_pp: original number of stages.
+        small_pp: number of stages of the small run.
     """
-    settings = config.optimizer
-    kind, unit, run = "iters", 1, config.training.train_iters
+    if small_pp > 1 and num_microbatches <= full_pp:
+        return small_pp if num_microbatches == full_pp else min(num_microbatches, small_pp - 1)
+    return (
+        min(num_microbatches, 2 * small_pp + (num_microbatches % full_pp > 0))
+        if small_pp > 1
+        else min(num_microbatches, 3 + (num_microbatches % 2 == 0))
+    )
+
+
+def reduce_learning_rates(config: Config, training: TrainingConfig, steps: int) -> OptimizerConfig:
+    """Build the learning rates, the lengths of their schedules, and the gradient clipping of the small run.
+
+    Args:
+        config: original settings.
+        training: reduced settings.
+    """
+    optimizer = config.optimizer
+    unit_name, step_length, run_length = "iters", 1, config.training.train_iters
     if training.train_samples is not None:
-        kind, unit, run = "samples", training.train_samples // steps, config.training.train_samples
-    assert run is not None and settings.lr is not None, "required"
-    changed: dict[str, float | None] = {}
-    warms_up = steps > 1  # a single step is all decay
-    if getattr(settings, f"lr_warmup_{kind}"):
-        changed[f"lr_warmup_{kind}"] = unit if warms_up else 0
-    if settings.lr_warmup_fraction is not None:
-        changed["lr_warmup_fraction"] = min(settings.lr_warmup_fraction, 0.5) if warms_up else None
-    if (decay := getattr(settings, f"lr_decay_{kind}")) is not None:
-        changed[f"lr_decay_{kind}"] = unit * max(2, steps + (decay > run) - (decay < run))
-    if getattr(settings, f"lr_wsd_decay_{kind}") is not None:
-        changed[f"lr_wsd_decay_{kind}"] = unit
-    if getattr(settings, f"lr_rewarm_start_{kind}") is not None:
-        begins = max(1, steps // 2) if warms_up else None
-        changed[f"lr_rewarm_start_{kind}"] = None if begins is None else unit * begins
-        rises = begins is not None and begins + 1 < steps and getattr(settings, f"lr_rewarm_{kind}") > 0
-        changed[f"lr_rewarm_{kind}"] = unit if rises else 0
-        changed["lr_rewarm_factor"] = settings.lr_rewarm_factor if warms_up else 1.0
-    factor = max(1.0, _LEAST_RATE / settings.lr)
+        unit_name, step_length, run_length = "samples", training.train_samples // steps, config.training.train_samples
+    assert run_length is not None and optimizer.lr is not None, "required"
+    changes: dict[str, float | None] = {}
+    has_warmup = steps > 1  # a single step has no warm-up
+    if getattr(optimizer, f"lr_warmup_{unit_name}"):
+        changes[f"lr_warmup_{unit_name}"] = step_length if has_warmup else 0
+    if optimizer.lr_warmup_fraction is not None:
+        changes["lr_warmup_fraction"] = min(optimizer.lr_warmup_fraction, 0.5) if has_warmup else None
+    if (decay_length := getattr(optimizer, f"lr_decay_{unit_name}")) is not None:
+        changes[f"lr_decay_{unit_name}"] = step_length * max(2, steps + (decay_length > run_length) - (decay_length < run_length))
+    if getattr(optimizer, f"lr_wsd_decay_{unit_name}") is not None:
+        changes[f"lr_wsd_decay_{unit_name}"] = step_length
+    if getattr(optimizer, f"lr_rewarm_start_{unit_name}") is not None:
+        rewarm_step = max(1, steps // 2) if has_warmup else None
+        changes[f"lr_rewarm_start_{unit_name}"] = None if rewarm_step is None else step_length * rewarm_step
+        has_rewarm = rewarm_step is not None and rewarm_step + 1 < steps and getattr(optimizer, f"lr_rewarm_{unit_name}") > 0
+        changes[f"lr_rewarm_{unit_name}"] = step_length if has_rewarm else 0
+        changes["lr_rewarm_factor"] = optimizer.lr_rewarm_factor if has_warmup else 1.0
+    factor = max(1.0, _MIN_PEAK_RATE / optimizer.lr)
 
-    def raised(rate: float) -> float:
-        return min(rate * factor, max(rate, _LEAST_RATE))
+    def raise_rate(rate: float) -> float:
+        return min(rate * factor, max(rate, _MIN_PEAK_RATE))
 
     for rate in ("lr", "min_lr", "lr_warmup_init", "decoupled_lr", "decoupled_min_lr"):
-        if getattr(settings, rate) is not None:
-            changed[rate] = raised(getattr(settings, rate))
-    if not warms_up:
-        changed["lr_warmup_init"] = 0.0
-    changed["clip_grad"] = min(settings.clip_grad, _MOST_CLIP)
+        if getattr(optimizer, rate) is not None:
+            changes[rate] = raise_rate(getattr(optimizer, rate))
+    if not has_warmup:
+        changes["lr_warmup_init"] = 0.0
+    changes["clip_grad"] = min(optimizer.clip_grad, _MAX_CLIP_GRAD)
     groups = []
-    for entry in map(entry_of, settings.param_groups):
-        said = {key: value for key, value in vars(entry).items() if value is not None and key != "pattern"}
-        said |= {key: raised(said[key]) for key in ("lr", "min_lr") if key in said}
-        groups.append(as_text(entry.pattern, said.items()))
-    return dataclasses.replace(settings, param_groups=tuple(groups), **changed)  # type: ignore[arg-type]
+    for entry in map(parse_entry, optimizer.param_groups):
+        group_options = {key: value for key, value in vars(entry).items() if value is not None and key != "pattern"}
+        group_options |= {key: raise_rate(group_options[key]) for key in ("lr", "min_lr") if key in group_options}
+        groups.append(format_entry(entry.pattern, group_options.items()))
+    return dataclasses.replace(optimizer, param_groups=tuple(groups), **changes)  # type: ignore[arg-type]
 
 
-def reduced_rule(optimizer: OptimizerConfig) -> OptimizerConfig:
-    """The update rule's lengths: blocks of which a row of the small model has several, and a warm-up that ends within the run."""
-    uses = {optimizer.optimizer, *(entry_of(text).optimizer for text in optimizer.param_groups)}
-    changed: dict[str, int] = {}
-    if "adam8bit" in uses:
-        changed["adam_8bit_block_size"] = min(optimizer.adam_8bit_block_size, 5)
+def reduce_update_rule(optimizer: OptimizerConfig) -> OptimizerConfig:
+    """Reduce the lengths in the options of update rules, so that the rows of the small model have several blocks and warm-ups end
+    within the run."""
+    optimizers = {optimizer.optimizer, *(parse_entry(text).optimizer for text in optimizer.param_groups)}
+    changes: dict[str, int] = {}
+    if "adam8bit" in optimizers:
+        changes["adam_8bit_block_size"] = min(optimizer.adam_8bit_block_size, 5)
     if optimizer.ademamix_warmup_iters is not None:
-        changed["ademamix_warmup_iters"] = min(optimizer.ademamix_warmup_iters, 3)
-    return dataclasses.replace(optimizer, **changed)  # type: ignore[arg-type]
+        changes["ademamix_warmup_iters"] = min(optimizer.ademamix_warmup_iters, 3)
+    return dataclasses.replace(optimizer, **changes)  # type: ignore[arg-type]
 
 
-def with_groups_of(model: ModelConfig, optimizer: OptimizerConfig) -> OptimizerConfig:
-    """Without the parameter groups of layers that the small model does not have."""
-    names = [weight.name for weight in model_weights(model, vocab_size=1)]
-    kept = (text for text in optimizer.param_groups if any(map(entry_of(text).matches, names)))
-    return dataclasses.replace(optimizer, param_groups=tuple(kept))
+def keep_matching_param_groups(model: ModelConfig, optimizer: OptimizerConfig) -> OptimizerConfig:
+    """Remove the parameter groups that match no parameter of the small model."""
+    names = [weight.name for weight in iter_weights(model, vocab_size=1)]
+    param_groups = (text for text in optimizer.param_groups if any(map(parse_entry(text).matches, names)))
+    return dataclasses.replace(optimizer, param_groups=tuple(param_groups))

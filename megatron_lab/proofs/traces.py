@@ -1,4 +1,4 @@
-"""Finds where two runs diverge: compares their traces, step by step, in the order in which one thing causes the next."""
+"""Find where two runs diverge: their traces are compared step by step, and within a step in causal order."""
 
 from __future__ import annotations
 
@@ -8,101 +8,109 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron_lab.audit.trace_file import Signature, TraceHeader, TraceRun, TraceStep, read_trace
-from megatron_lab.verification.wording import NEGLIGIBLE, layer_of, listing, relative, short
+from megatron_lab.verification.wording import NEGLIGIBLE, compute_relative, format_factor, format_integers, get_layer_index
 
-LISTED = 8
-_JUMP = 10.0
-"""A difference that grows by more than this factor in a step has a cause in that step."""
+MAX_LISTED = 8
+_JUMP_FACTOR = 10.0
+"""If a difference grows by more than this factor in one step, its cause lies in that step."""
 
 
-class Band(NamedTuple):
-    """Relative differences that two right runs may have."""
+class Tolerance(NamedTuple):
+    """Largest relative differences that rounding may cause between two correct runs."""
 
     loss: float
     tensor: float
-    """The relative difference of gradients, weights, and the gradient norm."""
+    """Relative difference of gradients, weights and the gradient norm."""
 
 
-BANDS = {
-    "float64": Band(1e-10, 1e-9),
-    "float32": Band(1e-5, 1e-3),
-    "float16": Band(2e-3, 0.1),
-    "bfloat16": Band(1e-2, 0.3),
+TOLERANCES = {
+    "float64": Tolerance(1e-10, 1e-9),
+    "float32": Tolerance(1e-5, 1e-3),
+    "float16": Tolerance(2e-3, 0.1),
+    "bfloat16": Tolerance(1e-2, 0.3),
 }
-"""Allowed differences, by the dtype of the parameters. A signature gives a distance within a factor of about three, so tensors have
-more room than where they are compared in full."""
+"""Tolerances by the dtype of the parameters. A signature determines a distance only up to a factor of about three, so the
+tolerance of tensors is larger than in a comparison of all elements."""
 
 
 @dataclass(frozen=True)
-class TracePart:
-    """One quantity that two traces have."""
+class TraceDifference:
+    """Difference between two traces in one quantity of one step."""
 
     step: int
-    what: str
+    quantity: str
     name: str
-    """The parameter, if it is about one."""
+    """Name of the parameter; empty for a scalar such as the loss."""
     relative: float
     allowed: float
-    note: str = ""
-    blind: bool = False
-    """Whether something of it is not finite in either trace, so that it cannot be compared."""
+    detail: str = ""
+    is_nonfinite: bool = False
+    """Whether the values of both traces are not finite, so that they cannot be compared."""
 
     @property
-    def parts(self) -> bool:
-        """Whether the difference is more than rounding."""
+    def differs(self) -> bool:
+        """Whether the difference is larger than rounding can explain."""
         return self.excess > 1
 
     @property
     def excess(self) -> float:
-        """The difference over what is allowed."""
+        """Relative difference divided by the allowed relative difference."""
         return math.inf if math.isnan(self.relative) else self.relative / self.allowed
 
-    def line(self) -> str:
-        """The difference in one line."""
-        what = f"{self.what} of {self.name}" if self.name else self.what
-        far = f"{self.relative:.1e}" if math.isfinite(self.relative) else "all of it"
-        return f"step {self.step}: {what} differs by {far} (allowed {self.allowed:.0e}){self.note}"
+    def format(self) -> str:
+        """Return the difference as one line of text."""
+        title = f"{self.quantity} of {self.name}" if self.name else self.quantity
+        difference = f"{self.relative:.1e}" if math.isfinite(self.relative) else "all of it"
+        return f"step {self.step}: {title} differs by {difference} (allowed {self.allowed:.0e}){self.detail}"
 
-    def json(self) -> dict[str, Any]:
-        """The part as JSON types; a difference that is not finite is null."""
-        far = self.relative if math.isfinite(self.relative) else None
-        return {"step": self.step, "what": self.what, "parameter": self.name or None, "relative": far, "allowed": self.allowed}
+    def to_json(self) -> dict[str, Any]:
+        """Return the difference as JSON types. A difference that is not finite is null."""
+        relative = self.relative if math.isfinite(self.relative) else None
+        return {
+            "step": self.step,
+            "what": self.quantity,
+            "parameter": self.name or None,
+            "relative": relative,
+            "allowed": self.allowed,
+        }
 
 
 @dataclass(frozen=True)
 class TraceComparison:
-    """What two traces have in common, and where they diverge."""
+    """Result of comparing two traces: the first step that differs, and what could not be compared."""
 
-    first: tuple[TracePart, ...]
-    """What differs by more than rounding in the first step in which anything does, in the order of cause."""
-    drifts: bool
-    """Whether the difference grew step by step, each little further than the one before, as rounding errors do."""
-    largest: TracePart | None
-    """The largest of all differences that were compared, measured by what is allowed."""
+    first: tuple[TraceDifference, ...]
+    """Differences larger than rounding in the first step that has such differences, in causal order."""
+    is_drift: bool
+    """Whether the difference of the two traces grew in small steps from iteration to iteration, as rounding errors do."""
+    max_difference: TraceDifference | None
+    """Difference that is largest relative to its tolerance, of all steps; None if nothing could be compared."""
     steps: tuple[int, ...]
-    """Steps that both traces have."""
-    alone: tuple[tuple[int, ...], tuple[int, ...]]
-    """Steps that only the one has, and that only the other has."""
+    """Steps that both traces contain."""
+    unmatched_steps: tuple[tuple[int, ...], tuple[int, ...]]
+    """Steps that only the first trace contains, and steps that only the second contains."""
     skipped: tuple[int, ...]
-    """Steps without an update in both."""
-    blind: tuple[int, ...]
-    """Steps in which something is not finite in either trace."""
-    notes: tuple[str, ...]
-    """Differences in the settings of the runs."""
+    """Steps whose update both runs skipped."""
+    nonfinite_steps: tuple[int, ...]
+    """Steps in which the values of both traces are not finite."""
+    setup_differences: tuple[str, ...]
+    """Lines about differences in the settings of the runs."""
 
     @property
-    def parts(self) -> bool:
-        """Whether a difference was found."""
-        return bool(self.first) and not self.drifts
+    def differs(self) -> bool:
+        """Whether the traces diverge by more than rounding."""
+        return bool(self.first) and not self.is_drift
 
 
-def compare_files(path: str, other: str) -> TraceComparison:
-    """Compare two trace files; raises what `read_whole` and `compare` raise."""
-    return compare(read_whole(path), read_whole(other))
+def compare_files(path: str, reference_path: str) -> TraceComparison:
+    """Compare two trace files. Raises ValueError if a file cannot be read (`read_run`) or the runs cannot be compared
+    (`compare`)."""
+    return compare(read_run(path), read_run(reference_path))
 
 
-def read_whole(path: str) -> TraceRun:
-    """The run in a trace file. A run that was stopped and resumed is one run: of a step that was made again, the last counts.
+def read_run(path: str) -> TraceRun:
+    """Read the run in a trace file. A run that was stopped and resumed counts as one run. If a step was repeated, the last record
+    of the step counts.
 
     Raises:
         ValueError: the file cannot be read.
@@ -112,235 +120,279 @@ def read_whole(path: str) -> TraceRun:
     return TraceRun(runs[-1].header, runs[0].iteration, runs[0].weights, [steps[iteration] for iteration in sorted(steps)])
 
 
-def _other_masks(header: TraceHeader, other: TraceHeader) -> str | None:
-    """Why two runs with dropout cannot be compared, if they cannot: masks depend on the tensor and context sizes and on that of a
-    microbatch."""
-    models = [each.settings["model"] for each in (header, other)]
-    if not any(model[name] for model in models for name in ("attention_dropout", "hidden_dropout")):
+def _explain_different_masks(header: TraceHeader, reference: TraceHeader) -> str | None:
+    """Explain why two runs with dropout draw different masks and so cannot be compared. Returns None if they can be compared.
+
+    Masks depend on the tensor size, the context size and the microbatch size.
+    """
+    model_settings = [run_header.settings["model"] for run_header in (header, reference)]
+    if not any(model[name] for model in model_settings for name in ("attention_dropout", "hidden_dropout")):
         return None
-    for what, of in (
-        ("tensor size", lambda each: each.layout["tp"]),
-        ("context size", lambda each: each.layout["cp"]),
-        ("micro-batch size", lambda each: each.settings["training"]["micro_batch_size"]),
+    for setting, get_value in (
+        ("tensor size", lambda run_header: run_header.layout["tp"]),
+        ("context size", lambda run_header: run_header.layout["cp"]),
+        ("micro-batch size", lambda run_header: run_header.settings["training"]["micro_batch_size"]),
     ):
-        if of(header) != of(other):
+        if get_value(header) != get_value(reference):
             return (
                 "the runs cannot be compared: they have dropout, which draws other masks at another "
-                f"{what} ({of(header)} and {of(other)}). Repeat both with --attention-dropout 0 --hidden-dropout 0."
+                f"{setting} ({get_value(header)} and {get_value(reference)}). "
+                "Repeat both with --attention-dropout 0 --hidden-dropout 0."
             )
     return None
 
 
-def compare(run: TraceRun, other: TraceRun) -> TraceComparison:
-    """Compare a run with another, which counts as the reference.
+def compare(run: TraceRun, reference: TraceRun) -> TraceComparison:
+    """Compare a run with a reference.
 
     Raises:
-        ValueError: they are not of the same model, draw other dropout masks, or have no step in common.
+        ValueError: the runs have different models, draw different dropout masks, or have no step in common.
     """
-    if run.header.parameters != other.header.parameters:
-        raise ValueError(f"the traces are of different models: {_model_words(run.header, other.header)}")
-    if told := _other_masks(run.header, other.header):
-        raise ValueError(told)
-    mine, theirs = ({step.iteration: step for step in each.steps} for each in (run, other))
-    common = sorted(set(mine) & set(theirs))
-    if not common:
+    if run.header.parameters != reference.header.parameters:
+        raise ValueError(f"the traces are of different models: {_describe_model_difference(run.header, reference.header)}")
+    if message := _explain_different_masks(run.header, reference.header):
+        raise ValueError(message)
+    steps, reference_steps = ({step.iteration: step for step in traced_run.steps} for traced_run in (run, reference))
+    common_steps = sorted(set(steps) & set(reference_steps))
+    if not common_steps:
         raise ValueError(
-            f"the traces have no step in common: steps {listing(mine) or 'none'} and {listing(theirs) or 'none'}. "
-            "Save both from the same iteration on."
+            f"the traces have no step in common: steps {format_integers(steps) or 'none'} and "
+            f"{format_integers(reference_steps) or 'none'}. Save both from the same iteration on."
         )
-    band = max((BANDS[each.header.dtype] for each in (run, other)), key=lambda band: band.tensor)
-    order = list(other.header.parameters)[::-1]  # the order of backward
-    all_parts: list[TracePart] = []
-    first: tuple[TracePart, ...] = ()
-    drifts, before, moved = False, 0.0, 0.0
-    if run.iteration == other.iteration:
-        all_parts += _tensors(run.iteration, "start weight", run.weights, other.weights, order[::-1], band)
-        first = tuple(part for part in all_parts if part.parts)
-    for iteration in common:
-        moved += theirs[iteration].learning_rate
-        parts = list(_step_parts(mine[iteration], theirs[iteration], order, band, _reach(other.header, moved, band)))
-        all_parts += parts
-        excess = max(part.excess for part in parts)
+    tolerance = max(
+        (TOLERANCES[traced_run.header.dtype] for traced_run in (run, reference)), key=lambda tolerance: tolerance.tensor
+    )
+    names = list(reference.header.parameters)[::-1]  # the order of backward
+    all_differences: list[TraceDifference] = []
+    first: tuple[TraceDifference, ...] = ()
+    is_drift, previous_excess, rate_sum = False, 0.0, 0.0
+    if run.iteration == reference.iteration:
+        all_differences += _compare_tensors(run.iteration, "start weight", run.weights, reference.weights, names[::-1], tolerance)
+        first = tuple(difference for difference in all_differences if difference.differs)
+    for iteration in common_steps:
+        rate_sum += reference_steps[iteration].learning_rate
+        differences = list(
+            _compare_step(
+                steps[iteration],
+                reference_steps[iteration],
+                names,
+                tolerance,
+                _estimate_weight_drift(reference.header, rate_sum, tolerance),
+            )
+        )
+        all_differences += differences
+        excess = max(difference.excess for difference in differences)
         if not first and excess > 1:
-            first, drifts = tuple(part for part in parts if part.parts), excess < _JUMP * before
-        before = excess
-    largest = max(all_parts, key=lambda part: part.excess, default=None)
+            first, is_drift = (
+                tuple(difference for difference in differences if difference.differs),
+                excess < _JUMP_FACTOR * previous_excess,
+            )
+        previous_excess = excess
+    largest = max(all_differences, key=lambda difference: difference.excess, default=None)
     return TraceComparison(
         first,
-        drifts,
+        is_drift,
         largest,
-        steps=tuple(common),
-        alone=(tuple(sorted(set(mine) - set(theirs))), tuple(sorted(set(theirs) - set(mine)))),
-        skipped=tuple(step for step in common if mine[step].skipped and theirs[step].skipped),
-        blind=tuple(sorted({part.step for part in all_parts if part.blind})),
-        notes=tuple(_setup_notes(run.header, other.header)),
+        steps=tuple(common_steps),
+        unmatched_steps=(tuple(sorted(set(steps) - set(reference_steps))), tuple(sorted(set(reference_steps) - set(steps)))),
+        skipped=tuple(step for step in common_steps if steps[step].skipped and reference_steps[step].skipped),
+        nonfinite_steps=tuple(sorted({difference.step for difference in all_differences if difference.is_nonfinite})),
+        setup_differences=tuple(_format_setup_differences(run.header, reference.header)),
     )
 
 
-def _reach(header: TraceHeader, moved: float, band: Band) -> dict[str, float]:
-    """How far apart rounding alone may have taken the weights. Of a gradient that is nothing but rounding, Adam makes a whole step
-    in either direction. In float64 its epsilon is larger than that."""
-    if band == BANDS["float64"]:
+def _estimate_weight_drift(header: TraceHeader, rate_sum: float, tolerance: Tolerance) -> dict[str, float]:
+    """Estimate how far rounding alone may move each weight tensor between two correct runs. In float64 the result is empty.
+
+    If a gradient is pure rounding error, Adam makes a full step in either direction. In float64 such a gradient is smaller than
+    Adam's epsilon, so the step is negligible.
+    """
+    if tolerance == TOLERANCES["float64"]:
         return {}
-    return {name: 2 * moved * math.sqrt(math.prod(shape)) for name, shape in header.parameters.items()}
+    return {name: 2 * rate_sum * math.sqrt(math.prod(shape)) for name, shape in header.parameters.items()}
 
 
-def format_traces(found: TraceComparison, name: str, other: str) -> list[str]:
-    """The comparison as lines of text, the verdict first."""
-    steps = _steps(found.steps)
-    if found.first:
-        verdict = "PART"
-        if found.drifts:
-            verdict = "DRIFT apart as rounding does, without a jump; beyond what is allowed from here on"
-        lines = [f"{verdict}: {found.first[0].line()}"]
-        lines += [f"  {part.line()}" for part in found.first[1:LISTED]]
-        lines += [f"  and {len(found.first) - LISTED} more in this step"] if len(found.first) > LISTED else []
+def format_traces(comparison: TraceComparison, name: str, reference: str) -> list[str]:
+    """Format the comparison as lines of text, the verdict first."""
+    steps = _format_steps(comparison.steps)
+    if comparison.first:
+        verdict = "DIVERGE"
+        if comparison.is_drift:
+            verdict = "DRIFT apart slowly, as rounding does; beyond the tolerance from this step on"
+        lines = [f"{verdict}: {comparison.first[0].format()}"]
+        lines += [f"  {difference.format()}" for difference in comparison.first[1:MAX_LISTED]]
+        lines += [f"  and {len(comparison.first) - MAX_LISTED} more in this step"] if len(comparison.first) > MAX_LISTED else []
     else:
-        lines = [f"EQUAL to rounding: {steps} of {name} and {other}"]
-    if found.largest is not None:
-        lines.append(f"largest of all that was compared: {found.largest.line()}")
-    lines.append(f"compared: {steps}; {name} with {other}, which counts as the reference")
-    return lines + [f"  {note}" for note in (*_step_notes(found, name, other), *found.notes)]
+        lines = [f"EQUAL to rounding: {steps} of {name} and {reference}"]
+    if comparison.max_difference is not None:
+        lines.append(f"largest of all that was compared: {comparison.max_difference.format()}")
+    lines.append(f"compared: {steps}; {name} with {reference}, which counts as the reference")
+    return lines + [f"  {line}" for line in (*_format_step_notes(comparison, name, reference), *comparison.setup_differences)]
 
 
-def traces_json(found: TraceComparison, name: str, other: str) -> dict[str, Any]:
-    """The comparison for programs. If neither `equal` nor `drifts` is true, the traces diverge."""
+def build_traces_json(comparison: TraceComparison, name: str, reference: str) -> dict[str, Any]:
+    """Build the comparison in JSON types. The traces diverge if neither `equal` nor `drifts` is true."""
     return {
-        "equal": not found.first,
-        "drifts": found.drifts,
-        "traces": [name, other],
-        "steps": list(found.steps),
-        "steps_of_one": [list(steps) for steps in found.alone],
-        "skipped_in_both": list(found.skipped),
-        "not_finite_in_both": list(found.blind),
-        "first": [part.json() for part in found.first],
-        "largest": None if found.largest is None else found.largest.json(),
-        "notes": list(found.notes),
+        "equal": not comparison.first,
+        "drifts": comparison.is_drift,
+        "traces": [name, reference],
+        "steps": list(comparison.steps),
+        "steps_of_one": [list(steps) for steps in comparison.unmatched_steps],
+        "skipped_in_both": list(comparison.skipped),
+        "not_finite_in_both": list(comparison.nonfinite_steps),
+        "first": [difference.to_json() for difference in comparison.first],
+        "largest": None if comparison.max_difference is None else comparison.max_difference.to_json(),
+        "notes": list(comparison.setup_differences),
     }
 
 
-def _steps(numbers: Sequence[int]) -> str:
-    return f"steps {listing(numbers)}" if len(numbers) > 1 else f"step {numbers[0]}"
+def _format_steps(steps: Sequence[int]) -> str:
+    return f"steps {format_integers(steps)}" if len(steps) > 1 else f"step {steps[0]}"
 
 
-def _step_notes(found: TraceComparison, name: str, other: str) -> Iterator[str]:
-    """Lines on what could not be compared."""
-    for which, steps in zip((f"{name} (the first)", f"{other} (the reference)"), found.alone, strict=True):
+def _format_step_notes(comparison: TraceComparison, name: str, reference: str) -> Iterator[str]:
+    """Yield lines about steps and values that could not be compared.
+
+    Args:
+        name: name of the run in the lines.
+        reference: name of the reference run in the lines.
+    """
+    for trace_name, steps in zip((f"{name} (the first)", f"{reference} (the reference)"), comparison.unmatched_steps, strict=True):
         if steps:
-            yield f"only {which} has {_steps(steps)}: not compared"
-    if found.skipped:
-        many = f"{len(found.skipped)} step{'s' * (len(found.skipped) > 1)}"
-        yield f"both skipped the update of {many}, for a gradient that overflowed and is not compared: {_steps(found.skipped)}"
-    if found.blind:
-        yield f"not finite in either, which counts as equal: something in {_steps(found.blind)}"
+            yield f"only {trace_name} has {_format_steps(steps)}: not compared"
+    if comparison.skipped:
+        count, skipped = f"{len(comparison.skipped)} step{'s' * (len(comparison.skipped) > 1)}", _format_steps(comparison.skipped)
+        yield f"both skipped the update of {count}, for a gradient that overflowed and is not compared: {skipped}"
+    if comparison.nonfinite_steps:
+        yield f"not finite in either trace, which counts as equal: a value in {_format_steps(comparison.nonfinite_steps)}"
 
 
-def _step_parts(
-    mine: TraceStep, theirs: TraceStep, order: Sequence[str], band: Band, reach: Mapping[str, float]
-) -> Iterator[TracePart]:
-    """Compare one step, in the order of cause: the batch, the loss, gradients from the end on, their norm, the update."""
-    step = mine.iteration
-    for what, a, b in (
-        ("the number of samples", mine.samples, theirs.samples),
-        ("the samples consumed", mine.consumed_samples, theirs.consumed_samples),
-        ("the count of tokens", mine.tokens, theirs.tokens),
+def _compare_step(
+    actual: TraceStep, reference: TraceStep, names: Sequence[str], tolerance: Tolerance, weight_drifts: Mapping[str, float]
+) -> Iterator[TraceDifference]:
+    """Compare the records of one step in causal order: batch, loss, gradients in the order of backward, gradient norm, update."""
+    step = actual.iteration
+    for quantity, a, b in (
+        ("the number of samples", actual.samples, reference.samples),
+        ("the samples consumed", actual.consumed_samples, reference.consumed_samples),
+        ("the count of tokens", actual.tokens, reference.tokens),
     ):
-        yield TracePart(step, what, "", relative(a - b, b), 1e-12, f": {a:,.0f} and {b:,.0f}, so the batches are not the same")
-    yield _number(step, "the loss", mine.loss, theirs.loss, band.loss)
-    if mine.skipped != theirs.skipped:
-        one, two = ("the first", "the reference") if mine.skipped else ("the reference", "the first")
-        told = f": {one} skipped it, for a gradient that overflowed, and {two} did not"
-        yield TracePart(step, "the update", "", math.inf, band.tensor, told)
-    elif not mine.skipped:  # a gradient that overflowed is not compared, and its norm is not finite
-        yield from _tensors(step, "gradient", mine.gradients, theirs.gradients, order, band)
-        yield _number(step, "the gradient norm", mine.grad_norm, theirs.grad_norm, band.tensor)
-    yield _number(step, "the learning rate", mine.learning_rate, theirs.learning_rate, 1e-9)
-    yield _number(step, "the weight decay", mine.weight_decay, theirs.weight_decay, 1e-9)
-    yield from _tensors(step, "weight", mine.weights, theirs.weights, order[::-1], band, reach)
+        yield TraceDifference(
+            step, quantity, "", compute_relative(a - b, b), 1e-12, f": {a:,.0f} and {b:,.0f}, so the batches are not the same"
+        )
+    yield _compare_scalar(step, "the loss", actual.loss, reference.loss, tolerance.loss)
+    if actual.skipped != reference.skipped:
+        skipping, updating = ("the first", "the reference") if actual.skipped else ("the reference", "the first")
+        detail = f": {skipping} skipped it, for a gradient that overflowed, and {updating} did not"
+        yield TraceDifference(step, "the update", "", math.inf, tolerance.tensor, detail)
+    elif not actual.skipped:  # a gradient that overflowed is not compared; its norm is not finite
+        yield from _compare_tensors(step, "gradient", actual.gradients, reference.gradients, names, tolerance)
+        yield _compare_scalar(step, "the gradient norm", actual.grad_norm, reference.grad_norm, tolerance.tensor)
+    yield _compare_scalar(step, "the learning rate", actual.learning_rate, reference.learning_rate, 1e-9)
+    yield _compare_scalar(step, "the weight decay", actual.weight_decay, reference.weight_decay, 1e-9)
+    yield from _compare_tensors(step, "weight", actual.weights, reference.weights, names[::-1], tolerance, weight_drifts)
 
 
-def _number(step: int, what: str, a: float, b: float, allowed: float) -> TracePart:
-    blind = _lost(a, b)
-    return TracePart(step, what, "", 0.0 if blind else relative(a - b, b), allowed, f": {a!r} and {b!r}", blind)
+def _compare_scalar(step: int, quantity: str, a: float, b: float, allowed: float) -> TraceDifference:
+    is_nonfinite = _are_both_nonfinite(a, b)
+    return TraceDifference(
+        step, quantity, "", 0.0 if is_nonfinite else compute_relative(a - b, b), allowed, f": {a!r} and {b!r}", is_nonfinite
+    )
 
 
-def _lost(a: float, b: float) -> bool:
-    """Whether neither is finite. A trace does not tell infinities from NaN, so they are not distinguished."""
-    return not math.isfinite(a) and not math.isfinite(b)
+def _are_both_nonfinite(x: float, b: float) -> bool:
+    """Check whether neither value is finite. A trace stores infinities and NaN alike, so they count as equal."""
+    return not math.isfinite(x) and not math.isfinite(b)
 
 
-def _tensors(
+def _compare_tensors(
     step: int,
-    what: str,
-    mine: Mapping[str, Signature],
-    theirs: Mapping[str, Signature],
-    order: Sequence[str],
-    band: Band,
-    reach: Mapping[str, float] | None = None,
-) -> Iterator[TracePart]:
-    total = math.hypot(*(numbers[0] for numbers in theirs.values() if math.isfinite(numbers[0])))
-    for name in order:
-        if name not in mine or name not in theirs:
-            if (name in mine) != (name in theirs):
-                yield TracePart(step, what, name, math.inf, band.tensor, ": only one of the traces has it")
+    quantity: str,
+    actual: Mapping[str, Signature],
+    reference: Mapping[str, Signature],
+    names: Sequence[str],
+    tolerance: Tolerance,
+    weight_drifts: Mapping[str, float] | None = None,
+) -> Iterator[TraceDifference]:
+    """Compare the signatures (norm and several signed sums of the elements) of all tensors of one type.
+
+    Args:
+        actual: signatures of the run, by parameter.
+        reference: signatures of the reference, by parameter.
+        names: parameters in causal order.
+        weight_drifts: distance that rounding alone may cause, by parameter.
+    """
+    joint_norm = math.hypot(*(signature[0] for signature in reference.values() if math.isfinite(signature[0])))
+    for name in names:
+        if name not in actual or name not in reference:
+            if (name in actual) != (name in reference):
+                yield TraceDifference(step, quantity, name, math.inf, tolerance.tensor, ": only one of the traces has it")
             continue
-        a, b = mine[name], theirs[name]
-        factor = _factor(a, b, band)
-        apart = _distance(a, b) if factor is None else abs(factor - 1) * b[0]
-        scale = b[0] if b[0] > _least(band) * total else total
-        allowed = band.tensor + relative((reach or {}).get(name, 0.0), scale)
-        layer = layer_of(name)
-        note = "" if layer is None else f", layer {layer}"
-        note += "" if factor is None else f": {short(factor)}x the other"
-        yield TracePart(step, what, name, relative(apart, scale), allowed, note, any(map(_lost, a, b)))
+        a, b = actual[name], reference[name]
+        factor = _find_factor(a, b, tolerance)
+        distance = _estimate_distance(a, b) if factor is None else abs(factor - 1) * b[0]
+        scale = b[0] if b[0] > _get_negligible_share(tolerance) * joint_norm else joint_norm
+        allowed = tolerance.tensor + compute_relative((weight_drifts or {}).get(name, 0.0), scale)
+        layer = get_layer_index(name)
+        detail = "" if layer is None else f", layer {layer}"
+        detail += "" if factor is None else f": {format_factor(factor)}x the other"
+        yield TraceDifference(
+            step, quantity, name, compute_relative(distance, scale), allowed, detail, any(map(_are_both_nonfinite, a, b))
+        )
 
 
-def _least(band: Band) -> float:
-    """A tensor smaller than this share of all together is rounding error: its true gradient may be zero."""
-    return NEGLIGIBLE * band.tensor / BANDS["float64"].tensor
+def _get_negligible_share(tolerance: Tolerance) -> float:
+    """Return the share of the joint norm of all tensors below which a tensor counts as pure rounding error, because its true
+    gradient may be zero."""
+    return NEGLIGIBLE * tolerance.tensor / TOLERANCES["float64"].tensor
 
 
-def _distance(a: Signature, b: Signature) -> float:
-    """An estimate of the norm of the difference of two tensors: its square is the mean square of the differences of the signed
-    sums. Infinite if something is finite in only one of them."""
-    norm, *signed = (0.0 if _lost(x, y) else x - y for x, y in zip(a, b, strict=True))
+def _estimate_distance(a: Signature, b: Signature) -> float:
+    """Estimate the norm of the difference of two tensors from their signatures. The result is infinite if a value is finite in only
+    one of them.
+
+    A signature holds the norm of a tensor and several sums of its elements with different signs. The square of the estimate is the
+    mean of the squared differences of these sums.
+    """
+    norm, *signed = (0.0 if _are_both_nonfinite(x, y) else x - y for x, y in zip(a, b, strict=True))
     if not all(map(math.isfinite, (norm, *signed))):
         return math.inf
     return max(abs(norm), math.hypot(*signed) / math.sqrt(len(signed)))
 
 
-def _factor(a: Signature, b: Signature, band: Band) -> float | None:
-    """The factor of one tensor over the other, if there is one and it is not 1."""
+def _find_factor(a: Signature, b: Signature, tolerance: Tolerance) -> float | None:
+    """Return the constant factor between two tensors, computed from their signatures. Returns None if no constant factor relates
+    the tensors or the factor is 1."""
     if not a[0] or not b[0] or not all(b):
         return None
     ratios = [x / y for x, y in zip(a[1:], b[1:], strict=True)]
-    close = max(1e-6, band.loss)
-    if not all(math.isclose(ratio, ratios[0], rel_tol=close) for ratio in (*ratios, math.copysign(a[0] / b[0], ratios[0]))):
+    rel_tol = max(1e-6, tolerance.loss)
+    if not all(math.isclose(ratio, ratios[0], rel_tol=rel_tol) for ratio in (*ratios, math.copysign(a[0] / b[0], ratios[0]))):
         return None
-    return ratios[0] if abs(ratios[0] - 1) > 10 * close else None
+    return ratios[0] if abs(ratios[0] - 1) > 10 * rel_tol else None
 
 
-def _model_words(mine: TraceHeader, theirs: TraceHeader) -> str:
-    names = sorted(set(mine.parameters) ^ set(theirs.parameters))
+def _describe_model_difference(header: TraceHeader, reference: TraceHeader) -> str:
+    names = sorted(set(header.parameters) ^ set(reference.parameters))
     if names:
         return f"only one has {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
-    name = next(name for name, shape in mine.parameters.items() if theirs.parameters[name] != shape)
-    return f"{name} has the shape {mine.parameters[name]} in one and {theirs.parameters[name]} in the other"
+    name = next(name for name, shape in header.parameters.items() if reference.parameters[name] != shape)
+    return f"{name} has the shape {header.parameters[name]} in one and {reference.parameters[name]} in the other"
 
 
-def _setup_notes(mine: TraceHeader, theirs: TraceHeader) -> Iterator[str]:
-    for what in ("layout", "layers", "dtype", "torch", "vocab_size"):
-        a, b = getattr(mine, what), getattr(theirs, what)
+def _format_setup_differences(header: TraceHeader, reference: TraceHeader) -> Iterator[str]:
+    for header_field in ("layout", "layers", "dtype", "torch", "vocab_size"):
+        a, b = getattr(header, header_field), getattr(reference, header_field)
         if a != b:
-            yield f"{what} differs: {_words(a)} and {_words(b)}"
-    for topic in sorted(set(mine.settings) | set(theirs.settings)):
-        one, two = mine.settings.get(topic, {}), theirs.settings.get(topic, {})
-        for field in sorted(set(one) | set(two)):
-            if topic not in ("checkpoint", "logging", "debug", "parallel") and one.get(field) != two.get(field):
-                yield f"--{field.replace('_', '-')} differs: {one.get(field)} and {two.get(field)}"
+            yield f"{header_field} differs: {_format_value(a)} and {_format_value(b)}"
+    for section in sorted(set(header.settings) | set(reference.settings)):
+        values, reference_values = header.settings.get(section, {}), reference.settings.get(section, {})
+        for field in sorted(set(values) | set(reference_values)):
+            if section not in ("checkpoint", "logging", "debug", "parallel") and values.get(field) != reference_values.get(field):
+                yield f"--{field.replace('_', '-')} differs: {values.get(field)} and {reference_values.get(field)}"
 
 
-def _words(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, dict):
         return " x ".join(f"{name} {size}" for name, size in value.items())
     if isinstance(value, list):

@@ -1,4 +1,5 @@
-"""Proves the layout of a user's settings: makes it small, runs and compares it, and if it differs, runs parts of it."""
+"""Prove that a user's layout trains as one process does: reduce the settings to small runs, compare them with reference runs, and
+search for the cause if they differ."""
 
 from __future__ import annotations
 
@@ -12,126 +13,139 @@ from pathlib import Path
 import torch
 
 from megatron.config.config import Config
-from megatron.config.data import TOKENIZER_FILES, DataConfig, tokenizer_settings
+from megatron.config.data import TOKENIZER_FILE_SETTINGS, DataConfig, get_tokenizer_settings
 from megatron.config.save import to_dict
-from megatron.data.tokenizer import build_tokenizer, embedding_rows
-from megatron.pipeline_parallel.partition import table_of
-from megatron_lab.audit.signature import named, signature_of
+from megatron.data.tokenizer import build_tokenizer, compute_embedding_rows
+from megatron.pipeline_parallel.partition import build_layer_table
+from megatron_lab.audit.signature import compute_signature, to_trace_signature
 from megatron_lab.audit.trace_file import Signature, TraceHeader, TraceRun, TraceStep, TraceWriter
 from megatron_lab.proofs.isolation import isolate
 from megatron_lab.proofs.report import Proof
-from megatron_lab.proofs.shrink import Reduced, shrink
-from megatron_lab.proofs.small_layout import sizes_of
-from megatron_lab.proofs.traces import compare, format_traces, read_whole
+from megatron_lab.proofs.shrink import ReducedRun, shrink
+from megatron_lab.proofs.small_layout import get_axis_sizes
+from megatron_lab.proofs.traces import compare, format_traces, read_run
 from megatron_lab.verification.comparison import Comparison
 from megatron_lab.verification.diagnosis import diagnose
-from megatron_lab.verification.findings import layer_findings
-from megatron_lab.verification.joined import JoinedTensor
+from megatron_lab.verification.findings import check_layer_table
+from megatron_lab.verification.joined import GatheredTensor
 from megatron_lab.verification.local_ranks import RanksError
 from megatron_lab.verification.observation import Observation
-from megatron_lab.verification.prove import ReferenceKind, prove, refuse_unknown_parts
+from megatron_lab.verification.prove import ReferenceType, check_reference_support, prove
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is run."""
+    """Options of a proof that determine how long it takes."""
 
     steps: int = 4
     max_ranks: int = 8
-    """The most ranks that run at once."""
-    isolates: bool = True
-    """Whether to look for the settings with which a difference comes and goes."""
-    reference: ReferenceKind = "plain"
-    """What a run is compared with."""
-    isolation_s: float = 60.0
-    """No further run is begun for that after so many seconds."""
+    """Maximum number of ranks in a run."""
+    finds_cause: bool = True
+    """Whether to search for the settings that must be on for the layout to differ from the reference run."""
+    reference: ReferenceType = "plain"
+    """Type of the reference run with which the layout's run is compared."""
+    max_isolation_s: float = 60.0
+    """Seconds after which the search for the cause starts no further run."""
 
 
 def verify_layout(config: Config, world_size: int, vocab_size: int, effort: Effort, *, trace: str | None = None) -> list[Proof]:
-    """One proof for each of the small layouts that stand for the given one.
+    """Run the small layouts that together represent a layout, and compare each with a reference.
 
     Args:
-        config: settings that are valid with this many ranks, of any size.
+        config: settings of any size that are valid for `world_size` ranks.
         vocab_size: rows of the word embedding, without padding.
-        trace: file of an earlier proof's trace, with which the first proof is compared. If the settings save a trace, the first
-            proof saves it.
+        effort: options that determine how long this takes.
+        trace: trace file of an earlier proof, which is compared with the first small layout's run. If the settings save a trace,
+            this run writes it.
+
+    Returns:
+        The result for each small layout.
 
     Raises:
-        ValueError: the trace cannot be read, or is of another model; or the plain reference does not know a part of this one.
+        ValueError: the trace cannot be read or has another model, or the reference model does not support a module of the model.
     """
     if effort.reference == "plain":
-        refuse_unknown_parts(config)
-    lost = list(layer_findings(table_of(config.model, config.parallel, vocab_size), config.model.num_layers))
-    if lost:
-        return [Proof(title_of(config, world_size), None, "nothing was run: the layer table of the settings is wrong", lost)]
+        check_reference_support(config)
+    layout_findings = list(check_layer_table(build_layer_table(config.model, config.parallel, vocab_size), config.model.num_layers))
+    if layout_findings:
+        return [
+            Proof(
+                format_layout(config, world_size),
+                None,
+                "nothing was run: the layer table of the settings is wrong",
+                layout_findings,
+            )
+        ]
     reduced = shrink(config, world_size, vocab_size, max_ranks=effort.max_ranks, steps=effort.steps)
-    earlier = None if trace is None else read_whole(trace)
-    first = _proof(reduced[0], effort, config.debug.save_trace, earlier, trace or "")
-    return [first, *(_proof(each, effort) for each in reduced[1:])]
+    earlier_trace = None if trace is None else read_run(trace)
+    first = _prove_reduced(reduced[0], effort, config.debug.save_trace, earlier_trace, trace or "")
+    return [first, *(_prove_reduced(reduced_run, effort) for reduced_run in reduced[1:])]
 
 
-def _proof(reduced: Reduced, effort: Effort, saved: str | None = None, earlier: TraceRun | None = None, trace: str = "") -> Proof:
-    started, hangs = time.monotonic(), False
-    proof = Proof(title_of(reduced.config, reduced.world_size), None, kept=reduced.kept, changed=reduced.changed)
+def _prove_reduced(
+    run: ReducedRun, effort: Effort, trace_path: str | None = None, earlier_trace: TraceRun | None = None, earlier_path: str = ""
+) -> Proof:
+    started, has_timed_out = time.monotonic(), False
+    proof = Proof(format_layout(run.config, run.world_size), None, preserved=run.preserved, reduced=run.reduced)
     try:
-        observation = prove(reduced.config, reduced.world_size, reference=effort.reference)
-        proof = replace(proof, diagnosis=diagnose(observation), changed=[*reduced.changed, *observation.replaced])
-        if saved is not None:
-            write_trace(trace_of(observation), saved)
-        if earlier is not None:
-            found = compare(trace_of(observation), earlier)
-            proof = replace(proof, trace=format_traces(found, "this run", trace), parts_from_trace=found.parts)
+        observation = prove(run.config, run.world_size, reference=effort.reference)
+        proof = replace(proof, diagnosis=diagnose(observation), reduced=[*run.reduced, *observation.replaced_settings])
+        if trace_path is not None:
+            write_trace(build_trace(observation), trace_path)
+        if earlier_trace is not None:
+            comparison = compare(build_trace(observation), earlier_trace)
+            proof = replace(proof, trace=format_traces(comparison, "this run", earlier_path), differs_from_trace=comparison.differs)
     except RanksError as error:
-        proof, hangs = replace(proof, failure=str(error)), error.timed_out
-    if not proof.equal and effort.isolates and not hangs:  # a run that hangs takes all the time that there is
-        again = partial(prove, reference=effort.reference)
-        proof = replace(proof, alone=isolate(reduced.config, reduced.world_size, again, seconds=effort.isolation_s))
+        proof, has_timed_out = replace(proof, failure=str(error)), error.timed_out
+    if not proof.equal and effort.finds_cause and not has_timed_out:  # a hanging run would use up all the time
+        prove_again = partial(prove, reference=effort.reference)
+        proof = replace(proof, isolation=isolate(run.config, run.world_size, prove_again, max_seconds=effort.max_isolation_s))
     return replace(proof, seconds=time.monotonic() - started)
 
 
-def vocabulary_of(data: DataConfig) -> int:
-    """Rows of the word embedding: by --vocab-size, else by the tokenizer, whose files are then needed.
+def get_vocab_size(data: DataConfig) -> int:
+    """Return the number of rows of the word embedding: --vocab-size, or the size of the tokenizer, whose files must exist.
 
     Raises:
-        ValueError: neither is known, or a file is damaged. The message says which flag to give.
+        ValueError: --vocab-size is not set, and a file of the tokenizer is missing or damaged. The message names the flag to set.
     """
     assert data.tokenizer_type is not None, "a rule asks for it"
-    files = [name for name in tokenizer_settings(data.tokenizer_type) if name in TOKENIZER_FILES]
-    if files and data.vocab_size is not None:
-        return data.vocab_size  # with files it is the number of rows
-    missing = [name for name in files if not Path(getattr(data, name) or "").exists()]
-    if not missing:
-        return embedding_rows(build_tokenizer(data), data)
-    told = ", ".join(f"--{name.replace('_', '-')} {getattr(data, name)}" for name in missing)
+    file_fields = [name for name in get_tokenizer_settings(data.tokenizer_type) if name in TOKENIZER_FILE_SETTINGS]
+    if file_fields and data.vocab_size is not None:
+        return data.vocab_size  # with tokenizer files, --vocab-size is the number of rows
+    missing_files = [name for name in file_fields if not Path(getattr(data, name) or "").exists()]
+    if not missing_files:
+        return compute_embedding_rows(build_tokenizer(data), data)
+    missing_flags = ", ".join(f"--{name.replace('_', '-')} {getattr(data, name)}" for name in missing_files)
     raise ValueError(
-        f"the size of the vocabulary is not known: there is no {told}.\n"
-        "  Give --vocab-size N (the rows of the word embedding), or the file."
+        f"the vocabulary size is not known, because a file is missing: {missing_flags}.\n"
+        "  Set --vocab-size N (the rows of the word embedding), or provide the file."
     )
 
 
-def title_of(config: Config, world_size: int) -> str:
-    """The layout in words: `tensor 2 x pipeline 2 x data 1`."""
-    return str(sizes_of(config, world_size))
+def format_layout(config: Config, world_size: int) -> str:
+    """Format the layout, such as `tensor 2 x pipeline 2 x data 1`."""
+    return str(get_axis_sizes(config, world_size))
 
 
-def trace_of(observation: Observation) -> TraceRun:
-    """The trace of the layout's run, not of the reference's."""
-    runs = Comparison(observation)
+def build_trace(observation: Observation) -> TraceRun:
+    """Build the trace of the layout's run (not of the reference run)."""
+    comparison = Comparison(observation)
     config = observation.config
     header = TraceHeader(
         settings=to_dict(config),
-        layout=runs.sizes,
-        layers=[(chunk.stage, list(chunk.layers)) for chunk in runs.table],
+        layout=comparison.sizes,
+        layers=[(chunk.stage, list(chunk.layers)) for chunk in comparison.layer_table],
         dtype="float64",
         torch=torch.__version__,
         vocab_size=observation.vocab_size,
         parameters={name: list(tensor.shape) for name, tensor in observation.start.items()},
     )
-    trace = TraceRun(header, 0, _signatures(runs.start.joined))
+    trace = TraceRun(header, 0, _build_signatures(comparison.start.actual))
     consumed = 0
-    for index in range(runs.num_steps):
-        step = runs.ranks[0].steps[index]
-        samples = step.num_microbatches * config.training.micro_batch_size * runs.sizes["dp"]
+    for index in range(comparison.num_steps):
+        step = comparison.ranks[0].steps[index]
+        samples = step.num_microbatches * config.training.micro_batch_size * comparison.sizes["dp"]
         consumed += samples
         trace.steps.append(
             TraceStep(
@@ -139,14 +153,14 @@ def trace_of(observation: Observation) -> TraceRun:
                 samples=samples,
                 consumed_samples=consumed,
                 loss=step.loss,
-                tokens=math.fsum(rank.steps[index].token_count for rank in runs.ranks),
+                tokens=math.fsum(rank.steps[index].token_count for rank in comparison.ranks),
                 grad_norm=step.grad_norm,
                 learning_rate=step.learning_rate,
                 weight_decay=step.weight_decay,
                 loss_scale=1.0,
                 skipped=step.skipped,
-                gradients=_signatures(runs.gradients[index].joined),
-                weights=_signatures(runs.weights[index].joined),
+                gradients=_build_signatures(comparison.gradients[index].actual),
+                weights=_build_signatures(comparison.weights[index].actual),
             )
         )
     return trace
@@ -156,15 +170,15 @@ def write_trace(trace: TraceRun, path: str) -> None:
     """Write a trace to a new file.
 
     Raises:
-        ValueError: it cannot be written.
+        ValueError: the file cannot be written.
     """
     writer = TraceWriter(path, append=False)
-    writer.header(trace.header)
-    writer.start(trace.iteration, trace.weights)
+    writer.write_header(trace.header)
+    writer.write_start(trace.iteration, trace.weights)
     for step in trace.steps:
-        writer.step(step)
+        writer.write_step(step)
     writer.close()
 
 
-def _signatures(joined: Mapping[str, JoinedTensor]) -> dict[str, Signature]:
-    return {name: named(signature_of(name, each.tensor)) for name, each in joined.items()}
+def _build_signatures(tensors: Mapping[str, GatheredTensor]) -> dict[str, Signature]:
+    return {name: to_trace_signature(compute_signature(name, tensor.tensor)) for name, tensor in tensors.items()}
