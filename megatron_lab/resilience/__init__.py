@@ -1,1 +1,2 @@
-"""The run goes on when ranks are lost: a supervisor on each node starts them again in place, as many as there are."""
+"""Recovery without intervention of the user: from lost ranks, by a supervisor on each node that restarts ranks in place, and from
+loss spikes."""

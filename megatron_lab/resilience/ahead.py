@@ -1,67 +1,71 @@
-"""Whether a run can go on from its checkpoint, as far as that can be told before its ranks are started."""
+"""Check that a run can resume from its checkpoint, before its ranks are started."""
 
 from __future__ import annotations
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megatron.config.checks.finding import data_size
+from megatron.config.checks.finding import get_data_parallel_size
 from megatron.config.config import Config
-from megatron.data.tokenizer import planned_rows
-from megatron.training.progress import BatchSizePlan, Progress, agreed_schedule
-from megatron.training.resume import ChosenCheckpoint, check_may_lack, look_at_base, look_in
-from megatron.training.startup import make_learning_schedule, with_batch_size
+from megatron.data.tokenizer import predict_embedding_rows
+from megatron.training.progress import BatchSizePlan, Progress, resolve_schedule
+from megatron.training.resume import SelectedCheckpoint, check_missing_checkpoint, select_base_checkpoint, select_checkpoint
+from megatron.training.startup import make_learning_schedule, resolve_batch_size
 
 
-def check_ahead(config: Config, world_size: int, *, only_what_is_there: bool = False) -> None:
-    """Look, without ranks, whether a run with these settings can go on from the checkpoint that it would find. Reads no weights.
+def check_resume(config: Config, world_size: int, *, ignores_missing: bool = False) -> None:
+    """Check, without starting ranks, that a run with these settings can resume from its checkpoint. Weights are not read.
 
     Args:
-        world_size: number of its ranks.
-        only_what_is_there: a checkpoint that is not there is no fault: the run may be for another machine.
+        world_size: number of ranks of the run.
+        ignores_missing: accept a missing checkpoint, because the run may be planned for another machine.
 
     Raises:
-        ValueError: the checkpoint is of another model or another schedule, there is none and there must be, or the tokenizer that
-            says how large the vocabulary is cannot be built.
+        ValueError: the checkpoint belongs to another model or learning rate schedule, a required checkpoint is missing, or the
+            tokenizer that determines the vocabulary size cannot be built.
     """
-    data_ranks = data_size(config, world_size)
-    if data_ranks is None or (config.checkpoint.load is None and config.checkpoint.pretrained_checkpoint is None):
+    num_data_ranks = get_data_parallel_size(config, world_size)
+    if num_data_ranks is None or (config.checkpoint.load is None and config.checkpoint.pretrained_checkpoint is None):
         return
-    plan = BatchSizePlan(config.training, data_ranks, config.model.seq_length)
-    config = with_batch_size(config, plan)
-    chosen = _found(config, planned_rows(config.data), only_what_is_there=only_what_is_there)
-    if chosen is None:
+    plan = BatchSizePlan(config.training, num_data_ranks, config.model.seq_length)
+    config = resolve_batch_size(config, plan)
+    checkpoint = _select_resume_checkpoint(config, predict_embedding_rows(config.data), ignores_missing=ignores_missing)
+    if checkpoint is None:
         return
     schedule = make_learning_schedule(config.optimizer, config.training, plan)
-    counts = Progress.from_json(chosen.state["progress"]).updated_samples
-    agreed_schedule(schedule, chosen.state["schedule"], chosen.path, chosen.schedule_flags, counts)
+    sample_counts = Progress.from_json(checkpoint.state["progress"]).updated_samples
+    resolve_schedule(schedule, checkpoint.state["schedule"], checkpoint.path, checkpoint.schedule_differences, sample_counts)
 
 
-def misfit_ahead(config: Config, world_size: int) -> str | None:
-    """What is wrong with the settings beside the checkpoint that the run would find, in words; None if nothing that can be told."""
+def find_resume_problem(config: Config, world_size: int) -> str | None:
+    """Check that the settings fit the checkpoint from which the run would resume. Return the problem as text, or None if there is
+    none."""
     try:
-        check_ahead(config, world_size)
+        check_resume(config, world_size)
     except DamagedCheckpointError:
-        return None  # it may be readable elsewhere
+        return None  # the checkpoint may be readable on other nodes
     except CheckpointError as error:
         return str(error)
     return None
 
 
-def _found(config: Config, vocab_size: int, *, only_what_is_there: bool) -> ChosenCheckpoint | None:
-    """The checkpoint from which a run would go on, as `resume` chooses it, without weights; None for a run that begins.
+def _select_resume_checkpoint(config: Config, vocab_size: int, *, ignores_missing: bool) -> SelectedCheckpoint | None:
+    """Select the checkpoint from which the run resumes, by the rules of `megatron.training.resume`, without reading weights. Return
+    None if the run starts from scratch.
 
     Args:
-        only_what_is_there: no checkpoint where there must be one is no fault.
+        ignores_missing: accept a missing checkpoint even if the settings require one.
 
     Raises:
-        CheckpointError: as `resume`.
+        CheckpointError: the checkpoint cannot be used.
     """
     checkpoint = config.checkpoint
     if checkpoint.load is not None:
-        chosen = look_in(config, checkpoint.load, checkpoint.ckpt_step, vocab_size, {}, goes_on=not checkpoint.finetune)
-        if chosen is not None:
-            return None if checkpoint.finetune else chosen
-        if not only_what_is_there:
-            check_may_lack(checkpoint)
-    if checkpoint.pretrained_checkpoint is not None and not only_what_is_there:
-        look_at_base(config, checkpoint.pretrained_checkpoint, vocab_size, {})
+        selected = select_checkpoint(
+            config, checkpoint.load, checkpoint.ckpt_step, vocab_size, {}, continues_run=not checkpoint.finetune
+        )
+        if selected is not None:
+            return None if checkpoint.finetune else selected
+        if not ignores_missing:
+            check_missing_checkpoint(checkpoint)
+    if checkpoint.pretrained_checkpoint is not None and not ignores_missing:
+        select_base_checkpoint(config, checkpoint.pretrained_checkpoint, vocab_size, {})
     return None

@@ -1,7 +1,11 @@
-"""Where the roll lies: in this process for a job of one node, else in a store that outlives every node but its own.
+"""Stores of the job's state: in this process for a job of one node, otherwise in a server that survives the loss of any other node.
 
-The store is torch's TCPStore. Its keys: `roll`, changed by compare-and-set alone; `changes`, counted up with each change, so that a
-look costs a few bytes; `beat/NAME`, counted up by each node every second, and `beats` by all.
+The server is a TCPStore of torch. Its keys are:
+
+roll        the state as JSON, changed only by compare-and-set
+changes     count of changes, so that polling transfers only a few bytes
+beat/NAME   count of heartbeats of a node, which adds one each second
+beats       count of heartbeats of all nodes
 """
 
 from __future__ import annotations
@@ -16,157 +20,162 @@ from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 
-from megatron_lab.resilience.roll import Roll, from_text, to_text
+from megatron_lab.resilience.roll import JobState, from_json, to_json
 
-BEAT_S = 1.0
-_LOOK_AGAIN_S = 2.0
-"""A node may have died between its change and the count."""
+HEARTBEAT_INTERVAL_S = 1.0
+_REFRESH_INTERVAL_S = 2.0
+"""Maximum age in seconds of a cached state. `changes` can miss a change: a node may die between the change and its count."""
 _CONNECT_S = 3.0
 
 
 T = TypeVar("T")
 
 
-class StoreAway(Exception):
-    """The store does not answer."""
+class StoreUnavailableError(Exception):
+    """The store of the job's state does not answer."""
 
 
-class Book(Protocol):
-    """A place for the roll that all nodes see."""
+class StateStore(Protocol):
+    """Interface of the store that holds the job's state (`JobState`) and the heartbeats of its nodes. All nodes use one store."""
 
-    def read(self) -> Roll:
-        """The roll as it is now."""
+    def read(self) -> JobState:
+        """Return the current state."""
 
-    def swap(self, old: Roll, new: Roll) -> bool:
-        """Put a roll in place of another, unless somebody else has changed that; returns whether it is done."""
+    def compare_and_swap(self, old: JobState, new: JobState) -> bool:
+        """Replace the state `old` by `new`, unless another node has changed the state since `old` was read. Return whether it was
+        replaced."""
 
-    def beats(self, name: str) -> int:
-        """Count of a node's beats."""
+    def get_heartbeats(self, name: str) -> int:
+        """Return how many heartbeats a node has sent so far. A node is lost if the number stops growing."""
 
-    def begin(self, name: str) -> None:
-        """Beat for a node from now on."""
+    def start_heartbeat(self, name: str) -> None:
+        """Start to send heartbeats for a node, one each second."""
 
 
-def update(book: Book, change: Callable[[Roll], Roll]) -> Roll:
-    """Change the roll, whatever others do to it at the same time. Returns the result."""
+def update_state(store: StateStore, transition: Callable[[JobState], JobState]) -> JobState:
+    """Apply a transition (a function from the current to the next state) to the stored state. Repeat it if another node has changed
+    the state meanwhile. Return the new state."""
     while True:
-        old = book.read()
-        new = change(old)
-        if new == old or book.swap(old, new):
+        old = store.read()
+        new = transition(old)
+        if new == old or store.compare_and_swap(old, new):
             return new
 
 
-class OwnBook:
-    """The book of a job of one node. Nobody else looks into it."""
+class LocalStateStore:
+    """State store of a job of one node, in the memory of this process."""
 
     def __init__(self) -> None:
-        self._roll = Roll()
+        self._state = JobState()
 
-    def read(self) -> Roll:
-        """The roll as it is now."""
-        return self._roll
+    def read(self) -> JobState:
+        """Return the current state."""
+        return self._state
 
-    def swap(self, old: Roll, new: Roll) -> bool:
-        """Put a roll in place of another."""
-        self._roll = new
+    def compare_and_swap(self, old: JobState, new: JobState) -> bool:
+        """Replace the state. This always succeeds, because no other process changes it."""
+        self._state = new
         return True
 
-    def beats(self, name: str) -> int:
-        """Count of a node's beats: there is no other node."""
+    def get_heartbeats(self, name: str) -> int:
+        """Return 0, because no other node exists."""
         return 0
 
-    def begin(self, name: str) -> None:
-        """Nobody listens for beats."""
+    def start_heartbeat(self, name: str) -> None:
+        """Do nothing, because no other node watches this one."""
 
 
-class StoreBook:
-    """The book in a TCPStore.
+class TCPStateStore:
+    """State store of a job of several nodes, in a TCPStore of torch.
 
-    After the store was lost and another one serves at its address, the first node to come writes the last roll that it knew.
+    If the server is lost and a new server answers at its address, the first node that connects writes the state that it has read
+    last.
 
     Args:
-        run_id: tells this job from others in the same store.
+        run_id: name that separates this job from other jobs in the same server.
 
     Raises:
-        StoreAway: from every method, while the store does not answer.
+        StoreUnavailableError: by every method while the server does not answer.
     """
 
     def __init__(self, host: str, port: int, run_id: str) -> None:
         self._host, self._port, self._run_id = host, port, run_id
-        self._store: dist.Store | None = None
-        self._known, self._changes, self._read_at = Roll(), -1, 0.0
+        self._tcp_store: dist.Store | None = None
+        self._state, self._num_changes, self._read_at = JobState(), -1, 0.0
 
-    def read(self) -> Roll:
-        """The roll as it is now."""
-        changes = self._ask(lambda store: store.add("changes", 0))
-        if changes != self._changes or time.monotonic() > self._read_at + _LOOK_AGAIN_S:
-            text = self._ask(lambda store: store.compare_set("roll", "", to_text(self._known)))
-            self._known, self._changes, self._read_at = from_text(text.decode()), changes, time.monotonic()
-        return self._known
+    def read(self) -> JobState:
+        """Return the current state."""
+        num_changes = self._call(lambda store: store.add("changes", 0))
+        if num_changes != self._num_changes or time.monotonic() > self._read_at + _REFRESH_INTERVAL_S:
+            text = self._call(lambda store: store.compare_set("roll", "", to_json(self._state)))
+            self._state, self._num_changes, self._read_at = from_json(text.decode()), num_changes, time.monotonic()
+        return self._state
 
-    def swap(self, old: Roll, new: Roll) -> bool:
-        """Put a roll in place of another, unless somebody else has changed that; returns whether it is done."""
-        wanted = to_text(new)
-        done = bool(self._ask(lambda store: store.compare_set("roll", to_text(old), wanted)).decode() == wanted)
-        self._changes = -1
-        self._ask(lambda store: store.add("changes", int(done)))
-        return done
+    def compare_and_swap(self, old: JobState, new: JobState) -> bool:
+        """Replace the state `old` by `new`, unless another node has changed the state since `old` was read. Return whether it was
+        replaced."""
+        new_text = to_json(new)
+        is_swapped = bool(self._call(lambda store: store.compare_set("roll", to_json(old), new_text)).decode() == new_text)
+        self._num_changes = -1
+        self._call(lambda store: store.add("changes", int(is_swapped)))
+        return is_swapped
 
-    def beats(self, name: str) -> int:
-        """Count of a node's beats."""
-        return int(self._ask(lambda store: store.add(f"beat/{name}", 0)))
+    def get_heartbeats(self, name: str) -> int:
+        """Return how many heartbeats a node has sent so far."""
+        return int(self._call(lambda store: store.add(f"beat/{name}", 0)))
 
-    def begin(self, name: str) -> None:
-        """Beat for a node from now on, in a thread with a connection of its own, as long as this process lives."""
+    def start_heartbeat(self, name: str) -> None:
+        """Start to send heartbeats for a node, as long as this process lives. A background thread sends them over a separate
+        connection."""
 
-        def beat() -> None:
-            other = StoreBook(self._host, self._port, self._run_id)
+        def send_heartbeats() -> None:
+            own_store = TCPStateStore(self._host, self._port, self._run_id)
             while True:
-                with suppress(StoreAway):
-                    other._ask(lambda store: store.add(f"beat/{name}", 1) + store.add("beats", 1))
-                time.sleep(BEAT_S)
+                with suppress(StoreUnavailableError):
+                    own_store._call(lambda store: store.add(f"beat/{name}", 1) + store.add("beats", 1))
+                time.sleep(HEARTBEAT_INTERVAL_S)
 
-        threading.Thread(target=beat, daemon=True, name="beat").start()
+        threading.Thread(target=send_heartbeats, daemon=True, name="beat").start()
 
-    def _ask(self, question: Callable[[dist.Store], T]) -> T:
+    def _call(self, action: Callable[[dist.Store], T]) -> T:
         try:
-            if self._store is None:
-                self._store = dist.PrefixStore(self._run_id, connected(self._host, self._port, _CONNECT_S))
-            return question(self._store)
+            if self._tcp_store is None:
+                self._tcp_store = dist.PrefixStore(self._run_id, connect(self._host, self._port, _CONNECT_S))
+            return action(self._tcp_store)
         except (RuntimeError, OSError) as error:
-            self._store = None
-            raise StoreAway(str(error).splitlines()[0]) from None
+            self._tcp_store = None
+            raise StoreUnavailableError(str(error).splitlines()[0]) from None
 
 
-def connected(host: str, port: int, within_s: float) -> dist.TCPStore:
-    """A connection to a store.
+def connect(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+    """Connect to a TCPStore server.
 
     Raises:
-        RuntimeError: none answers.
+        RuntimeError: no server answers.
     """
-    until = time.monotonic() + within_s
-    while True:  # torch itself waits long for a host that refuses, and complains on the screen
+    deadline = time.monotonic() + timeout_s
+    while True:  # torch would wait long for a host that refuses connections, and print warnings
         try:
-            socket.create_connection((host, port), timeout=max(0.1, until - time.monotonic())).close()
+            socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic())).close()
             break
         except OSError as error:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise RuntimeError(f"{host}:{port} does not answer: {error.strerror or error}") from None
             time.sleep(0.1)
     return dist.TCPStore(host, port, None, False, datetime.timedelta(seconds=30), wait_for_workers=False)
 
 
-def serve(port: int) -> dist.TCPStore:
-    """Serve a store on all addresses of this host, in a thread of this process.
+def serve_store(port: int) -> dist.TCPStore:
+    """Serve a TCPStore on all addresses of this host, in a thread of this process.
 
     Raises:
-        RuntimeError: the port is taken.
+        RuntimeError: the port is in use.
     """
     return dist.TCPStore("localhost", port, None, True, datetime.timedelta(seconds=30), wait_for_workers=False)
 
 
-def is_here(host: str) -> bool:
-    """Whether a name or address is this host's."""
+def is_local_host(host: str) -> bool:
+    """Return whether a name or address belongs to this host."""
     try:
         with socket.socket(socket.getaddrinfo(host, 0)[0][0]) as probe:
             probe.bind((host, 0))

@@ -1,4 +1,5 @@
-"""The command line of the supervisor: its own flags, the script, and its words. Needs no torch."""
+"""Command line of the supervisor: flags of the supervisor, the script to run, and the flags of the script. Does not import
+torch."""
 
 from __future__ import annotations
 
@@ -9,77 +10,104 @@ import re
 from collections.abc import Sequence
 
 
-def settings(words: Sequence[str]) -> argparse.Namespace:
-    """The supervisor's own flags, the script, and its words.
+def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the flags of the supervisor, the script (`program`) and the flags of the script (`flags`).
 
     Raises:
-        SystemExit: 2 if they are wrong, 0 after ``--help``.
+        SystemExit: with code 2 for an invalid command line, with code 0 after ``--help``.
     """
     parser = argparse.ArgumentParser(
         prog="python -m megatron_lab.resilience.supervisor",
-        description="Start the ranks of a node, and start them again in place when some are lost (docs/survival.md).",
+        description="Start the ranks of a node, and restart them in place when some are lost (docs/survival.md).",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--nproc-per-node", type=_number, default=1, metavar="N", help="ranks that this node can run, each on a device (1)")
-    add("--nnodes", type=_range, default=(1, 1), metavar="N|MIN:MAX", help="nodes that train; further ones are spares (1)")
+    add("--nproc-per-node", type=_parse_positive, default=1, metavar="N", help="ranks that this node can run, each on a device (1)")
+    add(
+        "--nnodes", type=_parse_range, default=(1, 1), metavar="N|MIN:MAX", help="nodes that train; additional nodes are spares (1)"
+    )
     add(
         "--elastic",
-        type=_range,
+        type=_parse_range,
         metavar="MIN:MAX",
-        help="fewest places that must be there, most ranks that train (all of the nodes)",
+        help="minimum number of devices that must be available, and maximum number of ranks that train (all devices of the nodes)",
     )
-    add("--max-restarts", type=_natural, default=3, metavar="N", help="restarts in a row without a newer state (3)")
-    add("--meet", type=_address, metavar="HOST:PORT", help="store in which several nodes meet; served by HOST if nobody else does")
-    add("--run-id", default="job", metavar="NAME", help="tells jobs in one store apart (job)")
-    add("--local-addr", metavar="HOST", help="this node's name or address for the others; by default found out")
     add(
-        "--join-at-once", action="store_true", help="coming to a job that runs with fewer nodes than MAX: ask for a restart at once"
+        "--max-restarts",
+        type=_parse_non_negative,
+        default=3,
+        metavar="N",
+        help="maximum number of consecutive restarts without a newer checkpoint (3)",
     )
-    add("--leave-on-signal", action="store_true", help="a signal takes this node out of the job, which goes on, and stops no other")
-    add("--last-call-s", type=float, default=30.0, metavar="S", help="wait so long for further nodes once MIN are there (30)")
-    add("--join-timeout-s", type=float, default=600.0, metavar="S", help="give up if MIN nodes do not come in this time (600)")
-    add("--lost-after-s", type=float, default=5.0, metavar="S", help="a node that was not heard for so long is lost (5)")
-    add("--serve", type=_number, metavar="PORT", help="only serve a store for --meet on this port, until SIGTERM")
-    add("program", nargs="?", help="script, such as pretrain_gpt.py (that of the installed package, if none is here)")
-    add("flags", nargs=argparse.REMAINDER, help="its flags")
-    found = parser.parse_args(words)
-    nodes, ranks = found.nnodes, found.nproc_per_node
-    found.elastic = found.elastic or (nodes[0] * ranks, nodes[1] * ranks)
-    if found.serve is None and found.program is None:
+    add(
+        "--meet",
+        type=_parse_address,
+        metavar="HOST:PORT",
+        help="store in which several nodes meet; HOST serves it if no other process does",
+    )
+    add("--run-id", default="job", metavar="NAME", help="name that separates this job from others in one store (job)")
+    add("--local-addr", metavar="HOST", help="name or address of this node for other nodes; detected by default")
+    add(
+        "--join-at-once",
+        action="store_true",
+        help="when joining a job that runs with fewer nodes than MAX: request a restart at once",
+    )
+    add("--leave-on-signal", action="store_true", help="on a signal, only this node leaves the job; the job continues")
+    add("--last-call-s", type=float, default=30.0, metavar="S", help="seconds to wait for further nodes when MIN are ready (30)")
+    add(
+        "--join-timeout-s",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="seconds after which the job ends if fewer than MIN nodes have joined (600)",
+    )
+    add(
+        "--lost-after-s",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="seconds without a heartbeat after which a node counts as lost (5)",
+    )
+    add("--serve", type=_parse_positive, metavar="PORT", help="only serve a store for --meet on this port, until SIGTERM")
+    add("program", nargs="?", help="script, such as pretrain_gpt.py; if the file does not exist, that of the installed package")
+    add("flags", nargs=argparse.REMAINDER, help="flags of the script")
+    args = parser.parse_args(argv)
+    num_nodes, ranks_per_node = args.nnodes, args.nproc_per_node
+    args.elastic = args.elastic or (num_nodes[0] * ranks_per_node, num_nodes[1] * ranks_per_node)
+    if args.serve is None and args.program is None:
         parser.error("the script is missing, such as pretrain_gpt.py")
-    if found.program == "pretrain_gpt.py" and not os.path.isfile(found.program):
+    if args.program == "pretrain_gpt.py" and not os.path.isfile(args.program):
         installed = importlib.util.find_spec("pretrain_gpt")
-        found.program = found.program if installed is None else installed.origin
-    if found.serve is None and not os.path.isfile(found.program):
-        parser.error(f"there is no script {found.program}")
-    if {"--dry-run", "--plan"}.intersection(found.flags):
-        parser.error(f"a plan needs no ranks: python {found.program} --dry-run --world-size {found.elastic[1]} ...")
-    if nodes[1] > 1 and found.meet is None:
-        parser.error(f"--nnodes {nodes[1]} needs --meet HOST:PORT, the same on all nodes")
-    return found
+        args.program = args.program if installed is None else installed.origin
+    if args.serve is None and not os.path.isfile(args.program):
+        parser.error(f"script {args.program} not found")
+    if {"--dry-run", "--plan"}.intersection(args.flags):
+        parser.error(f"a plan needs no ranks: python {args.program} --dry-run --world-size {args.elastic[1]} ...")
+    if num_nodes[1] > 1 and args.meet is None:
+        parser.error(f"--nnodes {num_nodes[1]} needs --meet HOST:PORT, the same on all nodes")
+    return args
 
 
-def _number(text: str) -> int:
+def _parse_positive(text: str) -> int:
     if not re.fullmatch(r"[1-9]\d{0,6}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
-def _natural(text: str) -> int:
-    return 0 if text == "0" else _number(text)
+def _parse_non_negative(text: str) -> int:
+    return 0 if text == "0" else _parse_positive(text)
 
 
-def _range(text: str) -> tuple[int, int]:
-    least, _, most = text.partition(":")
-    found = _number(least), _number(most or least)
-    if found[0] > found[1]:
+def _parse_range(text: str) -> tuple[int, int]:
+    min_text, _, max_text = text.partition(":")
+    bounds = _parse_positive(min_text), _parse_positive(max_text or min_text)
+    if bounds[0] > bounds[1]:
         raise argparse.ArgumentTypeError(f"{text!r}: MIN is above MAX")
-    return found
+    return bounds
 
 
-def _address(text: str) -> tuple[str, int]:
+def _parse_address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise argparse.ArgumentTypeError(f"{text!r} is no HOST:PORT")
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
     return host.strip("[]"), int(port)

@@ -1,7 +1,8 @@
-"""A process beside each supervisor that speaks for its node: it reads and changes the roll, beats, watches the beats of others, and
-plans the next start where its node is the first.
+"""Helper process of a supervisor that takes part in the rendezvous of the nodes.
 
-So the supervisor itself never waits for a store or for a dry run, has no thread and opens no CUDA: it forks the ranks.
+The envoy reads and changes the state of the job, sends heartbeats, and watches the heartbeats of other nodes. On the first node it
+also plans the next start. The supervisor itself forks the ranks, so it must have no threads, must not initialize CUDA, and should
+never wait for a store or a dry run. The envoy does all this in its place.
 """
 
 from __future__ import annotations
@@ -20,228 +21,257 @@ from multiprocessing.connection import Connection
 
 from megatron.config.cli import PROGRAM, load
 from megatron.config.errors import ConfigError
-from megatron.training.signals import REFUSED
+from megatron.training.signals import EXIT_REFUSED
 from megatron_lab.resilience import layouts
-from megatron_lab.resilience.book import Book, StoreAway, update
-from megatron_lab.resilience.messages import Ended, Enter, EnvoyOrders, Halt, Leave, Over, Say, Start, Stop, StopRanks, Wish
-from megatron_lab.resilience.ranks import bind_to, name_process, own_signals
-from megatron_lab.resilience.roll import Life, Roll, Seat, StartPlan
+from megatron_lab.resilience.book import StateStore, StoreUnavailableError, update_state
+from megatron_lab.resilience.messages import (
+    EndRanksCommand,
+    EnvoyConfig,
+    JobEnded,
+    LeaveRequest,
+    LogMessage,
+    RanksEnded,
+    RanksRequest,
+    StartCommand,
+    StopRanksCommand,
+    StopRequest,
+    SupervisorMessage,
+)
+from megatron_lab.resilience.ranks import exit_with_parent, reset_signal_handlers, set_process_name
+from megatron_lab.resilience.roll import JobState, NodeOffer, RankProgress, StartPlan
 
-_LOOK_EVERY_S = 0.2
-_TELL_AFTER_S, _TELL_EVERY_S = 10.0, 60.0
-_STORE_LOST = (
-    "the store of the nodes is lost ({}). Ranks that run go on; none can be started again until a store serves at the same address "
-    "(--serve)"
+_POLL_INTERVAL_S = 0.2
+_LOG_DELAY_S, _LOG_INTERVAL_S = 10.0, 60.0
+_STORE_LOST_MESSAGE = (
+    "the store in which the nodes meet does not answer ({}). Running ranks continue, but no rank can be restarted until a store "
+    "answers at the same address (--serve)"
 )
 
 
 class Envoy:
-    """One node's part in the meeting of the nodes.
+    """Helper process of a supervisor, which agrees with the other nodes on when and where ranks start.
 
     Args:
-        life: what the ranks of this node have made.
+        pipe: connection to the supervisor.
+        read_progress: returns the progress of the ranks of this node.
     """
 
-    def __init__(self, orders: EnvoyOrders, book: Book, pipe: Connection, life: Callable[[], Life]) -> None:
-        self._orders, self._book, self._pipe, self._life = orders, book, pipe, life
-        self._wishes: list[Wish] = []
-        self._started = 0
-        """The last start in which this node has ranks."""
-        self._in_start = self._running = self._entered = self._told_to_stop = False
-        self._enters_with: Enter | None = None
-        self._seen: dict[str, tuple[int, float]] = {}
-        self._ready: tuple[str, ...] = ()
-        self._unplanned: tuple[str, ...] | None = None
-        self._quiet_since = self._waits_since = time.monotonic()
-        self._tell_at = self._waits_since + _TELL_AFTER_S
+    def __init__(self, config: EnvoyConfig, store: StateStore, pipe: Connection, read_progress: Callable[[], RankProgress]) -> None:
+        self._config, self._store, self._pipe, self._read_progress = config, store, pipe, read_progress
+        self._pending_messages: list[SupervisorMessage] = []
+        self._last_generation = 0
+        """Generation of the last start in which this node has ranks."""
+        self._has_started = self._has_ranks = self._has_joined = self._has_sent_stop = False
+        self._last_request: RanksRequest | None = None
+        self._last_heartbeats: dict[str, tuple[int, float]] = {}
+        self._ready_nodes: tuple[str, ...] = ()
+        self._nodes_without_layout: tuple[str, ...] | None = None
+        self._ready_changed_at = self._waiting_since = time.monotonic()
+        self._next_log_at = self._waiting_since + _LOG_DELAY_S
 
     def run(self) -> None:
-        """Until the job is over."""
-        away_since = None
+        """Run until the job has ended or this node has left it."""
+        store_lost_at = None
         while True:
-            if self._pipe.poll(_LOOK_EVERY_S if not self._wishes or away_since is not None else 0):
-                self._wishes.append(self._pipe.recv())
+            if self._pipe.poll(_POLL_INTERVAL_S if not self._pending_messages or store_lost_at is not None else 0):
+                self._pending_messages.append(self._pipe.recv())
                 continue
             try:
-                if self._turn():
+                if self._poll_state():
                     return
-                if away_since is not None:
-                    self._pipe.send(Say("the store of the nodes answers again"))
-                away_since = None
-            except StoreAway as error:
-                if away_since is None:
-                    away_since = time.monotonic()
-                    self._pipe.send(Say(_STORE_LOST.format(error)))
-                if not self._running and time.monotonic() > away_since + self._orders.gives_up_after_s:
-                    self._pipe.send(Over(1, "the store of the nodes did not come back"))
+                if store_lost_at is not None:
+                    self._pipe.send(LogMessage("the store in which the nodes meet answers again"))
+                store_lost_at = None
+            except StoreUnavailableError as error:
+                if store_lost_at is None:
+                    store_lost_at = time.monotonic()
+                    self._pipe.send(LogMessage(_STORE_LOST_MESSAGE.format(error)))
+                if not self._has_ranks and time.monotonic() > store_lost_at + self._config.join_timeout_s:
+                    self._pipe.send(JobEnded(1, "the store in which the nodes meet did not answer again"))
                     return
 
-    def _turn(self) -> bool:
-        """One look at the roll; returns whether the job is over."""
-        me = self._orders.name
-        roll = self._book.read()
-        while self._wishes:
-            wish = self._wishes[0]
-            roll = update(self._book, self._wished(wish))
-            if isinstance(wish, Enter) and me not in roll.members:
-                break  # a job of the same name ends just now
-            self._wishes.pop(0)
-            if isinstance(wish, Leave):
+    def _poll_state(self) -> bool:
+        """Apply the messages of the supervisor to the state of the job, read the state once, and act on it.
+
+        Returns:
+            whether the job has ended or this node has left it.
+        """
+        node = self._config.name
+        state = self._store.read()
+        while self._pending_messages:
+            message = self._pending_messages[0]
+            state = update_state(self._store, self._build_transition(message))
+            if isinstance(message, RanksRequest) and node not in state.members:
+                break  # an earlier job with this run id is just ending; try again later
+            self._pending_messages.pop(0)
+            if isinstance(message, LeaveRequest):
                 return True
-            if isinstance(wish, Ended) and wish.enters is not None:
-                self._wishes.insert(0, wish.enters)
-            if isinstance(wish, Enter):
-                self._in_start, self._enters_with = False, wish
-                if not self._entered:
-                    self._book.begin(me)
-                    self._entered = True
-        for name in self._lost(roll):
-            roll = self._lose(name)
-        if not self._entered:
+            if isinstance(message, RanksEnded) and message.next_request is not None:
+                self._pending_messages.insert(0, message.next_request)
+            if isinstance(message, RanksRequest):
+                self._has_started, self._last_request = False, message
+                if not self._has_joined:
+                    self._store.start_heartbeat(node)
+                    self._has_joined = True
+        for lost_node in self._find_lost_nodes(state):
+            state = self._remove_lost_node(lost_node)
+        if not self._has_joined:
             return False
-        if roll.phase == "over":
-            self._lose(me)
-            self._pipe.send(Over(roll.code, roll.words))
+        if state.phase == "over":
+            self._remove_lost_node(node)
+            self._pipe.send(JobEnded(state.code, state.words))
             return True
-        if me not in roll.members:
-            if self._in_start:
-                self._halt("this node was taken for lost", gentle=False)
-            elif self._enters_with is not None:
-                self._wishes.append(self._enters_with)
-        elif roll.phase == "gathering":
-            if self._in_start:
-                self._halt(roll.why, gentle=roll.gentle)
-            self._gather(roll)
+        if node not in state.members:
+            if self._has_started:
+                self._end_ranks("the other nodes consider this node lost", saves_first=False)
+            elif self._last_request is not None:
+                self._pending_messages.append(self._last_request)
+        elif state.phase == "gathering":
+            if self._has_started:
+                self._end_ranks(state.why, saves_first=state.gentle)
+            self._handle_gathering(state)
         else:
-            self._follow(roll)
+            self._handle_running(state)
         return False
 
-    def _wished(self, wish: Wish) -> Callable[[Roll], Roll]:
-        me, limits = self._orders.name, self._orders.limits
-        if isinstance(wish, Leave):
-            return lambda roll: roll.leaving(me)
-        if isinstance(wish, Stop):
-            return lambda roll: roll.asked_to_stop(wish.code)
-        if isinstance(wish, Ended):
-            self._running = False
-            return lambda roll: roll.reported(me, wish.generation, wish.report, self._life(), limits)
-        seat = Seat(wish.places, self._orders.address)
-        return lambda roll: roll.entered(me, seat, limits, at_once=self._orders.at_once)
+    def _build_transition(self, message: SupervisorMessage) -> Callable[[JobState], JobState]:
+        node, limits = self._config.name, self._config.limits
+        if isinstance(message, LeaveRequest):
+            return lambda state: state.remove_leaving_node(node)
+        if isinstance(message, StopRequest):
+            return lambda state: state.request_stop(message.code)
+        if isinstance(message, RanksEnded):
+            self._has_ranks = False
+            return lambda state: state.add_report(node, message.generation, message.report, self._read_progress(), limits)
+        offer = NodeOffer(message.num_slots, self._config.address)
+        return lambda state: state.add_node(node, offer, limits, requests_restart=self._config.joins_at_once)
 
-    def _lose(self, name: str) -> Roll:
-        return update(self._book, lambda roll: roll.lost(name, self._life(), self._orders.limits))
+    def _remove_lost_node(self, name: str) -> JobState:
+        return update_state(self._store, lambda state: state.remove_lost_node(name, self._read_progress(), self._config.limits))
 
-    def _halt(self, why: str, *, gentle: bool) -> None:
-        self._in_start = self._running = False
-        self._pipe.send(Halt(why, gentle))
+    def _end_ranks(self, reason: str, *, saves_first: bool) -> None:
+        self._has_started = self._has_ranks = False
+        self._pipe.send(EndRanksCommand(reason, saves_first))
 
-    def _follow(self, roll: Roll) -> None:
-        """A start has begun."""
-        me = self._orders.name
-        if roll.generation != self._started:
-            if self._in_start:
-                self._halt(roll.why, gentle=False)
-            elif me in roll.order and roll.plan is not None:
-                self._started, self._in_start, self._running, self._told_to_stop = roll.generation, True, True, False
-                places = sum(seat.places for seat in roll.members.values())
-                may_lose = max(0, places - self._orders.limits.ranks[0])
-                self._pipe.send(Start(roll.generation, roll.order.index(me), roll.plan, may_lose, roll.why))
-        if roll.told and self._running and not self._told_to_stop:
-            self._told_to_stop = True
-            self._pipe.send(StopRanks())
-        self._waits_since = time.monotonic()
-        self._tell_at = self._waits_since + _TELL_AFTER_S
+    def _handle_running(self, state: JobState) -> None:
+        """React to a job whose ranks run: start the ranks of this node if it has not done so for this start, and forward a request
+        to stop."""
+        node = self._config.name
+        if state.generation != self._last_generation:
+            if self._has_started:
+                self._end_ranks(state.why, saves_first=False)
+            elif node in state.order and state.plan is not None:
+                self._last_generation, self._has_started, self._has_ranks, self._has_sent_stop = state.generation, True, True, False
+                num_slots = sum(offer.places for offer in state.members.values())
+                num_spare_slots = max(0, num_slots - self._config.limits.ranks[0])
+                self._pipe.send(StartCommand(state.generation, state.order.index(node), state.plan, num_spare_slots, state.why))
+        if state.told and self._has_ranks and not self._has_sent_stop:
+            self._has_sent_stop = True
+            self._pipe.send(StopRanksCommand())
+        self._waiting_since = time.monotonic()
+        self._next_log_at = self._waiting_since + _LOG_DELAY_S
 
-    def _gather(self, roll: Roll) -> None:
-        """A round is open: close it, if that is this node's part, or tell what is waited for."""
-        limits, now = self._orders.limits, time.monotonic()
-        if roll.ready != self._ready:
-            self._ready, self._quiet_since, self._unplanned = roll.ready, now, None
-        order = roll.seated(limits.nodes[1])
-        if order[:1] == (self._orders.name,) and self._unplanned is None:
-            if roll.can_close(limits, now - self._quiet_since):
-                self._close(roll, order)
+    def _handle_gathering(self, state: JobState) -> None:
+        """React to a job that waits for nodes. If this is the first node and enough nodes are ready, plan the layout and start the
+        ranks. If the ranks cannot start, end the job. Log from time to time how many nodes are missing."""
+        limits, current_time = self._config.limits, time.monotonic()
+        if state.ready != self._ready_nodes:
+            self._ready_nodes, self._ready_changed_at, self._nodes_without_layout = state.ready, current_time, None
+        nodes = state.order_nodes(limits.nodes[1])
+        if nodes[:1] == (self._config.name,) and self._nodes_without_layout is None:
+            if state.can_start(limits, current_time - self._ready_changed_at):
+                self._start_ranks(state, nodes)
                 return
-            if len(roll.ready) == len(roll.members) >= limits.nodes[1]:
-                self._unplanned = roll.ready
-        if self._unplanned is not None and len(order) >= limits.nodes[1]:
-            update(
-                self._book,
-                lambda roll: roll.ended(roll.code or 1, f"no layout of the job fits the places that are left ({roll.why})"),
+            if len(state.ready) == len(state.members) >= limits.nodes[1]:
+                self._nodes_without_layout = state.ready
+        if self._nodes_without_layout is not None and len(nodes) >= limits.nodes[1]:
+            update_state(
+                self._store,
+                lambda state: state.end_job(state.code or 1, f"no layout of the job fits the remaining slots ({state.why})"),
             )
-        elif now > self._waits_since + self._orders.gives_up_after_s:
-            words = f"not enough nodes came in {self._orders.gives_up_after_s:.0f} s (--join-timeout-s)"
-            update(self._book, lambda roll: roll.ended(roll.code or 1, words))
-        elif now > self._tell_at:
-            self._tell_at = now + _TELL_EVERY_S
-            places = sum(roll.members[name].places for name in roll.ready)
-            least, most = limits.nodes
+        elif current_time > self._waiting_since + self._config.join_timeout_s:
+            reason = f"not enough nodes joined within {self._config.join_timeout_s:.0f} s (--join-timeout-s)"
+            update_state(self._store, lambda state: state.end_job(state.code or 1, reason))
+        elif current_time > self._next_log_at:
+            self._next_log_at = current_time + _LOG_INTERVAL_S
+            num_slots = sum(state.members[name].places for name in state.ready)
+            min_nodes, max_nodes = limits.nodes
             self._pipe.send(
-                Say(
-                    f"waiting for nodes: {len(roll.ready)} are here with {places} places; the job takes {least}"
-                    f"{f' to {most}' if most > least else ''} nodes and at least {limits.ranks[0]} places"
+                LogMessage(
+                    f"waiting for nodes: {len(state.ready)} with {num_slots} slots have joined; the job needs {min_nodes}"
+                    f"{f' to {max_nodes}' if max_nodes > min_nodes else ''} nodes and at least {limits.ranks[0]} slots"
                 )
             )
 
-    def _close(self, roll: Roll, order: Sequence[str]) -> None:
-        places = {name: roll.members[name].places for name in order}
+    def _start_ranks(self, state: JobState, nodes: Sequence[str]) -> None:
+        slots_per_node = {name: state.members[name].places for name in nodes}
         try:
-            found = planned(self._orders, roll, places)
+            start_plan = plan_start(self._config, state, slots_per_node)
         except ConfigError as error:
-            words = f"{PROGRAM}: {error}"
-            update(self._book, lambda roll: roll.ended(REFUSED, words))
+            reason = f"{PROGRAM}: {error}"
+            update_state(self._store, lambda state: state.end_job(EXIT_REFUSED, reason))
             return
-        if found is None:
-            self._unplanned = roll.ready
-        elif self._book.swap(roll, roll.closed(*found)):
-            self._follow(roll.closed(*found))
+        if start_plan is None:
+            self._nodes_without_layout = state.ready
+        elif self._store.compare_and_swap(state, state.start_ranks(*start_plan)):
+            self._handle_running(state.start_ranks(*start_plan))
 
-    def _lost(self, roll: Roll) -> list[str]:
-        """Nodes whose beats have stopped. The first node watches all, all others watch the first."""
-        watched = [name for name in roll.members if name != self._orders.name]
-        if next(iter(roll.members), None) != self._orders.name:
+    def _find_lost_nodes(self, state: JobState) -> list[str]:
+        """Return the nodes whose heartbeats have stopped. The first node watches all other nodes, and every other node watches the
+        first."""
+        watched = [name for name in state.members if name != self._config.name]
+        if next(iter(state.members), None) != self._config.name:
             watched = watched[:1]
-        now, lost = time.monotonic(), []
+        current_time, lost_nodes = time.monotonic(), []
         for name in watched:
-            beats = self._book.beats(name)
-            before, at = self._seen.get(name, (-1, now))
-            if beats != before:
-                self._seen[name] = beats, now
-            elif now > at + self._orders.lost_after_s:
-                lost.append(name)
-        self._seen = {name: self._seen[name] for name in watched if name not in lost}
-        return lost
+            heartbeats = self._store.get_heartbeats(name)
+            last_heartbeats, changed_at = self._last_heartbeats.get(name, (-1, current_time))
+            if heartbeats != last_heartbeats:
+                self._last_heartbeats[name] = heartbeats, current_time
+            elif current_time > changed_at + self._config.node_timeout_s:
+                lost_nodes.append(name)
+        self._last_heartbeats = {name: self._last_heartbeats[name] for name in watched if name not in lost_nodes}
+        return lost_nodes
 
 
-def planned(orders: EnvoyOrders, roll: Roll, places: Mapping[str, int]) -> tuple[StartPlan, int] | None:
-    """The next start with these places, and the global batch size of the job; None if no layout fits them.
+def plan_start(envoy_config: EnvoyConfig, state: JobState, slots_per_node: Mapping[str, int]) -> tuple[StartPlan, int] | None:
+    """Plan the next start: the layout for the available slots, and the flags that it needs.
 
     Args:
-        places: those of each node, in the order of their ranks.
+        slots_per_node: number of ranks that each node can run, in the order of the nodes.
+
+    Returns:
+        the plan and the global batch size of the job; None if no layout fits the slots.
 
     Raises:
-        ConfigError: the settings cannot be run, with these ranks or with any.
+        ConfigError: the settings are invalid for this number of ranks, or for every number.
     """
-    argv, most = orders.argv, orders.limits.ranks[1]
-    config = layouts.pinned(argv, roll.batch)
-    if roll.generation == 0 and sum(places.values()) >= most:
-        load(argv, most)
-    layout = layouts.nearest(config, places, most, layouts.fits_memory)
+    argv, max_ranks = envoy_config.argv, envoy_config.limits.ranks[1]
+    config = layouts.parse_with_batch_size(argv, state.batch)
+    if state.generation == 0 and sum(slots_per_node.values()) >= max_ranks:
+        load(argv, max_ranks)
+    layout = layouts.find_nearest_layout(config, slots_per_node, max_ranks, layouts.check_memory)
     if layout is None:
-        if roll.generation == 0:
-            load(argv, min(most, sum(places.values())))
+        if state.generation == 0:
+            load(argv, min(max_ranks, sum(slots_per_node.values())))
         return None
-    changed = layout.change.apply(config, layout.world_size)[0]
-    batch = roll.batch or layouts.batch_of(changed, layout.world_size)
-    flags = layouts.words(layout, argv, batch)
-    if config.checkpoint.save is not None and roll.plan is not None and next(iter(roll.plan.counts)) != next(iter(places)):
-        flags.append("--take-over")  # the node that is lost cannot tell that its run is
-    notes = layouts.described(layout, config, most)
-    return StartPlan(layout.counts, tuple(flags), orders.address, free_port(), tuple(notes)), batch
+    new_config = layout.change.apply(config, layout.world_size)[0]
+    global_batch_size = state.batch or layouts.get_global_batch_size(new_config, layout.world_size)
+    flags = layouts.format_extra_flags(layout, argv, global_batch_size)
+    if (
+        config.checkpoint.save is not None
+        and state.plan is not None
+        and next(iter(state.plan.counts)) != next(iter(slots_per_node))
+    ):
+        flags.append("--take-over")  # the lost first node cannot release its claim on the save folder
+    messages = layouts.format_layout_messages(layout, config, max_ranks)
+    return StartPlan(
+        layout.ranks_per_node, tuple(flags), envoy_config.address, find_free_port(), tuple(messages)
+    ), global_batch_size
 
 
-def free_port() -> int:
-    """A port that nobody listens on, below those that the system takes for outgoing connections."""
+def find_free_port() -> int:
+    """Return a port on which no process listens, below the range that the system uses for outgoing connections."""
     while True:
         port = 20000 + secrets.randbelow(10000)
         with socket.socket() as probe, suppress(OSError):
@@ -249,21 +279,23 @@ def free_port() -> int:
             return port
 
 
-def start_envoy(orders: EnvoyOrders, make_book: Callable[[], Book], life: Callable[[], Life]) -> tuple[int, Connection]:
-    """Fork the envoy; returns its process, and the pipe to it."""
-    ours, its = Pipe()
-    parent = os.getpid()
+def start_envoy(
+    config: EnvoyConfig, open_store: Callable[[], StateStore], read_progress: Callable[[], RankProgress]
+) -> tuple[int, Connection]:
+    """Fork the envoy process. Return its process id and the supervisor's end of the pipe to it."""
+    supervisor_end, envoy_end = Pipe()
+    parent_pid = os.getpid()
     pid = os.fork()
     if pid:
-        its.close()
-        return pid, ours
+        envoy_end.close()
+        return pid, supervisor_end
     try:
-        ours.close()
+        supervisor_end.close()
         os.setsid()  # what stops the supervisor is not for the envoy
-        bind_to(parent, signal.SIGKILL)
-        own_signals()
-        name_process("envoy")
-        Envoy(orders, make_book(), its, life).run()
+        exit_with_parent(parent_pid, signal.SIGKILL)
+        reset_signal_handlers()
+        set_process_name("envoy")
+        Envoy(config, open_store(), envoy_end, read_progress).run()
     except EOFError:  # the supervisor has ended
         pass
     except BaseException:  # noqa: BLE001 - never return into the supervisor

@@ -1,6 +1,7 @@
-"""Which layout a job takes with the ranks that are there: the asked one with fewer data ranks, or the nearest smaller one.
+"""Choice of the layout for the slots that remain after a loss: the requested layout with fewer data-parallel ranks, or the nearest
+layout with smaller parallel sizes.
 
-The rules that check command lines decide what is valid, and the planner what a device can hold.
+The rules for command lines decide which layouts are valid. The planner decides which layouts fit into the memory of a device.
 """
 
 from __future__ import annotations
@@ -11,156 +12,179 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.config.checks.finding import RANKS, Change, change, data_size, divisors, value_of
+from megatron.config.checks.finding import MODEL_PARALLEL_SIZES, Change, change, divisors, get_data_parallel_size, get_value
 from megatron.config.cli import parse
 from megatron.config.config import Config
 from megatron.config.rules import RULES
 
-_MOST_PLANNED = 8
-"""Layouts of which a dry run is made, which may take seconds."""
-_SIZES = (*RANKS, "expert_model_parallel_size", "expert_tensor_parallel_size")
-Fits = Callable[[Config, int, int], str | None]
-"""Says why settings do not fit into the devices with so many ranks, so many of them on a node; None if they do."""
+_MAX_DRY_RUNS = 8
+"""Maximum number of layouts for which a dry run is made, since each may take seconds."""
+_SIZES = (*MODEL_PARALLEL_SIZES, "expert_model_parallel_size", "expert_tensor_parallel_size")
+FitCheck = Callable[[Config, int, int], str | None]
+"""Function of the settings, the world size and the ranks per node. Returns why the run does not fit into device memory, or
+None."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A number of ranks, and what changes in the settings."""
+    """Layout for one start: the number of ranks on each node, and the changes to the user's settings that this number requires."""
 
-    counts: Mapping[str, int]
-    """Ranks on each node."""
+    ranks_per_node: Mapping[str, int]
+    """Number of ranks on each node, by name of the node."""
     change: Change
-    notes: tuple[str, ...] = ()
-    """What was passed over and why."""
+    messages: tuple[str, ...] = ()
+    """Log lines that explain why layouts with more ranks were rejected."""
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return sum(self.counts.values())
+        return sum(self.ranks_per_node.values())
 
 
-def nearest(config: Config, places: Mapping[str, int], most: int, fits: Fits) -> Layout | None:
-    """The layout for the places that are there. First all sizes stay as they are and there are fewer data ranks; only if that
-    leaves nothing, the sizes become smaller, so that they divide those asked for. The most ranks first, then the least changes.
+def find_nearest_layout(config: Config, slots_per_node: Mapping[str, int], max_ranks: int, check_fit: FitCheck) -> Layout | None:
+    """Find the layout with the most ranks for the available slots that is nearest to the requested layout.
+
+    The first attempt keeps all parallel sizes and only reduces the number of data-parallel ranks. If no layout of this type is
+    valid and fits into memory, the sizes become smaller divisors of the requested sizes. Among layouts with equally many ranks, the
+    smallest change is chosen.
 
     Args:
-        config: the settings as the user gave them, with the global batch size that they must keep.
-        places: those of each node, in the nodes' order.
-        most: ranks that the job may have.
+        config: settings of the user, with the global batch size that the job must keep.
+        slots_per_node: number of slots (a slot runs one rank) of each node, in the order of the nodes.
+        max_ranks: maximum number of ranks of the job.
+        check_fit: returns why settings do not fit into device memory, or None if they fit.
 
     Returns:
-        None if there is none.
+        the layout, or None if no layout is valid and fits. At most `_MAX_DRY_RUNS` valid layouts are checked.
     """
-    notes: list[str] = []
-    planned = 0
-    for smaller in (False, True):
-        for counts, changed in _candidates(config, places, most, smaller=smaller):
-            world = sum(counts.values())
-            after, _ = changed.apply(config, world)
-            if any(True for rule in RULES for _ in rule(after, world)):
+    messages: list[str] = []
+    num_dry_runs = 0
+    for uses_smaller_sizes in (False, True):
+        for ranks_per_node, layout_change in _iterate_candidates(
+            config, slots_per_node, max_ranks, uses_smaller_sizes=uses_smaller_sizes
+        ):
+            world_size = sum(ranks_per_node.values())
+            new_config, _ = layout_change.apply(config, world_size)
+            if any(True for rule in RULES for _ in rule(new_config, world_size)):
                 continue
-            if planned == _MOST_PLANNED:
+            if num_dry_runs == _MAX_DRY_RUNS:
                 return None
-            planned += 1
-            reason = fits(after, world, max(counts.values()))
+            num_dry_runs += 1
+            reason = check_fit(new_config, world_size, max(ranks_per_node.values()))
             if reason is None:
-                return Layout(counts, changed, tuple(notes))
-            notes.append(f"{world} ranks{f' with {changed}' if changed.fields else ''} would not fit: {reason}")
+                return Layout(ranks_per_node, layout_change, tuple(messages))
+            messages.append(f"{world_size} ranks{f' with {layout_change}' if layout_change.fields else ''} would not fit: {reason}")
     return None
 
 
-def _candidates(config: Config, places: Mapping[str, int], most: int, *, smaller: bool) -> Iterator[tuple[dict[str, int], Change]]:
-    found: list[tuple[int, float, dict[str, int], Change]] = []  # with the places of which whole tensor groups can be made
-    asked = [value_of(config, name) for name in _SIZES]
-    choices = [[size] if size is None or not smaller else divisors(size) for size in asked]
-    for sizes in itertools.product(*choices):
-        changed = change(**{name: new for name, old, new in zip(_SIZES, asked, sizes, strict=True) if new != old})
-        if smaller and not changed.fields:
+def _iterate_candidates(
+    config: Config, slots_per_node: Mapping[str, int], max_ranks: int, *, uses_smaller_sizes: bool
+) -> Iterator[tuple[dict[str, int], Change]]:
+    candidates: list[tuple[int, float, dict[str, int], Change]] = []  # world size, distance, usable slots, change
+    requested_sizes = [get_value(config, name) for name in _SIZES]
+    size_options = [[size] if size is None or not uses_smaller_sizes else divisors(size) for size in requested_sizes]
+    for sizes in itertools.product(*size_options):
+        layout_change = change(**{name: new for name, old, new in zip(_SIZES, requested_sizes, sizes, strict=True) if new != old})
+        if uses_smaller_sizes and not layout_change.fields:
             continue
-        tensor, whole = sizes[0], math.prod(sizes[: len(RANKS)])
-        usable = _usable(places, tensor)
-        for world in range(min(most, sum(usable.values())) // whole * whole, 0, -whole):
-            found.append((world, changed.distance(config, world), usable, changed))
-    found.sort(key=lambda item: (-item[0], item[1]))
-    return ((_spread(usable, world), changed) for world, _, usable, changed in found)
+        tensor_size, model_parallel_size = sizes[0], math.prod(sizes[: len(MODEL_PARALLEL_SIZES)])
+        usable_slots = _count_usable_slots(slots_per_node, tensor_size)
+        for world_size in range(
+            min(max_ranks, sum(usable_slots.values())) // model_parallel_size * model_parallel_size, 0, -model_parallel_size
+        ):
+            candidates.append((world_size, layout_change.distance(config, world_size), usable_slots, layout_change))
+    candidates.sort(key=lambda item: (-item[0], item[1]))
+    return (
+        (_distribute_ranks(usable_slots, world_size), layout_change) for world_size, _, usable_slots, layout_change in candidates
+    )
 
 
-def _usable(places: Mapping[str, int], tensor: int) -> dict[str, int]:
-    """Places of each node of which whole tensor groups can be made, if a group fits into a node."""
-    inside = any(count >= tensor for count in places.values())
-    return {name: count // tensor * tensor if inside else count for name, count in places.items()}
+def _count_usable_slots(slots_per_node: Mapping[str, int], tensor_size: int) -> dict[str, int]:
+    """Return the number of slots of each node that complete tensor-parallel groups can use. If a group is larger than every node,
+    all slots can be used."""
+    fits_in_node = any(count >= tensor_size for count in slots_per_node.values())
+    return {name: count // tensor_size * tensor_size if fits_in_node else count for name, count in slots_per_node.items()}
 
 
-def _spread(usable: Mapping[str, int], world: int) -> dict[str, int]:
-    counts = {}
-    for name, count in usable.items():
-        counts[name] = min(count, world)
-        world -= counts[name]
-    return counts
+def _distribute_ranks(usable_slots: Mapping[str, int], num_remaining: int) -> dict[str, int]:
+    ranks_per_node = {}
+    for name, count in usable_slots.items():
+        ranks_per_node[name] = min(count, num_remaining)
+        num_remaining -= ranks_per_node[name]
+    return ranks_per_node
 
 
-def batch_of(config: Config, world_size: int) -> int:
-    """The global batch size that valid settings ask for with so many ranks."""
-    return config.training.final_batch_size(data_size(config, world_size) or 1)
+def get_global_batch_size(config: Config, world_size: int) -> int:
+    """Return the global batch size of valid settings with this number of ranks, after any ramp-up."""
+    return config.training.final_batch_size(get_data_parallel_size(config, world_size) or 1)
 
 
-def words(layout: Layout, argv: Sequence[str], batch: int) -> list[str]:
-    """What stands behind the user's command line for a layout that is not the asked one, or has fewer data ranks.
-
-    Args:
-        batch: global batch size of the first start, which is kept.
-    """
-    given = parse(argv).training.global_batch_size is not None
-    return [*shlex.split(str(layout.change)), *([] if given else ["--global-batch-size", str(batch)])]
-
-
-def described(layout: Layout, config: Config, asked: int) -> list[str]:
-    """Lines for the log on a layout that differs from the asked one.
+def format_extra_flags(layout: Layout, argv: Sequence[str], global_batch_size: int) -> list[str]:
+    """Format the flags that the layout adds to the user's command line.
 
     Args:
-        asked: number of ranks that the job should have.
+        global_batch_size: global batch size of the first start, which all starts keep.
     """
-    after, world = layout.change.apply(config, layout.world_size)
-    if world == asked and not layout.change.fields:
+    has_batch_size = parse(argv).training.global_batch_size is not None
+    return [*shlex.split(str(layout.change)), *([] if has_batch_size else ["--global-batch-size", str(global_batch_size)])]
+
+
+def format_layout_messages(layout: Layout, config: Config, requested_world_size: int) -> list[str]:
+    """Format the log lines that describe how a layout differs from the requested one.
+
+    Args:
+        requested_world_size: number of ranks that the job should have.
+    """
+    new_config, world_size = layout.change.apply(config, layout.world_size)
+    if world_size == requested_world_size and not layout.change.fields:
         return []
-    data, training = data_size(after, world) or 1, after.training
-    batch = training.final_batch_size(data)
-    microbatches = batch // (training.micro_batch_size * data)
+    num_data_ranks, training = get_data_parallel_size(new_config, world_size) or 1, new_config.training
+    global_batch_size = training.final_batch_size(num_data_ranks)
+    num_microbatches = global_batch_size // (training.micro_batch_size * num_data_ranks)
     sizes = f" with {layout.change}" if layout.change.fields else ""
-    ranks = f"{world} rank{'s' * (world > 1)} in place of {asked}{sizes}"
-    share = f"{microbatches} microbatch{'es' * (microbatches > 1)} of the same global batch of {batch}"
-    return [*layout.notes, f"{ranks}: {data} data rank{'s' * (data > 1)}, of which each takes {share}"]
+    ranks = f"{world_size} rank{'s' * (world_size > 1)} instead of {requested_world_size}{sizes}"
+    each = " each" * (num_data_ranks > 1)
+    batch = f"the unchanged global batch of {global_batch_size} samples"
+    share = f"{num_microbatches} microbatch{'es' * (num_microbatches > 1)}{each} of {batch}"
+    return [*layout.messages, f"{ranks}: {num_data_ranks} data rank{'s' * (num_data_ranks > 1)} with {share}"]
 
 
-def pinned(argv: Sequence[str], batch: int | None) -> Config:
-    """The settings of a command line, with the global batch size of the first start.
+def parse_with_batch_size(argv: Sequence[str], global_batch_size: int | None) -> Config:
+    """Parse a command line and set the global batch size of the first start, if the user did not set one.
+
+    Args:
+        global_batch_size: global batch size of the first start; None before the first start.
 
     Raises:
-        ConfigError: they have problems of their own.
+        ConfigError: the command line is invalid.
     """
     config = parse(argv)
-    if batch is None or config.training.global_batch_size is not None:
+    if global_batch_size is None or config.training.global_batch_size is not None:
         return config
-    return change(global_batch_size=batch).apply(config, 0)[0]
+    return change(global_batch_size=global_batch_size).apply(config, 0)[0]
 
 
-def fits_memory(config: Config, world_size: int, per_node: int) -> str | None:
-    """`Fits` by a dry run, where the memory of a device is known. Never called in a process that forks ranks: it may open CUDA."""
-    from megatron.config.given import DryRun, without_gaps
-    from megatron.data.tokenizer import planned_rows
+def check_memory(config: Config, world_size: int, ranks_per_node: int) -> str | None:
+    """Check by a dry run whether the run fits into device memory. Return the problem as text, or None if the run fits or the device
+    memory is unknown. It is the usual `FitCheck`.
+
+    Never call this function in a process that forks ranks, because it may initialize CUDA.
+    """
+    from megatron.config.given import DryRun, fill_plan_defaults
+    from megatron.data.tokenizer import predict_embedding_rows
     from megatron_lab.planner.dry_run import Planner
-    from megatron_lab.planner.fit import memory_limit, usable, with_least_layers
-    from megatron_lab.planner.state_report import amount
+    from megatron_lab.planner.fit import get_device_memory, get_usable_bytes, resolve_auto_recompute_layers
+    from megatron_lab.planner.state_report import format_bytes
 
-    limit = memory_limit(config)
-    if limit is None:
+    device_memory = get_device_memory(config)
+    if device_memory is None:
         return None
     try:
-        job, vocab_size = DryRun(world_size, per_node, None), planned_rows(config.data)
-        planned = without_gaps(with_least_layers(config, job, vocab_size))
-        needed = max(Planner(planned, job, vocab_size, few=True).device_bytes())
+        dry_run, vocab_size = DryRun(world_size, ranks_per_node, None), predict_embedding_rows(config.data)
+        planned_config = fill_plan_defaults(resolve_auto_recompute_layers(config, dry_run, vocab_size))
+        required_bytes = max(Planner(planned_config, dry_run, vocab_size, shortened=True).fullest_device_bytes())
     except ValueError as error:
         return str(error)
-    if needed <= usable(limit):
+    if required_bytes <= get_usable_bytes(device_memory):
         return None
-    return f"the fullest rank needs {amount(needed)}, but may take {amount(usable(limit))}"
+    return f"the fullest rank needs {format_bytes(required_bytes)} of {format_bytes(get_usable_bytes(device_memory))} usable memory"

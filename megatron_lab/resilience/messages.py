@@ -1,4 +1,4 @@
-"""What a supervisor and its envoy say to each other. Needs no torch."""
+"""Messages between a supervisor and its envoy. Does not import torch."""
 
 from __future__ import annotations
 
@@ -8,90 +8,94 @@ from megatron_lab.resilience.roll import JobLimits, NodeReport, StartPlan
 
 
 @dataclass(frozen=True)
-class Enter:
-    """The supervisor has no ranks and wants some."""
+class RanksRequest:
+    """Message of a supervisor without ranks: this node wants to take part in the next start."""
 
-    places: int
+    num_slots: int
+    """Number of ranks that this node can run."""
 
 
 @dataclass(frozen=True)
-class Ended:
-    """Its ranks have ended."""
+class RanksEnded:
+    """Message of a supervisor: the ranks of this node have ended."""
 
     generation: int
     report: NodeReport
-    enters: Enter | None
-    """Whether it wants others at once."""
+    next_request: RanksRequest | None
+    """Request to take part in the next start; None if the supervisor does not want new ranks."""
 
 
 @dataclass(frozen=True)
-class Stop:
-    """It was asked to stop the job, which ends with this code."""
+class StopRequest:
+    """Message of a supervisor that received a stop signal: stop the job on all nodes, with this exit code."""
 
     code: int
 
 
 @dataclass(frozen=True)
-class Leave:
-    """It was asked to take this node out of the job."""
+class LeaveRequest:
+    """Message of a supervisor that received a stop signal: only this node leaves the job (--leave-on-signal)."""
 
 
 @dataclass(frozen=True)
-class Start:
-    """To the supervisor: start these ranks."""
+class StartCommand:
+    """Command to the supervisor: start the ranks of this node."""
 
     generation: int
-    node: int
+    node_rank: int
+    """Position of this node in the order of the nodes."""
     plan: StartPlan
-    may_lose: int
-    """Places that the job can do without."""
-    why: str
+    num_spare_slots: int
+    """Number of slots (a slot runs one rank) that the job can lose and still have its minimum number of ranks."""
+    reason: str
 
 
 @dataclass(frozen=True)
-class Halt:
-    """To the supervisor: end the ranks of the last start, if they run, and enter again."""
+class EndRanksCommand:
+    """Command to the supervisor: end the ranks of the last start if they still run, and request new ranks."""
 
-    why: str
-    gentle: bool
-
-
-@dataclass(frozen=True)
-class StopRanks:
-    """To the supervisor: another node was asked to stop the job."""
+    reason: str
+    saves_first: bool
+    """Whether the ranks save a checkpoint before they end."""
 
 
 @dataclass(frozen=True)
-class Over:
-    """To the supervisor: the job has ended."""
+class StopRanksCommand:
+    """Command to the supervisor: stop the ranks, because another node was asked to stop the job."""
+
+
+@dataclass(frozen=True)
+class JobEnded:
+    """Message to the supervisor: the job has ended, with this exit code and reason."""
 
     code: int
-    words: str
+    reason: str
 
 
 @dataclass(frozen=True)
-class Say:
-    """To the supervisor: a line for the log."""
+class LogMessage:
+    """Message to the supervisor: write this text to the log."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class EnvoyOrders:
-    """What an envoy needs to know."""
+class EnvoyConfig:
+    """Configuration of an envoy, from the command line of its supervisor."""
 
     name: str
-    """This node's, which no other process ever has."""
+    """Name of this node. No other supervisor process ever has the same name."""
     address: str
     argv: tuple[str, ...]
+    """Flags of the run, as given on the command line."""
     limits: JobLimits
-    lost_after_s: float
-    """Seconds without a beat after which a node is taken for lost."""
-    gives_up_after_s: float
-    """Seconds after which a round that cannot close ends the job."""
-    at_once: bool
-    """Whether a restart is asked for when this node comes to a job that runs."""
+    node_timeout_s: float
+    """Seconds without a heartbeat after which a node is considered lost (--lost-after-s)."""
+    join_timeout_s: float
+    """Seconds after which the job ends if its ranks cannot be started (--join-timeout-s)."""
+    joins_at_once: bool
+    """Whether this node requests a restart when it joins a running job with fewer nodes than the maximum (--join-at-once)."""
 
 
-Wish = Enter | Ended | Stop | Leave
-"""What a supervisor may say."""
+SupervisorMessage = RanksRequest | RanksEnded | StopRequest | LeaveRequest
+"""Message from a supervisor to its envoy."""

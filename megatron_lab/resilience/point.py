@@ -1,4 +1,4 @@
-"""The place where nodes meet: who serves the store."""
+"""Start of the server that holds the job's state, and connection of each node to it."""
 
 from __future__ import annotations
 
@@ -9,65 +9,72 @@ import time
 
 import torch.distributed as dist
 
-from megatron_lab.resilience.book import Book, OwnBook, StoreBook, connected, is_here, serve
-from megatron_lab.resilience.ranks import name_process, own_signals
-from megatron_lab.resilience.roll import Roll, from_text, to_text
+from megatron_lab.resilience.book import LocalStateStore, StateStore, TCPStateStore, connect, is_local_host, serve_store
+from megatron_lab.resilience.ranks import reset_signal_handlers, set_process_name
+from megatron_lab.resilience.roll import JobState, from_json, to_json
 
-_FOUND_WITHIN_S = 2.0
-_LINGERS_S = 30.0
-"""A store that a node serves ends with the job, or when no node has beaten for so long."""
+_CONNECT_TIMEOUT_S = 2.0
+_IDLE_TIMEOUT_S = 30.0
+"""Seconds without a heartbeat of any node after which a store process of a node exits. It also exits when the job has ended."""
 
 
-def make_book(meet: tuple[str, int] | None, run_id: str) -> Book:
-    """The book of a job; of several nodes, with a store that this host serves where nobody does and it is the host to do so."""
-    if meet is None:
-        return OwnBook()
-    host, port = meet
-    if is_here(host):
+def open_state_store(address: tuple[str, int] | None, run_id: str) -> StateStore:
+    """Open the state store of a job.
+
+    A job of several nodes uses a server at `address`. If no server answers and the address belongs to this host, start one.
+
+    Args:
+        address: host and port of the server; None for a job of one node.
+    """
+    if address is None:
+        return LocalStateStore()
+    host, port = address
+    if is_local_host(host):
         try:
-            connected(host, port, _FOUND_WITHIN_S)
+            connect(host, port, _CONNECT_TIMEOUT_S)
         except RuntimeError:
-            _serve_apart(port, run_id)
-    return StoreBook(host, port, run_id)
+            _fork_store_server(port, run_id)
+    return TCPStateStore(host, port, run_id)
 
 
-def serve_until_told(port: int) -> int:
-    """Serve a store until SIGTERM or Ctrl-C."""
-    ends = {signal.SIGTERM, signal.SIGINT}
-    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+def serve_until_signal(port: int) -> int:
+    """Serve a store on a port until SIGTERM or Ctrl-C. Return the exit code."""
+    signals = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
-        store = serve(port)
+        store = serve_store(port)
     except RuntimeError as error:
         sys.stderr.write(f"supervisor: --serve {port}: {str(error).splitlines()[0]}\n")
         return 1
     sys.stderr.write(f"supervisor: serving a store on port {store.port}\n")
-    signal.sigwait(ends)
+    signal.sigwait(signals)
     return 0
 
 
-def _serve_apart(port: int, run_id: str) -> None:
-    """Serve the store in a process of its own, which outlives this node's ranks and supervisor as long as other nodes beat."""
+def _fork_store_server(port: int, run_id: str) -> None:
+    """Start a separate process that serves the store. It outlives the ranks and the supervisor of this node as long as other nodes
+    send heartbeats."""
     if os.fork():
         time.sleep(0.2)
         return
     code = 1
     try:
         os.setsid()
-        own_signals()
-        name_process("store")
+        reset_signal_handlers()
+        set_process_name("store")
         for stream in range(3):
             os.dup2(os.open(os.devnull, os.O_RDWR), stream)
         os.closerange(3, 1024)
-        store = dist.PrefixStore(run_id, serve(port))
-        seen, until = -1, time.monotonic() + _LINGERS_S
-        while time.monotonic() < until:
+        store = dist.PrefixStore(run_id, serve_store(port))
+        last_heartbeats, deadline = -1, time.monotonic() + _IDLE_TIMEOUT_S
+        while time.monotonic() < deadline:
             time.sleep(1.0)
-            roll = from_text(store.compare_set("roll", "", to_text(Roll())).decode())
-            beats = store.add("beats", 0)
-            if roll.phase == "over" and not roll.members:
+            state = from_json(store.compare_set("roll", "", to_json(JobState())).decode())
+            heartbeats = store.add("beats", 0)
+            if state.phase == "over" and not state.members:
                 break
-            if beats != seen:
-                seen, until = beats, time.monotonic() + _LINGERS_S
+            if heartbeats != last_heartbeats:
+                last_heartbeats, deadline = heartbeats, time.monotonic() + _IDLE_TIMEOUT_S
         code = 0
     finally:
         os._exit(code)

@@ -1,4 +1,4 @@
-"""The ranks of one node: forks of the supervisor, in which everything that a run imports is there already."""
+"""Ranks of one node, forked from a supervisor that has already imported all modules of a run."""
 
 from __future__ import annotations
 
@@ -20,178 +20,187 @@ from typing import NoReturn
 
 from megatron.config.extras import PACKAGES
 
-HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""Signals by which the supervisor is asked to stop the job."""
-_MODULES = ("torch", "torch._dynamo")  # torch's optimizers import the second
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""Signals that ask the supervisor to stop the job."""
+_MODULES = ("torch", "torch._dynamo")  # torch's optimizers import torch._dynamo
 _PACKAGES = (
     *("config", "spec", "parallel", "precision", "tensor_parallel", "pipeline_parallel", "data_parallel", "attention", "moe"),
     *("context_parallel", "model", "optimizer", "checkpoint", "data", "metrics", "memory", "training"),
 )
-_PACKAGES_AROUND = ("audit", "flight", "monitoring")
-_DIES_IN_S = 30.0
+_LAB_PACKAGES = ("audit", "flight", "monitoring")
+_KILL_TIMEOUT_S = 30.0
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
-def import_what_runs_need() -> None:
-    """Import it once, in the process that forks. Nothing here opens CUDA.
+def import_run_modules() -> None:
+    """Import all modules of a run in this process, so that the ranks forked from it start fast. None of the modules initializes
+    CUDA when it is imported.
 
     Raises:
-        RuntimeError: something has started a thread, which forks would not have.
+        RuntimeError: a module has started a thread, which the forked ranks would not have.
     """
     for module in _MODULES:
         importlib.import_module(module)
-    for name in (*(f"megatron.{one}" for one in _PACKAGES), *(f"megatron_lab.{one}" for one in _PACKAGES_AROUND)):
-        package = importlib.import_module(name)
-        for module_ in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+    for package_name in (*(f"megatron.{x}" for x in _PACKAGES), *(f"megatron_lab.{x}" for x in _LAB_PACKAGES)):
+        package = importlib.import_module(package_name)
+        for module_info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             try:
-                importlib.import_module(module_.name)
+                importlib.import_module(module_info.name)
             except ModuleNotFoundError as error:
-                # The rules refuse a run that needs a package that is not installed.
+                # Optional packages may be missing. The rules for settings refuse a run that needs a missing one.
                 if error.name not in PACKAGES:
                     raise
     if threading.active_count() > 1:
-        raise RuntimeError(f"threads run before the ranks are forked: {threading.enumerate()}")
+        raise RuntimeError(f"a module has started threads, which the forked ranks would not have: {threading.enumerate()}")
 
 
-def environment(
-    local: int, counts: Sequence[int], node: int, address: str, port: int, restarts: tuple[int, int], run_id: str
+def build_environment(
+    local_rank: int, ranks_per_node: Sequence[int], node_rank: int, address: str, port: int, restarts: tuple[int, int], run_id: str
 ) -> dict[str, str]:
-    """What torchrun would tell a rank in its environment.
+    """Return the environment variables that torchrun would set for a rank.
 
     Args:
-        local: number of the rank on its node.
-        counts: ranks of each node, in their order.
-        node: number of its node.
-        restarts: how many there were, and how many there may be.
+        ranks_per_node: number of ranks of each node.
+        node_rank: position of the rank's node in the order of the nodes.
+        restarts: number of restarts so far, and the maximum.
     """
-    first = sum(counts[:node])
-    numbers = {
-        "RANK": first + local,
-        "ROLE_RANK": first + local,
-        "LOCAL_RANK": local,
-        "GROUP_RANK": node,
-        "WORLD_SIZE": sum(counts),
-        "ROLE_WORLD_SIZE": sum(counts),
-        "LOCAL_WORLD_SIZE": counts[node],
-        "GROUP_WORLD_SIZE": len(counts),
+    first_rank = sum(ranks_per_node[:node_rank])
+    integers = {
+        "RANK": first_rank + local_rank,
+        "ROLE_RANK": first_rank + local_rank,
+        "LOCAL_RANK": local_rank,
+        "GROUP_RANK": node_rank,
+        "WORLD_SIZE": sum(ranks_per_node),
+        "ROLE_WORLD_SIZE": sum(ranks_per_node),
+        "LOCAL_WORLD_SIZE": ranks_per_node[node_rank],
+        "GROUP_WORLD_SIZE": len(ranks_per_node),
         "MASTER_PORT": port,
         "TORCHELASTIC_RESTART_COUNT": restarts[0],
         "TORCHELASTIC_MAX_RESTARTS": restarts[1],
     }
-    names = {"ROLE_NAME": "default", "MASTER_ADDR": address, "TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    return {**names, **{name: str(number) for name, number in numbers.items()}}
+    texts = {"ROLE_NAME": "default", "MASTER_ADDR": address, "TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    return {**texts, **{name: str(value) for name, value in integers.items()}}
 
 
-def visible_devices(places: Sequence[int], number: int, shown: str | None) -> str | None:
-    """CUDA_VISIBLE_DEVICES for ranks at these places of a node; None to leave it as it is.
+def select_visible_devices(slots: Sequence[int], num_slots: int, current_value: str | None) -> str | None:
+    """Return the value of CUDA_VISIBLE_DEVICES with which ranks use the devices of these slots; None to leave the variable
+    unchanged.
 
     Args:
-        number: places of the node.
-        shown: its value for the supervisor, if any.
+        num_slots: number of slots of the node.
+        current_value: value of the variable in the supervisor, if set.
     """
-    devices = list(map(str, range(number))) if shown is None else [device for device in shown.split(",") if device]
-    if list(places) == list(range(len(places))) or len(devices) < number:
+    devices = (
+        list(map(str, range(num_slots))) if current_value is None else [device for device in current_value.split(",") if device]
+    )
+    if list(slots) == list(range(len(slots))) or len(devices) < num_slots:
         return None
-    return ",".join(devices[place] for place in places)
+    return ",".join(devices[slot] for slot in slots)
 
 
 class LocalRanks:
-    """The ranks of a start.
+    """Processes of the ranks of this node in one start.
 
     Args:
         program: path of the script.
-        argv: its words.
-        environments: variables for each rank.
-        own: files of the supervisor, which ranks close.
+        argv: arguments of the script.
+        environments: environment variables of each rank.
+        fds_to_close: file descriptors of the supervisor, which the ranks close.
     """
 
     def __init__(
-        self, program: str, argv: Sequence[str], environments: Sequence[Mapping[str, str]], own: Sequence[int] = ()
+        self, program: str, argv: Sequence[str], environments: Sequence[Mapping[str, str]], fds_to_close: Sequence[int] = ()
     ) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
-        signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
-            self.running = {local: _forked(program, argv, variables, own) for local, variables in enumerate(environments)}
-            """Process of each rank that has not ended."""
+            self.running_pids = {
+                local_rank: _fork_rank(program, argv, variables, fds_to_close) for local_rank, variables in enumerate(environments)
+            }
+            """Process id of each rank that has not ended, by local rank."""
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
-        self.ended: dict[int, int] = {}
-        """Exit codes in the order in which they ended, negative for a signal."""
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        self.exit_codes: dict[int, int] = {}
+        """Exit code of each ended rank by local rank, in the order in which the ranks ended; negative for a signal."""
 
-    def look(self) -> bool:
-        """See who has ended; returns whether anybody has since the last look."""
-        found = False
-        for local, pid in list(self.running.items()):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                del self.running[local]
-                self.ended[local] = os.waitstatus_to_exitcode(status)
-                found = True
-        return found
+    def poll(self) -> bool:
+        """Collect the exit codes of ranks that have ended. Return whether a rank has ended since the last call."""
+        has_new = False
+        for local_rank, pid in list(self.running_pids.items()):
+            ended_pid, status = os.waitpid(pid, os.WNOHANG)
+            if ended_pid:
+                del self.running_pids[local_rank]
+                self.exit_codes[local_rank] = os.waitstatus_to_exitcode(status)
+                has_new = True
+        return has_new
 
-    def tell(self, number: int) -> None:
+    def send_signal(self, signum: int) -> None:
         """Send a signal to every rank."""
-        for pid in self.running.values():
+        for pid in self.running_pids.values():
             with suppress(ProcessLookupError):
-                os.kill(pid, number)
+                os.kill(pid, signum)
 
     def kill(self) -> list[int]:
-        """End all ranks at once, with what they have started; returns those that do not end: a device or a storage holds them."""
-        for pid in self.running.values():
+        """Kill all ranks and the processes that they have started.
+
+        Returns:
+            local ranks that do not end although they were killed, because a device or a storage blocks them in the kernel.
+        """
+        for pid in self.running_pids.values():
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)  # one that has no group of its own yet
-        until = time.monotonic() + _DIES_IN_S
-        ended = dict(self.ended)
-        while self.running and time.monotonic() < until:
-            if not self.look():
+                os.kill(pid, signal.SIGKILL)  # a rank that has not created its process group yet
+        deadline = time.monotonic() + _KILL_TIMEOUT_S
+        exit_codes = dict(self.exit_codes)
+        while self.running_pids and time.monotonic() < deadline:
+            if not self.poll():
                 time.sleep(0.005)
-        self.ended = ended  # how the others ended says nothing
-        return list(self.running)
+        self.exit_codes = exit_codes  # the exit codes of killed ranks mean nothing
+        return list(self.running_pids)
 
 
-def bind_to(parent: int, number: int) -> None:
-    """Let this process get a signal when its parent ends (Linux)."""
+def exit_with_parent(parent_pid: int, signum: int) -> None:
+    """Make this process receive a signal when its parent ends (Linux). If the parent has already ended, exit at once."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number))
-    if os.getppid() != parent:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signum))
+    if os.getppid() != parent_pid:
         os._exit(1)
 
 
-def name_process(name: str) -> None:
-    """What `ps` and `top` show for this process (Linux)."""
+def set_process_name(name: str) -> None:
+    """Set the name that `ps` and `top` show for this process (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
-def own_signals() -> None:
-    """In a fork of the supervisor: signals act as in a fresh Python."""
+def reset_signal_handlers() -> None:
+    """Restore Python's default signal handlers in a process forked from the supervisor."""
     signal.set_wakeup_fd(-1)
-    for number in (*HEARD, signal.SIGCHLD):
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
+    for signum in (*STOP_SIGNALS, signal.SIGCHLD):
+        signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-def _forked(program: str, argv: Sequence[str], variables: Mapping[str, str], own: Sequence[int]) -> int:
-    parent = os.getpid()
+def _fork_rank(program: str, argv: Sequence[str], variables: Mapping[str, str], fds_to_close: Sequence[int]) -> int:
+    parent_pid = os.getpid()
     pid = os.fork()
     if pid == 0:
-        for file in own:
-            os.close(file)
-        _become_rank(program, argv, variables, parent)
+        for fd in fds_to_close:
+            os.close(fd)
+        _become_rank(program, argv, variables, parent_pid)
     return pid
 
 
-def _become_rank(program: str, argv: Sequence[str], variables: Mapping[str, str], parent: int) -> NoReturn:
-    """Run a script as `python -u` would, and end as it does: never return into the supervisor."""
+def _become_rank(program: str, argv: Sequence[str], variables: Mapping[str, str], parent_pid: int) -> NoReturn:
+    """Turn this forked process into a rank: run a script as `python -u` would, and exit with its exit code. Never returns."""
     code = 1
     try:
-        os.setsid()  # Ctrl-C is for the supervisor
-        bind_to(parent, signal.SIGKILL)
-        own_signals()
-        name_process(f"rank {variables['RANK']}")
+        os.setsid()  # Ctrl-C must only reach the supervisor
+        exit_with_parent(parent_pid, signal.SIGKILL)
+        reset_signal_handlers()
+        set_process_name(f"rank {variables['RANK']}")
         os.environ.update(variables)
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(write_through=True)  # type: ignore[union-attr]
@@ -202,7 +211,7 @@ def _become_rank(program: str, argv: Sequence[str], variables: Mapping[str, str]
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if isinstance(error.code, str):
             sys.stderr.write(f"{error.code}\n")
-    except BaseException:  # noqa: BLE001 - told by the exit code
+    except BaseException:  # noqa: BLE001 - the exit code reports it
         traceback.print_exc()
     with suppress(BaseException):
         atexit._run_exitfuncs()

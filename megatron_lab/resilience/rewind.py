@@ -1,6 +1,6 @@
-"""--spike-policy rewind: a run goes back to its newest checkpoint and on behind the data of a loss spike, in the same process.
+"""Rewind after a loss spike (--spike-policy rewind): reload the newest checkpoint, and continue with the data after the spike.
 
-docs/spikes.md defines what iterations, samples and learning rate are then.
+The process does not end. docs/spikes.md defines the iterations, samples and learning rates after a rewind.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megatron.checkpoint.save_folder import find_checkpoint, iteration_of, note_damaged
-from megatron.checkpoint.storage import Place
-from megatron.checkpoint.storage_kinds import LOCATION
+from megatron.checkpoint.save_folder import find_checkpoint, parse_iteration, record_damage
+from megatron.checkpoint.storage import PathOrUrl
+from megatron.checkpoint.storage_kinds import NODE_MEMORY_URL
 from megatron.config.config import Config
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.optimizer.optimizer import ShardedOptimizer
@@ -21,30 +21,31 @@ from megatron.parallel.collectives import broadcast_object
 from megatron.parallel.context import ParallelContext
 from megatron.training.failure import DivergedError
 from megatron.training.inputs import RunData
-from megatron.training.loop import NoSaver, Rewound
-from megatron.training.progress import BatchSizePlan, LearningSchedule, Progress, Resumed
-from megatron.training.resume import ChosenCheckpoint, continued, fill, fitting
+from megatron.training.loop import NoSaver, RewindResult
+from megatron.training.progress import BatchSizePlan, LearningSchedule, Progress, ResumePoint
+from megatron.training.resume import SelectedCheckpoint, check_checkpoint, load_selected, restore_run
 from megatron.training.saver import Saver
 from megatron.training.step import TrainStep
 
 
 class SpikeError(DivergedError):
-    """Spikes come again wherever the run goes on."""
+    """Loss spikes recurred after the allowed number of rewinds (--spike-max-rewinds)."""
 
 
 @dataclass
-class Rewinds:
-    """Takes a run back. All ranks call every method together."""
+class Rewinder:
+    """Rewinds a run to its newest checkpoint after a loss spike. All ranks must call every method together."""
 
     config: Config
     context: ParallelContext
     step: TrainStep
     schedule: LearningSchedule
     data: RunData
-    places: list[Place] = field(default_factory=list)
-    """The checkpoints of this run's course, the newest last: the one that it resumed from, and those that it has saved since."""
-    _to: int | None = None
-    _in_a_row: int = 0
+    checkpoint_paths: list[PathOrUrl] = field(default_factory=list)
+    """Checkpoints of this run, the newest last: the checkpoint from which the run resumed, and those that it has saved
+    since."""
+    _last_target: int | None = None
+    _num_consecutive: int = 0
 
     @classmethod
     def of(
@@ -54,116 +55,134 @@ class Rewinds:
         step: TrainStep,
         schedule: LearningSchedule,
         data: RunData,
-        resumed: Place | None,
-    ) -> Rewinds | None:
-        """Those of a run; None where no rewind is asked for.
+        resumed_path: PathOrUrl | None,
+    ) -> Rewinder | None:
+        """Build the rewinder of a run. Return None unless --spike-policy is rewind.
 
         Args:
-            resumed: the checkpoint that the run goes on from, if it does. Where that lies in the memory of the nodes, which keeps
-                one, the newest of the save folder takes its place: the run would have gone back to that if it had not stopped.
+            resumed_path: checkpoint from which the run resumed, if any. If it is a copy in node memory, the newest checkpoint of
+                the save folder is used instead: the copy does not remain, because node memory holds only the newest iteration.
         """
         if config.spikes.spike_policy != "rewind":
             return None
-        if resumed is not None and str(resumed).startswith(LOCATION):
-            resumed = broadcast_object(_newest(config.checkpoint.save) if context.rank == 0 else None, context.world)
-        begins = resumed is not None and config.checkpoint.load_optim
-        return cls(config, context, step, schedule, data, [resumed] if begins and resumed is not None else [])
+        if resumed_path is not None and str(resumed_path).startswith(NODE_MEMORY_URL):
+            resumed_path = broadcast_object(
+                _find_newest_checkpoint(config.checkpoint.save) if context.rank == 0 else None, context.world
+            )
+        can_rewind = resumed_path is not None and config.checkpoint.load_optim
+        return cls(config, context, step, schedule, data, [resumed_path] if can_rewind and resumed_path is not None else [])
 
-    def saved(self, place: Place | None) -> None:
-        """A checkpoint was saved, or begun in the background; None where nothing was to be saved."""
-        if place is not None:
-            self.places.append(place)
+    def add_checkpoint(self, path: PathOrUrl | None) -> None:
+        """Add a checkpoint to which the run may rewind. It may still be saved in the background. A `path` of None is ignored."""
+        if path is not None:
+            self.checkpoint_paths.append(path)
 
-    def rewind(self, progress: Progress, plan: BatchSizePlan, saver: Saver | NoSaver, say: Callable[[str], None]) -> Rewound | None:
-        """Load the newest sound checkpoint, and choose the data behind the step that was made last, which is the spike.
+    def rewind(
+        self, progress: Progress, plan: BatchSizePlan, saver: Saver | NoSaver, log: Callable[[str], None]
+    ) -> RewindResult | None:
+        """Load the newest undamaged checkpoint, and skip the data that the run has read since that checkpoint. The last skipped
+        batch is that of the spike; `--spike-batches-beyond` further batches are skipped too.
 
         Args:
-            progress: includes the spike; becomes that of the checkpoint, but for the place in the data.
-            say: writes a line into the log, on the first rank.
+            progress: progress of the run including the spike. It is set to the progress of the checkpoint, except for the position
+                in the data.
+            log: writes a log line on the first rank.
 
         Returns:
-            what to go on with. None if there is no checkpoint: nothing has changed, and the run goes on.
+            batch size plan and data to continue with. None if the run has no checkpoint: then nothing has changed, and the run
+            continues.
 
         Raises:
-            SpikeError: it is one rewind too many in a row.
-            ValueError: the checkpoint turned out to be damaged while it was loaded, and there is no other.
+            SpikeError: the run has already rewound too many times in a row.
+            ValueError: the checkpoint proved to be damaged while it was loaded, and the run has no other.
         """
-        spikes, at = self.config.spikes, progress.iteration
-        saver.settle(say)
-        self.step.finish_publishing()
-        found = _go_back(
-            self.config, self.context, self.step.optimizer, self.step.scaler, self.schedule, self.data.vocab_size, self.places
+        spikes, spike_iteration = self.config.spikes, progress.iteration
+        saver.wait(log)
+        self.step.finish_param_gather()
+        resume_point = _load_newest(
+            self.config,
+            self.context,
+            self.step.optimizer,
+            self.step.scaler,
+            self.schedule,
+            self.data.vocab_size,
+            self.checkpoint_paths,
         )
-        if found is None:
-            say("  there is no checkpoint of this run to go back to: the update is left out, and the run goes on")
+        if resume_point is None:
+            log("  no rewind, because this run has no checkpoint yet: the update is skipped, and the run continues")
             return None
-        there = found.progress
-        self._in_a_row = self._in_a_row + 1 if self._to == there.iteration else 1
-        self._to = there.iteration
-        if self._in_a_row > spikes.spike_max_rewinds:
+        loaded = resume_point.progress
+        self._num_consecutive = self._num_consecutive + 1 if self._last_target == loaded.iteration else 1
+        self._last_target = loaded.iteration
+        if self._num_consecutive > spikes.spike_max_rewinds:
             raise SpikeError(
-                f"iteration {at}: a loss spike again after {spikes.spike_max_rewinds} rewinds to {found.path} "
-                "(--spike-max-rewinds), so training ends.\n  Look at the data of these samples (tools/inspect_data.py --run), "
+                f"iteration {spike_iteration}: another loss spike after {spikes.spike_max_rewinds} rewinds to {resume_point.path} "
+                "(--spike-max-rewinds), so training ends.\n  Inspect the samples of the spike (tools/inspect_data.py --run), "
                 "lower --lr, or resume an earlier checkpoint by --ckpt-step."
             )
-        consumed = progress.consumed_samples
+        consumed_samples = progress.consumed_samples
         for _ in range(spikes.spike_batches_beyond):
-            consumed += plan.global_batch_size(consumed)
-        passed_over = consumed - there.consumed_samples
-        for each in dataclasses.fields(Progress):
-            setattr(progress, each.name, getattr(there, each.name))
-        progress.consumed_samples = consumed
-        plan = plan.resumed_at(progress.iteration, consumed)
-        batches = self.data.at(progress, plan, self.context, passed_over=passed_over)
-        self.step.finish_publishing()
-        saver.went_back(progress.iteration)
-        self.places = [place for place in self.places if place != found.path] + ([found.path] if found.path is not None else [])
-        say(
-            f"  rewound to {found.path} (iteration {there.iteration}); samples {consumed - passed_over:,} to {consumed - 1:,} "
-            f"are passed over"
+            consumed_samples += plan.global_batch_size(consumed_samples)
+        num_skipped = consumed_samples - loaded.consumed_samples
+        for progress_field in dataclasses.fields(Progress):
+            setattr(progress, progress_field.name, getattr(loaded, progress_field.name))
+        progress.consumed_samples = consumed_samples
+        plan = plan.resumed_at(progress.iteration, consumed_samples)
+        batches = self.data.batches_from(progress, plan, self.context, num_discarded=num_skipped)
+        self.step.finish_param_gather()
+        saver.on_rewind(progress.iteration)
+        self.checkpoint_paths = [path for path in self.checkpoint_paths if path != resume_point.path] + (
+            [resume_point.path] if resume_point.path is not None else []
         )
-        return Rewound(plan, batches, found.checkpoint)
+        log(
+            f"  rewound to {resume_point.path} (iteration {loaded.iteration}); samples {consumed_samples - num_skipped:,} to "
+            f"{consumed_samples - 1:,} are skipped"
+        )
+        return RewindResult(plan, batches, resume_point.checkpoint)
 
 
-def _newest(save: str | None) -> Place | None:
+def _find_newest_checkpoint(save_folder: str | None) -> PathOrUrl | None:
     with suppress(CheckpointError):
-        return None if save is None else find_checkpoint(save, tell=lambda _: None)
+        return None if save_folder is None else find_checkpoint(save_folder, warn=lambda _: None)
     return None
 
 
-def _go_back(
+def _load_newest(
     config: Config,
     context: ParallelContext,
     optimizer: ShardedOptimizer,
     scaler: GradScaler,
     schedule: LearningSchedule,
     vocab_size: int,
-    places: Sequence[Place],
-) -> Resumed | None:
-    """Fill weights and state from the newest sound one of this run's own checkpoints, as a resume does. All ranks call it together.
+    checkpoint_paths: Sequence[PathOrUrl],
+) -> ResumePoint | None:
+    """Load weights and training state from the newest undamaged checkpoint of this run. All ranks must call this function together.
 
     Args:
-        places: the checkpoints, the newest last; the first rank's count. Those that are gone are passed over.
+        checkpoint_paths: the checkpoints, the newest last. All ranks use the list of the first rank. Deleted checkpoints are
+            skipped.
 
     Returns:
-        None if there is none, and nothing was changed.
+        the restored state; None if there is no checkpoint, and then nothing has changed.
 
     Raises:
-        ValueError: weights were filled from one that turned out to be damaged, and there is no other.
+        ValueError: a checkpoint proved to be damaged after weights were loaded from it, and the run has no other.
     """
 
-    def look(damaged: dict[int, str]) -> ChosenCheckpoint | None:
-        filled, gone = dict(damaged), dict(damaged)
-        for path in reversed(places):
-            if iteration_of(path) in gone:
+    def select_sound(damaged: dict[int, str]) -> SelectedCheckpoint | None:
+        damaged_loads, unusable = dict(damaged), dict(damaged)
+        for path in reversed(checkpoint_paths):
+            if parse_iteration(path) in unusable:
                 continue
             try:
-                return fitting(config, path, vocab_size, [], goes_on=True)
+                return check_checkpoint(config, path, vocab_size, [], continues_run=True)
             except DamagedCheckpointError as error:
-                note_damaged(path, error, gone, may_fall_back=True)
-        if filled:
-            raise DamagedCheckpointError("no checkpoint to go back to is sound:\n  " + "\n  ".join(gone.values()))
+                record_damage(path, error, unusable, may_fall_back=True)
+        if damaged_loads:
+            raise DamagedCheckpointError(
+                "every checkpoint to which the run could rewind is damaged:\n  " + "\n  ".join(unusable.values())
+            )
         return None
 
-    chosen = fill(config.model, look, context, optimizer, wants_state=True, may_fall_back=True)
-    return None if chosen is None else continued(chosen, optimizer, scaler, schedule, wants_state=True)
+    selected = load_selected(config.model, select_sound, context, optimizer, wants_state=True, may_fall_back=True)
+    return None if selected is None else restore_run(selected, optimizer, scaler, schedule, wants_state=True)

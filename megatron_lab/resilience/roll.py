@@ -1,10 +1,13 @@
-"""The roll of a job: which nodes there are, which of them train, and what follows when ranks end or nodes are lost. Needs no torch.
+"""Shared state of a job: its nodes, which of them train, and what happens when ranks end or nodes are lost. Does not import torch.
 
-All nodes read and change one roll, which lies in a store (`book.py`). A change is a pure function from a roll to the next.
+All nodes read and change one `JobState`, which is kept in a store (`book.py`). Each change is a pure function from one state to the
+next. Phases:
 
-gathering   No ranks run. Nodes enter, and the first of them closes the round with a plan.
-running     The nodes in `order` run their ranks. Others that have entered are spares.
-over        The job has ended with `code`.
+gathering   No new ranks start. Nodes become ready, until the first node starts the ranks according to a plan.
+running     The nodes in `order` run their ranks. Other ready nodes are spares.
+over        The job has ended with the exit code `code`.
+
+A *round* is one gathering phase, which ends with a start of ranks; `generation` counts the starts.
 """
 
 from __future__ import annotations
@@ -15,73 +18,77 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from megatron.training.signals import LOST_CONTACT
+from megatron.training.signals import EXIT_LOST_CONTACT
 
 Phase = Literal["gathering", "running", "over"]
-Kind = Literal["done", "stopped", "refused", "failed"]
+EndType = Literal["done", "stopped", "refused", "failed"]
+"""How the ranks of a node ended: finished, stopped by request, refused because of their settings, or failed."""
 
 
 @dataclass(frozen=True)
 class JobLimits:
-    """What the user asked for; the same on all nodes."""
+    """Limits of the job from the command line, equal on all nodes: how many nodes and ranks it may have, and how often it may
+    restart."""
 
     nodes: tuple[int, int]
-    """Fewest and most nodes that train."""
+    """Minimum and maximum number of nodes that train."""
     ranks: tuple[int, int]
-    """Fewest places for ranks that must be there, and most ranks that train."""
+    """Minimum number of slots that must be available (a slot runs one rank), and maximum number of ranks that train."""
     max_restarts: int
-    """Restarts in a row without a newer state."""
+    """Maximum number of consecutive restarts without a newer checkpoint."""
     last_call_s: float
-    """Seconds without a newcomer after which a round closes that has enough nodes, but not all."""
+    """Seconds to wait for further nodes when the minimum number of nodes is ready but the maximum is not. The wait starts again
+    whenever a node joins."""
 
 
 @dataclass(frozen=True)
-class Seat:
-    """What a node offers."""
+class NodeOffer:
+    """What a node contributes to the job: number of slots and address."""
 
     places: int
-    """Ranks that it can run."""
+    """Number of ranks that the node can run (its slots)."""
     address: str
-    """Where ranks of other nodes reach it."""
+    """Address at which ranks of other nodes reach the node."""
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """How the ranks of a node ended."""
+    """How the ranks of a node ended: type of the end, exit code, and reason as text."""
 
-    kind: Kind
+    kind: EndType
     code: int
     words: str
 
 
 @dataclass(frozen=True)
-class Life:
-    """What the ranks have made between two restarts."""
+class RankProgress:
+    """How far the ranks of a node have trained since their last start."""
 
-    began: int | None = None
-    """The iteration of the state from which they began; None if they did not come so far."""
-    finished: int | None = None
-    """The last iteration that they finished."""
+    start_iteration: int | None = None
+    """Iteration of the checkpoint from which the ranks started; None if they have not loaded it."""
+    last_iteration: int | None = None
+    """Last iteration that the ranks finished."""
 
     @property
     def has_steps(self) -> bool:
-        """Whether they finished a step."""
-        return self.began is not None and self.finished is not None and self.finished > self.began
+        """Whether the ranks have finished a step."""
+        return self.start_iteration is not None and self.last_iteration is not None and self.last_iteration > self.start_iteration
 
 
 @dataclass(frozen=True)
 class StartPlan:
-    """Who runs which ranks, and how. Ranks are numbered through the nodes in their order."""
+    """Plan of one start of the ranks: how many ranks each node runs, and the flags that they get. Ranks are numbered in the order
+    of the nodes."""
 
     counts: Mapping[str, int]
-    """Number of ranks on each node, in the nodes' order."""
+    """Number of ranks on each node, in the order of the nodes."""
     flags: tuple[str, ...]
-    """Words behind the user's command line."""
+    """Flags to append to the user's command line."""
     address: str
-    """Where rank 0 opens the store of the ranks."""
+    """Address of the node on which rank 0 opens the store of the ranks (MASTER_ADDR)."""
     port: int
     notes: tuple[str, ...] = ()
-    """What changed and why, for the log."""
+    """Log lines that explain how the layout differs from the requested one."""
 
     @property
     def world_size(self) -> int:
@@ -90,184 +97,206 @@ class StartPlan:
 
 
 @dataclass(frozen=True)
-class Roll:
-    """The state of the job."""
+class JobState:
+    """State of a job, which all its nodes share: its nodes, which of them train, and how the last start ended."""
 
     generation: int = 0
-    """Number of starts so far."""
+    """Number of starts of ranks so far."""
     phase: Phase = "gathering"
-    members: Mapping[str, Seat] = field(default_factory=dict)
-    """All living nodes."""
+    members: Mapping[str, NodeOffer] = field(default_factory=dict)
+    """All nodes of the job that are not lost, with their slots and addresses."""
     ready: tuple[str, ...] = ()
-    """Members without ranks that wait for the next start, in the order in which they came."""
+    """Nodes without ranks that wait for the next start, in the order in which they joined."""
     order: tuple[str, ...] = ()
     """Nodes of the last start, in the order of their ranks."""
     plan: StartPlan | None = None
-    """The last start's."""
+    """Plan of the last start."""
     reports: Mapping[str, NodeReport] = field(default_factory=dict)
-    """How nodes of this start ended so far."""
+    """Reports of those nodes of the last start whose ranks have ended."""
     told: bool = False
-    """Whether a node was asked to stop the job."""
+    """Whether a node has requested to stop the job."""
     gentle: bool = False
-    """Whether ranks that run though the round is open may save before they end."""
+    """Whether running ranks may save a checkpoint before they end for the next start."""
     why: str = ""
-    """Why the last round was opened."""
+    """Reason for the last restart, for the log."""
     state_at: int = -1
-    """Iteration of the newest state from which a start began."""
+    """Highest iteration of a checkpoint from which ranks have started."""
     stale: int = 0
-    """Restarts in a row without a newer state than that."""
+    """Number of consecutive restarts without a checkpoint newer than `state_at`."""
     code: int = 0
-    """Exit code: the first failure's since there was a newer state, or the job's when it is over."""
+    """Exit code of the job when it has ended. Until then, exit code of the first failure since the last start from a newer
+    checkpoint."""
     words: str = ""
-    """Why the job is over."""
+    """Reason for the end of the job, for the log."""
     batch: int | None = None
-    """Global batch size of the first start."""
+    """Global batch size of the first start. Later starts keep it."""
 
-    def entered(self, name: str, seat: Seat, limits: JobLimits, *, at_once: bool = False) -> Roll:
-        """A node has no ranks, and wants some.
+    def add_node(self, name: str, offer: NodeOffer, limits: JobLimits, *, requests_restart: bool = False) -> JobState:
+        """Return the state after adding a node that has no ranks yet and waits for the next start.
 
         Args:
-            at_once: it asks for a restart with it, if more nodes may train.
+            name: name of the node.
+            offer: number of slots of the node, and its address.
+            requests_restart: do not wait, but restart the job now with this node, unless the job already has its maximum number of
+                nodes.
         """
-        if self.phase == "over":  # a job of the same name is over, and a new one begins once all have seen that
-            return self if self.members else Roll().entered(name, seat, limits)
+        if self.phase == "over":  # an earlier job with this run id has ended; the new one begins when all its nodes have left
+            return self if self.members else JobState().add_node(name, offer, limits)
         if self.phase == "running" and name in self.order and name in self.members and name not in self.reports:
-            return self  # an echo of what it said before this start
+            return self  # a repeated request from before this start
         ready = self.ready if name in self.ready else (*self.ready, name)
-        found = replace(self, members={**self.members, name: seat}, ready=ready)
-        grows = at_once and self.phase == "running" and name not in self.order and len(self.order) < limits.nodes[1]
-        if not grows or self.told:
-            return found
-        return found._opened(f"{name} joins", gentle=True)
+        state = replace(self, members={**self.members, name: offer}, ready=ready)
+        needs_restart = (
+            requests_restart and self.phase == "running" and name not in self.order and len(self.order) < limits.nodes[1]
+        )
+        if not needs_restart or self.told:
+            return state
+        return state._open_round(f"{name} joins", saves_first=True)
 
-    def reported(self, name: str, generation: int, report: NodeReport, life: Life, limits: JobLimits) -> Roll:
-        """The ranks of a node have ended.
+    def add_report(self, name: str, generation: int, report: NodeReport, progress: RankProgress, limits: JobLimits) -> JobState:
+        """Return the state after the ranks of a node have ended.
 
         Args:
-            life: theirs.
+            generation: number of the start to which these ranks belonged.
+            report: how the ranks ended.
+            progress: progress of these ranks.
         """
         if generation != self.generation or name not in self.order:
             return self
-        if self.phase == "gathering" and report.kind == "failed" and self.code == LOST_CONTACT:  # here is the cause
+        if self.phase == "gathering" and report.kind == "failed" and self.code == EXIT_LOST_CONTACT:
+            # This report names the cause of the lost contact.
             return replace(self, code=report.code, why=report.words)
         if self.phase != "running":
             return self
-        return replace(self, reports={**self.reports, name: report})._resolved(life, limits)
+        return replace(self, reports={**self.reports, name: report})._evaluate_reports(progress, limits)
 
-    def lost(self, name: str, life: Life, limits: JobLimits) -> Roll:
-        """A node is gone, with its ranks.
+    def remove_lost_node(self, name: str, progress: RankProgress, limits: JobLimits) -> JobState:
+        """Return the state without a node that was lost together with its ranks.
 
         Args:
-            life: that of the ranks which run on the node that tells it.
+            progress: progress of the ranks on the node that reports the loss.
         """
         if name not in self.members:
             return self
-        members = {other: seat for other, seat in self.members.items() if other != name}
-        found = replace(self, members=members, ready=tuple(other for other in self.ready if other != name))
-        return found._resolved(life, limits) if self.phase == "running" else found
+        members = {member: offer for member, offer in self.members.items() if member != name}
+        state = replace(self, members=members, ready=tuple(member for member in self.ready if member != name))
+        return state._evaluate_reports(progress, limits) if self.phase == "running" else state
 
-    def leaving(self, name: str) -> Roll:
-        """A node goes, and the job is to go on without it. Ranks that run save before."""
+    def remove_leaving_node(self, name: str) -> JobState:
+        """Return the state without a node that leaves the job. The job continues without the node, and running ranks save a
+        checkpoint before they end."""
         if name not in self.members or self.phase == "over":
             return self
-        members = {other: seat for other, seat in self.members.items() if other != name}
-        found = replace(self, members=members, ready=tuple(other for other in self.ready if other != name))
-        return found._opened(f"{name} leaves", gentle=True) if self.phase == "running" and name in self.order else found
+        members = {member: offer for member, offer in self.members.items() if member != name}
+        state = replace(self, members=members, ready=tuple(member for member in self.ready if member != name))
+        return state._open_round(f"{name} leaves", saves_first=True) if self.phase == "running" and name in self.order else state
 
-    def asked_to_stop(self, code: int) -> Roll:
-        """A node was asked to stop the job, which ends with this code. Ranks that run save before."""
+    def request_stop(self, code: int) -> JobState:
+        """Return the state in which the job stops with this exit code. Running ranks save a checkpoint before they end."""
         if self.phase == "gathering":
-            return self.ended(code, "stopped before its ranks were started")
+            return self.end_job(code, "stopped before the ranks were started")
         return replace(self, told=True) if self.phase == "running" else self
 
-    def ended(self, code: int, words: str) -> Roll:
-        """The job is over."""
-        return self if self.phase == "over" else replace(self, phase="over", code=code, words=words)
+    def end_job(self, code: int, reason: str) -> JobState:
+        """Return the state of the ended job. A job that has already ended keeps its exit code and reason."""
+        return self if self.phase == "over" else replace(self, phase="over", code=code, words=reason)
 
-    def can_close(self, limits: JobLimits, quiet_s: float) -> bool:
-        """Whether the round may close with the nodes that are ready.
+    def can_start(self, limits: JobLimits, quiet_s: float) -> bool:
+        """Return whether ranks can start on the nodes that are ready.
+
+        At least the minimum numbers of nodes and slots must be ready. If further nodes may still become ready, `last_call_s`
+        seconds must have passed without a change.
 
         Args:
-            quiet_s: seconds since the last change of who is ready.
+            quiet_s: seconds since `ready` last changed.
         """
-        places = sum(self.members[name].places for name in self.ready)
-        if self.phase != "gathering" or len(self.ready) < limits.nodes[0] or places < limits.ranks[0]:
+        num_slots = sum(self.members[name].places for name in self.ready)
+        if self.phase != "gathering" or len(self.ready) < limits.nodes[0] or num_slots < limits.ranks[0]:
             return False
-        all_known = set(self.ready) == set(self.members) and (self.generation > 0 or len(self.ready) >= limits.nodes[1])
-        return all_known or quiet_s >= limits.last_call_s
+        has_all_nodes = set(self.ready) == set(self.members) and (self.generation > 0 or len(self.ready) >= limits.nodes[1])
+        return has_all_nodes or quiet_s >= limits.last_call_s
 
-    def seated(self, most: int) -> tuple[str, ...]:
-        """The nodes that are ready, in the order of their ranks: each keeps its place, and newcomers take those of lost ones.
+    def order_nodes(self, max_nodes: int) -> tuple[str, ...]:
+        """Return the ready nodes in the order in which their ranks are numbered. Nodes of the last start keep their positions, and
+        new nodes take the positions of lost nodes.
 
         Args:
-            most: nodes that train.
+            max_nodes: maximum number of nodes that train.
         """
-        new = [name for name in self.ready if name not in self.order]
-        found = [name if name in self.ready else new.pop(0) if new else None for name in self.order]
-        return tuple(name for name in (*found, *new) if name is not None)[:most]
+        newcomers = [name for name in self.ready if name not in self.order]
+        previous_order = [name if name in self.ready else newcomers.pop(0) if newcomers else None for name in self.order]
+        return tuple(name for name in (*previous_order, *newcomers) if name is not None)[:max_nodes]
 
-    def closed(self, plan: StartPlan, batch: int | None) -> Roll:
-        """The round is closed: the nodes of the plan start their ranks, the others that are ready are spares."""
+    def start_ranks(self, plan: StartPlan, batch: int | None) -> JobState:
+        """Return the state in which the nodes of the plan run their ranks. Other ready nodes become spare nodes."""
         order = tuple(name for name, count in plan.counts.items() if count)
         spares = tuple(name for name in self.ready if name not in order)
         start = replace(self, generation=self.generation + 1, phase="running", order=order, ready=spares, plan=plan)
         return replace(start, reports={}, gentle=False, batch=batch if self.batch is None else self.batch)
 
-    def _resolved(self, life: Life, limits: JobLimits) -> Roll:
-        """What follows from the reports so far."""
-        kinds = {report.kind for report in self.reports.values()}
-        gone = [name for name in self.order if name not in self.members and name not in self.reports]
-        awaited = [name for name in self.order if name in self.members and name not in self.reports]
-        if "refused" in kinds:
+    def _evaluate_reports(self, progress: RankProgress, limits: JobLimits) -> JobState:
+        """Return the state that follows from the reports of the nodes so far: the job continues, restarts or ends."""
+        end_types = {report.kind for report in self.reports.values()}
+        lost_nodes = [name for name in self.order if name not in self.members and name not in self.reports]
+        running_nodes = [name for name in self.order if name in self.members and name not in self.reports]
+        if "refused" in end_types:
             refused = next(report for report in self.reports.values() if report.kind == "refused")
-            return self.ended(refused.code, f"{refused.words}: not started again")
-        if self.told or "stopped" in kinds:
-            if awaited:
+            return self.end_job(refused.code, f"{refused.words}: the ranks are not restarted")
+        if self.told or "stopped" in end_types:
+            if running_nodes:
                 return self
-            if self.told or not gone:
-                stopped = [report.code for report in self.reports.values() if report.kind == "stopped"]
-                return self.ended((stopped or [report.code for report in self.reports.values()] or [1])[0], "stopped as asked")
+            if self.told or not lost_nodes:
+                stop_codes = [report.code for report in self.reports.values() if report.kind == "stopped"]
+                return self.end_job(
+                    (stop_codes or [report.code for report in self.reports.values()] or [1])[0], "stopped as requested"
+                )
         failed = next((report for report in self.reports.values() if report.kind == "failed"), None)
         if failed is not None:
-            return self._again(failed.words, failed.code, life, limits)
-        if gone:
-            return self._again(f"{', '.join(gone)} is lost", 1, life, limits)
-        return self if awaited else self.ended(0, "done")
+            return self._restart(failed.words, failed.code, progress, limits)
+        if lost_nodes:
+            return self._restart(f"{', '.join(lost_nodes)} {'is' if len(lost_nodes) == 1 else 'are'} lost", 1, progress, limits)
+        return self if running_nodes else self.end_job(0, "done")
 
-    def _again(self, why: str, code: int, life: Life, limits: JobLimits) -> Roll:
-        """Open the next round after a failure, unless there were too many."""
-        newer = life.began is not None and life.began > self.state_at
-        stale = 1 if newer else self.stale + 1
-        first = code if newer or not self.code else self.code
-        found = replace(self, stale=stale, code=first, state_at=life.began if newer and life.began is not None else self.state_at)
-        if stale > limits.max_restarts:
-            tries = f"started again {limits.max_restarts} times without a newer state (--max-restarts)"
-            return found.ended(first, f"{why}: {tries if limits.max_restarts else '--max-restarts 0'}. Giving up")
-        return found._opened(why)
+    def _restart(self, reason: str, code: int, progress: RankProgress, limits: JobLimits) -> JobState:
+        """Return the state after a failure: the nodes gather for a restart, or the job ends if there were too many restarts without
+        a newer checkpoint."""
+        has_newer_checkpoint = progress.start_iteration is not None and progress.start_iteration > self.state_at
+        num_restarts = 1 if has_newer_checkpoint else self.stale + 1
+        first_code = code if has_newer_checkpoint or not self.code else self.code
+        state = replace(
+            self,
+            stale=num_restarts,
+            code=first_code,
+            state_at=progress.start_iteration if has_newer_checkpoint and progress.start_iteration is not None else self.state_at,
+        )
+        if num_restarts > limits.max_restarts:
+            limit_message = f"restarted {limits.max_restarts} times without a newer checkpoint (--max-restarts)"
+            return state.end_job(first_code, f"{reason}: {limit_message if limits.max_restarts else '--max-restarts 0'}. Giving up")
+        return state._open_round(reason)
 
-    def _opened(self, why: str, *, gentle: bool = False) -> Roll:
-        return replace(self, phase="gathering", why=why, gentle=gentle, reports={})
+    def _open_round(self, reason: str, *, saves_first: bool = False) -> JobState:
+        return replace(self, phase="gathering", why=reason, gentle=saves_first, reports={})
 
 
-def to_text(roll: Roll) -> str:
-    """The roll as the store keeps it."""
-    return json.dumps(dataclasses.asdict(roll))
+def to_json(state: JobState) -> str:
+    """Convert a state to the JSON text that the store holds."""
+    return json.dumps(dataclasses.asdict(state))
 
 
-def from_text(text: str) -> Roll:
-    """A roll from the result of `to_text`."""
-    found: dict[str, Any] = json.loads(text)
-    plan = found["plan"]
-    return Roll(
+def from_json(text: str) -> JobState:
+    """Parse a state from the text that `to_json` returned."""
+    values: dict[str, Any] = json.loads(text)
+    plan = values["plan"]
+    return JobState(
         **{
-            **found,
-            **{name: _names(found[name]) for name in ("ready", "order")},
-            "members": {name: Seat(**seat) for name, seat in found["members"].items()},
-            "reports": {name: NodeReport(**report) for name, report in found["reports"].items()},
-            "plan": plan and StartPlan(**{**plan, "flags": _names(plan["flags"]), "notes": _names(plan["notes"])}),
+            **values,
+            **{name: _to_tuple(values[name]) for name in ("ready", "order")},
+            "members": {name: NodeOffer(**offer) for name, offer in values["members"].items()},
+            "reports": {name: NodeReport(**report) for name, report in values["reports"].items()},
+            "plan": plan and StartPlan(**{**plan, "flags": _to_tuple(plan["flags"]), "notes": _to_tuple(plan["notes"])}),
         }
     )
 
 
-def _names(found: Sequence[str]) -> tuple[str, ...]:
-    return tuple(found)
+def _to_tuple(names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(names)

@@ -1,7 +1,7 @@
-"""Loss spikes (--spike-policy): steps whose loss or gradient norm stands far above those before.
+"""Loss spikes (--spike-policy): steps whose loss or gradient norm is far above those of recent steps.
 
-A step is judged by two numbers that every rank has on the host before the update, the same on all. docs/spikes.md has the
-definition, and says where it comes from.
+Every rank has equal copies of the step's loss and gradient norm on the host before the update, so all ranks decide equally.
+docs/spikes.md contains the definition of a spike and its source.
 """
 
 from __future__ import annotations
@@ -12,106 +12,113 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.config.training import SpikeConfig
-from megatron.training.features import Feature, RunParts
+from megatron.training.features import Feature, RunComponents
 from megatron.training.progress import Progress
 from megatron.training.step import Spike, StepResult
-from megatron.training.watch import Watcher
-from megatron_lab.resilience.rewind import Rewinds
+from megatron.training.watch import Callback
+from megatron_lab.resilience.rewind import Rewinder
 
-_LEAST_SPREAD = 1e-3
-"""Lower bound of the robust standard deviation, as a share of the median: where steps are nearly alike, rounding is no spike."""
+_MIN_RELATIVE_STD = 1e-3
+"""Lower bound of the robust standard deviation, relative to the median. Without it, rounding would count as a spike when the
+recent steps are almost equal."""
 
 
 @dataclass(frozen=True)
-class SpikeJudge:
-    """Compares a step with the steps before.
+class SpikeDetector:
+    """Detects a loss spike: a step whose loss or gradient norm is far above those of recent steps.
 
     Args:
-        recent: loss and gradient norm of the steps before, the oldest first; may be longer than the window.
+        history: loss and gradient norm of recent steps, the oldest first. It may be longer than the window.
     """
 
     config: SpikeConfig
-    recent: Sequence[tuple[float, float]]
+    history: Sequence[tuple[float, float]]
 
     def __call__(self, loss: float, grad_norm: float) -> Spike | None:
-        """Return a spike with the medians of the window; None if the step is none, or too few steps are known to say so."""
-        window = self.recent[-self.config.spike_window :]
+        """Compare a step with the medians of the recent steps. Return a `Spike`, or None if the step is no spike or the history is
+        too short."""
+        window = self.history[-self.config.spike_window :]
         if len(window) < self.config.spike_window // 2:
             return None
         losses, norms = zip(*window, strict=True)
-        if not (self._stands_out(loss, losses) or self._stands_out(grad_norm, norms)):
+        if not (self._is_outlier(loss, losses) or self._is_outlier(grad_norm, norms)):
             return None
-        skips = self.config.spike_policy != "warn"
-        return Spike(loss, grad_norm, statistics.median(losses), statistics.median(norms), skips)
+        skips_update = self.config.spike_policy != "warn"
+        return Spike(loss, grad_norm, statistics.median(losses), statistics.median(norms), skips_update)
 
-    def _stands_out(self, value: float, before: Sequence[float]) -> bool:
-        middle = statistics.median(before)
-        spread = 1.4826 * statistics.median(abs(one - middle) for one in before)
-        return value > middle + self.config.spike_threshold * max(spread, _LEAST_SPREAD * abs(middle))
+    def _is_outlier(self, value: float, history: Sequence[float]) -> bool:
+        median = statistics.median(history)
+        std = 1.4826 * statistics.median(abs(x - median) for x in history)
+        return value > median + self.config.spike_threshold * max(std, _MIN_RELATIVE_STD * abs(median))
 
 
-def window_with(
-    recent: Sequence[tuple[float, float]], loss: float, grad_norm: float, config: SpikeConfig
+def update_window(
+    window: Sequence[tuple[float, float]], loss: float, grad_norm: float, config: SpikeConfig
 ) -> list[tuple[float, float]]:
-    """The window after a step. A spike enters it too: so a run that stays at another level is judged by that, once half of the
-    window has it. A step that overflowed does not: its norm is not finite."""
+    """Return the window of recent steps with one more step.
+
+    A spike enters the window too. If a run stays at a higher level, steps at that level therefore stop counting as spikes when they
+    fill half of the window. A step whose gradient overflowed does not enter the window, because its norm is not finite.
+    """
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        return list(recent)
-    return [*recent, (loss, grad_norm)][-config.spike_window :]
+        return list(window)
+    return [*window, (loss, grad_norm)][-config.spike_window :]
 
 
-def in_words(spike: Spike, iteration: int, samples: range) -> str:
-    """A line for the log.
+def format_spike(spike: Spike, iteration: int, sample_range: range) -> str:
+    """Format the log line about a spike.
 
     Args:
-        samples: the range of the numbers of the step's samples.
+        sample_range: indices of the samples of the step.
     """
     return (
         f"loss spike at iteration {iteration}: loss {spike.loss:.6g} (median {spike.median_loss:.6g}), "
         f"gradient norm {spike.grad_norm:.6g} (median {spike.median_norm:.6g}), "
-        f"samples {samples.start:,} to {samples.stop - 1:,}{'; no update is made' if spike.skips else ''}"
+        f"samples {sample_range.start:,} to {sample_range.stop - 1:,}{'; the update is skipped' if spike.skips_update else ''}"
     )
 
 
-class SpikeWatcher(Watcher):
-    """Judges each step before its update (`TrainStep.judge`), logs spikes, and remembers the steps. With policy rewind it asks the
-    loop to go back.
+class SpikeCallback(Callback):
+    """Callback that checks each step for a spike before its update (`TrainStep.detect_spike`), logs spikes, and remembers recent
+    steps. With --spike-policy rewind it requests the training loop to rewind.
 
     Args:
-        rewinds: takes the run back; None with other policies.
+        rewinder: rewinds the run; None with other policies.
     """
 
-    def __init__(self, run: RunParts, rewinds: Rewinds | None) -> None:
+    def __init__(self, run: RunComponents, rewinder: Rewinder | None) -> None:
         self._config, self._progress, self._reporter, self._control = run.config.spikes, run.progress, run.reporter, run.control
-        self._rewinds = rewinds
-        run.step.judge = self._judge
+        self._rewinder = rewinder
+        run.step.detect_spike = self._detect_spike
 
     def on_result(self, progress: Progress, result: StepResult | None, samples: int) -> None:
-        """Take the step into the window, tell a spike, and ask to go back if that is the policy."""
+        """Add the step to the window, log a spike, and request a rewind if that is the policy."""
         if result is None:
             return
-        progress.recent = window_with(progress.recent, result.loss, result.grad_norm, self._config)
+        progress.recent = update_window(progress.recent, result.loss, result.grad_norm, self._config)
         if result.spike is not None:
-            words = in_words(
+            message = format_spike(
                 result.spike, progress.iteration, range(progress.consumed_samples - samples, progress.consumed_samples)
             )
-            self._reporter.say(words)
-            self._reporter.event("spike", progress, words)
-            self._control.go_back = None if self._rewinds is None else self._rewinds.rewind
+            self._reporter.log(message)
+            self._reporter.record_event("spike", progress, message)
+            self._control.rewind = None if self._rewinder is None else self._rewinder.rewind
 
     def after_save(self, progress: Progress, place: str) -> None:
-        """Note a checkpoint that the run may go back to."""
-        if self._rewinds is not None:
-            self._rewinds.saved(place)
+        """Tell the rewinder about a new checkpoint."""
+        if self._rewinder is not None:
+            self._rewinder.add_checkpoint(place)
 
-    def _judge(self, loss: float, grad_norm: float) -> Spike | None:
-        return SpikeJudge(self._config, self._progress.recent)(loss, grad_norm)
+    def _detect_spike(self, loss: float, grad_norm: float) -> Spike | None:
+        return SpikeDetector(self._config, self._progress.recent)(loss, grad_norm)
 
 
 class SpikeFeature(Feature):
-    """Tells, skips or goes back from loss spikes (--spike-policy)."""
+    """Feature of --spike-policy: logs loss spikes and, depending on the policy, skips their updates or rewinds the run."""
 
-    def watchers(self, run: RunParts) -> Sequence[Watcher]:
-        """Watch the losses and gradient norms of all steps."""
-        resumed = run.resumed
-        return [SpikeWatcher(run, Rewinds.of(run.config, run.context, run.step, resumed.schedule, run.data, resumed.path))]
+    def callbacks(self, run: RunComponents) -> Sequence[Callback]:
+        """Build the callback that checks the loss and gradient norm of each step."""
+        resume_point = run.resume_point
+        return [
+            SpikeCallback(run, Rewinder.of(run.config, run.context, run.step, resume_point.schedule, run.data, resume_point.path))
+        ]

@@ -1,12 +1,13 @@
-"""Starts the ranks of a node, and starts them again in place when one is lost: with a spare, or with fewer ranks.
+r"""Launcher that starts the ranks of a node, and restarts them in place with spare or fewer ranks when a rank is lost.
 
     python -m megatron_lab.resilience.supervisor --nproc-per-node 8 pretrain_gpt.py FLAGS                      one node
-    python -m megatron_lab.resilience.supervisor --nproc-per-node 8 --nnodes 3:4 --meet HOST:PORT \\
+    python -m megatron_lab.resilience.supervisor --nproc-per-node 8 --nnodes 3:4 --meet HOST:PORT \
         pretrain_gpt.py FLAGS                                                                              on each of several
     python -m megatron_lab.resilience.supervisor --serve PORT                                                 the store, on any host
 
-docs/survival.md says what happens when. This file is what one node does: it forks ranks, sees how they end, and does what the roll
-of the job (`roll.py`) says, which its envoy (`envoy.py`) reads and changes.
+docs/survival.md describes when ranks are restarted. This module contains the work of one node: it forks the ranks, observes how
+they end, and follows the state of the job (`JobState` in `roll.py`). The node's envoy process (`envoy.py`) reads and changes that
+state.
 """
 
 from __future__ import annotations
@@ -27,328 +28,376 @@ from contextlib import suppress
 from megatron.config.cli import load, parse
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
-from megatron.training.signals import LIFE_FILE, REFUSED, read_life
-from megatron_lab.resilience.command import settings
-from megatron_lab.resilience.messages import Ended, Enter, EnvoyOrders, Halt, Leave, Over, Say, Start, Stop, StopRanks, Wish
-from megatron_lab.resilience.ranks import HEARD, LocalRanks, environment, import_what_runs_need, name_process, visible_devices
-from megatron_lab.resilience.roll import JobLimits, Life, NodeReport
-from megatron_lab.resilience.verdict import NodePlaces, blamed, is_of_its_place, judge, stops
+from megatron.training.signals import EXIT_REFUSED, PROGRESS_FILE_VARIABLE, read_progress_file
+from megatron_lab.resilience.command import parse_command_line
+from megatron_lab.resilience.messages import (
+    EndRanksCommand,
+    EnvoyConfig,
+    JobEnded,
+    LeaveRequest,
+    LogMessage,
+    RanksEnded,
+    RanksRequest,
+    StartCommand,
+    StopRanksCommand,
+    StopRequest,
+    SupervisorMessage,
+)
+from megatron_lab.resilience.ranks import (
+    STOP_SIGNALS,
+    LocalRanks,
+    build_environment,
+    import_run_modules,
+    select_visible_devices,
+    set_process_name,
+)
+from megatron_lab.resilience.roll import JobLimits, NodeReport, RankProgress
+from megatron_lab.resilience.verdict import NodeSlots, build_report, find_failed_rank, has_stopped_rank, is_slot_failure
 
 PROGRAM = "supervisor"
-_LOOKS_EVERY_S = 0.1
-"""While a start has not finished its first step."""
-_SETTLES_S = 0.3
-"""Where ranks only lost contact with another: time in which that one may be seen to have ended."""
+_POLL_INTERVAL_S = 0.1
+"""Seconds between checks for the first finished step after a restart."""
+_SETTLE_TIME_S = 0.3
+"""Seconds to wait for the process that really failed, if the ranks that ended so far only lost contact with another rank."""
 
 
-def say(text: str) -> None:
-    """A line for the log, on stderr."""
+def log(message: str) -> None:
+    """Write a message to stderr, with the program's name before each line."""
     with suppress(OSError):
-        sys.stderr.write("".join(f"{PROGRAM}: {line}\n" for line in text.splitlines()))
+        sys.stderr.write("".join(f"{PROGRAM}: {line}\n" for line in message.splitlines()))
         sys.stderr.flush()
 
 
 class Supervisor:
-    """One node's ranks, from the first start to the end of the job."""
+    """Starts, observes and restarts the ranks of one node, from the first start to the end of the job."""
 
-    def __init__(self, own: argparse.Namespace, stop_code: int) -> None:
-        from megatron.parallel.meeting import address_towards
+    def __init__(self, args: argparse.Namespace, stop_code: int) -> None:
+        from megatron.parallel.rendezvous import find_address_towards
         from megatron_lab.resilience.envoy import start_envoy
-        from megatron_lab.resilience.point import make_book
+        from megatron_lab.resilience.point import open_state_store
 
-        self._own, self._stop_code = own, stop_code
-        self._places = NodePlaces(own.nproc_per_node)
+        self._args, self._stop_code = args, stop_code
+        self._slots = NodeSlots(args.nproc_per_node)
         self._ranks: LocalRanks | None = None
-        self._start: Start | None = None
-        self._taken: list[int] = []
-        self._stops = 0
-        self._stopping = False  # ranks end because they were asked to, or one of them was
-        self._rejoins = False  # once they have ended
-        self._noticed_at: float | None = None  # when the failure was seen from which this node comes back
-        self._told: list[str] = []
-        self._comes_back = self._loaded = False  # the next start has begun, and has a state
-        # All forks have the file, and it goes with the last of them.
-        self._life_file, name = tempfile.mkstemp(prefix="life-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+        self._command: StartCommand | None = None
+        self._used_slots: list[int] = []
+        self._num_stop_signals = 0
+        self._is_stopping = False  # the ranks, or one of them, were asked to stop
+        self._should_rejoin = False  # whether to request new ranks when these have ended
+        self._failure_seen_at: float | None = None  # start of the current restart; None if no restart is in progress
+        self._restart_times: list[str] = []
+        self._has_restarted = self._has_loaded = False  # whether the new ranks are forked, and have loaded a checkpoint
+        # The ranks inherit the file descriptor. The file is unlinked now, so it disappears with the last process that has it open.
+        self._progress_fd, name = tempfile.mkstemp(prefix="life-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
         os.unlink(name)
-        os.environ[LIFE_FILE] = f"/dev/fd/{self._life_file}"
+        os.environ[PROGRESS_FILE_VARIABLE] = f"/dev/fd/{self._progress_fd}"
         name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
-        limits = JobLimits(own.nnodes, own.elastic, own.max_restarts, own.last_call_s)
-        address = own.local_addr or ("127.0.0.1" if own.meet is None else address_towards(*own.meet))
-        orders = EnvoyOrders(name, address, tuple(own.flags), limits, own.lost_after_s, own.join_timeout_s, bool(own.join_at_once))
-        self._hears, tells = os.pipe()
-        self._tells = tells
-        for end in (self._hears, tells):
-            os.set_blocking(end, False)
-        self._envoy, self._pipe = start_envoy(orders, lambda: make_book(own.meet, own.run_id), self._life)
-        self._enter()
+        limits = JobLimits(args.nnodes, args.elastic, args.max_restarts, args.last_call_s)
+        address = args.local_addr or ("127.0.0.1" if args.meet is None else find_address_towards(*args.meet))
+        envoy_config = EnvoyConfig(
+            name, address, tuple(args.flags), limits, args.lost_after_s, args.join_timeout_s, bool(args.join_at_once)
+        )
+        self._signal_read_fd, wakeup_fd = os.pipe()
+        self._signal_write_fd = wakeup_fd
+        for fd in (self._signal_read_fd, wakeup_fd):
+            os.set_blocking(fd, False)
+        self._envoy_pid, self._pipe = start_envoy(
+            envoy_config, lambda: open_state_store(args.meet, args.run_id), self._read_progress
+        )
+        self._request_ranks()
 
     def run(self) -> int:
-        """Until the job is over; returns its exit code."""
-        signal.set_wakeup_fd(self._tells, warn_on_full_buffer=False)
-        for number in (*HEARD, signal.SIGCHLD):
-            signal.signal(number, lambda number, frame: None)
+        """Run until the job has ended, and return its exit code."""
+        signal.set_wakeup_fd(self._signal_write_fd, warn_on_full_buffer=False)
+        for signum in (*STOP_SIGNALS, signal.SIGCHLD):
+            signal.signal(signum, lambda signum, frame: None)
         try:
             while True:
-                wait_s = None if self._noticed_at is None else _LOOKS_EVERY_S
-                heard, _, _ = select.select([self._pipe.fileno(), self._hears], [], [], wait_s)
-                if self._hears in heard:
-                    for told in os.read(self._hears, 4096):
-                        if told in HEARD:
-                            self._asked_to_stop(signal.Signals(told))
-                if self._pipe.fileno() in heard:
+                wait_s = None if self._failure_seen_at is None else _POLL_INTERVAL_S
+                ready_fds, _, _ = select.select([self._pipe.fileno(), self._signal_read_fd], [], [], wait_s)
+                if self._signal_read_fd in ready_fds:
+                    for signum_byte in os.read(self._signal_read_fd, 4096):
+                        if signum_byte in STOP_SIGNALS:
+                            self._handle_stop_signal(signal.Signals(signum_byte))
+                if self._pipe.fileno() in ready_fds:
                     try:
                         message = self._pipe.recv()
                     except (EOFError, OSError):
-                        return self._without_envoy()
-                    if isinstance(message, Over):
-                        return self._over(message.code, message.words)
-                    if isinstance(message, Say):
-                        say(message.text)
-                    elif isinstance(message, Start):
-                        self._begin(message)
-                    elif isinstance(message, Halt):
-                        self._halted(message)
-                    elif isinstance(message, StopRanks):
+                        return self._wait_without_envoy()
+                    if isinstance(message, JobEnded):
+                        return self._finish(message.code, message.reason)
+                    if isinstance(message, LogMessage):
+                        log(message.text)
+                    elif isinstance(message, StartCommand):
+                        self._start_ranks(message)
+                    elif isinstance(message, EndRanksCommand):
+                        self._handle_new_round(message)
+                    elif isinstance(message, StopRanksCommand):
                         self._stop_ranks(signal.SIGTERM)
-                self._look()
+                self._check_ranks()
         finally:
             self._end_ranks()
 
-    def _life(self) -> Life:
-        found = read_life(os.environ[LIFE_FILE])
-        return Life() if found is None else Life(*found)
+    def _read_progress(self) -> RankProgress:
+        iterations = read_progress_file(os.environ[PROGRESS_FILE_VARIABLE])
+        return RankProgress() if iterations is None else RankProgress(*iterations)
 
-    def _enter(self, after: tuple[int, NodeReport] | None = None) -> None:
-        """Ask for ranks.
+    def _request_ranks(self, last_end: tuple[int, NodeReport] | None = None) -> None:
+        """Ask the envoy for ranks.
 
         Args:
-            after: the start whose ranks have ended just now, and how.
+            last_end: generation and report of the ranks that have just ended, if any.
         """
-        self._ranks, self._start, self._stopping, self._rejoins = None, None, False, False
-        wish = Enter(len(self._places.available()))
-        self._tell(wish if after is None else Ended(*after, enters=wish))
+        self._ranks, self._command, self._is_stopping, self._should_rejoin = None, None, False, False
+        request = RanksRequest(len(self._slots.get_available()))
+        self._send(request if last_end is None else RanksEnded(*last_end, next_request=request))
 
-    def _tell(self, wish: Wish) -> None:
-        with suppress(BrokenPipeError):  # the envoy has gone: what it said last comes first, or the end of the pipe
-            self._pipe.send(wish)
+    def _send(self, message: SupervisorMessage) -> None:
+        with suppress(BrokenPipeError):  # the envoy has ended: its last message, or the end of the pipe, is read next
+            self._pipe.send(message)
 
-    def _notice(self) -> None:
-        """Ranks must be started again: measure how long that takes."""
-        self._noticed_at, self._told, self._comes_back = time.monotonic(), [], False
+    def _start_restart_timer(self) -> None:
+        """Start to measure how long the restart takes. Times are in seconds since the failure was noticed."""
+        self._failure_seen_at, self._restart_times, self._has_restarted = time.monotonic(), [], False
 
-    def _begin(self, start: Start) -> None:
-        """Start this node's ranks."""
-        if self._stops:
-            self._tell(Ended(start.generation, NodeReport("stopped", self._stop_code, "stopped"), enters=None))
+    def _start_ranks(self, command: StartCommand) -> None:
+        """Fork the ranks of this node, as the envoy's command says."""
+        if self._num_stop_signals:
+            self._send(RanksEnded(command.generation, NodeReport("stopped", self._stop_code, "stopped"), next_request=None))
             return
-        plan, own = start.plan, self._own
-        counts = list(plan.counts.values())
-        self._taken = self._places.available()[: counts[start.node]]
-        restarts = start.generation - 1
+        plan, args = command.plan, self._args
+        ranks_per_node = list(plan.counts.values())
+        self._used_slots = self._slots.get_available()[: ranks_per_node[command.node_rank]]
+        num_restarts = command.generation - 1
         met_at = time.monotonic()
-        if start.node == 0:
-            for note in plan.notes:
-                say(note)
-        os.ftruncate(self._life_file, 0)
-        variables = [
-            environment(local, counts, start.node, plan.address, plan.port, (restarts, own.max_restarts), own.run_id)
-            for local in range(counts[start.node])
+        if command.node_rank == 0:
+            for message in plan.notes:
+                log(message)
+        os.ftruncate(self._progress_fd, 0)
+        environments = [
+            build_environment(
+                local_rank,
+                ranks_per_node,
+                command.node_rank,
+                plan.address,
+                plan.port,
+                (num_restarts, args.max_restarts),
+                args.run_id,
+            )
+            for local_rank in range(ranks_per_node[command.node_rank])
         ]
-        devices = visible_devices(self._taken, own.nproc_per_node, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        devices = select_visible_devices(self._used_slots, args.nproc_per_node, os.environ.get("CUDA_VISIBLE_DEVICES"))
         if devices is not None:
-            variables = [{**each, "CUDA_VISIBLE_DEVICES": devices} for each in variables]
-        files = (self._pipe.fileno(), self._hears, self._tells)
-        self._start, self._ranks = start, LocalRanks(own.program, [*own.flags, *plan.flags], variables, files)
-        if self._noticed_at is not None:
-            self._comes_back, self._loaded = True, False
-            self._told += [f"met after {met_at - self._noticed_at:.2f}", f"forked after {time.monotonic() - self._noticed_at:.2f}"]
+            environments = [{**environment, "CUDA_VISIBLE_DEVICES": devices} for environment in environments]
+        fds = (self._pipe.fileno(), self._signal_read_fd, self._signal_write_fd)
+        self._command, self._ranks = command, LocalRanks(args.program, [*args.flags, *plan.flags], environments, fds)
+        if self._failure_seen_at is not None:
+            self._has_restarted, self._has_loaded = True, False
+            self._restart_times += [
+                f"met after {met_at - self._failure_seen_at:.2f}",
+                f"forked after {time.monotonic() - self._failure_seen_at:.2f}",
+            ]
 
-    def _look(self) -> None:
-        """See which ranks have ended, and what follows."""
-        ranks, start = self._ranks, self._start
-        if ranks is None or start is None:
+    def _check_ranks(self) -> None:
+        """Collect the exit codes of ended ranks and react to them."""
+        ranks, command = self._ranks, self._command
+        if ranks is None or command is None:
             return
-        if self._noticed_at is not None and self._comes_back:
-            self._looks_for_steps(self._noticed_at, tells=start.node == 0)
-        if not ranks.look():
+        if self._failure_seen_at is not None and self._has_restarted:
+            self._check_first_step(self._failure_seen_at, should_log=command.node_rank == 0)
+        if not ranks.poll():
             return
-        if not self._stopping and stops(ranks.ended, self._stop_code):
+        if not self._is_stopping and has_stopped_rank(ranks.exit_codes, self._stop_code):
             self._stop_ranks(signal.SIGTERM)
-        report = judge(ranks.ended, len(ranks.running), self._stop_code, stopping=self._stopping)
+        report = build_report(ranks.exit_codes, len(ranks.running_pids), self._stop_code, is_stopping=self._is_stopping)
         if report is None:
             return
         if report.kind == "failed":
-            self._failed()
+            self._handle_failure()
             return
         self._end_ranks()
         self._ranks = None
-        if self._rejoins:
-            self._enter((start.generation, report))
+        if self._should_rejoin:
+            self._request_ranks((command.generation, report))
         else:
-            self._tell(Ended(start.generation, report, enters=None))
+            self._send(RanksEnded(command.generation, report, next_request=None))
 
-    def _looks_for_steps(self, noticed_at: float, *, tells: bool) -> None:
-        """After a restart: measure how long it took, until the first step is finished."""
-        life, took = self._life(), time.monotonic() - noticed_at
-        if life.began is not None and not self._loaded:
-            self._told.append(f"loaded after {took:.2f}")
-            self._loaded = True
-        if life.has_steps:
-            if tells:
-                say(f"back after {took:.1f} s ({', '.join(self._told)}, first step after {took:.2f})")
-            self._noticed_at = None
+    def _check_first_step(self, failure_seen_at: float, *, should_log: bool) -> None:
+        """Record how long the stages of a restart take: the load of the checkpoint, and the first step. Stop measuring after the
+        first step.
 
-    def _failed(self) -> None:
-        """A rank has failed: end the others, tell it, and enter again."""
-        ranks, start = self._ranks, self._start
-        assert ranks is not None and start is not None
-        self._notice()
-        first = blamed(ranks.ended, self._stop_code)
-        until = time.monotonic() + _SETTLES_S
-        while first is not None and not is_of_its_place(ranks.ended[first]) and time.monotonic() < until:
-            time.sleep(0.01)  # what others notice at once, the system tells of a process that has ended a little later
-            ranks.look()
-            first = blamed(ranks.ended, self._stop_code)
-        assert first is not None
-        report = judge(ranks.ended, len(ranks.running), self._stop_code, stopping=False)
+        Args:
+            failure_seen_at: time.monotonic() when the failure was noticed.
+            should_log: whether this node logs the times.
+        """
+        progress, elapsed = self._read_progress(), time.monotonic() - failure_seen_at
+        if progress.start_iteration is not None and not self._has_loaded:
+            self._restart_times.append(f"loaded after {elapsed:.2f}")
+            self._has_loaded = True
+        if progress.has_steps:
+            if should_log:
+                log(f"back after {elapsed:.1f} s ({', '.join(self._restart_times)}, first step after {elapsed:.2f})")
+            self._failure_seen_at = None
+
+    def _handle_failure(self) -> None:
+        """React to the failure of a rank: end the other ranks of this node, log the failure, and ask the envoy for new ranks."""
+        ranks, command = self._ranks, self._command
+        assert ranks is not None and command is not None
+        self._start_restart_timer()
+        failed_rank = find_failed_rank(ranks.exit_codes, self._stop_code)
+        deadline = time.monotonic() + _SETTLE_TIME_S
+        while failed_rank is not None and not is_slot_failure(ranks.exit_codes[failed_rank]) and time.monotonic() < deadline:
+            time.sleep(0.01)  # other ranks may notice a lost connection before the system reports that the failed process has ended
+            ranks.poll()
+            failed_rank = find_failed_rank(ranks.exit_codes, self._stop_code)
+        assert failed_rank is not None
+        report = build_report(ranks.exit_codes, len(ranks.running_pids), self._stop_code, is_stopping=False)
         assert report is not None
-        life = self._life()
-        number = sum(list(start.plan.counts.values())[: start.node]) + first
-        words = f"rank {number} (node {socket.gethostname()}, place {self._taken[first]}) {report.words}"
-        at = f" after iteration {life.finished}" if life.finished is not None else " before training"
-        say(f"{words}{at}: the ranks of this node are ended")
-        failed = [self._taken[first]] if is_of_its_place(ranks.ended[first]) else []
+        progress = self._read_progress()
+        rank = sum(list(command.plan.counts.values())[: command.node_rank]) + failed_rank
+        message = f"rank {rank} (node {socket.gethostname()}, slot {self._used_slots[failed_rank]}) {report.words}"
+        time_text = f" after iteration {progress.last_iteration}" if progress.last_iteration is not None else " before training"
+        log(f"{message}{time_text}: the ranks of this node are ended")
+        failed_slots = [self._used_slots[failed_rank]] if is_slot_failure(ranks.exit_codes[failed_rank]) else []
         self._end_ranks()
-        for place in self._places.ended(life, failed, start.may_lose):
-            say(f"place {place} is left out: its rank failed twice without a step between")
-        self._enter((start.generation, NodeReport(report.kind, report.code, words)))
+        for slot in self._slots.record_end(progress, failed_slots, command.num_spare_slots):
+            log(f"slot {slot} is excluded: its rank failed twice in a row without completing a step")
+        self._request_ranks((command.generation, NodeReport(report.kind, report.code, message)))
 
-    def _halted(self, order: Halt) -> None:
-        """The next round is open."""
-        if self._start is None:
-            return  # it has left that start already
+    def _handle_new_round(self, command: EndRanksCommand) -> None:
+        """End the ranks of the last start and request new ranks, because the nodes gather for the next start (a new round)."""
+        if self._command is None:
+            return  # this node has ended its part in that start already
         if self._ranks is None:
-            say(f"{order.why}: starting again")
-            self._notice()
-            self._enter()
+            log(f"{command.reason}: restarting")
+            self._start_restart_timer()
+            self._request_ranks()
             return
-        say(f"{order.why}: the ranks of this node {'save and end' if order.gentle else 'are ended'}")
-        self._notice()
-        if order.gentle:
-            self._rejoins = True
+        log(f"{command.reason}: the ranks of this node {'save and end' if command.saves_first else 'are ended'}")
+        self._start_restart_timer()
+        if command.saves_first:
+            self._should_rejoin = True
             self._stop_ranks(signal.SIGTERM)
             return
         self._end_ranks()
-        self._places.ended(self._life(), (), 0)
-        self._enter()
+        self._slots.record_end(self._read_progress(), (), 0)
+        self._request_ranks()
 
-    def _asked_to_stop(self, number: signal.Signals) -> None:
-        self._stops += 1
-        if self._stops == 1:
-            whole = not self._own.leave_on_signal
-            what = "the job is asked to save and stop" if whole else "the job saves and goes on without this node"
-            say(f"{number.name}: {what}; a second signal ends {'it' if whole else 'its ranks here'} at once")
-            self._tell(Stop(self._stop_code) if whole else Leave())
-            self._stop_ranks(signal.SIGUSR1 if number == signal.SIGUSR1 else signal.SIGTERM)
+    def _handle_stop_signal(self, signum: signal.Signals) -> None:
+        self._num_stop_signals += 1
+        if self._num_stop_signals == 1:
+            stops_job = not self._args.leave_on_signal
+            effect = "the job is asked to save and stop" if stops_job else "the job saves and continues without this node"
+            log(f"{signum.name}: {effect}; a second signal ends {'the job' if stops_job else 'the ranks of this node'} at once")
+            self._send(StopRequest(self._stop_code) if stops_job else LeaveRequest())
+            self._stop_ranks(signal.SIGUSR1 if signum == signal.SIGUSR1 else signal.SIGTERM)
         elif self._ranks is not None:
-            self._ranks.tell(signal.SIGKILL)
+            self._ranks.send_signal(signal.SIGKILL)
 
-    def _stop_ranks(self, number: signal.Signals) -> None:
-        if self._ranks is not None and not self._stopping:
-            self._stopping = True
-            self._ranks.tell(number)
+    def _stop_ranks(self, signum: signal.Signals) -> None:
+        if self._ranks is not None and not self._is_stopping:
+            self._is_stopping = True
+            self._ranks.send_signal(signum)
 
     def _end_ranks(self) -> None:
         if self._ranks is None:
             return
-        for local in self._ranks.kill():
-            say(f"the rank at place {self._taken[local]} does not end though it is killed: its device or storage holds it")
-            self._places.leave_out(self._taken[local])
-        if self._noticed_at is not None:
-            self._told.append(f"others ended after {time.monotonic() - self._noticed_at:.2f}")
+        for local_rank in self._ranks.kill():
+            log(f"the rank in slot {self._used_slots[local_rank]} was killed but does not end: its device or storage blocks it")
+            self._slots.exclude(self._used_slots[local_rank])
+        if self._failure_seen_at is not None:
+            self._restart_times.append(f"others ended after {time.monotonic() - self._failure_seen_at:.2f}")
 
-    def _over(self, code: int, words: str) -> int:
+    def _finish(self, code: int, reason: str) -> int:
         self._end_ranks()
-        os.waitpid(self._envoy, 0)
-        if code and not (self._stops and code == self._stop_code):
-            say(f"{words} (exit code {code})")
+        os.waitpid(self._envoy_pid, 0)
+        if code and not (self._num_stop_signals and code == self._stop_code):
+            log(f"{reason} (exit code {code})")
         return code
 
-    def _without_envoy(self) -> int:
-        """The envoy has left the job, or has died, as of a lack of memory: ranks go on to their end, and are not started again."""
-        leaves = bool(self._own.leave_on_signal and self._stops)
-        if not leaves:
-            say("the process that speaks with the other nodes has died. Ranks that run go on; none will be started again")
+    def _wait_without_envoy(self) -> int:
+        """Wait for the ranks to end after the envoy has left the job or has died (for example for lack of memory). The ranks are
+        not restarted. Return the exit code."""
+        is_leaving = bool(self._args.leave_on_signal and self._num_stop_signals)
+        if not is_leaving:
+            log("the process that communicates with the other nodes has died. Running ranks continue, but will not be restarted")
         while self._ranks is not None:
-            heard, _, _ = select.select([self._hears], [], [])
-            for number in os.read(self._hears, 4096) if heard else b"":
-                if number in HEARD:
-                    self._stops += 1
+            ready_fds, _, _ = select.select([self._signal_read_fd], [], [])
+            for signum in os.read(self._signal_read_fd, 4096) if ready_fds else b"":
+                if signum in STOP_SIGNALS:
+                    self._num_stop_signals += 1
                     self._stop_ranks(signal.SIGTERM)
-                    if self._stops > 1:
-                        self._ranks.tell(signal.SIGKILL)
-            self._ranks.look()
-            report = judge(self._ranks.ended, len(self._ranks.running), self._stop_code, stopping=self._stopping)
+                    if self._num_stop_signals > 1:
+                        self._ranks.send_signal(signal.SIGKILL)
+            self._ranks.poll()
+            report = build_report(
+                self._ranks.exit_codes, len(self._ranks.running_pids), self._stop_code, is_stopping=self._is_stopping
+            )
             if report is not None:
-                return self._stop_code if leaves else report.code
-        return self._stop_code if leaves else 1
+                return self._stop_code if is_leaving else report.code
+        return self._stop_code if is_leaving else 1
 
 
-_CUDA_WAS_USED = (
-    "a module of --imports uses CUDA while it is imported, if only by torch.cuda.is_available(). The ranks are forks of the "
-    "process that imports it, and CUDA does not survive a fork. Let its functions ask when they are called, or use torchrun."
+_CUDA_USED_MESSAGE = (
+    "a module of --imports calls CUDA while it is imported, perhaps only torch.cuda.is_available(). The ranks are forks of the "
+    "process that imports it, and CUDA does not work in such forks. Call CUDA only in functions of the module, or use torchrun."
 )
 
 
-def goes_on(program: str, config: Config, world_size: int) -> bool:
-    """Whether the run can go on from its checkpoint, as far as settings tell; if not, it has been said why.
+def can_resume(program: str, config: Config, world_size: int) -> bool:
+    """Return whether the settings fit the checkpoint from which the run would resume. If not, print the reason.
 
-    A fork looks: a storage or a tokenizer may start threads, which later forks would not have.
+    A forked process makes the check. Storage and tokenizer libraries may start threads, which must not exist in this process when
+    the ranks are forked.
     """
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
         code = 0
-        with suppress(BaseException):  # what else goes wrong, the ranks will say better
+        with suppress(BaseException):  # the ranks report other errors better
             from megatron_lab.monitoring.forks import has_lost_devices
-            from megatron_lab.resilience.ahead import misfit_ahead
+            from megatron_lab.resilience.ahead import find_resume_problem
 
-            lacks_cuda = config.parallel.device != "cpu" and has_lost_devices()
-            words = _CUDA_WAS_USED if lacks_cuda else misfit_ahead(config, world_size)
-            if words is not None:
-                code = REFUSED
-                sys.stderr.write(f"{os.path.basename(program)}: {words}\n")
+            has_lost_cuda = config.parallel.device != "cpu" and has_lost_devices()
+            problem = _CUDA_USED_MESSAGE if has_lost_cuda else find_resume_problem(config, world_size)
+            if problem is not None:
+                code = EXIT_REFUSED
+                sys.stderr.write(f"{os.path.basename(program)}: {problem}\n")
                 sys.stderr.flush()
         os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != REFUSED
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != EXIT_REFUSED
 
 
-def main(words: Sequence[str]) -> int:
-    """The exit code of the job: 0 when it is done, that of ranks that were asked to stop, 2 for wrong settings, else that of the
-    first failure since there was a newer state."""
-    own = settings(words)
-    if own.nproc_per_node > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun; before torch is imported
-    if own.serve is not None:
-        from megatron_lab.resilience.point import serve_until_told
+def main(argv: Sequence[str]) -> int:
+    """Run the supervisor.
 
-        return serve_until_told(own.serve)
+    Returns:
+        the exit code of the job, which is 0 if it finished, the code of the ranks if they were asked to stop, and 2 for invalid
+        settings. Otherwise it is the code of the first failure since the last newer checkpoint.
+    """
+    args = parse_command_line(argv)
+    if args.nproc_per_node > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # like torchrun; must be set before torch is imported
+    if args.serve is not None:
+        from megatron_lab.resilience.point import serve_until_signal
+
+        return serve_until_signal(args.serve)
     try:
-        least, most = own.elastic
-        # Where fewer ranks may do, the layout for those that are there is found later.
-        config = parse(own.flags) if least < most else load(own.flags, most).config
+        min_ranks, max_ranks = args.elastic
+        # If fewer ranks suffice, the envoy chooses the layout for the available ranks later.
+        config = parse(args.flags) if min_ranks < max_ranks else load(args.flags, max_ranks).config
     except ConfigError as error:
-        sys.stderr.write(f"{os.path.basename(own.program)}: {error}\n")
-        return REFUSED
+        sys.stderr.write(f"{os.path.basename(args.program)}: {error}\n")
+        return EXIT_REFUSED
     if config.checkpoint.load is None:
-        say("without --load, ranks that are started again begin the run anew")
-    name_process("supervisor")
-    import_what_runs_need()
-    if not goes_on(own.program, config, own.elastic[1]):
-        return REFUSED
+        log("--load is not set: restarted ranks begin the run from the start")
+    set_process_name("supervisor")
+    import_run_modules()
+    if not can_resume(args.program, config, args.elastic[1]):
+        return EXIT_REFUSED
     gc.collect()
-    gc.freeze()  # forks then leave what is there alone, and share its memory
-    return Supervisor(own, config.training.exit_signal_code).run()
+    gc.freeze()  # forks share these objects' memory, because garbage collection does not write to them
+    return Supervisor(args, config.training.exit_signal_code).run()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""What the ends of ranks mean: which are restarted, which are not, and which place is to blame. Needs no torch."""
+"""Interpretation of exit codes: which ranks are restarted, and which slot caused a failure. Does not import torch.
+
+A slot of a node runs one rank, and has its own device.
+"""
 
 from __future__ import annotations
 
@@ -6,116 +9,121 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron.training.signals import DIVERGED, LOST_CONTACT, REFUSED
-from megatron_lab.resilience.roll import Life, NodeReport
+from megatron.training.signals import EXIT_DIVERGED, EXIT_LOST_CONTACT, EXIT_REFUSED
+from megatron_lab.resilience.roll import NodeReport, RankProgress
 
-HANG = 86
-"""Exit code of ranks that stood still, all of them, whoever was to blame."""
-_FINAL = {
-    REFUSED: "the settings are wrong, or do not go with the checkpoint",
-    DIVERGED: "the numbers are not finite, or loss spikes come again",
+EXIT_HANG = 86
+"""Exit code of all ranks after a hang, whichever rank caused it."""
+_FINAL_CODES = {
+    EXIT_REFUSED: "the settings are invalid, or do not fit the checkpoint",
+    EXIT_DIVERGED: "the loss or a gradient is not finite, or loss spikes recur",
 }
-"""Exit codes that the next start would end with too."""
-_SHARED = {LOST_CONTACT: "it lost contact with another rank", HANG: "it stood still"}
-"""Exit codes that say nothing of the rank's own place."""
+"""Exit codes of errors that a restart would repeat."""
+_SHARED_CODES = {EXIT_LOST_CONTACT: "it lost contact with another rank", EXIT_HANG: "the run hung"}
+"""Exit codes that do not show which slot failed."""
 
 
-def judge(ended: Mapping[int, int], running: int, stop_code: int, *, stopping: bool) -> NodeReport | None:
-    """What a node reports of its ranks; None as long as others must be waited for.
+def build_report(exit_codes: Mapping[int, int], num_running: int, stop_code: int, *, is_stopping: bool) -> NodeReport | None:
+    """Build the report of a node from the exit codes of its ranks. Return None as long as the node must wait for more ranks to end.
 
     Args:
-        ended: exit codes of the ranks that have ended, in the order in which they did; negative for a signal.
-        running: number of ranks that have not ended.
+        exit_codes: exit codes by rank, in the order in which the ranks ended; negative for a signal.
+        num_running: number of ranks that have not ended.
         stop_code: exit code of ranks that were asked to stop (--exit-signal-code).
-        stopping: whether the job was asked to stop, or a rank has ended as if it was.
+        is_stopping: whether the job was asked to stop, or a rank has ended with `stop_code`.
     """
-    for code, words in _FINAL.items():
-        if code in ended.values():
-            return NodeReport("refused", code, words)
-    failed = blamed(ended, stop_code)
-    if failed is not None and not stopping:
-        return NodeReport("failed", _status(ended[failed]), how(ended[failed]))
-    if running:
+    for code, reason in _FINAL_CODES.items():
+        if code in exit_codes.values():
+            return NodeReport("refused", code, reason)
+    failed_rank = find_failed_rank(exit_codes, stop_code)
+    if failed_rank is not None and not is_stopping:
+        return NodeReport("failed", _to_exit_status(exit_codes[failed_rank]), describe_exit(exit_codes[failed_rank]))
+    if num_running:
         return None
-    if not any(ended.values()):
+    if not any(exit_codes.values()):
         return NodeReport("done", 0, "done")
-    # Ranks that leave before training take the others' contact with them, and one that only starts dies of the signal.
-    asked = (stop_code, -signal.SIGTERM, -signal.SIGUSR1, -signal.SIGKILL)
-    stopped = any(code in asked for code in ended.values())
-    code = stop_code if stopped else next(code for code in ended.values() if code)
+    # A rank that stops before training makes other ranks lose contact, and the signal itself kills a rank that is still starting.
+    stop_codes = (stop_code, -signal.SIGTERM, -signal.SIGUSR1, -signal.SIGKILL)
+    was_stopped = any(code in stop_codes for code in exit_codes.values())
+    code = stop_code if was_stopped else next(code for code in exit_codes.values() if code)
     return NodeReport("stopped", code, "stopped")
 
 
-def stops(ended: Mapping[int, int], stop_code: int) -> bool:
-    """Whether a rank has ended as one that was asked to stop: the others may be about to."""
-    return bool(stop_code) and stop_code in ended.values()
+def has_stopped_rank(exit_codes: Mapping[int, int], stop_code: int) -> bool:
+    """Return whether a rank has ended with the exit code of a requested stop. If so, the other ranks may be about to end in the
+    same way."""
+    return bool(stop_code) and stop_code in exit_codes.values()
 
 
-def blamed(ended: Mapping[int, int], stop_code: int) -> int | None:
-    """The rank that failed first: one that a signal ended, since the others lose contact with it, else the first with a code of its
-    own, else the first at all."""
-    failed = [rank for rank, code in ended.items() if code not in (0, stop_code)]
-    failed.sort(key=lambda rank: 0 if ended[rank] < 0 else 1 if ended[rank] not in _SHARED else 2)
-    return failed[0] if failed else None
+def find_failed_rank(exit_codes: Mapping[int, int], stop_code: int) -> int | None:
+    """Return the rank that probably failed first; None if no rank failed.
+
+    A rank that was ended by a signal has priority, because the other ranks then lose contact with it. Next is a rank whose exit
+    code means more than lost contact or a hang. Last is any other failed rank.
+    """
+    failed_ranks = [rank for rank, code in exit_codes.items() if code not in (0, stop_code)]
+    failed_ranks.sort(key=lambda rank: 0 if exit_codes[rank] < 0 else 1 if exit_codes[rank] not in _SHARED_CODES else 2)
+    return failed_ranks[0] if failed_ranks else None
 
 
-def is_of_its_place(code: int) -> bool:
-    """Whether a rank's end may be the fault of its place."""
-    return code not in _SHARED
+def is_slot_failure(code: int) -> bool:
+    """Return whether this exit code may be caused by a fault of the slot or its device. Lost contact and hangs may be caused by
+    other ranks."""
+    return code not in _SHARED_CODES
 
 
-def how(code: int) -> str:
-    """How a rank ended, in words."""
+def describe_exit(code: int) -> str:
+    """Describe as text how a rank with this exit code ended."""
     if code >= 0:
-        return f"ended with exit code {code}" + (f" ({_SHARED[code]})" if code in _SHARED else "")
+        return f"ended with exit code {code}" + (f" ({_SHARED_CODES[code]})" if code in _SHARED_CODES else "")
     try:
         return f"was ended by {signal.Signals(-code).name}"
     except ValueError:
         return f"was ended by signal {-code}"
 
 
-def _status(code: int) -> int:
-    """An exit status for a code: as of a shell for a signal."""
+def _to_exit_status(code: int) -> int:
+    """Convert an exit code to an exit status: 128 + the signal's number for a signal, as in a shell."""
     return code if code >= 0 else 128 - code
 
 
 @dataclass
-class NodePlaces:
-    """The places of a node for ranks, each with its device, and which of them are broken.
+class NodeSlots:
+    """Keeps track of a node's slots (a slot runs one rank on its own device), and excludes slots whose ranks fail repeatedly.
 
-    A place whose rank fails twice in a row, with no step between, is left out. It is tried again in the first start after one that
-    made a step, and left out again if its rank fails before a step there.
+    A slot is excluded when its rank fails twice in a row without a step between the failures. After a start that made a step, the
+    next start tries the slot again. It is excluded again if its rank then fails before a step.
     """
 
-    number: int
-    _strikes: dict[int, int] = field(default_factory=dict)
-    _out: set[int] = field(default_factory=set)
+    num_slots: int
+    _failure_counts: dict[int, int] = field(default_factory=dict)
+    _excluded: set[int] = field(default_factory=set)
 
-    def available(self) -> list[int]:
-        """Places that can be taken."""
-        return [place for place in range(self.number) if place not in self._out]
+    def get_available(self) -> list[int]:
+        """Return the slots that are not excluded."""
+        return [slot for slot in range(self.num_slots) if slot not in self._excluded]
 
-    def ended(self, life: Life, failed: Sequence[int], may_lose: int) -> list[int]:
-        """A start has ended.
+    def record_end(self, progress: RankProgress, failed_slots: Sequence[int], num_spare_slots: int) -> list[int]:
+        """Record how a start ended, and exclude slots that failed repeatedly.
 
         Args:
-            failed: places whose ranks are to blame.
-            may_lose: places that the job can do without.
+            failed_slots: slots whose ranks failed first, not because of other ranks.
+            num_spare_slots: number of slots that the job can lose and still have its minimum number of ranks.
 
         Returns:
-            places that are left out from now on.
+            slots that are excluded from now on.
         """
-        if life.has_steps:
-            self._strikes = dict.fromkeys(self._out, 1)
-            self._out.clear()
-        lost: list[int] = []
-        for place in failed:
-            self._strikes[place] = self._strikes.get(place, 0) + 1
-            if self._strikes[place] > 1 and len(lost) < may_lose:
-                lost.append(place)
-        self._out.update(lost)
-        return lost
+        if progress.has_steps:
+            self._failure_counts = dict.fromkeys(self._excluded, 1)
+            self._excluded.clear()
+        newly_excluded: list[int] = []
+        for slot in failed_slots:
+            self._failure_counts[slot] = self._failure_counts.get(slot, 0) + 1
+            if self._failure_counts[slot] > 1 and len(newly_excluded) < num_spare_slots:
+                newly_excluded.append(slot)
+        self._excluded.update(newly_excluded)
+        return newly_excluded
 
-    def leave_out(self, place: int) -> None:
-        """Leave a place out whose rank cannot be ended: its device is taken."""
-        self._out.add(place)
+    def exclude(self, slot: int) -> None:
+        """Exclude a slot whose rank cannot be ended and therefore still uses its device."""
+        self._excluded.add(slot)
