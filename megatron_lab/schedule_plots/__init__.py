@@ -1,1 +1,1 @@
-"""Pictures and tables of pipeline schedules."""
+"""Plots and tables of pipeline schedules."""

@@ -1,4 +1,7 @@
-"""Writes pictures to files; the suffix says in which format. One is Chrome's trace event format (JSON), for ui.perfetto.dev."""
+"""Writing of timelines to files.
+
+The suffix selects the format: SVG or PNG figure, text, or Chrome's trace event format (JSON), which ui.perfetto.dev shows.
+"""
 
 from __future__ import annotations
 
@@ -7,67 +10,75 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.spec.operations import OpKind
+from megatron.spec.operations import OpType
 from megatron_lab.schedule_plots.figure import require_matplotlib, write_figure
-from megatron_lab.schedule_plots.panel import KIND_NAMES, Panel
-from megatron_lab.schedule_plots.text import draw_text
+from megatron_lab.schedule_plots.panel import OP_TYPE_NAMES, Panel
+from megatron_lab.schedule_plots.text import render_text
 
 _TEXT_WIDTH = 200
 
-# chrome://tracing knows colours only by such names. Perfetto takes one for each name without its digits: F0 and F1 look the same.
+# chrome://tracing accepts colours only by these names. Perfetto ignores them: it derives the colour from an event's name without
+# digits, so that F0 and F1 have the same colour.
 _COLOURS = {
-    OpKind.FORWARD: "rail_response",
-    OpKind.RECOMPUTE: "rail_load",
-    OpKind.BACKWARD: "terrible",
-    OpKind.INPUT_GRAD: "rail_idle",
-    OpKind.WEIGHT_GRAD: "grey",
+    OpType.FORWARD: "rail_response",
+    OpType.RECOMPUTE: "rail_load",
+    OpType.BACKWARD: "terrible",
+    OpType.INPUT_GRAD: "rail_idle",
+    OpType.WEIGHT_GRAD: "grey",
 }
-_MICROSECONDS = 1000.0
-"""Microseconds in a millisecond."""
+_US_PER_MS = 1000.0
 
 
-def chrome_trace(panels: Sequence[Panel]) -> dict[str, Any]:
-    """A Chrome trace: a process for each panel, a thread for each stage, an event for each operation. Every panel begins at 0."""
-    return {"displayTimeUnit": "ms", "traceEvents": [event for pid, panel in enumerate(panels, 1) for event in _events(pid, panel)]}
+def build_chrome_trace(panels: Sequence[Panel]) -> dict[str, Any]:
+    """Build a trace in Chrome's trace event format.
+
+    Each panel is a process of the trace, each stage a thread, each operation an event.
+
+    Each panel starts at time 0.
+    """
+    return {
+        "displayTimeUnit": "ms",
+        "traceEvents": [event for pid, panel in enumerate(panels, 1) for event in _iter_events(pid, panel)],
+    }
 
 
 def write_trace(panels: Sequence[Panel], path: Path) -> None:
-    """Write the trace as JSON.
+    """Write the panels as a Chrome trace in JSON.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
-    path.write_text(json.dumps(chrome_trace(panels)) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(build_chrome_trace(panels)) + "\n", encoding="utf-8")
 
 
-def _events(pid: int, panel: Panel) -> Iterator[dict[str, Any]]:
-    yield _about("process_name", pid, 0, name=panel.caption)
-    yield _about("process_sort_index", pid, 0, sort_index=pid)
+def _iter_events(pid: int, panel: Panel) -> Iterator[dict[str, Any]]:
+    yield _build_metadata_event("process_name", pid, 0, name=panel.caption)
+    yield _build_metadata_event("process_sort_index", pid, 0, sort_index=pid)
     for stage, spans in enumerate(panel.timeline.spans):
         tid = stage + 1  # 0 is the idle thread of the operating system
-        yield _about("thread_name", pid, tid, name=f"stage {stage}")
-        yield _about("thread_sort_index", pid, tid, sort_index=stage)
+        yield _build_metadata_event("thread_name", pid, tid, name=f"stage {stage}")
+        yield _build_metadata_event("thread_sort_index", pid, tid, sort_index=stage)
         for span in spans:
             op = span.op
             yield {
                 "ph": "X",
                 "pid": pid,
                 "tid": tid,
-                "name": f"{op.kind.value}{op.microbatch} chunk {op.chunk}",
-                "cat": KIND_NAMES[op.kind],
-                "cname": _COLOURS[op.kind],
-                "ts": round((span.start - panel.timeline.start) * _MICROSECONDS, 3),
-                "dur": round((span.end - span.start) * _MICROSECONDS, 3),
+                "name": f"{op.type.value}{op.microbatch} chunk {op.chunk}",
+                "cat": OP_TYPE_NAMES[op.type],
+                "cname": _COLOURS[op.type],
+                "ts": round((span.start - panel.timeline.start) * _US_PER_MS, 3),
+                "dur": round((span.end - span.start) * _US_PER_MS, 3),
                 "args": {"chunk": op.chunk, "microbatch": op.microbatch},
             }
 
 
-def _about(what: str, pid: int, tid: int, **args: str | int) -> dict[str, Any]:
-    return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": args}
+def _build_metadata_event(event_name: str, pid: int, tid: int, **args: str | int) -> dict[str, Any]:
+    return {"ph": "M", "pid": pid, "tid": tid, "name": event_name, "args": args}
 
 
 def _write_text(panels: Sequence[Panel], path: Path) -> None:
-    path.write_text(draw_text(panels, width=_TEXT_WIDTH) + "\n", encoding="utf-8")
+    path.write_text(render_text(panels, width=_TEXT_WIDTH) + "\n", encoding="utf-8")
 
 
 WRITERS: dict[str, Callable[[Sequence[Panel], Path], None]] = {
@@ -76,15 +87,15 @@ WRITERS: dict[str, Callable[[Sequence[Panel], Path], None]] = {
     ".json": write_trace,
     ".txt": _write_text,
 }
-"""The function that writes a picture, by the suffix of the file."""
+"""Function that writes the panels to a file, by the suffix of the file."""
 
 
 def check_output(path: Path) -> None:
-    """Check that a picture can be written there, before the work that it shows.
+    """Check that a picture can be written to a path, so that an error appears before a long computation and not after it.
 
     Raises:
-        ValueError: the suffix stands for no kind of picture, or there is no such folder.
-        ModuleNotFoundError: the picture needs matplotlib, which is not installed.
+        ValueError: no format has this suffix, the folder does not exist, or the path is a folder.
+        ModuleNotFoundError: the format needs matplotlib, which is not installed.
     """
     if path.suffix.lower() not in WRITERS:
         raise ValueError(f"{path}: a picture is a {', '.join(WRITERS)} file, not {path.suffix or 'one without a suffix'}")
@@ -97,10 +108,13 @@ def check_output(path: Path) -> None:
 
 
 def write_picture(panels: Sequence[Panel], path: Path) -> None:
-    """Write the panels in the format that the suffix says: .svg and .png a figure, .json a Chrome trace, .txt text of 200 columns.
+    """Write the panels to a file.
+
+    The suffix selects the format: .svg or .png a figure, .json a Chrome trace, .txt text of 200 columns.
 
     Raises:
-        ValueError, ModuleNotFoundError: as in `check_output`; or nothing in the panels takes any time.
+        ValueError: the suffix has no format, the folder does not exist, or no operation of the panels takes any time.
+        ModuleNotFoundError: the format needs matplotlib, which is not installed.
         OSError: the file cannot be written.
     """
     check_output(path)

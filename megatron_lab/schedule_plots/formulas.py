@@ -1,8 +1,12 @@
-"""What the papers say of each schedule in closed formulas: its bubble, and the activations that it keeps.
+"""Closed formulas of the papers for each pipeline schedule: its bubble, and the number of activations that it holds.
 
-F, I and W are the times of a forward, an input gradient and a weight gradient. A formula is used only where it holds exactly.
-Elsewhere its value is not even a reliable approximation. Time R to run layers again ahead of the gradient does not occur in them: a
-stage has it in addition to its work, and the bubble is as long as without (tested with the simulator; the papers do not say it).
+F, I and W are the durations of a forward, an input gradient and a weight gradient on a full stage. p is the number of stages, m of
+microbatches, v of model chunks per stage.
+
+A formula is used only for cases in which it is exact. In other cases its value is not even a reliable approximation.
+
+The formulas do not contain R, the time to recompute layers before the gradient arrives. A stage spends R in addition to its other
+work, and the bubble is as long as without recomputation. The papers do not state this; tests with the simulator show it.
 """
 
 from __future__ import annotations
@@ -11,149 +15,165 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from megatron.spec.operations import Costs
-from megatron.spec.schedules import rounds
+from megatron.spec.operations import OpCosts
+from megatron.spec.schedules import split_into_rounds
 
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class Case:
-    """The input of a formula: p stages, m microbatches, v chunks a stage, and the times of a whole stage (the same on all)."""
+    """Input of a formula: p stages, m microbatches, v model chunks per stage, and the durations of operations on a full stage.
+
+    The durations are equal on all stages.
+    """
 
     p: int
     m: int
     v: int
-    costs: Costs
+    op_costs: OpCosts
 
     @property
-    def work(self) -> float:
-        """Time that a stage computes for one microbatch: F + I + W."""
-        return self.costs.forward + self.costs.input_grad + self.costs.weight_grad
+    def compute_time(self) -> float:
+        """Time that a stage computes for one microbatch: F + I + W (forward, input gradient and weight gradient)."""
+        return self.op_costs.forward + self.op_costs.input_grad + self.op_costs.weight_grad
 
 
 @dataclass(frozen=True)
 class Formula(Generic[Value]):
-    """A closed formula of a paper."""
+    """Closed formula of a paper, with its source and the cases for which it is exact."""
 
     text: str
     source: str
-    value: Callable[[Case], Value]
-    holds: Callable[[Case], bool] = lambda case: True
-    needs: str = ""
-    """The cases in which it is exact, in words; empty if it always is."""
+    evaluate: Callable[[Case], Value]
+    is_exact: Callable[[Case], bool] = lambda case: True
+    condition: str = ""
+    """Text that says for which cases the formula is exact; empty if for all cases."""
 
     def __str__(self) -> str:
-        return f"{self.text}{' where ' * bool(self.needs)}{self.needs} ({self.source})"
+        return f"{self.text}{' where ' * bool(self.condition)}{self.condition} ({self.source})"
 
 
 @dataclass(frozen=True)
-class Published:
-    """The formulas of one schedule."""
+class ScheduleFormulas:
+    """Formulas for the bubble and the activation memory of one schedule."""
 
     bubble: Formula[float]
-    """Time that each stage waits in a step, beside the m(F + R + I + W) in which it computes, if messages take no time."""
-    peak_live: Formula[tuple[int, ...]]
-    """For each stage, the most microbatch activations, of one chunk each, kept at once. Each is kept until its weight gradient."""
+    """Time that each stage waits in a step. In the rest of the step it computes for m(F + R + I + W): m microbatches, each with
+    forward, recomputation, input gradient and weight gradient. The formula assumes that messages take no time."""
+    max_activations: Formula[tuple[int, ...]]
+    """Maximum number of activations that each stage holds at the same time. An activation belongs to one microbatch and one model
+    chunk, and is held until its weight gradient has been computed."""
 
 
 @dataclass(frozen=True)
-class Expected:
-    """What the formulas give for a case; None where none holds."""
+class ExpectedValues:
+    """Values that the papers' formulas give for one case. A value is None if its formula is not exact for the case."""
 
     bubble_time: float | None
-    """Time that each stage waits in a step, in the unit of the costs."""
-    peak_live: tuple[int, ...] | None
-    """For each stage, the most microbatch activations, of one chunk each, kept at once."""
+    """Time that each stage waits in a step, in the time unit of the operation costs."""
+    max_activations: tuple[int, ...] | None
+    """Maximum number of activations that each stage holds at the same time, each of one microbatch and one model chunk."""
     formulas: tuple[str, ...]
-    """The formulas in words, whether they hold for the case or not."""
+    """The formulas as text, also those that are not exact for the case."""
 
 
-def expected(name: str, num_stages: int, num_microbatches: int, chunks_per_stage: int, costs: Costs) -> Expected:
-    """What the papers' formulas give for a case. The costs are those of a whole stage, not of one of its chunks."""
-    if name not in PUBLISHED:
-        return Expected(None, None, ())
-    case = Case(num_stages, num_microbatches, chunks_per_stage, costs)
-    bubble, live = PUBLISHED[name].bubble, PUBLISHED[name].peak_live
-    no_wait = costs.p2p == 0 or num_stages == 1
-    return Expected(
-        bubble.value(case) if no_wait and bubble.holds(case) else None,
-        live.value(case) if live.holds(case) else None,
-        (f"bubble {bubble}", f"live {live}"),
+def compute_expected(name: str, num_stages: int, num_microbatches: int, chunks_per_stage: int, op_costs: OpCosts) -> ExpectedValues:
+    """Evaluate the papers' formulas for a schedule in one case.
+
+    Args:
+        name: name of the schedule. If there are no formulas for it, all values are None.
+        op_costs: durations of operations on a full stage, not on one of its chunks.
+    """
+    if name not in SCHEDULE_FORMULAS:
+        return ExpectedValues(None, None, ())
+    case = Case(num_stages, num_microbatches, chunks_per_stage, op_costs)
+    bubble, activations = SCHEDULE_FORMULAS[name].bubble, SCHEDULE_FORMULAS[name].max_activations
+    messages_are_free = op_costs.p2p == 0 or num_stages == 1
+    return ExpectedValues(
+        bubble.evaluate(case) if messages_are_free and bubble.is_exact(case) else None,
+        activations.evaluate(case) if activations.is_exact(case) else None,
+        (f"bubble {bubble}", f"live {activations}"),
     )
 
 
-def _live_of_interleaved(case: Case) -> tuple[int, ...]:
-    """Live activations: the warm-up (a round through all chunks but the last, the way to the last stage and back) and one."""
-    longest_round = len(rounds(case.p, case.m)[0])
-    return tuple(min(case.m * case.v, (case.v - 1) * longest_round + 2 * (case.p - stage - 1) + 1) for stage in range(case.p))
+def _count_interleaved_activations(case: Case) -> tuple[int, ...]:
+    """Return the maximum number of activations on each stage under the interleaved schedule.
 
-
-def _bubble_of_zb_h1_holds(case: Case) -> bool:
-    """Whether the formula is exact. Tested with the simulator: exact then, and else only in some cases with m < p.
-
-    In the drain a stage computes weight gradients between input gradients that come F + I apart. A weight gradient that is longer
-    than F, or than I, delays the next input gradient.
+    It is the number of forwards in the warm-up, plus one. In the warm-up a stage runs the first round of microbatches through all
+    its model chunks except the last. For each later stage it runs two more forwards, because an activation travels to the last
+    stage and its gradient back.
     """
-    costs = case.costs
-    return case.p == 1 or (costs.weight_grad <= min(costs.forward, costs.input_grad) and case.m >= case.p)
+    max_round = len(split_into_rounds(case.p, case.m)[0])
+    return tuple(min(case.m * case.v, (case.v - 1) * max_round + 2 * (case.p - stage - 1) + 1) for stage in range(case.p))
 
 
-def _bubble_of_zb_v_holds(case: Case) -> bool:
-    costs = case.costs
-    return case.p == 1 or (costs.forward == costs.input_grad == costs.weight_grad and case.m >= 2 * case.p - 1)
+def _is_zb_h1_bubble_exact(case: Case) -> bool:
+    """Return whether the bubble formula of ZB-H1 is exact.
+
+    In the drain phase a stage computes weight gradients between input gradients, which arrive at intervals of F + I. A weight
+    gradient that is longer than F or than I delays the next input gradient. Tests with the simulator show that the formula is exact
+    under this condition, and otherwise only in some cases with m < p.
+    """
+    op_costs = case.op_costs
+    return case.p == 1 or (op_costs.weight_grad <= min(op_costs.forward, op_costs.input_grad) and case.m >= case.p)
+
+
+def _is_zb_v_bubble_exact(case: Case) -> bool:
+    op_costs = case.op_costs
+    return case.p == 1 or (op_costs.forward == op_costs.input_grad == op_costs.weight_grad and case.m >= 2 * case.p - 1)
 
 
 _GPIPE, _1F1B = "Huang et al. 2019, section 2.3", "Narayanan et al. 2021, section 2.2.1"
 _INTERLEAVED = "Narayanan et al. 2021, section 2.2.2"
 _ZB_H1, _ZB_H1_BUBBLE, _ZB_V = (f"Qi et al. 2023, section {section}" for section in ("2.1", "2.3", "6"))
 
-PUBLISHED = {
-    "gpipe": Published(
-        Formula("(p-1)(F+I+W)", _GPIPE, lambda case: (case.p - 1) * case.work),
+SCHEDULE_FORMULAS = {
+    "gpipe": ScheduleFormulas(
+        Formula("(p-1)(F+I+W)", _GPIPE, lambda case: (case.p - 1) * case.compute_time),
         Formula("m", _GPIPE, lambda case: (case.m,) * case.p),
     ),
-    "1f1b": Published(
-        Formula("(p-1)(F+I+W)", _1F1B, lambda case: (case.p - 1) * case.work),
+    "1f1b": ScheduleFormulas(
+        Formula("(p-1)(F+I+W)", _1F1B, lambda case: (case.p - 1) * case.compute_time),
         Formula("min(m, p-s) on stage s", _1F1B, lambda case: tuple(min(case.m, case.p - stage) for stage in range(case.p))),
     ),
-    "interleaved": Published(
-        # The paper wants p to divide m. The generator lengthens rounds instead, for the same bubble.
+    "interleaved": ScheduleFormulas(
+        # The paper requires that p divides m. This project's generator makes some rounds longer instead, with the same bubble.
         Formula(
             "(p-1)(F+I+W)/v",
             _INTERLEAVED,
-            lambda case: (case.p - 1) * case.work / case.v,
-            lambda case: case.v == 1 or (case.m >= case.p and case.costs.recompute <= case.costs.forward),
+            lambda case: (case.p - 1) * case.compute_time / case.v,
+            lambda case: case.v == 1 or (case.m >= case.p and case.op_costs.recompute <= case.op_costs.forward),
             "m >= p",
         ),
-        # On the first stage p + (p-1)/v of a whole stage, as Korthikanti et al. 2022 have it (section 4.2), where p divides m.
+        # If p divides m, the first stage keeps p + (p-1)/v activations of a full stage (Korthikanti et al. 2022, section 4.2).
         Formula(
             "min(mv, (v-1)r + 2(p-s) - 1) on stage s, with r microbatches in the longest round (p if p divides m)",
             _INTERLEAVED,
-            _live_of_interleaved,
+            _count_interleaved_activations,
         ),
     ),
-    "zb-h1": Published(
+    "zb-h1": ScheduleFormulas(
         Formula(
             "(p-1)(F+I-W)",
             _ZB_H1_BUBBLE,
-            lambda case: (case.p - 1) * (case.costs.forward + case.costs.input_grad - case.costs.weight_grad),
-            _bubble_of_zb_h1_holds,
+            lambda case: (case.p - 1) * (case.op_costs.forward + case.op_costs.input_grad - case.op_costs.weight_grad),
+            _is_zb_h1_bubble_exact,
             "W <= F, W <= I and m >= p",
         ),
         Formula("min(m, p)", _ZB_H1, lambda case: (min(case.m, case.p),) * case.p),
     ),
-    "zb-v": Published(
-        # The papers count each stage from its own first operation to its own last, and find no bubble at all. A step begins with
-        # the first stage, and the last one gets its first microbatch p - 1 forwards of half a stage later.
+    "zb-v": ScheduleFormulas(
+        # The papers count for each stage the time from its first to its last operation, and thus find no bubble. Here a step
+        # starts with the first stage. The last stage gets its first microbatch p - 1 forwards of half a stage later.
         Formula(
             "(p-1)F/2",
             _ZB_V,
-            lambda case: (case.p - 1) * case.costs.forward / 2,
-            _bubble_of_zb_v_holds,
+            lambda case: (case.p - 1) * case.op_costs.forward / 2,
+            _is_zb_v_bubble_exact,
             "F = I = W and m >= 2p-1",
         ),
         Formula("2p", _ZB_V, lambda case: (2 * case.p,) * case.p, lambda case: case.m >= 2 * case.p - 1, "m >= 2p-1"),
     ),
 }
-"""The formulas by the name of the schedule."""
+"""Formulas by the name of the schedule."""

@@ -1,4 +1,4 @@
-"""The pipeline of a run as it was planned and measured (--profile-pipeline): pictures in files, and a table for the log."""
+"""Pictures of a run's pipeline timeline, planned and measured (--profile-pipeline): files, and a table for the log."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from megatron.pipeline_parallel.simulate import Timeline
 from megatron_lab.schedule_plots.figure import require_matplotlib
 from megatron_lab.schedule_plots.files import write_picture
 from megatron_lab.schedule_plots.panel import Panel
-from megatron_lab.schedule_plots.table import TimelineRow, draw_table
+from megatron_lab.schedule_plots.table import TimelineRow, format_table
 
 logger = logging.getLogger(__name__)
 
 
 class RunPictures:
-    """Draws timelines in every form that can be written here. What is missing for one is logged at once, not when the run draws."""
+    """Writer of a run's pipeline timelines, in all file formats that this machine supports.
+
+    The constructor logs a warning if matplotlib is missing, so that the user knows at the start of the run that no .svg file will
+    be written.
+    """
 
     def __init__(self) -> None:
         self._suffixes = [".txt", ".json"]
@@ -27,16 +31,17 @@ class RunPictures:
             logger.warning("--profile-pipeline writes no .svg picture: %s", error)
 
     def draw(self, timelines: Sequence[tuple[str, Timeline]], path: Path) -> tuple[list[str], list[Path]]:
-        """Draw timelines with their titles, one above the other.
+        """Draw timelines below each other, and write the picture in each file format.
 
         Args:
-            path: that of the files, without a suffix.
+            timelines: (title, timeline) of each panel.
+            path: path of the files without a suffix.
 
         Returns:
-            lines of a table, and the files.
+            The lines of a table, and the paths of the files.
         """
-        panels = [Panel(*titled) for titled in timelines]
+        panels = [Panel(*timeline) for timeline in timelines]
         paths = [path.with_suffix(suffix) for suffix in self._suffixes]
-        for one in paths:
-            write_picture(panels, one)
-        return draw_table([TimelineRow(panel) for panel in panels]).splitlines(), paths
+        for picture_path in paths:
+            write_picture(panels, picture_path)
+        return format_table([TimelineRow(panel) for panel in panels]).splitlines(), paths

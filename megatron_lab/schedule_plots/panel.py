@@ -1,4 +1,4 @@
-"""What a picture shows: one or several timelines, one above the other, on one time axis; and its colours."""
+"""Common parts of all plots of schedules: panels (timelines below each other on one time axis), number formats, and colours."""
 
 from __future__ import annotations
 
@@ -7,102 +7,116 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron.pipeline_parallel.simulate import Timeline
-from megatron.spec.operations import OpKind
+from megatron.spec.operations import OpType
 
-KIND_NAMES = {
-    OpKind.FORWARD: "forward",
-    OpKind.RECOMPUTE: "recompute",
-    OpKind.BACKWARD: "backward",
-    OpKind.INPUT_GRAD: "input gradient",
-    OpKind.WEIGHT_GRAD: "weight gradient",
+OP_TYPE_NAMES = {
+    OpType.FORWARD: "forward",
+    OpType.RECOMPUTE: "recompute",
+    OpType.BACKWARD: "backward",
+    OpType.INPUT_GRAD: "input gradient",
+    OpType.WEIGHT_GRAD: "weight gradient",
 }
-"""Kinds of operation in words, for legends."""
+"""Names of the operation types in legends."""
 
 
 class Panel(NamedTuple):
-    """A timeline with its title. It is drawn from its own start, whatever clock it was measured on."""
+    """One timeline of a picture, with its title.
+
+    Its time axis starts at the first operation, whatever clock measured the timeline.
+    """
 
     title: str
     timeline: Timeline
-    """Its times are milliseconds."""
+    """Timeline in milliseconds."""
 
     @property
     def caption(self) -> str:
-        """Title, step time and bubble in one line."""
+        """Text above the panel: title, step time and bubble in one line."""
         timeline = self.timeline
-        return f"{self.title}: step {milliseconds(timeline.step_time)}, bubble {timeline.bubble_share:.1%}"
+        return f"{self.title}: step {format_ms(timeline.step_time)}, bubble {timeline.bubble_share:.1%}"
 
 
-class Drawing(NamedTuple):
-    """What all panels of a picture share."""
+class PanelSummary(NamedTuple):
+    """Properties of all panels of a picture together, such as the common length of their time axes."""
 
     step_time: float
-    """Step time of the longest panel, in milliseconds: the length of the time axis."""
-    kinds: tuple[OpKind, ...]
-    """The kinds of operation that occur."""
-    num_depths: int
-    """The most chunks on one stage."""
-    largest_microbatch: int
+    """Step time of the longest panel in milliseconds: the length of the time axis."""
+    op_types: tuple[OpType, ...]
+    """Types of the operations that occur in any panel."""
+    max_chunks_per_stage: int
+    """Maximum number of model chunks on one stage."""
+    max_microbatch: int
 
 
-def look_at(panels: Sequence[Panel]) -> Drawing:
-    """What these panels have in common.
+def summarize_panels(panels: Sequence[Panel]) -> PanelSummary:
+    """Compute the properties of all panels of a picture together.
 
     Raises:
-        ValueError: nothing in them takes any time.
+        ValueError: no operation of the panels takes any time.
     """
     step_time = max((panel.timeline.step_time for panel in panels), default=0.0)
     if not step_time > 0:
-        raise ValueError("a timeline in which nothing takes any time cannot be drawn")
+        raise ValueError("a timeline in which nothing takes any time cannot be drawn: all operations have a duration of 0")
     ops = [span.op for panel in panels for spans in panel.timeline.spans for span in spans]
-    kinds = {op.kind for op in ops}
-    depths = max(len(of_stage) for panel in panels for of_stage in depth_of_chunk(panel.timeline))
-    return Drawing(step_time, tuple(kind for kind in OpKind if kind in kinds), depths, max(op.microbatch for op in ops))
+    op_types = {op.type for op in ops}
+    max_chunks = max(len(chunk_indices) for panel in panels for chunk_indices in index_chunks(panel.timeline))
+    return PanelSummary(
+        step_time, tuple(op_type for op_type in OpType if op_type in op_types), max_chunks, max(op.microbatch for op in ops)
+    )
 
 
-def depth_of_chunk(timeline: Timeline) -> list[dict[int, int]]:
-    """For each stage, the place of each of its chunks: 0 for the first in the order of the model, 1 for the second, ..."""
-    chunks = [sorted({span.op.chunk for span in spans}) for spans in timeline.spans]
-    return [{chunk: depth for depth, chunk in enumerate(of_stage)} for of_stage in chunks]
+def index_chunks(timeline: Timeline) -> list[dict[int, int]]:
+    """Return for each stage the indices of its model chunks within the stage, in the order of the model: {chunk: 0, next chunk: 1,
+    ...}."""
+    chunks_by_stage = [sorted({span.op.chunk for span in stage_spans}) for stage_spans in timeline.spans]
+    return [{chunk: index for index, chunk in enumerate(stage_chunks)} for stage_chunks in chunks_by_stage]
 
 
-def duration_at(panels: Sequence[Panel], share: float) -> float:
-    """The duration below which this share of the operations lies: 0.1 finds the short ones and leaves outliers aside."""
+def compute_duration_quantile(panels: Sequence[Panel], quantile: float) -> float:
+    """Return a quantile of the durations of all operations that take time.
+
+    A small quantile such as 0.1 gives the duration of short operations, without outliers.
+
+    Args:
+        quantile: from 0 (shortest operation) to 1 (longest).
+    """
     durations = sorted(span.end - span.start for panel in panels for spans in panel.timeline.spans for span in spans)
     durations = [duration for duration in durations if duration > 0]
-    return durations[int(share * (len(durations) - 1))]
+    return durations[int(quantile * (len(durations) - 1))]
 
 
-def tick_step(least: float) -> float:
-    """The smallest of 1, 2, 5, 10, 20, 50, ... (and of 0.5, 0.2, ...) that is at least this."""
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * (1 - 1e-9))
+def choose_tick_step(min_step: float) -> float:
+    """Return the distance of the ticks of a time axis: the smallest of ..., 0.5, 1, 2, 5, 10, 20, ... that is not below
+    `min_step`."""
+    power = 10.0 ** math.floor(math.log10(min_step))
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= min_step * (1 - 1e-9))
 
 
-def milliseconds(duration: float) -> str:
-    """A duration with its unit, and as many digits as a reader can use."""
-    return f"{number(duration)} ms"
+def format_ms(duration: float) -> str:
+    """Format a duration in milliseconds, with its unit."""
+    return f"{format_number(duration)} ms"
 
 
-def number(value: float) -> str:
-    """A number with four digits, or with all before the point."""
+def format_number(value: float) -> str:
+    """Format a number with four significant digits, or as an integer from 1000 on."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-# Of the eight colours of Okabe and Ito 2008, "Color Universal Design" (grey for black), those whose shades too stay apart under
-# each kind of colour blindness. The two nearest, of whole backwards and of input gradients, occur in no schedule together. None of
-# the eight stays apart from all of these: the violet of recompute is the colour whose shades do best.
+# From the eight colours of Okabe and Ito 2008, "Color Universal Design" (with grey for black): those whose shades can also be told
+# apart under each type of colour blindness. The two most similar, for BACKWARD and INPUT_GRAD, never occur in the same schedule.
+# None of the eight can be told apart from all four of these, so RECOMPUTE has a violet: the colour whose shades differ most.
 _COLOURS = {
-    OpKind.FORWARD: (0x00, 0x72, 0xB2),
-    OpKind.RECOMPUTE: (0x80, 0x00, 0xF8),
-    OpKind.BACKWARD: (0xD5, 0x5E, 0x00),
-    OpKind.INPUT_GRAD: (0xE6, 0x9F, 0x00),
-    OpKind.WEIGHT_GRAD: (0x99, 0x99, 0x99),
+    OpType.FORWARD: (0x00, 0x72, 0xB2),
+    OpType.RECOMPUTE: (0x80, 0x00, 0xF8),
+    OpType.BACKWARD: (0xD5, 0x5E, 0x00),
+    OpType.INPUT_GRAD: (0xE6, 0x9F, 0x00),
+    OpType.WEIGHT_GRAD: (0x99, 0x99, 0x99),
 }
 _SHADES = (0.0, 0.5, -0.4, 0.75)
-"""The share of white, or if negative of black, for the first, second, ... chunk of a stage. Neighbours differ most."""
+"""Shades of the first, second, ... chunk of a stage: the fraction of white that is mixed in, or of black if negative.
+Neighbours differ most."""
 NUM_SHADES = len(_SHADES)
-"""The number of shades; the fifth chunk of a stage looks like the first."""
+"""Number of shades. The chunk with index `NUM_SHADES` has the shade of the first chunk again."""
 
 ANSI_RESET = "\x1b[0m"
 _CUBE = (0, 95, 135, 175, 215, 255)
@@ -110,7 +124,7 @@ _CUBE = (0, 95, 135, 175, 215, 255)
 
 
 class Colour(NamedTuple):
-    """Red, green and blue, 0 to 255."""
+    """Colour as red, green and blue, each from 0 to 255."""
 
     red: int
     green: int
@@ -118,25 +132,30 @@ class Colour(NamedTuple):
 
     @property
     def hex(self) -> str:
-        """The colour as SVG writes it."""
+        """Colour in the notation of SVG, such as #0072b2."""
         return "#{:02x}{:02x}{:02x}".format(*self)
 
     @property
     def is_dark(self) -> bool:
-        """Whether white text reads better on it than black."""
+        """Whether white text is easier to read on this colour than black text."""
         return 0.299 * self.red + 0.587 * self.green + 0.114 * self.blue < 128
 
     @property
     def ansi(self) -> str:
-        """The escape code that switches a terminal to text on this colour."""
+        """Escape code that sets this colour as the background in a terminal, with a readable text colour."""
         red, green, blue = map(_nearest_in_cube, self)
         return f"\x1b[{97 if self.is_dark else 30};48;5;{16 + 36 * red + 6 * green + blue}m"
 
 
-def colour_of(kind: OpKind, depth: int) -> Colour:
-    """The colour of an operation on the first (depth 0), second, ... chunk of a stage."""
-    share = _SHADES[depth % NUM_SHADES]
-    return Colour(*(round(level + ((255 if share > 0 else 0) - level) * abs(share)) for level in _COLOURS[kind]))
+def get_colour(op_type: OpType, chunk_index: int) -> Colour:
+    """Return the colour that an operation has in all pictures.
+
+    Args:
+        op_type: type of the operation; it selects the colour.
+        chunk_index: index of the operation's model chunk among the chunks of the stage; it selects the shade.
+    """
+    shade = _SHADES[chunk_index % NUM_SHADES]
+    return Colour(*(round(level + ((255 if shade > 0 else 0) - level) * abs(shade)) for level in _COLOURS[op_type]))
 
 
 def _nearest_in_cube(level: int) -> int:

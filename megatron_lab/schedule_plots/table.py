@@ -1,4 +1,4 @@
-"""Timelines in numbers: step time, bubble, waiting and memory, beside what the papers say."""
+"""Table of timelines: step time, bubble, idle time and activations, next to the values of the papers' formulas."""
 
 from __future__ import annotations
 
@@ -8,81 +8,101 @@ from typing import NamedTuple
 
 from megatron.pipeline_parallel.simulate import Timeline
 from megatron.pipeline_parallel.validate import peak_live_activations
-from megatron.spec.operations import OpKind, Schedule
-from megatron_lab.schedule_plots.formulas import Expected
-from megatron_lab.schedule_plots.panel import Panel, depth_of_chunk, look_at, number
+from megatron.spec.operations import OpType, Schedule
+from megatron_lab.schedule_plots.formulas import ExpectedValues
+from megatron_lab.schedule_plots.panel import Panel, format_number, index_chunks, summarize_panels
 
-_MOST_STAGES_LISTED = 4
+_MAX_LISTED_STAGES = 4
 _HEADER = ("", "step ms", "paper", "bubble", "paper", "waits ms", "live", "paper", "live / v")
 _NOTES = (
-    "waits: for each stage, idle time between its first and its last operation",
-    "live: for each stage, the most activations kept at once, each of one microbatch in one chunk; / v: counted in whole stages",
+    "waits: idle time of each stage between its first and its last operation",
+    "live: maximum number of activations held at once on each stage, each of one microbatch in one chunk; / v: of full stages",
 )
-_NOTE_OF_RECOMPUTE = "where layers are run again (R), an activation is only what they keep until then"
-_NOTE_OF_PAPERS = "paper: by a closed formula; - where none holds exactly"
+_RECOMPUTE_NOTE = "with recomputation (R), an activation is only what the layers keep until they are recomputed"
+_PAPER_NOTE = "paper: value of a closed formula; - if no formula is exact for this case"
 
 
 class TimelineRow(NamedTuple):
-    """A timeline, and what the papers say of its schedule, if that is shown beside it."""
+    """Row of the table: a timeline, and the values of the papers' formulas for its schedule if the table shows them."""
 
     panel: Panel
-    expected: Expected | None = None
+    expected: ExpectedValues | None = None
 
 
-def draw_table(rows: Sequence[TimelineRow]) -> str:
-    """One line for each timeline, then notes on the columns and formulas. Columns of papers are left out where no row has any."""
-    papers = any(row.expected is not None for row in rows)
-    kept = [papers or title != "paper" for title in _HEADER]
-    lines = [list(compress(line, kept)) for line in (_HEADER, *map(_cells, rows))]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
-    titles = max(len(row.panel.title) for row in rows)
+def format_table(rows: Sequence[TimelineRow]) -> str:
+    """Format a table with one row for each timeline, followed by notes on the columns and by the formulas.
+
+    The columns with the papers' values are omitted if no row has such values.
+    """
+    has_expected = any(row.expected is not None for row in rows)
+    is_visible = [has_expected or title != "paper" for title in _HEADER]
+    cells = [list(compress(row_cells, is_visible)) for row_cells in (_HEADER, *map(_format_row, rows))]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    text = ["  ".join([first.ljust(widths[0]), *map(str.rjust, values, widths[1:])]) for first, *values in cells]
+    title_width = max(len(row.panel.title) for row in rows)
     formulas = [
-        f"{row.panel.title:{titles}}  {formula}" for row in rows if row.expected is not None for formula in row.expected.formulas
+        f"{row.panel.title:{title_width}}  {formula}"
+        for row in rows
+        if row.expected is not None
+        for formula in row.expected.formulas
     ]
-    again = any(OpKind.RECOMPUTE in look_at([row.panel]).kinds for row in rows)
-    return "\n".join([*text, *_NOTES, *[_NOTE_OF_RECOMPUTE] * again, *[_NOTE_OF_PAPERS] * papers, *formulas])
+    has_recompute = any(OpType.RECOMPUTE in summarize_panels([row.panel]).op_types for row in rows)
+    return "\n".join([*text, *_NOTES, *[_RECOMPUTE_NOTE] * has_recompute, *[_PAPER_NOTE] * has_expected, *formulas])
 
 
-def peak_live(timeline: Timeline) -> tuple[int, ...] | None:
-    """For each stage, the most microbatch activations, of one chunk each, kept at once; None if the timeline has only forwards."""
+def compute_max_activations(timeline: Timeline) -> tuple[int, ...] | None:
+    """Return for each stage the maximum number of activations that it holds at the same time, each of one microbatch and one model
+    chunk.
+
+    A timeline that has only forwards gives None.
+    """
     ops = tuple(tuple(span.op for span in spans) for spans in timeline.spans)
-    if all(op.kind is OpKind.FORWARD for stage_ops in ops for op in stage_ops):
+    if all(op.type is OpType.FORWARD for stage_ops in ops for op in stage_ops):
         return None
-    return peak_live_activations(Schedule(timeline.name, 0, (), ops))  # only the order of operations matters here
+    return peak_live_activations(Schedule(timeline.name, 0, (), ops))  # uses only the order of operations
 
 
-def idle_inside(timeline: Timeline) -> tuple[float, ...]:
-    """For each stage, the time it waits between its first and its last operation."""
-    whole = (spans[-1].end - spans[0].start if spans else 0.0 for spans in timeline.spans)
-    return tuple(time - busy for time, busy in zip(whole, timeline.busy, strict=True))
+def compute_idle_times(timeline: Timeline) -> tuple[float, ...]:
+    """Return for each stage its idle time between its first and its last operation."""
+    durations = (spans[-1].end - spans[0].start if spans else 0.0 for spans in timeline.spans)
+    return tuple(duration - busy for duration, busy in zip(durations, timeline.busy_times, strict=True))
 
 
-def _cells(row: TimelineRow) -> tuple[str, ...]:
-    timeline, live = row.panel.timeline, peak_live(row.panel.timeline)
-    step = bubble = expected_live = "-"
+def _format_row(row: TimelineRow) -> tuple[str, ...]:
+    """Return the cells of a row, as texts."""
+    timeline, activations = row.panel.timeline, compute_max_activations(row.panel.timeline)
+    expected_step = expected_bubble = expected_activations = "-"
     if row.expected is not None and row.expected.bubble_time is not None:
-        # All stages compute equally long where a formula holds.
-        step_time = timeline.busy[0] + row.expected.bubble_time
-        step, bubble = number(step_time), f"{row.expected.bubble_time / step_time:.1%}"
-    if row.expected is not None and row.expected.peak_live is not None:
-        expected_live = _each(row.expected.peak_live)
-    chunks = [max(len(of_stage), 1) for of_stage in depth_of_chunk(timeline)]
+        # All stages compute for equally long where a formula is exact.
+        step_time = timeline.busy_times[0] + row.expected.bubble_time
+        expected_step, expected_bubble = format_number(step_time), f"{row.expected.bubble_time / step_time:.1%}"
+    if row.expected is not None and row.expected.max_activations is not None:
+        expected_activations = _format_stage_values(row.expected.max_activations)
+    chunks_per_stage = [max(len(chunk_indices), 1) for chunk_indices in index_chunks(timeline)]
     return (
         row.panel.title,
-        number(timeline.step_time),
-        step,
+        format_number(timeline.step_time),
+        expected_step,
         f"{timeline.bubble_share:.1%}",
-        bubble,
-        _each([round(idle, 6) for idle in idle_inside(timeline)]),
-        "-" if live is None else _each(live),
-        expected_live,
-        "-" if live is None else _each([peak / v for peak, v in zip(live, chunks, strict=True)]),
+        expected_bubble,
+        _format_stage_values([round(idle, 6) for idle in compute_idle_times(timeline)]),
+        "-" if activations is None else _format_stage_values(activations),
+        expected_activations,
+        "-"
+        if activations is None
+        else _format_stage_values([num_activations / v for num_activations, v in zip(activations, chunks_per_stage, strict=True)]),
     )
 
 
-def _each(values: Sequence[float]) -> str:
-    """The values of all stages: once if they are the same, in a row if they are few, else the least and the largest."""
+def _format_stage_values(values: Sequence[float]) -> str:
+    """Format one value for each stage as a short text.
+
+    The text is a single number if all values are equal, all numbers for few stages, and otherwise minimum and maximum.
+    """
     if min(values) == max(values):
-        return number(values[0])
-    return " ".join(map(number, values)) if len(values) <= _MOST_STAGES_LISTED else f"{number(min(values))}..{number(max(values))}"
+        return format_number(values[0])
+    return (
+        " ".join(map(format_number, values))
+        if len(values) <= _MAX_LISTED_STAGES
+        else f"{format_number(min(values))}..{format_number(max(values))}"
+    )

@@ -1,10 +1,11 @@
-"""A timeline as text: stages are rows, a column is a stretch of time, an operation is its letter and its microbatch.
+"""Rendering of timelines as text: a row for each stage, a column for a time interval, a letter and a microbatch for each operation.
 
     stage 0  F0─F1─······B0────F2─B1────···B2────
     stage 1  ···F0─B0────F1─B1────F2─B2────······
 
-Every operation gets room for its number; what is then too long for the width is folded, like a line of prose. Where that would be
-too many lines, a column is one letter, which says what took most of it.
+The time scale leaves enough columns for the microbatch number of nearly all operations. A timeline that is then wider than the
+output is folded into several blocks, like a line of prose. If the folded picture would have too many lines, the coarse layout is
+used: a column is one letter, for the operation that takes most of its time.
 """
 
 from __future__ import annotations
@@ -18,194 +19,224 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from megatron.pipeline_parallel.simulate import OpSpan
-from megatron.spec.operations import OpKind
+from megatron.spec.operations import OpType
 from megatron_lab.schedule_plots.panel import (
     ANSI_RESET,
-    KIND_NAMES,
-    Drawing,
+    OP_TYPE_NAMES,
     Panel,
-    colour_of,
-    depth_of_chunk,
-    duration_at,
-    look_at,
-    milliseconds,
-    tick_step,
+    PanelSummary,
+    choose_tick_step,
+    compute_duration_quantile,
+    format_ms,
+    get_colour,
+    index_chunks,
+    summarize_panels,
 )
 
-_MOST_LINES = 100
-"""A picture that needs more lines with numbers is drawn without them."""
-_NARROWEST = 40
-"""The least number of columns that is used, even where the terminal has fewer."""
-_COLUMNS_A_TICK = 14
+_MAX_LINES = 100
+"""Maximum number of lines with stages. A picture that needs more with microbatch numbers is drawn in the coarse layout."""
+_MIN_WIDTH = 40
+"""Minimum number of columns, used even if the terminal has fewer."""
+_COLUMNS_PER_TICK = 14
 
 
 class _Cell(NamedTuple):
-    """A character, and the kind and depth of the operation that it is part of (None while waiting)."""
+    """One character of the picture, with the operation type and chunk index that give its colour (None while the stage waits)."""
 
     character: str
-    look: tuple[OpKind, int] | None
+    colour_key: tuple[OpType, int] | None
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """How time becomes columns."""
+    """Mapping of time to character columns and to blocks of lines."""
 
-    columns: int
-    """Columns of time in a line."""
-    per_ms: float
-    """Columns for each millisecond."""
-    parts: int = 1
-    """The number of lines into which the whole time is folded."""
-    coarse: bool = False
-    """Whether a column is one letter, without numbers."""
+    width: int
+    """Number of columns in a line."""
+    columns_per_ms: float
+    """Number of columns for one millisecond."""
+    num_folds: int = 1
+    """Number of blocks of lines into which the time axis is folded."""
+    is_coarse: bool = False
+    """Whether the picture shows only one letter per column, without microbatch numbers."""
 
 
-def draw_text(panels: Sequence[Panel], *, width: int = 120, colour: bool = False, ascii_only: bool = False) -> str:
-    """Draw the panels, one above the other, each with its time axis, and a legend.
+def render_text(panels: Sequence[Panel], *, width: int = 120, uses_colour: bool = False, ascii_only: bool = False) -> str:
+    """Render the panels as text below each other, each with its time axis, followed by a legend.
 
     Args:
         width: columns of a line.
-        colour: use the escape codes of a terminal.
+        uses_colour: use the colour codes of a terminal.
         ascii_only: use no line-drawing characters.
 
     Raises:
-        ValueError: nothing in the panels takes any time.
+        ValueError: no operation of the panels takes any time.
     """
-    drawing = look_at(panels)
-    name_width = len(_name(max(len(panel.timeline.spans) for panel in panels) - 1))
-    layout = _layout(panels, drawing, max(width, _NARROWEST) - name_width)
-    painter = _Painter(layout, colour, *("-." if ascii_only else "─·"))
-    blocks = [_block(panel, part, painter, name_width) for part in range(layout.parts) for panel in panels]
-    return "\n\n".join(map("\n".join, [*blocks, _legend(panels, drawing, painter, name_width)]))
+    summary = summarize_panels(panels)
+    name_width = len(_format_stage_name(max(len(panel.timeline.spans) for panel in panels) - 1))
+    layout = _choose_layout(panels, summary, max(width, _MIN_WIDTH) - name_width)
+    renderer = _RowRenderer(layout, uses_colour, *("-." if ascii_only else "─·"))
+    blocks = [_iter_panel_lines(panel, fold, renderer, name_width) for fold in range(layout.num_folds) for panel in panels]
+    return "\n\n".join(map("\n".join, [*blocks, _iter_legend_lines(panels, summary, renderer, name_width)]))
 
 
-def _name(stage: int) -> str:
+def _format_stage_name(stage: int) -> str:
     return f"stage {stage}  "
 
 
-def _layout(panels: Sequence[Panel], drawing: Drawing, columns: int) -> _Layout:
-    """The layout with room for the numbers of nearly all operations; of most, where one kind is very short; or the coarse one."""
-    rows = sum(len(panel.timeline.spans) for panel in panels)
-    for share in (0.1, 0.4):
-        shortest = duration_at(panels, share)
-        # Whole columns for each operation, so that equal ones look equal: as many as fit, or as many as it needs.
-        per_ms = max(int(columns * shortest / drawing.step_time * (1 + 1e-9)), _room(drawing)) / shortest
-        needed = math.ceil(drawing.step_time * per_ms * (1 - 1e-9))
-        parts = math.ceil(needed / columns)
-        if parts * rows <= _MOST_LINES:
-            return _Layout(math.ceil(needed / parts), per_ms, parts)
-    return _Layout(columns, columns / drawing.step_time, coarse=True)
+def _choose_layout(panels: Sequence[Panel], summary: PanelSummary, width: int) -> _Layout:
+    """Choose the layout with the most detail for which the picture has at most `_MAX_LINES` lines.
+
+    The first choice has space for the microbatch numbers of 90 % of the operations, the second for those of 60 % (one type of
+    operation may be very short). The last choice is the coarse layout, without numbers.
+    """
+    num_rows = sum(len(panel.timeline.spans) for panel in panels)
+    for quantile in (0.1, 0.4):
+        min_duration = compute_duration_quantile(panels, quantile)
+        # An integer number of columns for an operation of the minimum duration, so that equal operations look equal: as many as
+        # fit into one line, but at least those of its label.
+        columns_per_ms = max(int(width * min_duration / summary.step_time * (1 + 1e-9)), _get_label_width(summary)) / min_duration
+        total_width = math.ceil(summary.step_time * columns_per_ms * (1 - 1e-9))
+        num_folds = math.ceil(total_width / width)
+        if num_folds * num_rows <= _MAX_LINES:
+            return _Layout(math.ceil(total_width / num_folds), columns_per_ms, num_folds)
+    return _Layout(width, width / summary.step_time, is_coarse=True)
 
 
-def _room(drawing: Drawing) -> int:
-    """Columns of a letter and a number."""
-    return 1 + len(str(drawing.largest_microbatch))
+def _get_label_width(summary: PanelSummary) -> int:
+    """Return the number of columns of an operation's label: a letter and the longest microbatch number."""
+    return 1 + len(str(summary.max_microbatch))
 
 
-def _columns_needed(panels: Sequence[Panel], drawing: Drawing, share: float) -> float:
-    """Columns in which all operations but this share have room for their numbers."""
-    return drawing.step_time / duration_at(panels, share) * _room(drawing)
+def _compute_labelled_width(panels: Sequence[Panel], summary: PanelSummary, quantile: float) -> float:
+    """Return the number of columns of a picture in which all operations longer than the quantile have space for their labels."""
+    return summary.step_time / compute_duration_quantile(panels, quantile) * _get_label_width(summary)
 
 
 # ---- rows
 
 
 @dataclass(frozen=True)
-class _Painter:
-    """Makes the row of one stage."""
+class _RowRenderer:
+    """Renderer of the row of characters that shows the operations of one stage."""
 
     layout: _Layout
-    colour: bool
+    uses_colour: bool
     fill: str
     idle: str
 
-    def row(self, spans: Sequence[OpSpan], depths: dict[int, int], start: float, part: int) -> str:
-        """One part of the time of one stage, as text."""
-        return self.paint(self._mixed(spans, depths, start) if self.layout.coarse else self._whole(spans, depths, start, part))
+    def render_row(self, spans: Sequence[OpSpan], chunk_indices: dict[int, int], start: float, fold: int) -> str:
+        """Render the row of a stage in one block (fold) of the time axis.
 
-    def paint(self, cells: Sequence[_Cell]) -> str:
-        """Cells as text."""
+        Args:
+            spans: operations of the stage.
+            chunk_indices: index of each model chunk within the stage.
+            start: time at the start of the first block.
+            fold: index of the block.
+        """
+        return self.render_cells(
+            self._render_coarse(spans, chunk_indices, start)
+            if self.layout.is_coarse
+            else self._render_labelled(spans, chunk_indices, start, fold)
+        )
+
+    def render_cells(self, cells: Sequence[_Cell]) -> str:
+        """Join cells to a string, with colour codes if the terminal has colours."""
         text = ""
-        for looks, run in itertools.groupby(cells, key=lambda cell: cell.look):
-            characters = "".join(cell.character for cell in run)
-            text += f"{colour_of(*looks).ansi}{characters}{ANSI_RESET}" if looks and self.colour else characters
+        for colour_key, same_cells in itertools.groupby(cells, key=lambda cell: cell.colour_key):
+            characters = "".join(cell.character for cell in same_cells)
+            text += f"{get_colour(*colour_key).ansi}{characters}{ANSI_RESET}" if colour_key and self.uses_colour else characters
         return text
 
-    def _whole(self, spans: Sequence[OpSpan], depths: dict[int, int], start: float, part: int) -> list[_Cell]:
-        """Cells that show operations with their numbers, as far as there is room."""
-        columns, per_ms = self.layout.columns, self.layout.per_ms
-        cells = [_Cell(self.idle, None)] * columns
+    def _render_labelled(self, spans: Sequence[OpSpan], chunk_indices: dict[int, int], start: float, fold: int) -> list[_Cell]:
+        """Render operations as a letter and a microbatch number. An operation without space for the number has only the letter."""
+        width, columns_per_ms = self.layout.width, self.layout.columns_per_ms
+        cells = [_Cell(self.idle, None)] * width
         for span in spans:
-            first, end = (_column((time - start) * per_ms) - part * columns for time in (span.start, span.end))
-            depth = depths[span.op.chunk]
-            label = f"{_letter(span.op.kind, depth)}{span.op.microbatch}"
-            characters = (label if len(label) <= end - first else label[0]).ljust(end - first, self.fill)
-            for column in range(max(first, 0), min(end, columns)):
-                cells[column] = _Cell(characters[column - first], (span.op.kind, depth))
+            start_column, end_column = (
+                _round_column((time - start) * columns_per_ms) - fold * width for time in (span.start, span.end)
+            )
+            chunk_index = chunk_indices[span.op.chunk]
+            label = f"{_get_letter(span.op.type, chunk_index)}{span.op.microbatch}"
+            characters = (label if len(label) <= end_column - start_column else label[0]).ljust(
+                end_column - start_column, self.fill
+            )
+            for column in range(max(start_column, 0), min(end_column, width)):
+                cells[column] = _Cell(characters[column - start_column], (span.op.type, chunk_index))
         return cells
 
-    def _mixed(self, spans: Sequence[OpSpan], depths: dict[int, int], start: float) -> list[_Cell]:
-        """Cells that show, for each column, the kind of operation, or the waiting, that took most of it."""
-        columns, per_ms = self.layout.columns, self.layout.per_ms
-        shares: list[defaultdict[tuple[OpKind, int], float]] = [defaultdict(float) for _ in range(columns)]
+    def _render_coarse(self, spans: Sequence[OpSpan], chunk_indices: dict[int, int], start: float) -> list[_Cell]:
+        """Render each column as the letter of the operation type that takes most of the column's time, or as waiting."""
+        width, columns_per_ms = self.layout.width, self.layout.columns_per_ms
+        time_by_column: list[defaultdict[tuple[OpType, int], float]] = [defaultdict(float) for _ in range(width)]
         for span in spans:
-            first, end = ((time - start) * per_ms for time in (span.start, span.end))
-            for column in range(int(first), min(math.ceil(end), columns)):
-                shares[column][span.op.kind, depths[span.op.chunk]] += min(end, column + 1) - max(first, column)
+            start_column, end_column = ((time - start) * columns_per_ms for time in (span.start, span.end))
+            for column in range(int(start_column), min(math.ceil(end_column), width)):
+                time_by_column[column][span.op.type, chunk_indices[span.op.chunk]] += min(end_column, column + 1) - max(
+                    start_column, column
+                )
         cells = []
-        for share in shares:
-            looks, most = max(share.items(), key=itemgetter(1), default=(None, 0.0))
-            waits = looks is None or most < 1 - sum(share.values())
-            cells.append(_Cell(self.idle, None) if looks is None or waits else _Cell(_letter(*looks), looks))
+        for op_times in time_by_column:
+            colour_key, max_time = max(op_times.items(), key=itemgetter(1), default=(None, 0.0))
+            is_idle = colour_key is None or max_time < 1 - sum(op_times.values())
+            cells.append(_Cell(self.idle, None) if colour_key is None or is_idle else _Cell(_get_letter(*colour_key), colour_key))
         return cells
 
 
-def _column(place: float) -> int:
-    """The column nearest to a place; halves are rounded up, so that a length of whole columns is the same wherever it begins."""
-    return math.floor(round(place, 6) + 0.5)
+def _round_column(position: float) -> int:
+    """Return the column nearest to a position.
+
+    Halves are rounded up, so that an integer length has equally many columns at every start.
+    """
+    return math.floor(round(position, 6) + 0.5)
 
 
-def _letter(kind: OpKind, depth: int) -> str:
-    """The letter of an operation; lower case for the second, fourth, ... chunk of a stage."""
-    return kind.value.lower() if depth % 2 else kind.value
+def _get_letter(op_type: OpType, chunk_index: int) -> str:
+    """Return the letter of an operation. It is in lower case for the second, fourth, ... chunk of a stage."""
+    return op_type.value.lower() if chunk_index % 2 else op_type.value
 
 
-def _block(panel: Panel, part: int, painter: _Painter, name_width: int) -> Iterator[str]:
-    """Lines of one panel in one part of the time."""
-    layout, timeline = painter.layout, panel.timeline
-    yield panel.caption + (f" (part {part + 1} of {layout.parts})" if layout.parts > 1 else "")
-    for stage, (spans, depths) in enumerate(zip(timeline.spans, depth_of_chunk(timeline), strict=True)):
-        yield _name(stage).ljust(name_width) + painter.row(spans, depths, timeline.start, part)
-    yield " " * name_width + _axis(layout, part)
+def _iter_panel_lines(panel: Panel, fold: int, renderer: _RowRenderer, name_width: int) -> Iterator[str]:
+    """Yield the lines of one panel in one block (fold) of the time axis."""
+    layout, timeline = renderer.layout, panel.timeline
+    yield panel.caption + (f" (part {fold + 1} of {layout.num_folds})" if layout.num_folds > 1 else "")
+    for stage, (spans, chunk_indices) in enumerate(zip(timeline.spans, index_chunks(timeline), strict=True)):
+        yield _format_stage_name(stage).ljust(name_width) + renderer.render_row(spans, chunk_indices, timeline.start, fold)
+    yield " " * name_width + _render_axis(layout, fold)
 
 
-def _axis(layout: _Layout, part: int) -> str:
-    """The time axis: bars at round times, each with its time after it."""
-    step = tick_step(_COLUMNS_A_TICK / layout.per_ms)
-    line = ""
-    for tick in range(math.ceil((part + 1) * layout.columns / layout.per_ms / step)):
-        column = _column(tick * step * layout.per_ms) - part * layout.columns
-        mark = f"|{milliseconds(tick * step)}"
-        if 0 <= column <= layout.columns - len(mark):
-            line = line.ljust(column) + mark
-    return line
+def _render_axis(layout: _Layout, fold: int) -> str:
+    """Render the time axis: a bar at each tick, followed by its time."""
+    step = choose_tick_step(_COLUMNS_PER_TICK / layout.columns_per_ms)
+    axis = ""
+    for tick in range(math.ceil((fold + 1) * layout.width / layout.columns_per_ms / step)):
+        column = _round_column(tick * step * layout.columns_per_ms) - fold * layout.width
+        mark = f"|{format_ms(tick * step)}"
+        if 0 <= column <= layout.width - len(mark):
+            axis = axis.ljust(column) + mark
+    return axis
 
 
 # ---- legend
 
 
-def _legend(panels: Sequence[Panel], drawing: Drawing, painter: _Painter, name_width: int) -> Iterator[str]:
-    layout = painter.layout
-    kinds = [f"{painter.paint([_Cell(kind.value, (kind, 0))])} {KIND_NAMES[kind]}" for kind in drawing.kinds]
-    yield ", ".join([*kinds, f"{painter.idle} waiting" + ("" if layout.coarse else "; the number is the microbatch")])
-    if drawing.num_depths > 1:
-        again = ", and again for its third and fourth" if drawing.num_depths > 2 else ""
-        yield f"upper case: first chunk of a stage, lower case: its second{again}"
-    if layout.coarse:
-        wide = math.ceil(_columns_needed(panels, drawing, 0.1)) + name_width
-        yield f"coarse: a column is {milliseconds(1 / layout.per_ms)} and shows what took most of it; numbers need {wide:,} columns"
+def _iter_legend_lines(panels: Sequence[Panel], summary: PanelSummary, renderer: _RowRenderer, name_width: int) -> Iterator[str]:
+    layout = renderer.layout
+    entries = [
+        f"{renderer.render_cells([_Cell(op_type.value, (op_type, 0))])} {OP_TYPE_NAMES[op_type]}" for op_type in summary.op_types
+    ]
+    yield ", ".join([*entries, f"{renderer.idle} waiting" + ("" if layout.is_coarse else "; the number is the microbatch")])
+    if summary.max_chunks_per_stage > 1:
+        suffix = ", and again for its third and fourth" if summary.max_chunks_per_stage > 2 else ""
+        yield f"upper case: first chunk of a stage, lower case: its second{suffix}"
+    if layout.is_coarse:
+        labelled_width = math.ceil(_compute_labelled_width(panels, summary, 0.1)) + name_width
+        yield (
+            f"coarse: a column is {format_ms(1 / layout.columns_per_ms)} and shows what took most of it; "
+            f"numbers need {labelled_width:,} columns"
+        )
         return
     durations = [span.end - span.start for panel in panels for spans in panel.timeline.spans for span in spans]
-    hidden = sum(duration * layout.per_ms < 0.5 for duration in durations)
-    if hidden:
-        yield f"{hidden:,} of {len(durations):,} operations are too short to be seen here"
+    num_hidden = sum(duration * layout.columns_per_ms < 0.5 for duration in durations)
+    if num_hidden:
+        yield f"{num_hidden:,} of {len(durations):,} operations are too short to be seen here"
