@@ -1,1 +1,1 @@
-"""Tokenizers by the files of other programs: of GPT-2, tiktoken and Hugging Face."""
+"""Tokenizers that read the files of other programs: GPT-2, tiktoken and Hugging Face."""

@@ -1,8 +1,9 @@
-"""The rules of a byte-level BPE tokenizer, in the plainest form, whatever files they come from.
+"""Reference implementation of byte-level BPE, independent of the file format of the vocabulary.
 
-A pattern splits a text into pieces. Within a piece, neighbouring tokens are joined again and again, beginning with its bytes. The
-order is given in one of two ways: by a list of merges (pairs of tokens; GPT-2, Hugging Face), or by the rank of the token that a
-pair makes (the files of tiktoken).
+A regular expression splits a text into pretokens (words, numbers and so on). Within a pretoken, adjacent tokens are merged
+repeatedly, starting with single bytes. The order of the merges is defined by a list of token pairs (GPT-2, Hugging Face), or by the
+merge priority of the token that a pair forms (tiktoken). The files of tiktoken call the merge priority of a token its rank; the
+pair with the lowest rank is merged first.
 """
 
 from __future__ import annotations
@@ -16,136 +17,160 @@ from typing import Any
 
 from megatron.config.regular_file import read_text
 
-# Splits a text into pieces (Radford et al. 2019): contractions, words with the blank before them, numbers, other signs, and blanks
-# but for the last one before a word.
+# Splits a text into pretokens (Radford et al. 2019): contractions, words with the preceding blank, numbers, other characters, and
+# whitespace except the last blank before a word.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 
 Pair = tuple[bytes, bytes]
 
 
 class NotExactError(ValueError):
-    """tiktoken cannot do exactly what the files say. The message says why, without the name of a file."""
+    """Raised if tiktoken cannot reproduce exactly the tokenization that the files define. The caller adds the file name to the
+    message."""
 
 
 @dataclass(frozen=True)
 class MergeRules:
-    """Rules by merges: as long as there is one, make the earliest merge (Sennrich et al. 2016)."""
+    """BPE rules defined by a list of merges: apply the earliest possible merge until none is possible (Sennrich et al. 2016)."""
 
     ranks: Mapping[Pair, int]
-    """Place of each merge in the order of merging."""
-    whole: frozenset[bytes] = frozenset()
-    """Pieces that become one token at once, before any merge (``ignore_merges`` in tokenizer.json)."""
+    """Merge priority of each merge: its index in the list."""
+    direct_pretokens: frozenset[bytes] = frozenset()
+    """Pretokens that become one token even if the merges would not form it (``ignore_merges`` in tokenizer.json)."""
 
-    def split(self, piece: bytes) -> list[bytes]:
-        """The tokens of a piece."""
-        return [piece] if piece in self.whole else self.merge(piece)[0]
+    def split(self, pretoken: bytes) -> list[bytes]:
+        """Return the tokens of a pretoken."""
+        return [pretoken] if pretoken in self.direct_pretokens else self.merge(pretoken)[0]
 
-    def merge(self, piece: bytes) -> tuple[list[bytes], int]:
-        """The tokens of a piece by merges alone, and the rank of the last merge that was made (-1 if none)."""
-        none = len(self.ranks)
-        return _join(piece, lambda pair: self.ranks.get(pair, none), none)
+    def merge(self, pretoken: bytes) -> tuple[list[bytes], int]:
+        """Return the tokens that the merges form from a pretoken, and the rank (merge priority) of the last applied merge. The rank
+        is -1 if no merge applies."""
+        no_rank = len(self.ranks)
+        return _merge_pairs(pretoken, lambda pair: self.ranks.get(pair, no_rank), no_rank)
 
-    def priorities(self) -> dict[bytes, int]:
-        """A rank for each token, such that an encoder that joins the neighbours of lowest rank does the same as the merges.
+    def build_ranks(self) -> dict[bytes, int]:
+        """Return a rank (merge priority) for each token, for an encoder that merges by token rank (like tiktoken) instead of by
+        token pair.
 
-        It is the rank of the merge that completes the token; a token that the merges never make has none. A text in which such a
-        token seems to stand is merged otherwise: the same bytes inside a longer text go through the same merges as alone, until
-        one of them crosses the edge. So an encoder that joins any two neighbours whose bytes make a token (as tiktoken does) gives
-        exactly the result of the merges, if it has these tokens and their ranks.
+        An encoder of this type repeatedly merges the two neighbors that form the token of lowest rank. The rank of a token is the
+        rank of the merge that completes the token when only its own bytes are merged. A token that the merges do not form from its
+        own bytes gets no rank.
+
+        The result is exactly that of the merges: within a longer text, the bytes of a token go through the same merges as when they
+        are the full text, until a merge crosses their boundary.
 
         Raises:
-            NotExactError: there are no such ranks.
+            NotExactError: there are no ranks with this property.
         """
         ranks = {bytes([byte]): byte for byte in range(256)}
         for token in dict.fromkeys(left + right for left, right in self.ranks):
-            parts, rank = self.merge(token)
-            if parts == [token]:
+            tokens, rank = self.merge(token)
+            if tokens == [token]:
                 ranks[token] = 256 + rank
-        first = 256 + len(self.ranks)
-        for rank, token in enumerate(sorted(self.whole - ranks.keys()), start=first):
-            # By itself such a token ends as several. If they are three or more, no two neighbours ever spell it, so that its rank
-            # does nothing but to the piece as a whole.
+        first_rank = 256 + len(self.ranks)
+        for rank, token in enumerate(sorted(self.direct_pretokens - ranks.keys()), start=first_rank):
+            # The merges split this token into several tokens. If there are three or more, no two adjacent tokens form it, so its
+            # rank has an effect only if it is the complete pretoken.
             if len(self.merge(token)[0]) == 2:
-                raise NotExactError(f"the token {token!r} stands for whole pieces only, but tiktoken would join its two parts")
+                raise NotExactError(
+                    f"the token {token!r} stands only for a complete pretoken, but tiktoken would merge its two parts"
+                )
             ranks[token] = rank
         return ranks
 
 
 @dataclass(frozen=True)
 class RankRules:
-    """Rules by rank: join the pair that makes the token of lowest rank, again and again. A piece that is a token stays."""
+    """BPE rules defined by token ranks (merge priorities): repeatedly merge the pair that forms the token of lowest rank.
+
+    A pretoken that is itself a token is not split.
+    """
 
     ranks: dict[bytes, int]
 
-    def split(self, piece: bytes) -> list[bytes]:
-        """The tokens of a piece."""
-        if piece in self.ranks:
-            return [piece]
-        none = max(self.ranks.values()) + 1
-        return _join(piece, lambda pair: self.ranks.get(pair[0] + pair[1], none), none)[0]
+    def split(self, pretoken: bytes) -> list[bytes]:
+        """Return the tokens of a pretoken."""
+        if pretoken in self.ranks:
+            return [pretoken]
+        no_rank = max(self.ranks.values()) + 1
+        return _merge_pairs(pretoken, lambda pair: self.ranks.get(pair[0] + pair[1], no_rank), no_rank)[0]
 
-    def priorities(self) -> dict[bytes, int]:
-        """The ranks."""
+    def build_ranks(self) -> dict[bytes, int]:
+        """Return the rank (merge priority) of each token."""
         return self.ranks
 
 
 @dataclass(frozen=True)
 class ByteVocabulary:
-    """A byte-level BPE vocabulary, whatever files it came from."""
+    """Byte-level BPE vocabulary with its rules, as read from a file of any format."""
 
     source: str
-    """The flag and the file that it was read from, for messages."""
+    """Flag and file of the vocabulary, for messages."""
     pattern: str
-    """Splits a text into pieces; what lies between two matches is a piece too."""
+    """Regular expression that splits a text into pretokens. The text between two matches is a pretoken too."""
     rules: MergeRules | RankRules
     ids: dict[bytes, int]
-    """Id of each token that the rules make."""
+    """Id of each token that the BPE rules can form."""
     num_ids: int
-    """Every id, special ones included, is below it."""
+    """Number that exceeds every id, including the ids of special tokens."""
     eod: int
     bos: int | None = None
     pad: int | None = None
     added: dict[str, int] = field(default_factory=dict)
-    """Tokens that are found in a text before it is split, such as ``<think>``; never special ones."""
-    normalise: bool = False
-    """Whether texts are first brought to Unicode's form NFC."""
+    """Tokens such as ``<think>``, with their ids, that are matched in a text before the text is split into pretokens. Special
+    tokens are not included."""
+    uses_nfc: bool = False
+    """Whether texts are normalized to Unicode NFC before they are encoded."""
 
     def __post_init__(self) -> None:
         if self.eod in (*self.ids.values(), *self.added.values()):
             raise ValueError(
-                f"{self.source}: ordinary text would give the id {self.eod}, which ends a document.\n"
-                "  Give the end of a document a token of its own, which no merge makes."
+                f"{self.source}: ordinary text could be encoded to the id {self.eod}, which ends a document.\n"
+                "  The end of a document needs a separate token that no merge forms."
             )
 
-    def encode_plainly(self, text: str) -> list[int]:
-        """Ids of a text without added tokens, by the rules themselves. Slow: faster ways are tested against it."""
-        return [self.ids[token] for piece in pieces(self.pattern, text) for token in self.rules.split(piece.encode())]
+    def encode_reference(self, text: str) -> list[int]:
+        """Return the ids of a text without added tokens, by direct application of the BPE rules. The function is slow: it is the
+        reference with which faster encoders are tested."""
+        return [
+            self.ids[token]
+            for pretoken in split_into_pretokens(self.pattern, text)
+            for token in self.rules.split(pretoken.encode())
+        ]
 
 
-def byte_characters() -> dict[str, int]:
-    """The character that stands for each byte: itself if it is visible in Latin-1, otherwise one from U+0100 on."""
+def build_byte_chars() -> dict[str, int]:
+    """Return the byte that each printable character represents in the files of GPT-2, which write one character per byte.
+
+    A byte that is visible in Latin-1 is represented by its own character, all other bytes by characters from U+0100 on.
+    """
     visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + n): byte for n, byte in enumerate(hidden)}
 
 
-def token_bytes(token: str, to_byte: Mapping[str, int]) -> bytes | None:
-    """The bytes of a token that is written with one character a byte; None if a character stands for no byte."""
-    values = [to_byte.get(character, -1) for character in token]
+def decode_byte_chars(token: str, byte_of_char: Mapping[str, int]) -> bytes | None:
+    """Return the bytes of a token that is written with one character per byte; None if a character represents no byte.
+
+    Args:
+        token: text of the token.
+        byte_of_char: byte that each character represents, from `build_byte_chars`.
+    """
+    values = [byte_of_char.get(char, -1) for char in token]
     return None if -1 in values else bytes(values)
 
 
-def bytes_without(source: str, ids: Mapping[bytes, int]) -> str | None:
-    """A message that names the bytes (of 256) that have no id; None if all have one."""
+def describe_missing_bytes(source: str, ids: Mapping[bytes, int]) -> str | None:
+    """Return an error message if some of the 256 bytes have no id, otherwise None."""
     missing = [byte for byte in range(256) if bytes([byte]) not in ids]
     if not missing:
         return None
-    named = ", ".join(f"{byte:#04x}" for byte in missing[:8])
-    return f"{source} has no token for {len(missing)} of the 256 bytes ({named}), so not every text could be encoded."
+    examples = ", ".join(f"{byte:#04x}" for byte in missing[:8])
+    return f"{source} has no token for {len(missing)} of the 256 bytes ({examples}), so not every text can be encoded."
 
 
-def pieces(pattern: str, text: str) -> Iterator[str]:
-    """The matches of the pattern, and the texts between them."""
+def split_into_pretokens(pattern: str, text: str) -> Iterator[str]:
+    """Split a text into pretokens: the matches of the regular expression `pattern`, and the texts between these matches."""
     import regex
 
     end = 0
@@ -159,44 +184,53 @@ def pieces(pattern: str, text: str) -> Iterator[str]:
         yield text[end:]
 
 
-def _join(piece: bytes, rank_of: Callable[[Pair], int], none: int) -> tuple[list[bytes], int]:
-    """Join the neighbours of lowest rank (the first of several), again and again, until the lowest rank is `none`."""
-    tokens, last = [piece[at : at + 1] for at in range(len(piece))], -1
-    ranks = [rank_of(pair) for pair in itertools.pairwise(tokens)]
-    while ranks and (rank := min(ranks)) != none:
-        last, at = rank, ranks.index(rank)
+def _merge_pairs(pretoken: bytes, get_rank: Callable[[Pair], int], no_rank: int) -> tuple[list[bytes], int]:
+    """Repeatedly merge the adjacent pair of lowest rank (of several, the first), until the lowest rank is `no_rank`.
+
+    Returns:
+        The tokens, and the rank of the last merge (-1 if there was none).
+    """
+    tokens, last_rank = [pretoken[index : index + 1] for index in range(len(pretoken))], -1
+    ranks = [get_rank(pair) for pair in itertools.pairwise(tokens)]
+    while ranks and (rank := min(ranks)) != no_rank:
+        last_rank, at = rank, ranks.index(rank)
         tokens[at : at + 2] = [tokens[at] + tokens[at + 1]]
         del ranks[at]
-        for pair in range(max(at - 1, 0), min(at + 1, len(ranks))):
-            ranks[pair] = rank_of((tokens[pair], tokens[pair + 1]))
-    return tokens, last
+        for i in range(max(at - 1, 0), min(at + 1, len(ranks))):
+            ranks[i] = get_rank((tokens[i], tokens[i + 1]))
+    return tokens, last_rank
 
 
-def read_json(path: Path, source: str, what: str) -> Any:
-    """The content of a JSON file. If it is not JSON, the message says so of `source`, and that it should be `what`.
+def read_json(path: Path, source: str, expected: str) -> Any:
+    """Return the content of a JSON file.
+
+    Args:
+        path: path of the file.
+        source: name of the file in the error message.
+        expected: description of the expected content, for the error message.
 
     Raises:
-        ValueError: not JSON.
+        ValueError: the file is not valid JSON.
     """
     try:
         return json.loads(read_text(path, encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"{source} is not JSON: {error}\n  It should be {what}; perhaps it was cut short: copy it again."
+            f"{source} is not JSON: {error}\n  It should be {expected}; it may be truncated: copy it again."
         ) from error
 
 
-def check_ids(source: str, vocabulary: object) -> dict[str, int]:
-    """Check that a vocabulary gives each token an id of its own.
+def check_ids(source: str, vocab: object) -> dict[str, int]:
+    """Check that a vocabulary maps each token to a unique id, and return the vocabulary.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the vocabulary has a different form, or two tokens have the same id.
     """
-    if not isinstance(vocabulary, dict) or not all(type(id) is int and 0 <= id < 2**31 for id in vocabulary.values()):
+    if not isinstance(vocab, dict) or not all(type(id) is int and 0 <= id < 2**31 for id in vocab.values()):
         raise ValueError(f"{source} must be a JSON object that gives each token its id (below 2**31), like GPT-2's vocab.json.")
-    if len(set(vocabulary.values())) != len(vocabulary):
-        taken: dict[int, str] = {}
-        for token, id in vocabulary.items():
-            if taken.setdefault(id, token) != token:
-                raise ValueError(f"{source} gives the same id, {id}, to several tokens: {taken[id]!r} and {token!r}.")
-    return vocabulary
+    if len(set(vocab.values())) != len(vocab):
+        token_of_id: dict[int, str] = {}
+        for token, id in vocab.items():
+            if token_of_id.setdefault(id, token) != token:
+                raise ValueError(f"{source} gives the same id, {id}, to several tokens: {token_of_id[id]!r} and {token!r}.")
+    return vocab

@@ -1,4 +1,5 @@
-"""The tokenizer of Hugging Face's tokenizer.json: run by tiktoken where that is exact, else by the `tokenizers` library."""
+"""Tokenizer for Hugging Face's tokenizer.json. It uses tiktoken if that gives exactly the same ids, else the slower `tokenizers`
+library."""
 
 from __future__ import annotations
 
@@ -14,38 +15,39 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.extras import optional
+from megatron.config.extras import import_optional
 from megatron.data.tokenizer import Tokenizer
 from megatron_lab.tokenizers.bpe_rules import NotExactError
 from megatron_lab.tokenizers.byte_bpe import ByteBPETokenizer, TiktokenEncoder
 from megatron_lab.tokenizers.tokenizer_json import (
     SpecialIds,
     TokenizerJson,
-    byte_vocabulary,
+    build_byte_vocabulary,
+    covers_all_bytes,
     find_special_ids,
-    merge_parts,
     read_tokenizer_json,
-    spells_all_bytes,
+    split_merge,
 )
 
 _log = logging.getLogger(__name__)
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer.json: byte-level BPE by tiktoken, everything else by the `tokenizers` library, which is slower.
+    """Tokenizer for a tokenizer.json. It uses tiktoken for byte-level BPE, and the `tokenizers` library, which is slower, for
+    everything else.
 
-    The end of a document is eos (`find_special_ids`). Post-processors are not applied: a document gets no bos, and after it the end
-    of document only where that is asked for. Special tokens written out in a text are ordinary text; added tokens that are not
-    special (such as ``<think>``) are found in it, as the file says.
+    The end-of-document token is the eos token that `find_special_ids` reads from the files. Post-processors are not applied: a
+    document gets no bos token, and gets an end-of-document token only if the caller requests it. Special tokens that occur in a
+    text are encoded as ordinary text. Added tokens that are not special (such as ``<think>``) are matched, as the file requires.
 
-    The ids are those of the `tokenizers` library, with one exception under a normaliser NFC: marks newer than Unicode 10 that are
-    not in canonical order. Python puts these in order; the library does not know them.
+    The ids equal those of the `tokenizers` library, with one exception if the normalizer is NFC: combining marks that are newer
+    than Unicode 10 and not in canonical order. Python reorders these marks; the library does not know them.
 
     Args:
-        path: tokenizer.json; special tokens are looked up in the files beside it.
+        path: path of tokenizer.json. The special tokens are read from the files next to it.
 
     Raises:
-        ValueError: the file is not what it should be, or nothing says which token ends a document.
+        ValueError: the file is invalid, or no file defines the end-of-document token.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,22 +57,23 @@ class HuggingFaceTokenizer(Tokenizer):
         self.vocab_size = max(file.ids.values()) + 1
         self.eod, self.bos, self.pad = self._special.eod, self._special.bos, self._special.pad
         with suppress(NotExactError):
-            byte_vocabulary(file, self._special)  # to report errors at once; a training run needs no more, and keeps none of it
+            # Report errors at once. The vocabulary is not kept, because a training run does not need it.
+            build_byte_vocabulary(file, self._special)
 
     @cached_property
     def backend(self) -> ByteBPETokenizer | LibraryTokenizer:
-        """The tokenizer that does the work; made at its first use.
+        """Tokenizer that encodes and decodes, built at its first use.
 
         Raises:
-            ValueError: the `tokenizers` library is needed and not there.
+            ValueError: the `tokenizers` library is required but not installed.
         """
         file = read_tokenizer_json(self._path)
         try:
-            vocabulary = byte_vocabulary(file, self._special)
-            return ByteBPETokenizer(vocabulary, TiktokenEncoder(vocabulary))
+            vocab = build_byte_vocabulary(file, self._special)
+            return ByteBPETokenizer(vocab, TiktokenEncoder(vocab))
         except NotExactError as error:
             tokenizer = LibraryTokenizer(file, self._special, str(error))
-            _log.warning("--tokenizer-model %s is run by the tokenizers library, slower than tiktoken: %s", self._path, error)
+            _log.warning("--tokenizer-model %s uses the tokenizers library, which is slower than tiktoken: %s", self._path, error)
             return tokenizer
 
     def encode_array(self, text: str) -> NDArray[np.integer]:
@@ -81,38 +84,45 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 class LibraryTokenizer(Tokenizer):
-    """A tokenizer.json run by the `tokenizers` library.
+    """Tokenizer for a tokenizer.json that uses the `tokenizers` library.
 
-    Special tokens written out in a text are ordinary text, as everywhere here: the library is configured so, and the end of a
-    document gets a name in it that no text has. Whether ``decode`` gives back a text exactly depends on the file.
+    Special tokens that occur in a text are encoded as ordinary text, as by all tokenizers of this framework. To achieve this, the
+    library is configured accordingly, and the end-of-document token is renamed to a text that does not occur in documents. Whether
+    ``decode`` returns a text exactly depends on the file.
 
     Args:
-        reason: Why tiktoken cannot be used, for messages.
+        file: content of the tokenizer.json.
+        special: ids of the special tokens.
+        reason: why tiktoken cannot be used, for messages.
 
     Raises:
-        ValueError: the library is not installed or refuses the file, or ordinary text could give the end of a document.
+        ValueError: the library is not installed or rejects the file, or ordinary text could be encoded to the end-of-document
+            token.
     """
 
     def __init__(self, file: TokenizerJson, special: SpecialIds, reason: str) -> None:
         self._source = f"--tokenizer-model {file.path}"
-        library = optional("tokenizers", f"{self._source} needs the tokenizers library ({reason})")
+        library = import_optional("tokenizers", f"{self._source} needs the tokenizers library ({reason})")
         self.vocab_size = max(file.ids.values()) + 1
         self.eod, self.bos, self.pad = special.eod, special.bos, special.pad
         self._special_ids = {special.eod, special.bos, special.pad} | {token["id"] for token in file.added if token.get("special")}
-        document = _without_end(file, special.eod, self._source)
+        document = _hide_eod(file, special.eod, self._source)
         try:
             self._tokenizer = library.Tokenizer.from_str(json.dumps(document))
-        except Exception as error:  # the library raises this very class
+        except Exception as error:  # the library raises exactly this class
             raise ValueError(f"{self._source} is not a tokenizer.json that the tokenizers library can read: {error}") from error
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
     def encode_array(self, text: str) -> NDArray[np.integer]:
-        text.encode()  # of half a surrogate pair the library says only that the type is wrong
+        text.encode()  # gives a better message for half a surrogate pair than the library
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         if self.eod in ids:
-            raise ValueError(f"{self._source}: ordinary text gives the id {self.eod}, which ends a document.")
+            raise ValueError(
+                f"{self._source}: ordinary text is encoded to the id {self.eod}, which marks the end of a document, so documents "
+                "would be split inside this text.\n  Use a tokenizer with a separate end-of-document token."
+            )
         return np.array(ids, np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -120,29 +130,34 @@ class LibraryTokenizer(Tokenizer):
         return text
 
 
-def _without_end(file: TokenizerJson, eod: int, source: str) -> dict[str, Any]:
-    """The file with another name for the end of a document, one that is in no text."""
-    name = next(token for token, id in file.ids.items() if id == eod)
-    hidden = f"\0\ue000{name}\ue000\0"
+def _hide_eod(file: TokenizerJson, eod: int, source: str) -> dict[str, Any]:
+    """Return the content of the file with a new name for the end-of-document token that does not occur in any text, so that no text
+    is encoded to this token.
+
+    Raises:
+        ValueError: merges or the unknown token use the end-of-document token.
+    """
+    eod_token = next(token for token, id in file.ids.items() if id == eod)
+    hidden_token = f"\0\ue000{eod_token}\ue000\0"
     document = copy.deepcopy(file.document)
-    document["post_processor"] = None  # it adds special tokens, and names them
+    document["post_processor"] = None  # it refers to special tokens by name
     for token in document.get("added_tokens") or []:
         if token["id"] == eod:
-            token["content"] = hidden
+            token["content"] = hidden_token
             token["special"] = True
     model = document["model"]
     if isinstance(model["vocab"], list):
         for id, entry in enumerate(model["vocab"]):
-            entry[0] = hidden if id == eod else entry[0]
+            entry[0] = hidden_token if id == eod else entry[0]
         return document
-    if file.is_bpe and spells_all_bytes(file):
-        model["unk_token"] = None  # nothing is unknown
-    if model.get("unk_token") == name or any(
-        name in (*parts, "".join(parts)) for parts in map(merge_parts, model.get("merges", ()))
+    if file.is_bpe and covers_all_bytes(file):
+        model["unk_token"] = None  # every byte has a token, so nothing is unknown
+    if model.get("unk_token") == eod_token or any(
+        eod_token in (*tokens, "".join(tokens)) for tokens in map(split_merge, model.get("merges", ()))
     ):
         raise ValueError(
-            f"{source}: ordinary text would give {name!r}, which is to end a document: it must be a token that no merge uses.\n"
-            "  Name another token as eos_token in tokenizer_config.json beside it."
+            f"{source}: ordinary text could be encoded to {eod_token!r}, which ends a document. It must be a token that no merge "
+            "uses.\n  Name another token as eos_token in the tokenizer_config.json next to it."
         )
-    model["vocab"] = {hidden if token == name else token: id for token, id in model["vocab"].items()}
+    model["vocab"] = {hidden_token if token == eod_token else token: id for token, id in model["vocab"].items()}
     return document

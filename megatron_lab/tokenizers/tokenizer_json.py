@@ -1,4 +1,5 @@
-"""Reads Hugging Face's tokenizer.json as far as tiktoken can follow it, and the files beside it that name special tokens."""
+"""Reader of Hugging Face's tokenizer.json and of the files next to it that define special tokens. It builds a byte-level BPE
+vocabulary if tiktoken can reproduce the tokenizer."""
 
 from __future__ import annotations
 
@@ -13,29 +14,30 @@ from megatron_lab.tokenizers.bpe_rules import (
     MergeRules,
     NotExactError,
     Pair,
-    byte_characters,
+    build_byte_chars,
     check_ids,
+    decode_byte_chars,
     read_json,
-    token_bytes,
 )
 
 
 @dataclass(frozen=True)
 class TokenizerJson:
-    """A tokenizer.json and the ids in it."""
+    """Content of a tokenizer.json, after checks of its form, with the ids of its tokens."""
 
     path: Path
     document: dict[str, Any]
+    """Complete content of the file."""
     model: dict[str, Any]
-    """The entry `model` of the document."""
+    """Object `model` in the file: type of the tokenizer, vocabulary and merges."""
     ids: dict[str, int]
-    """Ids of all tokens, added ones included."""
+    """Ids of all tokens, including added tokens."""
     added: tuple[dict[str, Any], ...]
-    """Added tokens: id, content, special and how they are matched."""
+    """Added tokens: id, content, whether the token is special, and options for matching the token in a text."""
 
     @property
     def is_bpe(self) -> bool:
-        """Whether the model is BPE; old files do not name the type."""
+        """Whether the tokenizer is BPE, which is assumed for old files that do not name the type."""
         return self.model.get("type", "BPE" if "merges" in self.model else None) == "BPE"
 
 
@@ -43,76 +45,80 @@ def read_tokenizer_json(path: Path) -> TokenizerJson:
     """Read a tokenizer.json.
 
     Raises:
-        ValueError: it is broken or something else.
+        ValueError: the file is damaged or has a different format.
     """
-    what = "a Hugging Face tokenizer.json"
+    expected = "a Hugging Face tokenizer.json"
     source = f"--tokenizer-model {path}"
-    document = read_json(path, source, what)
+    document = read_json(path, source, expected)
     model = document.get("model") if isinstance(document, dict) else None
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    if not isinstance(model, dict) or not isinstance(vocabulary, dict | list):
-        raise ValueError(f"{source} is not {what}: it has no model with a vocabulary.")
-    if isinstance(vocabulary, list):  # of a unigram model: pairs of token and score
-        if not all(isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str) for entry in vocabulary):
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if not isinstance(model, dict) or not isinstance(vocab, dict | list):
+        raise ValueError(f"{source} is not {expected}: it has no model with a vocabulary.")
+    if isinstance(vocab, list):  # a unigram model has pairs of token and score
+        if not all(isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str) for entry in vocab):
             raise ValueError(f"{source}, model.vocab must be pairs of a token and its score.")
-        vocabulary = {entry[0]: id for id, entry in enumerate(vocabulary)}
-    vocabulary = check_ids(f"{source}, model.vocab", vocabulary)
+        vocab = {entry[0]: id for id, entry in enumerate(vocab)}
+    vocab = check_ids(f"{source}, model.vocab", vocab)
     if model.get("type") == "BPE" and not isinstance(model.get("merges"), list):
-        raise ValueError(f"{source} is of a BPE model but has no merges.\n  The file is not whole: copy it again.")
+        raise ValueError(f"{source} has a BPE model without merges.\n  The file is incomplete: copy it again.")
     added = document.get("added_tokens") or []
     if not all(isinstance(token, dict) and isinstance(token.get("content"), str) for token in added):
         raise ValueError(f"{source}: each of added_tokens must be an object with an id and a content.")
-    ids = check_ids(f"{source}, added_tokens", vocabulary | {token["content"]: token.get("id") for token in added})
+    ids = check_ids(f"{source}, added_tokens", vocab | {token["content"]: token.get("id") for token in added})
     return TokenizerJson(path, document, model, ids, tuple(added))
 
 
-def merge_parts(merge: Any) -> list[str]:
-    """The tokens of a merge, which old files write as one string."""
+def split_merge(merge: Any) -> list[str]:
+    """Return the two tokens of a merge. Old files write a merge as one string with a blank between the tokens."""
     if isinstance(merge, str):
         return merge.split(" ")
-    return [str(part) for part in merge] if isinstance(merge, list) else []
+    return [str(token) for token in merge] if isinstance(merge, list) else []
 
 
-def spells_all_bytes(file: TokenizerJson) -> bool:
-    """Whether texts are split to bytes, each of which has a token."""
-    kinds = _kinds(_parts(file.document.get("pre_tokenizer"), "pretokenizers"))
-    return kinds[-1] == "ByteLevel" and byte_characters().keys() <= file.model["vocab"].keys()
+def covers_all_bytes(file: TokenizerJson) -> bool:
+    """Return whether the tokenizer splits texts into bytes and has a token for every byte, so that it can encode any text."""
+    types = _get_types(_list_steps(file.document.get("pre_tokenizer"), "pretokenizers"))
+    return types[-1] == "ByteLevel" and build_byte_chars().keys() <= file.model["vocab"].keys()
 
 
-def byte_vocabulary(file: TokenizerJson, special: SpecialIds) -> ByteVocabulary:
-    """The byte-level BPE vocabulary in the file, in the style of GPT-2, Llama 3 or Qwen.
+def build_byte_vocabulary(file: TokenizerJson, special_tokens: SpecialIds) -> ByteVocabulary:
+    """Build the byte-level BPE vocabulary of a tokenizer.json, as used by GPT-2, Llama 3 and Qwen.
+
+    Args:
+        file: content of the tokenizer.json.
+        special_tokens: ids of the special tokens.
 
     Raises:
-        ValueError: the parts of the file do not belong together.
-        NotExactError: the file asks for something that `ByteVocabulary` cannot express.
+        ValueError: the entries of the file are inconsistent.
+        NotExactError: `ByteVocabulary` cannot express the tokenizer.
     """
     model, source = file.model, f"--tokenizer-model {file.path}"
     if not file.is_bpe:
-        raise NotExactError(f"its model is of type {model.get('type')}, not byte-level BPE")
-    pattern = _pattern(file.document.get("pre_tokenizer"))
+        raise NotExactError(f"its model has type {model.get('type')}, not byte-level BPE")
+    pattern = _get_pattern(file.document.get("pre_tokenizer"))
     for setting in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(setting):
-            raise NotExactError(f"its model has {setting} = {model[setting]!r}")
-    normalise = _normalises(file.document.get("normalizer"))
-    special_ids = {special.eod} | {token["id"] for token in file.added if token.get("special")}
+            raise NotExactError(f"its model has the setting {setting} = {model[setting]!r}, which tiktoken does not support")
+    uses_nfc = _check_uses_nfc(file.document.get("normalizer"))
+    special_ids = {special_tokens.eod} | {token["id"] for token in file.added if token.get("special")}
 
-    to_byte = byte_characters()
-    ordinary = {token: id for token, id in model["vocab"].items() if id not in special_ids}
-    tokens = {token: raw for token in ordinary if (raw := token_bytes(token, to_byte))}
-    ids = {raw: ordinary[token] for token, raw in tokens.items()}
+    byte_of_char = build_byte_chars()
+    ordinary_ids = {token: id for token, id in model["vocab"].items() if id not in special_ids}
+    bytes_of_token = {token: raw for token in ordinary_ids if (raw := decode_byte_chars(token, byte_of_char))}
+    ids = {raw: ordinary_ids[token] for token, raw in bytes_of_token.items()}
     if not all(bytes([byte]) in ids for byte in range(256)):
         raise NotExactError("its vocabulary lacks some of the 256 bytes")
     ranks: dict[Pair, int] = {}
-    for number, merge in enumerate(model["merges"]):
-        parts = merge_parts(merge)
-        pair = tuple(tokens.get(part, b"") for part in parts)
-        if len(pair) != 2 or "".join(parts) not in model["vocab"]:
+    for i, merge in enumerate(model["merges"]):
+        merge_tokens = split_merge(merge)
+        pair = tuple(bytes_of_token.get(t, b"") for t in merge_tokens)
+        if len(pair) != 2 or "".join(merge_tokens) not in model["vocab"]:
             raise ValueError(
-                f"{source}: merge {number} ({merge!r}) must be two tokens and together make a third, all in the vocabulary.\n"
+                f"{source}: merge {i} ({merge!r}) must be two tokens that together form a third, all in the vocabulary.\n"
                 "  The file is damaged: copy it again."
             )
         if not all(pair) or pair[0] + pair[1] not in ids:
-            raise NotExactError(f"its merge {merge!r} is of special tokens")
+            raise NotExactError(f"its merge {merge!r} contains or forms a special token")
         ranks.setdefault(pair, len(ranks))
     return ByteVocabulary(
         source=source,
@@ -120,76 +126,96 @@ def byte_vocabulary(file: TokenizerJson, special: SpecialIds) -> ByteVocabulary:
         rules=MergeRules(ranks, frozenset(ids) if model.get("ignore_merges") else frozenset()),
         ids=ids,
         num_ids=max(file.ids.values()) + 1,
-        eod=special.eod,
-        bos=special.bos,
-        pad=special.pad,
-        added=_found_in_texts(file, special_ids, normalise),
-        normalise=normalise,
+        eod=special_tokens.eod,
+        bos=special_tokens.bos,
+        pad=special_tokens.pad,
+        added=_collect_added_tokens(file, special_ids, uses_nfc),
+        uses_nfc=uses_nfc,
     )
 
 
-def _parts(step: Any, several: str) -> list[Any]:
-    """The steps of a sequence, which an entry of this name holds, or the only one."""
-    held = step.get(several) if isinstance(step, dict) else None
-    return held if isinstance(held, list) and held else [step]
+def _list_steps(step: Any, list_key: str) -> list[Any]:
+    """Return the steps of a pre-tokenizer or normalizer: its list if it is a sequence, otherwise only itself.
+
+    Args:
+        step: entry of tokenizer.json.
+        list_key: key of the list of steps in a sequence.
+    """
+    steps = step.get(list_key) if isinstance(step, dict) else None
+    return steps if isinstance(steps, list) and steps else [step]
 
 
-def _kinds(parts: list[Any]) -> list[str | None]:
-    return [part.get("type") if isinstance(part, dict) else None for part in parts]
+def _get_types(steps: list[Any]) -> list[str | None]:
+    """Return the type of each step of a pre-tokenizer, such as "ByteLevel"; None if a step has no type."""
+    return [step.get("type") if isinstance(step, dict) else None for step in steps]
 
 
-def _pattern(pre_tokenizer: Any) -> str:
-    """The pattern by which the file splits a text into pieces."""
-    parts = _parts(pre_tokenizer, "pretokenizers")
-    kinds = _kinds(parts)
-    if kinds not in (["ByteLevel"], ["Split", "ByteLevel"]):
-        raise NotExactError(f"its pre-tokenizer is {' and '.join(map(str, kinds))}, not ByteLevel or Split and ByteLevel")
-    if parts[-1].get("add_prefix_space", True):
-        raise NotExactError("its pre-tokenizer puts a blank before each text")
-    if len(parts) == 1:
-        if not parts[0].get("use_regex", True):
+def _get_pattern(pre_tokenizer: Any) -> str:
+    """Return the regular expression with which a pre-tokenizer splits a text into pretokens.
+
+    Raises:
+        NotExactError: texts are not split by exactly one regular expression.
+    """
+    steps = _list_steps(pre_tokenizer, "pretokenizers")
+    types = _get_types(steps)
+    if types not in (["ByteLevel"], ["Split", "ByteLevel"]):
+        raise NotExactError(
+            f"its pre-tokenizer is {' followed by '.join(map(str, types))}; it must be ByteLevel, or Split followed by ByteLevel"
+        )
+    if steps[-1].get("add_prefix_space", True):
+        raise NotExactError("its pre-tokenizer adds a blank before each text, which tiktoken does not do")
+    if len(steps) == 1:
+        if not steps[0].get("use_regex", True):
             raise NotExactError("its pre-tokenizer does not split texts")
         return GPT2_PATTERN
-    split = parts[0]
+    split = steps[0]
     pattern = split.get("pattern")
     pattern = pattern.get("Regex") if isinstance(pattern, dict) else None
-    if parts[1].get("use_regex", True) or pattern is None or split.get("behavior") != "Isolated" or split.get("invert"):
-        raise NotExactError("its pre-tokenizer splits otherwise than once, by a regular expression, and keeping all parts")
+    if steps[1].get("use_regex", True) or pattern is None or split.get("behavior") != "Isolated" or split.get("invert"):
+        raise NotExactError("its pre-tokenizer does not split exactly once, by a regular expression, and keep all parts")
     return str(pattern)
 
 
-def _normalises(normalizer: Any) -> bool:
-    """Whether texts are first brought to Unicode's form NFC."""
+def _check_uses_nfc(normalizer: Any) -> bool:
+    """Return whether the normalizer converts texts to Unicode NFC; False without a normalizer.
+
+    Raises:
+        NotExactError: the normalizer does something other than NFC.
+    """
     if not normalizer:
         return False
-    several = normalizer.get("normalizers") if isinstance(normalizer, dict) else None
-    parts = several if isinstance(several, list) else [normalizer]
-    for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else part
-        if kind != "NFC":
-            raise NotExactError(f"it normalises texts by {kind}")
-    return bool(parts)
+    sequence = normalizer.get("normalizers") if isinstance(normalizer, dict) else None
+    steps = sequence if isinstance(sequence, list) else [normalizer]
+    for step in steps:
+        step_type = step.get("type") if isinstance(step, dict) else step
+        if step_type != "NFC":
+            raise NotExactError(f"its normalizer is {step_type}, not NFC")
+    return bool(steps)
 
 
-def _found_in_texts(file: TokenizerJson, special_ids: set[int], normalise: bool) -> dict[str, int]:
-    """Added tokens that are not special, so that they are found in a text."""
-    found = {}
+def _collect_added_tokens(file: TokenizerJson, special_ids: set[int], uses_nfc: bool) -> dict[str, int]:
+    """Return the ids of the added tokens that are not special. These tokens are matched in texts.
+
+    Raises:
+        NotExactError: a token is matched with options that are not supported.
+    """
+    added_tokens = {}
     for token in file.added:
         if token["id"] in special_ids:
             continue
-        if any(token.get(way) for way in ("single_word", "lstrip", "rstrip")) or (normalise and token.get("normalized")):
-            raise NotExactError(f"its added token {token['content']!r} is matched in a way of its own")
-        found[token["content"]] = token["id"]
-    return found
+        if any(token.get(option) for option in ("single_word", "lstrip", "rstrip")) or (uses_nfc and token.get("normalized")):
+            raise NotExactError(f"its added token {token['content']!r} is matched with options that are not supported")
+        added_tokens[token["content"]] = token["id"]
+    return added_tokens
 
 
-_NAMING = ("tokenizer_config.json", "special_tokens_map.json")
-_NUMBERING = ("generation_config.json", "config.json")
-_KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")
+_NAME_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+_ID_FILES = ("generation_config.json", "config.json")
+_COMMON_EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 
 
 class SpecialIds(NamedTuple):
-    """Ids of tokens with a role."""
+    """Ids of the special tokens eos (end of a document), bos and pad; None if not defined."""
 
     eod: int
     bos: int | None
@@ -197,35 +223,41 @@ class SpecialIds(NamedTuple):
 
 
 def find_special_ids(path: Path, ids: Mapping[str, int]) -> SpecialIds:
-    """Read the roles from the files beside tokenizer.json.
+    """Read the ids of the special tokens from the files next to tokenizer.json.
 
-    The order of the files: tokenizer_config.json and special_tokens_map.json (names), generation_config.json and config.json (ids;
-    if several, the first). A document ends with eos. Where no file names it, it ends with ``<|endoftext|>``, ``<|end_of_text|>``
-    or ``</s>`` if exactly one of them is a token.
+    The files are read in this order: tokenizer_config.json and special_tokens_map.json, which contain names; generation_config.json
+    and config.json, which contain ids (of a list of ids, the first counts). The end-of-document token is the eos token. If no file
+    defines eos and the vocabulary contains exactly one of ``<|endoftext|>``, ``<|end_of_text|>`` and ``</s>``, this token is the
+    end-of-document token.
+
+    Args:
+        path: path of tokenizer.json.
+        ids: ids of all tokens.
 
     Raises:
-        ValueError: no end of document is found, or one of these files is broken.
+        ValueError: there is no end-of-document token, or a file is damaged.
     """
-    eod = _find("eos", path, ids)
+    eod = _find_special_id("eos", path, ids)
     if eod is None:
-        known = [name for name in _KNOWN_ENDS if name in ids]
-        if len(known) != 1:
+        candidates = [name for name in _COMMON_EOD_TOKENS if name in ids]
+        if len(candidates) != 1:
             raise ValueError(
-                f"--tokenizer-model {path}: nothing says which token ends a document: eos_token or eos_token_id stands in none of "
-                f"{', '.join(_NAMING + _NUMBERING)} beside it, and {' and '.join(known) or 'none'} of {', '.join(_KNOWN_ENDS)} "
-                f"{'are' if known else 'is'} in the vocabulary.\n"
-                f'  Write {path.parent / _NAMING[0]} with {{"eos_token": "..."}}.'
+                f"--tokenizer-model {path}: no file defines the token that ends a document: eos_token and eos_token_id are in none "
+                f"of {', '.join(_NAME_FILES + _ID_FILES)} next to it, and {' and '.join(candidates) or 'none'} of "
+                f"{', '.join(_COMMON_EOD_TOKENS)} {'are' if candidates else 'is'} in the vocabulary.\n"
+                f'  Write {path.parent / _NAME_FILES[0]} with {{"eos_token": "..."}}.'
             )
-        eod = ids[known[0]]
-    return SpecialIds(eod, _find("bos", path, ids), _find("pad", path, ids))
+        eod = ids[candidates[0]]
+    return SpecialIds(eod, _find_special_id("bos", path, ids), _find_special_id("pad", path, ids))
 
 
-def _find(role: str, path: Path, ids: Mapping[str, int]) -> int | None:
-    for name in _NAMING + _NUMBERING:
+def _find_special_id(role: str, path: Path, ids: Mapping[str, int]) -> int | None:
+    """Return the id of the special token `role` ("eos", "bos" or "pad"); None if no file defines it."""
+    for name in _NAME_FILES + _ID_FILES:
         file = path.parent / name
         content = read_json(file, str(file), "a JSON object") if file.is_file() else None
-        value = content.get(f"{role}_token" if name in _NAMING else f"{role}_token_id") if isinstance(content, dict) else None
-        if isinstance(value, dict):  # an added token written out in full
+        value = content.get(f"{role}_token" if name in _NAME_FILES else f"{role}_token_id") if isinstance(content, dict) else None
+        if isinstance(value, dict):  # a complete entry of an added token
             value = value.get("content")
         elif isinstance(value, list):
             value = value[0] if value else None

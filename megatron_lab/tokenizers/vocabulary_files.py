@@ -1,4 +1,5 @@
-"""Reads the files of byte-level BPE vocabularies: GPT-2's pair of files, and the two kinds that hold ranks for tiktoken."""
+"""Readers of byte-level BPE vocabulary files: the two files of GPT-2, and two formats for tiktoken that give each token a rank
+(merge priority)."""
 
 from __future__ import annotations
 
@@ -16,59 +17,60 @@ from megatron_lab.tokenizers.bpe_rules import (
     MergeRules,
     Pair,
     RankRules,
-    byte_characters,
-    bytes_without,
+    build_byte_chars,
     check_ids,
+    decode_byte_chars,
+    describe_missing_bytes,
     read_json,
-    token_bytes,
 )
 
-END_OF_TEXT = "<|endoftext|>"
+GPT2_EOD_TOKEN = "<|endoftext|>"
 
 
 def read_gpt2_bpe(vocab_file: Path, merge_file: Path) -> ByteVocabulary:
-    """Read and check vocab.json (or encoder.json) and merges.txt (or vocab.bpe); a document ends with ``<|endoftext|>``.
+    """Read and check the two vocabulary files of GPT-2: vocab.json (or encoder.json) and merges.txt (or vocab.bpe).
 
-    vocab.json gives each token its id, and merges.txt has pairs of tokens to be merged, the first to be merged first. Tokens are
-    written with one printable character a byte (`byte_characters`).
+    vocab.json contains the id of each token. merges.txt contains pairs of tokens in the order in which they are merged. Tokens are
+    written with one printable character per byte (`build_byte_chars`). The end-of-document token is ``<|endoftext|>``.
 
     Raises:
-        ValueError: a file is not what it should be, or the two do not belong together.
+        ValueError: a file is invalid, or the files do not belong to the same tokenizer.
     """
     source = f"--vocab-file {vocab_file}"
-    vocabulary = check_ids(source, read_json(vocab_file, source, "a vocabulary like GPT-2's vocab.json"))
-    if END_OF_TEXT not in vocabulary:
-        raise ValueError(f"{source} has no token {END_OF_TEXT}, which ends a document.\n  Add it with an id of its own.")
-    to_byte = byte_characters()
-    ids = {bytes([byte]): vocabulary[character] for character, byte in to_byte.items() if character in vocabulary}
-    if (told := bytes_without(source, ids)) is not None:
-        raise ValueError(f"{told}\n  Take a byte-level vocabulary like GPT-2's.")
+    vocab = check_ids(source, read_json(vocab_file, source, "a vocabulary like GPT-2's vocab.json"))
+    if GPT2_EOD_TOKEN not in vocab:
+        raise ValueError(f"{source} has no token {GPT2_EOD_TOKEN}, which ends a document.\n  Add it with a separate id.")
+    byte_of_char = build_byte_chars()
+    ids = {bytes([byte]): vocab[char] for char, byte in byte_of_char.items() if char in vocab}
+    if (problem := describe_missing_bytes(source, ids)) is not None:
+        raise ValueError(f"{problem}\n  Use a byte-level vocabulary like GPT-2's.")
     ranks: dict[Pair, int] = {}
-    for number, line in enumerate(_lines(merge_file), start=1):
-        if not line or (number == 1 and line.startswith("#version")):
+    for i, merge in enumerate(_read_merge_lines(merge_file), start=1):
+        if not merge or (i == 1 and merge.startswith("#version")):
             continue
-        parts = line.split(" ")
-        unknown = [part for part in (*parts, "".join(parts)) if part not in vocabulary]
-        pair = tuple(token for part in parts if (token := token_bytes(part, to_byte)) is not None)
-        if len(parts) != 2 or len(pair) != 2 or unknown:
+        tokens = merge.split(" ")
+        unknown = [t for t in (*tokens, "".join(tokens)) if t not in vocab]
+        pair = tuple(token for t in tokens if (token := decode_byte_chars(t, byte_of_char)) is not None)
+        if len(tokens) != 2 or len(pair) != 2 or unknown:
             raise ValueError(
-                f"--merge-file {merge_file}, line {number}: {line!r} must be two tokens and together make a third, all "
+                f"--merge-file {merge_file}, line {i}: {merge!r} must be two tokens that together form a third, all "
                 f"in {vocab_file}{f' (not there: {unknown[-1]!r})' if unknown else ''}.\n  The two files must be of the same "
                 "tokenizer."
             )
-        ids[pair[0] + pair[1]] = vocabulary["".join(parts)]
+        ids[pair[0] + pair[1]] = vocab["".join(tokens)]
         ranks.setdefault(pair, len(ranks))
     return ByteVocabulary(
         source=f"--merge-file {merge_file}",
         pattern=GPT2_PATTERN,
         rules=MergeRules(ranks),
         ids=ids,
-        num_ids=max(vocabulary.values()) + 1,
-        eod=vocabulary[END_OF_TEXT],
+        num_ids=max(vocab.values()) + 1,
+        eod=vocab[GPT2_EOD_TOKEN],
     )
 
 
-def _lines(path: Path) -> list[str]:
+def _read_merge_lines(path: Path) -> list[str]:
+    """Return all lines of merges.txt."""
     try:
         return read_text(path).split("\n")
     except UnicodeDecodeError as error:
@@ -76,63 +78,73 @@ def _lines(path: Path) -> list[str]:
 
 
 def _read_ranks(path: Path, source: str) -> tuple[dict[bytes, int], bool]:
-    """Ranks of tokens, which are also the order of joining; and whether the file is a JSON list as Megatron-LM reads it.
+    """Return the rank (merge priority) of each token, and whether the file is a JSON list as in Megatron-LM.
 
     Raises:
-        ValueError: it is neither, or broken.
+        ValueError: the file is in neither format, or damaged.
     """
     with open_regular(path) as file:
         is_list = file.read(64).lstrip()[:1] in (b"[", b"{")
-    ranks = _from_list(path, source) if is_list else _from_lines(path, source)
-    if (told := bytes_without(source, ranks)) is not None:
-        raise ValueError(f"{told}\n  The file is not whole or of another kind: copy it again.")
+    ranks = _read_rank_list(path, source) if is_list else _read_rank_lines(path, source)
+    if (problem := describe_missing_bytes(source, ranks)) is not None:
+        raise ValueError(f"{problem}\n  The file is incomplete or has another format: copy it again.")
     return ranks, is_list
 
 
-def _from_list(path: Path, source: str) -> dict[bytes, int]:
-    """Read a list of {"rank": 0, "token_bytes": base64, "token_str": ...} in the order of the ranks."""
-    what = 'a JSON list of {"rank", "token_bytes", "token_str"}'
-    entries = read_json(path, source, what)
+def _read_rank_list(path: Path, source: str) -> dict[bytes, int]:
+    """Read the ranks from a JSON list of {"rank": 0, "token_bytes": base64, "token_str": ...}, ordered by rank."""
+    expected = 'a JSON list of {"rank", "token_bytes", "token_str"}'
+    entries = read_json(path, source, expected)
     if not isinstance(entries, list):
-        raise ValueError(f"{source} must be {what}; tokenizer.json is read with --tokenizer-type HuggingFaceTokenizer.")
+        raise ValueError(f"{source} must be {expected}; tokenizer.json is read with --tokenizer-type HuggingFaceTokenizer.")
     ranks: dict[bytes, int] = {}
-    for number, entry in enumerate(entries):
-        if not isinstance(entry, dict) or entry.get("rank") != number or not isinstance(entry.get("token_bytes"), str):
-            raise ValueError(f"{source}, entry {number}: {str(entry)[:100]} should have the rank {number} and token_bytes.")
-        _add(ranks, entry["token_bytes"], number, f"{source}, entry {number}")
+    for rank, entry in enumerate(entries):
+        if not isinstance(entry, dict) or entry.get("rank") != rank or not isinstance(entry.get("token_bytes"), str):
+            raise ValueError(f"{source}, entry {rank}: {str(entry)[:100]} should have the rank {rank} and token_bytes.")
+        _add_token(ranks, entry["token_bytes"], rank, f"{source}, entry {rank}")
     return ranks
 
 
-def _from_lines(path: Path, source: str) -> dict[bytes, int]:
-    """Read lines of a token in base64, a blank and its rank."""
+def _read_rank_lines(path: Path, source: str) -> dict[bytes, int]:
+    """Read the ranks from a text file with one token per line: the token in base64, a blank and its rank."""
     ranks: dict[bytes, int] = {}
-    taken: set[int] = set()
-    for number, line in enumerate(read_regular(path).splitlines(), start=1):
-        words = line.split()
-        place = f"{source}, line {number}"
-        if not words:
+    used_ranks: set[int] = set()
+    for i, line in enumerate(read_regular(path).splitlines(), start=1):
+        columns = line.split()
+        location = f"{source}, line {i}"
+        if not columns:
             continue
-        if len(words) != 2 or not words[1].isdigit():
+        if len(columns) != 2 or not columns[1].isdigit():
             raise ValueError(
-                f"{place}: {line[:60]!r} should be a token in base64, a blank and its rank.\n"
-                "  The file is not whole or of another kind (sentencepiece models are read with --tokenizer-type Llama2Tokenizer)."
+                f"{location}: {line[:60]!r} should be a token in base64, a blank and the rank (merge priority) of the token.\n"
+                "  The file is incomplete or has another format (for sentencepiece models use --tokenizer-type Llama2Tokenizer)."
             )
-        rank = int(words[1])
-        if rank in taken:
-            raise ValueError(f"{place} gives the rank {rank} a second time.\n  The file is damaged: copy it again.")
-        taken.add(rank)
-        _add(ranks, words[0], rank, place)
+        rank = int(columns[1])
+        if rank in used_ranks:
+            raise ValueError(
+                f"{location}: the token rank (merge priority) {rank} occurs a second time.\n  The file is damaged: copy it again."
+            )
+        used_ranks.add(rank)
+        _add_token(ranks, columns[0], rank, location)
     return ranks
 
 
-def _add(ranks: dict[bytes, int], coded: str | bytes, rank: int, place: str) -> None:
+def _add_token(ranks: dict[bytes, int], encoded_token: str | bytes, rank: int, location: str) -> None:
+    """Decode a token and add its rank (merge priority) to `ranks`.
+
+    Args:
+        ranks: ranks read so far.
+        encoded_token: token in base64.
+        rank: rank of the token.
+        location: file and line, for error messages.
+    """
     try:
-        token = base64.b64decode(coded, validate=True)
+        token = base64.b64decode(encoded_token, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise ValueError(f"{place}: {coded!r} is not base64: {error}\n  The file is damaged: copy it again.") from error
+        raise ValueError(f"{location}: {encoded_token!r} is not base64: {error}\n  The file is damaged: copy it again.") from error
     if ranks.setdefault(token, rank) != rank or not token:
         raise ValueError(
-            f"{place}: the token {token!r} is {'there before' if token else 'empty'}.\n  The file is damaged: copy it again."
+            f"{location}: the token {token!r} is {'a duplicate' if token else 'empty'}.\n  The file is damaged: copy it again."
         )
 
 
@@ -144,17 +156,18 @@ PATTERNS = {
         r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
 }
-"""The patterns of Megatron-LM's --tiktoken-pattern, which split texts."""
+"""Regular expressions of Megatron-LM's --tiktoken-pattern, which split a text into pretokens."""
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_OWN_SETTINGS = ("tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens")
-_MEGATRON_SIZE = 2**17  # Megatron-LM's size without --vocab-size
+_TIKTOKEN_SETTINGS = ("tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens")
+_MEGATRON_VOCAB_SIZE = 2**17  # size in Megatron-LM without --vocab-size
 
 
 @dataclass(frozen=True)
-class KnownFile:
-    """A published file. It holds only ranks; the number of its tokens tells which file it is."""
+class PublishedFile:
+    """Published vocabulary file, such as that of a known model. The file contains only ranks; it is identified by its number of
+    tokens."""
 
     name: str
     pattern: str
@@ -163,79 +176,86 @@ class KnownFile:
     bos: int | None = None
 
 
-KNOWN_FILES = {
-    128_000: KnownFile("Llama 3", _LLAMA3, 128_256, eod=128_001, bos=128_000),
-    100_256: KnownFile("cl100k_base", _LLAMA3, 100_277, eod=100_257),
+PUBLISHED_FILES = {
+    128_000: PublishedFile("Llama 3", _LLAMA3, 128_256, eod=128_001, bos=128_000),
+    100_256: PublishedFile("cl100k_base", _LLAMA3, 100_277, eod=100_257),
 }
-"""Sources: for Llama 3, llama3/tokenizer.py of Meta; for cl100k_base, tiktoken_ext/openai_public.py (splits like Llama 3's)."""
+"""Published files by number of tokens. Sources: llama3/tokenizer.py of Meta for Llama 3, and tiktoken_ext/openai_public.py for
+cl100k_base, which splits texts like Llama 3."""
 
 
 def read_tiktoken(path: Path, config: DataConfig) -> ByteVocabulary:
-    """Read a vocabulary for tiktoken, in one of two kinds of files.
+    """Read a vocabulary for tiktoken from a file in one of two formats. Each token has a rank (merge priority).
 
-    A JSON list of ranks has ids as in Megatron-LM. First come --tiktoken-num-special-tokens special ones, of which the first are
-    named (the others are fillers). Then come the tokens by rank, as many as --vocab-size leaves room for (of 131,072 without it).
+    A JSON list of ranks gets the ids that Megatron-LM assigns. The first ids are --tiktoken-num-special-tokens special tokens:
+    those named by --tiktoken-special-tokens, then fillers. The next ids are the tokens by rank, until there are --vocab-size ids
+    (131,072 by default).
 
-    A file of lines, each a token in base64 and its rank, has its ranks as ids. If its size is one of those in `KNOWN_FILES`,
-    pattern and special tokens are those of that file, unless a setting differs. If not, special tokens come after the last rank.
+    In a text file, each line is a token in base64 and its rank, which is also its id. If the number of tokens is in
+    `PUBLISHED_FILES` and no setting of tiktoken is changed, the pattern and the special tokens are those of the published file.
+    Otherwise the special tokens follow the last rank.
 
-    The end of a document is ``</s>`` (or that of the known file); bos is ``<s>`` and pad is ``<pad>`` if they are among the names.
+    The end-of-document token is ``</s>`` (or that of the published file). bos is ``<s>`` and pad is ``<pad>``, if these names are
+    special tokens.
 
     Raises:
-        ValueError: the file is not what it should be, or the settings do not fit it.
+        ValueError: the file is invalid, or the settings do not fit the file.
     """
     source, vocab_size, num_special = f"--tokenizer-model {path}", config.vocab_size, config.tiktoken_num_special_tokens
     ranks, is_list = _read_ranks(path, source)
-    as_default = all(getattr(config, name) == getattr(DataConfig, name) for name in _OWN_SETTINGS)
-    known = KNOWN_FILES.get(len(ranks)) if as_default and not is_list else None
-    if known:
-        if vocab_size not in (None, known.vocab_size):
+    has_default_settings = all(getattr(config, name) == getattr(DataConfig, name) for name in _TIKTOKEN_SETTINGS)
+    published = PUBLISHED_FILES.get(len(ranks)) if has_default_settings and not is_list else None
+    if published:
+        if vocab_size not in (None, published.vocab_size):
             raise ValueError(
-                f"--vocab-size {vocab_size:,} does not fit {source}: with {len(ranks):,} tokens it is {known.name}'s file, whose "
-                f"special tokens make it {known.vocab_size:,}.\n  Leave --vocab-size out."
+                f"--vocab-size {vocab_size:,} does not fit {source}: with {len(ranks):,} tokens it is the file of "
+                f"{published.name}, which has {published.vocab_size:,} ids with its special tokens.\n  Leave --vocab-size out."
             )
-        return ByteVocabulary(source, known.pattern, RankRules(ranks), ranks, known.vocab_size, known.eod, known.bos)
-    _check_names(num_special, config.tiktoken_special_tokens)
-    whole = max(ranks.values()) + 1 + num_special
+        return ByteVocabulary(
+            source, published.pattern, RankRules(ranks), ranks, published.vocab_size, published.eod, published.bos
+        )
+    _check_special_tokens(num_special, config.tiktoken_special_tokens)
+    total_size = max(ranks.values()) + 1 + num_special
     if is_list:
-        size = min(_MEGATRON_SIZE, whole) if vocab_size is None else vocab_size
-        if not num_special + 256 <= size <= whole:
+        size = min(_MEGATRON_VOCAB_SIZE, total_size) if vocab_size is None else vocab_size
+        if not num_special + 256 <= size <= total_size:
             raise ValueError(
                 f"--vocab-size {size:,} does not fit {source}: with --tiktoken-num-special-tokens {num_special:,} it may be "
-                f"from {num_special + 256:,} to {whole:,}."
+                f"from {num_special + 256:,} to {total_size:,}."
             )
         ranks = {token: rank for token, rank in ranks.items() if rank < size - num_special}
-        if bytes_without(source, ranks) is not None:
+        if describe_missing_bytes(source, ranks) is not None:
             raise ValueError(
                 f"{source}: the first {size - num_special:,} tokens lack some of the 256 bytes.\n  Raise --vocab-size."
             )
-    elif vocab_size not in (None, whole):
+    elif vocab_size not in (None, total_size):
         raise ValueError(
-            f"--vocab-size {vocab_size:,} does not fit {source}: its {whole - num_special:,} ranks and "
-            f"--tiktoken-num-special-tokens {num_special:,} make {whole:,}.\n  Leave --vocab-size out."
+            f"--vocab-size {vocab_size:,} does not fit {source}: its {total_size - num_special:,} ranks and "
+            f"--tiktoken-num-special-tokens {num_special:,} make {total_size:,}.\n  Leave --vocab-size out."
         )
-    first_special, shift, size = (0, num_special, size) if is_list else (whole - num_special, 0, whole)
-    special = {name: first_special + number for number, name in enumerate(config.tiktoken_special_tokens)}
+    first_special, rank_offset, size = (0, num_special, size) if is_list else (total_size - num_special, 0, total_size)
+    special_ids = {name: first_special + i for i, name in enumerate(config.tiktoken_special_tokens)}
     return ByteVocabulary(
         source=source,
         pattern=PATTERNS[config.tiktoken_pattern],
         rules=RankRules(ranks),
-        ids={token: rank + shift for token, rank in ranks.items()},
+        ids={token: rank + rank_offset for token, rank in ranks.items()},
         num_ids=size,
-        eod=special["</s>"],
-        bos=special.get("<s>"),
-        pad=special.get("<pad>"),
+        eod=special_ids["</s>"],
+        bos=special_ids.get("<s>"),
+        pad=special_ids.get("<pad>"),
     )
 
 
-def _check_names(num_special_tokens: int, special_tokens: Sequence[str]) -> None:
-    names = " ".join(special_tokens)
+def _check_special_tokens(num_special_tokens: int, special_tokens: Sequence[str]) -> None:
+    """Check that the names of the special tokens are unique, contain ``</s>``, and fit into the number of special tokens."""
+    listing = " ".join(special_tokens)
     if len(set(special_tokens)) < len(special_tokens):
-        raise ValueError(f"--tiktoken-special-tokens {names} names a token twice.")
+        raise ValueError(f"--tiktoken-special-tokens {listing} names a token twice. Remove one of them.")
     if "</s>" not in special_tokens:
-        raise ValueError(f"--tiktoken-special-tokens {names} must name </s>, which ends a document.")
+        raise ValueError(f"--tiktoken-special-tokens {listing} must name </s>, which ends a document.")
     if len(special_tokens) > num_special_tokens:
         raise ValueError(
-            f"--tiktoken-special-tokens {names} are {len(special_tokens)} tokens, more than --tiktoken-num-special-tokens "
+            f"--tiktoken-special-tokens {listing} are {len(special_tokens)} tokens, more than --tiktoken-num-special-tokens "
             f"{num_special_tokens}."
         )
