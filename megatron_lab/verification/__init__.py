@@ -1,1 +1,2 @@
-"""Proves that a layout trains as one plain process does: a reference, runs at a layout on local processes, their comparison."""
+"""Proof that a run at a layout (any combination of parallel axes) trains as one process does: a reference model, runs on local
+processes, and the comparison of both."""

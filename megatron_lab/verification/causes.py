@@ -1,7 +1,9 @@
-"""What a wrong tensor or number looks like: where it differs, and the mistake that makes such a difference.
+"""Causes of a difference: where a tensor or scalar of the layout's run differs from the reference run, and the mistake that
+explains the difference.
 
-A mistake shows in coefficients. A tensor that is its reference times a number was summed too often or divided wrongly; a gradient
-is a sum of what each microbatch gives, an update one of the right update and the weights before. The first such explanation counts.
+The coefficients of the difference identify the mistake. A tensor that is a constant multiple of its reference was summed too often
+or divided wrongly. A gradient is a sum of the contributions of the microbatches. New weights are a combination of the old weights
+and the correct update. `find_cause` tries these explanations in turn and returns the first that fits.
 """
 
 from __future__ import annotations
@@ -14,265 +16,349 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megatron_lab.verification.comparison import ComparedTensors, Comparison, FindingKind, ProofFinding
-from megatron_lab.verification.joined import AXES, HeldPart, JoinedTensor, Measured, combination, constant_ratio, is_near, norm
-from megatron_lab.verification.observation import PlainRun
-from megatron_lab.verification.wording import TOLERANCE, Factor, factor_words, listing, relative
+from megatron_lab.verification.comparison import ComparedTensors, Comparison, FindingType, ProofFinding
+from megatron_lab.verification.joined import (
+    AXIS_NAMES,
+    GatheredTensor,
+    RankTensor,
+    TensorDifference,
+    compute_norm,
+    find_constant_ratio,
+    is_near,
+    solve_combination,
+)
+from megatron_lab.verification.observation import ReferenceRun
+from megatron_lab.verification.wording import TOLERANCE, Factor, compute_relative, explain_factor, format_integers
 
-LISTED = 5
-"""The most further names in a finding."""
-_SUM_ROOM = 1e3 * TOLERANCE
-"""Relative difference at which a sum counts as right: it has the rounding of a few more operations."""
+MAX_LISTED_NAMES = 5
+"""Maximum number of further names that a finding lists."""
+_SUM_TOLERANCE = 1e3 * TOLERANCE
+"""Relative difference below which a sum counts as correct. It allows for the rounding of a few more operations than
+`TOLERANCE`."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """What a wrong tensor looks like. Tensors with the same cause share a finding."""
+    """Explanation of why a tensor differs from its reference. Tensors with equal causes share one finding."""
 
     text: str
-    """Empty if no explanation fits."""
-    notes: tuple[str, ...] = ()
-    """Where it differs, if not everywhere."""
+    """The explanation; empty if no explanation fits."""
+    locations: tuple[str, ...] = ()
+    """Lines of text that name the ranks on which the tensor differs, if not on all, and the axes whose ranks disagree."""
     group: str = ""
     ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
-class WrongTensor:
-    """A tensor that differs from its reference."""
+class DifferingTensor:
+    """Tensor of the layout's run that differs from the reference, with the values needed to explain the difference."""
 
-    joined: JoinedTensor
-    wanted: Tensor
-    measured: Measured
+    actual: GatheredTensor
+    expected: Tensor
+    difference: TensorDifference
 
     @cached_property
-    def parts(self) -> tuple[HeldPart, ...]:
-        """The parts that differ, each by itself; all, if only the whole does."""
-        held = self.joined.held
-        allowed = self.measured.allowed / math.sqrt(len(held))
-        return tuple(each for each in held if not norm(each.part.values - each.part.cut(self.wanted)) <= allowed) or held
+    def rank_tensors(self) -> tuple[RankTensor, ...]:
+        """Local tensors that differ from their slices of the reference. If no single local tensor differs although the full tensor
+        does, all local tensors."""
+        rank_tensors = self.actual.rank_tensors
+        max_distance = self.difference.allowed / math.sqrt(len(rank_tensors))
+        return (
+            tuple(
+                rank_tensor
+                for rank_tensor in rank_tensors
+                if not compute_norm(rank_tensor.local.values - rank_tensor.local.select(self.expected)) <= max_distance
+            )
+            or rank_tensors
+        )
 
     @cached_property
     def values(self) -> Tensor:
-        """The elements of these parts, flat."""
-        return torch.cat([each.part.values.flatten() for each in self.parts])
+        """Elements of `rank_tensors`, flattened and concatenated."""
+        return torch.cat([rank_tensor.local.values.flatten() for rank_tensor in self.rank_tensors])
 
     @property
     def excess(self) -> Tensor:
-        """What these have more than the reference."""
-        return self.values - self.same_of(self.wanted)
+        """Difference between `values` and the reference, flattened."""
+        return self.values - self.select(self.expected)
 
-    def same_of(self, whole: Tensor) -> Tensor:
-        """The same elements of another tensor."""
-        return torch.cat([each.part.cut(whole).flatten() for each in self.parts])
-
-
-Explanation = Callable[[WrongTensor], tuple[str, str]]
-"""An explanation that only tensors of one kind can have, and the group that it is about; empty where it does not fit."""
+    def select(self, full: Tensor) -> Tensor:
+        """Return the elements of a full tensor at the slices of `rank_tensors`, in the order of `values`."""
+        return torch.cat([rank_tensor.local.select(full).flatten() for rank_tensor in self.rank_tensors])
 
 
-def cause_of(wrong: WrongTensor, factors: Sequence[Factor], explain: Explanation) -> Cause:
-    """The cause of a difference."""
-    if wrong.joined.shapes != {tuple(wrong.wanted.shape)}:
-        return Cause(wrong.measured.words())
-    bad = tuple(sorted({each.rank for each in wrong.parts if not each.part.values.isfinite().all()}))
-    if bad:
-        return Cause(f"not finite, on rank {listing(bad)}", ranks=bad)
-    if missing := _missing_sum(wrong):
-        return missing
-    ratio = constant_ratio(wrong.values, wrong.same_of(wrong.wanted))
-    text, group = explain(wrong) if ratio is None else factor_words(ratio, factors)
-    notes, everywhere = [], wrong.joined.held
-    for axis, name in AXES.items():
-        ranks, all_ranks = ({each.coordinates[axis] for each in held} for held in (wrong.parts, everywhere))
-        if ranks != all_ranks:
-            notes.append(f"only on {name} rank {listing(ranks)}")
-    if apart := list(dict.fromkeys(AXES[replicas.axis] for replicas in wrong.joined.ranks_apart())):
-        notes.append(f"the {' and '.join(apart)} ranks hold different values")
-        group = group or apart[0]
-    some, every = ({each.rank for each in held} for held in (wrong.parts, everywhere))
-    return Cause(text, tuple(notes), group, tuple(sorted(some)) if some != every else ())
+Explanation = Callable[[DifferingTensor], tuple[str, str]]
+"""Function that explains a difference of one type of tensor (gradient, weight, output). It returns the explanation and the name
+of the axis that it concerns; both are empty if the explanation does not fit."""
 
 
-_MISSING = "the sum over the {} group is missing: each rank keeps its own part, and the sum of the parts is right"
-_MISSING_OVER = {axis: _MISSING.format(name) for axis, name in AXES.items()}
-_MISSING_OVER["pp"] = (
-    "the tied embedding is not joined: the first and the last stage each keep the gradient of their own use of it, and their sum "
-    "is right"
+def find_cause(tensor: DifferingTensor, factors: Sequence[Factor], explain: Explanation) -> Cause:
+    """Find the cause of a tensor's difference from the reference.
+
+    The checks run in this order: wrong shape, non-finite values, missing sum over an axis, constant factor, and finally `explain`.
+
+    Args:
+        factors: numbers of the run (such as sizes and counts) by which the tensor may be wrongly multiplied or divided.
+        explain: explanation that is specific to the type of the tensor, such as a gradient.
+    """
+    if tensor.actual.shapes != {tuple(tensor.expected.shape)}:
+        return Cause(tensor.difference.describe())
+    nonfinite_ranks = tuple(
+        sorted({rank_tensor.rank for rank_tensor in tensor.rank_tensors if not rank_tensor.local.values.isfinite().all()})
+    )
+    if nonfinite_ranks:
+        return Cause(f"not finite, on rank {format_integers(nonfinite_ranks)}", ranks=nonfinite_ranks)
+    if missing_sum := _find_missing_sum(tensor):
+        return missing_sum
+    ratio = find_constant_ratio(tensor.values, tensor.select(tensor.expected))
+    text, group = explain(tensor) if ratio is None else explain_factor(ratio, factors)
+    locations, all_rank_tensors = [], tensor.actual.rank_tensors
+    for axis, name in AXIS_NAMES.items():
+        axis_ranks, all_axis_ranks = (
+            {holder.coordinates[axis] for holder in rank_tensors} for rank_tensors in (tensor.rank_tensors, all_rank_tensors)
+        )
+        if axis_ranks != all_axis_ranks:
+            locations.append(f"only on {name} rank {format_integers(axis_ranks)}")
+    if replica_axes := list(dict.fromkeys(AXIS_NAMES[replicas.axis] for replicas in tensor.actual.find_differing_replicas())):
+        locations.append(f"the {' and '.join(replica_axes)} ranks hold different values")
+        group = group or replica_axes[0]
+    differing_ranks, all_ranks = (
+        {rank_tensor.rank for rank_tensor in rank_tensors} for rank_tensors in (tensor.rank_tensors, all_rank_tensors)
+    )
+    return Cause(text, tuple(locations), group, tuple(sorted(differing_ranks)) if differing_ranks != all_ranks else ())
+
+
+_MISSING_SUM_TEMPLATE = (
+    "the sum over the {} group is missing: each rank keeps its partial sum, and the total of the partial sums is right"
+)
+_MISSING_SUM_TEXTS = {axis: _MISSING_SUM_TEMPLATE.format(name) for axis, name in AXIS_NAMES.items()}
+_MISSING_SUM_TEXTS["pp"] = (
+    "the gradient of the tied embedding is not reduced: the first and the last stage each keep the gradient of their own use of "
+    "it, and the sum of both is right"
 )
 
 
-def _missing_sum(wrong: WrongTensor) -> Cause | None:
-    """A sum is missing: replicas along one axis hold parts whose sum is what each should hold."""
-    apart = wrong.joined.ranks_apart()
-    for axis, text in _MISSING_OVER.items():
-        along = [replicas for replicas in apart if replicas.axis == axis]
-        if not along:
+def _find_missing_sum(tensor: DifferingTensor) -> Cause | None:
+    """Check whether a reduction is missing: the replicas along one axis hold summands whose sum is the reference.
+
+    A bias that each rank adds before the missing reduction does not hide the cause.
+    """
+    differing_sets = tensor.actual.find_differing_replicas()
+    for axis, text in _MISSING_SUM_TEXTS.items():
+        axis_sets = [replica_set for replica_set in differing_sets if replica_set.axis == axis]
+        if not axis_sets:
             continue
-        bias = ""
-        for replicas in along:
-            wanted = replicas.held[0].part.cut(wrong.wanted)
-            left, allowed = replicas.sum() - wanted, _SUM_ROOM * norm(wanted)
-            if not norm(left) <= allowed:
-                bias = ", but for a bias that each of them adds"
-                if left.dim() < 3 or not norm(left - left[:1, :1]) <= allowed:
+        bias_note = ""
+        for replica_set in axis_sets:
+            expected = replica_set.replicas[0].local.select(tensor.expected)
+            residual, max_residual = replica_set.sum() - expected, _SUM_TOLERANCE * compute_norm(expected)
+            if not compute_norm(residual) <= max_residual:
+                bias_note = ", except for a bias that each rank adds"
+                if residual.dim() < 3 or not compute_norm(residual - residual[:1, :1]) <= max_residual:
                     break
         else:
-            ranks = along[0].ranks
-            return Cause(f"{text}{bias} (ranks {listing(ranks)}, for one)", group=AXES[axis], ranks=ranks)
+            ranks = axis_sets[0].ranks
+            return Cause(f"{text}{bias_note} (for example ranks {format_integers(ranks)})", group=AXIS_NAMES[axis], ranks=ranks)
     return None
 
 
-def not_explained(wrong: WrongTensor) -> tuple[str, str]:
-    """The explanation of tensors of which nothing more is known."""
+def explain_nothing(tensor: DifferingTensor) -> tuple[str, str]:
+    """Return no explanation, for types of tensors without a specific explanation."""
     return "", ""
 
 
-def microbatches_in(plain: PlainRun) -> Explanation:
-    """A gradient of the first step has not each microbatch's contribution once."""
-    tokens = dict(zip(plain.microbatches, plain.microbatch_tokens, strict=True))
+def build_microbatch_explanation(reference: ReferenceRun) -> Explanation:
+    """Build an explanation for gradients of the first step: the gradient does not contain each microbatch's contribution exactly
+    once."""
+    token_counts = dict(zip(reference.microbatches, reference.microbatch_tokens, strict=True))
 
-    def explain(wrong: WrongTensor) -> tuple[str, str]:
-        each = zip(plain.microbatches, plain.contributions[wrong.joined.name], strict=True)
-        counts = combination(wrong.values, {place: wrong.same_of(part) for place, part in each})
-        if counts is None:
+    def explain(tensor: DifferingTensor) -> tuple[str, str]:
+        contributions = zip(reference.microbatches, reference.contributions[tensor.actual.name], strict=True)
+        coefficients = solve_combination(
+            tensor.values, {microbatch: tensor.select(contribution) for microbatch, contribution in contributions}
+        )
+        if coefficients is None:
             return "", ""
-        text = mixture_words(counts, tokens)
-        return text, AXES["dp"] if len({rank for rank, _ in counts}) > 1 and "overwrites" not in text else ""
+        text = describe_microbatch_counts(coefficients, token_counts)
+        return text, AXIS_NAMES["dp"] if len({rank for rank, _ in coefficients}) > 1 and "overwrites" not in text else ""
 
     return explain
 
 
-def mixture_words(counts: Mapping[tuple[int, int], float], tokens: Mapping[tuple[int, int], float]) -> str:
-    """How often each microbatch is in a gradient, where that is not once, and what it looks like.
+def describe_microbatch_counts(coefficients: Mapping[tuple[int, int], float], token_counts: Mapping[tuple[int, int], float]) -> str:
+    """Describe how often a gradient contains the contribution of each microbatch, and which mistake may be the reason. Returns an
+    empty string if all counts are 1.
 
     Args:
-        counts: by (data rank, microbatch).
-        tokens: how many tokens of each count.
+        coefficients: how often the gradient contains the contribution of a microbatch, by (data rank, microbatch).
+        token_counts: number of tokens of each microbatch that count in the loss, by (data rank, microbatch).
     """
-    wrong = {place: value for place, value in counts.items() if not is_near(value, 1)}
-    if not wrong:
+    wrong_coefficients = {
+        microbatch: coefficient for microbatch, coefficient in coefficients.items() if not is_near(coefficient, 1)
+    }
+    if not wrong_coefficients:
         return ""
-    missing = [place for place, value in wrong.items() if is_near(value, 0)]
-    last = dict(sorted(counts))
-    early = [place for place in counts if place[1] != last[place[0]]]
-    of_rank = {rank: math.fsum(tokens[place] for place in counts if place[0] == rank) for rank in last}
-    for each, many in (("microbatch", tokens), ("data rank", {place: of_rank[place[0]] for place in counts})):
-        weights = [many[place] * value for place, value in counts.items()]
+    missing = [microbatch for microbatch, coefficient in wrong_coefficients.items() if is_near(coefficient, 0)]
+    last_microbatches = dict(sorted(coefficients))
+    earlier_microbatches = [microbatch for microbatch in coefficients if microbatch[1] != last_microbatches[microbatch[0]]]
+    rank_token_counts = {
+        rank: math.fsum(token_counts[microbatch] for microbatch in coefficients if microbatch[0] == rank)
+        for rank in last_microbatches
+    }
+    for unit, unit_token_counts in (
+        ("microbatch", token_counts),
+        ("data rank", {microbatch: rank_token_counts[microbatch[0]] for microbatch in coefficients}),
+    ):
+        weights = [unit_token_counts[microbatch] * coefficient for microbatch, coefficient in coefficients.items()]
         if max(weights) - min(weights) < 1e-6 * max(weights):
-            return f"each {each} weighs the same, however many tokens count in it: a mean of means"
-    if missing and set(missing) == set(wrong) == set(early):
+            return f"each {unit} weighs the same, however many tokens count in it: a mean of means"
+    if missing and set(missing) == set(wrong_coefficients) == set(earlier_microbatches):
         return "only the last microbatch is in it: each overwrites those before it"
-    if len(missing) < len(wrong):
-        why = "written or reduced again" if all(is_near(value, round(value)) for value in wrong.values()) else "weighed wrongly"
-    elif len(last) == 1:
-        why = "never added"  # nothing is reduced over one data rank
+    if len(missing) < len(wrong_coefficients):
+        reason = (
+            "written or reduced again"
+            if all(is_near(coefficient, round(coefficient)) for coefficient in wrong_coefficients.values())
+            else "weighed wrongly"
+        )
+    elif len(last_microbatches) == 1:
+        reason = "never added"  # with one data rank there is no reduction
     else:
-        why = "reduced too early, or never added" if set(missing) & set(early) else "reduced before the last gradient was in it"
-    listed = [
-        f"microbatch {number} of data rank {rank} {'is missing' if (rank, number) in missing else f'counts {value:.6g} times'}"
-        for (rank, number), value in list(wrong.items())[:4]
+        reason = (
+            "reduced too early, or never added"
+            if set(missing) & set(earlier_microbatches)
+            else "reduced before the last gradient was in it"
+        )
+    descriptions = [
+        f"microbatch {index} of data rank {rank} {'is missing' if (rank, index) in missing else f'counts {coefficient:.6g} times'}"
+        for (rank, index), coefficient in list(wrong_coefficients.items())[:4]
     ]
-    return f"{', '.join(listed)}{' and others' if len(wrong) > 4 else ''}: {why}"
+    return f"{', '.join(descriptions)}{' and others' if len(wrong_coefficients) > 4 else ''}: {reason}"
 
 
-def left_over(before: Mapping[str, JoinedTensor]) -> Explanation:
-    """A gradient still has that of the step before in it."""
+def build_stale_gradient_explanation(previous: Mapping[str, GatheredTensor]) -> Explanation:
+    """Build an explanation for gradients: the gradient still contains the gradient of the previous step.
 
-    def explain(wrong: WrongTensor) -> tuple[str, str]:
-        found = combination(wrong.excess, {"before": wrong.same_of(before[wrong.joined.name].tensor)})
-        if found is None:
+    Args:
+        previous: gradients of the previous step.
+    """
+
+    def explain(tensor: DifferingTensor) -> tuple[str, str]:
+        coefficients = solve_combination(tensor.excess, {"before": tensor.select(previous[tensor.actual.name].tensor)})
+        if coefficients is None:
             return "", ""
-        times = "" if is_near(found["before"], 1) else f"{found['before']:.6g} times "
-        return f"it still holds {times}the gradient of the step before: what a step has summed is not forgotten at the next", ""
+        times = "" if is_near(coefficients["before"], 1) else f"{coefficients['before']:.6g} times "
+        return f"it still holds {times}the gradient of the step before: gradients are not zeroed between steps", ""
 
     return explain
 
 
-def wrong_update(before: Mapping[str, Tensor]) -> Explanation:
-    """Weights have moved from those before the step by too much, by too little, or with another decay."""
+def build_update_explanation(previous: Mapping[str, Tensor]) -> Explanation:
+    """Build an explanation for weights: the update moved the weight too far or not far enough, or used a different weight decay.
 
-    def explain(wrong: WrongTensor) -> tuple[str, str]:
-        start = wrong.same_of(before[wrong.joined.name])
-        if torch.equal(wrong.values, start):
-            return "the weights are as before: no update reached them", ""
-        found = combination(wrong.excess, {"update": wrong.same_of(wrong.wanted) - start, "weights": start})
-        if found is None:
-            return "differs by no constant factor: clipping, moments or the update rule", ""
-        if not is_near(found["update"], 0):
-            return f"the change is {factor_words(1 + found['update'])[0]}", ""  # sums over groups are right: the gradient is
-        return f"it is too far by {found['weights']:.6g} times the weights before: weight decay acts otherwise than it should", ""
+    Args:
+        previous: weights before the step.
+    """
+
+    def explain(tensor: DifferingTensor) -> tuple[str, str]:
+        start_values = tensor.select(previous[tensor.actual.name])
+        if torch.equal(tensor.values, start_values):
+            return "the weights did not change: no update reached them", ""
+        coefficients = solve_combination(
+            tensor.excess, {"update": tensor.select(tensor.expected) - start_values, "weights": start_values}
+        )
+        if coefficients is None:
+            return "differs by no constant factor: clipping, moments or the update rule are wrong", ""
+        if not is_near(coefficients["update"], 0):
+            # No group: the gradient is right, so the sums over groups are right too.
+            return f"the change is {explain_factor(1 + coefficients['update'])[0]}", ""
+        return (
+            f"it differs by {coefficients['weights']:.6g} times the old weights: weight decay is wrong",
+            "",
+        )
 
     return explain
 
 
-# ---- findings
+# ---- checks that yield findings
 
 
-def tensor_findings(
-    runs: Comparison,
+def check_tensors(
+    comparison: Comparison,
     index: int | None,
-    kind: FindingKind,
+    finding_type: FindingType,
     compared: ComparedTensors,
     lead: str = "",
     *,
     names: Sequence[str] | None = None,
     factors: Sequence[Factor] = (),
-    explain: Explanation = not_explained,
+    explain: Explanation = explain_nothing,
 ) -> Iterator[ProofFinding]:
-    """One finding for each cause of the tensors that differ.
+    """Find the causes of the tensors that differ, and yield one finding for each cause.
 
     Args:
-        lead: words before the cause.
-        names: the tensors in the order of cause; by default all that differ, in that of the forward.
+        index: index of the step; None before the first step.
+        finding_type: type of the findings.
+        lead: text before the cause.
+        names: tensors to explain, in causal order. By default all that differ, in the order of the forward.
+        factors: numbers of the run (sizes, counts) by which a tensor may be wrongly multiplied or divided.
+        explain: explanation that is specific to the type of the tensors.
     """
-    together: dict[Cause, list[str]] = {}
-    for name in compared.differing if names is None else names:
-        wrong = WrongTensor(compared.joined[name], compared.reference[name], compared.measured[name])
-        together.setdefault(cause_of(wrong, factors, explain), []).append(name)
-    for cause, same in together.items():
-        text = cause.text or f"differs by no constant factor ({compared.measured[same[0]].words()})"
-        others = likewise(same)
-        if kind is FindingKind.GRADIENT and len(same) == len(compared.measured) > 1:
-            others = "so are the gradients of all parameters"
-        worst = max(compared.measured[name].relative for name in same)
-        text = sentence(lead, text, *cause.notes, others)
-        yield runs.finding(index, kind, same, text, worst, group=cause.group, ranks=cause.ranks)
+    names_by_cause: dict[Cause, list[str]] = {}
+    for name in compared.differing_names if names is None else names:
+        tensor = DifferingTensor(compared.actual[name], compared.expected[name], compared.differences[name])
+        names_by_cause.setdefault(find_cause(tensor, factors, explain), []).append(name)
+    for cause, cause_names in names_by_cause.items():
+        text = cause.text or f"differs by no constant factor ({compared.differences[cause_names[0]].describe()})"
+        further_names = format_further_names(cause_names)
+        if finding_type is FindingType.GRADIENT and len(cause_names) == len(compared.differences) > 1:
+            further_names = "so are the gradients of all parameters"
+        max_relative = max(compared.differences[name].relative for name in cause_names)
+        text = join_clauses(lead, text, *cause.locations, further_names)
+        yield comparison.build_finding(index, finding_type, cause_names, text, max_relative, group=cause.group, ranks=cause.ranks)
 
 
-def number_findings(
-    runs: Comparison,
+def check_scalar(
+    comparison: Comparison,
     index: int | None,
-    kind: FindingKind,
-    where: str | Sequence[str],
-    what: str,
-    found: float,
-    wanted: float,
-    why: str = "",
+    finding_type: FindingType,
+    location: str | Sequence[str],
+    quantity: str,
+    actual: float,
+    expected: float,
+    hint: str = "",
     *,
-    divides: bool = False,
+    is_divisor: bool = False,
 ) -> Iterator[ProofFinding]:
-    """A finding if two numbers differ by more than rounding.
+    """Yield a finding if a scalar of the layout's run differs from the reference by more than rounding.
 
     Args:
-        why: words on what it can be.
-        divides: the loss and every gradient are divided by it.
+        index: index of the step; None before the first step.
+        location: names of parameters, or a text.
+        quantity: name of the scalar in the finding.
+        hint: text on a possible cause.
+        is_divisor: whether the loss and every gradient are divided by the scalar.
     """
-    if abs(found - wanted) <= TOLERANCE * abs(wanted):
+    if abs(actual - expected) <= TOLERANCE * abs(expected):
         return
-    text = f"{what} is {found:.12g}, the reference's {wanted:.12g}"
-    if math.isfinite(found) and found and wanted:
-        factor, _ = factor_words(wanted / found if divides else found / wanted, runs.factors(index or 0))
-        text += f": {'the loss and every gradient are ' * divides}{factor}"
-    yield runs.finding(index, kind, where, sentence(text, why), relative(found - wanted, wanted))
+    text = f"{quantity} is {actual:.12g}, the reference's {expected:.12g}"
+    if math.isfinite(actual) and actual and expected:
+        factor, _ = explain_factor(expected / actual if is_divisor else actual / expected, comparison.build_factors(index or 0))
+        text += f": {'the loss and every gradient are ' * is_divisor}{factor}"
+    yield comparison.build_finding(
+        index, finding_type, location, join_clauses(text, hint), compute_relative(actual - expected, expected)
+    )
 
 
-def likewise(names: Sequence[str]) -> str:
-    """The names after the first in words."""
-    more = len(names) - 1 - LISTED
-    return f"likewise {', '.join(names[1 : 1 + LISTED])}{f' and {more} others' if more > 0 else ''}" if names[1:] else ""
+def format_further_names(names: Sequence[str]) -> str:
+    """Format all names except the first as text. Returns an empty string if there is only one name."""
+    num_unlisted = len(names) - 1 - MAX_LISTED_NAMES
+    return (
+        f"likewise {', '.join(names[1 : 1 + MAX_LISTED_NAMES])}{f' and {num_unlisted} others' if num_unlisted > 0 else ''}"
+        if names[1:]
+        else ""
+    )
 
 
-def sentence(*parts: str) -> str:
-    """The parts that say something."""
-    return "; ".join(filter(None, parts))
+def join_clauses(*clauses: str) -> str:
+    """Join the non-empty clauses with semicolons."""
+    return "; ".join(filter(None, clauses))

@@ -1,7 +1,7 @@
-"""Whether a run at a layout equals that of one process and, if not, what the cause is. Pure functions of what was observed.
+"""Decide whether a run at a layout equals the reference run, and find the cause if it does not. Pure functions of an observation.
 
-One difference makes others: a wrong activation makes a wrong loss, that wrong gradients, those wrong weights, and these make all
-the following steps wrong. So things are compared in the order in which one causes the next, and the first that differs is reported.
+A difference causes others: a wrong activation makes the loss wrong, and with it the gradients, the weights and all later steps. So
+quantities are compared in causal order, and the first that differs is reported.
 """
 
 from __future__ import annotations
@@ -9,81 +9,90 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron_lab.verification.comparison import Comparison, ComparisonRow, FindingKind, ProofFinding
+from megatron_lab.verification.comparison import Comparison, ComparisonRow, FindingType, ProofFinding
 from megatron_lab.verification.findings import (
-    evaluation_findings,
-    forward_findings,
-    gradient_findings,
-    loss_findings,
-    mask_findings,
-    norm_findings,
-    overwritten_findings,
-    start_findings,
-    update_findings,
+    check_dropout_masks,
+    check_evaluations,
+    check_forward,
+    check_grad_norm,
+    check_gradients,
+    check_loss,
+    check_overwritten,
+    check_start,
+    check_update,
 )
 from megatron_lab.verification.observation import Observation
-from megatron_lab.verification.wording import listing
+from megatron_lab.verification.wording import format_integers
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The result of comparing two runs."""
+    """Verdict on a run at a layout: its differences from the reference run, with their causes."""
 
     findings: tuple[ProofFinding, ...]
-    """Differences in the order of cause: the first is the one to look at."""
+    """Differences in causal order. The first may be the cause of all others."""
     worst: ComparisonRow
-    """The largest difference, measured by what is allowed."""
+    """Row with the largest difference relative to its tolerance."""
     rows: tuple[ComparisonRow, ...]
-    """Every gradient and weight of every step, the worst first."""
+    """A row for every gradient and weight of every step, the largest difference first."""
     num_steps: int
     num_parameters: int
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differs."""
+        """Whether the run at the layout equals the reference run."""
         return not self.findings
 
 
 def diagnose(observation: Observation) -> Diagnosis:
-    """Compare both runs of an observation.
+    """Compare the run at a layout with the reference run.
 
     Raises:
-        ValueError: there is nothing to compare.
+        ValueError: a run has no steps or no weights, so there is nothing to compare.
+        AssertionError: a tensor or scalar differs, but no check reports a finding.
     """
-    runs = Comparison(observation)
-    if not runs.plain.steps or not observation.start:
-        raise ValueError("a run without steps proves nothing")
-    findings = [*start_findings(runs)]
-    if all(finding.kind is FindingKind.INITIAL for finding in findings):  # both runs are then given the same weights
-        findings += _step_findings(runs)
-    rows = runs.tensors()
-    worst = max([*runs.numbers(), *rows], key=lambda row: row.measured.excess)
-    if not findings and worst.measured.differs:
-        raise AssertionError(f"{worst.title} differs by {worst.measured.relative:.2e}, and nothing is found")
-    return Diagnosis(tuple(findings), worst, tuple(rows), runs.num_steps, len(observation.start))
+    comparison = Comparison(observation)
+    if not comparison.reference.steps or not observation.start:
+        raise ValueError("the run recorded no training steps or no weights, so there is nothing to compare")
+    findings = [*check_start(comparison)]
+    if all(finding.kind is FindingType.INITIAL for finding in findings):  # then both runs load the same start weights
+        findings += _check_steps(comparison)
+    rows = comparison.build_tensor_rows()
+    worst = max([*comparison.build_scalar_rows(), *rows], key=lambda row: row.difference.excess)
+    if not findings and worst.difference.differs:
+        raise AssertionError(
+            f"{worst.title} differs by {worst.difference.relative:.2e}, but no check explains the difference. This is "
+            "an error of the checks"
+        )
+    return Diagnosis(tuple(findings), worst, tuple(rows), comparison.num_steps, len(observation.start))
 
 
-def _step_findings(runs: Comparison) -> list[ProofFinding]:
-    """Differences in the first step that has any, and in the evaluations until then."""
-    found: list[ProofFinding] = []
-    agreed = 0
-    for index in range(runs.num_steps):
+def _check_steps(comparison: Comparison) -> list[ProofFinding]:
+    """Return the findings of the first step that has any, and of the evaluations before that step."""
+    findings: list[ProofFinding] = []
+    num_agreeing_steps = 0
+    for index in range(comparison.num_steps):
         if index == 0:
-            found += forward_findings(runs)
-        found += loss_findings(runs, index, forward_agrees=not found)
-        found += gradient_findings(runs, index)
-        if not found:
-            found += norm_findings(runs, index)
-        if not found:
-            found += update_findings(runs, index)
-        found += overwritten_findings(runs, index)
-        if found:
+            findings += check_forward(comparison)
+        findings += check_loss(comparison, index, forward_agrees=not findings)
+        findings += check_gradients(comparison, index)
+        if not findings:
+            findings += check_grad_norm(comparison, index)
+        if not findings:
+            findings += check_update(comparison, index)
+        findings += check_overwritten(comparison, index)
+        if findings:
             break
-        agreed = index + 1
-    if not found and any(len(rank.steps) != len(runs.plain.steps) for rank in runs.ranks):
-        counts = sorted({len(rank.steps) for rank in runs.ranks})
-        text = f"ranks made {listing(counts)} steps, the reference {len(runs.plain.steps)}: the run does not end where it should"
-        found.append(ProofFinding(FindingKind.UPDATE, agreed, "the run", text, math.inf))
-    forward_agrees = not any(finding.kind in (FindingKind.FORWARD, FindingKind.LOSS) and agreed == 0 for finding in found)
-    found += evaluation_findings(runs, agreed) if forward_agrees else ()
-    return found or [*mask_findings(runs)]
+        num_agreeing_steps = index + 1
+    if not findings and any(len(rank.steps) != len(comparison.reference.steps) for rank in comparison.ranks):
+        counts = sorted({len(rank.steps) for rank in comparison.ranks})
+        text = (
+            f"ranks made {format_integers(counts)} steps, the reference {len(comparison.reference.steps)}: "
+            "the run does not end where it should"
+        )
+        findings.append(ProofFinding(FindingType.UPDATE, num_agreeing_steps, "the run", text, math.inf))
+    forward_agrees = not any(
+        finding.kind in (FindingType.FORWARD, FindingType.LOSS) and num_agreeing_steps == 0 for finding in findings
+    )
+    findings += check_evaluations(comparison, num_agreeing_steps) if forward_agrees else ()
+    return findings or [*check_dropout_masks(comparison)]

@@ -1,5 +1,5 @@
-"""The differences between two runs, in the order in which one causes the next: start values, forward, loss, gradients, their norm,
-the update, what the next forward is given, and evaluations."""
+"""Checks that yield the differences between two runs, in causal order: start values, forward, loss, gradients, gradient norm,
+update, parameters of the next forward, and evaluations."""
 
 from __future__ import annotations
 
@@ -12,324 +12,390 @@ from itertools import pairwise
 from megatron.parallel.topology import GRADIENT_AXES
 from megatron.pipeline_parallel.partition import Chunk
 from megatron_lab.verification.causes import (
-    LISTED,
-    WrongTensor,
-    left_over,
-    likewise,
-    microbatches_in,
-    number_findings,
-    sentence,
-    tensor_findings,
-    wrong_update,
+    MAX_LISTED_NAMES,
+    DifferingTensor,
+    build_microbatch_explanation,
+    build_stale_gradient_explanation,
+    build_update_explanation,
+    check_scalar,
+    check_tensors,
+    format_further_names,
+    join_clauses,
 )
-from megatron_lab.verification.comparison import Comparison, FindingKind, ProofFinding
-from megatron_lab.verification.joined import AXES, JoinedTensor, norm
+from megatron_lab.verification.comparison import Comparison, FindingType, ProofFinding
+from megatron_lab.verification.joined import AXIS_NAMES, GatheredTensor, compute_norm
 from megatron_lab.verification.wording import (
     NEGLIGIBLE,
     TOLERANCE,
-    forward_order,
-    layer_of,
-    listing,
-    place_words,
-    relative,
-    stages_of,
+    compute_relative,
+    find_stages,
+    format_integers,
+    format_location,
+    get_layer_index,
+    list_activations,
 )
 
 _EVERYTHING = "all parameters"
 
 
-# ---- before anything is computed
+# ---- before the first step
 
 
-def start_findings(runs: Comparison) -> Iterator[ProofFinding]:
-    """Differences before the first step."""
-    yield from layer_findings(runs.table, runs.config.model.num_layers, runs.observation.start)
-    yield from _parameter_findings(runs)
-    lead = "is not what the run was given: values are loaded or published wrongly"
-    yield from tensor_findings(runs, None, FindingKind.START, runs.start, lead)
-    lead = "is initialised to other values than in one process: initialisation depends on the layout"
-    yield from tensor_findings(runs, None, FindingKind.INITIAL, runs.initial, lead)
+def check_start(comparison: Comparison) -> Iterator[ProofFinding]:
+    """Yield the differences that exist before the first step: in the layer table, the set of parameters and their initial
+    values."""
+    yield from check_layer_table(comparison.layer_table, comparison.config.model.num_layers, comparison.observation.start)
+    yield from _check_parameters(comparison)
+    lead = "differs from the given start weights: values are loaded wrongly, or copied wrongly to the model"
+    yield from check_tensors(comparison, None, FindingType.START, comparison.start, lead)
+    lead = "is initialized to values that differ from those of one process: initialization depends on the layout"
+    yield from check_tensors(comparison, None, FindingType.INITIAL, comparison.initial, lead)
 
 
-def layer_findings(table: Sequence[Chunk], num_layers: int, parameters: Iterable[str] = ()) -> Iterator[ProofFinding]:
-    """Check that the table gives each layer to one chunk, in order.
+def check_layer_table(layer_table: Sequence[Chunk], num_layers: int, parameters: Iterable[str] = ()) -> Iterator[ProofFinding]:
+    """Check that the layer table assigns each layer to exactly one chunk, and layers to chunks in order.
 
     Args:
         parameters: names of the model's parameters.
     """
 
-    def finding(names: Sequence[str], text: str) -> ProofFinding:
-        place, stages = place_words(names[0], table), tuple(stages_of(names[0], table))
-        return ProofFinding(FindingKind.PARAMETERS, 0, place, text, math.inf, tuple(names), stages)
+    def build_finding(names: Sequence[str], text: str) -> ProofFinding:
+        location, stages = format_location(names[0], layer_table), tuple(find_stages(names[0], layer_table))
+        return ProofFinding(FindingType.PARAMETERS, 0, location, text, math.inf, tuple(names), stages)
 
     for layer in range(num_layers):
-        chunks = [chunk for chunk in table if layer in chunk.layers]
+        chunks = [chunk for chunk in layer_table if layer in chunk.layers]
         if len(chunks) != 1:
             text = "the layer is dropped: the layer table gives it to no stage, so it is never computed and never trained"
             if chunks:
-                text = f"the layer is doubled: chunks {listing(chunk.index for chunk in chunks)} both hold it"
-            yield finding([f"layers.{layer}", *(each for each in parameters if layer_of(each) == layer)], text)
-    for before, chunk in pairwise(chunk for chunk in sorted(table, key=lambda chunk: chunk.index) if chunk.layers):
-        first, last = chunk.layers[0], before.layers[-1]
+                text = f"the layer is doubled: chunks {format_integers(chunk.index for chunk in chunks)} both hold it"
+            yield build_finding([f"layers.{layer}", *(name for name in parameters if get_layer_index(name) == layer)], text)
+    for previous, chunk in pairwise(chunk for chunk in sorted(layer_table, key=lambda chunk: chunk.index) if chunk.layers):
+        first, last = chunk.layers[0], previous.layers[-1]
         if first <= last:
-            behind = f"behind layer {last} of chunk {before.index}"
-            text = f"the layers are out of order: chunk {chunk.index} begins with layer {first}, {behind}"
-            yield finding([f"layers.{first}"], text)
+            behind = f"after layer {last} of chunk {previous.index}"
+            text = f"the layers are out of order: chunk {chunk.index} starts with layer {first}, {behind}"
+            yield build_finding([f"layers.{first}"], text)
             return
 
 
-def _parameter_findings(runs: Comparison) -> Iterator[ProofFinding]:
-    """Check that each parameter is held whole, and no other is."""
-    held, wanted = runs.start.joined, runs.observation.start
-    for name in dict.fromkeys([*wanted, *held]):
-        if layer_of(name) is not None and not stages_of(name, runs.table):
-            continue  # a finding about the whole layer says it already
+def _check_parameters(comparison: Comparison) -> Iterator[ProofFinding]:
+    """Check that the ranks together hold every element of each parameter, with the right shape, and no unknown parameter."""
+    actual, expected = comparison.start.actual, comparison.observation.start
+    for name in dict.fromkeys([*expected, *actual]):
+        if get_layer_index(name) is not None and not find_stages(name, comparison.layer_table):
+            continue  # check_layer_table reports the missing layer
         text = ""
-        if name not in wanted:
+        if name not in expected:
             text = "the model of these settings has no such parameter"
-        elif name not in held:
+        elif name not in actual:
             text = "no rank holds it"
-        elif held[name].shapes != {tuple(wanted[name].shape)}:
-            shapes = ", ".join(str(list(found)) for found in sorted(held[name].shapes))
-            text = f"ranks take its whole shape for {shapes}; it is {list(wanted[name].shape)}"
-        elif held[name].holes:
-            text = f"no rank holds {held[name].holes:,} of its {wanted[name].numel():,} elements"
+        elif actual[name].shapes != {tuple(expected[name].shape)}:
+            shapes = ", ".join(str(list(shape)) for shape in sorted(actual[name].shapes))
+            text = f"ranks report the full shape {shapes}; it should be {list(expected[name].shape)}"
+        elif actual[name].num_missing:
+            text = f"no rank holds {actual[name].num_missing:,} of its {expected[name].numel():,} elements"
         if text:
-            yield runs.finding(None, FindingKind.PARAMETERS, [name], text)
+            yield comparison.build_finding(None, FindingType.PARAMETERS, [name], text)
 
 
 # ---- forward and loss
 
 
-def _times_computed(runs: Comparison, joined: JoinedTensor) -> Counter[tuple[int, int]]:
-    """How often each microbatch, as (data rank, number), was computed: by the tokens that one tensor rank of each pipeline has."""
-    parallel = runs.config.parallel
-    tokens = runs.config.model.seq_length // (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
-    seen: Counter[tuple[int, int]] = Counter()
-    for each in joined.held:
-        if each.coordinates["tp"] == 0:
-            seen[_microbatch(runs, each.part.offsets[0])] += each.part.values.shape[1]
-    return Counter({place: -(-count // tokens) if count >= tokens else 0 for place, count in seen.items()})
+def _count_computations(comparison: Comparison, actual: GatheredTensor) -> Counter[tuple[int, int]]:
+    """Count how often each microbatch was computed, by (data rank, microbatch).
+
+    The count is the number of recorded tokens on tensor rank 0 of each pipeline, divided by the tokens of a microbatch.
+    """
+    parallel = comparison.config.parallel
+    tokens_per_microbatch = comparison.config.model.seq_length // (
+        parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    )
+    token_counts: Counter[tuple[int, int]] = Counter()
+    for rank_tensor in actual.rank_tensors:
+        if rank_tensor.coordinates["tp"] == 0:
+            token_counts[_get_microbatch(comparison, rank_tensor.local.offsets[0])] += rank_tensor.local.values.shape[1]
+    return Counter(
+        {
+            microbatch: -(-count // tokens_per_microbatch) if count >= tokens_per_microbatch else 0
+            for microbatch, count in token_counts.items()
+        }
+    )
 
 
-_PARTS = {
-    "embedding": "what the embedding gives",
-    "projection": "what the norms and the projection of the depth give",
-    "attention": "what the attention gives",
-    "mlp": "what the MLP gives",
+_OUTPUT_NAMES = {
+    "embedding": "the output of the embedding",
+    "projection": "the output of the norms and the projection of the MTP layer",
+    "attention": "the output of attention",
+    "mlp": "the output of the MLP",
 }
 
 
-def forward_findings(runs: Comparison) -> Iterator[ProofFinding]:
-    """The first module, in the order of the forward, that is not computed once or has another output."""
-    seen, model = runs.activations, runs.config.model
-    for name in forward_order(model.num_layers, depths=model.mtp_num_layers, compiled=runs.config.speed.compile):
-        joined = seen.joined.get(name, JoinedTensor(name, ()))
-        times = _times_computed(runs, joined)
-        if wrong := [place for place in runs.plain.microbatches if times[place] != 1]:
+def check_forward(comparison: Comparison) -> Iterator[ProofFinding]:
+    """Yield a finding for the first wrong module in the order of the forward: one that is not computed exactly once, or whose
+    output differs."""
+    compared, model = comparison.activations, comparison.config.model
+    for name in list_activations(model.num_layers, num_mtp_layers=model.mtp_num_layers, compiled=comparison.config.speed.compile):
+        actual = compared.actual.get(name, GatheredTensor(name, ()))
+        num_computations = _count_computations(comparison, actual)
+        if wrong_microbatches := [
+            microbatch for microbatch in comparison.reference.microbatches if num_computations[microbatch] != 1
+        ]:
             text = "it is never computed: dropped from the forward"
-            if times:
-                data_rank, number = min(wrong)
-                text = f"computed {listing(times[place] for place in wrong)} times instead of once "
-                text += f"(microbatch {number} of data rank {data_rank} is the first such)"
-            yield runs.finding(0, FindingKind.FORWARD, [name], text)
+            if num_computations:
+                data_rank, microbatch_index = min(wrong_microbatches)
+                counts = format_integers(num_computations[microbatch] for microbatch in wrong_microbatches)
+                text = (
+                    f"computed {counts} times instead of once (microbatch {microbatch_index} of data rank {data_rank}, for example)"
+                )
+            yield comparison.build_finding(0, FindingType.FORWARD, [name], text)
             return
-        measured = seen.measured[name]
-        if measured.differs:
-            part = _PARTS.get(name.rpartition(".")[2], "the residual stream behind the layer")
-            notes = [f"{part} differs, though all before it agrees"]
-            for chunk in runs.table if name.endswith(".attention") else ():
-                if not chunk.first and len(chunk.layers) and chunk.layers.start == layer_of(name):
-                    sender = runs.table[chunk.index - 1].stage
-                    notes.append(f"it is the first layer of its chunk, so what arrived from stage {sender} may be wrong too")
-            if measured.rows:
-                notes.append(f"only in microbatch {listing(_microbatch(runs, sample)[1] for sample in measured.rows)}")
-            yield from tensor_findings(
-                runs,
+        difference = compared.differences[name]
+        if difference.differs:
+            output_name = _OUTPUT_NAMES.get(name.rpartition(".")[2], "the residual stream after the layer")
+            clauses = [f"{output_name} differs, although all earlier outputs agree"]
+            for chunk in comparison.layer_table if name.endswith(".attention") else ():
+                if not chunk.is_first and len(chunk.layers) and chunk.layers.start == get_layer_index(name):
+                    sender = comparison.layer_table[chunk.index - 1].stage
+                    clauses.append(f"it is the first layer of its chunk, so the input from stage {sender} may be wrong too")
+            if difference.rows:
+                clauses.append(
+                    f"only in microbatch {format_integers(_get_microbatch(comparison, sample)[1] for sample in difference.rows)}"
+                )
+            yield from check_tensors(
+                comparison,
                 0,
-                FindingKind.FORWARD,
-                seen,
-                sentence(*notes),
+                FindingType.FORWARD,
+                compared,
+                join_clauses(*clauses),
                 names=[name],
-                factors=runs.factors(0),
-                explain=_wrong_positions,
+                factors=comparison.build_factors(0),
+                explain=_explain_positions,
             )
             return
 
 
-def _microbatch(runs: Comparison, sample: int) -> tuple[int, int]:
-    """Data rank and index of the microbatch of a sample in the first step."""
-    return runs.plain.microbatches[sample // runs.config.training.micro_batch_size]
+def _get_microbatch(comparison: Comparison, sample: int) -> tuple[int, int]:
+    """Return (data rank, microbatch) of a sample of the first step."""
+    return comparison.reference.microbatches[sample // comparison.config.training.micro_batch_size]
 
 
-def _wrong_positions(wrong: WrongTensor) -> tuple[str, str]:
-    """Which tokens of the samples differ. The first token attends to itself alone, so queries and keys do not matter."""
-    far = (wrong.joined.tensor - wrong.wanted).norm(dim=2) / wrong.wanted.norm(dim=2).clamp(min=1e-300)
-    bad = (~(far <= 10 * TOLERANCE)).any(dim=0).nonzero().flatten().tolist()
-    if not bad or len(bad) == far.shape[1]:
+def _explain_positions(tensor: DifferingTensor) -> tuple[str, str]:
+    """Explain a difference of attention outputs by the positions at which tokens differ.
+
+    The first token of a sample attends only to itself, so its attention output does not depend on queries and keys.
+    """
+    relative_differences = (tensor.actual.tensor - tensor.expected).norm(dim=2) / tensor.expected.norm(dim=2).clamp(min=1e-300)
+    positions = (~(relative_differences <= 10 * TOLERANCE)).any(dim=0).nonzero().flatten().tolist()
+    if not positions or len(positions) == relative_differences.shape[1]:
         return "", ""
-    text = f"positions {listing(bad)} differ, the others agree"
-    if wrong.joined.name.endswith(".attention") and bad[0] > 0:
+    text = f"positions {format_integers(positions)} differ, the others agree"
+    if tensor.actual.name.endswith(".attention") and positions[0] > 0:
         text += (
-            " (the first token of a sample attends to itself alone, and is right: so are values and projections; "
-            "queries and keys are not: rotary positions, the scale or the mask)"
+            " (the first token of a sample attends only to itself and is right, so values and projections are right; "
+            "queries and keys are wrong: rotary positions, the scale or the mask)"
         )
     return text, ""
 
 
-def loss_findings(runs: Comparison, index: int, *, forward_agrees: bool) -> Iterator[ProofFinding]:
-    """Differences in the count of samples and tokens, the sum of the loss and their quotient, in the step of this index."""
-    mine, plain = runs.steps(index)
-    numbers = partial(number_findings, runs, index)
-    batch, samples, why = "the global batch", runs.num_samples(index), "the batch size, or its ramp-up"
-    if wrong := [*numbers(FindingKind.COUNT, batch, "the number of samples", samples, plain.num_samples, why)]:
-        yield from wrong
+def check_loss(comparison: Comparison, index: int, *, forward_agrees: bool) -> Iterator[ProofFinding]:
+    """Yield differences in the number of samples and tokens, the loss sum and the mean loss of the step with this index.
+
+    Args:
+        forward_agrees: whether the outputs of all layers agree.
+    """
+    rank_step, reference_step = comparison.get_steps(index)
+    check = partial(check_scalar, comparison, index)
+    location, num_samples, hint = "the global batch", comparison.num_samples(index), "the batch size, or its ramp-up"
+    if findings := [*check(FindingType.COUNT, location, "the number of samples", num_samples, reference_step.num_samples, hint)]:
+        yield from findings
         return
-    counted = sum(rank.steps[index].token_count for rank in runs.ranks)
-    summed = sum(rank.steps[index].loss_sum for rank in runs.ranks)
-    why = "all layers agree, so it is the final norm, the output layer, the cross entropy, labels or masks"
+    token_count = sum(rank.steps[index].token_count for rank in comparison.ranks)
+    loss_sum = sum(rank.steps[index].loss_sum for rank in comparison.ranks)
+    hint = "all layers agree, so it is the final norm, the output layer, the cross entropy, labels or masks"
     if index:
-        why = "the weights are right, so it is the samples, or values of parameters that are used before they arrive"
-    why = why if forward_agrees else ""
-    yield from numbers(FindingKind.COUNT, batch, "the count of tokens", counted, plain.token_count, divides=True)
-    yield from numbers(FindingKind.LOSS, runs.place("output"), "the sum of the loss over the tokens", summed, plain.loss_sum, why)
-    yield from numbers(FindingKind.LOSS, batch, "the mean loss", mine.loss, plain.loss)
-    told = sorted({rank.steps[index].loss for rank in runs.ranks})
-    if len(told) > 1 and all(map(math.isfinite, told)):
-        text = f"ranks report {len(told)} different losses: {', '.join(f'{loss:.12g}' for loss in told[:3])}"
-        yield runs.finding(index, FindingKind.LOSS, "the ranks' reports", text, relative(told[-1] - told[0], plain.loss))
+        hint = "the weights are right, so it is the samples, or values of parameters that are used before they arrive"
+    hint = hint if forward_agrees else ""
+    yield from check(FindingType.COUNT, location, "the count of tokens", token_count, reference_step.token_count, is_divisor=True)
+    yield from check(
+        FindingType.LOSS,
+        comparison.describe_location("output"),
+        "the sum of the loss over the tokens",
+        loss_sum,
+        reference_step.loss_sum,
+        hint,
+    )
+    yield from check(FindingType.LOSS, location, "the mean loss", rank_step.loss, reference_step.loss)
+    losses = sorted({rank.steps[index].loss for rank in comparison.ranks})
+    if len(losses) > 1 and all(map(math.isfinite, losses)):
+        text = f"ranks report {len(losses)} different losses: {', '.join(f'{loss:.12g}' for loss in losses[:3])}"
+        yield comparison.build_finding(
+            index, FindingType.LOSS, "the ranks' reports", text, compute_relative(losses[-1] - losses[0], reference_step.loss)
+        )
 
 
 # ---- gradients and update
 
 
-def gradient_findings(runs: Comparison, index: int) -> Iterator[ProofFinding]:
-    """Differences in the gradients of the step of this index, in the order of backward."""
-    compared = runs.gradients[index]
-    explain = left_over(runs.gradients[index - 1].joined) if index else microbatches_in(runs.plain)
-    names = compared.differing[::-1]
-    factors = runs.factors(index)
-    yield from tensor_findings(runs, index, FindingKind.GRADIENT, compared, names=names, factors=factors, explain=explain)
+def check_gradients(comparison: Comparison, index: int) -> Iterator[ProofFinding]:
+    """Yield differences in the gradients of the step with this index, in the order of the backward."""
+    compared = comparison.gradients[index]
+    explain = (
+        build_stale_gradient_explanation(comparison.gradients[index - 1].actual)
+        if index
+        else build_microbatch_explanation(comparison.reference)
+    )
+    names = compared.differing_names[::-1]
+    factors = comparison.build_factors(index)
+    yield from check_tensors(comparison, index, FindingType.GRADIENT, compared, names=names, factors=factors, explain=explain)
 
 
-def norm_findings(runs: Comparison, index: int) -> Iterator[ProofFinding]:
-    """Differences in the global norm of a step whose gradients agree: each element must be counted once."""
-    mine, plain = runs.steps(index)
-    counted: Counter[str] = Counter()
-    for rank in runs.ranks:
-        counted.update(rank.steps[index].counted_squares)
-    wrong = {}
-    for name, gradient in plain.gradients.items():
-        wanted = norm(gradient) ** 2
-        if abs(counted[name] - wanted) > 1e-6 * wanted + NEGLIGIBLE * plain.grad_norm**2:
-            wrong[name] = f"{name} is {f'counted {counted[name] / wanted:.6g} times' if counted[name] else 'not counted'}"
-    why = "each element is counted once, so it is the sum of squares over the world"
-    if wrong:
-        why = f"{', '.join(list(wrong.values())[:LISTED])}; clipping takes its factor from this norm"
-    where = list(wrong) or _EVERYTHING
-    yield from number_findings(runs, index, FindingKind.NORM, where, "the norm", mine.grad_norm, plain.grad_norm, why)
+def check_grad_norm(comparison: Comparison, index: int) -> Iterator[ProofFinding]:
+    """Yield differences in the global gradient norm of a step whose gradients agree. The norm must count each element once."""
+    rank_step, reference_step = comparison.get_steps(index)
+    squared_norms: Counter[str] = Counter()
+    for rank in comparison.ranks:
+        squared_norms.update(rank.steps[index].squared_norms)
+    descriptions = {}
+    for name, gradient in reference_step.gradients.items():
+        expected = compute_norm(gradient) ** 2
+        if abs(squared_norms[name] - expected) > 1e-6 * expected + NEGLIGIBLE * reference_step.grad_norm**2:
+            descriptions[name] = (
+                f"{name} is {f'counted {squared_norms[name] / expected:.6g} times' if squared_norms[name] else 'not counted'}"
+            )
+    hint = "each element is counted once, so it is the sum of squares over the world"
+    if descriptions:
+        hint = f"{', '.join(list(descriptions.values())[:MAX_LISTED_NAMES])}; clipping takes its factor from this norm"
+    location = list(descriptions) or _EVERYTHING
+    yield from check_scalar(
+        comparison, index, FindingType.NORM, location, "the norm", rank_step.grad_norm, reference_step.grad_norm, hint
+    )
 
 
-def update_findings(runs: Comparison, index: int) -> Iterator[ProofFinding]:
-    """Differences in what the update is made with and in the weights, after a step whose gradients and norm agree."""
-    mine, plain = runs.steps(index)
-    if mine.skipped:
+def check_update(comparison: Comparison, index: int) -> Iterator[ProofFinding]:
+    """Yield differences in the inputs of the update (learning rate, weight decay) and in the new weights, after a step whose
+    gradients and norm agree."""
+    rank_step, reference_step = comparison.get_steps(index)
+    if rank_step.skipped:
         text = "the step was skipped: the loss scaler took the gradient for an overflow"
-        yield runs.finding(index, FindingKind.UPDATE, _EVERYTHING, text)
+        yield comparison.build_finding(index, FindingType.UPDATE, _EVERYTHING, text)
         return
-    numbers = partial(number_findings, runs, index, FindingKind.UPDATE, _EVERYTHING)
-    yield from numbers("the learning rate", mine.learning_rate, plain.learning_rate, "the schedule")
-    yield from numbers("the weight decay", mine.weight_decay, plain.weight_decay, "the schedule")
-    weights = runs.weights[index]
-    if weights.differing:
-        explain = wrong_update(runs.plain.steps[index - 1].weights if index else runs.observation.start)
+    check = partial(check_scalar, comparison, index, FindingType.UPDATE, _EVERYTHING)
+    yield from check("the learning rate", rank_step.learning_rate, reference_step.learning_rate, "the schedule")
+    yield from check("the weight decay", rank_step.weight_decay, reference_step.weight_decay, "the schedule")
+    weights = comparison.weights[index]
+    if weights.differing_names:
+        explain = build_update_explanation(comparison.reference.steps[index - 1].weights if index else comparison.observation.start)
         lead = "the gradient is right, the update is not"
-        yield from tensor_findings(runs, index, FindingKind.UPDATE, weights, lead, explain=explain)
+        yield from check_tensors(comparison, index, FindingType.UPDATE, weights, lead, explain=explain)
         return
-    lead = "the optimizer holds the right values, but the next forward uses others: the update was not carried to the parameters"
-    yield from tensor_findings(runs, index, FindingKind.REPLICAS, runs.parameters[index], lead)
-    for what, compared in (("main parameters", weights), ("parameters", runs.parameters[index])):
-        for name, joined in compared.joined.items():
-            for replicas in joined.ranks_apart()[:1]:
-                group, ranks = AXES[replicas.axis], replicas.ranks
+    lead = (
+        "the optimizer holds the right values, but the next forward uses others: the new values were not copied to the parameters"
+    )
+    yield from check_tensors(comparison, index, FindingType.REPLICAS, comparison.parameters[index], lead)
+    for quantity, compared in (("main parameters", weights), ("parameters", comparison.parameters[index])):
+        for name, actual in compared.actual.items():
+            for replica_set in actual.find_differing_replicas()[:1]:
+                group, ranks = AXIS_NAMES[replica_set.axis], replica_set.ranks
                 text = (
-                    f"{what} that several ranks hold are not the same bits on ranks {listing(ranks)} of a {group} group: they will "
-                    "drift apart"
+                    f"replicas of {quantity} differ between ranks {format_integers(ranks)} of a {group} group: they are not "
+                    "the same bits and will drift apart"
                 )
-                yield runs.finding(index, FindingKind.REPLICAS, [name], text, replicas.apart(), group=group, ranks=ranks)
+                yield comparison.build_finding(
+                    index, FindingType.REPLICAS, [name], text, replica_set.max_difference(), group=group, ranks=ranks
+                )
                 return
 
 
-def overwritten_findings(runs: Comparison, index: int) -> Iterator[ProofFinding]:
-    """Tensors that a step wrote to while they were being sent. Here other ranks got the old content; on a cluster it is chance."""
-    found = {rank.rank: rank.steps[index].overwritten for rank in runs.ranks if rank.steps[index].overwritten}
-    if found:
-        places = next(iter(found.values()))
-        text = sentence("it was written to before it had left, so that chance decides what arrives", likewise(places))
-        yield runs.finding(index, FindingKind.TRANSFER, places[0], text, ranks=list(found))
+def check_overwritten(comparison: Comparison, index: int) -> Iterator[ProofFinding]:
+    """Yield a finding for tensors that a step overwrote while they were being sent.
+
+    In this local run, the receivers got the old content. On a cluster, they may get either the old or the new content.
+    """
+    tensors_by_rank = {rank.rank: rank.steps[index].overwritten for rank in comparison.ranks if rank.steps[index].overwritten}
+    if tensors_by_rank:
+        tensors = next(iter(tensors_by_rank.values()))
+        text = join_clauses(
+            "it was overwritten before it was sent, so the receiver gets old or new values by chance", format_further_names(tensors)
+        )
+        yield comparison.build_finding(index, FindingType.TRANSFER, tensors[0], text, ranks=list(tensors_by_rank))
 
 
-def evaluation_findings(runs: Comparison, up_to: int) -> Iterator[ProofFinding]:
-    """The first difference in the evaluations with weights that agree.
+def check_evaluations(comparison: Comparison, num_agreeing_steps: int) -> Iterator[ProofFinding]:
+    """Yield the first evaluation whose loss differs although the weights agree.
 
     Args:
-        up_to: number of steps after which the weights still agree.
+        num_agreeing_steps: number of steps after which the weights still agree.
     """
-    why = (
+    hint = (
         "though training with the same weights agrees: dropout is on where it should be off, parameters are used before they "
-        "arrive, or the batches, their masks or their count are others than in training"
+        "arrive, or the batches, their masks or their number are wrong"
     )
-    what, where = "the mean loss of an evaluation", "the held-out batches"
-    both = zip(runs.ranks[0].evaluations[: up_to + 1], runs.plain.evaluations, strict=False)
-    for number, (found, wanted) in enumerate(both):
-        after = number - 1 if number else None
-        if told := [*number_findings(runs, after, FindingKind.EVALUATION, where, what, found, wanted, why)]:
-            yield from told
+    quantity, location = "the mean loss of an evaluation", "the held-out batches"
+    losses = zip(comparison.ranks[0].evaluations[: num_agreeing_steps + 1], comparison.reference.evaluations, strict=False)
+    for index, (actual, expected) in enumerate(losses):
+        step_index = index - 1 if index else None
+        if findings := [*check_scalar(comparison, step_index, FindingType.EVALUATION, location, quantity, actual, expected, hint)]:
+            yield from findings
             return
 
 
-# ---- dropout, which all else is compared without
+# ---- dropout masks, from a separate step: all other steps run without dropout
 
 
-def mask_findings(runs: Comparison) -> Iterator[ProofFinding]:
-    """The first dropout mask that is drawn for two things, or of which ranks that hold the same values draw two.
+def check_dropout_masks(comparison: Comparison) -> Iterator[ProofFinding]:
+    """Yield a finding for the first dropout mask that is wrong: used twice, or different on ranks that hold equal values.
 
-    A mask is for a microbatch, a place in the model, and the tokens and channels that a rank holds there: all attention heads are
-    divided over the tensor ranks, other values only under sequence parallelism.
+    A mask belongs to a microbatch, a site in the model, and the tokens and channels that a rank holds there. Attention heads are
+    always split over the tensor ranks; other values only under sequence parallelism.
     """
-    divided = runs.config.parallel.sequence_parallel
-    drawn: dict[tuple[object, ...], dict[int, int]] = {}  # by what the mask is for: the rank that first drew each seed
-    users: dict[int, tuple[tuple[object, ...], int]] = {}
-    for rank in runs.ranks:
-        at = rank.coordinates
+    splits_sequence = comparison.config.parallel.sequence_parallel
+    seeds_by_use: dict[tuple[object, ...], dict[int, int]] = {}  # use of a mask -> seed -> first rank that drew it
+    users: dict[int, tuple[tuple[object, ...], int]] = {}  # seed -> first use and rank
+    for rank in comparison.ranks:
+        coordinates = rank.coordinates
         for mask in rank.masks:
-            axes = (*GRADIENT_AXES, "tp") if divided or mask.site == "attention" else GRADIENT_AXES
-            use = (mask.layer, mask.site, mask.microbatch, *(at[axis] for axis in axes))
-            seeds = drawn.setdefault(use, {})
-            other, first = users.setdefault(mask.seed, (use, rank.rank))
-            place = mask.site if mask.site == "embedding" else f"layers.{mask.layer}.{mask.site}"
-            say = partial(ProofFinding, FindingKind.DROPOUT, 1, place)
+            axes = (*GRADIENT_AXES, "tp") if splits_sequence or mask.site == "attention" else GRADIENT_AXES
+            use = (mask.layer, mask.site, mask.microbatch, *(coordinates[axis] for axis in axes))
+            seeds = seeds_by_use.setdefault(use, {})
+            first_use, first_rank = users.setdefault(mask.seed, (use, rank.rank))
+            location = mask.site if mask.site == "embedding" else f"layers.{mask.layer}.{mask.site}"
+            build_finding = partial(ProofFinding, FindingType.DROPOUT, 1, location)
             if mask.seed not in seeds and seeds:
-                before = next(iter(seeds.values()))
-                if before == rank.rank:
-                    text = "is drawn again in backward, but as another one: the gradient is not that of the forward"
-                    yield say(text, math.inf, ranks=(before,))
+                previous_rank = next(iter(seeds.values()))
+                if previous_rank == rank.rank:
+                    text = "is drawn again in backward with another seed: the gradient does not match the forward"
+                    yield build_finding(text, math.inf, ranks=(previous_rank,))
                     return
-                text = f"differs on ranks {listing((before, rank.rank))}, which hold the same values: they no longer agree"
-                yield say(text, math.inf, group=_apart(runs, before, rank.rank), ranks=(before, rank.rank))
+                ranks = format_integers((previous_rank, rank.rank))
+                text = f"differs on ranks {ranks}, although they hold the same values: these no longer agree"
+                yield build_finding(
+                    text,
+                    math.inf,
+                    group=_find_differing_axis(comparison, previous_rank, rank.rank),
+                    ranks=(previous_rank, rank.rank),
+                )
                 return
             seeds.setdefault(mask.seed, rank.rank)
-            if other != use:
-                group = _apart(runs, first, rank.rank) if other[:3] == use[:3] else ""
-                where = f"ranks {listing((first, rank.rank))} of a {group} group" if group else f"rank {rank.rank}"
-                what = "different tokens or channels" if group else "another layer, site or microbatch"
-                yield say(
-                    f"is repeated on {where}, for {what}: it must be drawn anew", math.inf, group=group, ranks=(first, rank.rank)
+            if first_use != use:
+                group = _find_differing_axis(comparison, first_rank, rank.rank) if first_use[:3] == use[:3] else ""
+                location_text = (
+                    f"ranks {format_integers((first_rank, rank.rank))} of a {group} group" if group else f"rank {rank.rank}"
+                )
+                other_use = "different tokens or channels" if group else "another layer, site or microbatch"
+                yield build_finding(
+                    f"is repeated on {location_text}, for {other_use}: each needs a mask of its own",
+                    math.inf,
+                    group=group,
+                    ranks=(first_rank, rank.rank),
                 )
                 return
 
 
-def _apart(runs: Comparison, one: int, other: int) -> str:
-    """The axis, in words, along which two ranks have different places: the first, if there are several."""
-    places = {rank.rank: rank.coordinates for rank in runs.ranks}
-    return next((AXES[axis] for axis, place in places[one].items() if place != places[other][axis]), "")
+def _find_differing_axis(comparison: Comparison, first_rank: int, second_rank: int) -> str:
+    """Return the name of the first axis along which two ranks have different coordinates."""
+    coordinates = {rank.rank: rank.coordinates for rank in comparison.ranks}
+    return next(
+        (AXIS_NAMES[axis] for axis, coordinate in coordinates[first_rank].items() if coordinate != coordinates[second_rank][axis]),
+        "",
+    )

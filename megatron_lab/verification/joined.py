@@ -1,4 +1,5 @@
-"""Tensors joined from the parts of all ranks: whether ranks that hold the same part agree, and how far it is from the reference."""
+"""Full tensors gathered from the local tensors of all ranks: check that replicas agree, and measure how far a tensor is from its
+reference."""
 
 from __future__ import annotations
 
@@ -11,253 +12,280 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from megatron_lab.verification.observation import RankObservation, TensorPart
-from megatron_lab.verification.wording import NEGLIGIBLE, ROUNDING, TOLERANCE, relative, relative_words, short
+from megatron_lab.verification.observation import LocalTensor, RankObservation
+from megatron_lab.verification.wording import (
+    NEGLIGIBLE,
+    ROUNDING,
+    TOLERANCE,
+    compute_relative,
+    format_factor,
+    format_relative_difference,
+)
 
-AXES = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline"}
-"""The field's names for the ranks along an axis."""
+AXIS_NAMES = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline"}
+"""Names of the axes in findings and reports."""
 
 
 @dataclass(frozen=True)
-class HeldPart:
-    """A part of a tensor, and the rank that holds it."""
+class RankTensor:
+    """Local tensor and the rank that holds it."""
 
     rank: int
     coordinates: Mapping[str, int]
-    part: TensorPart
+    local: LocalTensor
 
 
 @dataclass(frozen=True)
 class ReplicaSet:
-    """Ranks that differ on one axis only and hold the same box of a tensor."""
+    """Replicas of a tensor's slice: local tensors of ranks that differ only in their coordinate along one axis."""
 
     axis: str
-    held: tuple[HeldPart, ...]
+    replicas: tuple[RankTensor, ...]
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Their numbers."""
-        return tuple(each.rank for each in self.held)
+        """Global ranks of the replicas."""
+        return tuple(replica.rank for replica in self.replicas)
 
-    def agree(self) -> bool:
-        """Whether they hold the same bits."""
-        return all(torch.equal(each.part.values, self.held[0].part.values) for each in self.held)
+    def are_equal(self) -> bool:
+        """Check whether all replicas are equal bit by bit."""
+        return all(torch.equal(replica.local.values, self.replicas[0].local.values) for replica in self.replicas)
 
-    def apart(self) -> float:
-        """The largest difference from the first, as a share of its norm."""
-        first = self.held[0].part.values
-        return max(relative(norm(each.part.values - first), norm(first)) for each in self.held)
+    def max_difference(self) -> float:
+        """Return the largest difference of a replica from the first replica: the norm of the difference as a share of the first
+        replica's norm."""
+        first = self.replicas[0].local.values
+        return max(compute_relative(compute_norm(replica.local.values - first), compute_norm(first)) for replica in self.replicas)
 
     def sum(self) -> Tensor:
-        """The sum of what they hold."""
-        return torch.stack([each.part.values for each in self.held]).sum(dim=0)
+        """Return the sum of the replicas, to check whether they are summands that were not reduced."""
+        return torch.stack([replica.local.values for replica in self.replicas]).sum(dim=0)
 
 
 @dataclass(frozen=True)
-class JoinedTensor:
-    """One tensor of the model, as all ranks together hold it."""
+class GatheredTensor:
+    """Tensor of the model, gathered as the local tensors of all ranks."""
 
     name: str
-    held: tuple[HeldPart, ...]
+    rank_tensors: tuple[RankTensor, ...]
 
     @cached_property
     def tensor(self) -> Tensor:
-        """The whole tensor. If several ranks hold an element, the first counts; it is zero where none does (see `holes`)."""
-        return self._filled[0]
+        """Full tensor in float64. An element that several ranks hold is taken from the first of them. Elements that no rank holds
+        are zero and counted by `num_missing`."""
+        return self._tensor_and_num_missing[0]
 
     @property
-    def holes(self) -> int:
+    def num_missing(self) -> int:
         """Number of elements that no rank holds."""
-        return self._filled[1]
+        return self._tensor_and_num_missing[1]
 
     @property
     def shapes(self) -> set[tuple[int, ...]]:
-        """The global shapes that ranks report: one, if all is well."""
-        return {each.part.shape for each in self.held}
+        """Global shapes that the ranks report. More than one shape is an error of the layout."""
+        return {rank_tensor.local.shape for rank_tensor in self.rank_tensors}
 
-    def versions(self) -> Iterator[Tensor]:
-        """The whole tensor; then, for each holder whose part differs from it, the tensor with that part."""
+    def iter_versions(self) -> Iterator[Tensor]:
+        """Yield the full tensor. Then, for each local tensor that differs from it, yield a version of the full tensor with the
+        values of that local tensor."""
         yield self.tensor
-        for each in self.held:
-            if each.part.shape == tuple(self.tensor.shape) and not torch.equal(each.part.cut(self.tensor), each.part.values):
+        for rank_tensor in self.rank_tensors:
+            if rank_tensor.local.shape == tuple(self.tensor.shape) and not torch.equal(
+                rank_tensor.local.select(self.tensor), rank_tensor.local.values
+            ):
                 version = self.tensor.clone()
-                version[each.part.box.index] = each.part.values
+                version[rank_tensor.local.tensor_slice.index] = rank_tensor.local.values
                 yield version
 
-    def ranks_apart(self) -> list[ReplicaSet]:
-        """Sets of ranks that hold the same part, axis by axis, but do not agree on it."""
-        found = []
-        for axis in AXES:
-            sets: dict[object, list[HeldPart]] = {}
-            for each in self.held:
-                others = tuple(sorted((a, at) for a, at in each.coordinates.items() if a != axis))
-                sets.setdefault((others, each.part.box), []).append(each)
-            found += [ReplicaSet(axis, tuple(same)) for same in sets.values()]
-        return [replicas for replicas in found if not replicas.agree()]
+    def find_differing_replicas(self) -> list[ReplicaSet]:
+        """Find the replicas with different values, for one axis after the other."""
+        replica_sets = []
+        for axis in AXIS_NAMES:
+            replicas_by_slice: dict[object, list[RankTensor]] = {}
+            for rank_tensor in self.rank_tensors:
+                other_coordinates = tuple(sorted((a, coordinate) for a, coordinate in rank_tensor.coordinates.items() if a != axis))
+                replicas_by_slice.setdefault((other_coordinates, rank_tensor.local.tensor_slice), []).append(rank_tensor)
+            replica_sets += [ReplicaSet(axis, tuple(equal_slices)) for equal_slices in replicas_by_slice.values()]
+        return [replica_set for replica_set in replica_sets if not replica_set.are_equal()]
 
     @cached_property
-    def _filled(self) -> tuple[Tensor, int]:
-        first = self.held[0].part
+    def _tensor_and_num_missing(self) -> tuple[Tensor, int]:
+        first = self.rank_tensors[0].local
         shape = first.shape
-        if tuple(first.values.shape) == shape and not any(first.offsets):  # the first holds it all
+        if tuple(first.values.shape) == shape and not any(first.offsets):  # the first rank holds the full tensor
             return first.values.to(torch.float64, copy=True), 0
-        tensor, missing = torch.zeros(shape, dtype=torch.float64), torch.ones(shape, dtype=torch.bool)
-        for each in self.held:
-            if each.part.shape != shape:
+        tensor, is_missing = torch.zeros(shape, dtype=torch.float64), torch.ones(shape, dtype=torch.bool)
+        for rank_tensor in self.rank_tensors:
+            if rank_tensor.local.shape != shape:
                 continue
-            index = each.part.box.index
-            tensor[index] = torch.where(missing[index], each.part.values, tensor[index])
-            missing[index] = False
-        return tensor, int(missing.sum())
+            index = rank_tensor.local.tensor_slice.index
+            tensor[index] = torch.where(is_missing[index], rank_tensor.local.values, tensor[index])
+            is_missing[index] = False
+        return tensor, int(is_missing.sum())
 
 
-def join(ranks: Sequence[RankObservation], parts: Sequence[Sequence[TensorPart]]) -> dict[str, JoinedTensor]:
-    """Every tensor of which some rank holds a part, by name, from the parts of each rank."""
-    found: dict[str, list[HeldPart]] = {}
-    for rank, held in zip(ranks, parts, strict=True):
-        for part in held:
-            found.setdefault(part.name, []).append(HeldPart(rank.rank, rank.coordinates, part))
-    return {name: JoinedTensor(name, tuple(held)) for name, held in found.items()}
+def gather_tensors(ranks: Sequence[RankObservation], local_tensors: Sequence[Sequence[LocalTensor]]) -> dict[str, GatheredTensor]:
+    """Collect the local tensors of all ranks into one `GatheredTensor` for each parameter; the result is keyed by the parameter's
+    name.
+
+    Args:
+        local_tensors: local tensors of each rank, in the order of `ranks`.
+    """
+    rank_tensors: dict[str, list[RankTensor]] = {}
+    for rank, rank_locals in zip(ranks, local_tensors, strict=True):
+        for local in rank_locals:
+            rank_tensors.setdefault(local.name, []).append(RankTensor(rank.rank, rank.coordinates, local))
+    return {name: GatheredTensor(name, tuple(tensors)) for name, tensors in rank_tensors.items()}
 
 
 @dataclass(frozen=True)
-class Measured:
-    """The difference of a tensor from its reference."""
+class TensorDifference:
+    """Difference of a tensor from its reference."""
 
-    difference: float
-    """Norm of the difference; infinite where the shapes are not the same."""
-    size: float
+    distance: float
+    """Norm of the difference; infinite if the shapes differ."""
+    reference_norm: float
     """Norm of the reference."""
     allowed: float
-    """The largest difference that rounding can explain."""
+    """Largest distance that rounding can explain."""
     scale: float
-    """The unit of `relative`: the reference's norm, a small share of the global norm where that is more, or the whole global norm
-    where the reference is negligible."""
+    """Norm by which `distance` is divided to give `relative`: the norm of the reference, but at least a small share of the
+    global norm. If the reference is negligible, the global norm."""
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     ratio: float | None = None
-    """The factor of the tensor over the reference, if nothing else differs."""
+    """Constant factor between the tensor and its reference; None if no constant factor explains the difference."""
     rows: tuple[int, ...] = ()
-    """Rows that differ (indices of the first dimension), if not all do."""
+    """Indices along the first dimension at which the tensor differs; empty if it differs at all of them."""
 
     @property
     def differs(self) -> bool:
-        """Whether the difference is more than rounding."""
-        return not self.difference <= self.allowed  # written so that NaN differs
+        """Whether the difference is larger than rounding can explain."""
+        return not self.distance <= self.allowed  # True for NaN
 
     @property
     def relative(self) -> float:
-        """The difference as a share of the scale: infinite if that is zero, or if anything is not finite."""
-        return relative(self.difference, self.scale)
+        """Distance divided by `scale`. Infinite if the scale is zero or a value is not finite."""
+        return compute_relative(self.distance, self.scale)
 
     @property
     def relative_allowed(self) -> float:
-        """The share of the scale that rounding can explain."""
-        return relative(self.allowed, self.scale)
+        """Allowed distance divided by `scale`."""
+        return compute_relative(self.allowed, self.scale)
 
     @property
     def excess(self) -> float:
-        """The difference over what is allowed."""
-        if self.allowed and not math.isnan(self.difference):
-            return self.difference / self.allowed
-        return math.inf if self.difference else 0.0
+        """Distance divided by the allowed distance."""
+        if self.allowed and not math.isnan(self.distance):
+            return self.distance / self.allowed
+        return math.inf if self.distance else 0.0
 
-    def words(self) -> str:
-        """The difference in words."""
+    def describe(self) -> str:
+        """Describe the difference as text: its relative size, a constant factor if there is one, and the rows that differ."""
         if self.shapes[0] != self.shapes[1]:
             return f"shape {list(self.shapes[0])}, reference {list(self.shapes[1])}"
-        notes = [relative_words(self.difference, self.size)]
-        notes += [] if self.ratio is None else [f"{short(self.ratio)}x the reference"]
-        notes += [f"{rows_words(self.rows)} of {self.shapes[0][0]}"] if self.rows else []
-        return "; ".join(notes)
+        clauses = [format_relative_difference(self.distance, self.reference_norm)]
+        clauses += [] if self.ratio is None else [f"{format_factor(self.ratio)}x the reference"]
+        clauses += [f"{format_rows(self.rows)} of {self.shapes[0][0]}"] if self.rows else []
+        return "; ".join(clauses)
 
 
-def measure(
+def measure_difference(
     actual: Tensor, reference: Tensor, *, global_norm: float = 0.0, tolerance: float = TOLERANCE, slack: float = 0.0
-) -> Measured:
-    """Compare a tensor with its reference.
+) -> TensorDifference:
+    """Measure the difference of a tensor from its reference.
 
     Args:
-        global_norm: norm of all tensors of the kind together. Its rounding is allowed; what is negligible beside it is compared
-            absolutely.
-        tolerance: relative; with 0, rounding is not allowed either.
-        slack: allowed in addition, absolute.
+        global_norm: joint norm of all tensors of the same type. Rounding errors of values of this size are allowed. If the
+            reference is negligible relative to this norm, the difference is measured relative to this norm.
+        tolerance: allowed relative difference; 0 allows no rounding either.
+        slack: additional absolute difference that is allowed.
     """
     shapes = tuple(actual.shape), tuple(reference.shape)
     a, b = actual.detach().double().cpu(), reference.detach().double().cpu()
-    size, negligible = norm(b), NEGLIGIBLE * global_norm
-    scale = max(size, ROUNDING / tolerance * global_norm) if tolerance else size
-    allowed, scale = (tolerance * scale, scale) if size >= negligible else (negligible, global_norm)
+    reference_norm, negligible = compute_norm(b), NEGLIGIBLE * global_norm
+    scale = max(reference_norm, ROUNDING / tolerance * global_norm) if tolerance else reference_norm
+    allowed, scale = (tolerance * scale, scale) if reference_norm >= negligible else (negligible, global_norm)
     allowed += slack
     if shapes[0] != shapes[1]:
-        return Measured(math.inf, size, allowed, scale, shapes)
-    found = Measured(norm(a - b), size, allowed, scale, shapes)
-    if not found.differs:
-        return found
-    return Measured(found.difference, size, allowed, scale, shapes, constant_ratio(a, b), differing_rows(a, b, allowed))
+        return TensorDifference(math.inf, reference_norm, allowed, scale, shapes)
+    difference = TensorDifference(compute_norm(a - b), reference_norm, allowed, scale, shapes)
+    if not difference.differs:
+        return difference
+    return TensorDifference(
+        difference.distance, reference_norm, allowed, scale, shapes, find_constant_ratio(a, b), find_differing_rows(a, b, allowed)
+    )
 
 
-def joint_norm(tensors: Iterable[Tensor]) -> float:
-    """Norm of all elements together."""
-    return math.hypot(*(norm(tensor) for tensor in tensors))
+def compute_joint_norm(tensors: Iterable[Tensor]) -> float:
+    """Compute the norm of the concatenation of all tensors."""
+    return math.hypot(*(compute_norm(tensor) for tensor in tensors))
 
 
-def norm(tensor: Tensor) -> float:
-    """Square root of the sum of squares, summed in float64."""
+def compute_norm(tensor: Tensor) -> float:
+    """Compute the square root of the sum of squares in float64."""
     return tensor.detach().double().square().sum().sqrt().item()
 
 
-_CONSTANT = 1e-6
-"""A coefficient this near to a whole number counts as that number."""
-_EXPLAINED = 1e-7
-"""A tensor is a combination of others if at most this share of it is left."""
+_COEFFICIENT_TOLERANCE = 1e-6
+"""Largest difference of a coefficient from a target value to count as equal."""
+_MAX_RESIDUAL = 1e-7
+"""A tensor counts as a linear combination of others if the norm of the residual is at most this share of its norm."""
 
 TermName = TypeVar("TermName")
 
 
-def combination(found: Tensor, terms: Mapping[TermName, Tensor]) -> dict[TermName, float] | None:
-    """The coefficients with which tensors add up to another, by least squares; without those that are zero.
+def solve_combination(tensor: Tensor, terms: Mapping[TermName, Tensor]) -> dict[TermName, float] | None:
+    """Find the coefficients with which the sum of `terms` equals a tensor, by least squares.
+
+    Terms that are zero everywhere get no coefficient.
 
     Returns:
-        None where they do not add up to it, or do so in several ways.
+        The coefficients by name, or None if no combination of the terms equals the tensor or the coefficients are not unique.
     """
     present = {name: term.flatten() for name, term in terms.items() if term.any()}
-    if not present or found.numel() <= len(present):  # as many unknowns as numbers explain anything
+    if not present or tensor.numel() <= len(present):  # with as many unknowns as elements, any tensor has a solution
         return None
     matrix = torch.stack(list(present.values()), dim=1)
-    if not (found.isfinite().all() and matrix.isfinite().all()):
+    if not (tensor.isfinite().all() and matrix.isfinite().all()):
         return None
     scale = matrix.norm(dim=0)
-    solved = torch.linalg.lstsq(matrix / scale, found.reshape(-1, 1), driver="gelsd")
-    if int(solved.rank) < len(present):
+    solution = torch.linalg.lstsq(matrix / scale, tensor.reshape(-1, 1), driver="gelsd")
+    if int(solution.rank) < len(present):
         return None
-    left = matrix / scale @ solved.solution - found.reshape(-1, 1)
-    if norm(left) > _EXPLAINED * norm(found):
+    residual = matrix / scale @ solution.solution - tensor.reshape(-1, 1)
+    if compute_norm(residual) > _MAX_RESIDUAL * compute_norm(tensor):
         return None
-    return dict(zip(present, (solved.solution.squeeze(1) / scale).tolist(), strict=True))
+    return dict(zip(present, (solution.solution.squeeze(1) / scale).tolist(), strict=True))
 
 
-def is_near(value: float, number: float) -> bool:
-    """Whether a coefficient counts as a number."""
-    return abs(value - number) < _CONSTANT
+def is_near(value: float, target: float) -> bool:
+    """Check whether a coefficient of a combination equals the value `target` up to rounding."""
+    return abs(value - target) < _COEFFICIENT_TOLERANCE
 
 
-def constant_ratio(a: Tensor, b: Tensor) -> float | None:
-    """The factor of a over b, if there is one and it is not 1: the sign of a wrong scale, a missing sum, or one made twice."""
-    found = combination(a, {"b": b})
-    return None if found is None or is_near(found["b"], 1) else found["b"]
+def find_constant_ratio(a: Tensor, b: Tensor) -> float | None:
+    """Return the constant factor by which `a` is a multiple of `b`. Returns None if no such factor exists or it is 1.
+
+    A constant factor indicates a wrong scale, a missing sum or a sum that is computed twice.
+    """
+    coefficients = solve_combination(a, {"b": b})
+    return None if coefficients is None or is_near(coefficients["b"], 1) else coefficients["b"]
 
 
-def differing_rows(a: Tensor, b: Tensor, allowed: float) -> tuple[int, ...]:
-    """Which rows differ, if not all do: the sign of a wrong slice."""
+def find_differing_rows(a: Tensor, b: Tensor, allowed: float) -> tuple[int, ...]:
+    """Return the indices along the first dimension at which two tensors differ by more than `allowed`.
+
+    Returns () if all rows differ: only a difference in some of the rows indicates that a wrong slice was used.
+    """
     if a.dim() == 0 or len(a) < 2:
         return ()
-    rows = (a - b).flatten(1).norm(dim=1) if a.dim() > 1 else (a - b).abs()
-    bad = (~(rows <= allowed / math.sqrt(len(rows)))).nonzero().flatten().tolist()
-    return tuple(bad) if len(bad) < len(rows) else ()
+    row_distances = (a - b).flatten(1).norm(dim=1) if a.dim() > 1 else (a - b).abs()
+    differing = (~(row_distances <= allowed / math.sqrt(len(row_distances)))).nonzero().flatten().tolist()
+    return tuple(differing) if len(differing) < len(row_distances) else ()
 
 
-def rows_words(rows: tuple[int, ...]) -> str:
-    """`rows 4 to 7`, or how many and from where."""
+def format_rows(rows: tuple[int, ...]) -> str:
+    """Format row indices as text: `rows 4 to 7` for consecutive rows, otherwise the number of rows and the first index."""
     if len(rows) > 1 and rows[-1] - rows[0] == len(rows) - 1:
         return f"rows {rows[0]} to {rows[-1]}"
     return f"{len(rows)} rows from {rows[0]} on"

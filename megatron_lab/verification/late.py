@@ -1,8 +1,9 @@
-"""A network that delivers as late as it may: a result is in place once it is waited for, and not before.
+"""Collectives that deliver their results as late as possible: a result is available only after the caller has waited for it.
 
-On local processes every collective ends before anybody looks. So a missing wait does no harm here, but it does on a cluster. With
-late delivery it does here too, always in the same way: code that reads too early finds the old content, and what it writes during a
-reduction is lost. What is sent must stay as it is until its sender has waited; it is recorded if it does not.
+On local processes a collective usually ends before its result is read, so a missing wait has no effect; on a cluster it corrupts
+data. With late delivery the missing wait has the same effect in every local run: code that reads too early sees the old content,
+and values that it writes during a reduction are lost. A tensor must not change between the start of its transfer and the wait;
+changes are recorded.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from megatron.pipeline_parallel import p2p
 
 
 class LateWork:
-    """Communication that has started, in place of `torch.distributed.Work`. The first `wait` delivers what has arrived."""
+    """Handle of a collective or message that delivers its result when `wait` is first called. It replaces
+    `torch.distributed.Work`."""
 
     def __init__(self, work: dist.Work | None, deliver: Callable[[], object]) -> None:
         assert work is not None, "this rank is not in the group"
@@ -27,7 +29,7 @@ class LateWork:
 
     @torch.no_grad()
     def wait(self) -> bool:
-        """Deliver the result, if that is not done."""
+        """Wait for the communication. The first call delivers the result."""
         self._work.wait()
         if not self._done:
             self._done = True
@@ -35,85 +37,90 @@ class LateWork:
         return True
 
     def is_completed(self) -> bool:
-        """Whether `wait` was called."""
+        """Return whether `wait` was called, because only `wait` delivers the result."""
         return self._done
 
 
 class LateDist:
-    """torch.distributed, with some of its functions replaced by those below."""
+    """Replacement of the module `torch.distributed` whose `all_reduce`, `irecv` and `isend` deliver late."""
 
-    def __init__(self, notes: list[str]) -> None:
-        self._notes = notes
+    def __init__(self, overwritten: list[str]) -> None:
+        self._overwritten = overwritten
 
     def __getattr__(self, name: str) -> Any:
         return getattr(dist, name)
 
     @staticmethod
     def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, *, group: Any, async_op: bool) -> LateWork:
-        """Sum what the tensors hold now. What is added meanwhile is lost, which shows in the sum."""
+        """Sum the values that the tensors have now. Values added to the tensor before the wait are lost, so that a missing wait
+        changes the result."""
         assert async_op
-        moved = tensor.detach().clone()
-        return LateWork(dist.all_reduce(moved, op, group=group, async_op=True), lambda: tensor.detach().copy_(moved))
+        snapshot = tensor.detach().clone()
+        return LateWork(dist.all_reduce(snapshot, op, group=group, async_op=True), lambda: tensor.detach().copy_(snapshot))
 
     @staticmethod
     def irecv(tensor: torch.Tensor, source: int, *, group: Any) -> LateWork:
-        """Receive; the buffer holds zeros until it is waited for."""
+        """Receive a message. Until the wait, the buffer holds zeros."""
         arrived = torch.empty_like(tensor)
         tensor.detach().zero_()
         return LateWork(dist.irecv(arrived, source, group=group), lambda: tensor.detach().copy_(arrived))
 
     def isend(self, tensor: torch.Tensor, destination: int, *, group: Any) -> LateWork:
-        """Send what the tensor holds now."""
-        moved = tensor.detach().clone()
-        note = f"a message of shape {list(tensor.shape)} to rank {destination}"
-        work = dist.isend(moved, destination, group=group)
-        return LateWork(work, lambda: _note_changes(tensor, moved, note, self._notes))
+        """Send the values that the tensor has now. The wait records whether the tensor was overwritten in the meantime."""
+        snapshot = tensor.detach().clone()
+        description = f"a message of shape {list(tensor.shape)} to rank {destination}"
+        work = dist.isend(snapshot, destination, group=group)
+        return LateWork(work, lambda: _record_if_changed(tensor, snapshot, description, self._overwritten))
 
 
 @contextmanager
 def late_delivery() -> Iterator[list[str]]:
-    """Make all collectives and messages of the framework in this process late. Those of FSDP are torch's own, and stay as they are.
+    """Return a context in which all collectives and messages of the framework in this process deliver late. Collectives of FSDP are
+    run by torch and do not change.
 
     Yields:
-        a list, which grows by what was written to while it was being sent, in words.
+        A list to which a description is added for each tensor that was overwritten while it was being sent.
     """
     gather, scatter = collectives._all_gather, collectives._reduce_scatter
-    notes: list[str] = []
-    network: Any = LateDist(notes)
+    overwritten: list[str] = []
+    network: Any = LateDist(overwritten)
     collectives.dist = p2p.dist = network
     collectives._all_gather, collectives._reduce_scatter = (
-        _late("a gather", gather, notes),
-        _late("a reduce-scatter", scatter, notes),
+        _delay_collective("a gather", gather, overwritten),
+        _delay_collective("a reduce-scatter", scatter, overwritten),
     )
     try:
-        yield notes
+        yield overwritten
     finally:
         collectives.dist = p2p.dist = dist
         collectives._all_gather, collectives._reduce_scatter = gather, scatter
 
 
-def _late(what: str, begin: Callable[..., Any], notes: list[str]) -> Callable[..., LateWork]:
-    """The late form of a collective whose output is separate from its input, or a part of it, or contains it."""
+def _delay_collective(name: str, start_collective: Callable[..., Any], overwritten: list[str]) -> Callable[..., LateWork]:
+    """Return a function that starts an all-gather or reduce-scatter with late delivery.
 
-    def begin_late(out: torch.Tensor, tensor: torch.Tensor, *, group: Any, async_op: bool) -> LateWork:
+    Input and output may be separate tensors, or one may be a slice of the other.
+    """
+
+    def start_late(out: torch.Tensor, tensor: torch.Tensor, *, group: Any, async_op: bool) -> LateWork:
         assert async_op
-        arrived, moved = torch.empty_like(out), tensor.detach().clone()
+        arrived, snapshot = torch.empty_like(out), tensor.detach().clone()
         if out.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
-            out.detach().zero_()  # it may be new memory, in which anything can be
-        work = begin(arrived, moved, group=group, async_op=True)
+            out.detach().zero_()  # the memory may be uninitialized
+        work = start_collective(arrived, snapshot, group=group, async_op=True)
         ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
-        note = f"the input of {what} of {tensor.numel():,} elements over ranks {ranks}"
+        description = f"the input of {name} of {tensor.numel():,} elements over ranks {ranks}"
 
         def deliver() -> None:
-            _note_changes(tensor, moved, note, notes)
+            _record_if_changed(tensor, snapshot, description, overwritten)
             out.detach().copy_(arrived)
 
         return LateWork(work, deliver)
 
-    return begin_late
+    return start_late
 
 
-def _note_changes(sent: torch.Tensor, moved: torch.Tensor, note: str, notes: list[str]) -> None:
-    """Record what was sent if it has changed in any bit."""
-    if not torch.equal(*(each.detach().contiguous().view(-1).view(torch.uint8) for each in (sent, moved))):
-        notes.append(note)
+def _record_if_changed(tensor: torch.Tensor, snapshot: torch.Tensor, description: str, overwritten: list[str]) -> None:
+    """Add `description` to `overwritten` if a tensor differs from its snapshot in any bit."""
+    if not torch.equal(*(x.detach().contiguous().view(-1).view(torch.uint8) for x in (tensor, snapshot))):
+        overwritten.append(description)

@@ -1,7 +1,7 @@
-"""Runs a function under several ranks on this machine.
+"""Run a function on several ranks on this machine.
 
-`run_ranks` forks the ranks from this process, which has imported torch already. So eight ranks are ready in a fraction of a second,
-and the function may be a closure. Nothing outlives a call: ranks die with their parent, at the timeout and after a failure.
+`run_ranks` forks the ranks from this process, which has already imported torch. So eight ranks start in a fraction of a second, and
+the function may be a closure. No rank outlives a call: ranks are killed when their parent dies, at the timeout and after a failure.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ import torch
 import torch.distributed as dist
 
 GRACE_S = 0.5
-"""Seconds after the first failure in which other ranks may still report failures of their own."""
+"""Seconds after the first failure in which other ranks may still report their own failures."""
 
 _PR_SET_PDEATHSIG = 1
 _STACK_SIGNAL = signal.SIGUSR2
 
 
 class RanksError(RuntimeError):
-    """Ranks failed, died, or did not finish in time (`timed_out` if none failed)."""
+    """Failure of local ranks: a rank raised, died or did not finish in time. `timed_out` is True if no rank failed but not all
+    finished."""
 
     def __init__(self, message: str, *, timed_out: bool = False) -> None:
         super().__init__(message)
@@ -57,39 +58,38 @@ def run_ranks(
 ) -> list[Any]:
     """Call `function(rank, *args)` in `world_size` forked processes that form a process group.
 
-    Each rank has one thread, its own default random seed, and the environment that torchrun would give it (RANK, WORLD_SIZE,
-    LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+    Each rank has one thread, its own default random seed, and the environment variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK,
+    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). On a machine with CUDA, call it before this process runs a backward: autograd's
+    threads do not survive a fork.
 
     Args:
-        function: called in every rank; may be a closure. What it returns must be picklable.
-        args: further arguments; not copied between processes, so anything goes.
+        function: called in every rank; may be a closure. Its return value must be picklable.
+        args: further arguments. They are inherited by the fork and need not be picklable.
         timeout: seconds until all ranks are killed.
-        backend: of the process group.
-        init: make the default process group first; False for functions that make their own.
+        backend: backend of the process group.
+        init: create the default process group before the call; False for functions that create it themselves.
 
     Returns:
-        what the ranks returned, in order of rank.
-
-    Call it before this process has run a backward on a machine with CUDA: autograd's threads do not survive a fork.
+        The return values, in order of rank.
 
     Raises:
-        RanksError: a rank raised, died, or was not done in time; with every failing rank's traceback, the first failure
-            first, and where the other ranks were.
+        RanksError: a rank raised, died, or did not finish in time. The message has the traceback of every failing rank, the first
+            failure first, and the stacks of the other ranks.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
         world = LocalWorld(world_size, folder / "store" if init else None, timeout, backend)
         ranks: list[LocalRank] = []
         try:
-            for number in range(world_size):
-                ranks.append(fork_rank(number, folder, lambda _: [(world, lambda rank: function(rank, *args))]))
-            return results_of(ranks, timeout, folder)
+            for local_rank in range(world_size):
+                ranks.append(fork_rank(local_rank, folder, lambda _: [(world, lambda rank: function(rank, *args))]))
+            return collect_results(ranks, timeout, folder)
         finally:
-            end_ranks(ranks)
+            kill_ranks(ranks)
 
 
-def free_port() -> int:
-    """A port that nobody listens on, below the range from which the system takes ports for outgoing connections."""
+def find_free_port() -> int:
+    """Find a port without a listener, below the range from which the system assigns ports of outgoing connections."""
     while True:
         port = 20000 + secrets.randbelow(10000)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -99,51 +99,56 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class LocalWorld:
-    """The world of one call."""
+    """Size and process-group settings of the ranks that one call of a function runs on."""
 
     size: int
     store: Path | None
-    """File by which the default process group is made; None if the function makes its own."""
+    """File store from which the default process group is initialized; None if the function creates the group."""
     timeout: float
     backend: str = "gloo"
-    port: int = field(default_factory=free_port)
+    port: int = field(default_factory=find_free_port)
 
 
 RankJob = tuple[LocalWorld, Callable[[int], Any]]
-"""A world, and the function that each of its ranks calls with its number."""
+"""Job for a rank: size and settings of the world, and the function that the rank calls with its rank number."""
 
 
 @dataclass(frozen=True)
 class LocalRank:
-    """A forked rank."""
+    """Forked process of one rank."""
 
-    number: int
-    process: Any  # multiprocessing's fork process
+    rank: int
+    process: Any  # ForkProcess of multiprocessing
     connection: Connection
 
 
 def fork_rank(rank: int, folder: Path, jobs: Callable[[Connection], Iterable[RankJob]]) -> LocalRank:
-    """Fork a rank that does one job after the other and reports each; `jobs` makes them of its end of the connection."""
-    ours, theirs = multiprocessing.Pipe()
+    """Fork a rank that runs jobs one after another and reports the result of each.
+
+    Args:
+        jobs: function that builds the jobs from the child's end of the connection.
+    """
+    parent_end, child_end = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(
-        target=_child, args=(rank, os.getpid(), folder, theirs, jobs), name=f"rank {rank}"
+        target=_run_child, args=(rank, os.getpid(), folder, child_end, jobs), name=f"rank {rank}"
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any fork beside a thread, pytest-timeout's too
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns if any thread runs during a fork
         process.start()
-    theirs.close()  # so that a later rank does not inherit it, and the end of this one is seen
-    return LocalRank(rank, process, ours)
+    child_end.close()  # later ranks must not inherit it, so that EOF shows the end of this rank
+    return LocalRank(rank, process, parent_end)
 
 
-def results_of(ranks: Sequence[LocalRank], timeout: float, folder: Path) -> list[Any]:
-    """The results of the ranks' jobs, in order of rank. Waits until every rank has reported or died, the time is over, or a failure
-    is older than the grace period.
+def collect_results(ranks: Sequence[LocalRank], timeout: float, folder: Path) -> list[Any]:
+    """Return the results of the ranks' jobs, in order of rank.
+
+    The function waits until every rank has reported or died, until the timeout, or until the grace period after a failure is over.
 
     Raises:
-        RanksError: as in `run_ranks`.
+        RanksError: a rank raised, died, or did not finish in time.
     """
     deadline = time.monotonic() + timeout
-    pending, told = list(ranks), []
+    pending, failures = list(ranks), []
     results: dict[int, Any] = {}
     while pending:
         handles = [handle for rank in pending for handle in (rank.connection, rank.process.sentinel)]
@@ -151,22 +156,22 @@ def results_of(ranks: Sequence[LocalRank], timeout: float, folder: Path) -> list
             break
         for rank in [rank for rank in pending if rank.connection.poll() or not rank.process.is_alive()]:
             pending.remove(rank)
-            results[rank.number], failure = _report(rank)
+            results[rank.rank], failure = _receive_report(rank)
             if failure:
-                told.append(f"rank {rank.number} failed:\n{failure.rstrip()}")
+                failures.append(f"rank {rank.rank} failed:\n{failure.rstrip()}")
                 deadline = min(deadline, time.monotonic() + GRACE_S)
-    if not told and not pending:
-        return [results[rank.number] for rank in ranks]
-    timed_out = not told
+    if not failures and not pending:
+        return [results[rank.rank] for rank in ranks]
+    timed_out = not failures
     if pending:
-        after = f"after {timeout:g} s" if timed_out else "when the others failed"
-        told.append(f"not done {after}: rank {', '.join(str(rank.number) for rank in pending)}")
-        told += [f"rank {rank.number} was here:\n{stack}" for rank in pending if (stack := _stack(rank, folder))]
-    raise RanksError("\n\n".join(told), timed_out=timed_out)
+        when = f"after {timeout:g} s" if timed_out else "when the others failed"
+        failures.append(f"not done {when}: rank {', '.join(str(rank.rank) for rank in pending)}")
+        failures += [f"rank {rank.rank} was here:\n{stack}" for rank in pending if (stack := _read_stack(rank, folder))]
+    raise RanksError("\n\n".join(failures), timed_out=timed_out)
 
 
-def _report(rank: LocalRank) -> tuple[Any, str]:
-    """(result, "") or (None, how it failed)."""
+def _receive_report(rank: LocalRank) -> tuple[Any, str]:
+    """Receive the report of a rank: (result, "") on success, or (None, description of the failure)."""
     try:
         if rank.connection.poll():
             report: tuple[Any, str] = pickle.loads(rank.connection.recv_bytes())
@@ -174,33 +179,34 @@ def _report(rank: LocalRank) -> tuple[Any, str]:
     except EOFError:
         pass
     rank.process.join()
-    code = rank.process.exitcode
-    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    return None, f"the process ended without a report ({how})"
+    exit_code = rank.process.exitcode
+    reason = f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}"
+    return None, f"the process ended without a report ({reason})"
 
 
-def end_ranks(ranks: Sequence[LocalRank]) -> None:
-    """Kill the ranks and what they started."""
+def kill_ranks(ranks: Sequence[LocalRank]) -> None:
+    """Kill the ranks and the processes that they started."""
     for rank in ranks:
-        kill_group(rank.process.pid)
+        kill_process_group(rank.process.pid)
     for rank in ranks:
         rank.process.join()
         rank.process.close()
         rank.connection.close()
 
 
-def _child(
+def _run_child(
     rank: int, parent: int, folder: Path, connection: Connection, jobs: Callable[[Connection], Iterable[RankJob]]
 ) -> NoReturn:
-    """The life of one rank. It stays until the parent kills it, so that no peer sees a closed connection before it is done."""
+    """Run the jobs of one rank in the forked process. Afterwards the process waits until the parent kills it, so that other ranks
+    do not see a closed connection too early."""
     try:
-        os.setpgid(0, 0)  # what the rank starts is killed with it
-        die_with(parent, signal.SIGKILL)
-        gc.freeze()  # objects made by the parent stay: to collect them would only copy its memory
-        with open(_stack_file(folder, rank), "w") as stacks:
+        os.setpgid(0, 0)  # processes that the rank starts are killed with it
+        set_parent_death_signal(parent, signal.SIGKILL)
+        gc.freeze()  # do not collect the parent's objects: that would copy its memory pages
+        with open(_get_stack_file(folder, rank), "w") as stacks:
             faulthandler.register(_STACK_SIGNAL, file=stacks, all_threads=True)
-            for world, call in jobs(connection):
-                message = _outcome(rank, world, call)
+            for world, function in jobs(connection):
+                message = _run_job(rank, world, function)
                 sys.stdout.flush()
                 sys.stderr.flush()
                 connection.send_bytes(message)
@@ -210,13 +216,13 @@ def _child(
         os._exit(1)
 
 
-def _outcome(rank: int, world: LocalWorld, call: Callable[[int], Any]) -> bytes:
-    """Pickled (result, "") or (None, traceback)."""
+def _run_job(rank: int, world: LocalWorld, function: Callable[[int], Any]) -> bytes:
+    """Run a job in a rank and return its pickled report: (result, "") on success, or (None, traceback)."""
     try:
         if dist.is_initialized():
-            dist.destroy_process_group()  # of the job before, which all ranks have ended
-            gc.collect()  # cycles keep its groups, each with threads and sockets
-            gc.freeze()  # what is left stays: the next collection need not look through it
+            dist.destroy_process_group()  # of the previous job, which all ranks have finished
+            gc.collect()  # reference cycles keep its groups alive, with their threads and sockets
+            gc.freeze()  # the next collection need not traverse the remaining objects
         os.environ |= {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -226,21 +232,21 @@ def _outcome(rank: int, world: LocalWorld, call: Callable[[int], Any]) -> bytes:
             "MASTER_PORT": str(world.port),
         }
         if sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name need not resolve
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # works even if the host name does not resolve
         torch.set_num_threads(1)
-        _seed(1000 + rank)  # a result that leans on the default generator then differs between ranks
+        _seed(1000 + rank)  # results that depend on the default generator differ between ranks
         if world.store is not None:
             timeout = datetime.timedelta(seconds=world.timeout)
             dist.init_process_group(world.backend, f"file://{world.store}", timeout, world.size, rank)
-        return pickle.dumps((call(rank), ""))
-    except BaseException:  # noqa: BLE001 - the parent judges it; also SystemExit and outcomes of pytest
+        return pickle.dumps((function(rank), ""))
+    except BaseException:  # noqa: BLE001 - the parent handles it; includes SystemExit and pytest outcomes
         return pickle.dumps((None, traceback.format_exc()))
 
 
 def _seed(seed: int) -> None:
-    """Seed the default generators. No driver is asked, which would not survive a fork.
+    """Seed the default random generators without initializing a CUDA driver, which would not survive a fork.
 
-    Without CUDA this leaves out `torch.manual_seed`, which formats the stack for each kind of device and takes milliseconds.
+    Without CUDA the function avoids `torch.manual_seed`, which formats the stack for each device type and takes milliseconds.
     """
     if torch.backends.cuda.is_built():
         torch.manual_seed(seed)
@@ -248,36 +254,37 @@ def _seed(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
 
 
-def _stack(rank: LocalRank, folder: Path) -> str:
-    """The stack of a rank now, also when it is blocked outside Python."""
-    path = _stack_file(folder, rank.number)
-    if not path.exists():  # the signal would end a rank that has not come so far
+def _read_stack(rank: LocalRank, folder: Path) -> str:
+    """Return the current stack of a rank, even if it is blocked outside Python."""
+    path = _get_stack_file(folder, rank.rank)
+    if not path.exists():  # a rank without a registered handler would die of the signal
         return ""
     os.kill(rank.process.pid, _STACK_SIGNAL)
-    before, stack = None, ""
+    previous, stack = None, ""
     for _ in range(20):
         time.sleep(0.02)
-        before, stack = stack, path.read_text()
-        if stack and stack == before:  # written to the end
+        previous, stack = stack, path.read_text()
+        if stack and stack == previous:  # the stack is complete
             break
     return stack.rstrip()
 
 
-def _stack_file(folder: Path, rank: int) -> Path:
+def _get_stack_file(folder: Path, rank: int) -> Path:
     return folder / f"stack-{rank}"
 
 
-def die_with(parent: int, death_signal: signal.Signals) -> None:
-    """Have the system send this process a signal when its parent dies (Linux)."""
+def set_parent_death_signal(parent: int, death_signal: signal.Signals) -> None:
+    """Ask the system to send this process a signal when its parent dies (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(death_signal))
-    if os.getppid() != parent:  # it died before the call took effect
+    if os.getppid() != parent:  # the parent died before prctl took effect
         os._exit(1)
 
 
-def kill_group(pid: int) -> None:
-    """Kill a process that is not yet reaped (so that its number is still its own) and those of its group."""
+def kill_process_group(pid: int) -> None:
+    """Kill a process and the processes of its group. The process must not have been reaped, because its id may otherwise belong to
+    another process."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)  # it may not have made its group yet
+        os.kill(pid, signal.SIGKILL)  # the process may not have created its group yet

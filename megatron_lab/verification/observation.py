@@ -1,7 +1,8 @@
-"""What is observed of a run at a layout and of the plain reference. It is data only, so a comparison needs neither.
+"""Recorded values of a run at a layout and of the reference run. They contain only data, so that they can be compared after both
+runs have ended.
 
-Names of parameters are the global ones of their records, values are float64. Shapes: `B` samples of a global batch, `s` sequence,
-`h` hidden size, `b` samples of a microbatch, `M` microbatches of a global batch over all data ranks.
+Parameters have their global names, and values are float64. Shapes: `B` samples of a global batch, `s` sequence length, `h` hidden
+size, `b` samples of a microbatch, `M` microbatches of a global batch over all data ranks.
 """
 
 from __future__ import annotations
@@ -15,133 +16,141 @@ from torch import Tensor
 
 from megatron.config.config import Config
 from megatron.data.samples import DocumentRules
-from megatron.parallel.boxes import Box
+from megatron.parallel.tensor_slice import TensorSlice
 from megatron.pipeline_parallel.partition import Chunk
 from megatron_lab.verification.random_samples import RandomSamples
 
 EVALUATED_BATCHES = 2
-"""Held-out batches of an evaluation. With one, nobody would see how several are averaged or whether they are the same."""
+"""Number of batches of an evaluation. Two batches reveal an error in their mean, or that one batch is used twice."""
 EVALUATED_STEPS = 4
-"""Number of steps at the start of a run with an evaluation after them; each costs as much as a step."""
+"""Number of steps at the start of a run after each of which the model is evaluated. Each evaluation costs as much as a step."""
 
 
 @dataclass(frozen=True)
 class ProofTask:
-    """The input of both runs."""
+    """Settings, weights and samples with which both the layout's run and the reference run train."""
 
     config: Config
     vocab_size: int
     """Rows of the word embedding."""
-    rules: DocumentRules
+    document_rules: DocumentRules
     start: dict[str, Tensor]
-    """Weights to begin with, by global name."""
+    """Start weights of both runs, by global name."""
     samples: RandomSamples
-    held_out: RandomSamples
-    """Samples to evaluate on: the first ones, as many as the held-out batches have."""
-    data_size: int
-    """Number of data ranks. With the microbatch size it gives the default batch, and the numbers of microbatches."""
-    most_steps: int | None
-    """The most iterations; None for the whole run."""
+    eval_samples: RandomSamples
+    """Samples of the evaluations. Each evaluation reads the first `EVALUATED_BATCHES` global batches of them."""
+    dp_size: int
+    """Number of data ranks. Together with the microbatch size it determines the default batch size and the number of
+    microbatches."""
+    max_steps: int | None
+    """Maximum number of iterations; None for the full run."""
 
 
 @dataclass(frozen=True)
-class TensorPart:
-    """A box of a named global tensor, as one rank holds it, without padding."""
+class LocalTensor:
+    """Slice of a global tensor that one rank holds, with its name and without padding."""
 
     name: str
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
-    """Shape of the whole tensor."""
+    """Shape of the global tensor."""
     values: Tensor
-    """The elements of the box."""
+    """Elements of the slice."""
 
     @property
-    def box(self) -> Box:
-        """Its place in the whole tensor."""
-        return Box(self.offsets, tuple(self.values.shape))
+    def tensor_slice(self) -> TensorSlice:
+        """Position of the slice in the global tensor."""
+        return TensorSlice(self.offsets, tuple(self.values.shape))
 
-    def cut(self, whole: Tensor) -> Tensor:
-        """The same box of a whole tensor."""
-        return whole[self.box.index]
+    def select(self, full: Tensor) -> Tensor:
+        """Return the elements of a full tensor at this slice."""
+        return full[self.tensor_slice.index]
 
-    def __reduce__(self) -> tuple[Callable[..., TensorPart], tuple[Any, ...]]:
-        """Pickle it as an array: a tensor takes longer to send to another process."""
-        return _part, (self.name, self.offsets, self.shape, self.values.numpy())
+    def __reduce__(self) -> tuple[Callable[..., LocalTensor], tuple[Any, ...]]:
+        """Pickle the values as a NumPy array, because sending a torch tensor to another process takes longer."""
+        return _rebuild_local_tensor, (self.name, self.offsets, self.shape, self.values.numpy())
 
 
-def _part(name: str, offsets: tuple[int, ...], shape: tuple[int, ...], array: Any) -> TensorPart:
-    return TensorPart(name, offsets, shape, torch.from_numpy(array))
+def _rebuild_local_tensor(name: str, offsets: tuple[int, ...], shape: tuple[int, ...], array: Any) -> LocalTensor:
+    return LocalTensor(name, offsets, shape, torch.from_numpy(array))
 
 
 @dataclass(frozen=True)
 class RankStep:
-    """One training step as one rank saw it."""
+    """Values of one training step, as recorded on one rank."""
 
     iteration: int
-    """The iteration, counted from 1. Those that --iterations-to-skip leaves out have no step."""
+    """Iteration, counted from 1. Iterations selected by --iterations-to-skip are not recorded."""
     loss: float
-    """Global mean loss, as every rank reports it."""
+    """Global mean loss that this rank reports."""
     grad_norm: float
-    """Global norm before clipping, as every rank reports it."""
+    """Global gradient norm before clipping that this rank reports."""
     skipped: bool
-    """Whether the update was skipped because the gradient overflowed."""
+    """Whether the update was skipped because a gradient overflowed."""
     learning_rate: float
     weight_decay: float
     num_microbatches: int
-    """Number of microbatches of this rank's data rank."""
+    """Number of microbatches of this data rank."""
     loss_sum: float
-    """This rank's share of the sum of mask x loss over the global batch; 0 where another rank counts it."""
+    """Contribution of this rank to the sum of mask x loss over the global batch; 0 if another rank contributes the same
+    samples."""
     token_count: float
-    """This rank's share of the sum of the mask; 0 where another rank counts it."""
-    gradients: list[TensorPart]
-    """Gradients of this rank's shards, as the optimizer got them: reduced, without the loss scale, not clipped. None if skipped."""
-    counted_squares: dict[str, float]
-    """What this rank adds to the square of the global norm (without the loss scale), by parameter."""
-    main_params: list[TensorPart]
+    """Contribution of this rank to the sum of the mask over the global batch; 0 if another rank contributes the same
+    samples."""
+    gradients: list[LocalTensor]
+    """Gradients of this rank's shards as the optimizer receives them: reduced, without loss scale, not clipped. Empty if the
+    step was skipped."""
+    squared_norms: dict[str, float]
+    """Contribution of this rank to the squared global gradient norm (without loss scale), by parameter."""
+    main_params: list[LocalTensor]
     """Main parameters of this rank's shards after the update."""
-    parameters: list[TensorPart]
-    """After the update, the parameters that this rank holds whole (its tensor rank's part of them), as the next forward uses them.
-    With --data-parallel-sharding-strategy optim_grads_params there are none: only shards are held."""
+    parameters: list[LocalTensor]
+    """Parameters after the update, as the next forward uses them; of a tensor-parallel parameter, this rank's shard. Empty with
+    --data-parallel-sharding-strategy optim_grads_params, which shards them over data ranks."""
     overwritten: list[str]
-    """Tensors that were written to while they were being sent to other ranks, in words."""
+    """Descriptions of tensors that were overwritten while they were being sent to other ranks."""
 
 
-class MaskDrawn(NamedTuple):
-    """A dropout mask that a rank drew."""
+class DropoutMask(NamedTuple):
+    """Record of a dropout mask that a rank drew: where in the model, and with which seed."""
 
     microbatch: int
-    """Counted on its data rank."""
+    """Index of the microbatch on its data rank."""
     layer: int
     site: str
     seed: int
-    """What the mask is a function of."""
+    """Seed that determines the mask."""
 
 
 @dataclass(frozen=True)
 class RankObservation:
-    """Everything that was observed on one rank."""
+    """Values that one rank recorded during the layout's run."""
 
     rank: int
     coordinates: dict[str, int]
-    """This rank's place on the axes tp, cp, dp and pp."""
-    initial: list[TensorPart]
-    """Initial values of its shards, as the layout makes them."""
-    start: list[TensorPart]
-    """Values of its shards before the first step: the start weights, which both runs were given."""
+    """Coordinates of this rank on the axes tp, cp, dp and pp."""
+    initial: list[LocalTensor]
+    """Values with which the layout initializes this rank's shards."""
+    start: list[LocalTensor]
+    """Values of this rank's shards before the first step: the start weights, which both runs load."""
     steps: list[RankStep]
     evaluations: list[float]
-    """Global mean losses over the held-out batches: before the first step, and after each of the first of `steps`."""
-    activations: list[TensorPart]
-    """Outputs of modules in the first step, in the order in which they were computed. Each microbatch gives a part [b, positions,
-    h] of the [B, s, h] of the global batch. They are named `embedding`, and for layer 3 `layers.3.attention`, `layers.3.mlp`
-    (both before they are added to the residual stream) and `layers.3` (the residual stream after the layer)."""
-    masks: list[MaskDrawn] = field(default_factory=list)
-    """The dropout masks of a step with dropout, in the order in which they were drawn."""
+    """Global mean losses over the evaluation batches: one before the first step, then one after each of the first
+    `EVALUATED_STEPS` steps."""
+    activations: list[LocalTensor]
+    """Outputs of modules in the first step, in the order of their computation. Each microbatch adds a slice [b, positions, h]
+    of the global batch's output [B, s, h].
+
+    Their names are `embedding`, and for layer 3 `layers.3.attention` and `layers.3.mlp` (both before they are added to the
+    residual stream) and `layers.3` (the residual stream after the layer).
+    """
+    masks: list[DropoutMask] = field(default_factory=list)
+    """Dropout masks drawn in a separate step with dropout, in the order in which they were drawn."""
 
 
 @dataclass(frozen=True)
-class PlainStep:
-    """One training step of the reference."""
+class ReferenceStep:
+    """Values of one training step, as recorded in the reference run."""
 
     iteration: int
     num_samples: int
@@ -159,36 +168,37 @@ class PlainStep:
 
 
 @dataclass(frozen=True)
-class PlainRun:
-    """The reference's run."""
+class ReferenceRun:
+    """Values recorded during the reference run."""
 
-    steps: list[PlainStep]
+    steps: list[ReferenceStep]
     evaluations: list[float]
-    """Mean losses as in `RankObservation`."""
+    """Mean losses over the evaluation batches, at the same times as in `RankObservation`."""
     activations: dict[str, Tensor]
-    """Outputs of modules in the first step, by the same names, [B, s, h], in the order of the samples."""
+    """Outputs of modules in the first step [B, s, h] in the order of the samples, with the names of
+    `RankObservation.activations`."""
     microbatches: list[tuple[int, int]]
-    """(data rank, microbatch) of the M microbatches of the first step, in the order of their samples."""
+    """(data rank, microbatch) of each of the M microbatches of the first step, in the order of their samples."""
     microbatch_tokens: list[float]
-    """The sum of the loss mask of each of these."""
+    """Sum of the loss mask of each microbatch."""
     contributions: dict[str, Tensor]
-    """What each of `microbatches` adds to the gradient of every parameter in the first step: [M, ...shape]."""
+    """Contribution of each microbatch to the gradient of each parameter in the first step: [M, ...shape]."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """Both runs of the same settings."""
+    """Recorded values of the layout's run and of the reference run, with the settings that both use."""
 
     config: Config
-    """The settings as they ran."""
+    """Settings of both runs."""
     vocab_size: int
     layer_table: list[Chunk]
     ranks: list[RankObservation]
-    """The framework's run at the layout, rank by rank."""
-    plain: PlainRun
+    """Values that each rank of the layout's run recorded."""
+    reference: ReferenceRun
     initial: dict[str, Tensor]
-    """Weights as the framework initialises them in one process."""
+    """Weights as the framework initializes them in one process."""
     start: dict[str, Tensor]
-    """Weights that both runs began with: random ones, in which no bias is zero and no norm one."""
-    replaced: list[str]
-    """A line for each setting that was replaced, because it cannot be proved in float64 or changes nothing on a CPU."""
+    """Start weights of both runs. They are random, so that no bias is zero and no norm weight one."""
+    replaced_settings: list[str]
+    """A line of text for each setting that was replaced, because it cannot be tested in float64 or has no effect on a CPU."""

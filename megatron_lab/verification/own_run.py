@@ -1,6 +1,7 @@
-"""A run of the same code in one process, which a layout may be compared with in place of the plain reference (--reference self).
+"""Run of the framework in one process, which can replace the reference model in a comparison (--reference self).
 
-It has the user's own parts, which the reference does not know. What is wrong in one process too it does not show.
+It supports custom modules of the user, which the reference model does not know. It cannot find an error that also occurs in one
+process.
 """
 
 from __future__ import annotations
@@ -15,23 +16,24 @@ from torch import Tensor
 from megatron.config.config import Config
 from megatron.config.memory import MemoryConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.parallel.params import global_records
+from megatron.parallel.params import build_global_records
 from megatron.parallel.random import stable_seed
-from megatron_lab.verification.layout_run import gradients_of_microbatches, observe_rank
-from megatron_lab.verification.observation import PlainRun, PlainStep, ProofTask, TensorPart
+from megatron_lab.verification.layout_run import compute_microbatch_gradients, observe_rank
+from megatron_lab.verification.observation import LocalTensor, ProofTask, ReferenceRun, ReferenceStep
 
-_APART = 0.1
-"""Standard deviation of what sets the start weights apart from the initial ones."""
+_PERTURBATION_STD = 0.1
+"""Standard deviation of the random offsets of the start weights from the initial weights."""
 
 
-def run_own(task: ProofTask) -> PlainRun:
-    """Train in this process alone, and observe it as the reference is observed. The environment must be that of a world of one."""
-    data_size = task.data_size
-    task = dataclasses.replace(task, config=alone(task.config, task.data_size), data_size=1)
-    seen = observe_rank(0, task)
+def run_single_process(task: ProofTask) -> ReferenceRun:
+    """Train with the framework in this process, and return the recorded values in the form of a reference run. The environment must
+    be that of a job with a single rank."""
+    data_size = task.dp_size
+    task = dataclasses.replace(task, config=build_single_process_config(task.config, task.dp_size), dp_size=1)
+    observation = observe_rank(0, task)
     micro = task.config.training.micro_batch_size
     steps = [
-        PlainStep(
+        ReferenceStep(
             iteration=step.iteration,
             num_samples=step.num_microbatches * micro,
             loss=step.loss,
@@ -40,23 +42,25 @@ def run_own(task: ProofTask) -> PlainRun:
             weight_decay=step.weight_decay,
             loss_sum=step.loss_sum,
             token_count=step.token_count,
-            gradients=whole(step.gradients),
-            weights=whole(step.main_params),
+            gradients=assemble_tensors(step.gradients),
+            weights=assemble_tensors(step.main_params),
         )
-        for step in seen.steps
+        for step in observation.steps
     ]
-    parts, tokens = gradients_of_microbatches(task)
-    each = [whole(one) for one in parts]
-    contributions = {name: torch.stack([one[name] for one in each]) for name in task.start}
-    places = [(number % data_size, number // data_size) for number in range(len(tokens))]
-    return PlainRun(steps, seen.evaluations, whole(seen.activations), places, tokens, contributions)
+    microbatch_gradients, tokens = compute_microbatch_gradients(task)
+    full_gradients = [assemble_tensors(gradients) for gradients in microbatch_gradients]
+    contributions = {name: torch.stack([gradients[name] for gradients in full_gradients]) for name in task.start}
+    microbatches = [(index % data_size, index // data_size) for index in range(len(tokens))]
+    return ReferenceRun(
+        steps, observation.evaluations, assemble_tensors(observation.activations), microbatches, tokens, contributions
+    )
 
 
-def alone(config: Config, data_size: int) -> Config:
-    """The settings of one process that makes the same steps.
+def build_single_process_config(config: Config, data_size: int) -> Config:
+    """Build settings for one process that computes the same steps as the layout.
 
     Args:
-        data_size: data ranks of the layout, from which the default batch follows.
+        data_size: number of data ranks of the layout, which determines the default batch size.
     """
     batch = config.training.final_batch_size(data_size)
     return dataclasses.replace(
@@ -69,20 +73,20 @@ def alone(config: Config, data_size: int) -> Config:
     )
 
 
-def whole(parts: Iterable[TensorPart]) -> dict[str, Tensor]:
-    """The tensors that parts make up, by name."""
-    found: dict[str, Tensor] = {}
-    for part in parts:
-        tensor = found.setdefault(part.name, torch.full(part.shape, math.nan, dtype=torch.float64))
-        tensor[part.box.index] = part.values
-    return found
+def assemble_tensors(local_tensors: Iterable[LocalTensor]) -> dict[str, Tensor]:
+    """Assemble full tensors from local tensors; the result is keyed by name. Elements that no local tensor contains are NaN."""
+    tensors: dict[str, Tensor] = {}
+    for local in local_tensors:
+        tensor = tensors.setdefault(local.name, torch.full(local.shape, math.nan, dtype=torch.float64))
+        tensor[local.tensor_slice.index] = local.values
+    return tensors
 
 
-def start_weights(config: Config, vocab_size: int, initial: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """Weights to begin with, whatever the model is made of: those that it is made with, each moved a little at random, so that no
-    bias is zero and no weight of a norm one."""
-    found = {}
-    for name, record in global_records(config.model, vocab_size).items():
+def perturb_weights(config: Config, vocab_size: int, initial: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """Return the initial weights with random offsets, which both runs use as start weights. So for any module, no bias is zero and
+    no norm weight is one."""
+    weights = {}
+    for name, record in build_global_records(config.model, vocab_size).items():
         generator = torch.Generator().manual_seed(stable_seed(seed, name))
-        found[name] = initial[name] + _APART * torch.randn(record.shape, generator=generator, dtype=torch.float64)
-    return found
+        weights[name] = initial[name] + _PERTURBATION_STD * torch.randn(record.shape, generator=generator, dtype=torch.float64)
+    return weights

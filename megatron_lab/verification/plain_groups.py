@@ -1,4 +1,4 @@
-"""What the settings say of single parameters, for the plain reference: rates, decay and rules of parameter groups."""
+"""Parameter groups (--param-groups) of the reference model: learning rate, weight decay and update rule of single parameters."""
 
 from __future__ import annotations
 
@@ -8,58 +8,84 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from megatron.config.training import OptimizerConfig
-from megatron_lab.verification.reference.shape import decays
-from megatron_lab.verification.reference.training import Course, Own, Rule
+from megatron_lab.verification.reference.shape import has_weight_decay
+from megatron_lab.verification.reference.training import ParamUpdate, ReferenceUpdateRule, ScalarSchedule
 
 _EMBEDDINGS = ("embedding.word.weight", "embedding.position.weight")
 _DECOUPLED = ("embedding.word.weight", "output.weight")
-At = Callable[[int], Own]
-"""How a parameter is updated after updates with so many samples."""
+ParamUpdateFn = Callable[[int], ParamUpdate]
+"""Function that returns the update of a parameter, given the number of samples in the updates before it."""
 
 
-def own_updates(
-    names: Iterable[str], settings: OptimizerConfig, rule: Rule, rates: Course, decay: Course, width: float
-) -> dict[str, At]:
-    """How each parameter is updated of which the settings say something of its own.
+def build_param_updates(
+    names: Iterable[str],
+    config: OptimizerConfig,
+    default_rule: ReferenceUpdateRule,
+    lr_schedule: ScalarSchedule,
+    wd_schedule: ScalarSchedule,
+    width_multiplier: float,
+) -> dict[str, ParamUpdateFn]:
+    """Build the update of each parameter whose options differ from the defaults.
 
     Args:
-        rule: the update rule of all others; rates and decay are theirs too.
-        width: that of the model over the base of muP.
+        default_rule: update rule of all other parameters.
+        lr_schedule: learning rate of all other parameters.
+        wd_schedule: weight decay of all other parameters.
+        width_multiplier: hidden size divided by the base width of muP; 1 without muP.
     """
-    found = {name: _words(name, settings) for name in names}
-    return {name: _own(name, words, rule, rates, decay, width) for name, words in found.items() if words or width != 1}
+    options_by_name = {name: _collect_options(name, config) for name in names}
+    return {
+        name: _build_param_update(name, options, default_rule, lr_schedule, wd_schedule, width_multiplier)
+        for name, options in options_by_name.items()
+        if options or width_multiplier != 1
+    }
 
 
-def _words(name: str, settings: OptimizerConfig) -> dict[str, str]:
-    """Key and value of what is said of a parameter; what is said later counts."""
-    found: dict[str, str] = {}
-    if settings.decoupled_lr is not None and name in _DECOUPLED:
-        found["lr"] = str(settings.decoupled_lr)
-        if settings.decoupled_min_lr is not None:
-            found["min-lr"] = str(settings.decoupled_min_lr)
-    if not settings.decay_embeddings and name in _EMBEDDINGS:
-        found["wd-mult"] = "0"
-    for text in settings.param_groups:
-        pattern, *said = text.split()
+def _collect_options(name: str, config: OptimizerConfig) -> dict[str, str]:
+    """Return the options of a parameter by their keys in --param-groups. If several parameter groups contain the parameter, options
+    of later groups replace those of earlier groups."""
+    options: dict[str, str] = {}
+    if config.decoupled_lr is not None and name in _DECOUPLED:
+        options["lr"] = str(config.decoupled_lr)
+        if config.decoupled_min_lr is not None:
+            options["min-lr"] = str(config.decoupled_min_lr)
+    if not config.decay_embeddings and name in _EMBEDDINGS:
+        options["wd-mult"] = "0"
+    for group_text in config.param_groups:
+        pattern, *entries = group_text.split()
         if re.fullmatch(pattern.replace(".", r"\.").replace("*", ".*").replace("?", "."), name):
-            found |= dict(one.replace("_", "-").split("=") for one in said)
-    return found
+            options |= dict(entry.replace("_", "-").split("=") for entry in entries)
+    return options
 
 
-def _own(name: str, words: dict[str, str], rule: Rule, rates: Course, decay: Course, width: float) -> At:
-    number = {key: float(value) for key, value in words.items() if key != "optimizer"}
-    betas = number.get("adam-beta1", rule.betas[0]), number.get("adam-beta2", rule.betas[1])
-    optimizer: Any = words.get("optimizer", rule.optimizer)
-    own_rule = dataclasses.replace(rule, optimizer=optimizer, betas=betas, eps=number.get("adam-eps", rule.eps))
-    course = dataclasses.replace(rates, high=number.get("lr", rates.high), low=number.get("min-lr", rates.low))
-    more, less = number.get("lr-mult", 1.0), number.get("wd-mult", 1.0 if decays(name) else 0.0)
-    mup = _mup(name, optimizer, width)
-    return lambda samples: Own(own_rule, more * mup * course.at(samples), less / mup * decay.at(samples))
+def _build_param_update(
+    name: str,
+    options: dict[str, str],
+    default_rule: ReferenceUpdateRule,
+    lr_schedule: ScalarSchedule,
+    wd_schedule: ScalarSchedule,
+    width_multiplier: float,
+) -> ParamUpdateFn:
+    values = {key: float(value) for key, value in options.items() if key != "optimizer"}
+    betas = values.get("adam-beta1", default_rule.betas[0]), values.get("adam-beta2", default_rule.betas[1])
+    optimizer: Any = options.get("optimizer", default_rule.optimizer)
+    param_rule = dataclasses.replace(default_rule, optimizer=optimizer, betas=betas, eps=values.get("adam-eps", default_rule.eps))
+    param_schedule = dataclasses.replace(
+        lr_schedule, peak=values.get("lr", lr_schedule.peak), minimum=values.get("min-lr", lr_schedule.minimum)
+    )
+    lr_mult, wd_mult = values.get("lr-mult", 1.0), values.get("wd-mult", 1.0 if has_weight_decay(name) else 0.0)
+    mup = _get_mup_factor(name, optimizer, width_multiplier)
+    return lambda samples: ParamUpdate(
+        param_rule, lr_mult * mup * param_schedule.value_at(samples), wd_mult / mup * wd_schedule.value_at(samples)
+    )
 
 
-def _mup(name: str, optimizer: str, width: float) -> float:
-    """The column of table 8 of Yang et al. 2022 that is on learning rates. Rate x decay stays the same."""
-    hidden = name.startswith(("layers.", "mtp.")) and name.endswith(".weight") and "norm" not in name
+def _get_mup_factor(name: str, optimizer: str, width_multiplier: float) -> float:
+    """Return the factor by which muP multiplies a parameter's learning rate (Yang et al. 2022, table 8).
+
+    The weight decay is divided by this factor, so the product of learning rate and decay does not change.
+    """
+    is_hidden = name.startswith(("layers.", "mtp.")) and name.endswith(".weight") and "norm" not in name
     if optimizer == "sgd":
-        return 1 if hidden else width
-    return 1 / width if hidden else 1
+        return 1 if is_hidden else width_multiplier
+    return 1 / width_multiplier if is_hidden else 1

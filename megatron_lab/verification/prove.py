@@ -1,4 +1,4 @@
-"""Runs settings twice in float64: at their layout on local processes, and as the plain reference."""
+"""Run settings twice in float64: at their layout on local processes, and with the reference model."""
 
 from __future__ import annotations
 
@@ -10,34 +10,38 @@ from torch import Tensor
 
 from megatron.config.config import Config
 from megatron.config.outputs import CheckpointConfig, DebugConfig, LoggingConfig
-from megatron.config.param_groups import entry_of
+from megatron.config.param_groups import parse_entry
 from megatron.config.training import SpikeConfig
 from megatron.data.samples import DocumentRules
-from megatron.data.tokenizer import build_tokenizer, embedding_rows
-from megatron.model.build import build_model, overlaps
+from megatron.data.tokenizer import build_tokenizer, compute_embedding_rows
+from megatron.model.build import build_model, overlaps_tp_communication
 from megatron.parallel.context import choose_device, make_context
 from megatron.parallel.topology import Topology
-from megatron.pipeline_parallel.partition import table_of
-from megatron.spec.activations import added, read_with
-from megatron.spec.attention_backends import kernels_of
+from megatron.pipeline_parallel.partition import build_layer_table
+from megatron.spec.activations import get_added_choices, get_choice_settings
+from megatron.spec.attention_backends import get_kernels
 from megatron_lab.verification.layout_run import observe_rank
 from megatron_lab.verification.local_ranks import run_ranks
 from megatron_lab.verification.observation import Observation, ProofTask
-from megatron_lab.verification.own_run import run_own, start_weights
-from megatron_lab.verification.plain_run import reference_shape, run_plain
+from megatron_lab.verification.own_run import perturb_weights, run_single_process
+from megatron_lab.verification.plain_run import build_reference_shape, run_reference
 from megatron_lab.verification.random_samples import RandomSamples
-from megatron_lab.verification.reference.shape import random_weights
+from megatron_lab.verification.reference.shape import build_random_weights
 
-_START_SEED, _SAMPLES_SEED, _HELD_OUT_SEED = 1, 2, 3
+_START_SEED, _SAMPLES_SEED, _EVAL_SEED = 1, 2, 3
 DROPOUT = 0.1
-"""Probability of dropout where the settings have none."""
-LEAST_EPS = 1e-6
-"""The least epsilon of Adam. The true gradient of some parameters is zero (a key bias without rotary positions), and Adam divides
-the rounding error in its place by no less than this."""
+"""Dropout probability of a run whose settings have none."""
+MIN_EPS = 1e-6
+"""Minimum epsilon of Adam in a proof.
+
+The true gradient of some parameters is zero (a key bias without rotary positions). Adam divides the rounding error of the
+computed gradient by at least epsilon, so a tiny epsilon would turn rounding errors into updates.
+"""
 
 
-ReferenceKind = Literal["plain", "self"]
-"""What a layout is compared with: a plain model that shares no code with it, or a run of the same code in one process."""
+ReferenceType = Literal["plain", "self"]
+"""Run with which a layout is compared: "plain" for a reference model that shares no code with the framework, "self" for a run
+of the framework in one process."""
 
 
 def prove(
@@ -47,115 +51,124 @@ def prove(
     steps: int | None = None,
     dropout: bool = True,
     timeout: float = 240.0,
-    reference: ReferenceKind = "plain",
+    reference: ReferenceType = "plain",
 ) -> Observation:
-    """Observe a run at its layout, and the reference on the same samples and start weights.
+    """Run settings at their layout and with a reference on the same samples and start weights, and return the recorded values of
+    both runs.
 
     Args:
-        config: settings that are valid for `world_size` ranks, of a size that can be run here.
-        steps: the most iterations; by default the whole run.
-        dropout: leave the model its probabilities of dropout, or add some where it has none: they must not act where it is off.
-        timeout: seconds after which a run is given up.
+        config: settings that are valid for `world_size` ranks, small enough to run on this machine.
+        steps: maximum number of iterations; None for the full run.
+        dropout: keep the dropout probabilities of the model, or set nonzero ones if it has none. Training and evaluation run
+            without dropout, so a nonzero probability shows where it is applied by mistake. Seeds of masks are compared in a
+            separate step.
+        timeout: seconds after which a run is aborted.
+        reference: run with which the layout is compared.
 
     Raises:
         RanksError: a rank raised, died, or did not finish in time.
-        ValueError: the tokenizer of the settings cannot be made, or the plain reference does not know a part of the model.
+        ValueError: the tokenizer of the settings cannot be built, or the reference model does not support a module of the model.
     """
     if reference == "plain":
-        refuse_unknown_parts(config)
+        check_reference_support(config)
     import_before_fork()
-    config, replaced = _as_run(config, steps, dropout)
+    config, replaced = _build_proof_config(config, steps, dropout)
     parallel, data = config.parallel, config.data
     tokenizer = build_tokenizer(data)
-    rules = DocumentRules(tokenizer.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
-    vocab_size = embedding_rows(tokenizer, data)
+    document_rules = DocumentRules(tokenizer.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
+    vocab_size = compute_embedding_rows(tokenizer, data)
     data_size = Topology.of(parallel, world_size).dp
     micro = config.training.micro_batch_size
-    several = config.training.first_batch_size(data_size) > micro
-    samples = RandomSamples(_SAMPLES_SEED, config.model.seq_length, vocab_size, tokenizer.eod, micro, empty_masks=several)
-    held_out = dataclasses.replace(samples, seed=_HELD_OUT_SEED)
+    has_many_microbatches = config.training.first_batch_size(data_size) > micro
+    samples = RandomSamples(
+        _SAMPLES_SEED, config.model.seq_length, vocab_size, tokenizer.eod, micro, allows_empty_masks=has_many_microbatches
+    )
+    eval_samples = dataclasses.replace(samples, seed=_EVAL_SEED)
     initial = _initial_weights(config, vocab_size)
     if reference == "self":
-        start = start_weights(config, vocab_size, initial, _START_SEED)
+        start = perturb_weights(config, vocab_size, initial, _START_SEED)
         replaced.append("reference: the same code in one process. What is wrong there too is not found")
     else:
-        start = random_weights(reference_shape(config.model, vocab_size), _START_SEED)
+        start = build_random_weights(build_reference_shape(config.model, vocab_size), _START_SEED)
 
-    task = ProofTask(config, vocab_size, rules, start, samples, held_out, data_size, steps)
+    task = ProofTask(config, vocab_size, document_rules, start, samples, eval_samples, data_size, steps)
     ranks = run_ranks(world_size, observe_rank, task, timeout=timeout)
-    table = table_of(config.model, parallel, vocab_size)
-    # In a process of its own: where there is a GPU, a process that has run a backward can fork no ranks for another run.
-    run = run_own if reference == "self" else run_plain
-    plain = run_ranks(1, lambda rank: run(task), timeout=timeout, init=False)[0]
-    return Observation(config, vocab_size, table, ranks, plain, initial, start, replaced)
+    table = build_layer_table(config.model, parallel, vocab_size)
+    # In a separate process: with a GPU, a process that has run a backward cannot fork the ranks of another run.
+    run = run_single_process if reference == "self" else run_reference
+    reference_run = run_ranks(1, lambda rank: run(task), timeout=timeout, init=False)[0]
+    return Observation(config, vocab_size, table, ranks, reference_run, initial, start, replaced)
 
 
-def refuse_unknown_parts(config: Config) -> None:
-    """Check that the plain reference knows all parts of a model.
+def check_reference_support(config: Config) -> None:
+    """Check that the reference model supports the optimizers and the activation function in the settings.
 
     Raises:
-        ValueError: one is registered by a module of the user's own.
+        ValueError: an optimizer or activation function is registered by a module of the user.
     """
-    own = [config.optimizer.optimizer, *(entry_of(text).optimizer for text in config.optimizer.param_groups)]
-    found = [f"--optimizer {name}" for name in own if name in added("optimizer")]
-    found += [f"--activation {config.model.activation}"] if config.model.activation is not None else []
-    if found:
+    optimizers = [config.optimizer.optimizer, *(parse_entry(text).optimizer for text in config.optimizer.param_groups)]
+    unsupported = [f"--optimizer {name}" for name in optimizers if name in get_added_choices("optimizer")]
+    unsupported += [f"--activation {config.model.activation}"] if config.model.activation is not None else []
+    if unsupported:
         raise ValueError(
-            f"{' and '.join(dict.fromkeys(found))}: the plain reference does not know what your own modules register.\n"
-            "  --reference self compares with a run of the same code in one process."
+            f"{' and '.join(dict.fromkeys(unsupported))}: the reference model supports only built-in choices, not those "
+            "of your modules.\n"
+            "  Give --reference self, which compares with a run of the same code in one process."
         )
 
 
-def _as_run(config: Config, steps: int | None, dropout: bool) -> tuple[Config, list[str]]:
-    """The settings of both runs, and lines on what was replaced in them."""
+def _build_proof_config(config: Config, steps: int | None, dropout: bool) -> tuple[Config, list[str]]:
+    """Return the settings that both runs use, and a line of text for each setting that was replaced."""
     replaced = [
-        "dtype: everything is float64. Not run: 16-bit storage, and main parameters apart from the weights with their copy back",
-        "kernels: those of float64 on a CPU. Not run: fused updates, flash attention",
+        "dtype: everything is float64. Not tested: 16-bit storage, and the copy of main parameters to the weights",
+        "kernels: those of float64 on a CPU. Not tested: fused updates, flash attention",
         "dropout: off in training"
         + (
-            "; its probability stays: evaluation must be without, and seeds of masks are compared"
+            "; its probability is not changed, so that evaluation must turn it off, and seeds of masks are compared"
             if dropout
             else " and in evaluation"
         ),
-        "data: random tokens with ends of documents, and random loss masks beside those of the flags",
-        "network: what is sent arrives when it is waited for, and not before",
+        "data: random tokens with ends of documents, and random loss masks in addition to those of the flags",
+        "network: results of communication arrive only when they are waited for",
         "checkpoints, logs, profiler and exits: none",
     ]
     model, training, optimizer = config.model, config.training, config.optimizer
     if config.precision.fp16:
         replaced.append(
-            "--fp16: no gradient overflows in float64. Not run: steps that are skipped for that, and a scale that changes"
+            "--fp16: no gradient overflows in float64. Not tested: steps skipped after an overflow, and changes of the loss scale"
         )
     if config.precision.fp8_format is not None:
-        replaced.append("--fp8-format: the formats are emulated, with scales and sums in float64. Not run: a GPU's products")
+        replaced.append(
+            "--fp8-format: the formats are emulated, with scales and sums in float64. Not tested: matrix products of a GPU"
+        )
     if config.speed.compile and config.speed.compile_backend == "inductor":
         replaced.append(
-            "--compile: layers are traced and differentiated as in the run, and computed by torch's own kernels. Not run: "
+            "--compile: layers are traced and differentiated as in the run, and computed by torch's own kernels. Not tested: "
             "generated kernels"
         )
     if optimizer.optimizer_cpu_offload:
-        replaced.append("--optimizer-cpu-offload: on a CPU there is one memory. Not run: what moves between host and device")
-    if config.memory.offloads:
+        replaced.append("--optimizer-cpu-offload: a CPU has only host memory. Not tested: copies between host and device")
+    if config.memory.has_offload:
         replaced.append(
-            "activations in host memory: copies are made, and run at once. Not run: streams that run beside computation"
+            "activations in host memory: copies are synchronous. Not tested: copies on streams that overlap with computation"
         )
-    if overlaps(config.parallel) and config.parallel.device != "cpu":
-        replaced.append("--tp-comm-overlap: pieces go round a ring. Not run: symmetric memory")
+    if overlaps_tp_communication(config.parallel) and config.parallel.device != "cpu":
+        replaced.append("--tp-comm-overlap: shards are passed around a ring. Not tested: symmetric memory")
     if optimizer.use_apex:
-        replaced.append("--use-apex: torch's optimizer, which does the same on a CPU")
-    if _divides_by_eps(optimizer.optimizer) and optimizer.adam_eps < LEAST_EPS:
-        replaced.append(f"--adam-eps: {LEAST_EPS:g}, so that rounding of gradients that are truly zero makes no update")
+        replaced.append("--use-apex: torch's optimizer, which computes equal updates on a CPU")
+    if _divides_by_eps(optimizer.optimizer) and optimizer.adam_eps < MIN_EPS:
+        replaced.append(f"--adam-eps: {MIN_EPS:g}, so that rounding errors of gradients that are truly zero cause no update")
     if config.debug.check_replicas_every is not None:
-        replaced.append("--check-replicas-every: not set, as everything is compared here, and to the end")
+        replaced.append("--check-replicas-every: not set, because a proof compares all parameters in every step")
     if config.spikes.spike_policy != "none":
-        replaced.append("--spike-policy: none, as every step is compared")
+        replaced.append("--spike-policy: none, because every step is compared")
     if config.debug.sentinel_interval is not None:
-        replaced.append("--sentinel-interval: not set, as it changes nothing in a run whose devices compute right")
+        replaced.append("--sentinel-interval: not set, because it does not change the results of a correct device")
     speed = config.speed
-    if not set(kernels_of(speed.attention_backend)) & {"flash", "math"}:
-        replaced.append(f"--attention-backend {speed.attention_backend}: auto, as that kernel runs on GPUs only")
+    if not set(get_kernels(speed.attention_backend)) & {"flash", "math"}:
+        replaced.append(f"--attention-backend {speed.attention_backend}: auto, because that kernel runs on GPUs only")
         speed = dataclasses.replace(speed, attention_backend="auto")
-    changed = dataclasses.replace(
+    proof_config = dataclasses.replace(
         config,
         model=dataclasses.replace(
             model,
@@ -166,16 +179,16 @@ def _as_run(config: Config, steps: int | None, dropout: bool) -> tuple[Config, l
         spikes=SpikeConfig(),
         parallel=dataclasses.replace(config.parallel, device="cpu", distributed_backend="gloo"),
         speed=dataclasses.replace(speed, compile_backend="aot_eager", compile_mode="default"),
-        optimizer=dataclasses.replace(optimizer, use_apex=False, adam_eps=max(optimizer.adam_eps, LEAST_EPS)),
+        optimizer=dataclasses.replace(optimizer, use_apex=False, adam_eps=max(optimizer.adam_eps, MIN_EPS)),
         checkpoint=CheckpointConfig(),
         logging=LoggingConfig(),
         debug=DebugConfig(),
     )
-    return changed, replaced
+    return proof_config, replaced
 
 
 def _initial_weights(config: Config, vocab_size: int) -> dict[str, Tensor]:
-    """Weights as one process initialises them, without padding."""
+    """Return the weights, without padding, with which the framework initializes the model in one process."""
     model = build_model(
         config.model,
         make_context(Topology(), 0, choose_device("cpu", 0)),
@@ -188,12 +201,12 @@ def _initial_weights(config: Config, vocab_size: int) -> dict[str, Tensor]:
 
 
 def _divides_by_eps(optimizer: str) -> bool:
-    """Whether an optimizer divides by as little as --adam-eps."""
-    return optimizer in ("adam", "muon") or "adam_eps" in read_with("optimizer", optimizer)
+    """Check whether an optimizer divides by numbers as small as --adam-eps."""
+    return optimizer in ("adam", "muon") or "adam_eps" in get_choice_settings("optimizer", optimizer)
 
 
 def import_before_fork() -> None:
-    """Import what only some runs need, so that forked ranks need not do it one by one."""
+    """Import modules that only some runs need, so that forked ranks do not import them one by one."""
     import numpy.ma  # noqa: F401  # np.unique imports it
     import torch._dynamo  # noqa: F401  # fully_shard imports it
 

@@ -1,4 +1,5 @@
-"""Random samples with ends of documents, and loss masks that differ much between microbatches. They depend only on the seed."""
+"""Random samples with end-of-document tokens, and loss masks that differ strongly between microbatches. Both depend only on the
+seed."""
 
 from __future__ import annotations
 
@@ -8,23 +9,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.indexed_dataset import MARK_TYPE
-from megatron.data.samples import ENDS_IF_EOD, LEARNED, SamplePiece
+from megatron.data.samples import DOCUMENT_END_IF_EOD, IN_LOSS, DocumentSpan
 
-_DOCUMENTS = 3
-"""Number of documents in a sample, on average."""
+_DOCUMENTS_PER_SAMPLE = 3
+"""Mean number of documents in a sample."""
 
 
 @dataclass
 class RandomSamples:
-    """Numbered samples (a `SampleSource`) and the mask of each. Any number can be asked for.
+    """Unlimited random samples and loss masks, which are read by sample index (a `SampleSource`).
 
     Args:
-        seed: other seeds give other samples.
+        seed: determines all samples and masks.
         seq_length: tokens in a sample.
         vocab_size: rows of the word embedding.
-        eod: the end-of-document token.
-        micro_batch_size: samples that share a kind of mask.
-        empty_masks: whether the mask of a microbatch may leave no token; only where a step has several.
+        eod: end-of-document token.
+        micro_batch_size: number of consecutive samples whose masks count equally many tokens.
+        allows_empty_masks: whether the mask of a microbatch may exclude all tokens. Only for steps with several microbatches.
     """
 
     seed: int
@@ -32,50 +33,57 @@ class RandomSamples:
     vocab_size: int
     eod: int
     micro_batch_size: int
-    empty_masks: bool
+    allows_empty_masks: bool
 
     def samples(self, first: int, count: int) -> NDArray[np.int64]:
-        """Tokens of `count` samples from number `first` on, [count, s + 1]."""
-        return np.stack([self._tokens(number) for number in range(first, first + count)])
+        """Return the tokens of `count` samples from index `first` on, int64 [count, s + 1]."""
+        return np.stack([self._generate_tokens(index) for index in range(first, first + count)])
 
     def masks(self, first: int, count: int) -> NDArray[np.float32]:
-        """Masks [count, s]: 1 where the position counts in the loss, else 0.
+        """Return the loss masks of `count` samples [count, s]: 1 where the position counts in the loss, else 0.
 
-        From one microbatch to the next, all tokens count, half of them, one, none (or a quarter). In each sample in which some
-        count, one of these has an input that is no end of a document, so that other rules do not take away the last one.
+        Successive microbatches count all tokens, half of them, one token, and no token (or a quarter), in turn. Of the counted
+        tokens of a sample, at least one has an input that is not an end-of-document token, so --eod-mask-loss does not exclude all
+        of them.
         """
-        return np.stack([self._mask(number) for number in range(first, first + count)])
+        return np.stack([self._generate_mask(index) for index in range(first, first + count)])
 
     def marks(self, first: int, count: int) -> NDArray[np.uint8]:
-        """The masks as the loader takes them: a mark of the token to predict, [count, s + 1]."""
-        marks = np.full((count, self.seq_length + 1), ENDS_IF_EOD, dtype=MARK_TYPE)
-        marks[:, 1:] |= LEARNED * self.masks(first, count).astype(MARK_TYPE)
+        """Return the loss masks in the format of the data loader: uint8 [count, s + 1]. The bits of a token's byte say whether the
+        token counts in the loss, and whether a document may end there."""
+        marks = np.full((count, self.seq_length + 1), DOCUMENT_END_IF_EOD, dtype=MARK_TYPE)
+        marks[:, 1:] |= IN_LOSS * self.masks(first, count).astype(MARK_TYPE)
         return marks
 
-    def lineage(self, number: int) -> list[SamplePiece]:
-        """One piece for each sample."""
-        return [SamplePiece("random", number, 0, self.seq_length + 1)]
+    def lineage(self, sample_index: int) -> list[DocumentSpan]:
+        """Return one document span that covers the sample."""
+        return [DocumentSpan("random", sample_index, 0, self.seq_length + 1)]
 
     def describe(self, num_samples: int) -> list[str]:
-        """A line that says that they are random."""
+        """Return a line of text for the log that says that the samples are random."""
         return [f"{num_samples} samples of random tokens"]
 
-    def _tokens(self, number: int) -> NDArray[np.int64]:
-        random = np.random.default_rng((self.seed, number))
+    def _generate_tokens(self, sample_index: int) -> NDArray[np.int64]:
+        random = np.random.default_rng((self.seed, sample_index))
         tokens = random.integers(self.vocab_size - 1, size=self.seq_length + 1)
-        tokens += tokens >= self.eod  # every other token, all equally likely
-        ends = random.random(self.seq_length + 1) < min(0.5, _DOCUMENTS / self.seq_length)
+        tokens += tokens >= self.eod  # all tokens except eod, with equal probability
+        ends = random.random(self.seq_length + 1) < min(0.5, _DOCUMENTS_PER_SAMPLE / self.seq_length)
         ends[0] = False
         tokens[ends] = self.eod
         return tokens
 
-    def _mask(self, number: int) -> NDArray[np.float32]:
-        microbatch, place = divmod(number, self.micro_batch_size)
-        count = (self.seq_length, (self.seq_length + 1) // 2, int(place == 0), 0 if self.empty_masks else self.seq_length // 4 + 1)
+    def _generate_mask(self, sample_index: int) -> NDArray[np.float32]:
+        microbatch, index_in_microbatch = divmod(sample_index, self.micro_batch_size)
+        counts = (
+            self.seq_length,
+            (self.seq_length + 1) // 2,
+            int(index_in_microbatch == 0),
+            0 if self.allows_empty_masks else self.seq_length // 4 + 1,
+        )
         mask = np.zeros(self.seq_length, dtype=np.float32)
-        if kept := count[microbatch % len(count)]:
-            random = np.random.default_rng((self.seed, number, 1))
-            inner = random.permutation(np.flatnonzero(self._tokens(number)[:-1] != self.eod))
-            rest = random.permutation(np.setdiff1d(np.arange(self.seq_length), inner[:1]))
-            mask[np.concatenate([inner[:1], rest[: kept - 1]])] = 1.0
+        if num_counted := counts[microbatch % len(counts)]:
+            random = np.random.default_rng((self.seed, sample_index, 1))
+            candidates = random.permutation(np.flatnonzero(self._generate_tokens(sample_index)[:-1] != self.eod))
+            remaining_positions = random.permutation(np.setdiff1d(np.arange(self.seq_length), candidates[:1]))
+            mask[np.concatenate([candidates[:1], remaining_positions[: num_counted - 1]])] = 1.0
         return mask

@@ -1,4 +1,5 @@
-"""Records what a training step does on a rank, by hooks on the model and around the step. The framework knows nothing of it."""
+"""Recorder of training steps on one rank. It uses hooks on the model and wrappers around methods of the step, so the framework
+needs no code for it."""
 
 from __future__ import annotations
 
@@ -16,61 +17,61 @@ from torch.distributed.tensor import DTensor
 from megatron.model.gpt import GPTChunk
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.params import Shard
-from megatron.spec.operations import Op, OpKind
+from megatron.spec.operations import Op, OpType
 from megatron.training.step import StepResult, TrainStep
-from megatron_lab.verification.observation import EVALUATED_STEPS, RankStep, TensorPart
+from megatron_lab.verification.observation import EVALUATED_STEPS, LocalTensor, RankStep
 
-_BEFORE_ALL = Op(OpKind.FORWARD, 0, -1)
+_INITIAL_OP = Op(OpType.FORWARD, 0, -1)
 
 
 @dataclass
 class StepRecorder:
-    """Records every step that `step` makes from now on.
+    """Recorder of the training steps that `step` runs after the recorder is created.
 
     Args:
-        look: called after each of the first steps, before anything else is done with the model.
-        overwritten: grows by what is written to while it is being sent.
+        after_step: called after each of the first steps, before the model is used otherwise.
+        overwritten: list to which late delivery adds tensors that are overwritten while they are being sent.
     """
 
     step: TrainStep
-    look: Callable[[], None]
+    after_step: Callable[[], None]
     overwritten: list[str]
     steps: list[RankStep] = field(default_factory=list)
-    activations: list[TensorPart] = field(default_factory=list)
-    _gradients: list[TensorPart] = field(default_factory=list)
-    _shares: tuple[float, float] = (0.0, 0.0)
-    _op: Op = _BEFORE_ALL
+    activations: list[LocalTensor] = field(default_factory=list)
+    _gradients: list[LocalTensor] = field(default_factory=list)
+    _loss_sum_and_count: tuple[float, float] = (0.0, 0.0)
+    _op: Op = _INITIAL_OP
     _batch: Sequence[ModelInputs] = ()
 
     def __post_init__(self) -> None:
-        self._run, self._sums = self.step.run, self.step.gradients
-        self.step.run = self._recorded_run  # type: ignore[method-assign]
-        self.step.gradients = self._recorded_gradients  # type: ignore[method-assign]
-        self.step.before_update.append(self._keep_gradients)
+        self._run, self._compute_gradients = self.step.run, self.step.compute_gradients
+        self.step.run = self._run_and_record  # type: ignore[method-assign]
+        self.step.compute_gradients = self._compute_and_record  # type: ignore[method-assign]
+        self.step.before_update_hooks.append(self._record_gradients)
 
-    def _recorded_run(self, batch: Sequence[ModelInputs], **named: Any) -> StepResult:
+    def _run_and_record(self, batch: Sequence[ModelInputs], **kwargs: Any) -> StepResult:
         self._gradients = []
-        result = self._run(batch, **named)
-        squares, gradients = counted_squares(self.step, result.loss_scale), self._gradients
-        resume = self._pause_publishing()
+        result = self._run(batch, **kwargs)
+        squared_norms, gradients = compute_squared_norms(self.step, result.loss_scale), self._gradients
+        restart_gather = self._snapshot_before_gather()
         if len(self.steps) < EVALUATED_STEPS:
-            self.look()
-        parameters = parts_of_parameters(self.step)
-        resume()
+            self.after_step()
+        parameters = record_params(self.step)
+        restart_gather()
         self.steps.append(
             RankStep(
-                iteration=named["iteration"],
+                iteration=kwargs["iteration"],
                 loss=result.loss,
                 grad_norm=result.grad_norm,
                 skipped=result.skipped,
-                learning_rate=named["learning_rate"],
-                weight_decay=named["weight_decay"],
+                learning_rate=kwargs["learning_rate"],
+                weight_decay=kwargs["weight_decay"],
                 num_microbatches=len(batch),
-                loss_sum=self._shares[0],
-                token_count=self._shares[1],
+                loss_sum=self._loss_sum_and_count[0],
+                token_count=self._loss_sum_and_count[1],
                 gradients=gradients,
-                counted_squares=squares,
-                main_params=parts_of_shards(self.step, lambda shard: shard.main),
+                squared_norms=squared_norms,
+                main_params=record_shards(self.step, lambda shard: shard.main_param),
                 parameters=parameters,
                 overwritten=list(dict.fromkeys(self.overwritten)),
             )
@@ -78,135 +79,169 @@ class StepRecorder:
         self.overwritten.clear()
         return result
 
-    def _pause_publishing(self) -> Callable[[], None]:
-        """Wait for parameters that are on their way, so that they can be read. Returns a function that puts them back on their way,
-        so that the next step has to wait by itself."""
-        if not self.step.overlaps_publishing:
-            return lambda: None
-        held = [entry.param.detach() for entry in self.step.model.params if not isinstance(entry.param, DTensor)]
-        before = [values.clone() for values in held]
+    def _snapshot_before_gather(self) -> Callable[[], None]:
+        """Save the model parameters before the all-gather of the updated parameters has finished. Afterwards the recorder waits for
+        the all-gather and reads the updated parameters.
 
-        def resume() -> None:
-            self.step.optimizer.publish()
-            for values, old in zip(held, before, strict=True):
+        Returns:
+            A function that starts the all-gather again and restores the saved values, so that the next step gives wrong results
+            unless it waits for the all-gather itself.
+        """
+        if not self.step.overlaps_param_gather:
+            return lambda: None
+        params = [entry.param.detach() for entry in self.step.model.params if not isinstance(entry.param, DTensor)]
+        old_values = [param.clone() for param in params]
+
+        def restart_gather() -> None:
+            self.step.optimizer.copy_main_to_model_params()
+            for values, old in zip(params, old_values, strict=True):
                 values.copy_(old)
 
-        return resume
+        return restart_gather
 
-    def _recorded_gradients(self, batch: Sequence[ModelInputs], **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        if named.get("inspect") is not None:  # the step run once more, for others to observe
-            return self._sums(batch, **named)
+    def _compute_and_record(self, batch: Sequence[ModelInputs], **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if kwargs.get("inspect") is not None:  # an extra pass for a diagnostic, not a training step
+            return self._compute_gradients(batch, **kwargs)
         self._batch = batch
-        with nullcontext() if self.steps else self._watched(len(batch)):
-            loss_sum, count = self._sums(batch, **named)
-        self._shares = (loss_sum.item(), count.item())
+        with nullcontext() if self.steps else self._recording_activations(len(batch)):
+            loss_sum, count = self._compute_gradients(batch, **kwargs)
+        self._loss_sum_and_count = (loss_sum.item(), count.item())
         return loss_sum, count
 
-    def _keep_gradients(self, result: StepResult) -> None:
+    def _record_gradients(self, result: StepResult) -> None:
         def unscaled(shard: Shard) -> torch.Tensor:
-            return shard.grad.double() / (result.loss_scale if shard.record.by_counts is None else 1.0)
+            return shard.grad.double() / (result.loss_scale if shard.record.count_update is None else 1.0)
 
-        self._gradients = parts_of_shards(self.step, unscaled, with_frozen=False)
+        self._gradients = record_shards(self.step, unscaled, with_frozen=False)
 
-    def begin(self, op: Op) -> None:
-        """Called when the executor begins an operation."""
+    def start(self, op: Op) -> None:
+        """Store the operation that the executor starts, so that recorded outputs can be assigned to its microbatch."""
         self._op = op
 
     def end(self, op: Op) -> None:
-        """Called when the executor has ended it."""
+        """Do nothing: the end of an operation is not recorded."""
 
     @contextmanager
-    def _watched(self, num_microbatches: int) -> Iterator[None]:
-        """Set hooks on this rank's chunks for one step. An evaluation has other inputs and is not recorded."""
+    def _recording_activations(self, num_microbatches: int) -> Iterator[None]:
+        """Return a context with hooks on this rank's model chunks that record the activations of one step. Evaluations have other
+        inputs and are not recorded."""
         self.step.executor.recorder = self
         hooks = []
         for chunk in self.step.model.chunks.values():
-            for name, module in _seen_modules(chunk).items():
-                hooks.append(module.register_forward_hook(partial(self._keep, name, num_microbatches)))
+            for name, module in _list_recorded_modules(chunk).items():
+                hooks.append(module.register_forward_hook(partial(self._record_output, name, num_microbatches)))
             for k, block in enumerate([] if chunk.mtp is None else chunk.mtp.blocks):
-                keep = partial(self._keep_input, f"mtp.{k}.projection", num_microbatches)
+                keep = partial(self._record_input, f"mtp.{k}.projection", num_microbatches)
                 hooks.append(block.register_forward_pre_hook(keep))
         yield
         self.step.executor.recorder = None
         for hook in hooks:
             hook.remove()
 
-    def _keep_input(self, name: str, num_microbatches: int, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        """Record the first input of a module."""
-        self._keep(name, num_microbatches, module, args, args[0])
+    def _record_input(self, name: str, num_microbatches: int, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        """Record the first input of a module.
 
-    def _keep(self, name: str, num_microbatches: int, module: nn.Module, args: object, out: torch.Tensor) -> None:
-        """Record the output of a module, [s, b, h], or under sequence parallelism [s/n, b, h]; not what runs again in backward."""
-        if self._op.kind is not OpKind.FORWARD:
+        Args:
+            name: name of the recorded activation.
+            args: inputs with which the module was called.
+        """
+        self._record_output(name, num_microbatches, module, args, args[0])
+
+    def _record_output(self, name: str, num_microbatches: int, module: nn.Module, args: object, out: torch.Tensor) -> None:
+        """Record the output of a module in forward. Outputs of the recomputation in backward are not recorded.
+
+        Args:
+            out: [s, b, h], or [s/tp, b, h] under sequence parallelism.
+        """
+        if self._op.type is not OpType.FORWARD:
             return
         split = self.step.context.group("tp") if self.step.model.sequence_parallel else None
         positions, samples, hidden = out.shape
         values = out.detach().transpose(0, 1).cpu().to(torch.float64, copy=True).contiguous()
-        data, sharers = self.step.context.data_group, self.step.context.context_group
-        first = (self._op.microbatch * data.size + data.index) * samples
-        own = positions * (split.index if split else 0)
-        whole = positions * (split.size if split else 1) * sharers.size
+        data, context_group = self.step.context.data_group, self.step.context.context_group
+        first = (self._op.microbatch * data.size + data.rank) * samples
+        start = positions * (split.rank if split else 0)
+        seq_length = positions * (split.size if split else 1) * context_group.size
         documents = self._batch[self._op.microbatch].documents
-        cut = None if documents is None else documents.cut
-        places = np.arange(whole) if cut is None else cut.places(sharers.index)
-        places = places[own : own + positions]
-        for run in np.split(np.arange(positions), np.flatnonzero(np.diff(places) != 1) + 1):  # of tokens that are neighbours
-            offsets, shape = (first, int(places[run[0]]), 0), (num_microbatches * data.size * samples, whole, hidden)
-            self.activations.append(TensorPart(name, offsets, shape, values[:, run[0] : run[-1] + 1]))
+        sequence_split = None if documents is None else documents.sequence_split
+        token_positions = np.arange(seq_length) if sequence_split is None else sequence_split.positions(context_group.rank)
+        token_positions = token_positions[start : start + positions]
+        # Record each range of consecutive tokens.
+        for token_range in np.split(np.arange(positions), np.flatnonzero(np.diff(token_positions) != 1) + 1):
+            offsets, shape = (
+                (first, int(token_positions[token_range[0]]), 0),
+                (num_microbatches * data.size * samples, seq_length, hidden),
+            )
+            self.activations.append(LocalTensor(name, offsets, shape, values[:, token_range[0] : token_range[-1] + 1]))
 
 
-def _seen_modules(chunk: GPTChunk) -> dict[str, nn.Module]:
-    """The recorded modules of a chunk, by the names of their activations."""
-    found: dict[str, nn.Module] = {} if chunk.embedding is None else {"embedding": chunk.embedding}
+def _list_recorded_modules(chunk: GPTChunk) -> dict[str, nn.Module]:
+    """Return the modules of a model chunk whose outputs are recorded, by the names of their activations."""
+    modules: dict[str, nn.Module] = {} if chunk.embedding is None else {"embedding": chunk.embedding}
     named = [(f"layers.{block.layer}", block) for block in chunk.blocks]
     named += [(f"mtp.{k}.layer", block) for k, block in enumerate([] if chunk.mtp is None else chunk.mtp.blocks)]
     for name, block in named:
-        if block.compiled is None:  # hooks within it would be compiled with it
-            found |= {f"{name}.attention": block.attention.output, f"{name}.mlp": block.mlp}
-        found[name] = block
-    return found
+        if block.compiled is None:  # hooks inside a compiled block would be compiled too
+            modules |= {f"{name}.attention": block.attention.output, f"{name}.mlp": block.mlp}
+        modules[name] = block
+    return modules
 
 
-def parts_of_shards(step: TrainStep, tensor_of: Callable[[Shard], torch.Tensor], *, with_frozen: bool = True) -> list[TensorPart]:
-    """Parts of global tensors from this rank's shards; `tensor_of` gives a number for each element of a shard."""
-    parts = []
-    for shard in step.optimizer.held if with_frozen else step.optimizer.shards:
+def record_shards(step: TrainStep, tensor_of: Callable[[Shard], torch.Tensor], *, with_frozen: bool = True) -> list[LocalTensor]:
+    """Copy values of this rank's shards as slices of global tensors.
+
+    Args:
+        tensor_of: returns a flat tensor with an element for each element of a shard.
+        with_frozen: include shards of parameters that are not trained.
+    """
+    local_tensors = []
+    for shard in step.optimizer.checkpoint_shards if with_frozen else step.optimizer.shards:
         flat = tensor_of(shard).detach()
         assert flat.shape == (shard.weights.numel(),)
-        for placed in shard.boxes(step.context):
-            values = flat[placed.start : placed.start + placed.box.numel].cpu().to(torch.float64, copy=True)
-            parts.append(TensorPart(shard.record.name, placed.box.offsets, shard.record.shape, values.view(placed.box.sizes)))
-    return parts
+        for buffer_slice in shard.slices(step.context):
+            values = flat[buffer_slice.offset : buffer_slice.offset + buffer_slice.slice.numel].cpu().to(torch.float64, copy=True)
+            local_tensors.append(
+                LocalTensor(
+                    shard.record.name, buffer_slice.slice.offsets, shard.record.shape, values.view(buffer_slice.slice.sizes)
+                )
+            )
+    return local_tensors
 
 
-def parts_of_parameters(step: TrainStep) -> list[TensorPart]:
-    """The parameters that this rank holds whole (its tensor rank's part of them), as the next forward will use them."""
-    if step.overlaps_publishing:  # the next forward waits for them; otherwise they are there
-        step.finish_publishing()
-    parts = []
+def record_params(step: TrainStep) -> list[LocalTensor]:
+    """Copy the parameters as the next forward uses them; of a tensor-parallel parameter, this rank's shard. Parameters that data
+    ranks shard are omitted."""
+    if step.overlaps_param_gather:  # otherwise the parameters are complete after the step
+        step.finish_param_gather()
+    local_tensors = []
     for entry in step.model.params:
         if not isinstance(entry.param, DTensor):
-            box = entry.record.held_box(step.context.axis_sizes, step.context.coordinates)
-            values = entry.param.detach()[tuple(slice(n) for n in box.sizes)].cpu().to(torch.float64, copy=True)
-            parts.append(TensorPart(entry.record.name, box.offsets, entry.record.shape, values))
-    return parts
+            local_slice = entry.record.local_slice(step.context.axis_sizes, step.context.coordinates)
+            values = entry.param.detach()[tuple(slice(n) for n in local_slice.sizes)].cpu().to(torch.float64, copy=True)
+            local_tensors.append(LocalTensor(entry.record.name, local_slice.offsets, entry.record.shape, values))
+    return local_tensors
 
 
-def counted_squares(step: TrainStep, scale: float) -> dict[str, float]:
-    """What this rank added to the square of the global norm of the last step, which used this loss scale, by parameter."""
-    found: dict[str, float] = {}
-    for shard, square in zip(step.counted_shards, step.counted_squares.tolist(), strict=True):
-        found[shard.record.name] = found.get(shard.record.name, 0.0) + square / scale**2
-    return found
+def compute_squared_norms(step: TrainStep, scale: float) -> dict[str, float]:
+    """Return the contribution of this rank to the squared global gradient norm of the last step, by parameter.
+
+    Args:
+        scale: loss scale of the step, which is divided out.
+    """
+    squared_norms: dict[str, float] = {}
+    for shard, square in zip(step.norm_shards, step.shard_squared_norms.tolist(), strict=True):
+        squared_norms[shard.record.name] = squared_norms.get(shard.record.name, 0.0) + square / scale**2
+    return squared_norms
 
 
 def set_weights(step: TrainStep, weights: Mapping[str, torch.Tensor]) -> None:
-    """Overwrite the main parameters of this rank's shards by their boxes of global weights, and publish them as a resume does."""
-    for shard in step.optimizer.held:
+    """Overwrite the main parameters of this rank's shards with slices of full weights, and copy them to the model parameters. A
+    resumed run sets weights in the same way."""
+    for shard in step.optimizer.checkpoint_shards:
         assert weights[shard.record.name].shape == shard.record.shape, shard.record.name
-        for placed in shard.boxes(step.context):
-            part = weights[shard.record.name][placed.box.index].reshape(-1)
-            shard.main[placed.start : placed.start + placed.box.numel].copy_(part)
-    step.optimizer.begin_averages()
-    step.optimizer.publish()
-    step.finish_publishing()
+        for buffer_slice in shard.slices(step.context):
+            values = weights[shard.record.name][buffer_slice.slice.index].reshape(-1)
+            shard.main_param[buffer_slice.offset : buffer_slice.offset + buffer_slice.slice.numel].copy_(values)
+    step.optimizer.reset_averages()
+    step.optimizer.copy_main_to_model_params()
+    step.finish_param_gather()

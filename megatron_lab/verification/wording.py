@@ -1,4 +1,5 @@
-"""Words for a difference: how large it is beside what is allowed, which factor of the layout it is, and where. Needs no torch."""
+"""Texts about a difference from the reference run: its size, the number of the run (such as the tensor size) that explains it, and
+its location. The module does not import torch."""
 
 from __future__ import annotations
 
@@ -7,20 +8,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.pipeline_parallel.partition import Chunk
-from megatron.spec.weights import in_layer
+from megatron.spec.weights import split_layer_name
 
 TOLERANCE = 1e-10
 """Relative tolerance of tensors, losses and norms."""
 ROUNDING = 1e-14
-"""Error of a number that is a sum of others as large as the global norm, as a share of that norm. A much smaller result has lost
-the digits below it, and agrees to no better."""
+"""Rounding error, as a share of the global norm, of a sum whose summands are as large as the global norm. A much smaller result
+has lost the digits below this error, so two runs agree no better."""
 NEGLIGIBLE = 1e-12
-"""A tensor whose reference is below this share of the global norm is rounding error (the true gradient of a key bias is zero). It
-is compared absolutely at that scale."""
+"""Share of the global norm below which a reference tensor counts as pure rounding error (the true gradient of a key bias is
+zero). The difference of such a tensor is compared with this share of the global norm, not with the tensor's own norm."""
 
 
-def relative(difference: float, scale: float) -> float:
-    """A difference as a share of a scale: infinite if that is zero, or if anything is not finite."""
+def compute_relative(difference: float, scale: float) -> float:
+    """Return the difference of two values divided by `scale`. The result is infinite if the scale is zero or a value is not
+    finite."""
     if not math.isfinite(difference):
         return math.inf
     if not scale:
@@ -28,140 +30,149 @@ def relative(difference: float, scale: float) -> float:
     return abs(difference) / abs(scale)
 
 
-def relative_words(difference: float, size: float) -> str:
-    """A difference as a share of a reference of this norm, in words."""
+def format_relative_difference(difference: float, size: float) -> str:
+    """Format the difference of a tensor or scalar from its reference as a share of `size`, the norm of the reference."""
     if not math.isfinite(difference):
         return "not finite"
     return f"relative difference {difference / size:.2e}" if size else f"difference {difference:.2e} from zero"
 
 
-def short(ratio: float) -> str:
-    """A factor in few digits, but enough to tell it from 1."""
+def format_factor(ratio: float) -> str:
+    """Format the constant factor between a value and its reference with few digits, but enough to distinguish it from 1."""
     if 0 < abs(ratio - 1) < 1e-5:
         return f"{ratio:.12g}"
     return f"{ratio:.1f}" if math.isclose(ratio, round(ratio, 1), rel_tol=1e-5) else f"{ratio:.6g}"
 
 
 _CLOSE = 1e-6
-"""A factor is taken for a number of the layout if they agree to this relative difference."""
+"""Relative difference below which a factor counts as equal to a number of the layout."""
 
 
 @dataclass(frozen=True)
 class Factor:
-    """A number of the run by which a mistake can multiply or divide."""
+    """Number of the run (such as the tensor size) by which a mistake can multiply or divide a value."""
 
     value: float
     name: str
     multiplied: str
-    """What went wrong where something is that many times too large."""
+    """Description of the mistake that multiplies by the number."""
     divided: str
+    """Description of the mistake that divides by the number."""
     group: str = ""
-    """The group of ranks whose size it is."""
+    """Axis whose size is the number; empty for numbers that are not the size of an axis."""
 
 
-def layout_factors(groups: Mapping[str, int], microbatches: int, kept: float, tokens: int, loss_scale: float) -> list[Factor]:
-    """The numbers of one step.
+def build_factors(
+    groups: Mapping[str, int], num_microbatches: int, num_counted: float, num_tokens: int, loss_scale: float
+) -> list[Factor]:
+    """List the numbers of one step by which a value may be wrongly multiplied or divided.
 
     Args:
-        groups: size of each group, by the field's name for it.
-        microbatches: those of one data rank.
-        kept: tokens of the global batch that the loss mask keeps.
-        tokens: all tokens of the global batch.
+        groups: number of ranks along each axis, by the name of the axis in findings.
+        num_microbatches: microbatches of one data rank.
+        num_counted: tokens of the global batch that count in the loss.
+        num_tokens: all tokens of the global batch.
+        loss_scale: number by which the loss is multiplied before the backward.
     """
-    once_more = "divided by it once too often"
-    found = [
+    divided_twice = "divided by it once too often"
+    group_factors = [
         Factor(
             size,
             f"the {group} size",
             f"a sum over the {group} group is counted {'twice' if size == 2 else f'{size} times'}",
-            f"{once_more}, or one rank's share of the {group} group instead of the sum",
+            f"{divided_twice}, or one rank's share of the {group} group instead of the sum",
             group,
         )
         for group, size in groups.items()
     ]
     ignored, twice = "the count of tokens ignores the loss mask", "the loss mask is counted twice"
     return [
-        *found,
-        Factor(microbatches, "the number of microbatches", "microbatches are summed where their mean is meant", once_more),
-        Factor(kept / tokens, "the share of tokens that count", ignored, twice),
-        Factor(kept, "the tokens that count", "the sum over tokens is not divided by their number", once_more),
+        *group_factors,
+        Factor(num_microbatches, "the number of microbatches", "microbatches are summed where their mean is meant", divided_twice),
+        Factor(num_counted / num_tokens, "the share of tokens that count", ignored, twice),
+        Factor(num_counted, "the tokens that count", "the sum over tokens is not divided by their number", divided_twice),
         Factor(loss_scale, "the loss scale", "the loss scale is not taken out", "the loss scale is taken out twice"),
     ]
 
 
-def factor_words(ratio: float, factors: Iterable[Factor] = ()) -> tuple[str, str]:
-    """What a wrong factor is, and the group whose size it is; only the factor if it is no number of the run.
+def explain_factor(ratio: float, factors: Iterable[Factor] = ()) -> tuple[str, str]:
+    """Explain why a value is a constant multiple of its reference: by a number of the run, such as the tensor size. Return the
+    explanation and the axis whose size is this number.
 
-    So of 2: `2.0x, the tensor size: a sum over the tensor group is counted twice`, and `tensor`.
-
-    All numbers of the same size are named, and then no group: a run with one of the axes alone tells them apart.
+    For a ratio of 2: `2.0x, the tensor size: a sum over the tensor group is counted twice` and `tensor`. If several numbers of the
+    run equal the ratio, the text names all of them. If they belong to several axes, the axis is empty; a run with only one of these
+    axes can distinguish them. If no number equals the ratio, the text is only the ratio.
     """
-    meant = []
+    matches = []
     for factor in factors:
         if factor.value not in (0, 1) and math.isclose(ratio, factor.value, rel_tol=_CLOSE):
-            meant.append((factor.name, factor.multiplied, factor.group))
+            matches.append((factor.name, factor.multiplied, factor.group))
         elif factor.value not in (0, 1) and math.isclose(ratio * factor.value, 1, rel_tol=_CLOSE):
-            meant.append((f"1 / {factor.name}", factor.divided, factor.group))
-    if not meant:
-        return f"{short(ratio)}x what it should be" if ratio else "zero: nothing reaches it", ""
-    names, reasons, groups = (list(dict.fromkeys(filter(None, column))) for column in zip(*meant, strict=True))
-    return f"{short(ratio)}x, {' or '.join(names)}: {'; or '.join(reasons)}", groups[0] if len(groups) == 1 else ""
+            matches.append((f"1 / {factor.name}", factor.divided, factor.group))
+    if not matches:
+        return f"{format_factor(ratio)}x what it should be" if ratio else "zero: nothing reaches it", ""
+    names, reasons, groups = (list(dict.fromkeys(filter(None, column))) for column in zip(*matches, strict=True))
+    return f"{format_factor(ratio)}x, {' or '.join(names)}: {'; or '.join(reasons)}", groups[0] if len(groups) == 1 else ""
 
 
-def layer_of(name: str) -> int | None:
-    """Number of a parameter's layer, counted over the whole model; None outside the layers."""
-    return in_layer(name)[0]
+def get_layer_index(name: str) -> int | None:
+    """Return the index of a parameter's layer in the full model; None outside the layers."""
+    return split_layer_name(name)[0]
 
 
-def chunks_of(name: str, table: Sequence[Chunk]) -> list[Chunk]:
-    """The pipeline chunks that hold it; for a tied embedding, only the first is known by its name."""
-    layer = layer_of(name)
+def find_chunks(name: str, table: Sequence[Chunk]) -> list[Chunk]:
+    """Return the model chunks that hold a parameter. For a tied embedding, only the first chunk is returned."""
+    layer = get_layer_index(name)
     if layer is not None:
         return [chunk for chunk in table if layer in chunk.layers]
     return [table[0] if name.startswith("embedding") else table[-1]]
 
 
-def stages_of(name: str, table: Sequence[Chunk]) -> list[int]:
-    """The pipeline stages of these chunks; empty for a layer that no chunk holds."""
-    return sorted({chunk.stage for chunk in chunks_of(name, table)})
+def find_stages(name: str, table: Sequence[Chunk]) -> list[int]:
+    """Return the pipeline stages that hold a parameter; empty for a layer that is on no stage."""
+    return sorted({chunk.stage for chunk in find_chunks(name, table)})
 
 
-def place_words(name: str, table: Sequence[Chunk], *, stages: Iterable[int] | None = None) -> str:
-    """`layers.3.attention.qkv.weight (layer 3, stage 1)`.
+def format_location(name: str, table: Sequence[Chunk], *, stages: Iterable[int] | None = None) -> str:
+    """Format the name of a parameter with its layer and stage: `layers.3.attention.qkv.weight (layer 3, stage 1)`.
 
     Args:
-        stages: the stages to name; by default those of the table.
+        stages: stages to name; by default those of the layer table.
     """
-    layer = layer_of(name)
-    held = sorted(set(stages_of(name, table) if stages is None else stages))
-    notes = [] if layer is None else [f"layer {layer}"]
+    layer = get_layer_index(name)
+    location_stages = sorted(set(find_stages(name, table) if stages is None else stages))
+    details = [] if layer is None else [f"layer {layer}"]
     if table and max(chunk.stage for chunk in table) > 0:
-        notes += [f"stage{'s' if len(held) > 1 else ''} {listing(held)}"] if held else ["on no stage"]
-        chunks = chunks_of(name, table)
+        details += (
+            [f"stage{'s' if len(location_stages) > 1 else ''} {format_integers(location_stages)}"]
+            if location_stages
+            else ["on no stage"]
+        )
+        chunks = find_chunks(name, table)
         if len(chunks) == 1 and len({chunk.stage for chunk in table}) < len(table):
-            notes.append(f"chunk {chunks[0].index}")
-    return f"{name} ({', '.join(notes)})" if notes else name
+            details.append(f"chunk {chunks[0].index}")
+    return f"{name} ({', '.join(details)})" if details else name
 
 
-def forward_order(num_layers: int, *, depths: int = 0, compiled: bool = False) -> list[str]:
-    """Names of activations in the order in which the forward makes them; within compiled layers none is seen."""
-    parts = ("",) if compiled else (".attention", ".mlp", "")
-    layers = (f"layers.{number}{part}" for number in range(num_layers) for part in parts)
-    of_depth = (".projection", *(f".layer{part}" for part in parts))
-    return ["embedding", *layers, *(f"mtp.{k}{part}" for k in range(depths) for part in of_depth)]
+def list_activations(num_layers: int, *, num_mtp_layers: int = 0, compiled: bool = False) -> list[str]:
+    """List the names of recorded activations in the order of the forward. Within compiled layers no activation is recorded."""
+    suffixes = ("",) if compiled else (".attention", ".mlp", "")
+    layers = (f"layers.{layer}{suffix}" for layer in range(num_layers) for suffix in suffixes)
+    mtp_suffixes = (".projection", *(f".layer{suffix}" for suffix in suffixes))
+    return ["embedding", *layers, *(f"mtp.{k}{suffix}" for k in range(num_mtp_layers) for suffix in mtp_suffixes)]
 
 
-def listing(numbers: Iterable[int], most: int = 8) -> str:
-    """`0, 1 and 3`; runs of three and more as `2 to 5`."""
-    runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
+def format_integers(values: Iterable[int], max_items: int = 8) -> str:
+    """Format integers as `0, 1 and 3`; three or more consecutive ones as `2 to 5`."""
+    ranges: list[list[int]] = []
+    for value in sorted(set(values)):
+        if ranges and ranges[-1][-1] == value - 1:
+            ranges[-1].append(value)
         else:
-            runs.append([number])
+            ranges.append([value])
     texts: list[str] = []
-    for run in runs:
-        texts += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run)
-    if len(texts) > most:
-        texts = [*texts[: most - 1], "others"]
+    for bounds in ranges:
+        texts += [f"{bounds[0]} to {bounds[-1]}"] if len(bounds) > 2 else map(str, bounds)
+    if len(texts) > max_items:
+        texts = [*texts[: max_items - 1], "others"]
     return " and ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)

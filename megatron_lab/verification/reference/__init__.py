@@ -1,1 +1,2 @@
-"""A GPT and its training, written plainly for one process in float64: every layout must reproduce it. It shares no code with it."""
+"""Reference model: GPT and its training in plain code for one process in float64. Every layout must reproduce its values. It shares
+no code with the framework."""

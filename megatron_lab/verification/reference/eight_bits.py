@@ -1,4 +1,4 @@
-"""The reference's products in 8 bits, by arithmetic on float64 numbers alone: no type of 8 bits occurs here.
+"""Linear layers of the reference model in FP8, emulated with float64 arithmetic. The code uses no FP8 dtype.
 
 Shapes: B sequences of s tokens; n = B s tokens.
 """
@@ -13,64 +13,83 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class EightBits:
-    """How a layer computes its products."""
+class Fp8Spec:
+    """FP8 recipe of a linear layer's matrix products: granularity of the scales, and number formats."""
 
     recipe: str
-    """tensorwise, rowwise or blockwise."""
+    """Granularity of the scales: tensorwise, rowwise or blockwise."""
     hybrid: bool = False
-    """Whether gradients of outputs have 2 bits of mantissa and not 3."""
+    """Whether output gradients are E5M2 (2 mantissa bits) instead of E4M3 (3 mantissa bits)."""
 
 
-def on_grid(x: Tensor, mantissa: int) -> Tensor:
-    """Numbers of 8 bits next to x, ties to the even one: sign, 7 - mantissa bits of exponent, mantissa (Micikevicius et al. 2022,
-    table 1). With 3 bits of mantissa the largest is 448, as one pattern is no number; with 2 it is 57344. Larger ones are cut.
+def round_to_fp8(x: Tensor, mantissa_bits: int) -> Tensor:
+    """Round x to the nearest FP8 number with 1 sign bit, 7 - `mantissa_bits` exponent bits and `mantissa_bits` mantissa bits. Ties
+    go to the even number.
 
-    Numbers pass through float32, as they do in torch.
+    The formats are those of Micikevicius et al. 2022, table 1. The largest number is 448 with 3 mantissa bits, where one bit
+    pattern is NaN, and 57344 with 2. Numbers beyond it are clamped. As in torch, numbers are first rounded to float32.
     """
-    least, largest = {3: (-6, 448.0), 2: (-14, 57344.0)}[mantissa]
-    x = x.clamp(-largest, largest).float().double()
-    exponent = (torch.frexp(x).exponent.double() - 1).clamp(min=least)  # below `least` numbers are equally far apart
-    step = torch.exp2(exponent - mantissa)
-    return (x / step).round() * step
+    min_exponent, max_value = {3: (-6, 448.0), 2: (-14, 57344.0)}[mantissa_bits]
+    x = x.clamp(-max_value, max_value).float().double()
+    exponent = (torch.frexp(x).exponent.double() - 1).clamp(min=min_exponent)  # subnormal numbers have equal spacing
+    spacing = torch.exp2(exponent - mantissa_bits)
+    return (x / spacing).round() * spacing
 
 
-def scaled_to_grid(x: Tensor, mantissa: int, sharing: tuple[int, int]) -> Tensor:
-    """x [rows, columns], each number replaced by one of 8 bits times the scale that a block of `sharing` numbers has in common."""
-    high, wide = sharing
-    rows, columns = x.shape
-    blocks = x.reshape(rows // high, high, columns // wide, wide)
-    largest = blocks.abs().amax(dim=(1, 3), keepdim=True)
-    scale = largest / {3: 448.0, 2: 57344.0}[mantissa]
+def quantize_blocks(x: Tensor, mantissa_bits: int, block_shape: tuple[int, int]) -> Tensor:
+    """Quantize x [num_rows, num_columns]: each block of shape `block_shape` has a common scale, and its elements are FP8 numbers
+    times the scale."""
+    block_rows, block_columns = block_shape
+    num_rows, num_columns = x.shape
+    blocks = x.reshape(num_rows // block_rows, block_rows, num_columns // block_columns, block_columns)
+    amax = blocks.abs().amax(dim=(1, 3), keepdim=True)
+    scale = amax / {3: 448.0, 2: 57344.0}[mantissa_bits]
     scale[scale == 0] = 1.0
-    return (on_grid(blocks / scale, mantissa) * scale).reshape(rows, columns)
+    return (round_to_fp8(blocks / scale, mantissa_bits) * scale).reshape(num_rows, num_columns)
 
 
-def product(eight: EightBits, x: Tensor, weight: Tensor) -> Tensor:
-    """x w^T and its gradients: x [B, s, in], w [out, in] to [B, s, out]."""
-    tokens = x.transpose(0, 1).flatten(0, 1)  # tokens are counted position by position: that says which share a block
-    y: Tensor = _Product.apply(tokens, weight, eight)
+def fp8_linear(spec: Fp8Spec, x: Tensor, weight: Tensor) -> Tensor:
+    """Compute the product x w^T in FP8. The gradients are computed in FP8 too.
+
+    Args:
+        x: [B, s, in], where `in` is the number of input features.
+        weight: [out, in], where `out` is the number of output features.
+
+    Returns:
+        [B, s, out].
+    """
+    tokens = x.transpose(0, 1).flatten(0, 1)  # order by position, then sample: it determines which tokens share a block
+    y: Tensor = _Fp8Linear.apply(tokens, weight, spec)
     return y.unflatten(0, (x.shape[1], x.shape[0])).transpose(0, 1)
 
 
-class _Product(torch.autograd.Function):
+class _Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eight: EightBits) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, spec: Fp8Spec) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(x, weight)
-        ctx.eight = eight
-        return _rounded(eight, x, 3) @ _rounded(eight, weight, 3, is_weight=True).T
+        ctx.eight = spec
+        return _quantize_operand(spec, x, 3) @ _quantize_operand(spec, weight, 3, is_weight=True).T
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        eight, mantissa = ctx.eight, 2 if ctx.eight.hybrid else 3
-        dx = _rounded(eight, dy, mantissa) @ _rounded(eight, weight.T, 3, is_weight=True).T
-        dw = _rounded(eight, dy.T, mantissa) @ _rounded(eight, x.T, 3).T
+        spec, grad_mantissa_bits = ctx.eight, 2 if ctx.eight.hybrid else 3
+        dx = _quantize_operand(spec, dy, grad_mantissa_bits) @ _quantize_operand(spec, weight.T, 3, is_weight=True).T
+        dw = _quantize_operand(spec, dy.T, grad_mantissa_bits) @ _quantize_operand(spec, x.T, 3).T
         return dx, dw, None
 
 
-def _rounded(eight: EightBits, x: Tensor, mantissa: int, *, is_weight: bool = False) -> Tensor:
-    """A factor [rows, k] of a product that sums over k."""
-    rows, columns = x.shape
-    sharing = {"tensorwise": (rows, columns), "rowwise": (1, columns), "blockwise": (128, 128) if is_weight else (1, 128)}
-    return scaled_to_grid(x, mantissa, sharing[eight.recipe])
+def _quantize_operand(spec: Fp8Spec, x: Tensor, mantissa_bits: int, *, is_weight: bool = False) -> Tensor:
+    """Quantize one operand [rows, k] of a matrix product that sums over k, in the blocks that the FP8 recipe prescribes.
+
+    Args:
+        mantissa_bits: mantissa bits of the FP8 format.
+        is_weight: whether the operand is a weight. With the recipe blockwise, a weight has larger blocks than other operands.
+    """
+    num_rows, num_columns = x.shape
+    block_shapes = {
+        "tensorwise": (num_rows, num_columns),
+        "rowwise": (1, num_columns),
+        "blockwise": (128, 128) if is_weight else (1, 128),
+    }
+    return quantize_blocks(x, mantissa_bits, block_shapes[spec.recipe])

@@ -1,6 +1,6 @@
-"""Mixtures of experts, written as loops over tokens (see docs/moe.md, "What is computed" and "Balance").
+"""Mixtures of experts as loops over tokens. The definitions are in docs/moe.md, "What is computed" and "Balance".
 
-Shapes: B sequences of s tokens, h hidden, E experts, k experts of a token.
+Shapes: B sequences of s tokens, h hidden size, E experts, k experts per token.
 """
 
 from __future__ import annotations
@@ -16,138 +16,167 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ExpertsShape:
-    """The experts of the layers that have some."""
+    """Sizes and options of the experts and routers of the mixture-of-experts layers."""
 
     layers: tuple[bool, ...]
-    """For each layer whether it has experts."""
-    count: int
-    chosen: int
-    width: int
-    shared: int | None = None
-    """Width of an expert that all tokens pass."""
-    gate: bool = False
-    """Whether what that gives is multiplied by a sigmoid."""
-    score: Literal["softmax", "softmax first", "sigmoid"] = "softmax"
-    """Softmax over the chosen experts; softmax over all, of which the chosen ones' are taken; sigmoids over their sum."""
-    scaling: float = 1.0
-    groups: int = 1
-    open_groups: int = 1
-    balance: Literal["none", "microbatch", "sequence", "update before"] = "none"
-    """The tokens of which the load-balancing loss is made; of the update before it takes the shares of the experts."""
-    balance_coeff: float = 0.0
-    z_coeff: float = 0.0
-    microbatch: int = 1
-    """Sequences of a microbatch."""
-    bias_step: float | None = None
-    """By how much an update moves the bias of the choices; None: there is none."""
-    capacity: float | None = None
-    """How many times its mean share of the choices of a sequence an expert takes at most."""
-    drops_last: bool = False
-    """Whether late choices are dropped; else those with small weights."""
+    """Whether each layer has experts."""
+    num_experts: int
+    top_k: int
+    ffn_size: int
+    shared_ffn_size: int | None = None
+    """FFN size of the shared expert, which processes all tokens; None without one."""
+    has_shared_gate: bool = False
+    """Whether the output of the shared expert is multiplied by a sigmoid gate."""
+    score_function: Literal["softmax", "softmax first", "sigmoid"] = "softmax"
+    """Computation of the router weights. "softmax": softmax over the logits of the selected experts. "softmax first": softmax
+    over all experts, of which the selected entries are used. "sigmoid": sigmoids of the selected experts' logits, divided by
+    their sum."""
+    scaling_factor: float = 1.0
+    num_groups: int = 1
+    group_top_k: int = 1
+    aux_loss_scope: Literal["none", "microbatch", "sequence", "update before"] = "none"
+    """Tokens over which the load-balancing loss is computed. "update before": the assignments to each expert are those of the
+    previous update."""
+    aux_loss_coeff: float = 0.0
+    z_loss_coeff: float = 0.0
+    micro_batch_size: int = 1
+    """Sequences in a microbatch."""
+    bias_update_rate: float | None = None
+    """Amount by which an update changes the expert bias of the router; None without a bias."""
+    capacity_factor: float | None = None
+    """Capacity of an expert in each sequence, as a multiple of the mean number of assignments per expert; None for no limit."""
+    drops_by_position: bool = False
+    """Whether an expert drops the last assignments beyond its capacity; otherwise it drops those with the smallest weights."""
 
 
-def choices(shape: ExpertsShape, logits: list[float], bias: list[float] | None = None) -> list[int]:
-    """The experts of one token, the best first; of equal ones the lower number."""
+def select_experts(shape: ExpertsShape, logits: list[float], bias: list[float] | None = None) -> list[int]:
+    """Return the indices of the experts selected for one token, best first. Of experts with equal scores, the expert with the lower
+    index is selected first."""
     scores = logits
-    if shape.score == "sigmoid":
+    if shape.score_function == "sigmoid":
         scores = [1 / (1 + math.exp(-logit)) for logit in logits]
-    elif shape.score == "softmax first":
+    elif shape.score_function == "softmax first":
         total = sum(math.exp(logit) for logit in logits)
         scores = [math.exp(logit) / total for logit in logits]
     if bias is not None:
-        scores = [score + more for score, more in zip(scores, bias, strict=True)]
-    candidates = list(range(shape.count))
-    if shape.groups > 1:
-        size, best = shape.count // shape.groups, shape.chosen // shape.open_groups
-        groups = [sorted(scores[g * size : (g + 1) * size], reverse=True)[:best] for g in range(shape.groups)]
-        order = sorted(range(shape.groups), key=lambda g: (-sum(groups[g]), g))
-        candidates = [expert for expert in candidates if expert // size in order[: shape.open_groups]]
-    return sorted(candidates, key=lambda expert: (-scores[expert], expert))[: shape.chosen]
+        scores = [score + score_bias for score, score_bias in zip(scores, bias, strict=True)]
+    candidates = list(range(shape.num_experts))
+    if shape.num_groups > 1:
+        size, best = shape.num_experts // shape.num_groups, shape.top_k // shape.group_top_k
+        groups = [sorted(scores[g * size : (g + 1) * size], reverse=True)[:best] for g in range(shape.num_groups)]
+        order = sorted(range(shape.num_groups), key=lambda g: (-sum(groups[g]), g))
+        candidates = [expert for expert in candidates if expert // size in order[: shape.group_top_k]]
+    return sorted(candidates, key=lambda expert: (-scores[expert], expert))[: shape.top_k]
 
 
-def weights_of(shape: ExpertsShape, logits: Tensor, chosen: list[int]) -> Tensor:
-    """What the results of a token's experts are multiplied by, [k]."""
-    if shape.score == "softmax":
-        found = torch.exp(logits[chosen] - logits.max())
-        return shape.scaling * found / found.sum()
-    if shape.score == "softmax first":
-        found = torch.exp(logits - logits.max())
-        return shape.scaling * found[chosen] / found.sum()
-    found = 1 / (1 + torch.exp(-logits[chosen]))
-    return shape.scaling * (found / found.sum() if shape.chosen > 1 else found)
+def compute_router_weights(shape: ExpertsShape, logits: Tensor, expert_ids: list[int]) -> Tensor:
+    """Compute the factors [k] by which the outputs of a token's k experts are multiplied."""
+    if shape.score_function == "softmax":
+        scores = torch.exp(logits[expert_ids] - logits.max())
+        return shape.scaling_factor * scores / scores.sum()
+    if shape.score_function == "softmax first":
+        scores = torch.exp(logits - logits.max())
+        return shape.scaling_factor * scores[expert_ids] / scores.sum()
+    scores = 1 / (1 + torch.exp(-logits[expert_ids]))
+    return shape.scaling_factor * (scores / scores.sum() if shape.top_k > 1 else scores)
 
 
-def dropped(shape: ExpertsShape, chosen: list[list[int]], weights: list[list[float]]) -> set[tuple[int, int]]:
-    """The choices of a sequence (token, expert) that are more than an expert takes: the last ones, or those with the smallest
-    weights (in steps of 1/4096), of equal ones the later."""
-    if shape.capacity is None:
+def find_dropped(shape: ExpertsShape, expert_ids: list[list[int]], weights: list[list[float]]) -> set[tuple[int, int]]:
+    """Find the assignments (token, expert) of a sequence that are dropped because they exceed the capacity of the expert.
+
+    An expert drops its last assignments, or those with the smallest weights. Weights are compared in steps of 1/4096; of equal
+    weights the later assignment is dropped.
+    """
+    if shape.capacity_factor is None:
         return set()
-    most = math.ceil(shape.capacity * len(chosen) * shape.chosen / shape.count)
-    out: set[tuple[int, int]] = set()
-    for expert in range(shape.count):
-        mine = [
-            (0 if shape.drops_last else -round(4096 * weight), token)
-            for token, (its, of_them) in enumerate(zip(chosen, weights, strict=True))
-            for number, weight in zip(its, of_them, strict=True)
-            if number == expert
+    capacity = math.ceil(shape.capacity_factor * len(expert_ids) * shape.top_k / shape.num_experts)
+    dropped: set[tuple[int, int]] = set()
+    for expert in range(shape.num_experts):
+        assignments = [
+            (0 if shape.drops_by_position else -round(4096 * weight), token)
+            for token, (token_experts, token_weights) in enumerate(zip(expert_ids, weights, strict=True))
+            for expert_id, weight in zip(token_experts, token_weights, strict=True)
+            if expert_id == expert
         ]
-        out |= {(token, expert) for _, token in sorted(mine)[most:]}
-    return out
+        dropped |= {(token, expert) for _, token in sorted(assignments)[capacity:]}
+    return dropped
 
 
-def mixture(
-    shape: ExpertsShape, weights: Mapping[str, Tensor], x: Tensor, expert: Callable[[int, Tensor], Tensor]
+def combine_experts(
+    shape: ExpertsShape, weights: Mapping[str, Tensor], x: Tensor, apply_expert: Callable[[int, Tensor], Tensor]
 ) -> tuple[Tensor, Tensor, list[list[list[int]]]]:
-    """What the experts give [B, s, h], the losses that balance them, with their coefficients, as a mean over the microbatches, and
-    the experts of each token.
+    """Apply the experts to each token and sum their outputs, multiplied by the router weights.
 
     Args:
-        weights: the layer's: "mlp.router.weight" [E, h], perhaps "mlp.router.bias" and "mlp.router.shares" [E].
+        weights: weights of the layer: "mlp.router.weight" [E, h], and "mlp.router.bias" and "mlp.router.shares" [E] if the layer
+            has them.
         x: [B, s, h].
-        expert: maps a number and rows [n, h] to as many rows.
+        apply_expert: applies the expert with a given index to rows [n, h].
+
+    Returns:
+        The weighted sums [B, s, h]; the router losses, multiplied by their coefficients, as a mean over the microbatches; and the
+        indices of the experts of each token.
     """
     logits = x @ weights["mlp.router.weight"].T
     bias = weights["mlp.router.bias"].tolist() if "mlp.router.bias" in weights else None
-    chosen = [[choices(shape, token, bias) for token in sequence] for sequence in logits.tolist()]
+    expert_ids = [[select_experts(shape, token, bias) for token in sequence] for sequence in logits.tolist()]
     rows = []
-    for sequence, of_sequence, its in zip(x, logits, chosen, strict=True):
-        factors = [weights_of(shape, of_token, experts) for of_token, experts in zip(of_sequence, its, strict=True)]
-        out = dropped(shape, its, [each.tolist() for each in factors])
-        for place, (token, experts) in enumerate(zip(sequence, its, strict=True)):
-            taken = [(w, number) for w, number in zip(factors[place], experts, strict=True) if (place, number) not in out]
-            rows.append(sum((w * expert(number, token) for w, number in taken), torch.zeros_like(token)))
-    return torch.stack(rows).view_as(x), losses(shape, weights, logits, chosen), chosen
+    for sequence, sequence_logits, sequence_experts in zip(x, logits, expert_ids, strict=True):
+        router_weights = [
+            compute_router_weights(shape, token_logits, experts)
+            for token_logits, experts in zip(sequence_logits, sequence_experts, strict=True)
+        ]
+        dropped = find_dropped(shape, sequence_experts, [token_weights.tolist() for token_weights in router_weights])
+        for token_index, (token, experts) in enumerate(zip(sequence, sequence_experts, strict=True)):
+            assignments = [
+                (w, expert_id)
+                for w, expert_id in zip(router_weights[token_index], experts, strict=True)
+                if (token_index, expert_id) not in dropped
+            ]
+            rows.append(sum((w * apply_expert(expert_id, token) for w, expert_id in assignments), torch.zeros_like(token)))
+    return torch.stack(rows).view_as(x), compute_router_losses(shape, weights, logits, expert_ids), expert_ids
 
 
-def losses(shape: ExpertsShape, weights: Mapping[str, Tensor], logits: Tensor, chosen: list[list[list[int]]]) -> Tensor:
-    """Load-balancing and z-loss with their coefficients, as a mean over the microbatches. In place of the gradients of bias and
-    shares stand the choices of each expert over the mean, less 1."""
-    size = 1 if shape.balance == "sequence" else shape.microbatch
-    before = weights["mlp.router.shares"].detach() / shape.count if shape.balance == "update before" else None
-    parts = [balance_loss(shape, logits[i : i + size], chosen[i : i + size], before) for i in range(0, len(logits), size)]
-    z = logits.exp().sum(-1).log().square().mean()
-    balance = shape.balance_coeff * torch.stack(parts).mean() if shape.balance != "none" else 0.0
-    total = balance + shape.z_coeff * z
+def compute_router_losses(
+    shape: ExpertsShape, weights: Mapping[str, Tensor], logits: Tensor, expert_ids: list[list[list[int]]]
+) -> Tensor:
+    """Compute the sum of load-balancing loss and z-loss, multiplied by their coefficients, as a mean over the microbatches.
+
+    The result also carries gradients for the router's bias and shares: for each expert, its number of assignments divided by the
+    mean, minus 1. The update rule of these two parameters uses this number in place of a gradient.
+    """
+    scope_size = 1 if shape.aux_loss_scope == "sequence" else shape.micro_batch_size
+    previous_shares = weights["mlp.router.shares"].detach() / shape.num_experts if shape.aux_loss_scope == "update before" else None
+    losses = [
+        compute_aux_loss(shape, logits[i : i + scope_size], expert_ids[i : i + scope_size], previous_shares)
+        for i in range(0, len(logits), scope_size)
+    ]
+    z_loss = logits.exp().sum(-1).log().square().mean()
+    aux_loss = shape.aux_loss_coeff * torch.stack(losses).mean() if shape.aux_loss_scope != "none" else 0.0
+    total = aux_loss + shape.z_loss_coeff * z_loss
     for name in ("mlp.router.bias", "mlp.router.shares"):
         if name in weights:
-            more = (weights[name] * (shares_of(shape, chosen) * shape.count - 1)).sum()
-            total = total + (more - more.detach())
+            count_term = (weights[name] * (compute_expert_shares(shape, expert_ids) * shape.num_experts - 1)).sum()
+            total = total + (count_term - count_term.detach())
     return total
 
 
-def shares_of(shape: ExpertsShape, chosen: list[list[list[int]]]) -> Tensor:
-    """The share of each expert in all choices [E]."""
-    flat = [number for sequence in chosen for token in sequence for number in token]
-    return torch.tensor([flat.count(number) / len(flat) for number in range(shape.count)], dtype=torch.float64)
+def compute_expert_shares(shape: ExpertsShape, expert_ids: list[list[list[int]]]) -> Tensor:
+    """Compute the share of all assignments that each expert gets [E]."""
+    flat_ids = [expert for sequence in expert_ids for token in sequence for expert in token]
+    return torch.tensor([flat_ids.count(expert) / len(flat_ids) for expert in range(shape.num_experts)], dtype=torch.float64)
 
 
-def balance_loss(shape: ExpertsShape, logits: Tensor, chosen: list[list[list[int]]], shares: Tensor | None = None) -> Tensor:
-    """E x the sum over experts of their share of the choices x the mean of their scores (Switch, equation 4).
+def compute_aux_loss(
+    shape: ExpertsShape, logits: Tensor, expert_ids: list[list[list[int]]], shares: Tensor | None = None
+) -> Tensor:
+    """Compute the load-balancing loss: E x the sum over the experts of (share of the assignments x mean score) (Switch Transformer,
+    equation 4).
 
     Args:
-        shares: in place of those of these choices.
+        shares: shares of the experts [E]; by default those of `expert_ids`.
     """
-    scores = 1 / (1 + torch.exp(-logits)) if shape.score == "sigmoid" else logits.exp()
+    scores = 1 / (1 + torch.exp(-logits)) if shape.score_function == "sigmoid" else logits.exp()
     scores = (scores / scores.sum(-1, keepdim=True)).flatten(0, 1)
-    shares = shares_of(shape, chosen) if shares is None else shares
-    return shape.count * (shares * scores.mean(0)).sum()
+    shares = compute_expert_shares(shape, expert_ids) if shares is None else shares
+    return shape.num_experts * (shares * scores.mean(0)).sum()

@@ -1,6 +1,6 @@
-"""The forward pass of the reference model in plain tensor operations, also on samples of several documents.
+"""Forward pass of the reference model in plain tensor operations, also on samples of several documents.
 
-Shapes: B sequences, s tokens in each, h hidden, n query heads, g key-value heads, d head size, f MLP width, V vocabulary.
+Shapes: B sequences, s tokens in each, h hidden size, n query heads, g key-value heads, d head size, f FFN size, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -13,351 +13,403 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lab.verification.reference.eight_bits import EightBits, product
-from megatron_lab.verification.reference.experts import ExpertsShape, mixture
-from megatron_lab.verification.reference.rotary import rotary_frequencies
+from megatron_lab.verification.reference.eight_bits import Fp8Spec, fp8_linear
+from megatron_lab.verification.reference.experts import ExpertsShape, combine_experts
+from megatron_lab.verification.reference.rotary import compute_rotary_frequencies
 from megatron_lab.verification.reference.shape import ReferenceShape, Weights
 
-Seen = Callable[[str, Tensor], None]
-"""Called with (name, output [B, s, h]) of the embedding, of each layer, and of its attention and MLP; of the projection and the
-layer of each depth; with ("layers.3.scores", largest score of each head and query [B, n, s], before any cap); and with
-("layers.3.balance", what the layer's experts add to what is minimised, as a mean over microbatches)."""
+OutputHook = Callable[[str, Tensor], None]
+"""Callback (name, tensor) for intermediate results.
+
+It gets the outputs [B, s, h] of the embedding, of each layer ("layers.3") and of its attention and MLP ("layers.3.attention",
+"layers.3.mlp"), and of the projection and layer of each MTP depth. ("layers.3.scores", tensor) is the largest attention score
+of each head and query [B, n, s], before any cap. ("layers.3.balance", tensor) is the router loss of the layer's experts, as a
+mean over the microbatches.
+"""
 
 
-def by_nobody(name: str, values: Tensor) -> None:
-    """A `Seen` that does nothing."""
+def no_hook(name: str, values: Tensor) -> None:
+    """Do nothing. This is the default of arguments of type `OutputHook`."""
 
 
-class Added:
-    """A `Seen` that adds up what experts add to what is minimised, and hands on the rest."""
+class RouterLossHook:
+    """`OutputHook` (function that is called with the outputs of modules) that sums the router losses of all layers and passes all
+    other outputs to another hook."""
 
-    def __init__(self, seen: Seen = by_nobody) -> None:
-        self._seen = seen
+    def __init__(self, hook: OutputHook = no_hook) -> None:
+        self._hook = hook
         self.total = torch.zeros((), dtype=torch.float64)
 
     def __call__(self, name: str, values: Tensor) -> None:
         if name.endswith(".balance"):
             self.total = self.total + values
         else:
-            self._seen(name, values)
+            self._hook(name, values)
 
     @property
-    def unreported(self) -> Tensor:
-        """Zero, with the gradient of the sum."""
+    def gradient_only(self) -> Tensor:
+        """Tensor with the value zero and the gradient of the summed router losses. Added to the loss, it changes only the
+        gradients."""
         return self.total - self.total.detach()
 
 
-def token_losses(
+def compute_token_losses(
     shape: ReferenceShape,
     weights: Weights,
     tokens: Tensor,
     labels: Tensor,
     positions: Tensor | None = None,
-    documents: Tensor | None = None,
-    seen: Seen = by_nobody,
+    document_ids: Tensor | None = None,
+    hook: OutputHook = no_hook,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Cross entropy of every token [B, s], for tokens and labels [B, s]. Its gradient is that of all that is minimised: with
-    smoothed labels, z-loss and the tokens beyond the next one.
+    """Compute the cross entropy of each token [B, s], for tokens and labels [B, s].
+
+    The gradient of the result is that of the full objective, which includes label smoothing, z-loss and multi-token prediction.
 
     Args:
         positions: [B, s]; by default 0 to s - 1.
-        documents: number of the document of each token [B, s]; attention stays within it. By default each sample is one.
-        seen: called with the outputs of layers.
-        mask: which of the losses the caller counts [B, s]; by default all. It bounds the chains of tokens beyond the next one.
+        document_ids: index of each token's document [B, s]; tokens attend only within their document. By default each sample is one
+            document.
+        hook: called with the outputs of layers.
+        mask: loss mask [B, s]; by default all tokens count. It limits which tokens multi-token prediction predicts.
     """
-    x = hidden_states(shape, weights, tokens, positions, documents, seen)
-    scores = scores_of(shape, weights, x)
-    log_z = scores.logsumexp(dim=-1)
-    cross_entropy = log_z - scores.gather(-1, labels[..., None])[..., 0]
-    minimised = smoothed(shape, scores, labels) + shape.z_loss * log_z.square()
+    x = compute_hidden_states(shape, weights, tokens, positions, document_ids, hook)
+    logits = project_to_vocab(shape, weights, x)
+    log_z = logits.logsumexp(dim=-1)
+    cross_entropy = log_z - logits.gather(-1, labels[..., None])[..., 0]
+    objective = smoothed_cross_entropy(shape, logits, labels) + shape.z_loss * log_z.square()
     if shape.mtp_depths:
-        minimised = minimised + beyond_next(shape, weights, x, labels, positions, documents, mask, seen)
-    return cross_entropy.detach() + (minimised - minimised.detach())  # the value of the one, the gradient of the other
+        objective = objective + compute_mtp_losses(shape, weights, x, labels, positions, document_ids, mask, hook)
+    return cross_entropy.detach() + (
+        objective - objective.detach()
+    )  # the value of the cross entropy, the gradient of the objective
 
 
-def smoothed(shape: ReferenceShape, scores: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy [B, s] with labels of which a share is any token of the vocabulary, in equal parts."""
-    each = scores.logsumexp(dim=-1)[..., None] - scores
-    return (1 - shape.smoothing) * each.gather(-1, labels[..., None])[..., 0] + shape.smoothing * each.mean(dim=-1)
+def smoothed_cross_entropy(shape: ReferenceShape, logits: Tensor, labels: Tensor) -> Tensor:
+    """Compute the cross entropy [B, s] with label smoothing: a share of each label's probability is spread evenly over the
+    vocabulary."""
+    nll = logits.logsumexp(dim=-1)[..., None] - logits
+    return (1 - shape.smoothing) * nll.gather(-1, labels[..., None])[..., 0] + shape.smoothing * nll.mean(dim=-1)
 
 
-def beyond_next(
+def compute_mtp_losses(
     shape: ReferenceShape,
     weights: Weights,
     x: Tensor,
     labels: Tensor,
     positions: Tensor | None,
-    documents: Tensor | None,
+    document_ids: Tensor | None,
     mask: Tensor | None,
-    seen: Seen = by_nobody,
+    hook: OutputHook = no_hook,
 ) -> Tensor:
-    """What predicting tokens beyond the next one adds to the loss of each position [B, s] (DeepSeek-V3, section 2.2).
+    """Compute the multi-token-prediction loss of each position [B, s] (DeepSeek-V3, section 2.2).
 
-    At depth k the token at i + k is given and the one at i + k + 1 predicted, as long as the sample goes and each token on the way
-    to it is one whose prediction counts. Beyond the sample token 0 is given, and nothing is predicted.
+    At depth k, counted from 1, the MTP layer reads the token at position i + k and predicts the token at i + k + 1. The prediction
+    counts only if it lies within the sample and the loss mask includes all labels up to it. Beyond the end of the sample the layer
+    reads token 0 and predicts nothing.
 
     Args:
-        x: what the last layer gives, [B, s, h].
+        x: output of the last layer [B, s, h].
     """
     samples, seq = labels.shape
-    added = torch.zeros(samples, seq, dtype=x.dtype)
-    for k in range(1, shape.mtp_depths + 1):
-        mine = {name.removeprefix(f"mtp.{k - 1}."): w for name, w in weights.items() if name.startswith(f"mtp.{k - 1}.")}
-        inside = {name.removeprefix("layer."): w for name, w in mine.items()}
-        given = torch.zeros_like(labels)
-        given[:, : seq - k + 1] = labels[:, k - 1 :]
-        embedded = weights["embedding.word.weight"][given]
-        both = torch.cat([norm(shape, mine, "hidden_norm", x), norm(shape, mine, "embedding_norm", embedded)], dim=-1)
+    total = torch.zeros(samples, seq, dtype=x.dtype)
+    for depth in range(1, shape.mtp_depths + 1):
+        mtp_weights = {
+            name.removeprefix(f"mtp.{depth - 1}."): w for name, w in weights.items() if name.startswith(f"mtp.{depth - 1}.")
+        }
+        layer_weights = {name.removeprefix("layer."): w for name, w in mtp_weights.items()}
+        input_tokens = torch.zeros_like(labels)
+        input_tokens[:, : seq - depth + 1] = labels[:, depth - 1 :]
+        embeddings = weights["embedding.word.weight"][input_tokens]
+        mtp_input = torch.cat(
+            [norm(shape, mtp_weights, "hidden_norm", x), norm(shape, mtp_weights, "embedding_norm", embeddings)], dim=-1
+        )
         last = shape.num_layers - 1
-        x = both @ mine["projection.weight"].T
-        seen(f"mtp.{k - 1}.projection", x)
-        see = partial(_seen_of_depth, seen, f"mtp.{k - 1}.layer", seq - k + 1)
-        x = layer(shape, last, inside, x, positions, documents, shape.eight_bits_of(last), see)
-        seen(f"mtp.{k - 1}.layer", x)
-        losses = smoothed(shape, scores_of(shape, weights, x)[:, : seq - k], labels[:, k:])
-        counts = torch.ones(samples, seq - k, dtype=x.dtype)
+        x = mtp_input @ mtp_weights["projection.weight"].T
+        hook(f"mtp.{depth - 1}.projection", x)
+        layer_hook = partial(_call_mtp_hook, hook, f"mtp.{depth - 1}.layer", seq - depth + 1)
+        x = layer(shape, last, layer_weights, x, positions, document_ids, shape.get_fp8(last), layer_hook)
+        hook(f"mtp.{depth - 1}.layer", x)
+        losses = smoothed_cross_entropy(shape, project_to_vocab(shape, weights, x)[:, : seq - depth], labels[:, depth:])
+        is_counted = torch.ones(samples, seq - depth, dtype=x.dtype)
         if mask is not None:
-            for ahead in range(1, k + 1):
-                counts = counts * mask[:, ahead : seq - k + ahead]
-        added = added + torch.nn.functional.pad(losses * counts, (0, k))
-    return shape.mtp_factor / shape.mtp_depths * added
+            for distance in range(1, depth + 1):
+                is_counted = is_counted * mask[:, distance : seq - depth + distance]
+        total = total + torch.nn.functional.pad(losses * is_counted, (0, depth))
+    return shape.mtp_factor / shape.mtp_depths * total
 
 
-def logits(
+def compute_logits(
     shape: ReferenceShape,
     weights: Weights,
     tokens: Tensor,
     positions: Tensor | None = None,
-    documents: Tensor | None = None,
-    seen: Seen = by_nobody,
+    document_ids: Tensor | None = None,
+    hook: OutputHook = no_hook,
 ) -> Tensor:
-    """Logits of the next token [B, s, V] for tokens [B, s]."""
-    return scores_of(shape, weights, hidden_states(shape, weights, tokens, positions, documents, seen))
+    """Compute the logits [B, s, V] of the token that follows each of the tokens [B, s]."""
+    return project_to_vocab(shape, weights, compute_hidden_states(shape, weights, tokens, positions, document_ids, hook))
 
 
-def scores_of(shape: ReferenceShape, weights: Weights, x: Tensor) -> Tensor:
-    """Logits [B, s, V] of what a layer gives, [B, s, h]."""
+def project_to_vocab(shape: ReferenceShape, weights: Weights, x: Tensor) -> Tensor:
+    """Compute logits [B, s, V] from the output of a layer [B, s, h]."""
     x = norm(shape, weights, "final_norm", x)
-    scores = shape.output_multiplier * (x @ weights["embedding.word.weight" if shape.tied else "output.weight"].T) / shape.width
-    return scores if shape.logit_cap is None else shape.logit_cap * torch.tanh(scores / shape.logit_cap)
+    logits = (
+        shape.output_multiplier
+        * (x @ weights["embedding.word.weight" if shape.tied else "output.weight"].T)
+        / shape.width_multiplier
+    )
+    return logits if shape.logit_cap is None else shape.logit_cap * torch.tanh(logits / shape.logit_cap)
 
 
-def hidden_states(
+def compute_hidden_states(
     shape: ReferenceShape,
     weights: Weights,
     tokens: Tensor,
     positions: Tensor | None = None,
-    documents: Tensor | None = None,
-    seen: Seen = by_nobody,
+    document_ids: Tensor | None = None,
+    hook: OutputHook = no_hook,
 ) -> Tensor:
-    """What the last layer gives [B, s, h] for tokens [B, s]."""
+    """Compute the output of the last layer [B, s, h] for tokens [B, s]."""
     x = shape.embedding_multiplier * weights["embedding.word.weight"][tokens]
     if shape.positions == "learned":
-        table = weights["embedding.position.weight"]
-        x = x + (table[: tokens.shape[1]] if positions is None else table[positions])
+        position_embeddings = weights["embedding.position.weight"]
+        x = x + (position_embeddings[: tokens.shape[1]] if positions is None else position_embeddings[positions])
     if shape.embedding_norm:
         x = norm(shape, weights, "embedding.norm", x)
-    seen("embedding", x)
-    for i in range(shape.num_layers):
-        own = {name.removeprefix(f"layers.{i}."): w for name, w in weights.items() if name.startswith(f"layers.{i}.")}
-        x = layer(shape, i, own, x, positions, documents, shape.eight_bits_of(i), partial(_seen_within, seen, f"layers.{i}"))
-        seen(f"layers.{i}", x)
+    hook("embedding", x)
+    for layer_index in range(shape.num_layers):
+        layer_weights = {
+            name.removeprefix(f"layers.{layer_index}."): w
+            for name, w in weights.items()
+            if name.startswith(f"layers.{layer_index}.")
+        }
+        x = layer(
+            shape,
+            layer_index,
+            layer_weights,
+            x,
+            positions,
+            document_ids,
+            shape.get_fp8(layer_index),
+            partial(_call_layer_hook, hook, f"layers.{layer_index}"),
+        )
+        hook(f"layers.{layer_index}", x)
     return x
 
 
-def _seen_of_depth(seen: Seen, layer: str, given: int, part: str, values: Tensor) -> None:
-    seen(f"{layer}.{part}", values[:, :, :given] if part == "scores" else values)  # scores of tokens that are there
+def _call_mtp_hook(hook: OutputHook, layer_name: str, num_tokens: int, output_name: str, values: Tensor) -> None:
+    # Of the attention scores, keep only queries that read a token of the sample.
+    hook(f"{layer_name}.{output_name}", values[:, :, :num_tokens] if output_name == "scores" else values)
 
 
-def _seen_within(seen: Seen, layer: str, part: str, values: Tensor) -> None:
-    seen(f"{layer}.{part}", values)
+def _call_layer_hook(hook: OutputHook, layer_name: str, output_name: str, values: Tensor) -> None:
+    hook(f"{layer_name}.{output_name}", values)
 
 
 def layer(
     shape: ReferenceShape,
-    number: int,
-    own: Weights,
+    layer_index: int,
+    weights: Weights,
     x: Tensor,
     positions: Tensor | None = None,
-    documents: Tensor | None = None,
-    eight: EightBits | None = None,
-    seen: Seen = by_nobody,
+    document_ids: Tensor | None = None,
+    fp8: Fp8Spec | None = None,
+    hook: OutputHook = no_hook,
 ) -> Tensor:
-    """A layer over [B, s, h].
+    """Apply a layer to [B, s, h].
 
     Args:
-        number: of the layer whose kind it is.
-        own: its weights.
-        seen: called with what its attention and its MLP give.
+        layer_index: index of the layer, which determines its window, rotary positions and experts.
+        weights: weights of the layer.
+        hook: called with the outputs of attention and MLP.
     """
-    before, behind = shape.norms != "post", shape.norms != "pre"
-    start = x
-    attend = attention if shape.latent is None else latent_attention
-    attended = attend(shape, number, own, norm(shape, own, "attention_norm", x) if before else x, positions, documents, eight, seen)
-    x = x + shape.residual_multiplier * (norm(shape, own, "attention_post_norm", attended) if behind else attended)
-    source = start if shape.parallel else x
-    source = norm(shape, own, "mlp_norm", source) if before else source
-    if shape.experts is not None and shape.experts.layers[number]:
-        fed = experts(shape, shape.experts, own, source, seen)
+    has_input_norm, has_output_norm = shape.norms != "post", shape.norms != "pre"
+    layer_input = x
+    attention_fn = attention if shape.latent is None else latent_attention
+    attention_output = attention_fn(
+        shape,
+        layer_index,
+        weights,
+        norm(shape, weights, "attention_norm", x) if has_input_norm else x,
+        positions,
+        document_ids,
+        fp8,
+        hook,
+    )
+    x = x + shape.residual_multiplier * (
+        norm(shape, weights, "attention_post_norm", attention_output) if has_output_norm else attention_output
+    )
+    mlp_input = layer_input if shape.parallel else x
+    mlp_input = norm(shape, weights, "mlp_norm", mlp_input) if has_input_norm else mlp_input
+    if shape.experts is not None and shape.experts.layers[layer_index]:
+        mlp_output = moe(shape, shape.experts, weights, mlp_input, hook)
     else:
-        fed = mlp(shape, own, source, eight)
-    seen("attention", attended)
-    seen("mlp", fed)
-    return x + shape.residual_multiplier * (norm(shape, own, "mlp_post_norm", fed) if behind else fed)
+        mlp_output = mlp(shape, weights, mlp_input, fp8)
+    hook("attention", attention_output)
+    hook("mlp", mlp_output)
+    return x + shape.residual_multiplier * (norm(shape, weights, "mlp_post_norm", mlp_output) if has_output_norm else mlp_output)
 
 
 def attention(
     shape: ReferenceShape,
-    number: int,
-    layer: Weights,
+    layer_index: int,
+    weights: Weights,
     x: Tensor,
     positions: Tensor | None = None,
-    documents: Tensor | None = None,
-    eight: EightBits | None = None,
-    seen: Seen = by_nobody,
+    document_ids: Tensor | None = None,
+    fp8: Fp8Spec | None = None,
+    hook: OutputHook = no_hook,
 ) -> Tensor:
-    """Causal attention of a layer over [B, s, h], within documents and the layer's window."""
+    """Apply the causal attention of a layer to [B, s, h]. Tokens attend only within their document and the layer's window."""
     batch, seq, _ = x.shape
     n, g, d = shape.heads, shape.kv_heads, shape.head_size
-    groups = linear(shape, layer, "attention.qkv", x, eight).view(batch, seq, g, n // g + 2, d)
-    q = groups[:, :, :, : n // g].reshape(batch, seq, n, d)
-    k, v = groups[:, :, :, -2], groups[:, :, :, -1]
+    qkv = linear(shape, weights, "attention.qkv", x, fp8).view(batch, seq, g, n // g + 2, d)
+    q = qkv[:, :, :, : n // g].reshape(batch, seq, n, d)
+    k, v = qkv[:, :, :, -2], qkv[:, :, :, -1]
     if shape.qk_norm:
         if shape.qk_norm_all_heads:
             q, k = q.reshape(batch, seq, n * d), k.reshape(batch, seq, g * d)
-        q, k = norm(shape, layer, "attention.q_norm", q), norm(shape, layer, "attention.k_norm", k)
+        q, k = norm(shape, weights, "attention.q_norm", q), norm(shape, weights, "attention.k_norm", k)
         q, k = q.reshape(batch, seq, n, d), k.reshape(batch, seq, g, d)
-    window = shape.window_of(number)
-    if shape.is_rotated(number):
-        local = window is not None and shape.local_base is not None
-        q, k = rotate(shape, q, positions, local=local), rotate(shape, k, positions, local=local)
-    # Every query head of a group uses the same key and value head.
+    window = shape.get_window(layer_index)
+    if shape.is_rotated(layer_index):
+        is_local = window is not None and shape.local_base is not None
+        q, k = rotate(shape, q, positions, is_local=is_local), rotate(shape, k, positions, is_local=is_local)
+    # All query heads of a group share a key and a value head.
     k, v = k.repeat_interleave(n // g, dim=2), v.repeat_interleave(n // g, dim=2)
-    return mix(shape, number, layer, (q, k, v), documents, eight, seen)
+    return dot_product_attention(shape, layer_index, weights, (q, k, v), document_ids, fp8, hook)
 
 
 def latent_attention(
     shape: ReferenceShape,
-    number: int,
-    layer: Weights,
+    layer_index: int,
+    weights: Weights,
     x: Tensor,
     positions: Tensor | None = None,
-    documents: Tensor | None = None,
-    eight: EightBits | None = None,
-    seen: Seen = by_nobody,
+    document_ids: Tensor | None = None,
+    fp8: Fp8Spec | None = None,
+    hook: OutputHook = no_hook,
 ) -> Tensor:
-    """The same with keys and values made of a latent (DeepSeek-V2). Each head has its own plain key beside the same rotated one."""
-    latent = shape.latent
-    assert latent is not None
+    """Apply multi-head latent attention (DeepSeek-V2) to [B, s, h]: keys and values are projections of a latent.
 
-    def normed(name: str, values: Tensor) -> Tensor:
-        return norm(shape, layer, f"attention.{name}", values) if shape.qk_norm else values
+    Each head has its own key channels without rotary positions; the rotated key channels are shared by all heads.
+    """
+    latent_shape = shape.latent
+    assert latent_shape is not None
 
-    if latent.query_rank is None:
-        q = linear(shape, layer, "attention.q", x, eight)
+    def apply_norm(name: str, values: Tensor) -> Tensor:
+        return norm(shape, weights, f"attention.{name}", values) if shape.qk_norm else values
+
+    if latent_shape.q_lora_rank is None:
+        q = linear(shape, weights, "attention.q", x, fp8)
     else:
         q = linear(
-            shape, layer, "attention.q_up", normed("q_latent_norm", linear(shape, layer, "attention.q_down", x, eight)), eight
+            shape, weights, "attention.q_up", apply_norm("q_latent_norm", linear(shape, weights, "attention.q_down", x, fp8)), fp8
         )
     q = q.unflatten(-1, (shape.heads, -1))
     kv = linear(
-        shape, layer, "attention.kv_up", normed("kv_latent_norm", linear(shape, layer, "attention.kv_down", x, eight)), eight
+        shape, weights, "attention.kv_up", apply_norm("kv_latent_norm", linear(shape, weights, "attention.kv_down", x, fp8)), fp8
     )
     kv = kv.unflatten(-1, (shape.heads, -1))
-    rotary = [q[..., latent.plain :], linear(shape, layer, "attention.k_rotary", x, eight)[:, :, None]]
-    if shape.is_rotated(number):
-        local = shape.window_of(number) is not None and shape.local_base is not None
-        rotary = [rotate(shape, part, positions, local=local) for part in rotary]
-    q = torch.cat([q[..., : latent.plain], rotary[0]], dim=-1)
-    k = torch.cat([kv[..., : latent.plain], rotary[1].expand(-1, -1, shape.heads, -1)], dim=-1)
-    return mix(shape, number, layer, (q, k, kv[..., latent.plain :]), documents, eight, seen)
+    rotary_parts = [q[..., latent_shape.qk_head_dim :], linear(shape, weights, "attention.k_rotary", x, fp8)[:, :, None]]
+    if shape.is_rotated(layer_index):
+        is_local = shape.get_window(layer_index) is not None and shape.local_base is not None
+        rotary_parts = [rotate(shape, x_rotary, positions, is_local=is_local) for x_rotary in rotary_parts]
+    q = torch.cat([q[..., : latent_shape.qk_head_dim], rotary_parts[0]], dim=-1)
+    k = torch.cat([kv[..., : latent_shape.qk_head_dim], rotary_parts[1].expand(-1, -1, shape.heads, -1)], dim=-1)
+    return dot_product_attention(shape, layer_index, weights, (q, k, kv[..., latent_shape.qk_head_dim :]), document_ids, fp8, hook)
 
 
-def mix(
+def dot_product_attention(
     shape: ReferenceShape,
-    number: int,
-    layer: Weights,
+    layer_index: int,
+    weights: Weights,
     heads: tuple[Tensor, Tensor, Tensor],
-    documents: Tensor | None,
-    eight: EightBits | None,
-    seen: Seen = by_nobody,
+    document_ids: Tensor | None,
+    fp8: Fp8Spec | None,
+    hook: OutputHook = no_hook,
 ) -> Tensor:
-    """Mix values by scores, for queries, keys and values [B, s, n, ...] of as many heads, and multiply with the output matrix."""
+    """Apply scaled dot-product attention to queries, keys and values [B, s, n, ...], and then the output projection."""
     q, k, v = heads
-    (batch, seq, n, d), window = q.shape, shape.window_of(number)
+    (batch, seq, n, d), window = q.shape, shape.get_window(layer_index)
     scores = torch.einsum("bind,bjnd->bnij", q, k) * (1 / math.sqrt(d) if shape.score_scale is None else shape.score_scale)
-    back = torch.arange(seq, device=q.device)[:, None] - torch.arange(seq, device=q.device)  # i - j
-    hidden = back < 0 if window is None else (back < 0) | (back > window)
-    if documents is not None:
-        hidden = hidden | (documents[:, :, None] != documents[:, None, :])[:, None]
-    seen("scores", scores.masked_fill(hidden, -math.inf).amax(dim=3))
+    distance = torch.arange(seq, device=q.device)[:, None] - torch.arange(seq, device=q.device)  # i - j
+    is_masked = distance < 0 if window is None else (distance < 0) | (distance > window)
+    if document_ids is not None:
+        is_masked = is_masked | (document_ids[:, :, None] != document_ids[:, None, :])[:, None]
+    hook("scores", scores.masked_fill(is_masked, -math.inf).amax(dim=3))
     if shape.score_cap is not None:
         scores = shape.score_cap * torch.tanh(scores / shape.score_cap)
-    scores = scores.masked_fill(hidden, -math.inf)
-    if shape.sink != "none":  # one more column, of which nothing is mixed in
-        sinks = layer["attention.sinks"] if shape.sink == "learned" else q.new_zeros(n)
-        scores = torch.cat([scores, sinks.view(1, n, 1, 1).expand(batch, n, seq, 1)], dim=-1)
+    scores = scores.masked_fill(is_masked, -math.inf)
+    if shape.sink != "none":  # an additional column without a value
+        sink_logits = weights["attention.sinks"] if shape.sink == "learned" else q.new_zeros(n)
+        scores = torch.cat([scores, sink_logits.view(1, n, 1, 1).expand(batch, n, seq, 1)], dim=-1)
     probabilities = scores.softmax(dim=-1)[..., :seq]
-    mixed = torch.einsum("bnij,bjnd->bind", probabilities, v)
-    return linear(shape, layer, "attention.output", mixed.flatten(2), eight)
+    outputs = torch.einsum("bnij,bjnd->bind", probabilities, v)
+    return linear(shape, weights, "attention.output", outputs.flatten(2), fp8)
 
 
-def rotate(shape: ReferenceShape, x: Tensor, positions: Tensor | None = None, *, local: bool = False) -> Tensor:
-    """Rotary position embedding (Su et al. 2021) of heads [B, s, heads, d] at positions [B, s], by default 0 to s - 1.
+def rotate(shape: ReferenceShape, x: Tensor, positions: Tensor | None = None, *, is_local: bool = False) -> Tensor:
+    """Apply rotary position embedding (Su et al. 2021) to heads [B, s, heads, d] at positions [B, s], by default 0 to s - 1.
 
-    The first rotary_percent of the channels are rotated; channel c and channel c + half of them are a pair, as in GPT-NeoX and
-    Llama, or with rotary_interleaved each channel and its neighbour. `local` is by local_base, without stretching.
+    The first `rotary_percent` of the channels are rotated. Channel c forms a pair with channel c + half of the number of rotated
+    channels, as in GPT-NeoX and Llama; with `rotary_interleaved`, neighboring channels form a pair. With `is_local`, the base is
+    `local_base` and the frequencies are not scaled.
     """
-    rotated = int(shape.head_size * shape.rotary_percent) if shape.latent is None else shape.latent.rotated
-    base, stretch = (shape.local_base, None) if local else (shape.rotary_base, shape.stretch)
+    num_rotary_channels = int(shape.head_size * shape.rotary_percent) if shape.latent is None else shape.latent.qk_pos_emb_head_dim
+    base, rope_scaling = (shape.local_base, None) if is_local else (shape.rotary_base, shape.rope_scaling)
     assert base is not None
-    found = rotary_frequencies(base, rotated, stretch, x.shape[1])
-    frequencies = torch.tensor(found, dtype=x.dtype, device=x.device)
+    frequency_list = compute_rotary_frequencies(base, num_rotary_channels, rope_scaling, x.shape[1])
+    frequencies = torch.tensor(frequency_list, dtype=x.dtype, device=x.device)
     positions = torch.arange(x.shape[1]).expand(x.shape[:2]) if positions is None else positions
     angles = (positions.to(x.dtype)[..., None] * frequencies)[:, :, None, :]  # [B, s, 1, rotated / 2]
-    firsts, seconds = list(range(rotated // 2)), list(range(rotated // 2, rotated))
+    first_channels, second_channels = (
+        list(range(num_rotary_channels // 2)),
+        list(range(num_rotary_channels // 2, num_rotary_channels)),
+    )
     if shape.rotary_interleaved:
-        firsts, seconds = list(range(0, rotated, 2)), list(range(1, rotated, 2))
-    first, second = x[..., firsts], x[..., seconds]
-    enlarged = 1.0 if stretch is None else stretch.enlarged
-    cos, sin = enlarged * angles.cos(), enlarged * angles.sin()
-    turned = x.clone()
-    turned[..., firsts] = first * cos - second * sin
-    turned[..., seconds] = second * cos + first * sin
-    return turned
+        first_channels, second_channels = list(range(0, num_rotary_channels, 2)), list(range(1, num_rotary_channels, 2))
+    first, second = x[..., first_channels], x[..., second_channels]
+    attention_factor = 1.0 if rope_scaling is None else rope_scaling.attention_factor
+    cos, sin = attention_factor * angles.cos(), attention_factor * angles.sin()
+    out = x.clone()
+    out[..., first_channels] = first * cos - second * sin
+    out[..., second_channels] = second * cos + first * sin
+    return out
 
 
-def mlp(shape: ReferenceShape, layer: Weights, x: Tensor, eight: EightBits | None = None) -> Tensor:
-    """The MLP over [B, s, h]."""
-    up = linear(shape, layer, "mlp.up", x, eight)
-    if len(layer["mlp.up.weight"].shape) == 2:
-        return linear(shape, layer, "mlp.down", activated(shape.activation, up), eight)
+def mlp(shape: ReferenceShape, weights: Weights, x: Tensor, fp8: Fp8Spec | None = None) -> Tensor:
+    """Apply the MLP to [B, s, h]."""
+    up = linear(shape, weights, "mlp.up", x, fp8)
+    if len(weights["mlp.up.weight"].shape) == 2:
+        return linear(shape, weights, "mlp.down", activate(shape.activation, up), fp8)
     gate, up = up.chunk(2, dim=-1)
     if shape.clamp is not None:
         gate, up = torch.minimum(gate, torch.full_like(gate, shape.clamp)), up.clamp(-shape.clamp, shape.clamp)
-    return linear(shape, layer, "mlp.down", activated(shape.activation, gate) * (up + shape.offset), eight)
+    return linear(shape, weights, "mlp.down", activate(shape.activation, gate) * (up + shape.offset), fp8)
 
 
-def experts(shape: ReferenceShape, kind: ExpertsShape, layer: Weights, x: Tensor, seen: Seen = by_nobody) -> Tensor:
-    """The experts over [B, s, h], with the shared one."""
+def moe(shape: ReferenceShape, experts_shape: ExpertsShape, weights: Weights, x: Tensor, hook: OutputHook = no_hook) -> Tensor:
+    """Apply the experts, including the shared expert, to [B, s, h]."""
 
-    def one(number: int, rows: Tensor) -> Tensor:
-        up, down = layer["mlp.experts.up.weight"][number], layer["mlp.experts.down.weight"][number]
+    def apply_expert(expert_index: int, rows: Tensor) -> Tensor:
+        up, down = weights["mlp.experts.up.weight"][expert_index], weights["mlp.experts.down.weight"][expert_index]
         return mlp(shape, {"mlp.up.weight": up, "mlp.down.weight": down}, rows)
 
-    y, added, _ = mixture(kind, layer, x, one)
-    seen("balance", added)
-    if kind.shared is None:
+    y, router_loss, _ = combine_experts(experts_shape, weights, x, apply_expert)
+    hook("balance", router_loss)
+    if experts_shape.shared_ffn_size is None:
         return y
-    shared = mlp(shape, {name.replace("mlp.shared.", "mlp."): w for name, w in layer.items() if "mlp.shared." in name}, x)
-    if kind.gate:
-        shared = shared / (1 + torch.exp(-(x @ layer["mlp.shared_gate.weight"].T)))
-    return y + shared
+    shared_output = mlp(shape, {name.replace("mlp.shared.", "mlp."): w for name, w in weights.items() if "mlp.shared." in name}, x)
+    if experts_shape.has_shared_gate:
+        shared_output = shared_output / (1 + torch.exp(-(x @ weights["mlp.shared_gate.weight"].T)))
+    return y + shared_output
 
 
-def activated(name: str, x: Tensor) -> Tensor:
-    """The activation function; of a gated one, that of the gate."""
+def activate(name: str, x: Tensor) -> Tensor:
+    """Apply the activation function of the MLP. In a gated MLP, it is applied to the gate."""
     if name in ("gelu", "geglu"):
         return x * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
     if name in ("gelu_exact", "geglu_exact"):
@@ -367,18 +419,21 @@ def activated(name: str, x: Tensor) -> Tensor:
     return x.clamp(min=0) ** (1 if name == "relu" else 2)
 
 
-def linear(shape: ReferenceShape, weights: Weights, name: str, x: Tensor, eight: EightBits | None = None) -> Tensor:
-    """Apply a matrix [out, in] (or [halves, out, in], one half after the other) and perhaps a bias to x [..., in]. Where it has an
-    adapter, the matrix is W + scale B A (Hu et al. 2021)."""
+def linear(shape: ReferenceShape, weights: Weights, name: str, x: Tensor, fp8: Fp8Spec | None = None) -> Tensor:
+    """Apply a linear layer to x [..., in]. The weight is [out, in], or [2, out, in], whose halves are concatenated; `in` and `out`
+    are the numbers of input and output features. The bias is added if there is one.
+
+    With a LoRA adapter the matrix is W + scale B A (Hu et al. 2021).
+    """
     weight = weights[f"{name}.weight"].flatten(0, -2)
     if f"{name}.lora_a.weight" in weights:
         weight = weight + shape.lora_scale * weights[f"{name}.lora_b.weight"].flatten(0, -2) @ weights[f"{name}.lora_a.weight"]
-    y = x @ weight.T if eight is None else product(eight, x, weight)
+    y = x @ weight.T if fp8 is None else fp8_linear(fp8, x, weight)
     return y + weights[f"{name}.bias"].flatten() if f"{name}.bias" in weights else y
 
 
 def norm(shape: ReferenceShape, weights: Weights, name: str, x: Tensor) -> Tensor:
-    """LayerNorm or RMSNorm over the last dimension."""
+    """Apply LayerNorm or RMSNorm over the last dimension."""
     if shape.norm == "LayerNorm":
         x = x - x.mean(dim=-1, keepdim=True)
     y = x / (x.square().mean(dim=-1, keepdim=True) + shape.epsilon).sqrt()
@@ -391,42 +446,47 @@ Batch = tuple[Tensor, Tensor, Tensor]
 """Tokens, labels and loss mask of a global batch, each [B, s]."""
 
 
-class Rules(NamedTuple):
-    """What the end of a document does. It belongs to the document that it ends."""
+class EodRules(NamedTuple):
+    """Rules for what an end-of-document token (EOD) changes in positions, attention and loss. The EOD token belongs to the document
+    that it ends."""
 
     eod: int
-    positions: bool = True
-    """Positions start again at 0 after it."""
-    attention: bool = True
-    """No token after it attends to it or to a token before it."""
-    loss: bool = True
-    """What follows it need not be predicted."""
+    resets_positions: bool = True
+    """Restart positions at 0 after the EOD token."""
+    resets_attention: bool = True
+    """Prevent later tokens from attending to the EOD token and to tokens before it."""
+    masks_loss: bool = True
+    """Exclude the loss of the token after the EOD token, which is predicted from it."""
 
 
-def spans(tokens: list[int], eod: int) -> list[tuple[int, int]]:
-    """(first token, end) of each document of a sample."""
-    found, start = [], 0
+def split_documents(tokens: list[int], eod: int) -> list[tuple[int, int]]:
+    """Return the token range (start, end) of each document of a sample."""
+    documents, start = [], 0
     for i, token in enumerate(tokens):
         if token == eod or i == len(tokens) - 1:
-            found.append((start, i + 1))
+            documents.append((start, i + 1))
             start = i + 1
-    return found
+    return documents
 
 
-def losses_with_rules(
-    shape: ReferenceShape, weights: Weights, batch: Batch, rules: Rules, seen: Seen = by_nobody
+def compute_packed_losses(
+    shape: ReferenceShape, weights: Weights, batch: Batch, eod_rules: EodRules, hook: OutputHook = no_hook
 ) -> tuple[Tensor, Tensor]:
-    """Cross entropy of every token of packed samples, and whether it counts: two tensors [B, s].
+    """Compute the cross entropy of each token of samples that contain several documents, and the mask of the tokens that count: two
+    tensors [B, s].
 
     Args:
-        seen: called with the outputs of layers.
+        hook: called with the outputs of layers.
     """
     tokens, labels, mask = batch
-    positions, documents = torch.zeros_like(tokens), torch.zeros_like(tokens)
+    positions, document_ids = torch.zeros_like(tokens), torch.zeros_like(tokens)
     for sample, row in enumerate(tokens.tolist()):
-        for number, (start, end) in enumerate(spans(row, rules.eod)):
+        for document_index, (start, end) in enumerate(split_documents(row, eod_rules.eod)):
             positions[sample, start:end] = torch.arange(end - start)
-            documents[sample, start:end] = number
-    counted = mask * (tokens != rules.eod) if rules.loss else mask
-    places, parts = positions if rules.positions else None, documents if rules.attention else None
-    return token_losses(shape, weights, tokens, labels, places, parts, seen, counted), counted
+            document_ids[sample, start:end] = document_index
+    counted_mask = mask * (tokens != eod_rules.eod) if eod_rules.masks_loss else mask
+    used_positions, used_document_ids = (
+        positions if eod_rules.resets_positions else None,
+        document_ids if eod_rules.resets_attention else None,
+    )
+    return compute_token_losses(shape, weights, tokens, labels, used_positions, used_document_ids, hook, counted_mask), counted_mask

@@ -1,4 +1,5 @@
-"""The reference's Muon: the direction in which one parameter goes, from its momentum (Jordan et al. 2024, Liu et al. 2025)."""
+"""Muon in the reference model: the direction of a parameter's update, computed from its momentum (Jordan et al. 2024, Liu et al.
+2025)."""
 
 from __future__ import annotations
 
@@ -11,54 +12,55 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class MuonUpdate:
-    """How matrices are made of parameters, and what is done to them."""
+class MuonRule:
+    """Options of Muon: how a parameter is split into matrices, and how each matrix is orthogonalized."""
 
-    queries: int = 1
-    """Query heads to each key head and value head."""
+    queries_per_group: int = 1
+    """Query heads per key-value head."""
     head_size: int = 1
-    fused: Literal["three", "heads", "one"] = "three"
-    """What of queries, keys and values, fused in one weight, is one matrix: each of the three, each head, or all."""
+    qkv_split: Literal["three", "heads", "one"] = "three"
+    """Matrices into which a fused query-key-value weight is split: "three" (queries, keys, values), "heads" (a matrix per head)
+    or "one"."""
     momentum: float = 0.95
     nesterov: bool = False
     steps: int = 5
-    scale: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
-    extra: float = 1.0
+    scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
+    extra_scale_factor: float = 1.0
 
-    def updates(self, name: str) -> bool:
-        """Whether a parameter is updated so; else by adam."""
+    def applies_to(self, name: str) -> bool:
+        """Check whether Muon updates a parameter. All other parameters are updated by Adam."""
         return name.startswith(("layers.", "mtp.")) and name.endswith(".weight") and "norm" not in name
 
-    def direction(self, name: str, u: Tensor) -> Tensor:
-        """What the learning rate is multiplied by, from the gradient with momentum."""
-        if u.dim() == 3:
-            return torch.stack([self._matrix(one) for one in u])
-        if not name.endswith("attention.qkv.weight") or self.fused == "one":
-            return self._matrix(u)
-        heads = list(u.split(self.head_size))
-        if self.fused == "heads":
-            return torch.cat([self._matrix(head) for head in heads])
-        group = self.queries + 2
-        which = {
-            "q": [i for i in range(len(heads)) if i % group < self.queries],
-            "k": [i for i in range(len(heads)) if i % group == self.queries],
-            "v": [i for i in range(len(heads)) if i % group == self.queries + 1],
+    def compute_direction(self, name: str, momentum: Tensor) -> Tensor:
+        """Compute the direction of a parameter's update from its momentum. The update is the direction times the learning rate."""
+        if momentum.dim() == 3:
+            return torch.stack([self._orthogonalize(matrix) for matrix in momentum])
+        if not name.endswith("attention.qkv.weight") or self.qkv_split == "one":
+            return self._orthogonalize(momentum)
+        heads = list(momentum.split(self.head_size))
+        if self.qkv_split == "heads":
+            return torch.cat([self._orthogonalize(head) for head in heads])
+        group = self.queries_per_group + 2
+        heads_by_role = {
+            "q": [i for i in range(len(heads)) if i % group < self.queries_per_group],
+            "k": [i for i in range(len(heads)) if i % group == self.queries_per_group],
+            "v": [i for i in range(len(heads)) if i % group == self.queries_per_group + 1],
         }
-        for places in which.values():
-            found = self._matrix(torch.cat([heads[i] for i in places])).split(self.head_size)
-            for i, head in zip(places, found, strict=True):
+        for head_indices in heads_by_role.values():
+            directions = self._orthogonalize(torch.cat([heads[i] for i in head_indices])).split(self.head_size)
+            for i, head in zip(head_indices, directions, strict=True):
                 heads[i] = head
         return torch.cat(heads)
 
-    def _matrix(self, u: Tensor) -> Tensor:
-        outputs, inputs = u.shape
-        x = u / (u.square().sum().sqrt() + 1e-7)
+    def _orthogonalize(self, matrix: Tensor) -> Tensor:
+        outputs, inputs = matrix.shape
+        x = matrix / (matrix.square().sum().sqrt() + 1e-7)
         for _ in range(self.steps):
-            xx = x @ x.T
-            x = 3.4445 * x - 4.7750 * xx @ x + 2.0315 * xx @ xx @ x
+            gram = x @ x.T
+            x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
         scales = {
             "spectral": math.sqrt(max(outputs, inputs)),
             "unit_rms_norm": math.sqrt(outputs / inputs),
             "shape_scaling": max(1.0, outputs / inputs) ** 0.5,
         }
-        return self.extra * scales[self.scale] * x
+        return self.extra_scale_factor * scales[self.scale_mode] * x

@@ -1,4 +1,5 @@
-"""The reference's QK-clip: the query and key weights of heads with large scores are scaled down (Kimi K2, section 2.1)."""
+"""QK-clip in the reference model: scale down the query and key weights of heads with large attention scores (Kimi K2, section
+2.1)."""
 
 from __future__ import annotations
 
@@ -11,39 +12,45 @@ from megatron_lab.verification.reference.shape import ReferenceShape
 
 
 @dataclass(frozen=True)
-class ScoreClip:
-    """How it is done."""
+class QkClip:
+    """Options of QK-clip, and its application to the weights of a model."""
 
     shape: ReferenceShape
     threshold: float
     alpha: float
 
-    def apply(self, weights: dict[str, Tensor], largest: Mapping[str, Tensor]) -> None:
-        """Replace weights and biases of queries and keys.
+    def apply(self, weights: dict[str, Tensor], max_logits: Mapping[str, Tensor]) -> None:
+        """Scale down the query and key weights and biases of heads with too large attention scores.
 
         Args:
-            largest: the largest score of each head [n] in the batch, by the name of the layer ("layers.3", "mtp.0.layer").
+            weights: weights of the model, in which the scaled weights replace the old ones.
+            max_logits: largest attention score of each head [n] in the batch, by the name of the layer ("layers.3", "mtp.0.layer").
         """
-        for layer, scores in largest.items():
+        for layer, scores in max_logits.items():
             for name in [name for name in weights if name.startswith(f"{layer}.attention.")]:
-                weights[name] = self._scaled(name.removeprefix(f"{layer}.attention."), weights[name].clone(), scores.tolist())
+                weights[name] = self._scale_weight(name.removeprefix(f"{layer}.attention."), weights[name].clone(), scores.tolist())
 
-    def _scaled(self, name: str, w: Tensor, scores: list[float]) -> Tensor:
-        shape, latent, part = self.shape, self.shape.latent, name.split(".")[0]
+    def _scale_weight(self, name: str, weight: Tensor, scores: list[float]) -> Tensor:
+        shape, latent_shape, module_name = self.shape, self.shape.latent, name.split(".")[0]
         gammas = [self.threshold / score if score > self.threshold else 1.0 for score in scores]
-        if latent is None and part == "qkv":
-            each, d = shape.heads // shape.kv_heads, shape.head_size
+        if latent_shape is None and module_name == "qkv":
+            heads_per_group, d = shape.heads // shape.kv_heads, shape.head_size
             for group in range(shape.kv_heads):
-                gamma, first = min(gammas[group * each : (group + 1) * each]), group * (each + 2) * d
-                w[first : first + each * d] *= gamma**self.alpha
-                w[first + each * d : first + (each + 1) * d] *= gamma ** (1 - self.alpha)
-        elif latent is not None and part in ("q", "q_up"):
+                gamma, start = (
+                    min(gammas[group * heads_per_group : (group + 1) * heads_per_group]),
+                    group * (heads_per_group + 2) * d,
+                )
+                weight[start : start + heads_per_group * d] *= gamma**self.alpha
+                weight[start + heads_per_group * d : start + (heads_per_group + 1) * d] *= gamma ** (1 - self.alpha)
+        elif latent_shape is not None and module_name in ("q", "q_up"):
             for head, gamma in enumerate(gammas):
-                first = head * (latent.plain + latent.rotated)
-                w[first : first + latent.plain] *= gamma**self.alpha
-                w[first + latent.plain : first + latent.plain + latent.rotated] *= gamma
-        elif latent is not None and part == "kv_up":
+                start = head * (latent_shape.qk_head_dim + latent_shape.qk_pos_emb_head_dim)
+                weight[start : start + latent_shape.qk_head_dim] *= gamma**self.alpha
+                weight[start + latent_shape.qk_head_dim : start + latent_shape.qk_head_dim + latent_shape.qk_pos_emb_head_dim] *= (
+                    gamma
+                )
+        elif latent_shape is not None and module_name == "kv_up":
             for head, gamma in enumerate(gammas):
-                first = head * (latent.plain + latent.value)
-                w[first : first + latent.plain] *= gamma ** (1 - self.alpha)
-        return w
+                start = head * (latent_shape.qk_head_dim + latent_shape.v_head_dim)
+                weight[start : start + latent_shape.qk_head_dim] *= gamma ** (1 - self.alpha)
+        return weight

@@ -1,6 +1,7 @@
-"""The reference's rotary frequencies, number by number, with each way to stretch them for longer sequences.
+"""Rotary frequencies of the reference model, with the methods that scale them for longer sequences.
 
-A pair of channels with frequency f turns c f / (2 pi) times in c tokens.
+Rotary position embedding rotates each pair of channels by an angle proportional to the position. A turn is a rotation by 2 pi: a
+pair with frequency f makes c f / (2 pi) turns in c tokens.
 """
 
 from __future__ import annotations
@@ -11,67 +12,93 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
-class RotaryStretch:
-    """How frequencies are stretched."""
+class RotaryScaling:
+    """Method and options by which rotary frequencies are scaled for longer sequences. An option names the methods that use it."""
 
-    kind: Literal["linear", "llama3", "yarn", "dynamic", "longrope"]
+    scaling_type: Literal["linear", "llama3", "yarn", "dynamic", "longrope"]
     factor: float
-    context: int = 1
-    """Tokens for which the frequencies were chosen."""
-    few_turns: float = 1.0
-    """llama3, yarn: a pair that turns less often in the context has its frequency divided by the factor."""
-    many_turns: float = 4.0
-    """llama3, yarn: a pair that turns more often keeps it."""
-    whole: bool = True
-    """yarn: whether the pairs at which these two are reached are rounded to whole ones, outwards."""
-    enlarged: float = 1.0
-    """yarn, longrope: queries and keys are multiplied by this."""
-    short: tuple[float, ...] = ()
-    """longrope: the divisor of each frequency in sequences within the context."""
-    long: tuple[float, ...] = ()
-    """longrope: the same in longer ones."""
+    original_context: int = 1
+    """Sequence length for which the unscaled frequencies were chosen."""
+    min_turns: float = 1.0
+    """llama3, yarn: the frequency of a channel pair that makes fewer turns (rotations by 2 pi) than this in the original context is
+    divided by the factor."""
+    max_turns: float = 4.0
+    """llama3, yarn: the frequency of a channel pair that makes more turns (rotations by 2 pi) than this in the original context is
+    not changed."""
+    rounds_bounds: bool = True
+    """yarn: round the pair indices at which `min_turns` and `max_turns` are reached to integers, so that the range between them
+    grows."""
+    attention_factor: float = 1.0
+    """yarn, longrope: factor by which queries and keys are multiplied."""
+    short_factors: tuple[float, ...] = ()
+    """longrope: divisor of each frequency in sequences within the original context."""
+    long_factors: tuple[float, ...] = ()
+    """longrope: divisor of each frequency in longer sequences."""
 
 
-def rotary_frequencies(base: float, rotated: int, stretch: RotaryStretch | None, tokens: int) -> list[float]:
-    """Angle per position of each of the rotated / 2 pairs, in a sequence of so many tokens."""
-    if stretch is not None and stretch.kind == "dynamic" and tokens > stretch.context:
-        # The slowest pair, of exponent (rotated - 2) / rotated, is slowed by `slower`, and the others in between (bloc97 2023).
-        slower = stretch.factor * tokens / stretch.context - stretch.factor + 1
-        base = base * slower ** (rotated / (rotated - 2))
-    plain = [base ** (-2 * i / rotated) for i in range(rotated // 2)]
-    if stretch is None or stretch.kind == "dynamic":
-        return plain
-    if stretch.kind == "linear":
-        return [frequency / stretch.factor for frequency in plain]
-    if stretch.kind == "longrope":
-        divisors = stretch.short if tokens <= stretch.context else stretch.long
-        return [frequency / divisor for frequency, divisor in zip(plain, divisors, strict=True)]
-    kept = _kept_by_turns(plain, stretch) if stretch.kind == "llama3" else _kept_by_pair(base, rotated, stretch)
-    return [share * frequency + (1 - share) * frequency / stretch.factor for share, frequency in zip(kept, plain, strict=True)]
+def compute_rotary_frequencies(
+    base: float, num_rotary_channels: int, scaling: RotaryScaling | None, seq_length: int
+) -> list[float]:
+    """Compute the angle per position of each channel pair.
+
+    Args:
+        num_rotary_channels: rotated channels of a head; two form a pair.
+        seq_length: tokens in the sequence, on which dynamic and longrope scaling depend.
+
+    Returns:
+        num_rotary_channels / 2 frequencies, in the order of the pairs.
+    """
+    if scaling is not None and scaling.scaling_type == "dynamic" and seq_length > scaling.original_context:
+        # The slowest pair, with exponent (rotated - 2) / rotated, is slowed by `slowdown`, faster pairs by less (bloc97 2023).
+        slowdown = scaling.factor * seq_length / scaling.original_context - scaling.factor + 1
+        base = base * slowdown ** (num_rotary_channels / (num_rotary_channels - 2))
+    frequencies = [base ** (-2 * i / num_rotary_channels) for i in range(num_rotary_channels // 2)]
+    if scaling is None or scaling.scaling_type == "dynamic":
+        return frequencies
+    if scaling.scaling_type == "linear":
+        return [frequency / scaling.factor for frequency in frequencies]
+    if scaling.scaling_type == "longrope":
+        divisors = scaling.short_factors if seq_length <= scaling.original_context else scaling.long_factors
+        return [frequency / divisor for frequency, divisor in zip(frequencies, divisors, strict=True)]
+    unscaled_shares = (
+        _unscaled_shares_llama3(frequencies, scaling)
+        if scaling.scaling_type == "llama3"
+        else _unscaled_shares_yarn(base, num_rotary_channels, scaling)
+    )
+    return [
+        share * frequency + (1 - share) * frequency / scaling.factor
+        for share, frequency in zip(unscaled_shares, frequencies, strict=True)
+    ]
 
 
-def _kept_by_turns(plain: list[float], stretch: RotaryStretch) -> list[float]:
-    """The share of each frequency that is kept, linear in the number of turns (Llama 3.1)."""
-    turns = [stretch.context * frequency / (2 * math.pi) for frequency in plain]
-    return [_between(each, stretch.few_turns, stretch.many_turns) for each in turns]
+def _unscaled_shares_llama3(frequencies: list[float], scaling: RotaryScaling) -> list[float]:
+    """Compute, for each frequency, the weight of the unscaled frequency in its mix with the scaled one. The weight is linear in the
+    number of turns (rotations by 2 pi) that the channel pair makes in the original context (Llama 3.1)."""
+    turns = [scaling.original_context * frequency / (2 * math.pi) for frequency in frequencies]
+    return [_linear_ramp(pair_turns, scaling.min_turns, scaling.max_turns) for pair_turns in turns]
 
 
-def _kept_by_pair(base: float, rotated: int, stretch: RotaryStretch) -> list[float]:
-    """The same, linear in the number of the pair, as the published program of YaRN has it (Peng et al. 2023)."""
+def _unscaled_shares_yarn(base: float, num_rotary_channels: int, scaling: RotaryScaling) -> list[float]:
+    """Compute, for each frequency, the weight of the unscaled frequency in its mix with the scaled one. The weight is linear in the
+    index of the channel pair, as in the published code of YaRN (Peng et al. 2023)."""
 
-    def reached(turns: float) -> float:
-        """The pair, perhaps a broken number, that turns so often: context x base^(-2 pair / rotated) = 2 pi turns."""
-        return rotated * math.log(stretch.context / (turns * 2 * math.pi), base) / 2
+    def find_pair(pair_turns: float) -> float:
+        """Return the fractional index of the channel pair that makes `pair_turns` turns (rotations by 2 pi) in the original
+        context.
 
-    first, last = reached(stretch.many_turns), reached(stretch.few_turns)
-    if stretch.whole:
-        first, last = float(math.floor(first)), float(math.ceil(last))
-    first, last = max(0.0, first), min(rotated - 1.0, last)
-    if first == last:
-        last += 0.001
-    return [1 - _between(pair, first, last) for pair in range(rotated // 2)]
+        The index solves context x base^(-2 index / number of rotated channels) = 2 pi turns.
+        """
+        return num_rotary_channels * math.log(scaling.original_context / (pair_turns * 2 * math.pi), base) / 2
+
+    low, high = find_pair(scaling.max_turns), find_pair(scaling.min_turns)
+    if scaling.rounds_bounds:
+        low, high = float(math.floor(low)), float(math.ceil(high))
+    low, high = max(0.0, low), min(num_rotary_channels - 1.0, high)
+    if low == high:
+        high += 0.001
+    return [1 - _linear_ramp(pair, low, high) for pair in range(num_rotary_channels // 2)]
 
 
-def _between(x: float, low: float, high: float) -> float:
-    """0 up to `low`, 1 from `high` on, linear between them."""
+def _linear_ramp(x: float, low: float, high: float) -> float:
+    """Return 0 up to `low`, 1 from `high` on, and a linear ramp between them."""
     return min(1.0, max(0.0, (x - low) / (high - low)))

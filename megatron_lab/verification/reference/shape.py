@@ -1,4 +1,4 @@
-"""The reference model's shape: its parts, the names and shapes of its weights, and random values for them."""
+"""Shape of the reference model: its options, the names and shapes of its weights, and random weights."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_lab.verification.reference.eight_bits import EightBits
+from megatron_lab.verification.reference.eight_bits import Fp8Spec
 from megatron_lab.verification.reference.experts import ExpertsShape
-from megatron_lab.verification.reference.rotary import RotaryStretch
+from megatron_lab.verification.reference.rotary import RotaryScaling
 
 Weights = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class LatentShape:
-    """Sizes of latent attention (DeepSeek-V2), which has heads of `plain` channels and `rotated` ones behind them."""
+    """Sizes of multi-head latent attention (DeepSeek-V2). A query or key head has `qk_head_dim` channels without rotary positions,
+    followed by `qk_pos_emb_head_dim` rotated channels."""
 
-    query_rank: int | None
-    """Size of the latent that queries are made of; None where they are made of the hidden state."""
-    rank: int
-    """Size of the latent that keys and values are made of."""
-    plain: int
-    rotated: int
-    value: int
+    q_lora_rank: int | None
+    """Size of the latent from which queries are projected; None if they are projected from the hidden state."""
+    kv_lora_rank: int
+    """Size of the latent from which keys and values are projected."""
+    qk_head_dim: int
+    qk_pos_emb_head_dim: int
+    v_head_dim: int
     """Size of a value head."""
 
 
 @dataclass(frozen=True)
 class ReferenceShape:
-    """Sizes and parts of the model."""
+    """Sizes and options of the reference model."""
 
     num_layers: int
     hidden: int
@@ -43,108 +44,114 @@ class ReferenceShape:
     seq: int
     positions: Literal["learned", "rope", "none"] = "learned"
     num_positions: int | None = None
-    """Rows of the learned position table; by default seq."""
+    """Rows of the learned position table; by default `seq`."""
     rotary_base: float = 10000.0
     rotary_percent: float = 1.0
     rotary_interleaved: bool = False
-    """Whether neighbouring channels are a pair."""
-    stretch: RotaryStretch | None = None
-    """How rotary frequencies are stretched."""
+    """Whether neighboring channels form a rotary pair. Otherwise a channel of the first half forms a pair with a channel of the
+    second half."""
+    rope_scaling: RotaryScaling | None = None
+    """Scaling of the rotary frequencies; None without scaling."""
     norm: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     epsilon: float = 1e-5
     norms: Literal["pre", "post", "sandwich"] = "pre"
-    """Whether norms stand before attention and MLP, on what they give, or both."""
+    """Position of the norms: before attention and MLP ("pre"), after them ("post"), or both ("sandwich")."""
     norm_weight: bool = True
     norm_bias: bool = True
-    """Whether LayerNorm has one."""
+    """Whether LayerNorm has a bias."""
     zero_centred: bool = False
-    """Whether norms multiply by 1 + their weights."""
+    """Whether norms multiply by 1 + weight instead of by the weight."""
     parallel: bool = False
-    """Whether the MLP's input is that of attention."""
+    """Whether attention and MLP read the same input (parallel residual)."""
     residual_multiplier: float = 1.0
-    """Factor of what attention and MLP give."""
+    """Factor by which the outputs of attention and MLP are multiplied before they are added to the residual stream."""
     activation: Literal["gelu", "gelu_exact", "relu", "squared_relu", "swiglu", "geglu", "geglu_exact", "quick_geglu"] = "gelu"
     offset: float = 0.0
-    """What quick_geglu adds to its second half."""
+    """Constant that the activation function quick_geglu adds to the up projection."""
     clamp: float | None = None
-    """The bound to which quick_geglu clamps its input."""
+    """Bound to which the activation function quick_geglu clamps gate and up projection; None for no bound."""
     bias: bool = True
     """Whether all linear layers except the output layer have biases."""
     qkv_bias: bool = False
-    """Whether the query-key-value projection has a bias even without the others."""
+    """Whether the query-key-value projection has a bias even if `bias` is False."""
     output_bias: bool = False
-    """Whether attention's output projection has a bias even without the others."""
+    """Whether the output projection of attention has a bias even if `bias` is False."""
     mlp_bias: bool = False
-    """Whether the MLP's projections have biases even without the others."""
+    """Whether the projections of the MLP have biases even if `bias` is False."""
     qk_norm: bool = False
-    """Whether heads of queries and keys are normalised; in latent attention the latents."""
+    """Whether query and key heads are normalized; in latent attention, whether the latents are."""
     qk_norm_all_heads: bool = False
-    """Whether all query heads are normalised as one vector, and all key heads; else each head is."""
+    """Whether all query heads are normalized together as one vector, and all key heads as another. Otherwise each head is
+    normalized separately."""
     windows: tuple[int | None, ...] = ()
-    """For each layer, how many tokens before its own a token attends to; None for all. Empty: all layers attend to all."""
+    """Attention window of each layer: the number of preceding tokens to which a token attends, or None for all. Empty if all
+    layers attend to all tokens."""
     unrotated: tuple[bool, ...] = ()
-    """For each layer, whether it does without the rotary positions. Empty: none does."""
+    """Whether each layer omits rotary positions. Empty if no layer does."""
     local_base: float | None = None
-    """Rotary base of layers with a window, which have no stretching then; by default as in all."""
+    """Rotary base of layers with a window, whose frequencies are then not scaled. By default they use `rotary_base`."""
     score_scale: float | None = None
-    """Factor of the scores; by default 1 / sqrt(head_size)."""
+    """Number by which the attention scores are multiplied; by default 1 / sqrt(head_size)."""
     score_cap: float | None = None
-    """Scores are capped softly by this."""
+    """Bound of the attention scores by a soft cap (cap x tanh(score / cap)); None for no cap."""
     sink: Literal["none", "one", "learned"] = "none"
-    """What the softmax adds to its denominator: nothing, 1, or exp of a weight for each head."""
+    """Attention sink that the softmax adds to its denominator: nothing, 1, or the exponential of a weight for each head."""
     latent: LatentShape | None = None
-    """Latent attention in all layers; its sizes stand in place of head_size."""
+    """Latent attention in all layers; its sizes replace `head_size`."""
     embedding_multiplier: float = 1.0
     embedding_norm: bool = False
     output_multiplier: float = 1.0
-    """Factor of the logits."""
+    """Number by which the logits are multiplied."""
     logit_cap: float | None = None
-    """Logits are capped softly by this."""
+    """Bound of the logits by a soft cap (cap x tanh(logit / cap)); None for no cap."""
     tied: bool = True
     z_loss: float = 0.0
-    """Beside the cross entropy, this x (log Z)^2 of each token is minimised (but not reported)."""
+    """Coefficient of the z-loss (log Z)^2 of each token. Training minimizes the z-loss, but it is not part of the reported
+    loss."""
     mtp_depths: int = 0
-    """Tokens beyond the next one that are predicted too."""
+    """Number of multi-token-prediction layers. Each layer predicts a token that is one position further ahead."""
     mtp_factor: float = 0.1
-    """Weight of their loss where it is minimised (it is not reported)."""
+    """Weight of the multi-token-prediction loss. Training minimizes it, but it is not part of the reported loss."""
     smoothing: float = 0.0
-    """Share of each target that is spread over the vocabulary where the loss is minimised (but not where it is reported)."""
+    """Label smoothing: share of each label's probability that is spread over the vocabulary. It affects the loss that training
+    minimizes, not the reported loss."""
     experts: ExpertsShape | None = None
-    """Experts in some layers; None where there are none."""
-    width: float = 1.0
-    """muP: the logits are divided by this."""
-    eight_bits: EightBits | None = None
-    """How products of layers are computed, if in 8 bits."""
-    in_64_bits: tuple[int, int] = (0, 0)
-    """How many of the first and of the last layers are not."""
+    """Experts of the mixture-of-experts layers; None without any."""
+    width_multiplier: float = 1.0
+    """muP: divisor of the logits."""
+    fp8: Fp8Spec | None = None
+    """FP8 recipe of the linear layers; None without FP8."""
+    num_unquantized_layers: tuple[int, int] = (0, 0)
+    """Number of first layers and of last layers that are computed in float64 instead of FP8."""
     lora_rank: int | None = None
-    """Rank of adapters beside linear layers, which alone are trained; None where there are none."""
+    """Rank of LoRA adapters; None without adapters. With adapters, they are the only trained weights."""
     lora_scale: float = 1.0
-    """Factor of what they give."""
+    """Factor by which the outputs of the LoRA adapters are multiplied."""
     lora_targets: tuple[str, ...] = ()
-    """The linear layers of each layer that have one, such as mlp.up."""
+    """Linear layers with an adapter, such as mlp.up."""
 
-    def window_of(self, layer: int) -> int | None:
-        """Tokens before its own to which a token of a layer attends; None for all."""
+    def get_window(self, layer: int) -> int | None:
+        """Return the attention window of a layer: the number of preceding tokens to which a token attends, or None for all."""
         return self.windows[layer] if self.windows else None
 
     def is_rotated(self, layer: int) -> bool:
-        """Whether a layer has rotary positions."""
+        """Check whether a layer has rotary positions."""
         return self.positions == "rope" and not (self.unrotated and self.unrotated[layer])
 
-    def eight_bits_of(self, layer: int) -> EightBits | None:
-        """How products of a layer are computed."""
-        first, last = self.in_64_bits
-        return self.eight_bits if first <= layer < self.num_layers - last else None
+    def get_fp8(self, layer: int) -> Fp8Spec | None:
+        """Return the FP8 recipe of a layer; None if it is computed in float64."""
+        first, last = self.num_unquantized_layers
+        return self.fp8 if first <= layer < self.num_layers - last else None
 
 
-def weight_shapes(shape: ReferenceShape) -> dict[str, tuple[int, ...]]:
-    """Shape of every weight by name, in the order of the forward pass. Matrices are [out, in].
+def build_weight_shapes(shape: ReferenceShape) -> dict[str, tuple[int, ...]]:
+    """Build the shape of each weight of the reference model; the result is keyed by name, in the order of the forward pass.
+    Matrices are [out, in].
 
-    The query-key-value projection is grouped by key-value head: the rows of a group are its query heads, its key head and its
-    value head, each of head_size rows. In latent attention the rows of a head of queries are its plain channels, then its rotated
-    ones; those of a head of `kv_up` the plain channels of its key, then its value. A gated MLP's `up` is [2, ffn, hidden]: the
-    gate, then the up projection.
+    The query-key-value projection is grouped by key-value head: a group has the rows of its query heads, of its key head and of its
+    value head, `head_size` rows each. In latent attention, the rows of a query head are its channels without rotary positions, then
+    the rotated channels; the rows of a head of `kv_up` are the key channels without rotary positions, then the value. The `up`
+    weight of a gated MLP is [2, ffn, hidden]: gate, then up projection.
     """
     h, d = shape.hidden, shape.head_size
     qkv_rows = (shape.heads + 2 * shape.kv_heads) * d
@@ -157,13 +164,13 @@ def weight_shapes(shape: ReferenceShape) -> dict[str, tuple[int, ...]]:
         if shape.norm_weight and shape.norm_bias and shape.norm == "LayerNorm":
             shapes[f"{name}.bias"] = (size,)
 
-    def add_linear(name: str, out: tuple[int, ...], inner: int, bias: bool) -> None:
-        shapes[f"{name}.weight"] = (*out, inner)
+    def add_linear(name: str, out_shape: tuple[int, ...], in_features: int, bias: bool) -> None:
+        shapes[f"{name}.weight"] = (*out_shape, in_features)
         if bias:
-            shapes[f"{name}.bias"] = out
+            shapes[f"{name}.bias"] = out_shape
         if shape.lora_rank is not None and name.endswith(tuple(f".{target}" for target in shape.lora_targets)):
-            shapes[f"{name}.lora_a.weight"] = (shape.lora_rank, inner)
-            shapes[f"{name}.lora_b.weight"] = (*out, shape.lora_rank)
+            shapes[f"{name}.lora_a.weight"] = (shape.lora_rank, in_features)
+            shapes[f"{name}.lora_b.weight"] = (*out_shape, shape.lora_rank)
 
     def add_heads(name: str) -> None:
         add_linear(f"{name}.qkv", (qkv_rows,), h, shape.bias or shape.qkv_bias)
@@ -172,20 +179,23 @@ def weight_shapes(shape: ReferenceShape) -> dict[str, tuple[int, ...]]:
             add_norm(f"{name}.k_norm", shape.kv_heads * d if shape.qk_norm_all_heads else d)
 
     def add_latent(name: str, latent: LatentShape) -> None:
-        query = h
-        if latent.query_rank is not None:
-            query = latent.query_rank
-            add_linear(f"{name}.q_down", (query,), h, False)
+        query_inputs = h
+        if latent.q_lora_rank is not None:
+            query_inputs = latent.q_lora_rank
+            add_linear(f"{name}.q_down", (query_inputs,), h, False)
             if shape.qk_norm:
-                add_norm(f"{name}.q_latent_norm", query)
+                add_norm(f"{name}.q_latent_norm", query_inputs)
         add_linear(
-            f"{name}.{'q' if latent.query_rank is None else 'q_up'}", (shape.heads * (latent.plain + latent.rotated),), query, False
+            f"{name}.{'q' if latent.q_lora_rank is None else 'q_up'}",
+            (shape.heads * (latent.qk_head_dim + latent.qk_pos_emb_head_dim),),
+            query_inputs,
+            False,
         )
-        add_linear(f"{name}.kv_down", (latent.rank,), h, False)
-        add_linear(f"{name}.k_rotary", (latent.rotated,), h, False)
+        add_linear(f"{name}.kv_down", (latent.kv_lora_rank,), h, False)
+        add_linear(f"{name}.k_rotary", (latent.qk_pos_emb_head_dim,), h, False)
         if shape.qk_norm:
-            add_norm(f"{name}.kv_latent_norm", latent.rank)
-        add_linear(f"{name}.kv_up", (shape.heads * (latent.plain + latent.value),), latent.rank, False)
+            add_norm(f"{name}.kv_latent_norm", latent.kv_lora_rank)
+        add_linear(f"{name}.kv_up", (shape.heads * (latent.qk_head_dim + latent.v_head_dim),), latent.kv_lora_rank, False)
 
     shapes["embedding.word.weight"] = (shape.vocab, h)
     if shape.positions == "learned":
@@ -194,20 +204,20 @@ def weight_shapes(shape: ReferenceShape) -> dict[str, tuple[int, ...]]:
         add_norm("embedding.norm", h)
 
     def add_experts(name: str, experts: ExpertsShape) -> None:
-        add_linear(f"{name}.router", (experts.count,), h, False)
-        if experts.bias_step is not None:
-            shapes[f"{name}.router.bias"] = (experts.count,)
-        if experts.balance == "update before":
-            shapes[f"{name}.router.shares"] = (experts.count,)
-        add_linear(f"{name}.experts.up", (experts.count, *up[:-1], experts.width), h, False)
-        add_linear(f"{name}.experts.down", (experts.count, h), experts.width, False)
-        if experts.shared is not None:
-            add_linear(f"{name}.shared.up", (*up[:-1], experts.shared), h, shape.bias or shape.mlp_bias)
-            add_linear(f"{name}.shared.down", (h,), experts.shared, shape.bias or shape.mlp_bias)
-        if experts.gate:
+        add_linear(f"{name}.router", (experts.num_experts,), h, False)
+        if experts.bias_update_rate is not None:
+            shapes[f"{name}.router.bias"] = (experts.num_experts,)
+        if experts.aux_loss_scope == "update before":
+            shapes[f"{name}.router.shares"] = (experts.num_experts,)
+        add_linear(f"{name}.experts.up", (experts.num_experts, *up[:-1], experts.ffn_size), h, False)
+        add_linear(f"{name}.experts.down", (experts.num_experts, h), experts.ffn_size, False)
+        if experts.shared_ffn_size is not None:
+            add_linear(f"{name}.shared.up", (*up[:-1], experts.shared_ffn_size), h, shape.bias or shape.mlp_bias)
+            add_linear(f"{name}.shared.down", (h,), experts.shared_ffn_size, shape.bias or shape.mlp_bias)
+        if experts.has_shared_gate:
             add_linear(f"{name}.shared_gate", (1,), h, False)
 
-    def add_layer(name: str, number: int) -> None:
+    def add_layer(name: str, layer_index: int) -> None:
         if shape.norms != "post":
             add_norm(f"{name}.attention_norm", h)
         if shape.latent is not None:
@@ -216,13 +226,13 @@ def weight_shapes(shape: ReferenceShape) -> dict[str, tuple[int, ...]]:
             add_heads(f"{name}.attention")
         if shape.sink == "learned":
             shapes[f"{name}.attention.sinks"] = (shape.heads,)
-        inner = shape.heads * (d if shape.latent is None else shape.latent.value)
-        add_linear(f"{name}.attention.output", (h,), inner, shape.bias or shape.output_bias)
+        attention_size = shape.heads * (d if shape.latent is None else shape.latent.v_head_dim)
+        add_linear(f"{name}.attention.output", (h,), attention_size, shape.bias or shape.output_bias)
         if shape.norms != "pre":
             add_norm(f"{name}.attention_post_norm", h)
         if shape.norms != "post":
             add_norm(f"{name}.mlp_norm", h)
-        if shape.experts is not None and shape.experts.layers[number]:
+        if shape.experts is not None and shape.experts.layers[layer_index]:
             add_experts(f"{name}.mlp", shape.experts)
         else:
             add_linear(f"{name}.mlp.up", up, h, shape.bias or shape.mlp_bias)
@@ -244,25 +254,27 @@ def weight_shapes(shape: ReferenceShape) -> dict[str, tuple[int, ...]]:
 
 
 def is_trained(shape: ReferenceShape, name: str) -> bool:
-    """Whether a weight is changed by training: all are, but beside adapters only these."""
+    """Check whether a weight is trained. With LoRA adapters, only the adapters are."""
     return shape.lora_rank is None or ".lora_" in name
 
 
 def is_norm(name: str) -> bool:
-    """Whether a weight belongs to a norm."""
+    """Check whether a weight belongs to a norm."""
     return name.rsplit(".", 1)[0].endswith("norm")
 
 
-def decays(name: str) -> bool:
-    """Whether weight decay applies: to matrices and embeddings, not to norms, biases and sinks."""
+def has_weight_decay(name: str) -> bool:
+    """Check whether weight decay applies to a weight. It applies to matrices and embeddings, but not to norms, biases and attention
+    sinks."""
     return not is_norm(name) and not name.endswith((".bias", ".sinks"))
 
 
-def random_weights(shape: ReferenceShape, seed: int, std: float = 0.1) -> Weights:
-    """Random normal values. Biases are not zero and norm weights not one either, so that a missing one shows."""
+def build_random_weights(shape: ReferenceShape, seed: int, std: float = 0.1) -> Weights:
+    """Build random normal weights. No bias is zero and no norm weight is one, so that a missing bias or norm weight changes the
+    output."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
-    for name, size in weight_shapes(shape).items():
+    for name, size in build_weight_shapes(shape).items():
         values = torch.randn(size, generator=generator, dtype=torch.float64) * std
         weights[name] = values + 1 if is_norm(name) and name.endswith(".weight") and not shape.zero_centred else values
     return weights

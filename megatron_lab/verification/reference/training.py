@@ -1,4 +1,4 @@
-"""The reference's training: its update written out, and the batch size, learning rate and weight decay of each step."""
+"""Training of the reference model: the update of all weights, and the batch size, learning rate and weight decay of each step."""
 
 from __future__ import annotations
 
@@ -11,194 +11,224 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lab.verification.reference.qk_clip import ScoreClip
-from megatron_lab.verification.reference.shape import Weights, decays
-from megatron_lab.verification.reference.update_rules import Kept, Numbers, One, updated
+from megatron_lab.verification.reference.qk_clip import QkClip
+from megatron_lab.verification.reference.shape import Weights, has_weight_decay
+from megatron_lab.verification.reference.update_rules import ParamState, ParamStep, RuleOptions, apply_rule
 
 
 @dataclass(frozen=True)
-class Rule:
-    """The update rule."""
+class ReferenceUpdateRule:
+    """Update rule of the optimizer, with its options and those of clipping and averaging."""
 
     optimizer: str = "adam"
-    """The name of a function in `update_rules.py`."""
-    clip: float | None = None
-    """The largest norm of the whole gradient; None for no clipping."""
+    """Name of a rule in `update_rules.py`."""
+    max_grad_norm: float | None = None
+    """Maximum norm of the full gradient; None for no clipping."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """Betas of Adam and similar rules."""
     eps: float = 1e-8
-    """These two are adam's and those of rules like it."""
-    numbers: Numbers = field(default_factory=Numbers)
-    """What other rules have of their own."""
-    ema: float | None = None
-    """Decay of the average of the weights, if there is one."""
-    clips_scores: ScoreClip | None = None
-    """What is done to heads with large scores."""
-    bias_step: float | None = None
-    """By how much an update moves the biases of experts' choices."""
+    """Epsilon of Adam and similar rules."""
+    options: RuleOptions = field(default_factory=RuleOptions)
+    """Options of all other update rules."""
+    ema_decay: float | None = None
+    """Decay of the exponential moving average of the weights; None without an average."""
+    qk_clip: QkClip | None = None
+    """QK-clip after the update; None without it."""
+    bias_update_rate: float | None = None
+    """Amount by which an update changes the expert biases of routers."""
 
 
 class State:
-    """Weights, and what rules keep of them, in float64. The weights that it is made from are not changed."""
+    """Weights, optimizer state and moving averages of the reference model in float64. The constructor copies the weights."""
 
     def __init__(self, weights: Weights) -> None:
         assert all(w.dtype == torch.float64 for w in weights.values()), "the reference is float64 throughout"
         self.weights = {name: w.detach().clone() for name, w in weights.items()}
-        self.kept: dict[str, Kept] = {name: {} for name in weights}
+        self.param_states: dict[str, ParamState] = {name: {} for name in weights}
         self.averages = dict(self.weights)
         """Exponential moving averages of the weights."""
-        self.updates = 0
+        self.num_updates = 0
 
 
-BY_COUNTS = ("router.bias", "router.shares")
-"""Ends of the names of what choices of experts move: up for one chosen less often than the mean; or to its share over the mean."""
+COUNT_UPDATE_SUFFIXES = ("router.bias", "router.shares")
+"""Name suffixes of parameters that are updated from expert counts instead of gradients. The bias of an expert rises if it is
+selected less often than the mean; the share is set to the expert's count divided by the mean."""
 
 
-class Own(NamedTuple):
-    """How one parameter is updated, where that differs from the others."""
+class ParamUpdate(NamedTuple):
+    """Update rule, learning rate and weight decay of a parameter whose options differ from the defaults."""
 
-    rule: Rule
-    """Its clipping is that of all."""
+    rule: ReferenceUpdateRule
+    """Update rule of the parameter. Options that concern all parameters, such as clipping, are not read from it."""
     rate: float
     weight_decay: float
 
 
-def update(
+def update_weights(
     state: State,
     gradients: dict[str, Tensor],
-    rule: Rule,
+    update_rule: ReferenceUpdateRule,
     rate: float,
     weight_decay: float,
-    own: Mapping[str, Own] = MappingProxyType({}),
-    largest: Mapping[str, Tensor] = MappingProxyType({}),
+    param_updates: Mapping[str, ParamUpdate] = MappingProxyType({}),
+    max_logits: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> float:
-    """Clip the gradients and change the weights.
+    """Clip the gradients and update the weights.
 
     Args:
         rate: learning rate.
-        weight_decay: for matrices and embeddings, not for norms and biases.
-        own: what holds in their place for the parameters of these names.
-        largest: the largest scores of the batch, as `ScoreClip` takes them.
+        weight_decay: weight decay of matrices and embeddings; norms and biases have none.
+        param_updates: updates of parameters whose options differ from `update_rule`, `rate` and `weight_decay`, by name.
+        max_logits: largest attention score of each head in the batch, by the name of the layer, for QK-clip.
 
     Returns:
-        the norm of the whole gradient before clipping.
+        The norm of the full gradient before clipping.
     """
-    decay_of_average, clips_scores = rule.ema, rule.clips_scores
-    plain = {name: Own(rule, rate, weight_decay if decays(name) else 0.0) for name in state.weights}
-    norm = math.sqrt(sum(g.square().sum().item() for name, g in gradients.items() if not name.endswith(BY_COUNTS)))
-    bias_step = rule.bias_step
-    factor = 1.0 if rule.clip is None else min(1.0, rule.clip / (norm + 1e-6))
-    state.updates += 1
-    for name, w in state.weights.items():
-        if name not in gradients:  # it is not trained
+    ema_decay, qk_clip = update_rule.ema_decay, update_rule.qk_clip
+    default_updates = {
+        name: ParamUpdate(update_rule, rate, weight_decay if has_weight_decay(name) else 0.0) for name in state.weights
+    }
+    norm = math.sqrt(
+        sum(grad.square().sum().item() for name, grad in gradients.items() if not name.endswith(COUNT_UPDATE_SUFFIXES))
+    )
+    bias_update_rate = update_rule.bias_update_rate
+    clip_factor = 1.0 if update_rule.max_grad_norm is None else min(1.0, update_rule.max_grad_norm / (norm + 1e-6))
+    state.num_updates += 1
+    for name, weight in state.weights.items():
+        if name not in gradients:  # not trained
             continue
-        if name.endswith(BY_COUNTS):
-            assert bias_step is not None
-            # Rounded, as autograd adds the choices up as fractions: an expert chosen as often as the mean is not moved.
-            moved = bias_step * gradients[name].round(decimals=9).sign()
-            state.weights[name] = 1 + gradients[name] if name.endswith("shares") else w - moved
+        if name.endswith(COUNT_UPDATE_SUFFIXES):
+            assert bias_update_rate is not None
+            # Rounded, because autograd sums the counts as fractions: the bias of an expert with the mean count must not move.
+            bias_change = bias_update_rate * gradients[name].round(decimals=9).sign()
+            state.weights[name] = 1 + gradients[name] if name.endswith("shares") else weight - bias_change
             continue
-        g = gradients[name] * factor
-        rule, rate, decay = own.get(name, plain[name])
-        vector = not decays(name)
-        one = One(w, g, state.kept[name], state.updates, rate, decay, rule.betas, rule.eps, is_vector=vector, name=name)
-        state.weights[name] = updated(one, rule.optimizer, rule.numbers)
-    if clips_scores is not None:
-        clips_scores.apply(state.weights, largest)
-    if decay_of_average is not None:
-        for name, w in state.weights.items():
-            state.averages[name] = decay_of_average * state.averages[name] + (1 - decay_of_average) * w
+        grad = gradients[name] * clip_factor
+        update_rule, rate, decay = param_updates.get(name, default_updates[name])
+        is_vector = not has_weight_decay(name)
+        param_step = ParamStep(
+            weight,
+            grad,
+            state.param_states[name],
+            state.num_updates,
+            rate,
+            decay,
+            update_rule.betas,
+            update_rule.eps,
+            is_vector=is_vector,
+            name=name,
+        )
+        state.weights[name] = apply_rule(param_step, update_rule.optimizer, update_rule.options)
+    if qk_clip is not None:
+        qk_clip.apply(state.weights, max_logits)
+    if ema_decay is not None:
+        for name, weight in state.weights.items():
+            state.averages[name] = ema_decay * state.averages[name] + (1 - ema_decay) * weight
     return norm
 
 
-class Again(NamedTuple):
-    """A second course: where it begins, how long it rises, to how many times the value of the first, and where it ends."""
+class Rewarm(NamedTuple):
+    """Second warm-up and decay of a schedule: position of the start, length of the warm-up, peak as a multiple of the first peak,
+    and position of the end. Positions and lengths are in samples."""
 
-    begin: int
+    start: int
     warmup: int
     factor: float
     end: int
 
 
 @dataclass(frozen=True)
-class Course:
-    """A value that goes from `start` over a warm-up to `high`, and from there to `low`. Places are counted in samples."""
+class ScalarSchedule:
+    """Schedule of a learning rate or weight decay: warm-up from `initial` to `peak`, then decay to `minimum`.
 
-    high: float
-    low: float = 0.0
-    start: float = 0.0
+    Positions and lengths are numbers of samples.
+    """
+
+    peak: float
+    minimum: float = 0.0
+    initial: float = 0.0
     warmup: float = 0.0
     style: str = "linear"
-    """constant, linear, cosine, inverse-square-root, or WSD: `high` until the final decay begins."""
+    """Shape of the decay: constant, linear, cosine, inverse-square-root, or WSD (warm-up, stable, decay), which stays at `peak`
+    until the final decay."""
     end: float = 0.0
-    """The place where `low` is reached."""
-    final: float = 0.0
-    """Length of the final decay of WSD, which ends at `end`."""
-    final_style: str = "exponential"
-    """exponential (halves from 1 to 1/2, stretched to reach 0), linear, cosine or minus_sqrt."""
-    again: Again | None = None
-    """What comes after this course."""
+    """Position at which the decay reaches `minimum`."""
+    final_decay: float = 0.0
+    """Length, in samples, of the final decay of WSD (warm-up, stable, decay). The final decay ends at `end`."""
+    final_decay_style: str = "exponential"
+    """Shape of the final decay of WSD: exponential (0.5 ** progress, stretched from [1/2, 1] to [0, 1]), linear, cosine or
+    minus_sqrt."""
+    rewarm: Rewarm | None = None
+    """Second warm-up and decay after the first decay; None without them."""
 
-    def at(self, samples: int) -> float:
-        """The value of the next update, after updates with so many samples."""
-        if self.again is not None and samples > self.again.begin:
-            first, rest = replace(self, again=None), self.again.end - self.again.begin
-            second = replace(
-                first,
-                high=self.again.factor * self.high,
-                start=first.at(self.again.begin),
-                warmup=self.again.warmup,
-                end=rest,
-                final=min(self.final, rest - self.again.warmup),
+    def value_at(self, samples: int) -> float:
+        """Return the value for the update that follows after `samples` samples."""
+        if self.rewarm is not None and samples > self.rewarm.start:
+            first_schedule, rewarm_length = replace(self, rewarm=None), self.rewarm.end - self.rewarm.start
+            rewarm_schedule = replace(
+                first_schedule,
+                peak=self.rewarm.factor * self.peak,
+                initial=first_schedule.value_at(self.rewarm.start),
+                warmup=self.rewarm.warmup,
+                end=rewarm_length,
+                final_decay=min(self.final_decay, rewarm_length - self.rewarm.warmup),
             )
-            return second.at(samples - self.again.begin)
+            return rewarm_schedule.value_at(samples - self.rewarm.start)
         if 0 < self.warmup and samples <= self.warmup:
-            return self.start + (self.high - self.start) * (samples / self.warmup)
+            return self.initial + (self.peak - self.initial) * (samples / self.warmup)
         if self.style == "constant":
-            return self.high
+            return self.peak
         if samples > self.end:
-            return self.low
+            return self.minimum
         if self.style == "inverse-square-root":
-            return max(self.low, self.high * math.sqrt(max(1, self.warmup) / max(1, samples)))
-        begin, style = (self.end - self.final, self.final_style) if self.style == "WSD" else (self.warmup, self.style)
-        if samples <= begin:
-            return self.high
-        way = (samples - begin) / (self.end - begin)
-        left = {
-            "linear": 1 - way,
-            "cosine": (1 + math.cos(math.pi * way)) / 2,
-            "exponential": 2 ** (1 - way) - 1,
-            "minus_sqrt": 1 - math.sqrt(way),
+            return max(self.minimum, self.peak * math.sqrt(max(1, self.warmup) / max(1, samples)))
+        decay_start, style = (
+            (self.end - self.final_decay, self.final_decay_style) if self.style == "WSD" else (self.warmup, self.style)
+        )
+        if samples <= decay_start:
+            return self.peak
+        progress = (samples - decay_start) / (self.end - decay_start)
+        remaining_share = {
+            "linear": 1 - progress,
+            "cosine": (1 + math.cos(math.pi * progress)) / 2,
+            "exponential": 2 ** (1 - progress) - 1,
+            "minus_sqrt": 1 - math.sqrt(progress),
         }[style]
-        return self.low + left * (self.high - self.low)
+        return self.minimum + remaining_share * (self.peak - self.minimum)
 
 
-def scheduled_sizes(text: str) -> dict[float, int]:
-    """Batch sizes by the tokens from which on they hold, of a schedule such as `0:768 250B:1536`."""
+def parse_batch_size_schedule(schedule: str) -> dict[float, int]:
+    """Parse a batch-size schedule such as `0:768 250B:1536`. The result maps a number of tokens to the batch size from there on."""
     powers = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
-    def number(word: str) -> float:
+    def parse_number(word: str) -> float:
         power = powers.get(word[-1].upper())
         return float(word) if power is None else float(word[:-1]) * power
 
-    pairs = (entry.split(":") for entry in text.replace(",", " ").split())
-    return {number(tokens): int(number(size)) for tokens, size in pairs}
+    pairs = (entry.split(":") for entry in schedule.replace(",", " ").split())
+    return {parse_number(tokens): int(parse_number(size)) for tokens, size in pairs}
 
 
-def batch_size(
-    consumed: int, full: int, ramp: tuple[int, int, int] | None, scheduled: dict[float, int] | None = None, seq_length: int = 1
+def compute_batch_size(
+    consumed: int,
+    final_size: int,
+    rampup: tuple[int, int, int] | None,
+    schedule: dict[float, int] | None = None,
+    seq_length: int = 1,
 ) -> int:
-    """Number of samples in the step that begins after `consumed` samples.
+    """Return the number of samples in the step that starts after `consumed` samples.
 
     Args:
-        full: batch size at the end.
-        ramp: (first size, growth, samples): the sizes first, first + growth, ... below `full` share the samples equally.
-        scheduled: batch sizes by the tokens from which on they hold, in place of both.
+        final_size: batch size at the end of the ramp-up.
+        rampup: (initial size, increment, samples): the sizes initial, initial + increment, ... below `final_size` each apply to an
+            equal share of the samples.
+        schedule: batch size from a number of tokens on; replaces `final_size` and `rampup`.
         seq_length: tokens of a sample.
     """
-    if scheduled:
-        return scheduled[max(tokens for tokens in scheduled if tokens // seq_length <= consumed)]
-    if ramp is None or consumed >= ramp[2]:
-        return full
-    first, growth, samples = ramp
-    sizes = range(first, full, growth)
-    return sizes[consumed * len(sizes) // samples]
+    if schedule:
+        return schedule[max(tokens for tokens in schedule if tokens // seq_length <= consumed)]
+    if rampup is None or consumed >= rampup[2]:
+        return final_size
+    initial_size, increment, num_samples = rampup
+    sizes = range(initial_size, final_size, increment)
+    return sizes[consumed * len(sizes) // num_samples]

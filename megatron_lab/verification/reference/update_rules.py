@@ -1,7 +1,7 @@
-"""Update rules of whole parameters, written out in float64: each gives the new weights, and keeps what it needs.
+"""Update rules in float64 on full parameters. Each rule returns the new weights and updates the optimizer state of the parameter.
 
-A matrix is the last two dimensions of what is no norm and no bias. Several in one tensor are matrices of their own, and so are
-several vectors.
+A matrix is the last two dimensions of a parameter that is not a norm weight or bias. A parameter with more dimensions holds several
+matrices, and a norm weight or bias with two dimensions several vectors; rules treat each of them separately.
 """
 
 from __future__ import annotations
@@ -12,44 +12,52 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron_lab.verification.reference.muon import MuonUpdate
+from megatron_lab.verification.reference.muon import MuonRule
 
-Kept = dict[str, Tensor]
-"""What is kept of one parameter; empty before the first update."""
+ParamState = dict[str, Tensor]
+"""Optimizer state of one parameter by name; empty before the first update."""
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """What rules have of their own, beside Adam's betas and eps."""
+class RuleOptions:
+    """Options of update rules other than Adam's betas and eps. Each docstring starts with the rule."""
 
     momentum: float = 0.0
-    """The momentum of sgd."""
+    """sgd: momentum."""
     block_size: int = 256
-    """Elements of a row that share a scale in adam8bit."""
+    """adam8bit: number of elements of a row that share a scale."""
     lion_betas: tuple[float, float] = (0.9, 0.99)
+    """lion: betas of the update direction and of the momentum."""
     beta3: float = 0.9999
+    """ademamix: beta of the slow average of the gradients."""
     alpha: float = 8.0
+    """ademamix: number by which the slow average is multiplied in the update."""
     slow_warmup: int = 0
-    """These three are ademamix's."""
-    decay_rate: float = 0.8
+    """ademamix: number of updates during which alpha and beta3 rise to their final values."""
+    beta2_decay: float = 0.8
+    """adafactor: exponent x of the beta of the squared gradients, 1 - step^-x."""
     clip_threshold: float = 1.0
-    factor_eps: float = 1e-30
-    factor_beta1: float = 0.0
-    least_scale: float | None = None
-    """For a relative step. This and the four before are adafactor's."""
-    muon: MuonUpdate = field(default_factory=MuonUpdate)
+    """adafactor: maximum root mean square of the direction."""
+    factored_eps: float = 1e-30
+    """adafactor: constant that is added to the squared gradients."""
+    adafactor_beta1: float = 0.0
+    """adafactor: beta of the momentum; 0 for no momentum."""
+    min_scale: float | None = None
+    """adafactor: lower bound of the root mean square of the weights, by which the learning rate is multiplied (relative step).
+    None for an absolute step."""
+    muon: MuonRule = field(default_factory=MuonRule)
 
 
 @dataclass(frozen=True)
-class One:
-    """One parameter in one update."""
+class ParamStep:
+    """Inputs of one update of one parameter: weights, gradient, optimizer state, learning rate and weight decay."""
 
     weights: Tensor
     grad: Tensor
-    """Clipped."""
-    kept: Kept
-    number: int
-    """Number of the update, from 1."""
+    """Clipped gradient."""
+    state: ParamState
+    step: int
+    """Index of the update, counted from 1."""
     rate: float
     decay: float
     betas: tuple[float, float]
@@ -57,134 +65,142 @@ class One:
     is_vector: bool
     name: str = ""
 
-    def average(self, name: str, of: Tensor, beta: float) -> Tensor:
-        """Take something into an average that begins at zero."""
-        self.kept[name] = beta * self.kept.get(name, torch.zeros_like(of)) + (1 - beta) * of
-        return self.kept[name]
+    def update_average(self, name: str, value: Tensor, beta: float) -> Tensor:
+        """Update an exponential moving average in the optimizer state, and return the average. It starts at zero.
+
+        Args:
+            name: name of the average in the optimizer state.
+            value: new value, which enters the average with the weight 1 - beta.
+        """
+        self.state[name] = beta * self.state.get(name, torch.zeros_like(value)) + (1 - beta) * value
+        return self.state[name]
 
     @property
-    def unit(self) -> tuple[int, ...]:
-        """Dimensions of a matrix or of a vector."""
+    def dims(self) -> tuple[int, ...]:
+        """Dimensions over which a rule sums: those of each matrix, or that of each vector."""
         return (-1,) if self.is_vector else (-2, -1)
 
 
-def updated(one: One, optimizer: str, numbers: Numbers) -> Tensor:
-    """The weights after an update."""
-    return _RULES[optimizer](one, numbers)
+def apply_rule(param: ParamStep, optimizer: str, options: RuleOptions) -> Tensor:
+    """Return the weights after an update by the rule named `optimizer`."""
+    return _RULES[optimizer](param, options)
 
 
-def _adams(one: One) -> Tensor:
-    beta1, beta2 = one.betas
-    m = one.average("m", one.grad, beta1) / (1 - beta1**one.number)
-    v = one.average("v", one.grad.square(), beta2) / (1 - beta2**one.number)
-    return m / (v.sqrt() + one.eps)
+def _compute_adam_direction(param: ParamStep) -> Tensor:
+    beta1, beta2 = param.betas
+    m = param.update_average("m", param.grad, beta1) / (1 - beta1**param.step)
+    v = param.update_average("v", param.grad.square(), beta2) / (1 - beta2**param.step)
+    return m / (v.sqrt() + param.eps)
 
 
-def adam(one: One, numbers: Numbers) -> Tensor:
-    """Decoupled weight decay (Loshchilov and Hutter 2019)."""
-    return one.weights * (1 - one.rate * one.decay) - one.rate * _adams(one)
+def adam(param: ParamStep, options: RuleOptions) -> Tensor:
+    """Update by AdamW, with decoupled weight decay (Loshchilov and Hutter 2019)."""
+    return param.weights * (1 - param.rate * param.decay) - param.rate * _compute_adam_direction(param)
 
 
-def adam8bit(one: One, numbers: Numbers) -> Tensor:
-    """Adam whose moments are rounded between updates, in blocks (Dettmers et al. 2022); vectors as by adam."""
-    weights = adam(one, numbers)
-    if not one.is_vector:
-        one.kept["m"] = rounded(one.kept["m"], numbers.block_size, signed=True)
-        one.kept["v"] = rounded(one.kept["v"], numbers.block_size, signed=False)
+def adam8bit(param: ParamStep, options: RuleOptions) -> Tensor:
+    """Update by Adam with moments that are quantized in blocks between updates (Dettmers et al. 2022). Vectors are updated by
+    Adam."""
+    weights = adam(param, options)
+    if not param.is_vector:
+        param.state["m"] = quantize_moment(param.state["m"], options.block_size, signed=True)
+        param.state["v"] = quantize_moment(param.state["v"], options.block_size, signed=False)
     return weights
 
 
-def rounded(tensor: Tensor, block_size: int, *, signed: bool) -> Tensor:
-    """Each element as the nearest of 256 values, times the largest absolute value of its block of a row.
+def quantize_moment(tensor: Tensor, block_size: int, *, signed: bool) -> Tensor:
+    """Round each element to the nearest of 256 levels times the largest absolute value of its block, which is a segment of a row.
 
-    The values are 0, 1, and for each k from 0 to 6 the middles of 2^k parts (if unsigned 2^(k+1)) of [10^(k-7), 10^(k-6)]; if
-    signed also their negatives.
+    The levels are 0, 1, and for each k from 0 to 6 the centres of 2^k (if unsigned, 2^(k+1)) equal intervals of [10^(k-7),
+    10^(k-6)]. If `signed`, their negatives are levels too.
     """
-    values = [torch.tensor([0.0, 1.0], dtype=torch.float64)]
+    level_groups = [torch.tensor([0.0, 1.0], dtype=torch.float64)]
     for k in range(7):
         edges = torch.linspace(0.1, 1.0, 2 ** (k if signed else k + 1) + 1, dtype=torch.float64) * 10.0 ** (k - 6)
         middles = (edges[1:] + edges[:-1]) / 2
-        values += [middles, -middles] if signed else [middles]
-    table = torch.cat(values)
-    assert len(table) == 256
+        level_groups += [middles, -middles] if signed else [middles]
+    levels = torch.cat(level_groups)
+    assert len(levels) == 256
     blocks = []
     for block in tensor.split(block_size, dim=-1):
         scale = block.abs().amax(-1, keepdim=True)
-        nearest = (block / scale.clamp(min=1e-300)).unsqueeze(-1).sub(table).abs().argmin(-1)
-        blocks.append(table[nearest] * scale)
+        nearest = (block / scale.clamp(min=1e-300)).unsqueeze(-1).sub(levels).abs().argmin(-1)
+        blocks.append(levels[nearest] * scale)
     return torch.cat(blocks, -1)
 
 
-def sgd(one: One, numbers: Numbers) -> Tensor:
-    """The decay is added to the gradient."""
-    before = one.kept.get("m", torch.zeros_like(one.grad))
-    one.kept["m"] = numbers.momentum * before + one.grad + one.decay * one.weights
-    return one.weights - one.rate * one.kept["m"]
+def sgd(param: ParamStep, options: RuleOptions) -> Tensor:
+    """Update by SGD with momentum. The weight decay is added to the gradient."""
+    momentum = param.state.get("m", torch.zeros_like(param.grad))
+    param.state["m"] = options.momentum * momentum + param.grad + param.decay * param.weights
+    return param.weights - param.rate * param.state["m"]
 
 
-def lion(one: One, numbers: Numbers) -> Tensor:
-    """Chen et al. 2023, algorithm 2."""
-    beta1, beta2 = numbers.lion_betas
-    before = one.kept.get("m", torch.zeros_like(one.grad))
-    step = (beta1 * before + (1 - beta1) * one.grad).sign()
-    one.average("m", one.grad, beta2)
-    return one.weights - one.rate * (step + one.decay * one.weights)
+def lion(param: ParamStep, options: RuleOptions) -> Tensor:
+    """Update by Lion (Chen et al. 2023, algorithm 2)."""
+    beta1, beta2 = options.lion_betas
+    momentum = param.state.get("m", torch.zeros_like(param.grad))
+    direction = (beta1 * momentum + (1 - beta1) * param.grad).sign()
+    param.update_average("m", param.grad, beta2)
+    return param.weights - param.rate * (direction + param.decay * param.weights)
 
 
-def ademamix(one: One, numbers: Numbers) -> Tensor:
-    """Pagliardini et al. 2024, algorithm 1 with the schedules of its section 3."""
-    beta1, beta2 = one.betas
-    alpha, beta3 = numbers.alpha, numbers.beta3
-    if one.number < numbers.slow_warmup:
-        way = one.number / numbers.slow_warmup
-        alpha = way * alpha
-        half_life = way * math.log(0.5) / math.log(beta3) + ((1 - way) * math.log(0.5) / math.log(beta1) if beta1 else 0.0)
+def ademamix(param: ParamStep, options: RuleOptions) -> Tensor:
+    """Update by AdEMAMix (Pagliardini et al. 2024, algorithm 1 with the schedules of section 3)."""
+    beta1, beta2 = param.betas
+    alpha, beta3 = options.alpha, options.beta3
+    if param.step < options.slow_warmup:
+        warmup_progress = param.step / options.slow_warmup
+        alpha = warmup_progress * alpha
+        half_life = warmup_progress * math.log(0.5) / math.log(beta3) + (
+            (1 - warmup_progress) * math.log(0.5) / math.log(beta1) if beta1 else 0.0
+        )
         beta3 = 0.5 ** (1 / half_life)
-    slow = one.average("slow", one.grad, beta3)
-    m = one.average("m", one.grad, beta1) / (1 - beta1**one.number)
-    v = one.average("v", one.grad.square(), beta2) / (1 - beta2**one.number)
-    return one.weights - one.rate * ((m + alpha * slow) / (v.sqrt() + one.eps) + one.decay * one.weights)
+    slow = param.update_average("slow", param.grad, beta3)
+    m = param.update_average("m", param.grad, beta1) / (1 - beta1**param.step)
+    v = param.update_average("v", param.grad.square(), beta2) / (1 - beta2**param.step)
+    return param.weights - param.rate * ((m + alpha * slow) / (v.sqrt() + param.eps) + param.decay * param.weights)
 
 
-def adafactor(one: One, numbers: Numbers) -> Tensor:
-    """Shazeer and Stern 2018, algorithm 4 (matrices) and 5 (vectors)."""
-    beta2 = 1 - one.number**-numbers.decay_rate
-    squares = one.grad.square() + numbers.factor_eps
-    if one.is_vector:
-        v = one.average("v", squares, beta2)
+def adafactor(param: ParamStep, options: RuleOptions) -> Tensor:
+    """Update by Adafactor (Shazeer and Stern 2018, algorithm 4 for matrices and 5 for vectors)."""
+    beta2 = 1 - param.step**-options.beta2_decay
+    grad_squared = param.grad.square() + options.factored_eps
+    if param.is_vector:
+        v = param.update_average("v", grad_squared, beta2)
     else:
-        rows = one.average("rows", squares.mean(-1), beta2)
-        columns = one.average("columns", squares.mean(-2), beta2)
+        rows = param.update_average("rows", grad_squared.mean(-1), beta2)
+        columns = param.update_average("columns", grad_squared.mean(-2), beta2)
         v = rows[..., :, None] * columns[..., None, :] / rows.mean(-1)[..., None, None]
-    u = one.grad / v.sqrt()
-    u = u / (u.square().mean(one.unit, keepdim=True).sqrt() / numbers.clip_threshold).clamp(min=1.0)
-    rate = torch.tensor(one.rate, dtype=torch.float64)
-    if numbers.least_scale is not None:
-        rate = rate * one.weights.square().mean(one.unit, keepdim=True).sqrt().clamp(min=numbers.least_scale)
-    step = rate * u
-    if numbers.factor_beta1:
-        step = one.average("m", step, numbers.factor_beta1)
-    return one.weights - rate * one.decay * one.weights - step
+    direction = param.grad / v.sqrt()
+    direction = direction / (direction.square().mean(param.dims, keepdim=True).sqrt() / options.clip_threshold).clamp(min=1.0)
+    rate = torch.tensor(param.rate, dtype=torch.float64)
+    if options.min_scale is not None:
+        rate = rate * param.weights.square().mean(param.dims, keepdim=True).sqrt().clamp(min=options.min_scale)
+    step = rate * direction
+    if options.adafactor_beta1:
+        step = param.update_average("m", step, options.adafactor_beta1)
+    return param.weights - rate * param.decay * param.weights - step
 
 
-def lamb(one: One, numbers: Numbers) -> Tensor:
-    """You et al. 2020, algorithm 2; vectors as by adam."""
-    if one.is_vector:
-        return adam(one, numbers)
-    u = _adams(one) + one.decay * one.weights
-    long, short = (x.square().sum(one.unit, keepdim=True).sqrt() for x in (one.weights, u))
-    ratio = torch.where((long > 0) & (short > 0), long / short, torch.ones_like(long))
-    return one.weights - one.rate * ratio * u
+def lamb(param: ParamStep, options: RuleOptions) -> Tensor:
+    """Update by LAMB (You et al. 2020, algorithm 2). Vectors are updated by Adam."""
+    if param.is_vector:
+        return adam(param, options)
+    direction = _compute_adam_direction(param) + param.decay * param.weights
+    weight_norm, direction_norm = (x.square().sum(param.dims, keepdim=True).sqrt() for x in (param.weights, direction))
+    trust_ratio = torch.where((weight_norm > 0) & (direction_norm > 0), weight_norm / direction_norm, torch.ones_like(weight_norm))
+    return param.weights - param.rate * trust_ratio * direction
 
 
-def muon(one: One, numbers: Numbers) -> Tensor:
-    """The momentum of a layer's matrices is brought near to orthogonality; the rest is left to adam."""
-    rule = numbers.muon
-    if not rule.updates(one.name):
-        return adam(one, numbers)
-    m = one.average("m", one.grad, rule.momentum)
-    u = rule.momentum * m + (1 - rule.momentum) * one.grad if rule.nesterov else m
-    return one.weights * (1 - one.rate * one.decay) - one.rate * rule.direction(one.name, u)
+def muon(param: ParamStep, options: RuleOptions) -> Tensor:
+    """Update by Muon, which orthogonalizes the momentum of the matrices in the layers. Other parameters are updated by Adam."""
+    muon_rule = options.muon
+    if not muon_rule.applies_to(param.name):
+        return adam(param, options)
+    m = param.update_average("m", param.grad, muon_rule.momentum)
+    momentum = muon_rule.momentum * m + (1 - muon_rule.momentum) * param.grad if muon_rule.nesterov else m
+    return param.weights * (1 - param.rate * param.decay) - param.rate * muon_rule.compute_direction(param.name, momentum)
 
 
 _RULES = {
