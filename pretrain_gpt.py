@@ -1,6 +1,7 @@
-"""Pretrain a GPT- or Llama-style model: `python pretrain_gpt.py ...` on one device, `torchrun ... pretrain_gpt.py ...` on many.
+"""Pretrain a GPT- or Llama-style model.
 
-Installed, it is `python -m pretrain_gpt ...`, `torchrun ... -m pretrain_gpt ...`, or `megatron-pretrain ...` for one device.
+Run `python pretrain_gpt.py ...` for one device, `torchrun ... pretrain_gpt.py ...` for many. As an installed package, run `python
+-m pretrain_gpt ...`, `torchrun ... -m pretrain_gpt ...`, or `megatron-pretrain ...` for one device.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ import signal
 import sys
 
 if __name__ == "__main__" or sys.argv[0].endswith("megatron-pretrain"):
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C among the imports ends the process without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the process without a traceback
 
 import time
 from typing import TYPE_CHECKING
 
 from megatron.config.cli import PROGRAM, LoadedConfig, load_or_exit
-from megatron.config.given import DryRun, check_output, without_gaps
-from megatron.config.launcher import launched
+from megatron.config.given import DryRun, check_output, fill_plan_defaults
+from megatron.config.launcher import read_process_info
 from megatron.training.signals import ExitSignals
 
 if TYPE_CHECKING:
@@ -24,44 +25,46 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> None:
-    """Settings, then everything else. Nothing that needs torch is imported before the settings are known to be right."""
+    """Parse the settings, then train, or plan the run with --dry-run. Modules that need torch are imported only after the settings
+    are checked."""
     started_at = time.monotonic()
     if "--plan" in argv:
-        sys.exit(look_for_layouts(argv))
-    loaded, code = load_or_exit(argv), 0
-    if loaded.dry_run is None:
-        check_trace_file(loaded.config.debug.save_trace)
+        sys.exit(plan_layouts(argv))
+    settings, code = load_or_exit(argv), 0
+    if settings.dry_run is None:
+        check_trace_file(settings.config.debug.save_trace)
     else:
-        from megatron_lab.planner.garbage import collect_seldom
+        from megatron_lab.planner.garbage import collect_garbage_rarely
 
-        collect_seldom()
+        collect_garbage_rarely()
 
-    with ExitSignals(loaded.config.training.exit_signal_code) as signals:
-        from megatron.training.failure import leave_well, reported_failures
+    with ExitSignals(settings.config.training.exit_signal_code) as signals:
+        from megatron.training.failure import exit_immediately, report_failures
 
-        with reported_failures() as explanations:
-            if loaded.dry_run is not None:
-                rehearse(loaded, loaded.dry_run)
-            elif pretrain(loaded, argv, started_at, explanations, signals):
+        with report_failures() as explanations:
+            if settings.dry_run is not None:
+                plan_run(settings, settings.dry_run)
+            elif pretrain(settings, argv, started_at, explanations, signals):
                 code = signals.code
-    leave_well(code)
+    exit_immediately(code)
 
 
-def look_for_layouts(argv: list[str]) -> int:
-    """Hand a command line with --plan to the planner, with the launcher's number of ranks; returns the exit status."""
+def plan_layouts(argv: list[str]) -> int:
+    """Pass a command line with --plan to the planner, together with the launcher's number of ranks. Returns the exit status."""
     from megatron_lab.commands.plan import main as plan
 
-    job = launched()
-    return 0 if job.rank else plan(["--gpus", str(job.world_size), *(word for word in argv if word != "--plan")])
+    job = read_process_info()
+    return 0 if job.rank else plan(["--gpus", str(job.world_size), *(token for token in argv if token != "--plan")])
 
 
 def check_trace_file(path: str | None) -> None:
-    """End a run whose --save-trace cannot be written before it connects and builds the model.
+    """Exit with an error if the file of --save-trace cannot be written. This is checked before the ranks connect and build the
+    model.
 
-    The first rank writes the file, and other nodes may not have its folder. So the ranks of the first node look, which all find
-    the same, and the first tells it.
+    The first rank writes the file, and other nodes may not have its folder. So all ranks of the first node check the file with the
+    same result, and the first rank prints the error.
     """
-    job = launched()
+    job = read_process_info()
     if path is None or job.rank != job.local_rank:
         return
     try:
@@ -72,63 +75,68 @@ def check_trace_file(path: str | None) -> None:
         sys.exit(2)
 
 
-def rehearse(loaded: LoadedConfig, job: DryRun) -> None:
-    """Lay the job out instead of running it. One process tells what every rank will keep, send and compute.
+def plan_run(settings: LoadedConfig, job: DryRun) -> None:
+    """Plan the run instead of running it (--dry-run): compute in this process the memory, communication and computation of every
+    rank, and print them.
 
-    What is told comes before what is written: a full disk does not take the plan away.
+    The plan is printed before files are written, so that it is not lost if the disk is full.
     """
-    from megatron.data.tokenizer import planned_rows
+    from megatron.data.tokenizer import predict_embedding_rows
     from megatron.parallel.topology import Topology
     from megatron_lab.planner.dry_run import Planner
-    from megatron_lab.planner.fit import with_fit_advice, with_least_layers
+    from megatron_lab.planner.fit import add_fit_advice, resolve_auto_recompute_layers
     from megatron_lab.planner.plan import write_plan
     from megatron_lab.planner.plan_text import format_plan
-    from megatron_lab.planner.step_time import cluster_of, dtype_of, time_of
-    from megatron_lab.resilience.ahead import check_ahead
+    from megatron_lab.planner.step_time import get_dtype_name, load_plan_cluster, predict_from_work
+    from megatron_lab.resilience.ahead import check_resume
 
-    if launched().rank > 0:
+    if read_process_info().rank > 0:
         return
     try:
         for flag, file in (("--dry-run-json", job.json_file), ("--dry-run-html", job.html_file)):
             if file is not None:
                 check_output(flag, file)
-        vocab_size = planned_rows(loaded.config.data)
-        config = with_least_layers(loaded.config, job, vocab_size)
-        cluster = cluster_of(config)
+        vocab_size = predict_embedding_rows(settings.config.data)
+        config = resolve_auto_recompute_layers(settings.config, job, vocab_size)
+        cluster = load_plan_cluster(config)
         plan, work = Planner(config, job, vocab_size).plan_and_work()
-        plan = with_fit_advice(plan, config, job, vocab_size)
-        known = cluster is not None and cluster.knows(dtype_of(config))
-        time = time_of(work, config, job, vocab_size, cluster) if cluster is not None and known else None
-        print("\n".join([*format_plan(plan, time), *loaded.notes]), flush=True)
+        plan = add_fit_advice(plan, config, job, vocab_size)
+        knows_dtype = cluster is not None and cluster.has_peak(get_dtype_name(config))
+        time = predict_from_work(work, config, job, vocab_size, cluster) if cluster is not None and knows_dtype else None
+        print("\n".join([*format_plan(plan, time), *settings.notes]), flush=True)
         if job.json_file is not None:
             write_plan(plan, job.json_file, None if time is None else time.to_json())
         if job.html_file is not None:
             from megatron_lab.pages.html import write_page
-            from megatron_lab.pages.plan_page import plan_page
+            from megatron_lab.pages.plan_page import build_plan_page
 
             topology = Topology.of(config.parallel, job.world_size)
-            write_page("--dry-run-html", job.html_file, plan_page(plan, topology, time, loaded.notes))
-        if loaded.config == without_gaps(loaded.config):  # as it would be started
-            check_ahead(loaded.config, job.world_size, only_what_is_there=True)
+            write_page("--dry-run-html", job.html_file, build_plan_page(plan, topology, time, settings.notes))
+        if settings.config == fill_plan_defaults(
+            settings.config
+        ):  # if the dry run did not fill in missing settings, the run can start like this
+            check_resume(settings.config, job.world_size, ignores_missing=True)
     except ValueError as error:
         sys.stderr.write(f"{PROGRAM}: {error}\n")
         sys.exit(2)
 
 
-def pretrain(loaded: LoadedConfig, argv: list[str], started_at: float, explanations: Explanations, signals: ExitSignals) -> bool:
-    """The run: what its settings make, then training to its end. Returns whether a signal ended it."""
+def pretrain(settings: LoadedConfig, argv: list[str], started_at: float, explanations: Explanations, signals: ExitSignals) -> bool:
+    """Build the run from its settings and train to its end. Returns whether a signal ended the run."""
     from megatron.training.trainer import Trainer
 
-    with Trainer(loaded, command=argv, started_at=started_at, signals=signals, explanations=explanations, draws=True) as trainer:
+    with Trainer(
+        settings, command=argv, started_at=started_at, signals=signals, explanations=explanations, draw_record=True
+    ) as trainer:
         return trainer.fit()
 
 
 def run() -> int:
-    """Run the program with the words of the command line; returns the exit status."""
+    """Run the program with the arguments of the command line. Returns the exit status."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         main(sys.argv[1:])
-    except KeyboardInterrupt:  # before there is a run
+    except KeyboardInterrupt:  # before the run handles interrupts
         sys.stderr.write("pretrain_gpt.py: interrupted\n")
         return 130
     return 0

@@ -1,4 +1,4 @@
-"""For tools that still look for this file; everything is in pyproject.toml."""
+"""Setup script for tools that require one. All settings are in pyproject.toml."""
 
 from setuptools import setup
 

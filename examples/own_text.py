@@ -1,7 +1,7 @@
-"""Look at a user's own text for quickstart.sh: how much there is, and what vocabulary and documents suit it.
+"""Inspect a user's text for quickstart.sh: its size, and a suitable vocabulary and document length.
 
-Prints four words for the script: the sizes of vocabulary to try, the characters of a document above which it is cut, and a digest
-of the files, by which the next call knows them.
+Print four values for the script: a vocabulary size, a larger size to try if training the vocabulary fails, the maximum number of
+characters of a document, and a digest of the files. With the digest the next call recognises the files.
 """
 
 from __future__ import annotations
@@ -18,43 +18,49 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any
 
 from megatron_lab.data_tools.preprocess.input_shards import find_sources
 
-LEAST_BYTES = 20_000
-"""With less, a hundredth of the text is shorter than what the model reads at once."""
-_VOCABULARIES = ((2_000_000, 4096), (500_000, 2048), (100_000, 1024), (0, 512))
-"""Bytes of text from which on a vocabulary of a size has enough to learn from."""
+MIN_BYTES = 20_000
+"""Minimum bytes of text. With less, the validation split (a hundredth) is shorter than one sequence of the model."""
+_VOCAB_SIZES = ((2_000_000, 4096), (500_000, 2048), (100_000, 1024), (0, 512))
+"""Pairs (minimum bytes of text, size of the vocabulary that so much text can train), largest first."""
 
 
-def describe(text: str, column: str) -> tuple[str, str]:
-    """What to tell the user, and the words for the script.
+def describe_text(path: str, column: str) -> tuple[str, str]:
+    """Return lines for the user about the text, and the values that quickstart.sh needs.
+
+    Args:
+        path: file or folder with the text.
+        column: name of the column or key that holds the text.
 
     Raises:
-        ValueError: there is no such text, or too little.
+        ValueError: the text does not exist or is too short.
     """
-    sources, notes = find_sources([text])
+    sources, notes = find_sources([path])
     num_bytes = sum(source.num_bytes for source in sources)
-    if num_bytes < LEAST_BYTES:
-        raise ValueError(f"{text} has {num_bytes:,} bytes of text; a model needs at least {LEAST_BYTES:,} to learn anything from.")
-    kinds = Counter(source.kind for source in sources)
-    told = [f"{num_bytes / 1e6:,.2f} MB in {', '.join(f'{number:,} of {kind}' for kind, number in sorted(kinds.items()))}", *notes]
-    size = next(size for least, size in _VOCABULARIES if num_bytes >= least)
-    most = min(max(num_bytes // 100, 500), 50_000)
-    files = json.dumps([column, *((source.path, source.version) for source in sources)])
-    return "\n".join(told), f"{size} {4 * size} {most} {xxhash.xxh3_128_hexdigest(files.encode())}"
+    if num_bytes < MIN_BYTES:
+        raise ValueError(f"{path} has {num_bytes:,} bytes of text; a model needs at least {MIN_BYTES:,} to learn anything from.")
+    num_by_type = Counter(source.file_format for source in sources)
+    counts = ", ".join(f"{count:,} of {source_type}" for source_type, count in sorted(num_by_type.items()))
+    lines = [f"{num_bytes / 1e6:,.2f} MB in {counts}", *notes]
+    vocab_size = next(vocab_size for min_bytes, vocab_size in _VOCAB_SIZES if num_bytes >= min_bytes)
+    max_document_chars = min(max(num_bytes // 100, 500), 50_000)
+    digest_input = json.dumps([column, *((source.path, source.version) for source in sources)])
+    digest = xxhash.xxh3_128_hexdigest(digest_input.encode())
+    return "\n".join(lines), f"{vocab_size} {4 * vocab_size} {max_document_chars} {digest}"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the tool; returns the exit code."""
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    flags.add_argument("text", metavar="FILE|FOLDER", help="what tools/preprocess_data.py --input takes")
-    flags.add_argument("--column", default="text", metavar="NAME", help="column or key of the text (text)")
-    given = flags.parse_args(arguments)
+def main(argv: list[str] | None = None) -> int:
+    """Run the tool. Returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("text", metavar="FILE|FOLDER", help="what tools/preprocess_data.py --input takes")
+    parser.add_argument("--column", default="text", metavar="NAME", help="column or key of the text (text)")
+    args = parser.parse_args(argv)
     try:
-        told, words = describe(given.text, given.column)
+        description, script_values = describe_text(args.text, args.column)
     except (ValueError, OSError) as error:
         print(f"quickstart.sh: {str(error).replace('--input ', '--text ')}", file=sys.stderr)
         return 2
-    print(told, file=sys.stderr)
-    print(words)
+    print(description, file=sys.stderr)
+    print(script_values)
     return 0
 
 

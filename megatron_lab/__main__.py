@@ -1,4 +1,5 @@
-"""Run a program by its name: `python -m megatron_lab plan --gpus 64 ...` is `python tools/plan.py ...` without a checkout."""
+"""Run a program by its name: `python -m megatron_lab plan --gpus 64 ...` corresponds to `python tools/plan.py ...` in a
+checkout."""
 
 from __future__ import annotations
 
@@ -11,29 +12,29 @@ COMMANDS = Path(__file__).with_name("commands")
 _NO_PROGRAMS = ("__init__", "parser")
 
 
-def names() -> list[str]:
-    """All programs."""
+def list_programs() -> list[str]:
+    """Return the names of all programs."""
     return sorted(path.stem for path in COMMANDS.glob("*.py") if path.stem not in _NO_PROGRAMS)
 
 
-def overview() -> str:
-    """A line on each program: the first of its documentation."""
-    lines = ["usage: python -m megatron_lab NAME [flags]    (--help behind a name lists its flags)", ""]
-    for name in names():
-        text = ast.get_docstring(ast.parse((COMMANDS / f"{name}.py").read_text(encoding="utf-8"))) or ""
-        first_paragraph = " ".join(text.partition("\n\n")[0].split())
+def format_overview() -> str:
+    """Return one line for each program: the first paragraph of its module docstring."""
+    lines = ["usage: python -m megatron_lab NAME [flags]    (NAME --help lists the flags of a program)", ""]
+    for name in list_programs():
+        docstring = ast.get_docstring(ast.parse((COMMANDS / f"{name}.py").read_text(encoding="utf-8"))) or ""
+        first_paragraph = " ".join(docstring.partition("\n\n")[0].split())
         lines.append(f"  {name:<18} {first_paragraph}")
     return "\n".join(lines) + "\n"
 
 
 def main() -> int:
-    """Run the program that the command line names; returns its exit status."""
+    """Run the program that the command line names and return its exit status."""
     name = sys.argv[1].removesuffix(".py").replace("-", "_") if len(sys.argv) > 1 else "--help"
     if name in ("--help", "__help", "_h"):
-        sys.stdout.write(overview())
+        sys.stdout.write(format_overview())
         return 0
-    if name not in names():
-        sys.stderr.write(f"python -m megatron_lab: there is no program {sys.argv[1]}. It has:\n\n{overview()}")
+    if name not in list_programs():
+        sys.stderr.write(f"python -m megatron_lab: there is no program {sys.argv[1]}. Programs:\n\n{format_overview()}")
         return 2
     sys.argv = [f"{name}.py", *sys.argv[2:]]
     return importlib.import_module(f"megatron_lab.commands.{name}").main() or 0

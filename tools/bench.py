@@ -1,4 +1,4 @@
-"""Measure this framework.
+"""Run the benchmarks of this framework.
 
 The program is megatron_lab/commands/bench.py.
 """

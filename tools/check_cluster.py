@@ -1,4 +1,4 @@
-"""Look at all nodes of a job before it starts; say in words what is wrong, and which node has it.
+"""Check all nodes of a job before it starts, and report each fault and the node that has it.
 
 The program is megatron_lab/commands/check_cluster.py.
 """

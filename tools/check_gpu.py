@@ -1,4 +1,5 @@
-"""Check this machine's GPU in a few minutes: limits, kernels against float64, speed beside plain torch, memory, and whole runs.
+"""Check the GPU of this machine in a few minutes: limits, kernels against float64, speed in comparison with plain torch, memory,
+and complete runs.
 
 The program is megatron_lab/commands/check_gpu.py.
 """

@@ -1,4 +1,4 @@
-"""Look at checkpoints, check, compare, cut anew, and carry them to other programs and back. Tensors are read one at a time.
+"""Inspect, check, compare, reshard, import and export checkpoints. Tensors are read one at a time.
 
 The program is megatron_lab/commands/checkpoint.py.
 """

@@ -1,4 +1,4 @@
-"""Draw how a batch flows through a training step: samples, pipeline stages, a layer on tensor ranks, gradients, update.
+"""Draw the data flow of a training step: samples, pipeline stages, a layer on tensor ranks, gradients, update.
 
 The program is megatron_lab/commands/draw_step.py.
 """

@@ -1,4 +1,4 @@
-"""Let a model go on with a text.
+"""Generate text that continues a prompt.
 
 The program is megatron_lab/commands/generate_text.py.
 """

@@ -1,4 +1,4 @@
-"""Look into an indexed dataset, or into what a training run reads.
+"""Inspect an indexed dataset, or the samples that a training run reads.
 
 The program is megatron_lab/commands/inspect_data.py.
 """

@@ -1,4 +1,5 @@
-"""Tell how evenly a model's routers spread text over its experts: the most and least used of each layer, and a picture.
+"""Report how evenly the routers of a model distribute text over its experts: the most and the least used experts of each layer, and
+a plot.
 
 The program is megatron_lab/commands/inspect_routing.py.
 """

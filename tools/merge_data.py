@@ -1,5 +1,4 @@
-"""Join indexed datasets into one: their documents in the order given, without rewriting a token. Loss masks beside them are joined
-too.
+"""Merge indexed datasets into one. Documents keep their order, tokens are copied unchanged, and loss masks are merged too.
 
 The program is megatron_lab/commands/merge_data.py.
 """

@@ -1,4 +1,4 @@
-"""The line for this project, from a launch script or a configuration of another framework.
+"""Print the command line of this project for a launch script or a configuration of another framework.
 
 The program is megatron_lab/commands/migrate.py.
 """

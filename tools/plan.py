@@ -1,4 +1,4 @@
-"""Which layout for a job on a cluster: how fast, how long, at what cost, and why not another one.
+"""Find layouts for a job on a cluster: their speed, duration and cost, and the reasons against other layouts.
 
 The program is megatron_lab/commands/plan.py.
 """

@@ -1,5 +1,5 @@
-"""Check that learning rates hold at other widths (muP): a table of how much activations change in the first updates, and a
-picture.
+"""Check that learning rates transfer to other model widths (muP). A table and a plot show how much activations change in the first
+updates, by width.
 
 The program is megatron_lab/commands/plot_coordinates.py.
 """

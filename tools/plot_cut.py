@@ -1,4 +1,4 @@
-"""Draw which context rank holds which tokens of a sequence, and how much attention each computes.
+"""Draw the split of a sequence over the context ranks: the tokens of each rank, and its attention work.
 
 The program is megatron_lab/commands/plot_cut.py.
 """

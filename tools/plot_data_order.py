@@ -1,4 +1,4 @@
-"""Draw the order in which an indexed dataset is read: documents, the epoch in which they are laid end to end, the samples.
+"""Draw the order in which an indexed dataset is read: documents, their concatenation in an epoch, and samples.
 
 The program is megatron_lab/commands/plot_data_order.py.
 """

@@ -1,5 +1,4 @@
-"""Draw how the losses of a run went, from its record: training and validation loss by iterations and tokens, and the learning
-rate.
+"""Plot the losses in the record of a run: training and validation loss over iterations and tokens, and the learning rate.
 
 The program is megatron_lab/commands/plot_loss.py.
 """

@@ -1,4 +1,4 @@
-"""Show what a rank holds over a step: a table in the terminal, and a picture.
+"""Show the memory of a rank over a step, as a table in the terminal and as a plot.
 
 The program is megatron_lab/commands/plot_memory.py.
 """

@@ -1,4 +1,4 @@
-"""Show a pipeline schedule: a timeline and a table in the terminal, and pictures in files.
+"""Show a pipeline schedule, as a timeline and a table in the terminal and as plots in files.
 
 The program is megatron_lab/commands/plot_schedule.py.
 """

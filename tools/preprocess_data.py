@@ -1,4 +1,4 @@
-"""Make an indexed dataset (.bin and .idx) from JSON lines (.jsonl, also .gz and .zst), parquet, tables or folders of plain text.
+"""Build an indexed dataset (.bin and .idx) from JSON lines (.jsonl, also .gz and .zst), parquet, tables or folders of plain text.
 
 The program is megatron_lab/commands/preprocess_data.py.
 """

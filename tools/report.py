@@ -1,4 +1,5 @@
-"""Make a page of how a run went, from its record: one HTML file that opens without a network. Of several runs they are compared.
+"""Write an HTML report about a run from its record, in a single file that needs no network. For several runs the report compares
+them.
 
 The program is megatron_lab/commands/report.py.
 """

@@ -1,4 +1,4 @@
-"""Print, in markdown, what published models take on a rank and what they send under each sharding strategy.
+"""Print, in markdown, the memory and communication per rank of published models under each sharding strategy.
 
 The program is megatron_lab/commands/sharding_table.py.
 """

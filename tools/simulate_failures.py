@@ -1,4 +1,4 @@
-"""What share of its time a job trains, where devices fail, and how often it should save.
+"""Simulate device failures: the fraction of time in which a job trains, and the best interval between saves.
 
 The program is megatron_lab/commands/simulate_failures.py.
 """

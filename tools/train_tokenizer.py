@@ -1,4 +1,4 @@
-"""Train a tokenizer's vocabulary on a sample of texts.
+"""Train the vocabulary of a tokenizer on a sample of texts.
 
 The program is megatron_lab/commands/train_tokenizer.py.
 """

@@ -1,4 +1,4 @@
-"""Prove that a layout trains as one process does, for the flags that you launch with.
+"""Prove, for the flags of a launch, that a layout gives the same training as a single process.
 
 The program is megatron_lab/commands/verify_layout.py.
 """

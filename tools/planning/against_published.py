@@ -1,4 +1,5 @@
-"""Predictions against published step times: errors by publication, device and software, and of choices within groups.
+"""Compare predicted step times with published ones. The errors are listed by publication, by device and by software, and for the
+choice between layouts of one group.
 
 The program is megatron_lab/commands/against_published.py.
 """

@@ -1,4 +1,5 @@
-"""How well step times are foretold on this machine: small runs at different layouts, measured in turns, against the time model.
+"""Compare predicted step times with times that are measured on this machine. The measurements are small runs at different layouts,
+which take turns.
 
 The program is megatron_lab/commands/against_runs.py.
 """

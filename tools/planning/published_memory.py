@@ -1,4 +1,4 @@
-"""Memory as peers' publications say that their software keeps it, against what they measured.
+"""Compare the predicted memory of published configurations, by the rules of their software, with the published measurements.
 
 The program is megatron_lab/commands/published_memory.py.
 """

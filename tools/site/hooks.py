@@ -1,6 +1,7 @@
-"""Add to the site what lies outside of docs/: README.md as its first page, the other pages of the top folder and that of the tests,
-a page of the reference for each public module, and files of the repository that pages link to, so that a link works on the site as
-it does where the repository is read.
+"""MkDocs hooks that add pages and files from outside of docs/ to the documentation site.
+
+The hooks add README.md as the first page, the other pages of the top folder, the page about the tests, and a reference page for
+each public module. They also add files of the repository that pages link to, so that a link works on the site as in the repository.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
-PUBLIC = (
+PUBLIC_MODULES = (
     "megatron.api",
     "megatron_lab.foreign.source",
     "megatron.data.indexed_dataset",
@@ -29,10 +30,11 @@ PUBLIC = (
     "megatron.spec.schedules",
     "megatron_lab.planner.plan",
 )
-"""Modules that other programs may build on, one page each. That of `megatron.api` has all its names, wherever they are defined."""
-FILES = "files"
+"""Modules of the public interface, with one reference page each. The page of `megatron.api` contains all its names, wherever
+they are defined."""
+FILES_FOLDER = "files"
 """Folder of the site for files of the repository."""
-REFERENCE = "reference"
+REFERENCE_FOLDER = "reference"
 STYLE = """.md-grid { max-width: 76rem; }
 .md-typeset table:not([class]) code { word-break: normal; overflow-wrap: anywhere; }
 """
@@ -41,91 +43,94 @@ _RANKS = re.compile(r'<autoref [^>]*?identifier="([\d, ]+)"[^>]*>(.*?)</autoref>
 _LIST = re.compile(r"(?:[-*] |\d+\. )")
 
 
-def outer_pages() -> dict[str, Path]:
-    """Return the files outside of docs/ that are pages of the site, by their names there."""
+def list_outer_pages() -> dict[str, Path]:
+    """Return the pages of the site whose files are outside of docs/, by their names on the site."""
     top = {"index.md" if path.name == "README.md" else path.name: path for path in sorted(ROOT.glob("*.md"))}
     return top | {"tests.md": ROOT / "tests" / "README.md"}
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Add what is made here to the menu, and the pages that the menu does not name yet."""
-    named = set(_named(config.nav))
-    rest = sorted(path.name for path in Path(config.docs_dir).glob("*.md") if path.name not in named)
+    """Add generated pages, and pages that the navigation does not list, to the navigation."""
+    named_pages = set(_named_pages(config.nav))
+    unnamed_pages = sorted(path.name for path in Path(config.docs_dir).glob("*.md") if path.name not in named_pages)
     assert config.nav is not None
-    if rest:
-        config.nav.insert(2, {"More": rest})
-    if others := [name for name in outer_pages() if name != "index.md"]:
-        config.nav.append({"Project": others})
-    config.nav.append({"Reference": [{name: f"{REFERENCE}/{name}.md"} for name in PUBLIC]})
+    if unnamed_pages:
+        config.nav.insert(2, {"More": unnamed_pages})
+    if project_pages := [name for name in list_outer_pages() if name != "index.md"]:
+        config.nav.append({"Project": project_pages})
+    config.nav.append({"Reference": [{name: f"{REFERENCE_FOLDER}/{name}.md"} for name in PUBLIC_MODULES]})
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are made here, and the files of the repository that pages link to."""
+    """Add generated pages, and files of the repository that pages link to."""
     from mkdocs.structure.files import File
 
-    pages = {name: path.read_text(encoding="utf-8").replace("](docs/", "](") for name, path in outer_pages().items()}
+    pages = {name: path.read_text(encoding="utf-8").replace("](docs/", "](") for name, path in list_outer_pages().items()}
     pages["site.css"] = STYLE
-    for name in PUBLIC:
-        pages[f"{REFERENCE}/{name}.md"] = f"# {name}\n\n::: {name}\n"
+    for name in PUBLIC_MODULES:
+        pages[f"{REFERENCE_FOLDER}/{name}.md"] = f"# {name}\n\n::: {name}\n"
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
-    texts = {file.src_uri: file.content_string for file in files.documentation_pages()}
-    for page, text in texts.items():
-        for _, target in _outside(page, text):
-            place = _on_site(target)
-            if files.get_file_from_path(place) is None:
-                files.append(File.generated(config, place, abs_src_path=str(ROOT / target)))
+    page_texts = {file.src_uri: file.content_string for file in files.documentation_pages()}
+    for page, text in page_texts.items():
+        for _, target in _links_outside_docs(page, text):
+            path_on_site = _site_path(target)
+            if files.get_file_from_path(path_on_site) is None:
+                files.append(File.generated(config, path_on_site, abs_src_path=str(ROOT / target)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links out of docs/ to the copies, and part lists from the paragraph above, as other readers of Markdown do."""
+    """Point links to files outside of docs/ to their copies on the site. Separate lists from the paragraph above, as other Markdown
+    renderers do."""
     uri = page.file.src_uri
-    for link, target in [*_outside(uri, markdown)]:
-        place = posixpath.relpath(_on_site(target), posixpath.dirname(uri) or ".")
-        markdown = re.sub(rf"\]\({re.escape(link)}(?=[#)])", f"]({place}", markdown)
-    return "\n".join(_parted(markdown.split("\n")))
+    for link, target in [*_links_outside_docs(uri, markdown)]:
+        relative_path = posixpath.relpath(_site_path(target), posixpath.dirname(uri) or ".")
+        markdown = re.sub(rf"\]\({re.escape(link)}(?=[#)])", f"]({relative_path}", markdown)
+    return "\n".join(_separate_lists(markdown.split("\n")))
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Groups of ranks side by side, [0, 1] [2, 3], are no links; and a docstring's "::" before an example is a colon."""
+    """Repair the HTML of a page. Groups of ranks, such as [0, 1] [2, 3], must not become links, and "::" before an example must
+    become a colon."""
     return _RANKS.sub(r"[\2] [\1]", html).replace("::</p>", ":</p>")
 
 
-def _on_site(target: str) -> str:
-    """Where a file of the repository lies on the site."""
-    on_top = {path: name for name, path in outer_pages().items()}
-    return on_top.get(ROOT / target, f"{FILES}/{target}")
+def _site_path(target: str) -> str:
+    """Return the path of a repository file on the site."""
+    page_names = {path: name for name, path in list_outer_pages().items()}
+    return page_names.get(ROOT / target, f"{FILES_FOLDER}/{target}")
 
 
-def _outside(page: str, text: str) -> Iterator[tuple[str, str]]:
-    """Links of a page to files of the repository outside of docs/, each with the path of its file from the root."""
-    for found in _LINK.finditer(text):
-        link = found[2]
-        source = outer_pages().get(page, ROOT / "docs" / page)
+def _links_outside_docs(page: str, text: str) -> Iterator[tuple[str, str]]:
+    """Yield the links of a page to repository files outside of docs/, each with the path of its file from the root."""
+    for match in _LINK.finditer(text):
+        link = match[2]
+        source = list_outer_pages().get(page, ROOT / "docs" / page)
         target = posixpath.normpath(posixpath.join(source.parent.relative_to(ROOT).as_posix(), link))
-        if page in outer_pages() and not link.startswith("..") and (ROOT / "docs" / link).exists():
-            continue  # its docs/ was taken off
+        if page in list_outer_pages() and not link.startswith("..") and (ROOT / "docs" / link).exists():
+            continue  # a link of an outer page into docs/, whose prefix is already removed
         if not target.startswith(("docs/", "..")) and (ROOT / target).is_file():
             yield link, target
 
 
-def _parted(lines: list[str]) -> Iterator[str]:
-    fenced, before = False, ""
+def _separate_lists(lines: list[str]) -> Iterator[str]:
+    """Yield the lines of a page, with an empty line between a paragraph and a list that follows it."""
+    in_code_block, previous = False, ""
     for line in lines:
         if line.startswith("```"):
-            fenced = not fenced
-        if not fenced and _LIST.match(line) and before.strip() and not (_LIST.match(before) or before.startswith(" ")):
+            in_code_block = not in_code_block
+        if not in_code_block and _LIST.match(line) and previous.strip() and not (_LIST.match(previous) or previous.startswith(" ")):
             yield ""
         yield line
-        before = line
+        previous = line
 
 
-def _named(nav: Any) -> Iterator[str]:
-    """Pages that the menu names."""
+def _named_pages(nav: Any) -> Iterator[str]:
+    """Yield the pages that the navigation lists."""
     for entry in nav if isinstance(nav, list) else nav.values() if isinstance(nav, dict) else [nav]:
         if isinstance(entry, str):
             yield entry
         else:
-            yield from _named(entry)
+            yield from _named_pages(entry)
