@@ -99,8 +99,8 @@ def pages(folder: Path, is_record: bool) -> dict[str, str]:
     """The page of --help, and that of --explain for every flag."""
     every = (
         "import json; from megatron.config.flags import flags; from megatron.config.given import REQUESTS;"
-        "from megatron.config.compat import KNOWN, TAKEN; from megatron.config.help import explain;"
-        "print(json.dumps({name: explain(name) for name in [*flags(), *REQUESTS, *KNOWN, *TAKEN]}))"
+        "from megatron.config.compat import COMPAT_FLAGS, TRANSLATIONS; from megatron.config.help import explain;"
+        "print(json.dumps({name: explain(name) for name in [*flags(), *REQUESTS, *COMPAT_FLAGS, *TRANSLATIONS]}))"
     )
     return {"--help": program(["pretrain_gpt.py", "--help"]), **json.loads(program(["-c", every]))}
 

@@ -17,17 +17,17 @@ import torch
 from megatron.config.config import Config
 from megatron.config.data import DataConfig
 from megatron.config.memory import MemoryConfig
-from megatron.config.parallel import ContextWay
-from megatron.config.rules import violations
+from megatron.config.parallel import CpCommType
+from megatron.config.rules import find_violations
 from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.data.samples import DocumentRules
 from megatron.model.compiled import BlockCompiler
 from megatron.spec.schedules import SCHEDULES
-from megatron_lab.verification.plain_run import rule_numbers
+from megatron_lab.verification.plain_run import build_rule_options
 from megatron_lab.verification.reference.experts import ExpertsShape
-from megatron_lab.verification.reference.model import Batch, Rules
-from megatron_lab.verification.reference.rotary import RotaryStretch
-from megatron_lab.verification.reference.shape import LatentShape, ReferenceShape, random_weights
+from megatron_lab.verification.reference.model import Batch, EodRules
+from megatron_lab.verification.reference.rotary import RotaryScaling
+from megatron_lab.verification.reference.shape import LatentShape, ReferenceShape, build_random_weights
 from tests.support.covering import Case
 from tests.support.layout import Layout, Recipe, model_config, optimizer_config, parallel_config
 from tests.support.reference_runs import (
@@ -89,9 +89,11 @@ DEFAULTS: Case = {
 
 # Within a sequence of 16 tokens each of these changes some frequencies, by its own formula. By the second, what a position turns
 # depends on the length of the whole sequence.
-YARN = RotaryStretch("yarn", 4.0, 12, 0.05, 1.0, whole=False, enlarged=1.2)
-LONGROPE = RotaryStretch("longrope", 1.0, 9, enlarged=0.9, short=(9.0, 9.0), long=(1.0, 4.0))
-LATENT = LatentShape(query_rank=None, rank=6, plain=3, rotated=2, value=5)  # values of the size of queries
+YARN = RotaryScaling("yarn", 4.0, 12, 0.05, 1.0, rounds_bounds=False, attention_factor=1.2)
+LONGROPE = RotaryScaling("longrope", 1.0, 9, attention_factor=0.9, short_factors=(9.0, 9.0), long_factors=(1.0, 4.0))
+LATENT = LatentShape(
+    q_lora_rank=None, kv_lora_rank=6, qk_head_dim=3, qk_pos_emb_head_dim=2, v_head_dim=5
+)  # values of the size of queries
 STYLES: dict[str, tuple[Callable[..., ReferenceShape], Mapping[str, Any]]] = {
     "gpt2": (gpt2_like, {}),
     "llama": (llama_like, {}),
@@ -146,31 +148,36 @@ STYLES: dict[str, tuple[Callable[..., ReferenceShape], Mapping[str, Any]]] = {
     "sinks": (llama_like, {"windows": (2, None), "sink": "learned", "qkv_bias": True, "output_bias": True}),
     "capped": (gpt2_like, {"windows": (None, 4), "score_cap": 0.5, "score_scale": 0.4, "sink": "one"}),
     "norms over all heads": (llama_like, {"qk_norm": True, "qk_norm_all_heads": True, "windows": (None, None, 1, 1)}),
-    "latents": (deepseek_like, {"stretch": YARN, "score_scale": 0.3}),
+    "latents": (deepseek_like, {"rope_scaling": YARN, "score_scale": 0.3}),
     "latents, windows": (deepseek_like, {"windows": (3, None), "sink": "learned", "latent": LATENT, "qk_norm": False}),
-    "yarn": (llama_like, {"stretch": YARN}),
-    "longrope": (llama_like, {"stretch": LONGROPE}),
+    "yarn": (llama_like, {"rope_scaling": YARN}),
+    "longrope": (llama_like, {"rope_scaling": LONGROPE}),
 }
 KINDS: dict[str, Callable[[tuple[bool, ...], tuple[bool, ...]], ExpertsShape]] = {
-    "top 2": lambda each, some: ExpertsShape(each, 4, 2, 8, balance="microbatch", balance_coeff=0.3),
+    "top 2": lambda each, some: ExpertsShape(each, 4, 2, 8, aux_loss_scope="microbatch", aux_loss_coeff=0.3),
     "top 1, first softmax, shares of the update before": lambda each, some: ExpertsShape(
-        some, 4, 1, 8, score="softmax first", balance="update before", balance_coeff=0.4, z_coeff=0.05
+        some, 4, 1, 8, score_function="softmax first", aux_loss_scope="update before", aux_loss_coeff=0.4, z_loss_coeff=0.05
     ),
     "sigmoids in groups with biases, shared": lambda each, some: ExpertsShape(
         *(some, 8, 4, 4, 8),
-        score="sigmoid",
-        scaling=2.5,
-        groups=4,
-        open_groups=2,
-        balance="sequence",
-        balance_coeff=0.2,
-        bias_step=0.05,
+        score_function="sigmoid",
+        scaling_factor=2.5,
+        num_groups=4,
+        group_top_k=2,
+        aux_loss_scope="sequence",
+        aux_loss_coeff=0.2,
+        bias_update_rate=0.05,
     ),
     "top 4, gated shared, dropped by probability": lambda each, some: ExpertsShape(
-        *(each, 8, 4, 4, 8, True), score="softmax first", balance="microbatch", balance_coeff=0.5, z_coeff=0.1, capacity=1.0
+        *(each, 8, 4, 4, 8, True),
+        score_function="softmax first",
+        aux_loss_scope="microbatch",
+        aux_loss_coeff=0.5,
+        z_loss_coeff=0.1,
+        capacity_factor=1.0,
     ),
     "dropped by position, padded": lambda each, some: ExpertsShape(
-        some, 4, 1, 8, 8, score="sigmoid", bias_step=0.1, capacity=1.25, drops_last=True
+        some, 4, 1, 8, 8, score_function="sigmoid", bias_update_rate=0.1, capacity_factor=1.25, drops_by_position=True
     ),
 }
 """Experts of a model in which every layer has them, or some layers."""
@@ -225,7 +232,7 @@ RULES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: ("muon", settings) for name, settings in MUON.items()},
 }
 """Update rules."""
-WAYS: dict[str | None, tuple[ContextWay, ...]] = {
+WAYS: dict[str | None, tuple[CpCommType, ...]] = {
     None: ("all_gather",),
     "all_gather": ("all_gather",),
     "p2p": ("p2p",),
@@ -272,7 +279,7 @@ CONSTRAINTS: list[Callable[..., bool]] = [
     lambda tp, cp, pp, dp: tp * cp * pp * dp <= 8,
     lambda tp, sequence_parallel: tp > 1 or not sequence_parallel,
     lambda pp, schedule: pp > 1 or schedule in ("1f1b", "zb-h1", "zb-v"),
-    lambda schedule, virtual_stages: SCHEDULES[schedule].takes(virtual_stages),
+    lambda schedule, virtual_stages: SCHEDULES[schedule].supports(virtual_stages),
     lambda pp, virtual_stages: virtual_stages < 3 or pp <= 4,
     lambda pp, split: pp > 1 or split == "even",
     lambda pp, overlap_p2p: pp > 1 or overlap_p2p,
@@ -382,11 +389,11 @@ def shape_of(case: Case) -> ReferenceShape:
     experts = None
     if case["experts"]:
         some = tuple(itertools.islice(itertools.cycle((False, True)), layers))
-        experts = replace(KINDS[case["experts"]]((True,) * layers, some), microbatch=case["micro_batch_size"])
+        experts = replace(KINDS[case["experts"]]((True,) * layers, some), micro_batch_size=case["micro_batch_size"])
     adapters: dict[str, Any] = {}
     if case["lora"]:
         adapters = {"lora_rank": 3, "lora_scale": 1.7, "lora_targets": tuple(case["lora"].split(","))}
-    long = case["cp"] > 1 or "stretch" in parts
+    long = case["cp"] > 1 or "rope_scaling" in parts
     return like(
         **{
             "num_layers": layers,
@@ -445,7 +452,7 @@ def recipe_of(case: Case, steps: int | None = None) -> Recipe:
         rules = DocumentRules(EOD, every, True, every)
     batches = documents(shape, steps, batch) if rules else random_batches(shape, steps, batch, micro, seed=2)
     optimizer, settings = RULES[case["rule"]]
-    weights = random_weights(shape, seed=5, std=0.3 if shape.experts else 0.1)
+    weights = build_random_weights(shape, seed=5, std=0.3 if shape.experts else 0.1)
     return Recipe(shape, weights, batches, rules=rules, optimizer=optimizer, update=settings)
 
 
@@ -476,7 +483,7 @@ def layout_of(case: Case) -> Layout:
         first_stage_layers=virtual if case["split"] == "first" else None,
         split=layout_string(case["pp"] * virtual, num_layers(case)) if by_hand else None,
         memory=replace(MEMORIES[case["memory"]], loss_chunk_tokens=case["loss_chunk"]),
-        compiler=BlockCompiler("aot_eager", defers=bool(case["experts"]) and late) if case["compiled"] else None,
+        compiler=BlockCompiler("aot_eager", defers_weight_grads=bool(case["experts"]) and late) if case["compiled"] else None,
     )
 
 
@@ -497,7 +504,7 @@ def reference_of(recipe: Recipe) -> ReferenceRun:
     if recipe.rules is not None:
         rules = recipe.rules
         loss = functools.partial(
-            loss_with_rules, rules=Rules(EOD, rules.reset_position_ids, rules.reset_attention_mask, rules.eod_mask_loss)
+            loss_with_rules, rules=EodRules(EOD, rules.reset_position_ids, rules.reset_attention_mask, rules.eod_mask_loss)
         )
         joined = shape.experts or shape.mtp_depths or shape.z_loss or shape.smoothing
         if rules.reset_position_ids and not joined:
@@ -511,7 +518,7 @@ def reference_of(recipe: Recipe) -> ReferenceRun:
         weight_decay=recipe.weight_decay,
         clip=recipe.clip,
         optimizer=recipe.optimizer,
-        numbers=rule_numbers(OptimizerConfig(**recipe.update), (shape.heads // shape.kv_heads, shape.head_size)),
+        numbers=build_rule_options(OptimizerConfig(**recipe.update), (shape.heads // shape.kv_heads, shape.head_size)),
     )
 
 
@@ -534,4 +541,4 @@ def refusals(case: Case) -> list[str]:
         memory=layout.memory,
         data=DataConfig(mock_data=True, tokenizer_type="NullTokenizer", vocab_size=VOCAB),
     )
-    return [violation.message for violation in violations(config, layout.world_size)]
+    return [violation.message for violation in find_violations(config, layout.world_size)]

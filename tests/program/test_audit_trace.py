@@ -12,10 +12,10 @@ import torch
 
 import megatron.data_parallel.fsdp  # imported here once, not in every forked rank
 import megatron.training.trainer
-import megatron.training.watch
+import megatron_lab.audit.watchers
 import pretrain_gpt
 from megatron.training.step import TrainStep
-from megatron_lab.audit.signature import named, signature_of
+from megatron_lab.audit.signature import compute_signature, to_trace_signature
 from megatron_lab.audit.trace_file import Signature, TraceRun, read_trace
 from tests.support.runs import arguments, launch, on_rank, read_metrics, report, run, saved_tensors
 
@@ -106,7 +106,7 @@ def test_it_tells_what_the_run_has(one_process: Path) -> None:
         assert sum(numbers[0] ** 2 for numbers in step.gradients.values()) ** 0.5 == pytest.approx(step.grad_norm, rel=1e-12)
         assert step.samples == 4 and step.tokens == 4 * 16
         weights = saved_tensors(one_process, step.iteration)
-        assert step.weights == {name: named(signature_of(name, weights[name])) for name in step.weights}
+        assert step.weights == {name: to_trace_signature(compute_signature(name, weights[name])) for name in step.weights}
         assert set(weights) == set(step.weights)
     settings = json.loads((one_process / "trace").read_text().splitlines()[0])["settings"]
     assert settings["training"]["train_iters"] == STEPS and trace.header.settings == settings
@@ -142,19 +142,20 @@ def test_a_resumed_run_appends_and_stops_after_its_steps(tmp_path: Path) -> None
     runs = read_trace(tmp_path / "trace")
     assert [(r.iteration, [step.iteration for step in r.steps]) for r in runs] == [(0, [1, 2]), (3, [4, 5])]
     weights = saved_tensors(tmp_path, 3)
-    assert runs[1].weights == {name: named(signature_of(name, tensor)) for name, tensor in weights.items()}
+    assert runs[1].weights == {name: to_trace_signature(compute_signature(name, tensor)) for name, tensor in weights.items()}
 
 
 def test_off_it_costs_nothing() -> None:
     """Neither the trace nor the checks make anything, and nobody looks at a step."""
 
     def before(rank: int) -> None:
-        for name in ("Tracing", "RunChecks"):
-            setattr(megatron.training.watch, name, None)
+        for name in ("TraceCallback", "ReplicaChecks"):
+            assert hasattr(megatron_lab.audit.watchers, name)
+            setattr(megatron_lab.audit.watchers, name, None)
         step = TrainStep.run
 
         def looking(self: TrainStep, *args: Any, **named: Any) -> Any:
-            assert not self.before_update
+            assert not self.before_update_hooks
             return step(self, *args, **named)
 
         TrainStep.run = looking  # type: ignore[method-assign]
@@ -206,7 +207,7 @@ def test_weights_that_were_spoilt_show_in_the_step_after(one_process: Path, tmp_
 
     def spoil(step: TrainStep) -> None:
         shard = next(shard for shard in step.optimizer.shards if shard.record.name == "layers.1.mlp.up.weight")
-        shard.main[5] += 1e-3
+        shard.main_param[5] += 1e-3
 
     run(arguments(**BASE, save_trace=tmp_path / "ill"), before=on_rank(0, 2, spoil))
     (well,), (ill,) = read_trace(one_process / "trace"), read_trace(tmp_path / "ill")

@@ -70,7 +70,7 @@ def refused(words: list[str], *parts: str, world_size: str | None = None) -> str
         ("--train-samples 8", ["--train-iters 100 and --train-samples 8 exclude each other"]),
         (
             "--pipeline-model-parallel-layout Et*4L --num-virtual-stages-per-pipeline-rank 2 --pipeline-schedule zb-v",
-            ["exclude each other", "--pipeline-schedule zb-v does not go with 1 virtual stage"],
+            ["exclude each other", "--pipeline-schedule zb-v does not support 1 virtual stage"],
         ),
         (
             "--swiglu --squared-relu --fsdp-shard-size 2 --min-lr 1 --weight-decay-incr-style cosine",

@@ -14,14 +14,13 @@ import torch
 
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.pipeline_parallel.simulate import simulate
-from megatron.spec.counts import flops_per_token, output_flops
-from megatron.spec.operations import Costs
-from megatron.spec.schedules import SCHEDULES, make_schedule
+from megatron.spec.counts import count_flops_per_token, count_output_flops
+from megatron.spec.operations import OpCosts
+from megatron.spec.schedules import SCHEDULES, build_schedule
 from megatron_lab.benchmarks import activations, bubble, context, experts, loss, memory, overlap, tensor_ranks
-from megatron_lab.benchmarks.bubble import Result, misses
 from megatron_lab.benchmarks.shapes import SHAPES, Shape
 from megatron_lab.commands import bench
-from megatron_lab.memory_plots.measure import Measured
+from megatron_lab.memory_plots.measure import MeasuredStep
 from tests.support.cli import ROOT, Finished, spawn_cli
 from tests.support.warm_python import warm_python
 
@@ -48,8 +47,8 @@ def test_bubble_gives_a_line_for_each_schedule(more: list[str]) -> None:
     for name, simulated, median, least, most, against in rows:
         chunks = SCHEDULES[name].chunks_per_stage or 2
         again = 2 if "--recompute-ms" in more else 0
-        schedule = make_schedule(name, 2, 3, chunks, recomputed=range(2 * chunks) if again else ())
-        assert float(simulated) == simulate(schedule, Costs(1, 1, 2, recompute=again).divided(chunks)).step_time
+        schedule = build_schedule(name, 2, 3, chunks, recomputed_chunks=range(2 * chunks) if again else ())
+        assert float(simulated) == simulate(schedule, OpCosts(1, 1, 2, recompute=again).divide_by_chunks(chunks)).step_time
         assert float(simulated) <= float(least) <= float(median) <= float(most)
         assert name != "1f1b" or float(against) == 0.0
     assert ("not overlapped" in done.stdout) == ("--no-overlap-p2p" in more) == ("run layers again" not in done.stdout)
@@ -59,12 +58,17 @@ def test_bubble_gives_a_line_for_each_schedule(more: list[str]) -> None:
 
 
 def test_bubble_says_what_is_out_of_bounds() -> None:
-    good = [Result("1f1b", 2.0, (1.9, 2.0, 9.0)), Result("zb-v", 1.5, (1.55,))]
-    assert not misses(good)
-    assert "zb-v saves 21.5% of 1f1b's step (25.0% on paper)" in misses([good[0], Result("zb-v", 1.5, (1.57,))])[0]
-    assert not misses([good[0], Result("zb-v", 1.6, (1.65,))]), "saves less on paper too"
+    good = [bubble.ScheduleResult("1f1b", 2.0, (1.9, 2.0, 9.0)), bubble.ScheduleResult("zb-v", 1.5, (1.55,))]
+    assert not bubble.find_violations(good)
+    assert (
+        "zb-v saves 21.5% of 1f1b's step (25.0% on paper)"
+        in bubble.find_violations([good[0], bubble.ScheduleResult("zb-v", 1.5, (1.57,))])[0]
+    )
+    assert not bubble.find_violations([good[0], bubble.ScheduleResult("zb-v", 1.6, (1.65,))]), "saves less on paper too"
     for wrong in (2.12, 1.88):
-        assert re.match(r"1f1b is [+-]6.0% off the simulator", misses([Result("1f1b", 2.0, (wrong,))])[0])
+        assert re.match(
+            r"1f1b is [+-]6.0% off the simulator", bubble.find_violations([bubble.ScheduleResult("1f1b", 2.0, (wrong,))])[0]
+        )
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -81,30 +85,32 @@ def test_activations_move_beside_computation_or_make_it_wait() -> None:
     """Both do, however long it takes; and what is told of too long steps."""
     moved = {True: 0, False: 0}
 
-    class Counted(activations.SlowHost):
-        def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-            moved[self._beside] += 1
-            super().copy(to, source)
+    class Counted(activations.SlowHostBufferPool):
+        def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+            moved[self._overlapped] += 1
+            super().copy(target, source)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(activations, "SlowHost", Counted)
+        patch.setattr(activations, "SlowHostBufferPool", Counted)
         results = activations.measure(activations.Settings(forward_s=0.0002, repeats=1))
-    assert [one.name for one in results] == ["1f1b", "gpipe"] and all(len(one.beside) == len(one.waiting) == 1 for one in results)
+    assert [one.name for one in results] == ["1f1b", "gpipe"] and all(
+        len(one.overlapped) == len(one.blocking) == 1 for one in results
+    )
     # Two steps of four microbatches, there and back: five of six layers where backward follows at once, else all six.
     assert set(moved.values()) == {2 * 2 * (4 * 5 + 4 * 6)}
-    assert not activations.misses([activations.Result("1f1b", [1.0, 2.0, 1.0], [1.04, 2.0, 9.0], [3.0] * 3)])
-    (told,) = activations.misses([activations.Result("1f1b", [1.0], [1.06], [3.0])])
+    assert not activations.find_violations([activations.ScheduleTimes("1f1b", [1.0, 2.0, 1.0], [1.04, 2.0, 9.0], [3.0] * 3)])
+    (told,) = activations.find_violations([activations.ScheduleTimes("1f1b", [1.0], [1.06], [3.0])])
     assert told.startswith("1f1b: a step takes 1.06 x the one without copies; at most 1.05")
 
 
 def test_tensor_ranks_send_as_much_one_after_the_other_and_in_pieces() -> None:
     """In a pass two gathers and a reduce-scatter forward and backward, and a gather again; and what is told of too long passes."""
     result = tensor_ranks.measure(tensor_ranks.Settings(3, product_s=0.0005, repeats=1))
-    assert len(result.computation) == len(result.turns) == len(result.pieces) == 1
+    assert len(result.computation) == len(result.sequential) == len(result.overlapped) == 1
     rows, hidden, float32 = 32, 64, 4
-    assert result.sent == pytest.approx(5 * (3 - 1) * rows * hidden * float32)
-    assert not tensor_ranks.misses(tensor_ranks.Result([1.0, 2.0], [9.0, 9.0], [1.09, 2.18], 0.0))
-    (told,) = tensor_ranks.misses(tensor_ranks.Result([1.0, 2.0], [9.0, 9.0], [1.2, 2.4], 0.0))
+    assert result.sent_bytes == pytest.approx(5 * (3 - 1) * rows * hidden * float32)
+    assert not tensor_ranks.find_violations(tensor_ranks.LayerPassTimes([1.0, 2.0], [9.0, 9.0], [1.09, 2.18], 0.0))
+    (told,) = tensor_ranks.find_violations(tensor_ranks.LayerPassTimes([1.0, 2.0], [9.0, 9.0], [1.2, 2.4], 0.0))
     assert told.startswith("a pass in pieces takes 1.20 x computation")
 
 
@@ -112,27 +118,35 @@ def test_context_ranks_are_measured_against_the_simulated_best() -> None:
     """The ring hides all but the sum that goes home; a gather what is longer than the own part, and the whole reduce-scatter."""
     settings = context.Settings(2, step_s=0.0005, share=0.5, repeats=1)
     result = context.measure(settings)
-    assert all(len(times[way]) == 1 for times in (result.computation, result.turns, result.beside) for way in context.WAYS)
-    assert context.best(settings, "p2p") == pytest.approx((2 * 3.5 + 0.5) / 7) == context.best(settings, "all_gather")
-    assert context.best(context.Settings(4, share=0.5), "all_gather") == pytest.approx((14 + 0.5 + 1.5) / 14)
-    good = context.Result(*({way: [seconds] for way in context.WAYS} for seconds in (1.0, 9.0, 1.2)))
-    assert not context.misses(settings, good)
-    (told,) = context.misses(settings, context.Result(good.computation, good.turns, {"p2p": [1.5], "all_gather": [1.0]}))
+    assert all(
+        len(times[way]) == 1 for times in (result.computation, result.sequential, result.overlapped) for way in context.COMM_TYPES
+    )
+    assert (
+        context.simulate_best_ratio(settings, "p2p")
+        == pytest.approx((2 * 3.5 + 0.5) / 7)
+        == context.simulate_best_ratio(settings, "all_gather")
+    )
+    assert context.simulate_best_ratio(context.Settings(4, share=0.5), "all_gather") == pytest.approx((14 + 0.5 + 1.5) / 14)
+    good = context.PassTimes(*({way: [seconds] for way in context.COMM_TYPES} for seconds in (1.0, 9.0, 1.2)))
+    assert not context.find_violations(settings, good)
+    (told,) = context.find_violations(
+        settings, context.PassTimes(good.computation, good.sequential, {"p2p": [1.5], "all_gather": [1.0]})
+    )
     assert told.startswith("p2p takes 1.40 x the simulated best; at most 1.15")
 
 
 def test_experts_are_measured_against_what_computes_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     """A plain loop, all experts on each rank, and a dense model with as many FLOPs but for the router's; else it says so."""
-    settings = experts.Settings(Shape(1, 32, 2, 8, 2, 128), ranks=2, pairs=1)
+    settings = experts.Settings(Shape(1, 32, 2, 8, 2, 128), num_ranks=2, pairs=1)
     assert experts.run(settings)
     said = capsys.readouterr().out
     assert "layer / plain loop over experts: " in said and "layer of as many / plain loop over 64, 8 of them: " in said
     assert said.count(" / dense step: ") == said.count("x the mean") == 2
     assert re.search(r"alltoall / all experts on each rank: .*\n.*\n.*\n.*allgather / all experts on each rank: ", said)
-    dense, mixture = (flops_per_token(model, 128) for model in (settings.dense, settings.mixture))
-    assert mixture - dense == 3 * 2 * settings.experts * 32
-    with pytest.raises(RuntimeError, match="differ by 5.0e-01"):
-        experts._agree(torch.ones(3), torch.full((3,), 0.5))
+    dense, mixture = (count_flops_per_token(model, 128) for model in (settings.dense, settings.mixture))
+    assert mixture - dense == 3 * 2 * settings.num_experts * 32
+    with pytest.raises(RuntimeError, match="differ by a relative error of 5.0e-01"):
+        experts._require_agreement(torch.ones(3), torch.full((3,), 0.5))
 
 
 def test_overlap_gives_a_line_for_each_strategy() -> None:
@@ -174,11 +188,11 @@ def test_overlap_trains_without_and_with_all_overlap_that_there_is(
 
 
 def test_overlap_says_what_is_out_of_bounds() -> None:
-    def result(strategy: ShardingStrategy, perfect: float, *on: float) -> overlap.Result:
-        return overlap.Result(overlap.Case(strategy, 1), 1e6, perfect, [2.0, 4.0, 2.0], [4.0, 8.0, 4.0], list(on))
+    def result(strategy: ShardingStrategy, perfect: float, *on: float) -> overlap.CaseResult:
+        return overlap.CaseResult(overlap.Case(strategy, 1), 1e6, perfect, [2.0, 4.0, 2.0], [4.0, 8.0, 4.0], list(on))
 
-    assert not overlap.misses([result("optim", 1.1, 2.4, 4.8, 9.0)])
-    (told,) = overlap.misses([result("optim", 1.1, 2.6, 5.2, 2.0), result("no_shard", 1.3, 2.8, 5.6, 2.8)])
+    assert not overlap.find_violations([result("optim", 1.1, 2.4, 4.8, 9.0)])
+    (told,) = overlap.find_violations([result("optim", 1.1, 2.6, 5.2, 2.0), result("no_shard", 1.3, 2.8, 5.6, 2.8)])
     assert told.startswith("optim with 1 microbatches takes 1.30 x computation with overlap; at most 1.25")
 
 
@@ -209,7 +223,7 @@ def test_memory_is_as_planned_for_every_way_to_hold_less(
         done = spawn_cli(words, nproc=None)
     else:
         some = ("none", "selective", "full", "full, host")
-        monkeypatch.setattr(memory, "WAYS", {name: memory.WAYS[name] for name in some})
+        monkeypatch.setattr(memory, "MEMORY_OPTIONS", {name: memory.MEMORY_OPTIONS[name] for name in some})
         monkeypatch.setattr(sys, "argv", words)
         status, told = bench.main(), capsys.readouterr()
         done = Finished(status, told.out, told.err)
@@ -218,10 +232,10 @@ def test_memory_is_as_planned_for_every_way_to_hold_less(
     spread = rf"{number} \({number} to {number}\)"
     row = rf"^(\S.*?) +{number} +{number} +([+-]\d+\.\d+)% +{number}   {spread} +{spread} +{number}$"
     rows = {name: [*map(float, numbers)] for name, *numbers in re.findall(row, done.stdout, re.MULTILINE)}
-    assert list(rows) == list(memory.WAYS)
+    assert list(rows) == list(memory.MEMORY_OPTIONS)
     for name, (planned, measured, off, host, *_, ratio, least, most, processor) in rows.items():
         assert (host > 0) == ("host" in name) and processor > 0
-        assert abs(off) <= 100 * memory.OFF_BOUND and planned == pytest.approx(measured, abs=0.011)
+        assert abs(off) <= 100 * memory.MAX_RELATIVE_ERROR and planned == pytest.approx(measured, abs=0.011)
         assert least <= ratio <= most
     peaks = {name: measured for name, (_, measured, *_) in rows.items()}
     assert peaks["full"] < peaks["selective"] < peaks["none"]
@@ -236,11 +250,11 @@ def test_memory_is_as_planned_for_every_way_to_hold_less(
 
 
 def test_memory_says_what_is_out_of_bounds() -> None:
-    def result(name: str, peak: int, *ratios: float) -> memory.Result:
-        return memory.Result(name, 1000, Measured((0.0,), (peak,), (), None), (1.0,), ratios, 1.0)
+    def result(name: str, peak: int, *ratios: float) -> memory.OptionResult:
+        return memory.OptionResult(name, 1000, MeasuredStep((0.0,), (peak,), (), None), (1.0,), ratios, 1.0)
 
-    assert not memory.misses([result("none", 1004, 1.0), result("full", 996, 1.29, 1.0, 9.0)])
-    told = memory.misses([result("none", 1006, 1.0), result("full", 994, 1.31)])
+    assert not memory.find_violations([result("none", 1004, 1.0), result("full", 996, 1.29, 1.0, 9.0)])
+    told = memory.find_violations([result("none", 1006, 1.0), result("full", 994, 1.31)])
     assert len(told) == 3
     assert told[0].startswith("none: the measured peak is +0.60% off") and told[1].startswith(
         "full: the measured peak is -0.60% off"
@@ -250,8 +264,8 @@ def test_memory_says_what_is_out_of_bounds() -> None:
 
 def test_loss_compares_both_forms(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """On a smaller model; what the bench takes has its output layer for a quarter of the work."""
-    assert 4 * output_flops(loss.SHAPE.model, loss.SHAPE.vocab) == pytest.approx(
-        flops_per_token(loss.SHAPE.model, loss.SHAPE.vocab) / 3, rel=0.01
+    assert 4 * count_output_flops(loss.SHAPE.model, loss.SHAPE.vocab) == pytest.approx(
+        count_flops_per_token(loss.SHAPE.model, loss.SHAPE.vocab) / 3, rel=0.01
     )
     monkeypatch.setattr(loss, "SHAPE", SHAPES["tiny"])
     for bound in (1e9, 0.0):

@@ -13,12 +13,12 @@ import torch
 
 from megatron.data.gpt_dataset import GPTDataset, PackedDataset
 from megatron.data.indexed_dataset import IndexedDataset, loss_mask_prefix, open_loss_mask
-from megatron.data.samples import LEARNED
+from megatron.data.samples import IN_LOSS
 from megatron_lab.commands.inspect_data import main as inspect
 from megatron_lab.commands.merge_data import main as merge
 from megatron_lab.commands.preprocess_data import main
 from megatron_lab.tokenizers.huggingface import HuggingFaceTokenizer
-from megatron_lab.verification.reference.model import Batch, token_losses
+from megatron_lab.verification.reference.model import Batch, compute_token_losses
 from megatron_lab.verification.reference.shape import ReferenceShape, Weights
 from tests.support.chats import CHATS, MARKED, PLAIN, write_chats, write_tokenizer
 from tests.support.corpora import documents, files_of
@@ -58,9 +58,9 @@ def test_the_tool_writes_conversations_and_marks(folder: Path) -> None:
     for chat, ids, of_it in zip(CHATS, found, marks, strict=False):
         assert ids[-1] == tokenizer.eod and [mark >> 1 for mark in of_it] == [0] * (len(ids) - 1) + [1]
         answers = [message["content"] for message in chat if message["role"] == "assistant"]
-        learned = [id for id, mark in zip(ids, of_it, strict=True) if mark & LEARNED]
+        learned = [id for id, mark in zip(ids, of_it, strict=True) if mark & IN_LOSS]
         assert tokenizer.decode(learned) == "".join(answers)
-        assert of_it[-1] & LEARNED == of_it[-2] & LEARNED == 0  # these end with a line's end, which is not generated
+        assert of_it[-1] & IN_LOSS == of_it[-2] & IN_LOSS == 0  # these end with a line's end, which is not generated
 
 
 def test_parquet_and_templates_without_marks(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_parquet_and_templates_without_marks(tmp_path: Path) -> None:
     for name in (PREFIX, loss_mask_prefix(PREFIX)):
         assert files_of(tmp_path / name) == files_of(tmp_path / name.replace("out", "rows"))
     marks = documents(tmp_path / loss_mask_prefix(PREFIX))
-    assert [each[-1] & LEARNED for each in marks[:4]] == [1, 1, 0, 0]
+    assert [each[-1] & IN_LOSS for each in marks[:4]] == [1, 1, 0, 0]
 
 
 def test_no_dataset_keeps_the_mask_of_an_earlier_one(folder: Path, tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def _batches(prefix: str, vocabulary: int) -> list[Batch]:
         for row in range(size):
             pieces = samples.lineage(step * size + row)
             taken = [marks.document(each.document)[each.first_token : each.first_token + each.num_tokens] for each in pieces]
-            learned[row] = np.concatenate(taken) & LEARNED
+            learned[row] = np.concatenate(taken) & IN_LOSS
         found.append((windows[:, :-1], windows[:, 1:], torch.from_numpy(learned[:, 1:])))
     return found
 
@@ -198,7 +198,7 @@ def _conversations_alone(shape: ReferenceShape, weights: Weights, batch: Any) ->
     """The mean loss of learned tokens, each conversation read by itself, with nothing before it."""
     total, count = torch.zeros((), dtype=torch.float64), 0
     for tokens, learned in batch:
-        losses = token_losses(shape, weights, tokens[None, :-1], tokens[None, 1:])[0]
+        losses = compute_token_losses(shape, weights, tokens[None, :-1], tokens[None, 1:])[0]
         total, count = total + losses[learned[1:]].sum(), count + int(learned[1:].sum())
     return total / count
 
@@ -217,7 +217,7 @@ def test_whole_conversations_train_as_if_each_were_alone(folder: Path, tmp_path:
     for step in range(STEPS):
         pieces = [piece for number in range(step * size, (step + 1) * size) for piece in samples.lineage(number)]
         assert len(pieces) > size and all(piece.first_token == 0 for piece in pieces), "several in a sample, all of them whole"
-        taken = [(dataset.document(piece.document), marks.document(piece.document) & LEARNED > 0) for piece in pieces]
+        taken = [(dataset.document(piece.document), marks.document(piece.document) & IN_LOSS > 0) for piece in pieces]
         batches.append([(torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(learned)) for ids, learned in taken])
     rates = [TINY["lr"] * (1 - step / STEPS) for step in range(STEPS)]
     shape = gpt2_like(vocab=vocabulary, ffn=128, seq=length)

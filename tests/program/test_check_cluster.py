@@ -19,8 +19,8 @@ import pytest
 from megatron_lab.cluster import facts as room
 from megatron_lab.cluster import ranks as started
 from megatron_lab.cluster import verdict
-from megatron_lab.cluster.facts import NodeFacts
-from megatron_lab.cluster.links import rounds
+from megatron_lab.cluster.facts import NodeInfo
+from megatron_lab.cluster.links import plan_exchange_rounds
 from megatron_lab.cluster.ranks import RankEnd, run_ranks
 from megatron_lab.commands import check_cluster
 from tests.support.byte_dataset import FLAGS, write_bytes
@@ -63,11 +63,11 @@ def test_two_nodes_of_two_ranks_are_well(tmp_path: Path) -> None:
             other.kill()
     said = done.stdout + (tmp_path / "other").read_text()  # whoever was first is the head
     lines = [line for line in said.splitlines() if ": slow " not in line]  # on a machine that others use
-    assert lines[-1] == "check_cluster: all is well" and len(lines) == 5
+    assert lines[-1] == "check_cluster: no problems found" and len(lines) == 5
     assert re.fullmatch(
         r"check_cluster: 2 nodes of 2 ranks: torch \S+, CUDA of torch \S+; .* GB free for checkpoints of .* GB", lines[0]
     )
-    for words, line in zip(("inside a node", "between nodes", "a large sum over all ranks"), lines[1:4], strict=True):
+    for words, line in zip(("inside a node", "between nodes", "a large all-reduce over all ranks"), lines[1:4], strict=True):
         assert re.match(rf"check_cluster: {words}: [\d.]+ (MB|GB)/s", line), line
     assert list((tmp_path / "run/checkpoints").iterdir()) == []
 
@@ -116,20 +116,20 @@ def test_more_ranks_than_the_cores_can_start(
 ) -> None:
     """Refused in words, and none is started; what counts are the cores that the check may use."""
     monkeypatch.setattr(room.os, "sched_getaffinity", lambda _: {0, 5}, raising=False)
-    assert room.too_many(128, "cpu") == []
+    assert room.check_num_ranks(128, "cpu") == []
     flags = command(ranks=129, micro_batch_size=1, global_batch_size=129)
     assert check_cluster.main(flags, program=("touch", str(tmp_path / "was started"))) == 1
-    assert "129 ranks for 2 CPU cores: at most 128 start there in reasonable time" in capfd.readouterr().err
+    assert "129 ranks for 2 CPU cores: at most 128 (64 per core) start in reasonable time" in capfd.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
 def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs count where there are any, and cores where the run takes a CPU."""
     monkeypatch.setattr(room.torch.cuda, "device_count", lambda: 8)
-    assert room.too_many(8, "auto") == [] == room.too_many(9, "cpu")
-    assert room.too_many(9, "auto") == room.too_many(9, "cuda") != []
+    assert room.check_num_ranks(8, "auto") == [] == room.check_num_ranks(9, "cpu")
+    assert room.check_num_ranks(9, "auto") == room.check_num_ranks(9, "cuda") != []
     monkeypatch.setattr(room.torch.cuda, "device_count", lambda: 0)
-    assert room.too_many(9, "auto") == [] and room.too_many(1, "cuda")[0].startswith("0 GPUs for 1 ranks")
+    assert room.check_num_ranks(9, "auto") == [] and room.check_num_ranks(1, "cuda")[0].startswith("0 GPUs for 1 ranks")
 
 
 class Rank:
@@ -224,7 +224,7 @@ def test_a_node_that_never_comes(capfd: pytest.CaptureFixture[str]) -> None:
     flags = changed(command(nodes=2), wait="1", expect=f"{host},node7")
     began = time.monotonic()
     assert check_cluster.main(flags, program=("false",)) == 1
-    assert "1 of 2 nodes came within 1 s; not there: node7" in capfd.readouterr().err
+    assert "1 of 2 nodes answered within 1 s; missing: node7" in capfd.readouterr().err
     assert time.monotonic() - began < 15
 
 
@@ -265,8 +265,8 @@ def test_flags_of_its_own_that_are_wrong(flags: list[str], capfd: pytest.Capture
 # ---- the verdict
 
 
-def node(host: str, **versions: str) -> NodeFacts:
-    return NodeFacts(host, {"torch": "2.13.0", "driver": "550.54", **versions})
+def node(host: str, **versions: str) -> NodeInfo:
+    return NodeInfo(host, {"torch": "2.13.0", "driver": "550.54", **versions})
 
 
 def end(rank: int, failed: str | None = None, at: str = "the end", places: int = 9, **found: Any) -> RankEnd:
@@ -274,55 +274,58 @@ def end(rank: int, failed: str | None = None, at: str = "the end", places: int =
 
 
 def test_versions_that_differ_name_the_few() -> None:
-    nodes = [node("a"), node("b", driver="535.1"), node("c"), NodeFacts("d", {"torch": "2.12.0"})]
-    assert verdict.disagreements(nodes) == [
+    nodes = [node("a"), node("b", driver="535.1"), node("c"), NodeInfo("d", {"torch": "2.12.0"})]
+    assert verdict.find_version_mismatches(nodes) == [
         "torch is 2.13.0 on a, b, c, but 2.12.0 on d",
         "driver is 550.54 on a, c, but 535.1 on b, none on d",
     ]
-    assert verdict.disagreements(nodes[::2]) == []
+    assert verdict.find_version_mismatches(nodes[::2]) == []
 
 
 def test_the_same_fault_is_told_once() -> None:
     nodes = [node("a"), node("b"), node("c")]
     nodes[0].faults = nodes[1].faults = ["no data"]
-    assert verdict.own_faults(nodes) == ["a, b: no data"]
+    assert verdict.list_node_problems(nodes) == ["a, b: no data"]
     nodes[2].faults = ["no data", "7 GPUs for 8 ranks"]
-    assert verdict.own_faults(nodes) == ["all nodes: no data", "c: 7 GPUs for 8 ranks"]
+    assert verdict.list_node_problems(nodes) == ["all nodes: no data", "c: 7 GPUs for 8 ranks"]
 
 
 def test_clocks_against_the_many() -> None:
     """Also where it is the head's that is wrong."""
-    assert verdict.skewed({"a": 0.0, "b": 0.3, "c": -0.2}) == []
-    assert verdict.skewed({"a": 0.0, "b": 60.1, "c": 60.2}) == ["a: its clock is 60.1 s behind; is NTP running?"]
-    assert verdict.skewed({"a": 0.0, "b": 0.1, "c": 5.1}) == ["c: its clock is 5.0 s ahead; is NTP running?"]
+    assert verdict.find_skewed_clocks({"a": 0.0, "b": 0.3, "c": -0.2}) == []
+    assert verdict.find_skewed_clocks({"a": 0.0, "b": 60.1, "c": 60.2}) == ["a: its clock is 60.1 s behind; is NTP running?"]
+    assert verdict.find_skewed_clocks({"a": 0.0, "b": 0.1, "c": 5.1}) == ["c: its clock is 5.0 s ahead; is NTP running?"]
 
 
 def test_who_is_waited_for() -> None:
     waiting = [RankEnd(rank, None, "a sum over all ranks", 3) for rank in range(3)]
     ends = {"a": waiting[:2], "b": [waiting[2], RankEnd(3, None, "joining the other ranks", 2)]}
-    assert verdict.link_faults(ends, 60) == ["rank 3 on b did not get past joining the other ranks within 60 s; 3 more wait"]
+    assert verdict.find_link_problems(ends, 60) == ["rank 3 on b did not get past joining the other ranks within 60 s; 3 more wait"]
     ends["a"][0] = end(0, failed="no route", at="joining the other ranks")
-    assert verdict.link_faults(ends, 60) == ["rank 0 on a failed at joining the other ranks: no route"]
+    assert verdict.find_link_problems(ends, 60) == ["rank 0 on a failed at joining the other ranks: no route"]
 
 
 def test_a_sum_that_is_wrong() -> None:
-    assert verdict.link_faults({"a": [end(0), end(1)]}, 60) == []
-    assert "a sum over all ranks came out wrong" in verdict.link_faults({"a": [end(0), end(1, sum_is_right=False)]}, 60)[0]
+    assert verdict.find_link_problems({"a": [end(0), end(1)]}, 60) == []
+    assert (
+        "an all-reduce over all ranks gave a wrong result"
+        in verdict.find_link_problems({"a": [end(0), end(1, sum_is_right=False)]}, 60)[0]
+    )
 
 
 def test_memory_that_is_not_free() -> None:
     whole = 80 * 10**9
     ends = {"a": [end(0, free=79 * 10**9, memory=whole), end(1, free=50 * 10**9, memory=whole)]}
-    assert verdict.memory_faults(ends, None) == ["rank 1 on a: its GPU has 50.0 of 80.0 GB free: another process uses it"]
-    assert verdict.memory_faults(ends, 79 * 10**9 + 1)[0].endswith("79.0 of 80.0 GB free, but the run takes 79.0 GB")
-    assert verdict.memory_faults({"a": [end(0)]}, 10**15) == []  # on a CPU
+    assert verdict.find_memory_problems(ends, None) == ["rank 1 on a: its GPU has 50.0 of 80.0 GB free: another process uses it"]
+    assert verdict.find_memory_problems(ends, 79 * 10**9 + 1)[0].endswith("79.0 of 80.0 GB free, but the run needs 79.0 GB")
+    assert verdict.find_memory_problems({"a": [end(0)]}, 10**15) == []  # on a CPU
 
 
 @pytest.mark.parametrize("num_nodes", range(1, 12))
 def test_rounds_of_exchanges(num_nodes: int) -> None:
     """Each node has one partner a round, who has it; and in all both neighbours on the ring."""
     met: dict[int, set[int]] = {node: set() for node in range(num_nodes)}
-    for pairs in rounds(num_nodes):
+    for pairs in plan_exchange_rounds(num_nodes):
         for one, other in pairs.items():
             assert pairs[other] == one != other
             met[one].add(other)
@@ -345,12 +348,12 @@ def rates_of(slow: int | None) -> dict[str, list[RankEnd]]:
 
 
 def test_a_slow_node_is_named_and_its_neighbours_are_not() -> None:
-    found = verdict.speeds(rates_of(2), "cuda")
-    assert found.faults == ["node2: slow inside a node, 5 GB/s", "node2: slow between nodes, 2 GB/s"]
+    found = verdict.compare_rates(rates_of(2), "cuda")
+    assert found.problems == ["node2: slow inside a node, 5 GB/s", "node2: slow between nodes, 2 GB/s"]
     assert found.notes[0] == "inside a node: 50 GB/s (median), slowest node2 with 5 GB/s"
-    on_cpu = verdict.speeds(rates_of(2), "cpu")
-    assert on_cpu.faults == [] and set(found.faults) < set(on_cpu.notes)
-    assert verdict.speeds(rates_of(None), "cuda").faults == []
+    on_cpu = verdict.compare_rates(rates_of(2), "cpu")
+    assert on_cpu.problems == [] and set(found.problems) < set(on_cpu.notes)
+    assert verdict.compare_rates(rates_of(None), "cuda").problems == []
 
 
 def test_the_help_comes_without_torch() -> None:

@@ -21,9 +21,9 @@ from megatron_lab.commands import check_gpu
 from megatron_lab.gpu import processes, report, session
 from megatron_lab.gpu.checks import CHECKS, LAYOUTS, SCRIPTS, Check
 from megatron_lab.gpu.context import CheckContext
-from megatron_lab.gpu.jobs import random_batch, run_without_messages, train_step_of
+from megatron_lab.gpu.jobs import build_train_step, create_random_batch, run_without_communication
 from megatron_lab.gpu.processes import MarkedProcess
-from megatron_lab.gpu.scripts import job_of_script
+from megatron_lab.gpu.scripts import build_script_job
 from megatron_lab.verification.local_ranks import run_ranks
 from tests.support.cli import ROOT
 from tests.support.warm_python import warm_python
@@ -36,7 +36,7 @@ BY_NAME = {check.name: check for check in CHECKS}
 def facts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a session in this process look at the device without another import of torch."""
     known = json.dumps({"torch": str(torch.__version__), "gpus": 0, "name": None})
-    monkeypatch.setattr(check_gpu, "_LOOK", f"print({known!r})")
+    monkeypatch.setattr(check_gpu, "_PROBE_CODE", f"print({known!r})")
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_some_checks_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     page = tmp_path / "page.md"
     page.write_text(PAGE)
     assert check_gpu.main(["--table", str(file), "--write-docs", str(page)]) == 0
-    assert "| varlen | needs CUDA |" in page.read_text() and page.read_text().startswith(PAGE.partition(report.BEGIN)[0])
+    assert "| varlen | needs CUDA |" in page.read_text() and page.read_text().startswith(PAGE.partition(report.START_MARKER)[0])
 
 
 @pytest.mark.parametrize("name", [name for name in FULLEST if name != SMALL_SCRIPT])
@@ -98,11 +98,11 @@ def test_the_fullest_rank_of_a_small_model_makes_a_step(name: str, tmp_path: Pat
     rank, *sizes = FULLEST[name]
 
     def steps(_: int) -> list[int]:
-        job = job_of_script(BY_NAME[name].argument, CheckContext("cpu", tmp_path))
-        job = job.of_microbatches(job.topology.pp)
-        with train_step_of(job, rank, torch.device("cpu")) as step:
+        job = build_script_job(BY_NAME[name].argument, CheckContext("cpu", tmp_path))
+        job = job.with_microbatches(job.topology.pp)
+        with build_train_step(job, rank, torch.device("cpu")) as step:
             step.prepare(job.topology.pp)
-            run_without_messages(step, random_batch(job, step))
+            run_without_communication(step, create_random_batch(job, step))
         return [job.world_size, job.config.model.num_layers]
 
     assert run_ranks(1, steps, init=False) == [sizes]
@@ -145,7 +145,7 @@ def test_an_interrupted_session_is_resumed(in_lasting: None, tmp_path: Path, cap
 def test_a_failed_check_that_is_named_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a fix. Without its name it keeps its result."""
     file = tmp_path / "gpu.json"
-    old = check_gpu.new_report("cpu")
+    old = check_gpu.create_report("cpu")
     for result in old["checks"]:
         result["state"] = "fail" if result["name"] == "varlen" else "pass"
     file.write_text(json.dumps(old))
@@ -162,7 +162,7 @@ def test_a_failed_check_that_is_named_runs_again(tmp_path: Path, monkeypatch: py
 
 def test_results_of_another_device_are_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "gpu.json"
-    old = {**check_gpu.new_report("cpu"), "device_name": "NVIDIA H100"}
+    old = {**check_gpu.create_report("cpu"), "device_name": "NVIDIA H100"}
     file.write_text(json.dumps(old))
     assert check_gpu.main(["--device", "cpu", "--resume", str(file)]) == 2
     assert "has results of NVIDIA H100, but here is CPU" in capsys.readouterr().err
@@ -204,7 +204,7 @@ def _session(
     monkeypatch.setattr(session, "Worker", worker)
     monkeypatch.setattr(session.time, "monotonic", lambda: clock[0])
     checks = [Check(name, "", "", estimate, estimate) for name, estimate in estimates.items()]
-    results = {check.name: session.blank(check) for check in checks}
+    results = {check.name: session.create_result(check) for check in checks}
     session.run_checks(checks, results, "cuda", budget, lambda result: None)
     return results, worker, clock[0]
 
@@ -221,7 +221,7 @@ def test_a_check_that_takes_too_long_ends_and_the_next_has_a_new_process(monkeyp
     estimates = {"hangs": 10.0, "crash": 5.0, "last": 5.0}
     results, worker, clock = _session(monkeypatch, estimates, {"hangs": 1e9, "crash": 1.0, "last": 1.0}, budget=480.0)
     assert [result["state"] for result in results.values()] == ["too slow", "crash", "pass"]
-    assert worker.started == worker.closed == 3 and clock == 10.0 + session._SLACK + 1.0 + 1.0
+    assert worker.started == worker.closed == 3 and clock == 10.0 + session._SLACK_S + 1.0 + 1.0
 
 
 def test_the_budget_ends_a_check_that_a_resumed_session_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +252,7 @@ def worker(tmp_path: Path) -> Iterator[session.Worker]:
 
 def test_an_exception_is_a_crash_with_its_line_and_the_process_goes_on(lasting: session.Worker) -> None:
     result, usable = lasting.run(BY_NAME["flash-parts"], {}, 60.0)  # the CPU has no such kernel
-    assert result["state"] == "crash" and usable and "flash_parts.py" in result["message"], result
+    assert result["state"] == "crash" and usable and "flash_range_pairs.py" in result["message"], result
     assert any("in flash_parts" in line for line in result["data"]["log"]), "the traceback"
     result, usable = lasting.run(BY_NAME["cross-entropy"], {}, 60.0)
     assert result["state"] == "pass" and usable
@@ -310,9 +310,9 @@ def test_descendants_end_too(tmp_path: Path) -> None:
 
 def test_a_process_that_does_not_end_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that waits in a driver."""
-    monkeypatch.setattr(processes, "_SECONDS_TO_END", 0.2)
+    monkeypatch.setattr(processes, "_KILL_TIMEOUT_S", 0.2)
     process = MarkedProcess([sys.executable, "-c", "import time; time.sleep(600)"], {})
-    monkeypatch.setattr(process, "_marked", lambda: [Path("/proc/2147483647")])
+    monkeypatch.setattr(process, "_list_marked_processes", lambda: [Path("/proc/2147483647")])
     assert process.end() == -signal.SIGKILL
 
 
@@ -330,7 +330,7 @@ def _alive(pid: int) -> bool:
 def _full_report() -> dict[str, Any]:
     """All checks with long figures, every speed row, two profiles."""
     made = {"device": "cuda", "device_name": "NVIDIA H100 80GB HBM3", "torch": "2.11.0+cu130", "date": "2026-11-27"}
-    checks = [{**session.blank(check), "state": "pass", "figure": "x" * 200, "seconds": 12.3} for check in CHECKS]
+    checks = [{**session.create_result(check), "state": "pass", "figure": "x" * 200, "seconds": 12.3} for check in CHECKS]
     by_name = {check["name"]: check for check in checks}
     for kind, modes in {"speed": ["eager"], "compiled": ["compiled"], "fp8": ["fp8 rowwise", "fp8 tensorwise"]}.items():
         for model in ("350m", "1.3b", "8b", "experts"):
@@ -363,7 +363,7 @@ def _row(model: str, mode: str, loop: str) -> dict[str, Any]:
 
 
 def test_the_last_hundred_lines_have_everything() -> None:
-    lines = report.summary(_full_report())
+    lines = report.format_summary(_full_report())
     text = "\n".join(lines)
     assert len(lines) <= report.MAX_SUMMARY_LINES and len(text) <= 12_000, (len(lines), len(text))
     assert "NVIDIA H100 80GB HBM3, torch 2.11.0+cu130" in text
@@ -373,11 +373,11 @@ def test_the_last_hundred_lines_have_everything() -> None:
 
 
 def test_the_page_has_the_tables() -> None:
-    text = report.markdown(_full_report())
+    text = report.format_markdown(_full_report())
     cells = ["8b (8 layers)", "eager", "100.0", "90.0", "0.900", "123,456", "432.1", "43.2%", "43.2%", "41.23", "41.00", "41.23"]
     assert f"| {' | '.join(cells)} | cudnn (plain: flash) |" in text
     assert "| varlen | fail | the reason |" in text and text.count("```text") == 2
-    on_cpu = report.markdown({**_full_report(), "device": "cpu"})
+    on_cpu = report.format_markdown({**_full_report(), "device": "cpu"})
     assert "tokens/s" not in on_cpu and "```" not in on_cpu and "| speed-8b | pass |  |" in on_cpu, "times of a CPU say nothing"
 
 
@@ -410,9 +410,9 @@ def test_the_compiler_cache_is_an_absolute_path(monkeypatch: pytest.MonkeyPatch,
     """The processes of the checks run in another folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "cache")
-    assert check_gpu.compiler_cache() == str(tmp_path / "cache")
+    assert check_gpu.get_compiler_cache() == str(tmp_path / "cache")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    assert os.path.isabs(check_gpu.compiler_cache())
+    assert os.path.isabs(check_gpu.get_compiler_cache())
 
 
 def test_a_second_signal_does_not_disturb_the_summary(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,24 +22,24 @@ from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.global_tensor import GlobalTensor
 from megatron.checkpoint.local_storage import LocalDraft, LocalStorage
 from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.rank_parts import RankPart, share_out
+from megatron.checkpoint.rank_parts import SavePlan, plan_save
 from megatron.checkpoint.rank_writer import WriterProcess
-from megatron.checkpoint.save_folder import LATEST, RUN, Retention, checkpoints, find_checkpoint, read_config, read_state
-from megatron.checkpoint.savers import BackgroundSaver, TensorSaver, described, reader_of
+from megatron.checkpoint.save_folder import LATEST, RUN, Retention, find_checkpoint, list_checkpoints, read_config, read_state
+from megatron.checkpoint.savers import AsyncSaver, SyncSaver, build_data_reader, build_specs
 from megatron.checkpoint.storage_kinds import open_storage
 from megatron.checkpoint.writer_messages import (
-    Alive,
-    Begin,
-    Committed,
+    CommitResult,
+    LogLine,
     Message,
-    Note,
-    PartsEnded,
-    PartWritten,
+    RankResult,
+    RanksFinished,
     Reply,
-    Save,
-    part_file,
+    SaveProgress,
+    SaveRequest,
+    WriterSetup,
+    rank_manifest_name,
 )
-from megatron.config.launcher import module_start
+from megatron.config.launcher import build_module_command
 from megatron_lab.node_memory import keeper
 from tests.support.checkpoint_worlds import (
     Layout,
@@ -58,7 +58,7 @@ from tests.support.warm import run_forked_ranks
 SHAPES: Shapes = {"up": ((2, 8, 6), 1), "norm": ((6,), None), "scale": ((), None)}
 LAYOUT = Layout(2, (0.4,))
 WAIT_S = 30.0
-ALIVE_EVERY_S = writer_main.LONGEST_PAUSE_S
+ALIVE_EVERY_S = writer_main.MAX_PAUSE_S
 """How often a writer that waits says that it is alive, where a test waits for that."""
 
 
@@ -75,7 +75,7 @@ class Run:
     """A rank that saves now and then, and what its log says."""
 
     def __init__(self, folder: Path | str, keep_last: int | None = None, patience_s: float = WAIT_S) -> None:
-        self.saver = BackgroundSaver(open_storage(folder), group_of(None), Retention(keep_last), patience_s=patience_s)
+        self.saver = AsyncSaver(open_storage(folder), group_of(None), Retention(keep_last), patience_s=patience_s)
         self.log: list[str] = []
 
     def save(self, iteration: int, tensors: list[GlobalTensor]) -> None:
@@ -174,7 +174,7 @@ def test_process_and_memory_are_used_again(tmp_path: Path) -> None:
     run.finish()
     assert len(pids) == 1 and is_gone(pids.pop())
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000002", "iter_0000003", LATEST}
-    assert [value_in(path) for path in checkpoints(tmp_path).values()] == [2.0, 3.0]
+    assert [value_in(path) for path in list_checkpoints(tmp_path).values()] == [2.0, 3.0]
     assert read_state(tmp_path / "iter_0000003") == {"iteration": 3} and read_config(tmp_path / "iter_0000003") == {"x": 1}
 
 
@@ -217,7 +217,7 @@ def test_the_process_is_told_when_the_memory_is_full(tmp_path: Path, monkeypatch
     send = WriterProcess.send
 
     def look(self: WriterProcess, message: Message) -> None:
-        if isinstance(message, Save):
+        if isinstance(message, SaveRequest):
             written = ones(float(message.iteration))
             seen.extend(
                 torch.equal(target, next(t for t in written if t.name == name).local) for (name, _), target in self.targets.items()
@@ -238,7 +238,7 @@ def test_the_end_waits_for_the_last_save(tmp_path: Path) -> None:
     with run.stopped():
         run.save(2, ones(2.0))
         threading.Timer(0.3, os.kill, (run.pid, signal.SIGCONT)).start()
-        run.saver._writer.wait_until_written()
+        run.saver._writer.wait_for_rank_result()
     run.finish()
     assert value_in(tmp_path / "iter_0000002") == 2.0 and run.log[-1].startswith("saved")
 
@@ -257,7 +257,7 @@ def test_a_process_that_is_killed(tmp_path: Path, victim: int) -> None:
     def train(rank: int) -> list[str]:
         run = Run(tmp_path)
         run.save(1, ones(1.0))
-        run.saver._writer.wait_until_written()
+        run.saver._writer.wait_for_rank_result()
         if rank == 0:
             run.until("saved")
         os.kill(pid := run.pid, signal.SIGSTOP)  # so that it can write nothing before it is killed
@@ -291,7 +291,7 @@ def test_a_rank_that_cannot_even_leave_a_mark(tmp_path: Path, monkeypatch: pytes
     def train(rank: int) -> list[str]:
         run = Run(tmp_path)
         run.save(1, ones(1.0))
-        run.saver._writer.wait_until_written()
+        run.saver._writer.wait_for_rank_result()
         if rank == 1:
             os.kill(pid := run.pid, signal.SIGSTOP)
         run.save(2, ones(2.0))
@@ -322,13 +322,13 @@ def test_a_full_disk(tmp_path: Path, failing: int) -> None:
         tensors = [whole(f"t{index}", torch.ones(1000)) for index in range(4)]
         for iteration in (1, 3):
             run.save(iteration, tensors)
-            run.saver._writer.wait_until_written()
+            run.saver._writer.wait_for_rank_result()
             if rank == failing:
                 limit_files(run.pid, 2048)
             if rank == 0:
                 run.until(f"saved {tmp_path / f'iter_{iteration:07d}'}")
             run.save(iteration + 1, tensors)
-            run.saver._writer.wait_until_written()
+            run.saver._writer.wait_for_rank_result()
             if rank == failing:
                 limit_files(run.pid, resource.RLIM_INFINITY)
             if rank == 0:
@@ -390,15 +390,15 @@ def test_the_end_does_not_wait_for_a_rank_that_is_lost(tmp_path: Path, monkeypat
     def lost(*args: object) -> None:
         raise RuntimeError("Connection closed by peer")
 
-    monkeypatch.setattr(savers, "decide", lost)
+    monkeypatch.setattr(savers, "coordinate", lost)
     with pytest.raises(RuntimeError, match="Connection closed"):
         run.finish()
-    assert is_gone(pid) and not checkpoints(tmp_path)
+    assert is_gone(pid) and not list_checkpoints(tmp_path)
 
 
 def test_a_writer_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """It is waited for with a word, ended after a while, and the next save is written."""
-    monkeypatch.setattr(rank_writer, "_TELL_AFTER_S", 0.1)
+    monkeypatch.setattr(rank_writer, "_FIRST_WARNING_S", 0.1)
     run = Run(tmp_path, patience_s=1.2)
     run.save(1, ones(1.0))
     run.until("saved")
@@ -410,35 +410,35 @@ def test_a_writer_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     assert "rank 0: the process that writes it made no progress for " in line and line.count(" s and was ended") == 1
     assert f"still waiting for the save of iteration 2 (process {pid}, " in caplog.text
     run.finish()
-    assert list(checkpoints(tmp_path)) == [1, 3] and not list(tmp_path.glob(".*"))
+    assert list(list_checkpoints(tmp_path)) == [1, 3] and not list(tmp_path.glob(".*"))
 
 
 def test_a_writer_that_is_slow_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as there is progress: here it waits for the part of another rank, which comes late."""
-    often = f"from megatron.checkpoint import writer_main; writer_main.ALIVE_EVERY_S = {ALIVE_EVERY_S}; writer_main.main()"
+    often = f"from megatron.checkpoint import writer_main; writer_main.PROGRESS_INTERVAL_S = {ALIVE_EVERY_S}; writer_main.main()"
 
     def start(module: str, *numbers: object) -> tuple[list[str], dict[str, str]]:
-        command, environment = module_start(module, *numbers)
+        command, environment = build_module_command(module, *numbers)
         at = command.index("-m")
         return [*command[:at], "-c", often, *command[at + 2 :]], environment
 
-    monkeypatch.setattr(rank_writer, "module_start", start)
+    monkeypatch.setattr(rank_writer, "build_module_command", start)
     run = Run(tmp_path, patience_s=ALIVE_EVERY_S + 1.0)
     run.saver._writer._num_ranks = 2
     run.save(1, [])
     storage = run.saver._draft(1).storage
-    threading.Timer(ALIVE_EVERY_S + 1.5, storage.write, (part_file(1), Manifest({}, {}).to_json())).start()
+    threading.Timer(ALIVE_EVERY_S + 1.5, storage.write, (rank_manifest_name(1), Manifest({}, {}).to_json())).start()
     run.finish()
-    assert list(checkpoints(tmp_path)) == [1]
+    assert list(list_checkpoints(tmp_path)) == [1]
 
 
 def test_progress_is_told_while_a_part_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_parts, "_SYNC_BYTES", 1 << 20)
     tensors = [whole(f"t{index}", torch.ones(1 << 19)) for index in range(4)]  # 2 MiB each
     draft = LocalStorage(tmp_path).draft("iter_0000001", "ab")
-    draft.make()
+    draft.create_folder()
     calls: list[int] = []
-    rank_parts.write_part(draft, share_out([described(tensors)])[0], reader_of(tensors), lambda: calls.append(1))
+    rank_parts.write_rank_files(draft, plan_save([build_specs(tensors)])[0], build_data_reader(tensors), lambda: calls.append(1))
     assert len(calls) == 8
 
 
@@ -447,7 +447,7 @@ def test_the_writer_does_not_wait_when_training_ends(tmp_path: Path) -> None:
     run.saver._writer._num_ranks = 2
     run.save(1, ones())
     pid = run.pid
-    run.saver._writer.end()
+    run.saver._writer.shut_down()
     assert is_gone(pid) and list(tmp_path.iterdir()) == []
 
 
@@ -460,11 +460,11 @@ def test_a_storage_that_stands_still_is_told_while_training_goes_on(tmp_path: Pa
     def touched(*_: object) -> None:
         raise AssertionError("training has touched the storage")
 
-    for name in ("read", "write", "names", "size", "create", "remove", "make", "sweep"):
+    for name in ("read", "write", "list_names", "file_size", "create", "remove", "create_folder", "remove_unfinished"):
         monkeypatch.setattr(LocalStorage, name, touched)
-    for name in ("make", "join", "publish", "abandon"):
+    for name in ("create_folder", "ensure_folder", "publish", "discard"):
         monkeypatch.setattr(LocalDraft, name, touched)
-    monkeypatch.setattr(rank_writer, "STALL_S", 0.2)
+    monkeypatch.setattr(rank_writer, "STALL_WARNING_S", 0.2)
     with run.stopped():
         run.save(2, ones(2.0))
         line = run.until("save of iteration 2 has waited")
@@ -479,14 +479,14 @@ def test_a_storage_that_stands_still_is_told_while_training_goes_on(tmp_path: Pa
     run.save(3, ones(3.0))
     run.finish()
     monkeypatch.undo()
-    assert list(checkpoints(tmp_path)) == [1, 3] and not list(tmp_path.glob(".*"))
+    assert list(list_checkpoints(tmp_path)) == [1, 3] and not list(tmp_path.glob(".*"))
 
 
 def test_what_cannot_be_saved_at_all_is_an_error_at_once(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    with pytest.raises(CheckpointError, match=r"state\.json would hold what JSON cannot"):
+    with pytest.raises(CheckpointError, match=r"state\.json cannot be encoded as JSON"):
         run.saver.save(1, ones(), {}, {"bad": {1, 2}}, run.log.append)
-    with pytest.raises(CheckpointError, match="do not make up whole tensors: model.up"):
+    with pytest.raises(CheckpointError, match="do not cover these tensors exactly once: model.up"):
         run.save(1, hold(SHAPES, Layout(2), 0, random_values(SHAPES)))
     assert list(tmp_path.iterdir()) == []
 
@@ -535,24 +535,24 @@ def test_the_writer_ends_with_training(tmp_path: Path, ending: Callable[[], None
     assert find_checkpoint(tmp_path) == tmp_path / "iter_0000001"
     (tmp_path / f".{LATEST}.{16 * '0'}.new").touch()  # of a write that was cut off
     run = Run(tmp_path)
-    run.saver.begin({})
+    run.saver.claim_folder({})
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", LATEST, RUN}
 
 
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_run_that_was_taken_over_saves_no_more(tmp_path: Path, in_background: bool) -> None:
     """One that was stopped, thought dead and comes back must not set the latest file back."""
-    first, second = (TensorSaver(LocalStorage(tmp_path), group_of(None)) for _ in range(2))
+    first, second = (SyncSaver(LocalStorage(tmp_path), group_of(None)) for _ in range(2))
     early = Run(tmp_path)
-    (early.saver if in_background else first).begin({"command": []})
-    second.begin({"command": []})
+    (early.saver if in_background else first).claim_folder({"command": []})
+    second.claim_folder({"command": []})
     second.save(20, ones(5.0), {}, {})
     if in_background:
         early.save(10, ones(2.0))
-        assert "another run has begun to save" in early.until("SAVE FAILED")
-        early.saver._writer.end()
+        assert "another run has taken over the folder" in early.until("SAVE FAILED")
+        early.saver._writer.shut_down()
     else:
-        with pytest.raises(CheckpointError, match="another run has begun to save"):
+        with pytest.raises(CheckpointError, match="another run has taken over the folder"):
             first.save(10, ones(2.0), {}, {})
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000020", LATEST, RUN}
     assert (tmp_path / LATEST).read_text() == "20\n"
@@ -565,65 +565,70 @@ def test_what_another_run_left_is_not_touched_by_a_late_writer(tmp_path: Path) -
     early.until("saved")
     with early.stopped():
         early.save(2, ones(2.0))
-        late.saver.begin({})
+        late.saver.claim_folder({})
         late.save(2, ones(5.0))
         late.finish()
-    assert "this one saves there no more" in early.until("SAVE FAILED")
+    assert "so this run no longer saves in it" in early.until("SAVE FAILED")
     assert value_in(tmp_path / "iter_0000002") == 5.0
-    early.saver._writer.end()
+    early.saver._writer.shut_down()
 
 
 def test_a_part_that_is_written_but_never_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a file system of a network that shows the first rank another folder."""
-    monkeypatch.setattr(writer_main, "VISIBLE_WITHIN_S", 0.1)
+    monkeypatch.setattr(writer_main, "VISIBILITY_TIMEOUT_S", 0.1)
     replies: list[Reply] = []
     inbox: queue.Queue[Message] = queue.Queue()
-    writer = writer_main.Background(memoryview(b""), inbox, Begin(str(tmp_path), RankPart(0, ()), 3, Retention()), replies.append)
+    writer = writer_main.BackgroundWriter(
+        memoryview(b""), inbox, WriterSetup(str(tmp_path), SavePlan(0, ()), 3, Retention()), replies.append
+    )
     draft = LocalStorage(tmp_path).draft("iter_0000001", "ab")
-    draft.make()
-    draft.storage.write(part_file(2), b"{}")
-    inbox.put(PartsEnded(None))
-    writer._save(Save(1, "ab", {}))
-    written, committed = (reply for reply in replies if not isinstance(reply, Alive))
-    waits = [reply.doing for reply in replies if isinstance(reply, Alive)]
-    assert list(dict.fromkeys(waits)) == ["its folder", "the write of its part", "parts of other ranks (1)"]
-    assert isinstance(written, PartWritten) and written.failure is None
-    assert isinstance(committed, Committed) and committed.failure is not None
-    assert committed.failure.startswith("rank 1 has written its part, but not into") and "all nodes share" in committed.failure
+    draft.create_folder()
+    draft.storage.write(rank_manifest_name(2), b"{}")
+    inbox.put(RanksFinished(None))
+    writer._save(SaveRequest(1, "ab", {}))
+    written, committed = (reply for reply in replies if not isinstance(reply, SaveProgress))
+    waits = [reply.activity for reply in replies if isinstance(reply, SaveProgress)]
+    assert list(dict.fromkeys(waits)) == ["its folder", "the write of its files", "the files of other ranks (1)"]
+    assert isinstance(written, RankResult) and written.failure is None
+    assert isinstance(committed, CommitResult) and committed.failure is not None
+    assert (
+        committed.failure.startswith("rank 1 has written its files, but the first rank does not see them in")
+        and "all nodes share" in committed.failure
+    )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_part_that_is_still_being_written_is_waited_for(tmp_path: Path) -> None:
     """Behind some URLs a file is seen before it has its content."""
     draft = LocalStorage(tmp_path).draft("iter_0000001", "ab")
-    draft.make()
-    name, content = part_file(1), Manifest({}, {}).to_json()
+    draft.create_folder()
+    name, content = rank_manifest_name(1), Manifest({}, {}).to_json()
     draft.storage.write(name, b"")
     threading.Timer(0.2, draft.storage.write, (name, content)).start()
-    assert writer_main._whole_part(draft, name) == Manifest({}, {})
+    assert writer_main._read_rank_manifest(draft, name) == Manifest({}, {})
 
 
 def test_old_checkpoints_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The new one is complete all the same."""
     replies: list[Reply] = []
-    begin = Begin(str(tmp_path), RankPart(0, ()), 1, Retention(1))
-    writer = writer_main.Background(memoryview(b""), queue.Queue(), begin, replies.append)
+    begin = WriterSetup(str(tmp_path), SavePlan(0, ()), 1, Retention(1))
+    writer = writer_main.BackgroundWriter(memoryview(b""), queue.Queue(), begin, replies.append)
     for iteration in (1, 2):
         draft = LocalStorage(tmp_path).draft(f"iter_{iteration:07d}", "ab")
-        draft.make()
-        monkeypatch.setattr(LocalStorage, "retire", lambda *_: os.listdir("/nowhere"))
-        writer._save(Save(iteration, "ab", {"config.json": b"{}", "state.json": b"{}"}))
-    replies = [reply for reply in replies if not isinstance(reply, Alive)]
+        draft.create_folder()
+        monkeypatch.setattr(LocalStorage, "remove_checkpoint", lambda *_: os.listdir("/nowhere"))
+        writer._save(SaveRequest(iteration, "ab", {"config.json": b"{}", "state.json": b"{}"}))
+    replies = [reply for reply in replies if not isinstance(reply, SaveProgress)]
     assert [type(reply) for reply in replies] == [
-        PartWritten,
-        Committed,
-        PartWritten,
-        Committed,
-        Note,
+        RankResult,
+        CommitResult,
+        RankResult,
+        CommitResult,
+        LogLine,
     ]
-    assert isinstance(replies[3], Committed) and replies[3].failure is None
-    assert isinstance(replies[4], Note) and "could not be removed: [Errno 2] No such file" in replies[4].text
-    assert list(checkpoints(tmp_path)) == [1, 2]
+    assert isinstance(replies[3], CommitResult) and replies[3].failure is None
+    assert isinstance(replies[4], LogLine) and "could not be removed: [Errno 2] No such file" in replies[4].text
+    assert list(list_checkpoints(tmp_path)) == [1, 2]
 
 
 def test_an_object_store(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from megatron.data.indexed_writer import write_dataset
 from megatron.data.tokenizer import ByteTokenizer, build_tokenizer
-from megatron_lab.checkpoints.model_card import without_folders
+from megatron_lab.checkpoints.model_card import strip_folders
 from megatron_lab.commands.checkpoint import main
 from megatron_lab.foreign.huggingface.folder import HuggingFaceFolder
 from megatron_lab.foreign.opening import open_source
@@ -173,8 +173,8 @@ def test_verify_stops_an_export_and_nothing_is_left(
 ) -> None:
     from megatron_lab.checkpoints import huggingface_writer
 
-    right = huggingface_writer._config
-    monkeypatch.setattr(huggingface_writer, "_config", lambda *given: right(*given) | {"rms_norm_eps": 0.1})
+    right = huggingface_writer._build_config
+    monkeypatch.setattr(huggingface_writer, "_build_config", lambda *given: right(*given) | {"rms_norm_eps": 0.1})
     assert tool("export", huggingface, tmp_path / "out", "--verify") == 1
     assert "the conversion is wrong" in capsys.readouterr().err
     assert not [path for path in tmp_path.iterdir() if "out" in path.name]
@@ -231,7 +231,7 @@ def test_without_a_tokenizer(tmp_path: Path, capsys: Texts) -> None:
     pytest.importorskip("transformers")
     saved("llama", tmp_path / "model", vocab_size=64)
     assert tool("export", tmp_path / "model", tmp_path / "out") == 1
-    assert "no tokenizer is known" in capsys.readouterr().err
+    assert "has no known tokenizer" in capsys.readouterr().err
     assert tool("export", tmp_path / "model", tmp_path / "out", "--no-tokenizer", "--verify") == 0
     assert tool("import", tmp_path / "model", tmp_path / "base", "--no-tokenizer") == 0
     assert not (tmp_path / "base" / "tokenizer").exists() and not (tmp_path / "out" / "tokenizer.json").exists()
@@ -274,7 +274,7 @@ def test_sizes_of_files(size: str, capsys: Texts) -> None:
 def test_only_local_folders_are_written(command: str, capsys: Texts) -> None:
     with pytest.raises(SystemExit):
         tool(command, "a", "s3://bucket/b")
-    assert "write to a local folder" in capsys.readouterr().err
+    assert "Write to a local folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["export", "import"])
@@ -343,4 +343,4 @@ def test_a_model_card_tells_data_and_training_and_no_folder_and_what_comes_next_
 
 def test_paths_in_notes_lose_their_folders() -> None:
     text = "/home/me/runs/a is damaged; took ~/b/iter_1, '../c/d' and (/x). 16/32 and/or https://a.b/c stay"
-    assert without_folders(text) == "a is damaged; took iter_1, 'd' and (x). 16/32 and/or https://a.b/c stay"
+    assert strip_folders(text) == "a is damaged; took iter_1, 'd' and (x). 16/32 and/or https://a.b/c stay"

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.save_folder import checkpoint_name, find_checkpoint, iterations_in, latest_in
+from megatron.checkpoint.save_folder import checkpoint_name, find_checkpoint, list_iterations, read_latest
 from megatron.checkpoint.storage import MANIFEST
 from megatron.checkpoint.storage_kinds import open_storage
-from megatron_lab.verification.local_ranks import die_with
+from megatron_lab.verification.local_ranks import set_parent_death_signal
 from tests.support.runs import (
     Ended,
     arguments,
@@ -77,7 +77,7 @@ class Kill:
         me = os.getpid()
         if os.fork() == 0:
             try:
-                die_with(me, signal.SIGKILL)
+                set_parent_death_signal(me, signal.SIGKILL)
                 os.read(listen, 1)
                 time.sleep(self.delay)
                 for pid in children(me) - {os.getpid()} if self.victim == "writer" else [me]:
@@ -143,15 +143,15 @@ def assert_sound(folder: Path, in_place: bool) -> int:
         in_place: as in an object store, a checkpoint is written under its own name and complete when its manifest is there.
     """
     storage = open_storage(folder)
-    found, latest = iterations_in(storage), latest_in(storage)
-    complete = [iteration for iteration in found if storage.size(f"{checkpoint_name(iteration)}/{MANIFEST}") is not None]
+    found, latest = list_iterations(storage), read_latest(storage)
+    complete = [iteration for iteration in found if storage.file_size(f"{checkpoint_name(iteration)}/{MANIFEST}") is not None]
     assert in_place or complete == found
     if not complete:
         assert latest is None
         return 0
     # Without a latest file it was killed between the end of its first checkpoint and this file.
     expected = max(complete) if latest is None else latest
-    assert find_checkpoint(folder, tell=lambda _: None) == checkpoint(folder, expected)
+    assert find_checkpoint(folder, warn=lambda _: None) == checkpoint(folder, expected)
     for kind in ("model", "exp_avg", "exp_avg_sq"):
         assert saved_tensors(folder, expected, kind)
     return expected
@@ -188,7 +188,7 @@ def until_the_end(folder: Path, save: str, left: int, chance: random.Random) -> 
         said = ended[0].stdout
         if resumed_at and "resuming from" in said:
             assert f"at iteration {resumed_at}" in said, f"{kill}\n{report(ended)}"
-        assert (latest_in(open_storage(folder)) or 0) >= resumed_at
+        assert (read_latest(open_storage(folder)) or 0) >= resumed_at
         codes = [end.code for end in ended]
         done = codes == [0] * RANKS
         if kill is not None and kill.victim != "writer":

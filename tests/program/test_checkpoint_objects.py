@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megatron.checkpoint.save_folder import Retention, checkpoint_name, find_checkpoint, latest_in, read_state, retain
-from megatron.checkpoint.savers import TensorSaver
+from megatron.checkpoint.save_folder import Retention, apply_retention, checkpoint_name, find_checkpoint, read_latest, read_state
+from megatron.checkpoint.savers import SyncSaver
 from megatron.checkpoint.storage_kinds import open_storage
 from tests.support.checkpoint_worlds import group_of, load_tensors, whole
 from tests.support.runs import arguments, digest, run
@@ -32,7 +32,7 @@ def empty_store() -> Iterator[None]:
 
 def save(iteration: int, value: float = 1.0) -> str:
     tensors = [whole("a", torch.full((300, 7), value)), whole("b", torch.full((5,), value, dtype=torch.float64))]
-    TensorSaver(open_storage(URL), group_of(None)).save(iteration, tensors, {}, {"value": value})
+    SyncSaver(open_storage(URL), group_of(None)).save(iteration, tensors, {}, {"value": value})
     return f"{URL}/{checkpoint_name(iteration)}"
 
 
@@ -45,26 +45,26 @@ def loaded(url: str) -> float:
 
 
 def found() -> Any:
-    return find_checkpoint(URL, tell=lambda _: None)
+    return find_checkpoint(URL, warn=lambda _: None)
 
 
 def test_saved_found_and_loaded() -> None:
     assert found() is None
     assert save(3, 3.0) == f"{URL}/iter_0000003" == found()
     save(6, 6.0)
-    assert found() == f"{URL}/iter_0000006" and latest_in(open_storage(URL)) == 6
+    assert found() == f"{URL}/iter_0000006" and read_latest(open_storage(URL)) == 6
     assert (loaded(f"{URL}/iter_0000003"), loaded(found())) == (3.0, 6.0)
     save(6, 7.0)
-    assert loaded(found()) == 7.0 and len(open_storage(URL).names("iter_0000006")) == 4
-    retain(open_storage(URL), Retention(1))
-    assert open_storage(URL).names() == ["iter_0000006", "latest_checkpointed_iteration.txt"]
+    assert loaded(found()) == 7.0 and len(open_storage(URL).list_names("iter_0000006")) == 4
+    apply_retention(open_storage(URL), Retention(1))
+    assert open_storage(URL).list_names() == ["iter_0000006", "latest_checkpointed_iteration.txt"]
 
 
 @pytest.mark.parametrize("how", ["flip", "truncate", "delete"])
 def test_damage_is_found(how: str) -> None:
     save(3, 3.0)
     storage = open_storage(save(6, 6.0))
-    (name,) = (name for name in storage.names() if name.endswith(".safetensors"))
+    (name,) = (name for name in storage.list_names() if name.endswith(".safetensors"))
     data = storage.read(name)
     if how == "delete":
         storage.remove(name)

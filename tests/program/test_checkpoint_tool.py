@@ -13,12 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.checkpoint.data_files import DataFiles
+from megatron.checkpoint.data_files import DataFileReader
 from megatron.checkpoint.local_storage import LocalStorage
-from megatron.checkpoint.manifest import content_digest
-from megatron.parallel.boxes import Box
+from megatron.checkpoint.manifest import digest_entries
+from megatron.parallel.tensor_slice import TensorSlice
 from megatron_lab.checkpoints import compare
-from megatron_lab.checkpoints.compare import difference
+from megatron_lab.checkpoints.compare import compare_tensors
 from megatron_lab.checkpoints.stream import write_checkpoint
 from megatron_lab.commands.checkpoint import main
 from megatron_lab.foreign.source import StoredCheckpoint
@@ -58,7 +58,7 @@ def changed(path: Path, folder: Path, name: str, change: Any) -> Path:
     """A copy of a checkpoint with one tensor changed by a function."""
     source = StoredCheckpoint(path)
 
-    def read(wanted: str, box: Box) -> torch.Tensor:
+    def read(wanted: str, box: TensorSlice) -> torch.Tensor:
         tensor = source.read_stored(wanted, box)
         return change(tensor) if wanted == name else tensor
 
@@ -82,7 +82,7 @@ def test_inspect(original: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["parameters"] == sum(math.prod(found["tensors"][name]["shape"]) for name in weights)
     entry = found["tensors"]["exp_avg.layers.1.mlp.up.weight"]
     assert (entry["shape"], entry["dtype"], entry["bytes"]) == ([128, 32], "float32", 128 * 32 * 4)
-    assert entry["boxes"] == len(manifest.tensors["exp_avg.layers.1.mlp.up.weight"].boxes) > 1
+    assert entry["boxes"] == len(manifest.tensors["exp_avg.layers.1.mlp.up.weight"].slices) > 1
     for words in (
         str(manifest.content_digest),
         "iter_0000002",
@@ -105,9 +105,9 @@ def test_verify_reads_every_checkpoint(saved: Path, capsys: pytest.CaptureFixtur
 
 def test_verify_names_all_that_is_wrong(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = checkpoint(saved, 1), checkpoint(saved, 2)
-    boxes = read_manifest(first).tensors["exp_avg.layers.1.mlp.up.weight"].boxes
-    with DataFiles(LocalStorage(first), read_manifest(first)) as files:
-        places = [(first / box.file, files.start(box, "float32")) for box in boxes]
+    boxes = read_manifest(first).tensors["exp_avg.layers.1.mlp.up.weight"].slices
+    with DataFileReader(LocalStorage(first), read_manifest(first)) as files:
+        places = [(first / box.file, files.data_offset(box, "float32")) for box in boxes]
     for file, at in places:
         data = bytearray(file.read_bytes())
         data[at] ^= 1
@@ -122,13 +122,13 @@ def test_verify_names_all_that_is_wrong(saved: Path, capsys: pytest.CaptureFixtu
     assert of_first[0] == f"{first} is damaged:"
     assert len(boxes) > 1
     for box in boxes:
-        assert f"  {first / box.file}: the data of {box.key} was altered (checksum)" in of_first
+        assert f"  {first / box.file}: the data of {box.key} was altered: its checksum does not match" in of_first
     assert any("config.json" in line for line in of_first)
     assert of_second == [f"  {second / 'rank_00000.safetensors'} is missing"]
 
 
 def test_verify_compares_the_content(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every file as it was written, but not what was to be saved: the checksums agree, the content sums do not."""
+    """Every file as it was written, but not what was to be saved: the checksums agree, the content hashes do not."""
     path = checkpoint(saved, 2)
     text = (path / "manifest.json").read_text()
     manifest = read_manifest(path)
@@ -137,9 +137,9 @@ def test_verify_compares_the_content(saved: Path, capsys: pytest.CaptureFixture[
     content = json.loads(text)
     content["tensors"][name]["content"] = other
     entries = (f"{name} {t['shape']} {t['dtype']} {t['content']}" for name, t in content["tensors"].items())
-    content["content_digest"] = content_digest(entries)
+    content["content_digest"] = digest_entries(entries)
     (path / "manifest.json").write_text(json.dumps(content))
-    assert f"{name}: its content sums are" in said(capsys, 1, "verify", path)
+    assert f"{name}: its content hash is" in said(capsys, 1, "verify", path)
 
 
 def test_diff(original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,14 +185,14 @@ def test_the_difference_of_two_tensors(values: list[float], data: st.DataObject)
     others = [data.draw(st.sampled_from([value, value, 3.0, math.nan])) for value in values]
     same = [a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(values, others, strict=True)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compare, "_AT_ONCE", 2)
-        found = difference(torch.tensor(values), torch.tensor(others).double())
+        patch.setattr(compare, "_BLOCK_NUMEL", 2)
+        found = compare_tensors(torch.tensor(values), torch.tensor(others).double())
     if all(same):
         assert found is None
         return
-    assert found is not None and found.differing == same.count(False) and found.first.index == (same.index(False),)
+    assert found is not None and found.num_different == same.count(False) and found.first_difference.index == (same.index(False),)
     gaps = [0.0 if s else (abs(a - b) if math.isfinite(a - b) else math.inf) for a, b, s in zip(values, others, same, strict=True)]
-    assert found.absolute == max(gaps) and gaps[found.largest.index[0]] == max(gaps)
+    assert found.max_abs_difference == max(gaps) and gaps[found.max_difference.index[0]] == max(gaps)
 
 
 @pytest.mark.parametrize(
@@ -214,12 +214,12 @@ def test_reshard(original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert sorted(name for name in after.files if name.startswith("rank_")) == [f"rank_{r:05d}.safetensors" for r in range(ranks)]
     found: dict[str, set[str]] = {}
     for name, tensor in after.tensors.items():
-        for box in tensor.boxes if ".layers." in name else ():
+        for box in tensor.slices if ".layers." in name else ():
             found.setdefault(box.file, set()).add(name.split(".")[2])
     assert ["".join(sorted(found[file])) for file in sorted(found)] == layers
     assert "0 differ" in said(capsys, 0, "diff", original, tmp_path / "cut")
     assert said(capsys, 0, "verify", tmp_path / "cut")
-    assert "is there already" in failed(capsys, 1, "reshard", original, tmp_path / "cut", *flags)
+    assert "exists already" in failed(capsys, 1, "reshard", original, tmp_path / "cut", *flags)
 
 
 @pytest.mark.full("test_run_experts.py::test_files_are_cut_as_the_ranks_hold_experts")
@@ -231,14 +231,14 @@ def test_a_resharded_checkpoint_has_the_boxes_that_its_ranks_save(original: Path
     run(arguments(**layout, **settings, load=tmp_path / "cut", save=tmp_path / "run"), 4)
     cut, own = read_manifest(checkpoint(tmp_path / "cut", 2)), read_manifest(checkpoint(tmp_path / "run", 3))
     for name, tensor in own.tensors.items():
-        assert {(box.box, box.checksum) for box in tensor.boxes} == {(box.box, box.checksum) for box in cut.tensors[name].boxes}, (
-            name
-        )
+        assert {(box.tensor_slice, box.checksum) for box in tensor.slices} == {
+            (box.tensor_slice, box.checksum) for box in cut.tensors[name].slices
+        }, name
 
 
 def test_layouts_that_are_not_possible(original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for flags, words in (
-        (["--tp", 3], "--num-attention-heads 4 does not divide by --tensor-model-parallel-size 3"),
+        (["--tp", 3], "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3"),
         (["--pp", 5], "--pipeline-model-parallel-size"),
         (["--tp", 0], "--tensor-model-parallel-size"),
         (["--pipeline-schedule", "nosuch"], "--pipeline-schedule"),

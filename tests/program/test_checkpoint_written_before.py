@@ -12,9 +12,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.global_tensor import bytes_of
+from megatron.checkpoint.global_tensor import tensor_bytes
 from megatron.checkpoint.storage_kinds import open_storage
-from megatron_lab.checkpoints.verified import verify
+from megatron_lab.checkpoints.verified import verify_checkpoint
 from megatron_lab.foreign.source import StoredCheckpoint
 from tests.support.equality import number_differences
 from tests.support.runs import arguments, checkpoint, losses, read_metrics, run
@@ -54,10 +54,10 @@ def test_every_tensor_is_read_bit_for_bit() -> None:
     for name, expected in EXPECTED["runs"].items():
         path = checkpoint(FOLDER / name, SAVED)
         stored = StoredCheckpoint(path)
-        found = {tensor: hashlib.sha256(bytes_of(stored.read_stored(tensor))).hexdigest()[:16] for tensor in stored.tensors}
+        found = {tensor: hashlib.sha256(tensor_bytes(stored.read_stored(tensor))).hexdigest()[:16] for tensor in stored.tensors}
         assert found == expected["tensors"], name
-        checked = verify(open_storage(path))
-        assert (checked.digest, checked.faults) == (expected["content_digest"], ()), name
+        checked = verify_checkpoint(open_storage(path))
+        assert (checked.content_digest, checked.problems) == (expected["content_digest"], ()), name
 
 
 def test_training_goes_on_as_it_did(tmp_path: Path) -> None:

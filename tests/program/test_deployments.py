@@ -16,8 +16,8 @@ import yaml
 
 from megatron.config.cli import load
 from megatron.config.training import TrainingConfig
-from megatron.training.signals import DIVERGED, REFUSED
-from megatron_lab.resilience.command import settings
+from megatron.training.signals import EXIT_DIVERGED, EXIT_REFUSED
+from megatron_lab.resilience.command import parse_command_line
 from tests.support.cli import ROOT
 
 _INSTRUCTIONS = {"ARG", "FROM", "ENV", "RUN", "WORKDIR", "COPY", "USER", "CMD"}
@@ -84,7 +84,7 @@ def unknown(found: Any, known: Any, place: str = "") -> list[str]:
 
 def accepted(words: Sequence[str], ranks: int) -> Any:
     """The settings of the supervisor, whose program's flags pass all rules for so many ranks."""
-    found = settings(words)
+    found = parse_command_line(words)
     for size in found.elastic:
         load([*found.flags, "--dry-run", "--world-size", str(size)], 1)
     assert found.elastic[1] == ranks
@@ -103,7 +103,7 @@ def test_the_job_set_restarts_what_the_supervisors_do_not() -> None:
         store["image"] == node["image"]
         and store["command"][:3] == node["command"][:3] == "python -m megatron_lab.resilience.supervisor".split()
     )
-    port = settings(store["command"][3:]).serve
+    port = parse_command_line(store["command"][3:]).serve
     assert store["ports"] == [{"containerPort": port}]
 
     launched = accepted(node["args"], 16 * int(node["resources"]["limits"]["nvidia.com/gpu"]))
@@ -118,7 +118,7 @@ def test_the_job_set_restarts_what_the_supervisors_do_not() -> None:
     ignored, ended = jobs["nodes"]["podFailurePolicy"]["rules"]
     assert (ignored["action"], ignored["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
     stop_code = load([*launched.flags, "--dry-run", "--world-size", "128"], 1).config.training.exit_signal_code
-    assert ended["action"] == "FailJob" and ended["onExitCodes"]["values"] == sorted([REFUSED, stop_code, DIVERGED])
+    assert ended["action"] == "FailJob" and ended["onExitCodes"]["values"] == sorted([EXIT_REFUSED, stop_code, EXIT_DIVERGED])
     assert ended["onExitCodes"]["containerName"] == node["name"] and stop_code == TrainingConfig().exit_signal_code
     assert jobs["nodes"]["template"]["spec"]["restartPolicy"] == "Never", "else Kubernetes refuses a podFailurePolicy"
     assert found["spec"]["failurePolicy"]["rules"] == [{"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]

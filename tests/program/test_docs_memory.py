@@ -63,7 +63,7 @@ def test_the_picture_and_the_table_of_the_page(capsys: pytest.CaptureFixture[str
 def test_the_bench_of_the_page_has_every_way() -> None:
     """Its times are of one run; what it plans is the same on every machine, and the sentences below it are about these numbers."""
     rows = re.findall(r"^(\S.*?)  +([\d.]+) +([\d.]+) +[+-][\d.]+%", PAGE, re.MULTILINE)
-    assert [name for name, *_ in rows] == list(memory.WAYS)
+    assert [name for name, *_ in rows] == list(memory.MEMORY_OPTIONS)
     assert all(planned == measured for _, planned, measured in rows)
     planned = {name: float(number) for name, number, _ in rows}
     assert f"holds {planned['full, chunked'] / planned['none']:.0%} of what".replace("%", " %") in PAGE
@@ -74,7 +74,7 @@ def kept_by_a_layer(words: Sequence[str]) -> float:
     after = []
     for layers in ("1", "2"):
         config = load([*words, "--num-layers", layers], 1).config
-        after.append(Planner(config, DryRun(1, 1, None), 60).step(0).held[0].after)
+        after.append(Planner(config, DryRun(1, 1, None), 60).plan_stage(0).op_memory[0].remaining_bytes)
     whole = config.model.seq_length * config.training.micro_batch_size * config.model.hidden_size * 2
     return (after[1] - after[0]) / whole
 

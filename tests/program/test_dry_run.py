@@ -19,18 +19,29 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.model import build
 from megatron.parallel.topology import Topology
-from megatron.pipeline_parallel.partition import Chunk, layer_table, table_of
+from megatron.pipeline_parallel.partition import Chunk, build_layer_table, partition_layers
 from megatron.pipeline_parallel.simulate import simulate
-from megatron.spec.counts import count_parameters, flops_per_step, flops_per_token
-from megatron.spec.operations import Op, OpKind
-from megatron.spec.schedules import make_schedule
+from megatron.spec.counts import count_flops_per_step, count_flops_per_token, count_parameters
+from megatron.spec.operations import Op, OpType
+from megatron.spec.schedules import build_schedule
 from megatron_lab.planner import dry_run
 from megatron_lab.planner.cluster import load_cluster
-from megatron_lab.planner.costs import chunk_costs
-from megatron_lab.planner.plan import Job, Places, Plan, RankKind, RankMemory, Traffic, Work, plan_to_json, step_work, write_plan
+from megatron_lab.planner.costs import compute_chunk_costs
+from megatron_lab.planner.plan import (
+    Job,
+    Plan,
+    RankMemory,
+    RankProfile,
+    RankRange,
+    StepFlops,
+    Traffic,
+    count_step_flops,
+    plan_to_json,
+    write_plan,
+)
 from megatron_lab.planner.plan_text import format_plan
 from megatron_lab.planner.state_layout import Bytes
-from megatron_lab.planner.state_report import amount
+from megatron_lab.planner.state_report import format_bytes
 from megatron_lab.planner.step_time import StepTime
 from tests.support.planned import kind_of, plans_of, settings
 from tests.support.runs import arguments, launch, report
@@ -75,13 +86,13 @@ def test_sharded_over_ranks_that_divide_no_dimension() -> None:
     most_padding = {96: 0.008, 384: 0.06}
     jobs = [settings(world_size, **model, **llama, **sharded, **sizes) for world_size in most_padding]
     for (world_size, most), plan in zip(most_padding.items(), plans_of(jobs), strict=True):
-        assert sum(kind.ranks for kind in plan.kinds) == world_size
-        assert sum(kind.ranks * kind.parameters for kind in plan.kinds) == world_size * plan.parameters
-        held = sum(kind.ranks * (kind.memory.parameters.total - kind.memory.parameters.padding) for kind in plan.kinds)
-        padding = sum(kind.ranks * kind.memory.parameters.padding for kind in plan.kinds)
+        assert sum(kind.num_ranks for kind in plan.profiles) == world_size
+        assert sum(kind.num_ranks * kind.parameters for kind in plan.profiles) == world_size * plan.parameters
+        held = sum(kind.num_ranks * (kind.memory.parameters.total - kind.memory.parameters.padding) for kind in plan.profiles)
+        padding = sum(kind.num_ranks * kind.memory.parameters.padding for kind in plan.profiles)
         assert held == 4 * plan.parameters and 0 < padding < most * held
-        last = next(kind for kind in plan.kinds if world_size - 1 in kind.places[0].data)
-        assert last.memory.gradients.total < plan.kinds[0].memory.gradients.total
+        last = next(kind for kind in plan.profiles if world_size - 1 in kind.rank_ranges[0].data)
+        assert last.memory.gradients.total < plan.profiles[0].memory.gradients.total
 
 
 def data_size() -> int:
@@ -140,10 +151,10 @@ def test_a_million_ranks_fall_into_few_kinds(full: bool) -> None:
     ]
     jobs = [settings(world_size, **layout, global_batch_size=None) for layout in layouts]
     for job, plan in zip(jobs, plans_of(jobs), strict=True):
-        assert sum(kind.ranks for kind in plan.kinds) == world_size and len(plan.kinds) < 200
+        assert sum(kind.num_ranks for kind in plan.profiles) == world_size and len(plan.profiles) < 200
         topology = Topology.of(job.config.parallel, world_size)
         for rank in (0, 1, 5, 1000, 4095, 4096, world_size // 2 - 1, world_size // 2, world_size - 1):
-            assert kind_of(plan.kinds, topology, rank)
+            assert kind_of(plan.profiles, topology, rank)
 
 
 # ---- what is simulated and counted
@@ -158,8 +169,8 @@ def test_idle_time_is_the_simulators(full: bool) -> None:
     ]
     jobs = [settings(4, **layout, global_batch_size=16) for layout in layouts]
     for (schedule, count), job, plan in zip(chunks.items(), jobs, plans_of(jobs), strict=True):
-        timeline = simulate(make_schedule(schedule, 4, 8, count), duration_in_flops(job.config))
-        assert plan.work.bubble == pytest.approx(timeline.bubble_share, abs=1e-12) and plan.work.bubble > 0.05, schedule
+        timeline = simulate(build_schedule(schedule, 4, 8, count), duration_in_flops(job.config))
+        assert plan.work.bubble_share == pytest.approx(timeline.bubble_share, abs=1e-12) and plan.work.bubble_share > 0.05, schedule
 
 
 def duration_in_flops(config: Config) -> Callable[[Op], float]:
@@ -168,63 +179,67 @@ def duration_in_flops(config: Config) -> Callable[[Op], float]:
     h, f, s = model.hidden_size, model.ffn_size, model.seq_length
     attention, product = 2 * s * h, 2 * (4 * h * h + 2 * h * f)
     loss = 2 * h * 61
-    table = table_of(model, config.parallel, 61)
+    table = build_layer_table(model, config.parallel, 61)
 
     def duration(op: Op) -> float:
         chunk = table[op.chunk]
-        weights, scores, output = product * len(chunk.layers), attention * len(chunk.layers), loss * chunk.last
+        weights, scores, output = product * len(chunk.layers), attention * len(chunk.layers), loss * chunk.is_last
         parts = {
-            OpKind.FORWARD: weights + scores + output,
-            OpKind.INPUT_GRAD: weights + 2 * scores + 2 * output,
-            OpKind.WEIGHT_GRAD: weights,
-            OpKind.BACKWARD: 2 * weights + 2 * scores + 2 * output,
+            OpType.FORWARD: weights + scores + output,
+            OpType.INPUT_GRAD: weights + 2 * scores + 2 * output,
+            OpType.WEIGHT_GRAD: weights,
+            OpType.BACKWARD: 2 * weights + 2 * scores + 2 * output,
         }
-        return parts[op.kind]
+        return parts[op.type]
 
     return duration
 
 
 def test_work_is_that_of_the_metrics() -> None:
     model = ModelConfig(num_layers=6, hidden_size=64, num_attention_heads=4, seq_length=32)
-    table = layer_table(6, (0, 1))
-    found = step_work(model, 100, table, make_schedule("1f1b", 2, 4), 24)
-    assert (found.tokens, found.flops_per_token) == (24 * 32, flops_per_token(model, 100))
-    assert found.flops == flops_per_step(model, 100, 24) and found.flops_per_rank(4) == found.flops / 4
-    costs = chunk_costs(model, 100, table)
-    assert sum(one.forward + one.input_grad + one.weight_grad for one in costs) == flops_per_token(model, 100)
-    again = table_of(model, ParallelConfig(pipeline_model_parallel_size=2), 100, MemoryConfig("full", recompute_num_layers=2))
-    costs = chunk_costs(model, 100, again)
-    more = sum(one.forward + one.recompute + one.input_grad + one.weight_grad for one in costs) - flops_per_token(model, 100)
-    assert step_work(model, 100, again, make_schedule("1f1b", 2, 4), 24).again == more * found.tokens > 0
-    costs = chunk_costs(model, 100, table, loss_again=True)
-    more = sum(one.forward + one.input_grad + one.weight_grad for one in costs) - flops_per_token(model, 100)
-    work = step_work(model, 100, table, make_schedule("1f1b", 2, 4), 24, loss_again=True)
-    assert work.again == more * work.tokens > 0 and work.flops == found.flops and work.bubble > found.bubble
-    even = step_work(dataclasses.replace(model, num_layers=2), 0, layer_table(2, (0, 1)), make_schedule("1f1b", 2, 4), 8)
-    assert even.bubble == pytest.approx(1 / 5)  # (p - 1) / (m + p - 1), where no stage has more to do
+    table = partition_layers(6, (0, 1))
+    found = count_step_flops(model, 100, table, build_schedule("1f1b", 2, 4), 24)
+    assert (found.tokens, found.flops_per_token) == (24 * 32, count_flops_per_token(model, 100))
+    assert found.flops == count_flops_per_step(model, 100, 24) and found.flops_per_rank(4) == found.flops / 4
+    costs = compute_chunk_costs(model, 100, table)
+    assert sum(one.forward + one.input_grad + one.weight_grad for one in costs) == count_flops_per_token(model, 100)
+    again = build_layer_table(
+        model, ParallelConfig(pipeline_model_parallel_size=2), 100, MemoryConfig("full", recompute_num_layers=2)
+    )
+    costs = compute_chunk_costs(model, 100, again)
+    more = sum(one.forward + one.recompute + one.input_grad + one.weight_grad for one in costs) - count_flops_per_token(model, 100)
+    assert count_step_flops(model, 100, again, build_schedule("1f1b", 2, 4), 24).recompute_flops == more * found.tokens > 0
+    costs = compute_chunk_costs(model, 100, table, recomputes_logits=True)
+    more = sum(one.forward + one.input_grad + one.weight_grad for one in costs) - count_flops_per_token(model, 100)
+    work = count_step_flops(model, 100, table, build_schedule("1f1b", 2, 4), 24, recomputes_logits=True)
+    assert work.recompute_flops == more * work.tokens > 0 and work.flops == found.flops and work.bubble_share > found.bubble_share
+    even = count_step_flops(
+        dataclasses.replace(model, num_layers=2), 0, partition_layers(2, (0, 1)), build_schedule("1f1b", 2, 4), 8
+    )
+    assert even.bubble_share == pytest.approx(1 / 5)  # (p - 1) / (m + p - 1), where no stage has more to do
 
 
 def test_what_is_measured_of_activations_counts() -> None:
     """The first stages of 1F1B keep more microbatches, and so are kinds of their own; under GPipe all stages keep all."""
     stages: dict[str, Any] = {"num_layers": 4, "pipeline_model_parallel_size": 4}
     plan, of_gpipe = plans_of([settings(4, **stages), settings(4, **stages, pipeline_schedule="gpipe")])
-    peaks = [next(kind for kind in plan.kinds if stage in kind.stages).memory.activations.device for stage in range(4)]
-    assert [kind.stages for kind in plan.kinds] == [(0,), (1,), (2,), (3,)]
+    peaks = [next(kind for kind in plan.profiles if stage in kind.stages).memory.activations.device for stage in range(4)]
+    assert [kind.stages for kind in plan.profiles] == [(0,), (1,), (2,), (3,)]
     assert peaks[1] > peaks[2] > 0 and len(set(peaks)) == 4
-    assert [kind.stages for kind in of_gpipe.kinds] == [(0,), (1, 2), (3,)], "stages that look alike are one kind"
+    assert [kind.stages for kind in of_gpipe.profiles] == [(0,), (1, 2), (3,)], "stages that look alike are one kind"
 
 
 def test_a_lost_layer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parameters of all stages are compared with the settings'."""
 
     def without_last(*args: Any) -> list[Chunk]:
-        *others, last = table_of(*args)
+        *others, last = build_layer_table(*args)
         return [*others, dataclasses.replace(last, layers=last.layers[:-1], segments=())]
 
     for module in (dry_run, build):
-        monkeypatch.setattr(module, "table_of", without_last)
+        monkeypatch.setattr(module, "build_layer_table", without_last)
     with pytest.raises(
-        RuntimeError, match=r"the stages together hold 40,640 parameters, but the settings describe .* lost or doubled"
+        RuntimeError, match=r"the stages together hold 40,640 parameters, but the settings describe .* missing or duplicated"
     ):
         plans_of([settings(2, num_layers=4, pipeline_model_parallel_size=2)])
 
@@ -244,10 +259,12 @@ _SENT = (
 def plan(**changes: Any) -> Plan:
     """Two stages of 8 ranks."""
     last = dataclasses.replace(_MEMORY, activations=Bytes(20 * 10**9))
-    places = tuple(Places(tensor, range(2)) for tensor in range(4))
-    kinds = (RankKind((0,), places, 0, 10**9, _MEMORY, _SENT), RankKind((1,), places, 8, 10**9, last, _SENT))
-    work = Work(16384, 6 * 10**9, 8e16, 0.2)
-    return dataclasses.replace(Plan(_JOB, layer_table(4, (0, 1)), 2 * 10**9, 2 * 10**9, (10**9, 10**9), kinds, work), **changes)
+    places = tuple(RankRange(tensor, range(2)) for tensor in range(4))
+    kinds = (RankProfile((0,), places, 0, 10**9, _MEMORY, _SENT), RankProfile((1,), places, 8, 10**9, last, _SENT))
+    work = StepFlops(16384, 6 * 10**9, 8e16, 0.2)
+    return dataclasses.replace(
+        Plan(_JOB, partition_layers(4, (0, 1)), 2 * 10**9, 2 * 10**9, (10**9, 10**9), kinds, work), **changes
+    )
 
 
 def test_first_comes_whether_it_fits_and_where_the_time_goes() -> None:
@@ -291,11 +308,11 @@ def test_what_context_ranks_hold_of_each_other_is_told() -> None:
 def test_host_memory_and_jobs_that_fit_no_gpu() -> None:
     kinds = tuple(
         dataclasses.replace(
-            kind, memory=dataclasses.replace(kind.memory, moments=Bytes(10**12, 10**10)), to_host=kind.first_rank * 10**9
+            kind, memory=dataclasses.replace(kind.memory, moments=Bytes(10**12, 10**10)), offloaded_bytes=kind.first_rank * 10**9
         )
-        for kind in plan().kinds
+        for kind in plan().profiles
     )
-    lines = format_plan(plan(kinds=kinds))
+    lines = format_plan(plan(profiles=kinds))
     assert "more than any GPU has (the largest has 288 GB)" in lines[0]
     assert lines[2] == "  and 10 GB of host memory, 80 GB on a node: moments 10 GB"
     assert "  a rank moves up to 8 GB of activations to host memory and back" in lines
@@ -339,12 +356,12 @@ def test_under_a_launcher_one_rank_speaks() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"dry_run_json": "/dev/null/new/plan"}, "--dry-run-json /dev/null/new/plan cannot be written: /dev/null is no folder"),
+        ({"dry_run_json": "/dev/null/new/plan"}, "--dry-run-json /dev/null/new/plan cannot be written: /dev/null is not a folder"),
         ({"dry_run_json": "/"}, "--dry-run-json / is a folder"),
         ({"dry_run_html": "/"}, "--dry-run-html / is a folder"),
         ({"world_size": 10_000_000}, "--world-size 10000000: --world-size takes a whole number from 1 to 1,048,576"),
         ({"world_size": 0}, "--world-size takes a whole number"),
-        ({"world_size": 3, "tensor_model_parallel_size": 2}, "The world size 3 does not divide by TP x CP x PP"),
+        ({"world_size": 3, "tensor_model_parallel_size": 2}, "The world size 3 is not divisible by TP x CP x PP"),
         ({"global_batch_size": 2_000_000, "micro_batch_size": 1}, "2,000,000 microbatches through 1 chunk"),
     ],
 )
@@ -366,7 +383,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path
     with pytest.raises(ValueError, match="cannot be written"):
         write_plan(plan(), str(new.parent))
     (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="broken is no folder"):
+    with pytest.raises(ValueError, match="broken is not a folder"):
         check_output("--dry-run-json", str(tmp_path / "broken" / "plan.json"))
     monkeypatch.setattr("megatron.config.given.os.access", lambda *_: False)  # root may write anywhere
     for path in (new, tmp_path / "other" / "plan.json"):
@@ -394,10 +411,12 @@ def test_a_full_disk_does_not_take_the_plan_away() -> None:
 )
 def test_what_the_plan_does_not_count_must_fit_too(needed: int, words: str) -> None:
     memory = RankMemory(Bytes(needed))
-    kinds = tuple(dataclasses.replace(kind, memory=memory) for kind in plan().kinds)
-    assert format_plan(plan(kinds=kinds))[0].endswith(f" of device memory{words}")
+    kinds = tuple(dataclasses.replace(kind, memory=memory) for kind in plan().profiles)
+    assert format_plan(plan(profiles=kinds))[0].endswith(f" of device memory{words}")
     for limit, known in ((2, "fits a device of {}, with {} to spare"), (1.01, "too tight for a device of {}, with {} to spare")):
         limit = int(limit * needed)
-        told = format_plan(plan(kinds=kinds, limit=limit))[0]
-        assert told.endswith(f": {known.format(amount(limit), amount(limit - needed))}"), told
-    assert format_plan(plan(kinds=kinds, limit=needed - 1))[0].endswith(f": more than a device of {amount(needed - 1)} has")
+        told = format_plan(plan(profiles=kinds, device_memory=limit))[0]
+        assert told.endswith(f": {known.format(format_bytes(limit), format_bytes(limit - needed))}"), told
+    assert format_plan(plan(profiles=kinds, device_memory=needed - 1))[0].endswith(
+        f": more than a device of {format_bytes(needed - 1)} has"
+    )

@@ -18,10 +18,10 @@ import torch
 from megatron.data.tokenizer import ByteTokenizer
 from megatron_lab.checkpoints.huggingface_writer import export
 from megatron_lab.commands import evaluate
-from megatron_lab.evaluation.scores import Window, windows
+from megatron_lab.evaluation.scores import Window, split_windows
 from megatron_lab.verification.local_ranks import run_ranks
-from megatron_lab.verification.reference.model import logits
-from megatron_lab.verification.reference.shape import Weights, random_weights
+from megatron_lab.verification.reference.model import compute_logits
+from megatron_lab.verification.reference.shape import Weights, build_random_weights
 from tests.support.byte_dataset import write_bytes
 from tests.support.memory_source import reference_source
 from tests.support.reference_runs import llama_like
@@ -35,7 +35,7 @@ EOD = ByteTokenizer().eod
 @pytest.fixture(scope="module")
 def weights() -> Weights:
     """Values that float32 holds, so that the files have them exactly."""
-    return {name: (3 * weight).float().double() for name, weight in random_weights(SHAPE, seed=4).items()}
+    return {name: (3 * weight).float().double() for name, weight in build_random_weights(SHAPE, seed=4).items()}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def nats(weights: Weights, ids: Sequence[int], length: int, stride: int, first: 
     while len(found) < len(ids) - first:
         end = min(end, len(ids) - 1)
         begin = max(0, end - length)
-        told = torch.log_softmax(logits(SHAPE, weights, torch.tensor([ids[begin:end]]))[0], -1)
+        told = torch.log_softmax(compute_logits(SHAPE, weights, torch.tensor([ids[begin:end]]))[0], -1)
         for place in range(max(begin + 1, first), end + 1):
             found.setdefault(place, -told[place - begin - 1, ids[place]].item())
         end += stride
@@ -113,15 +113,15 @@ def test_perplexity_of_files_is_that_of_the_plain_model_at_every_window_and_layo
 
 
 def test_every_token_is_scored_once_with_as_much_before_it_as_fits() -> None:
-    assert [*windows(10, 1, 4, 4)] == [Window(0, 1, 5), Window(4, 5, 9), Window(5, 9, 10)]
-    assert [*windows(12, 9, 4, 4)] == [Window(7, 9, 12)], "a long beginning is cut on its left"
+    assert [*split_windows(10, 1, 4, 4)] == [Window(0, 1, 5), Window(4, 5, 9), Window(5, 9, 10)]
+    assert [*split_windows(12, 9, 4, 4)] == [Window(7, 9, 12)], "a long beginning is cut on its left"
     for total in range(2, 25):
         for first in range(1, total):
             for length, stride in ((4, 4), (5, 2), (3, 1), (40, 40)):
-                made = [*windows(total, first, length, stride)]
-                assert [place for one in made for place in range(one.scored, one.stop)] == [*range(first, total)]
+                made = [*split_windows(total, first, length, stride)]
+                assert [place for one in made for place in range(one.first_scored, one.end)] == [*range(first, total)]
                 for one in made:
-                    assert one.stop - one.start == min(length + 1, one.stop) and one.start < one.scored
+                    assert one.end - one.start == min(length + 1, one.end) and one.start < one.first_scored
 
 
 class Base:
@@ -182,7 +182,7 @@ def test_the_harness_is_answered_as_the_plain_model_would(model: Path, weights: 
 
     made = words.encode("a")
     for _ in range(8):
-        made.append(int(logits(SHAPE, weights, torch.tensor([made]))[0, -1].argmax()))
+        made.append(int(compute_logits(SHAPE, weights, torch.tensor([made]))[0, -1].argmax()))
     expected = words.decode(made[1 : made.index(EOD) if EOD in made else None])
     assert (
         got["text"] == expected and got["cut"][0] == expected[: expected.index(expected[2])] and expected.startswith(got["cut"][1])
@@ -193,11 +193,11 @@ def test_what_cannot_be_evaluated_is_said(model: Path, tmp_path: Path, capsys: p
     (tmp_path / "bytes").write_bytes(b"\xff\xff")
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n{"txt": "a"}\n')
     for words, code, message in (
-        (["--files", tmp_path / "none"], 1, "no such text file, and no indexed dataset"),
+        (["--files", tmp_path / "none"], 1, "no text file of this name, and no indexed dataset"),
         (["--files", tmp_path / "bytes"], 1, "is not UTF-8"),
         (["--files", "x", "--stride", 99, "--window", 9], 1, "--stride 99 must be from 1 to the 9 tokens"),
         (["--files", tmp_path / "x.jsonl"], 1, "x.jsonl, line 2: no JSON object with a"),
-        (["--files", "x", "--limit", 2], 2, "--limit goes with --tasks"),
+        (["--files", "x", "--limit", 2], 2, "--limit can only be used with --tasks"),
         (["--files", "x", "--batch-size", 0], 2, "--batch-size must be at least 1"),
         (["--files", "x", "--context-parallel-size", 2], 2, "use tensor and pipeline ranks"),
         (["--tasks", "t"], 1, "--tasks needs lm-evaluation-harness, which is not installed: pip install"),

@@ -17,9 +17,9 @@ import pytest
 
 from megatron.checkpoint.save_folder import LATEST
 from megatron.config.cli import load
-from megatron.config.model_files import launch_words, names
-from megatron.data.tokenizer import planned_rows
-from megatron_lab.planner.dry_run import make_plan
+from megatron.config.model_files import get_launch_command, list_models
+from megatron.data.tokenizer import predict_embedding_rows
+from megatron_lab.planner.dry_run import build_plan
 from megatron_lab.planner.plan import plan_to_json
 from tests.support.cli import ROOT
 from tests.support.launched import EXAMPLES, SCRIPTS, Started, environment, flag, header, slurm_options, start, words_of
@@ -91,7 +91,7 @@ def test_the_dry_run_is_as_the_script_states(script: str, tmp_path: Path, full: 
         tokens = (loaded.config.training.global_batch_size or 0) * loaded.config.model.seq_length
         assert header(script)["tokens per step"] == f"{tokens:,}"
         return
-    plan = plan_to_json(make_plan(loaded.config, loaded.dry_run, planned_rows(loaded.config.data)))
+    plan = plan_to_json(build_plan(loaded.config, loaded.dry_run, predict_embedding_rows(loaded.config.data)))
     stated = header(script)
     on_cpu = flag(words, "--device") == "cpu"
     number, unit = stated.pop(f"memory per {'process' if on_cpu else 'GPU'}").split()
@@ -110,14 +110,14 @@ def test_the_dry_run_is_as_the_script_states(script: str, tmp_path: Path, full: 
 def test_a_model_fits_the_script_that_it_names(tmp_path: Path, full: bool) -> None:
     """Its own of the scripts are tried above; of the others, those that no other plan is as large as. In the normal run two."""
     for name in ("llama3-8b", "llama3.2-1b", *(("gemma2-9b", "llama3-405b") if full else ())):
-        script, *changes = launch_words(name)
+        script, *changes = get_launch_command(name)
         _, *words = words_of(script, *changes, folder=tmp_path, MODEL=name)
         loaded = load(words, 1)
         assert loaded.dry_run is not None and flag(words, "--model") == name
         assert all("comes later" in note for note in loaded.notes), loaded.notes
-        plan = plan_to_json(make_plan(loaded.config, loaded.dry_run, planned_rows(loaded.config.data)))
+        plan = plan_to_json(build_plan(loaded.config, loaded.dry_run, predict_embedding_rows(loaded.config.data)))
         assert plan["device_bytes"] < 0.95 * GPU, name
-    assert {launch_words(name)[0] for name in names()} <= set(SCRIPTS)
+    assert {get_launch_command(name)[0] for name in list_models()} <= set(SCRIPTS)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -482,7 +482,9 @@ def test_the_laptop_trains_goes_on_after_a_kill_and_stops_when_asked(tmp_path: P
         try:
             wait_until(said, r"saved \S+/iter_0000005", process)
             words = said.read_text()
-            assert words.index("fullest rank") < words.index("check_cluster: all is well") < words.index("iteration        1/")
+            assert (
+                words.index("fullest rank") < words.index("check_cluster: no problems found") < words.index("iteration        1/")
+            )
             ranks = [pid for pid, name in writers_to(said).items() if name.startswith("rank")]
             assert len(ranks) == 2
             os.kill(ranks[0], signal.SIGKILL)

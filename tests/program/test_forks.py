@@ -64,9 +64,9 @@ for name in {RUNTIME}: setattr(torch.cuda, name, fails)
 bad = torch.cuda._is_in_bad_fork
 import megatron.training.trainer, megatron_lab.resilience.supervisor, megatron_lab.node_memory.keeper, megatron_lab.flight.watcher
 import megatron.checkpoint.writer_main, megatron.data.tokenizer
-from megatron_lab.resilience.ranks import import_what_runs_need
+from megatron_lab.resilience.ranks import import_run_modules
 import megatron_lab.resilience.envoy
-import_what_runs_need()
+import_run_modules()
 pid = os.fork()
 if pid == 0: os._exit(bad())
 print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
@@ -133,14 +133,14 @@ def test_a_run_forks_nothing_after_it_has_asked_cuda(run_elsewhere: tuple[Ended,
     ended, _ = run_elsewhere
     assert ended.code == 0, report([ended])
     assert "planned: the fullest rank takes" in ended.stdout, ended.stdout
-    assert "without a plan" not in ended.stdout and "not foretold: R" not in ended.stdout, ended.stdout
+    assert "without a plan" not in ended.stdout and "not predicted: R" not in ended.stdout, ended.stdout
 
 
 def test_a_run_of_a_checkout_starts_all_its_processes_from_anywhere(run_elsewhere: tuple[Ended, Path]) -> None:
     """The watcher of hangs, the writer of checkpoints, the keeper of the state in memory, the plan and the report."""
     ended, folder = run_elsewhere
     assert ended.code == 0 and "No module named" not in ended.stderr, report([ended])
-    assert "cannot be made" not in ended.stderr, ended.stderr
+    assert "cannot be created" not in ended.stderr, ended.stderr
     assert (folder / "saved" / "iter_0000003").is_dir() and (folder / "saved" / "report.html").is_file()
 
 
@@ -154,4 +154,4 @@ def test_the_supervisor_refuses_a_module_that_uses_cuda_when_it_is_imported(
     words = ["-m", "megatron_lab.resilience.supervisor", "--nproc-per-node", "1", str(ROOT / "pretrain_gpt.py")]
     done = spawn_cli([*words, *arguments(train_iters=1, imports=module, load=tmp_path / "none", device=device)], nproc=None)
     assert done.returncode == (2 if is_refused else 0), done.stderr
-    assert ("pretrain_gpt.py: a module of --imports uses CUDA while it is imported" in done.stderr) == is_refused
+    assert ("pretrain_gpt.py: a module of --imports calls CUDA while it is imported" in done.stderr) == is_refused

@@ -18,8 +18,8 @@ from examples.make_corpus import write_corpus
 from megatron.data.tokenizer import ByteTokenizer
 from megatron_lab.commands import checkpoint, generate_text
 from megatron_lab.verification.local_ranks import run_ranks
-from megatron_lab.verification.reference.model import logits
-from megatron_lab.verification.reference.shape import ReferenceShape, Weights, random_weights
+from megatron_lab.verification.reference.model import compute_logits
+from megatron_lab.verification.reference.shape import ReferenceShape, Weights, build_random_weights
 from tests.support.byte_dataset import FLAGS, write_bytes
 from tests.support.cli import ROOT
 from tests.support.legacy_checkpoints import LegacyLayout, write_legacy
@@ -50,7 +50,7 @@ def greedy(shape: ReferenceShape, weights: Weights, prompt: str, count: int) -> 
     start = len(ids)
     weights = {name: weight.double() for name, weight in weights.items()}
     for _ in range(count):
-        ids.append(int(logits(shape, weights, torch.tensor([ids]))[0, -1].argmax()))
+        ids.append(int(compute_logits(shape, weights, torch.tensor([ids]))[0, -1].argmax()))
         if ids[-1] == tokenizer.eod:
             return ids[start:-1]
     return ids[start:]
@@ -137,7 +137,7 @@ def test_the_same_text_on_two_processes(trained: Path, say: Say, flag: str | Non
 
 def test_a_legacy_checkpoint_and_a_hugging_face_folder(tmp_path: Path, say: Say) -> None:
     """The same weights in each: the same text."""
-    weights = {name: weight.float() for name, weight in random_weights(SHAPE, seed=4).items()}
+    weights = {name: weight.float() for name, weight in build_random_weights(SHAPE, seed=4).items()}
     legacy, model = tmp_path / "legacy", tmp_path / "model"
     write_legacy(legacy, SHAPE, weights, LegacyLayout(2, 2), tokenizer_type="ByteTokenizer")
     flags = ("--temperature", 0, "--max-new-tokens", 16, "--prompt", PROMPT, "--json", "--ignore-eod")
@@ -214,7 +214,7 @@ def test_learned_positions_bound_the_text(tmp_path: Path, say: Say, capsys: pyte
     (found,) = map(json.loads, say("--load", tmp_path, "--prompt", "1 2 3", "--ignore-eod", "--json").splitlines())
     assert len(found["tokens"]) == 17 and found["text"] == "".join(f" {id}" for id in found["tokens"] if id < 60)
     assert generate_text.main(["--load", str(tmp_path), "--prompt", "1 2 3", "--max-new-tokens", "18"]) == 1
-    assert "more than the 20 positions" in capsys.readouterr().err
+    assert "exceed the 20 positions" in capsys.readouterr().err
 
 
 def test_tokenizer_files_that_lie_elsewhere_now(tmp_path: Path, say: Say, capsys: pytest.CaptureFixture[str]) -> None:

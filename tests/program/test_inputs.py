@@ -14,7 +14,7 @@ from megatron.data.indexed_dataset import loss_mask_prefix
 from megatron_lab.commands import preprocess_data, train_tokenizer
 from megatron_lab.data_tools.preprocess import storage
 from megatron_lab.data_tools.preprocess.job import preprocess
-from megatron_lab.data_tools.preprocess.shard_work import parts_of
+from megatron_lab.data_tools.preprocess.shard_work import split_text
 from tests.support.corpora import EOD, JOB, documents, files_of, write_lines
 
 TEXTS = ['hello "you", there', "a\nb", "Größe", "code", "json", "wide ü", "end"]
@@ -55,16 +55,16 @@ def test_a_folder_of_everything(folder: Path, capsys: pytest.CaptureFixture[str]
     said = capsys.readouterr().err
     assert texts(out) == [text if text != "code" else "x" for text in TEXTS]
     for words in (
-        "left out for no known kind: 1 ending with .png",
+        "skipped, unknown format: 1 ending with .png",
         "empty files: 1, for example",
         "g.csv: no column 'text' (--json-keys, --column); it has: 'body', 'y'",
-        "h.parquet is no parquet file",
+        "h.parquet is not a parquet file",
         "a.csv: row 1: key 'text' is not UTF-8",
         "a.csv: row 2: the value of key 'text' is not a string but null",
-        "a.csv: row 4: not a row of a table",
+        "a.csv: row 4: not a valid table row",
         "d.jsonl:2: no key 'text'",
         "f.txt: not UTF-8",
-        "i.csv: row 0: the rest of the file is left out",
+        "i.csv: row 0: the rest of the file is skipped",
         "left out: 0 empty, 6 bad lines, 2 files that cannot be read",
     ):
         assert words in said, said
@@ -96,7 +96,7 @@ def test_a_column_of_another_name(folder: Path, capsys: pytest.CaptureFixture[st
     assert texts(Path(f"{folder}-out_text_document")) == ["code", "of json", "wide ü", "q", "end"]
     with pytest.raises(SystemExit):
         preprocess_data.main(command(folder, "--column", "body", "--json-keys", "a", "b"))
-    assert "--json-keys names 2" in capsys.readouterr().err
+    assert "--json-keys has 2 keys" in capsys.readouterr().err
 
 
 def test_a_file_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +116,9 @@ def test_nothing_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert preprocess_data.main(command(tmp_path / "in", "--on-error", "skip-files")) == 1
     said = capsys.readouterr().err
     assert (
-        "no document" in said and "1 bad records and files were left out, the first: " in said and "a.csv: no column 'text'" in said
+        "no document" in said
+        and "1 invalid records and files were skipped, the first: " in said
+        and "a.csv: no column 'text'" in said
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
 
@@ -161,14 +163,14 @@ def test_masks_are_in_the_order_of_their_documents(tmp_path: Path, capsys: pytes
 def test_long_texts_are_cut_where_paragraphs_end(tmp_path: Path) -> None:
     text = "word one. " * 20 + "\n\n" + "word two. " * 30 + "\n" + "x" * 300 + "y"
     for most in (1, 7, 50, 250, 10_000):
-        parts = list(parts_of(text, most))
+        parts = list(split_text(text, most))
         assert "".join(parts) == text and max(map(len, parts)) <= most
-    assert next(parts_of(text, 250)).endswith("one. \n\n")
+    assert next(split_text(text, 250)).endswith("one. \n\n")
     (tmp_path / "book.txt").write_text(text)
     write_lines(tmp_path / "short.jsonl", ["short", ""])
     job = dataclasses.replace(JOB, cut_documents=250)
     summary = preprocess([str(tmp_path)], str(tmp_path / "out"), job)
-    assert texts(tmp_path / "out_text_document") == [*parts_of(text, 250), "short"] and summary.num_empty == 1
+    assert texts(tmp_path / "out_text_document") == [*split_text(text, 250), "short"] and summary.num_empty == 1
 
 
 def test_flags_of_megatron(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,7 +184,7 @@ def test_flags_of_megatron(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert f"{flag} has no effect: " in said
     assert texts(Path(f"{source}-out_text_document")) == ["a\n\nb"]
     for words, told in (
-        (["--split-sentences"], "--split-sentences is refused: it makes sequences of sentences, for BERT"),
+        (["--split-sentences"], "--split-sentences is refused: it writes one sequence per sentence, for BERT"),
         (["--vocab", "x"], "--vocab is refused: use --vocab-file"),
         (["--dataset-impl", "lazy"], "--dataset-impl lazy is refused"),
         (["--keep-sequential-samples", "--shuffle-seed", "1"], "--keep-sequential-samples contradicts --shuffle-seed"),

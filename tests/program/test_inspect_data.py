@@ -86,7 +86,7 @@ def test_verify_finds_ids_beyond_the_vocabulary(prefix: str, tmp_path: Path, cap
     assert "give the tokenizer's flags" in capsys.readouterr().out
     assert inspect(prefix, "--verify", "--tokenizer-type", "NullTokenizer", "--vocab-size", "110") == 1
     shown = capsys.readouterr().out
-    assert re.search(r"document 0 has token id 111 at token 0", shown) and "should be made again" in shown
+    assert re.search(r"document 0 has token id 111 at token 0", shown) and "should be written again" in shown
     for suffix in (".bin", ".idx"):
         (tmp_path / f"cut{suffix}").write_bytes(Path(prefix + suffix).read_bytes())
     with (tmp_path / "cut.bin").open("r+b") as file:
@@ -100,9 +100,9 @@ def test_verify_finds_ids_beyond_the_vocabulary(prefix: str, tmp_path: Path, cap
     [
         ([], "either PREFIX or --run"),
         (["p", "--run", "r"], "either PREFIX or --run"),
-        (["p", "--step", "3"], "--step goes with --run"),
-        (["--run", "r", "--verify"], "--verify goes with PREFIX"),
-        (["--run", "r", "--histogram", "h.svg"], "--histogram goes with PREFIX"),
+        (["p", "--step", "3"], "--step can only be used with --run"),
+        (["--run", "r", "--verify"], "--verify can only be used with PREFIX"),
+        (["--run", "r", "--histogram", "h.svg"], "--histogram can only be used with PREFIX"),
         (["--run", "r"], "needs --step N or --sample N"),
         (["--run", "r", "--step", "1", "--tokenizer-type", "ByteTokenizer"], "leave out --tokenizer-type"),
         (["p", "--max-tokens", "-1"], "0 or more"),
@@ -163,7 +163,7 @@ def test_a_step_is_traced_to_its_documents_across_changes_of_the_run(
     def before(rank: int) -> None:
         if rank:
             return
-        plain = RunBatches.training
+        plain = RunBatches.training_batches
 
         def training(self: RunBatches, consumed_samples: int) -> Batches:
             for step in plain(self, consumed_samples):
@@ -171,7 +171,7 @@ def test_a_step_is_traced_to_its_documents_across_changes_of_the_run(
                     file.write(json.dumps([window for inputs in step for window in windows(inputs)]) + "\n")
                 yield step
 
-        RunBatches.training = training  # type: ignore[method-assign]
+        RunBatches.training_batches = training  # type: ignore[method-assign]
 
     common = {"mock_data": None, "vocab_size": 4000, "save": save, "num_workers": 0, "lr_decay_style": "constant"}
     starts = [
@@ -185,7 +185,7 @@ def test_a_step_is_traced_to_its_documents_across_changes_of_the_run(
         words = arguments(**{**common, "position_embedding_type": "rope", **settings, **load, **layout})
         out = run(words, 4 if layout else 1, before=before)
     assert "the data settings changed at sample" in out
-    assert re.search(rf"{a}: goes on after [\d,]+ samples of 16 tokens", out)
+    assert re.search(rf"{a}: continues after [\d,]+ samples of 16 tokens", out)
 
     steps = [json.loads(line) for line in seen.read_text().splitlines()]
     assert len(steps) == 7
@@ -217,7 +217,7 @@ def test_a_run_without_a_checkpoint_is_traced_by_its_settings(
         path.rmdir()
     assert (inspect("--run", tmp_path / "run", "--step", "1", "--json"), capsys.readouterr().out) == with_checkpoint
     assert inspect("--run", tmp_path, "--step", "1") == 1
-    assert "neither a checkpoint nor a run.json" in capsys.readouterr().err
+    assert "neither a checkpoint nor a readable run.json" in capsys.readouterr().err
 
 
 def test_other_data_than_the_run_read_is_refused(corpora: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_lab.commands.inspect_routing import LayerUse, main
+from megatron_lab.commands.inspect_routing import LayerUsage, main
 from megatron_lab.foreign.opening import open_source
 from tests.support.byte_dataset import FLAGS, write_bytes
 from tests.support.runs import arguments, run
@@ -41,7 +41,7 @@ def test_every_choice_is_counted(trained: tuple[Path, str], tmp_path: Path, caps
 
 
 def test_the_busiest_come_first() -> None:
-    line = LayerUse(3, (4, 0, 4, 8)).line()
+    line = LayerUsage(3, (4, 0, 4, 8)).format_line()
     assert line == "layer   3  most used: 3 (2.00), 0 (1.00)  least: 2 (1.00), 1 (0.00)  never: 1"
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.safetensors_file import DTYPES
-from megatron.checkpoint.save_folder import checkpoint_name, manifest_in
+from megatron.checkpoint.save_folder import checkpoint_name, load_manifest
 from megatron.checkpoint.storage_kinds import open_storage
 from megatron.config.cli import load
 from megatron.config.given import DryRun
@@ -26,8 +26,8 @@ from megatron.training.step import TrainStep
 from megatron_lab.node_memory import keeper, kept_state
 from megatron_lab.node_memory.node_storage import STATE_FOLDER
 from megatron_lab.planner.dry_run import Planner
-from megatron_lab.planner.state_report import amount
-from megatron_lab.planner.state_size import saved_bytes
+from megatron_lab.planner.state_report import format_bytes
+from megatron_lab.planner.state_size import count_checkpoint_bytes
 from tests.program.test_run_spikes import HALVES, REWINDS, bad_batches
 from tests.support.forked_modules import fork_modules
 from tests.support.runs import (
@@ -68,7 +68,7 @@ class Nodes:
         def prepare(rank: int) -> None:
             os.environ |= {"LOCAL_RANK": str(rank % each), "LOCAL_WORLD_SIZE": str(each)}
             pid = self._sleepers[rank // each].pid
-            kept_state.launcher = lambda: pid
+            kept_state.get_launcher_pid = lambda: pid
             if not self._fresh:
                 fork_modules()
             if and_then is not None:
@@ -85,10 +85,10 @@ class Nodes:
     def lose(self, node: int, save: Path) -> None:
         """Lose a node with all that is in its memory; another comes for it."""
         folder = self.folder(node, save)
-        found = keeper._read(folder)
+        found = keeper._read_keeper(folder)
         assert found is not None
         os.kill(found.pid, signal.SIGKILL)
-        while found.lives:
+        while found.is_alive:
             time.sleep(0.01)
         shutil.rmtree(folder)
         self.end(node)
@@ -101,7 +101,7 @@ class Nodes:
     def folders(self, save: Path) -> list[Path]:
         """Return the folder in which the keepers of all nodes have their files."""
         pids = [sleeper.pid for sleeper in self._sleepers]
-        return [keeper._folder_of(keeper.Keeper(str(save), pid, keeper.process_of(pid), False)) for pid in pids]
+        return [keeper._keeper_folder(keeper.Keeper(str(save), pid, keeper.process_identity(pid), False)) for pid in pids]
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def test_a_restart_from_memory_goes_back_as_a_run_that_never_stopped(tmp_path: P
     settings = _killed(tmp_path, node, 2, 7, last=9, **flags)
     said = run(arguments(train_iters=9, **settings), 2, before=node.before(2, spike))
     assert "resuming from nodes://state/iter_0000006 at iteration 6" in said, said
-    assert f"rewound to {checkpoint(tmp_path / 'run', 4)} (iteration 4); samples 32 to 79 are passed over" in said
+    assert f"rewound to {checkpoint(tmp_path / 'run', 4)} (iteration 4); samples 32 to 79 are skipped" in said
     assert digest(tmp_path / "run", 9) == digest(tmp_path / "whole", 9)
     _gone(node.folder(0, tmp_path / "run"))
 
@@ -204,14 +204,14 @@ def test_a_lost_node_without_a_copy_is_told(tmp_path: Path, nodes: Callable[...,
     pair.lose(1, tmp_path / "run")
     ended = launch(arguments(train_iters=LAST, **settings), 2, before=pair.before(2))
     assert [end.code for end in ended] == [0, 0], report(ended)
-    assert "the state in the memory of the nodes is not whole" in ended[0].stderr
+    assert "the checkpoints in the memory of the nodes are incomplete" in ended[0].stderr
     assert f"resuming from {tmp_path / 'run' / 'iter_0000003'}" in ended[0].stdout
 
 
 def test_more_copies_than_nodes_are_refused(tmp_path: Path) -> None:
     flags: dict[str, Any] = {"save": tmp_path, "memory_save_interval": 1, "replicate_state": 1}
     ended = launch(arguments(train_iters=1, **flags), 1)
-    assert ended[0].code == 1 and "give --replicate-state 0" in ended[0].stderr, report(ended)
+    assert ended[0].code == 1 and "set --replicate-state 0" in ended[0].stderr, report(ended)
 
 
 def test_the_plan_knows_the_bytes_of_a_checkpoint(tmp_path: Path) -> None:
@@ -227,13 +227,16 @@ def test_the_plan_knows_the_bytes_of_a_checkpoint(tmp_path: Path) -> None:
         save = tmp_path / str(number)
         run(arguments(train_iters=1, save=save, **style))
         found = sum(
-            DTYPES[tensor.dtype].itemsize * box.box.numel
-            for tensor in manifest_in(open_storage(checkpoint(save, 1))).tensors.values()
-            for box in tensor.boxes
+            DTYPES[tensor.dtype].itemsize * box.tensor_slice.numel
+            for tensor in load_manifest(open_storage(checkpoint(save, 1))).tensors.values()
+            for box in tensor.slices
         )
         flags = arguments(train_iters=1, save=save, async_save=True, memory_save_interval=1, replicate_state=2, **style)
         config = load(flags, 1).config
-        assert saved_bytes(config, 61, model_dtype(config.precision)) == found, style
+        assert count_checkpoint_bytes(config, 61, model_dtype(config.precision)) == found, style
     config = load([*flags, "--global-batch-size", "32"], 16).config
     notes = Planner(config, DryRun(16, 8, None), 61).plan().notes
-    assert f"a checkpoint has {amount(found)} of tensors; a node holds {amount(8 * found / 2)} for copies in its memory" in notes
+    assert (
+        f"a checkpoint has {format_bytes(found)} of tensors; a node holds {format_bytes(8 * found / 2)} for copies in its memory"
+        in notes
+    )

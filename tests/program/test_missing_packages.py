@@ -14,7 +14,7 @@ import pytest
 
 from megatron.config.cli import load
 from megatron.config.errors import ConfigError
-from megatron.config.extras import PACKAGES, optional
+from megatron.config.extras import PACKAGES, import_optional
 from megatron.config.flags import flags
 from tests.support.runs import Ended, arguments, launch, report
 
@@ -49,7 +49,7 @@ def test_the_table_holds_what_is_installed_beside_torch_and_numpy() -> None:
         required = tomllib.load(file)["project"]["dependencies"]
     names = {re.split(r"[<>=]", text)[0] for text in required} - {"torch", "numpy"}
     assert {package.distribution for package in PACKAGES.values()} == names
-    assert {field for package in PACKAGES.values() for field in package.settings} <= {flag.field for flag in flags().values()}
+    assert {field for package in PACKAGES.values() for field in package.fields} <= {flag.field for flag in flags().values()}
 
 
 def test_a_run_with_made_up_data_needs_none_of_them(tmp_path: Path, full: bool) -> None:
@@ -124,4 +124,4 @@ def test_a_missing_package_is_named_with_what_installs_it(monkeypatch: pytest.Mo
     for module, package in PACKAGES.items():
         monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(ConfigError, match=f"it needs that, which is not installed: pip install {package.distribution}$"):
-            optional(module, "it needs that")
+            import_optional(module, "it needs that")

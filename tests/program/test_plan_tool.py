@@ -27,7 +27,7 @@ def test_a_plan_with_all_that_can_be_asked(tmp_path: Path, capsys: pytest.Captur
     asked += ["--write-script", str(script), "--output", str(picture)]
     assert plan.main([*JOB, "--fix", "micro=2", "--fix", "pipeline=2", *asked]) == 0
     out = capsys.readouterr().out
-    for words in ("layouts judged", "tok/s/GPU", "days", "cost", "why not --pipeline-schedule 1f1b: takes +"):
+    for words in ("layouts estimated", "tok/s/GPU", "days", "cost", "why not --pipeline-schedule 1f1b: takes +"):
         assert words in out
     drawn = picture.read_text()
     for words in ("products", "attention", "pipeline idle", "1: PP2", "memory of the fullest rank in GB"):
@@ -36,7 +36,7 @@ def test_a_plan_with_all_that_can_be_asked(tmp_path: Path, capsys: pytest.Captur
     assert found and all(row["low"] < row["seconds"] < row["high"] for row in found)
     for row in found:
         given = [*JOB[: JOB.index("--gpus")], "--global-batch-size", "32"]
-        assert load([*plan._missing(given), *given, *row["flags"]], 8).config.training.micro_batch_size == 2
+        assert load([*plan._list_default_argv(given), *given, *row["flags"]], 8).config.training.micro_batch_size == 2
     assert os.access(script, os.X_OK)
     more = ["--tokenizer-type", "NullTokenizer", "--lr", "1e-4", "--train-iters", "2", "--bf16", "--device", "cuda"]
     variables = {**os.environ, "DRY_RUN": "1", "PYTHON": warm_python()}
@@ -61,7 +61,7 @@ def test_a_launch_may_ask_for_other_layouts() -> None:
     [
         (["--cluster", "h10"], "Did you mean"),
         (["--fix", "tensors=2"], "AXIS=N"),
-        (["--json", "/dev/null/x.json"], "/dev/null is no folder"),
+        (["--json", "/dev/null/x.json"], "/dev/null is not a folder"),
         (["--num-layers", "-1"], "--num-layers"),
         (["--output", "plan.txt"], ".svg"),
     ],

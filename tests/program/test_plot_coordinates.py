@@ -10,7 +10,7 @@ import pytest
 from megatron.config.cli import parse
 from megatron.config.config import Config
 from megatron_lab.commands import plot_coordinates
-from megatron_lab.coordinates.check import at_width, changes, growth
+from megatron_lab.coordinates.check import fit_growth_exponent, measure_changes, scale_to_width
 from tests.support.runs import arguments
 
 RUN = {"device": "cpu", "train_iters": 10, "micro_batch_size": 4, "global_batch_size": 4, "lr": 5e-3, "num_layers": 2}
@@ -19,8 +19,8 @@ RUN = {"device": "cpu", "train_iters": 10, "micro_batch_size": 4, "global_batch_
 def growths(widths: Sequence[int], base: int | None, **settings: object) -> dict[str, float]:
     """By the name of what is looked at, how it grows with the width."""
     config: Config = parse(arguments(**{**RUN, **settings}))
-    sizes = [changes(at_width(config, width, base), updates=3, seeds=2) for width in widths]
-    return {name: growth(widths, [one[name][-1] for one in sizes]) for name in sizes[0]}
+    sizes = [measure_changes(scale_to_width(config, width, base), num_updates=3, num_seeds=2) for width in widths]
+    return {name: fit_growth_exponent(widths, [one[name][-1] for one in sizes]) for name in sizes[0]}
 
 
 INSIDE = {"attention of the last layer", "MLP of the last layer", "last layer", "logits"}
@@ -72,7 +72,7 @@ def test_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str
     [
         ("", "--widths is missing"),
         ("--widths 64", "two or more whole numbers"),
-        ("--widths 32,36", "make no whole number there"),
+        ("--widths 32,36", "give no integer at this width"),
         ("--widths 32,64 --updates 0", "a whole number from 1 on"),
         ("--widths 32,64 --output a.txt", "a picture is a .svg or .png file"),
     ],

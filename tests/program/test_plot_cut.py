@@ -29,5 +29,5 @@ def test_the_picture_of_the_page_is_that_of_today(tmp_path: Path) -> None:
 
 def test_what_does_not_divide_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plot_cut.main(["--output", str(tmp_path / "c.svg"), "--documents", "7", "8"]) == 1
-    assert "15 tokens does not divide into 2 equal pieces for each of 4" in capsys.readouterr().err
+    assert "15 tokens cannot be split over 4 context ranks" in capsys.readouterr().err
     assert not (tmp_path / "c.svg").exists()

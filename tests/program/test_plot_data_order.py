@@ -56,7 +56,7 @@ def test_a_dataset_is_drawn_as_it_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--seq-length", "1000"], "one sample takes 1,001"),
+        (["--seq-length", "1000"], "one sample needs 1,001"),
         (["--data-path", "nothing"], "does not exist"),
         (["--seq-length", "1", "--data-path", "long"], "draw one of at most"),
     ],

@@ -75,7 +75,7 @@ def test_costs_are_those_of_a_whole_stage(capsys: pytest.CaptureFixture[str]) ->
 def test_recompute_is_drawn_and_priced(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "--schedule", "1f1b", *SIZE, "--recompute-ms", "5")
     assert line(text, "1f1b")[1:3] == ["370", "370"], "8 x (10 + 5 + 20) and the bubble of 3 x 30, in which the rest hides"
-    assert "R recompute" in text and "R = 5 ms to run layers again" in text
+    assert "R recompute" in text and "R = 5 ms to recompute layers" in text
     assert "recompute" not in shown(capsys, "--schedule", "1f1b", *SIZE)
 
 
@@ -106,8 +106,14 @@ def test_the_width_is_the_terminals(capsys: pytest.CaptureFixture[str], monkeypa
     ("arguments", "message"),
     [
         (["--schedule", "zbv", *SIZE], "invalid choice: 'zbv' (choose from"),
-        (["--schedule", "1f1b", *SIZE, "--virtual-stages", "2"], "--virtual-stages 2: the schedule 1f1b has 1 chunk a stage"),
-        (["--schedule", "zb-v", *SIZE, "--virtual-stages", "3"], "--virtual-stages 3: the schedule zb-v has 2 chunks a stage"),
+        (
+            ["--schedule", "1f1b", *SIZE, "--virtual-stages", "2"],
+            "--virtual-stages 2: the schedule 1f1b requires 1 chunk per stage, not 2",
+        ),
+        (
+            ["--schedule", "zb-v", *SIZE, "--virtual-stages", "3"],
+            "--virtual-stages 3: the schedule zb-v requires 2 chunks per stage, not 3",
+        ),
         (["--schedule", "1f1b", "--stages", "0", "--microbatches", "8"], "--stages: must be a whole number, 1 or more, not 0"),
         (["--schedule", "1f1b", "--stages", "4", "--microbatches", "2.5"], "--microbatches: must be a whole number"),
         (["--schedule", "1f1b", *SIZE, "--p2p-ms", "-1"], "--p2p-ms: must be a time in milliseconds, 0 or more, not -1"),

@@ -21,9 +21,9 @@ from megatron_lab.commands.preprocess_data import Screen, main
 from megatron_lab.data_tools.preprocess.input_shards import InputShard
 from megatron_lab.data_tools.preprocess.job import preprocess
 from megatron_lab.data_tools.preprocess.part_files import ShardCounts, ShardReport
-from megatron_lab.data_tools.preprocess.reports import Meter
+from megatron_lab.data_tools.preprocess.reports import ProgressMeter
 from megatron_lab.data_tools.preprocess.shard_work import PreprocessJob
-from megatron_lab.data_tools.preprocess.text_records import InputPiece
+from megatron_lab.data_tools.preprocess.text_records import InputRange
 from tests.support.bpe_trainer import encode_plainly, train_bpe, write_bpe
 from tests.support.cli import ROOT, spawn_cli
 from tests.support.corpora import BYTES, FORMS, JOB, TEXTS, documents, expected_of, files_of, json_lines, write_lines, written
@@ -138,19 +138,19 @@ def test_a_large_vocabulary_is_written_as_int32(tmp_path: Path) -> None:
 def test_the_line_of_progress() -> None:
     now, lines = 0.0, list[str]()
     shards = [
-        InputShard((InputPiece("p", "jsonl", "", n, n, size, 0),)) for n, size in enumerate((40_000_000, 10_000_000, 50_000_000))
+        InputShard((InputRange("p", "jsonl", "", n, n, size, 0),)) for n, size in enumerate((40_000_000, 10_000_000, 50_000_000))
     ]
-    meter = Meter(shards, lines.append, every=5.0, clock=lambda: now)
-    meter.listen(0, ShardReport([7, 7], 900, 0, 40_000_000, [7], 0, [], new=False))
+    meter = ProgressMeter(shards, lines.append, interval=5.0, clock=lambda: now)
+    meter.update(0, ShardReport([7, 7], 900, 0, 40_000_000, [7], 0, [], new=False))
     now = 4.0
-    meter.listen(1, ShardCounts(5_000_000, 30, 400))
+    meter.update(1, ShardCounts(5_000_000, 30, 400))
     assert not lines
     now = 5.0
-    meter.listen(1, ShardCounts(6_000_000, 40, 500))
+    meter.update(1, ShardCounts(6_000_000, 40, 500))
     # What an earlier run did counts in the share, but not in the speed.
     assert lines == [" 46.0%  1.2 MB/s  8 documents/s  1,400 tokens  time left 0:00:45"]
     now = 10.0
-    meter.listen(1, ShardReport([60], 800, 0, 10_000_000, [60], 0, []))
+    meter.update(1, ShardReport([60], 800, 0, 10_000_000, [60], 0, []))
     assert lines[1:] == [" 50.0%  1.0 MB/s  6 documents/s  1,700 tokens  time left 0:00:50"]
 
 
@@ -166,15 +166,15 @@ def test_progress_is_replaced_on_a_terminal_and_plain_lines_elsewhere() -> None:
     for stream, shown in ((Terminal(), "\r   \rtwo\r   \rnote\n"), (StringIO(), "\ntwo\nnote\n")):
         screen = Screen(stream)
         for line in ("one", "two"):
-            screen.progress(line)
-        screen.note("note")
+            screen.show_progress(line)
+        screen.log("note")
         assert stream.getvalue() == f"one{shown}"
 
 
 def test_lines_of_progress_reach_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Meter.__init__, "__defaults__", (0.0, *Meter.__init__.__defaults__[1:]))  # type: ignore[index]
+    monkeypatch.setattr(ProgressMeter.__init__, "__defaults__", (0.0, *ProgressMeter.__init__.__defaults__[1:]))  # type: ignore[index]
     lines: list[str] = []
-    preprocess([write_lines(tmp_path / "in.jsonl")], str(tmp_path / "out"), JOB, shard_size=1000, progress=lines.append)
+    preprocess([write_lines(tmp_path / "in.jsonl")], str(tmp_path / "out"), JOB, shard_size=1000, log_progress=lines.append)
     assert len(lines) == 4, "one after each shard"
     assert lines[-1].startswith("100.0%") and lines[-1].endswith("time left 0:00:00")
 

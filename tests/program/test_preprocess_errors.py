@@ -65,9 +65,9 @@ def test_a_bad_line_is_named_and_no_dataset_is_written(tmp_path: Path, bad: byte
     assert not written(tmp_path), "no shard was finished, so nothing is kept either"
     summary = preprocess([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), SKIP)
     assert documents(tmp_path / "out_text_document") == [[*b"fine", 256]] * 2
-    assert (summary.num_bad_lines, summary.num_empty) == (1, 1)
-    assert summary.bad_lines[0].startswith(f"{tmp_path / 'in.jsonl'}:3: ")
-    assert (tmp_path / "out_bad_lines.txt").read_text().splitlines() == summary.bad_lines
+    assert (summary.num_bad_records, summary.num_empty) == (1, 1)
+    assert summary.bad_records[0].startswith(f"{tmp_path / 'in.jsonl'}:3: ")
+    assert (tmp_path / "out_bad_lines.txt").read_text().splitlines() == summary.bad_records
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -80,12 +80,12 @@ def test_lines_are_counted_through_shards_and_files(tmp_path: Path, workers: int
         Path(source).write_bytes(b"\n".join(lines))
     (tmp_path / "out_bad_lines.txt").write_text("of an earlier job")
     summary = preprocess(sources, str(tmp_path / "out"), SKIP, engine=Engine(num_workers=workers), shard_size=50)
-    assert [line.partition(": ")[0] for line in summary.bad_lines] == [f"{s}:{n}" for s in sources for n in (5, 18, 30)]
-    assert summary.num_bad_lines == 6 and summary.num_documents == 54
-    assert summary.bad_lines_file == str(tmp_path / "out_bad_lines.txt")
+    assert [line.partition(": ")[0] for line in summary.bad_records] == [f"{s}:{n}" for s in sources for n in (5, 18, 30)]
+    assert summary.num_bad_records == 6 and summary.num_documents == 54
+    assert summary.bad_records_file == str(tmp_path / "out_bad_lines.txt")
     for source in sources:
         Path(source).write_bytes(b"\n".join(lines).replace(b"{}", b'{"text": ""}'))
-    assert preprocess(sources, str(tmp_path / "out"), SKIP).bad_lines_file is None
+    assert preprocess(sources, str(tmp_path / "out"), SKIP).bad_records_file is None
     assert not (tmp_path / "out_bad_lines.txt").exists()
 
 
@@ -106,19 +106,19 @@ def test_names_that_are_no_text_can_be_told(tmp_path: Path) -> None:
     source = os.fsdecode(os.fsencode(tmp_path) + b"/in\xff.jsonl")
     Path(source).write_bytes(json_lines(["x"]) + b'{"\\ud800": 1}\n')
     summary = preprocess([source], str(tmp_path / "out"), SKIP)
-    assert summary.num_bad_lines == 1
+    assert summary.num_bad_records == 1
     assert (tmp_path / "out_bad_lines.txt").read_text().startswith(f"{tmp_path}/in\\udcff.jsonl:2: no key 'text'")
 
 
 def test_a_reason_of_two_lines_is_one_in_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    encode = shard_work._Work._encode
+    encode = shard_work._ShardBuilder._encode
 
-    def refuse(self: shard_work._Work, texts: list[str]) -> None:
+    def refuse(self: shard_work._ShardBuilder, texts: list[str]) -> None:
         if texts[0] == "bad":
             raise ValueError("not this.\n  Another one.")
         encode(self, texts)
 
-    monkeypatch.setattr(shard_work._Work, "_encode", refuse)
+    monkeypatch.setattr(shard_work._ShardBuilder, "_encode", refuse)
     source = write_lines(tmp_path / "in.jsonl", ["good", "bad", "bad"])
     preprocess([source], str(tmp_path / "out"), SKIP)
     told = [f"{source}:{number}: not this.   Another one." for number in (2, 3)]
@@ -127,43 +127,47 @@ def test_a_reason_of_two_lines_is_one_in_the_list(tmp_path: Path, monkeypatch: p
 
 def test_a_job_of_bad_lines_alone_shows_one(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"content": "x"}\n' * 3)
-    with pytest.raises(ValueError, match=r"no document .*\n  3 bad records were left out, the first: .*in\.jsonl:1: no key 'text'"):
+    with pytest.raises(
+        ValueError, match=r"no document .*\n  3 invalid records were skipped, the first: .*in\.jsonl:1: no key 'text'"
+    ):
         preprocess([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), SKIP)
 
 
 def test_many_bad_lines_are_counted_and_the_first_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_work, "_KEPT_BAD_RECORDS", 3)
+    monkeypatch.setattr(shard_work, "_MAX_REPORTED_RECORDS", 3)
     (tmp_path / "in.jsonl").write_text('{}\n{}\n{"text": "x"}\n{}\n{}\n{}\n')
     summary = preprocess([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), SKIP)
-    assert summary.num_bad_lines == 5
-    assert [line.split(":")[1] for line in summary.bad_lines] == ["1", "2", "4", " 2 more up to here"]
+    assert summary.num_bad_records == 5
+    assert [line.split(":")[1] for line in summary.bad_records] == ["1", "2", "4", " 2 more invalid records up to here"]
 
 
 def test_a_line_bad_for_one_key_gives_no_document_for_any(tmp_path: Path) -> None:
     lines = [{"a": "x", "b": "y"}, {"a": "z"}, {"a": "u", "b": ""}]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    job = PreprocessJob(BYTES, ("a", "b"), False, skip_bad_lines=True)
+    job = PreprocessJob(BYTES, ("a", "b"), False, skip_bad_records=True)
     summary = preprocess([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), job)
     assert documents(tmp_path / "out_a_document") == [[*b"x"], [*b"u"]]
     assert documents(tmp_path / "out_b_document") == [[*b"y"]]
-    assert (summary.num_documents, summary.num_empty, summary.num_bad_lines) == (3, 1, 1)
+    assert (summary.num_documents, summary.num_empty, summary.num_bad_records) == (3, 1, 1)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_document_that_the_index_cannot_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
     monkeypatch.setattr(shard_work, "MAX_DOCUMENT_TOKENS", 10)
     source = write_lines(tmp_path / "in.jsonl", ["123456789", "1234567890"])
-    with pytest.raises(ValueError, match=r"in\.jsonl:2: key 'text' has 11 tokens; a document has at most 10 .*: divide it"):
+    with pytest.raises(
+        ValueError, match=r"in\.jsonl:2: key 'text' has 11 tokens; a document has at most 10 .*: split the document"
+    ):
         preprocess([source], str(tmp_path / "out"), JOB, engine=Engine(num_workers=workers), shard_size=40)
-    summary = preprocess([source], str(tmp_path / "out"), SKIP, shard_size=40, start="resume")
-    assert (summary.num_documents, summary.num_bad_lines) == (1, 1)
+    summary = preprocess([source], str(tmp_path / "out"), SKIP, shard_size=40, start_mode="resume")
+    assert (summary.num_documents, summary.num_bad_records) == (1, 1)
 
 
 def test_bad_rows_and_bad_text_files(tmp_path: Path) -> None:
     source = write_parquet(tmp_path / "in.parquet", ["a", "b", None, "c"], rows=2)
     with pytest.raises(ValueError, match=r"in\.parquet: row 2: the value of key 'text' is not a string but null"):
         preprocess([source], str(tmp_path / "out"), JOB)
-    assert preprocess([source], str(tmp_path / "out"), SKIP, shard_size=1).bad_lines[0].startswith(f"{source}: row 2: ")
+    assert preprocess([source], str(tmp_path / "out"), SKIP, shard_size=1).bad_records[0].startswith(f"{source}: row 2: ")
     (tmp_path / "a.txt").write_bytes(b"one\ntwo \xe4")
     with pytest.raises(ValueError, match=r"a\.txt: not UTF-8: byte 0xe4 in line 2"):
         preprocess([str(tmp_path / "a.txt")], str(tmp_path / "new"), JOB)
@@ -193,13 +197,13 @@ def test_the_tool_fails_with_file_and_line(tmp_path: Path, workers: str) -> None
     ("change", "message"),
     [
         ({"inputs": ["/none.jsonl"]}, "--input /none.jsonl: there is no such file or folder"),
-        ({"inputs": ["/none/*.jsonl"]}, "--input /none/\\*.jsonl: no file of a known kind is there.\n  Known: .jsonl"),
-        ({"inputs": ["{folder}/model.bin"]}, "a file of this name is of no known kind.\n  Known: .jsonl"),
+        ({"inputs": ["/none/*.jsonl"]}, "--input /none/\\*.jsonl: there is no file of a known format.\n  Known formats: .jsonl"),
+        ({"inputs": ["{folder}/model.bin"]}, "the format of this file is unknown.\n  Known formats: .jsonl"),
         ({"inputs": ["{folder}/in.jsonl", "{folder}/*.jsonl"]}, "names .*in.jsonl twice, the second time by .*jsonl"),
         ({"inputs": ["nope://a/b.jsonl"]}, "nope://a/b.jsonl: .*nope"),
         ({"inputs": ["{folder}/empty.jsonl"]}, "no document with a token"),
         ({"inputs": ["{folder}/notes.txt"], "job": PreprocessJob(BYTES, ("title",), True)}, "plain text, whose only key is 'text'"),
-        ({"inputs": ["{folder}/no.parquet"]}, "no.parquet is no parquet file, or a damaged one"),
+        ({"inputs": ["{folder}/no.parquet"]}, "no.parquet is not a parquet file, or is damaged"),
         ({"output_prefix": "/none/out"}, "the folder /none does not exist"),
         ({"output_prefix": "/tmp/"}, "/tmp/ is a folder"),
         ({"job": PreprocessJob(DataConfig(tokenizer_type="NullTokenizer"), ("text",), False)}, "needs --vocab-size"),
@@ -207,7 +211,7 @@ def test_the_tool_fails_with_file_and_line(tmp_path: Path, workers: str) -> None
             {"job": PreprocessJob(DataConfig(tokenizer_type="NullTokenizer", vocab_size=9), ("text",), False)},
             "in.jsonl:1: 'ab' is not an id",
         ),
-        ({"job": PreprocessJob(BYTES, ("a/b",), True)}, "--json-keys a/b: .* cannot hold '/'"),
+        ({"job": PreprocessJob(BYTES, ("a/b",), True)}, "--json-keys a/b: .* cannot contain '/'"),
         ({"job": PreprocessJob(BYTES, ("empty",), True)}, "no document with a token for .*out_empty_document"),
     ],
 )
@@ -233,8 +237,8 @@ def test_what_cannot_work_is_refused_and_leaves_nothing(tmp_path: Path, change: 
     [
         (["other"], [["x"]], "no column 'text'.*it has: 'other'"),
         (["text", "text"], [["x"], ["y"]], "more than one column 'text'"),
-        (["text"], [[1]], "the column 'text'.* holds int64, not strings"),
-        (["text"], [[["x"]]], "the column 'text'.* holds list<.*>, not strings"),
+        (["text"], [[1]], "the column 'text'.* has the type int64, not string"),
+        (["text"], [[["x"]]], "the column 'text'.* has the type list<.*>, not string"),
     ],
 )
 def test_columns_are_looked_at_before_the_work_begins(tmp_path: Path, names: list[str], values: list[object], told: str) -> None:
@@ -255,7 +259,7 @@ def test_a_string_of_a_column_that_is_not_utf8(tmp_path: Path, kind: str) -> Non
     pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table({"text": column}), tmp_path / "in.parquet")
     summary = preprocess([str(tmp_path / "in.parquet")], str(tmp_path / "out"), SKIP)
     assert documents(tmp_path / "out_text_document") == [[*b"one", 256], [*b"two", 256]]
-    assert [line.rpartition("/")[2] for line in summary.bad_lines] == [
+    assert [line.rpartition("/")[2] for line in summary.bad_records] == [
         "in.parquet: row 1: key 'text' is not UTF-8: b'\\xff'",
         "in.parquet: row 2: the value of key 'text' is not a string but null",
     ]
@@ -283,9 +287,9 @@ def test_too_little_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise MemoryError
 
     source = write_lines(tmp_path / "in.jsonl")
-    monkeypatch.setattr(shard_work._Work, "_encode", too_large)
+    monkeypatch.setattr(shard_work._ShardBuilder, "_encode", too_large)
     for workers in (1, 2):
-        with pytest.raises(ValueError, match=r"in\.jsonl: not enough memory for a record of it"):
+        with pytest.raises(ValueError, match=r"in\.jsonl: not enough memory for a record of this file"):
             preprocess([source], str(tmp_path / "out"), SKIP, engine=Engine(num_workers=workers))
 
 
@@ -298,7 +302,7 @@ def test_a_packed_file_that_is_cut_off_is_never_taken_for_whole(tmp_path: Path, 
     path.write_bytes(gzip.compress(lines) if suffix == "gz" else Path(write_zst(path, TEXTS)).read_bytes())
     path.write_bytes(path.read_bytes()[:-cut])
     with pytest.raises(
-        ValueError, match=rf"in\.jsonl\.{suffix} is truncated or damaged, after line \d+ or later: .*\n.*copy it again"
+        ValueError, match=rf"in\.jsonl\.{suffix} is truncated or damaged, after line \d+ or later: .*\n.*copy the file again"
     ):
         preprocess([str(path)], str(tmp_path / "out"), SKIP)
     assert not written(tmp_path)
@@ -315,14 +319,14 @@ def test_a_packed_file_that_is_none(tmp_path: Path, suffix: str) -> None:
 
 def test_a_file_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_lines(tmp_path / "in.jsonl")
-    write = shard_work._Work._write
+    write = shard_work._ShardBuilder._write
 
-    def and_touch(self: shard_work._Work) -> None:
+    def and_touch(self: shard_work._ShardBuilder) -> None:
         os.utime(source, ns=(5, 5))
         write(self)
 
-    monkeypatch.setattr(shard_work, "_TOKENS_AT_ONCE", 100)
-    monkeypatch.setattr(shard_work._Work, "_write", and_touch)
+    monkeypatch.setattr(shard_work, "_MAX_BUFFERED_TOKENS", 100)
+    monkeypatch.setattr(shard_work._ShardBuilder, "_write", and_touch)
     with pytest.raises(ValueError, match=r"in\.jsonl was changed while it was read"):
         preprocess([source], str(tmp_path / "out"), JOB)
 
@@ -346,7 +350,7 @@ def test_a_full_disk_is_told_and_the_job_goes_on_when_there_is_room(
 
     owner, name = {
         "part": (shard_work.IndexedDatasetWriter, "finish"),
-        "report": (shard_work.PartFolder, "finish"),
+        "report": (shard_work.JobFolder, "finish_shard"),
         "join": (shutil, "copyfileobj"),
     }[place]
     original = getattr(owner, name)
@@ -356,8 +360,8 @@ def test_a_full_disk_is_told_and_the_job_goes_on_when_there_is_room(
             preprocess([source], str(tmp_path / "out"), JOB, shard_size=500)
     assert written(tmp_path) == {"out.parts"}
     assert not list(tmp_path.rglob("*.partial-*"))
-    summary = preprocess([source], str(tmp_path / "out"), JOB, start="resume")
-    assert summary.num_kept == (2 if place != "join" else 8)
+    summary = preprocess([source], str(tmp_path / "out"), JOB, start_mode="resume")
+    assert summary.num_resumed_shards == (2 if place != "join" else 8)
     assert files_of(tmp_path / "out_text_document") == expected_of(TEXTS)
 
 
@@ -368,18 +372,18 @@ def test_a_write_that_fails_in_a_worker_leaves_no_half_file(tmp_path: Path) -> N
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))
     try:
-        with pytest.raises(ValueError, match=r"out\.parts: the file is larger than the system lets it be"):
+        with pytest.raises(ValueError, match=r"out\.parts: the file is larger than the system allows"):
             preprocess([source], str(tmp_path / "out"), JOB, engine=Engine(num_workers=2))
         assert not written(tmp_path)
-        with pytest.raises(ValueError, match=r"out\.parts: the file is larger than the system lets it be"):
+        with pytest.raises(ValueError, match=r"out\.parts: the file is larger than the system allows"):
             preprocess([source], str(tmp_path / "out"), JOB, engine=Engine(num_workers=2), shard_size=20_000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, ignored)
     assert written(tmp_path) == {"out.parts"}
     assert not list(tmp_path.rglob("*.partial-*"))
-    summary = preprocess([source], str(tmp_path / "out"), JOB, start="resume")
-    assert summary.num_kept == 8, "only joining them failed"
+    summary = preprocess([source], str(tmp_path / "out"), JOB, start_mode="resume")
+    assert summary.num_resumed_shards == 8, "only joining them failed"
     assert files_of(tmp_path / "out_text_document") == expected_of(TEXTS * 40)
 
 
@@ -399,7 +403,7 @@ def test_too_little_room_is_seen_before_the_parts_are_joined(tmp_path: Path, mon
         with pytest.raises(ValueError, match=r"the disk has 0\.0 MB free, but .* takes 0\.0 MB\.\n.*--resume"):
             preprocess([source], str(tmp_path / "out"), JOB)
     assert written(tmp_path) == {"out.parts"}
-    assert preprocess([source], str(tmp_path / "out"), JOB, start="resume").num_kept == 1
+    assert preprocess([source], str(tmp_path / "out"), JOB, start_mode="resume").num_resumed_shards == 1
 
 
 def test_too_little_room_is_told_long_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,7 +415,7 @@ def test_too_little_room_is_told_long_before(tmp_path: Path, monkeypatch: pytest
         told[free] = []
         with monkeypatch.context() as patch:
             patch.setattr(reports.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": free})())  # noqa: B023
-            preprocess([source], str(tmp_path / "out"), JOB, shard_size=done.num_bytes // 3, note=told[free].append)
+            preprocess([source], str(tmp_path / "out"), JOB, shard_size=done.num_bytes // 3, log=told[free].append)
     assert not [line for line in told[2 * size] if "WARNING" in line]
     (warning,) = [line for line in told[size] if "WARNING" in line]
     assert re.search(r"out\.parts: the disk has 0\.0 MB free, but about 0\.0 MB more are needed", warning)

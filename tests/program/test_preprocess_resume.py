@@ -19,7 +19,7 @@ import pytest
 
 from megatron.config.data import DataConfig
 from megatron_lab.data_tools.preprocess import engines, shard_work
-from megatron_lab.data_tools.preprocess.engines import Engine, Listen
+from megatron_lab.data_tools.preprocess.engines import Engine, ShardCallback
 from megatron_lab.data_tools.preprocess.input_shards import InputShard
 from megatron_lab.data_tools.preprocess.job import preprocess
 from megatron_lab.data_tools.preprocess.part_files import ShardCounts, ShardReport
@@ -38,7 +38,7 @@ def run_and_exit(source: list[str], prefix: str, before: Callable[[], None]) -> 
         code = 1
         try:
             before()
-            preprocess(source, prefix, JOB, shard_size=2000, start="resume")
+            preprocess(source, prefix, JOB, shard_size=2000, start_mode="resume")
             code = 0
         finally:
             os._exit(code)
@@ -81,7 +81,7 @@ def test_killed_at_every_change_of_a_name(tmp_path: Path) -> None:
             break
         assert code == 9
         if (tmp_path / "out.parts").exists():  # it is not where only its removal was cut short
-            preprocess(source, prefix, JOB, start="resume")
+            preprocess(source, prefix, JOB, start_mode="resume")
             assert written(tmp_path) == {"out_text_document.bin", "out_text_document.idx"}, "and no rubbish"
         assert files_of(dataset) == expected_of(TEXTS)
     assert 15 < number < 99
@@ -147,7 +147,7 @@ def test_a_signal_that_python_drops_comes_again(tmp_path: Path) -> None:
         "def add(self, number, piece):\n"
         "    Deaf()\n"
         "    while True: pass\n"
-        "shard_work._Work.add = add\n"
+        "shard_work._ShardBuilder.add = add\n"
         "sys.exit(preprocess_data.main(sys.argv[1:]))\n"
     )
     argv = ["--input", write_lines(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "out"), "--tokenizer-type"]
@@ -165,7 +165,7 @@ def stopped(
 ) -> None:
     """A job at PREFIX out that was ended after some shards."""
 
-    def run(self: Engine, job: PreprocessJob, shards_: list[InputShard], folder: str, listen: Listen) -> None:
+    def run(self: Engine, job: PreprocessJob, shards_: list[InputShard], folder: str, listen: ShardCallback) -> None:
         for number, shard in enumerate(shards_[:shards]):
             listen(number, shard_work.run_shard(job, shard, folder))
         raise KeyboardInterrupt
@@ -188,32 +188,34 @@ def test_what_was_half_written_goes_before_the_work_begins(tmp_path: Path, monke
         run(self, *args)
 
     monkeypatch.setattr(Engine, "run", and_look)
-    preprocess(sources, str(tmp_path / "out"), JOB, start="resume")
+    preprocess(sources, str(tmp_path / "out"), JOB, start_mode="resume")
 
 
 def made_by(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Will hold the files of each shard that is made."""
     made: list[str] = []
-    add = shard_work._Work.add
+    add = shard_work._ShardBuilder.add
 
-    def note(self: shard_work._Work, number: int, piece: Any) -> None:
-        made.append(f"{Path(piece.path).name}@{piece.begin}")
+    def note(self: shard_work._ShardBuilder, number: int, piece: Any) -> None:
+        made.append(f"{Path(piece.path).name}@{piece.start}")
         add(self, number, piece)
 
-    monkeypatch.setattr(shard_work._Work, "add", note)
+    monkeypatch.setattr(shard_work._ShardBuilder, "add", note)
     return made
 
 
 def test_an_earlier_job_is_neither_overwritten_nor_taken_up_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = [write_lines(tmp_path / "in.jsonl")]
     stopped(tmp_path, monkeypatch, sources)
-    with pytest.raises(ValueError, match=r"out\.parts is there: .*\n.*--resume.*--restart"):
+    with pytest.raises(ValueError, match=r"out\.parts exists: .*\n.*--resume.*--restart"):
         preprocess(sources, str(tmp_path / "out"), JOB)
-    assert preprocess(sources, str(tmp_path / "out"), JOB, start="resume").num_kept == 3
+    assert preprocess(sources, str(tmp_path / "out"), JOB, start_mode="resume").num_resumed_shards == 3
     stopped(tmp_path, monkeypatch, sources)
-    assert preprocess(sources, str(tmp_path / "out"), JOB, start="restart").num_kept == 0
+    assert preprocess(sources, str(tmp_path / "out"), JOB, start_mode="restart").num_resumed_shards == 0
     assert files_of(tmp_path / "out_text_document") == expected_of(TEXTS)
-    assert preprocess(sources, str(tmp_path / "out"), JOB, start="resume").num_kept == 0, "nothing to go on with: a new job"
+    assert preprocess(sources, str(tmp_path / "out"), JOB, start_mode="resume").num_resumed_shards == 0, (
+        "nothing to go on with: a new job"
+    )
 
 
 def test_only_shards_of_changed_files_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +223,7 @@ def test_only_shards_of_changed_files_are_made_again(tmp_path: Path, monkeypatch
     stopped(tmp_path, monkeypatch, sources, shards=99)
     made = made_by(monkeypatch)
     write_lines(tmp_path / "b.jsonl", [*OTHERS, "new"])
-    summary = preprocess(sources, str(tmp_path / "out"), JOB, start="resume")
+    summary = preprocess(sources, str(tmp_path / "out"), JOB, start_mode="resume")
     assert made == ["b.jsonl@0"]
     assert summary.num_documents == 2 * len(TEXTS) + 3
     assert files_of(tmp_path / "out_text_document") == expected_of([*TEXTS, *OTHERS, "new", *TEXTS])
@@ -240,7 +242,7 @@ def test_a_damaged_part_is_made_again(tmp_path: Path, monkeypatch: pytest.Monkey
         content = bytearray(path.read_bytes())
         content[20] ^= 1
         path.write_bytes(content[:-2] if damage == "cut" else content)
-    assert preprocess(sources, str(tmp_path / "out"), JOB, start="resume").num_kept == 2
+    assert preprocess(sources, str(tmp_path / "out"), JOB, start_mode="resume").num_resumed_shards == 2
     assert files_of(tmp_path / "out_text_document") == expected_of(TEXTS)
 
 
@@ -253,7 +255,7 @@ def test_other_settings_are_refused_with_the_difference(tmp_path: Path, monkeypa
 
     def refusal(job: PreprocessJob, shard_size: int | None = None) -> str:
         with pytest.raises(ValueError, match=r"--resume: .* belongs to a job with other settings") as caught:
-            preprocess(sources, str(tmp_path / "out"), job, shard_size=shard_size, start="resume")
+            preprocess(sources, str(tmp_path / "out"), job, shard_size=shard_size, start_mode="resume")
         return str(caught.value)
 
     assert "json keys was ['text'], now ['title']" in refusal(PreprocessJob(config, ("title",), True))
@@ -277,7 +279,10 @@ def test_other_settings_are_refused_with_the_difference(tmp_path: Path, monkeypa
     )
     vocab.rename(tmp_path / "moved.json")
     moved = dataclasses.replace(config, vocab_file=str(tmp_path / "moved.json"))
-    assert preprocess(sources, str(tmp_path / "out"), PreprocessJob(moved, ("text",), True), start="resume").num_kept == 3
+    assert (
+        preprocess(sources, str(tmp_path / "out"), PreprocessJob(moved, ("text",), True), start_mode="resume").num_resumed_shards
+        == 3
+    )
 
 
 @pytest.mark.parametrize("content", [None, "", "[]"])
@@ -287,13 +292,13 @@ def test_a_folder_that_does_not_say_what_it_is_of(tmp_path: Path, monkeypatch: p
     stopped(tmp_path, monkeypatch, sources)
     settings = tmp_path / "out.parts" / "job.json"
     settings.unlink() if content is None else settings.write_text(content)
-    with pytest.raises(ValueError, match="does not say what job it belongs to.*\n.*--restart"):
-        preprocess(sources, str(tmp_path / "out"), JOB, start="resume")
+    with pytest.raises(ValueError, match="has no readable settings of its job.*\n.*--restart"):
+        preprocess(sources, str(tmp_path / "out"), JOB, start_mode="resume")
     for path in (tmp_path / "out.parts").glob("*_0.*"):
         path.unlink()
     for path in (tmp_path / "out.parts").glob("*.json"):
         path.unlink()
-    assert preprocess(sources, str(tmp_path / "out"), JOB, start="resume").num_kept == 0
+    assert preprocess(sources, str(tmp_path / "out"), JOB, start_mode="resume").num_resumed_shards == 0
 
 
 def test_bad_lines_that_were_skipped_stop_a_job_that_stops_at_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,9 +306,11 @@ def test_bad_lines_that_were_skipped_stop_a_job_that_stops_at_them(tmp_path: Pat
     Path(sources[1]).write_text("{}\n")
     stopped(tmp_path, monkeypatch, sources, SKIP, shards=99)
     with pytest.raises(ValueError, match=r"bad\.jsonl:1: no key 'text'"):
-        preprocess(sources, str(tmp_path / "out"), JOB, start="resume")
+        preprocess(sources, str(tmp_path / "out"), JOB, start_mode="resume")
     assert (
-        preprocess(sources, str(tmp_path / "out"), SKIP, start="resume").bad_lines[0].startswith(f"{sources[1]}:1: no key 'text'")
+        preprocess(sources, str(tmp_path / "out"), SKIP, start_mode="resume")
+        .bad_records[0]
+        .startswith(f"{sources[1]}:1: no key 'text'")
     )
 
 
@@ -313,9 +320,9 @@ def test_two_runs_of_one_job_do_not_meet(
 ) -> None:
     sources = [write_lines(tmp_path / "in.jsonl")]
 
-    def second(self: Engine, job: PreprocessJob, shards: list[InputShard], folder: str, listen: Listen) -> NoReturn:
-        with pytest.raises(ValueError, match=r"out\.parts: another run works on this job now"):
-            preprocess(sources, str(tmp_path / "out"), JOB, start=start)
+    def second(self: Engine, job: PreprocessJob, shards: list[InputShard], folder: str, listen: ShardCallback) -> NoReturn:
+        with pytest.raises(ValueError, match=r"out\.parts: another run is working on this job"):
+            preprocess(sources, str(tmp_path / "out"), JOB, start_mode=start)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Engine, "run", second)
@@ -329,7 +336,7 @@ def test_two_runs_of_one_job_do_not_meet(
 @pytest.mark.parametrize(
     ("end", "told"),
     [
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL, as the system does for want of memory"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL, probably because the system ran out of memory"),
         (lambda: os._exit(7), "ended with status 7"),
     ],
 )
@@ -339,17 +346,17 @@ def test_a_worker_that_dies_is_told_and_the_job_goes_on(
     sources = [write_lines(tmp_path / "in.jsonl"), write_lines(tmp_path / "deadly.jsonl", OTHERS)]
 
     def run_shard(job: PreprocessJob, shard: InputShard, *args: Any) -> ShardReport:
-        if "deadly" in shard.pieces[0].path:
+        if "deadly" in shard.ranges[0].path:
             time.sleep(0.1)
             end()
         return shard_work.run_shard(job, shard, *args)
 
     with monkeypatch.context() as patch:
         patch.setattr(engines, "run_shard", run_shard)
-        with pytest.raises(ValueError, match=rf"a worker process {told} .*\n.*--resume, and fewer workers than 2"):
+        with pytest.raises(ValueError, match=rf"a worker process {told} .*\n.*--resume, and with fewer workers than 2"):
             preprocess(sources, str(tmp_path / "out"), JOB, engine=Engine(num_workers=2), shard_size=1000)
-    summary = preprocess(sources, str(tmp_path / "out"), JOB, start="resume")
-    assert summary.num_kept == 4
+    summary = preprocess(sources, str(tmp_path / "out"), JOB, start_mode="resume")
+    assert summary.num_resumed_shards == 4
     assert files_of(tmp_path / "out_text_document") == expected_of([*TEXTS, *OTHERS])
 
 
@@ -364,13 +371,13 @@ def test_a_fault_of_ours_in_a_worker_shows_its_traceback(tmp_path: Path, monkeyp
 
 def test_counts_of_a_shard_under_way_reach_the_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A packed file is one shard, and may take hours."""
-    monkeypatch.setattr(shard_work, "_SECONDS_BETWEEN_COUNTS", 0.0)
-    monkeypatch.setattr(shard_work, "_TOKENS_AT_ONCE", 100)
+    monkeypatch.setattr(shard_work, "_PROGRESS_INTERVAL_S", 0.0)
+    monkeypatch.setattr(shard_work, "_MAX_BUFFERED_TOKENS", 100)
     heard: list[ShardCounts] = []
     engine, job = Engine(num_workers=2), PreprocessJob(BYTES, ("text",), True)
     run = Engine.run
 
-    def listening(self: Engine, job: PreprocessJob, shards: list[InputShard], folder: str, listen: Listen) -> None:
+    def listening(self: Engine, job: PreprocessJob, shards: list[InputShard], folder: str, listen: ShardCallback) -> None:
         def both(number: int, found: ShardCounts | ShardReport) -> None:
             if isinstance(found, ShardCounts):
                 heard.append(found)

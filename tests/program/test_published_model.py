@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from megatron_lab.foreign.huggingface.folder import HuggingFaceFolder
-from megatron_lab.inference.forward import sequence_logits
+from megatron_lab.inference.forward import compute_sequence_logits
 from megatron_lab.inference.generate import GenerationRequest, Sampling, generate
-from megatron_lab.inference.model_from_source import model_from
+from megatron_lab.inference.model_from_source import load_model
 from tests.support.huggingface_models import library
 from tests.support.lone_rank import lone_rank
 
@@ -76,8 +76,8 @@ def published(folder: Path) -> Any:
 def test_a_published_model_is_the_same_here_and_knows_what_it_knows(tmp_path: Path) -> None:
     theirs, ids = published(tmp_path), torch.tensor([TEXT])
     source, context = HuggingFaceFolder(tmp_path), lone_rank()
-    model = model_from(source, context, torch.float32)
-    found = sequence_logits(model, context, ids)
+    model = load_model(source, context, torch.float32)
+    found = compute_sequence_logits(model, context, ids)
     with torch.no_grad():
         torch.testing.assert_close(found, theirs(ids).logits, rtol=0, atol=1e-4)
     loss = torch.nn.functional.cross_entropy(found[0, :-1], ids[0, 1:])

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from examples.make_corpus import source_files, write_corpus
-from examples.own_text import describe
+from examples.make_corpus import list_source_files, write_corpus
+from examples.own_text import describe_text
 from megatron.config.cli import load
-from megatron.config.version import how_to_install
+from megatron.config.version import get_extra_install_command
 from megatron_lab.commands import checkpoint, generate_text
 from tests.program.test_readme import SMALLER, shell, write_program
 from tests.support.cli import ROOT
@@ -59,8 +59,8 @@ def test_the_corpus_is_the_sources_without_tests_and_tables(library: Path, tmp_p
 def test_the_order_is_fixed_and_mixed(library: Path, tmp_path: Path) -> None:
     for i in range(40):
         (library / f"module{i:02d}.py").write_text(f"number = {i}\n")
-    found = source_files(library)
-    assert found == source_files(library)
+    found = list_source_files(library)
+    assert found == list_source_files(library)
     assert sorted(found) != found
 
 
@@ -209,7 +209,7 @@ def test_ones_own_text_and_what_comes_next(own: Path, tmp_path: Path, capsys: py
     write_program(tmp_path / "python", ALONE.format(python=tmp_path / "smaller"))
     call = f"bash examples/quickstart.sh --short --text {shlex.quote(str(own))} --folder {tmp_path}/'my run'"
     said = shell(call, tmp_path)
-    for words in ("1 of csv, 4 of text", "left out for no known kind: 1 ending with .png", "latin.txt: not UTF-8", "1 bad lines"):
+    for words in ("1 of csv, 4 of text", "skipped, unknown format: 1 ending with .png", "latin.txt: not UTF-8", "1 bad lines"):
         assert words in said
     assert "resuming from" in said and re.search(r"validation loss \S+ at iteration 12, \S+ at iteration 16", said)
     written = re.sub(r"\d+ tokens in .* a second\n", "", said)  # it may stand amid the sample, which comes by way of a pipe
@@ -226,7 +226,7 @@ def test_ones_own_text_and_what_comes_next(own: Path, tmp_path: Path, capsys: py
         assert main(shlex.split(steps[step])[2:]) == 0, capsys.readouterr().err
     exported = shlex.split(steps["Up"])[-1]
     assert (Path(exported) / "config.json").exists() and shlex.split(steps["Up"])[:3] == ["hf", "upload", "my-run"]
-    assert shlex.split(steps["These"])[-5:] == ["-m", *shlex.split(how_to_install("transformers"))]
+    assert shlex.split(steps["These"])[-5:] == ["-m", *shlex.split(get_extra_install_command("transformers"))]
 
     write_program(tmp_path / "python", f'#!/bin/sh\n[ "${{1##*/}}" != own_text.py ] || exec {sys.executable} "$@"\n')
     again = shell(call, tmp_path)
@@ -255,14 +255,14 @@ def test_the_end_names_only_files_that_are_there(tmp_path: Path) -> None:
 
 def test_what_suits_a_text(own: Path, tmp_path: Path) -> None:
     """A digest that follows the files and the column, and sizes that follow how much there is."""
-    told, words = describe(str(own), "text")
+    told, words = describe_text(str(own), "text")
     assert "5 of" not in told and words.split()[:3] == ["512", "2048", "500"]
-    assert describe(str(own), "text")[1] == words != describe(str(own), "body")[1]
+    assert describe_text(str(own), "text")[1] == words != describe_text(str(own), "body")[1]
     (own / "more.txt").write_text("word " * 500_000)
-    assert describe(str(own), "text")[1].split()[:2] == ["4096", "16384"]
+    assert describe_text(str(own), "text")[1].split()[:2] == ["4096", "16384"]
     (tmp_path / "short.txt").write_text("word")
     with pytest.raises(ValueError, match=r"4 bytes of text; a model needs at least 20,000"):
-        describe(str(tmp_path / "short.txt"), "text")
+        describe_text(str(tmp_path / "short.txt"), "text")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron.config.cli import load
 from megatron.config.errors import ConfigError
 from megatron.config.flags import Flag, flags
-from megatron_lab.migration.compat import KNOWN
+from megatron_lab.migration.compat import COMPAT_FLAGS
 from tests.support.random_configs import CommandLine, command_lines
 from tests.support.random_draws import Draw, chance, number, one_of
 from tests.support.random_runs import check_refusal
@@ -73,18 +73,18 @@ WORLDS = (1, 2, 8, 0, -1, 7, 1000, 1_048_576, 1_048_577, 9_999_991, 10_000_000, 
 def wild_lines(draw: Draw) -> CommandLine:
     """A command line of which some flags make sense, or none."""
     argv = list(draw(command_lines()).argv) if not chance(draw, 4) else []
-    names = [*flags(), *(f"no-{name}" for name, flag in flags().items() if flag.kind is bool)]
+    names = [*flags(), *(f"no-{name}" for name, flag in flags().items() if flag.value_type is bool)]
     for _ in range(number(draw, 1, 5)):
         name = draw(st.sampled_from(names))
         if chance(draw, 12):
-            name = one_of(draw, *sorted(KNOWN), "hiden-size", "", "-", "lr=1", "tensor_model_parallel_size")
+            name = one_of(draw, *sorted(COMPAT_FLAGS), "hiden-size", "", "-", "lr=1", "tensor_model_parallel_size")
         argv += [f"--{name}", *_values(draw, flags().get(name))]
     return CommandLine(tuple(argv), one_of(draw, *WORLDS, *WORLDS[:3], *WORLDS[:3]))
 
 
 def _values(draw: Draw, flag: Flag | None) -> list[str]:
     """As many as the flag takes, most times."""
-    count = flag.count if flag is not None and flag.count is not None and not chance(draw, 10) else number(draw, 0, 3)
+    count = flag.num_values if flag is not None and flag.num_values is not None and not chance(draw, 10) else number(draw, 0, 3)
     if flag is not None and flag.choices and not chance(draw, 4):
         return [one_of(draw, *flag.choices)]
     return [draw(st.sampled_from(WORDS) | st.text(max_size=6)) for _ in range(count)]
@@ -119,7 +119,7 @@ def test_every_flag_with_every_word(full: bool) -> None:
     """In a line that is otherwise good. In the normal run every flag with a word, and every word with some flags."""
     cases = [(flag, word) for flag in flags().values() for word in WORDS]
     for flag, word in cases if full else zip(flags().values(), itertools.cycle(WORDS), strict=False):
-        words = [word] * (flag.count or 1)
+        words = [word] * (flag.num_values or 1)
         with contextlib.suppress(ConfigError):
             load([*argv(""), f"--{flag.name}", *words], 24)
 
@@ -129,7 +129,7 @@ def test_the_words_are_worth_trying() -> None:
 
     def good(flag: Flag, word: str) -> bool:
         with contextlib.suppress(ValueError):
-            flag.read(flag.name, [word] * (flag.count or 1))
+            flag.parse(flag.name, [word] * (flag.num_values or 1))
             return True
         return False
 
@@ -138,4 +138,4 @@ def test_the_words_are_worth_trying() -> None:
     assert {flag.name for flag in flags().values() if not any(good(flag, word) for word in WORDS)} <= _WITHOUT_A_GOOD_WORD
 
 
-_WITHOUT_A_GOOD_WORD = {flag.name for flag in flags().values() if flag.kind is bool or flag.choices}
+_WITHOUT_A_GOOD_WORD = {flag.name for flag in flags().values() if flag.value_type is bool or flag.choices}

@@ -23,10 +23,10 @@ from megatron.config.cli import load
 from megatron.config.flags import flags
 from megatron.config.given import REQUESTS
 from megatron.parallel.topology import Topology
-from megatron.spec.schedules import one_f_one_b
+from megatron.spec.schedules import build_1f1b
 from megatron_lab.commands import checkpoint, draw_step, evaluate, generate_text, plot_coordinates, plot_memory, verify_layout
 from megatron_lab.data_tools import input_flags
-from megatron_lab.migration.compat import FAMILIES, KNOWN, TAKEN, Refused
+from megatron_lab.migration.compat import COMPAT_FLAGS, FLAG_PATTERNS, TRANSLATIONS, RefusedFlag
 from tests.support.cli import ROOT, spawn_cli
 from tests.support.launched import SCRIPTS, words_of
 from tests.support.runs import arguments, run
@@ -242,7 +242,7 @@ def proof(command: str, folder: Path, full: bool) -> None:
     if full:
         assert shell(command, folder).startswith("EQUAL")
         return
-    rest, own = verify_layout.take(shlex.split(command)[2:])
+    rest, own = verify_layout.split_options(shlex.split(command)[2:])
     assert rest is not None and own.world_size is not None and not load(rest, own.world_size).notes
 
 
@@ -317,7 +317,7 @@ def flags_of_tools() -> frozenset[str]:
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_flags_exist(name: str) -> None:
-    others = {*REQUESTS, *input_flags.NOTES, *input_flags.REFUSED, "help", "no-", "flag"}
+    others = {*REQUESTS, *input_flags.IGNORED_FLAGS, *input_flags.REFUSED_FLAGS, "help", "no-", "flag"}
     launcher = {"standalone", "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "max-restarts"}
     docker, pip = {"build-arg", "rm", "gpus", "ipc"}, {"no-deps"}
     launcher |= {"ntasks-per-node"}
@@ -325,7 +325,7 @@ def test_flags_exist(name: str) -> None:
     told = re.findall(r"^  --([\w-]+) ", verify_layout.HELP + plot_memory.HELP + plot_coordinates.HELP, re.MULTILINE)
     supervisor = re.findall(r'"--([\w-]+)"', (ROOT / "megatron_lab/resilience/command.py").read_text())
     foreign = (
-        {*KNOWN, *TAKEN, "our-own-flag", "use-rotary-position-embeddings", "no-position-embedding"}
+        {*COMPAT_FLAGS, *TRANSLATIONS, "our-own-flag", "use-rotary-position-embeddings", "no-position-embedding"}
         if name in ("from_megatron.md", "checkpoints.md")
         else set()
     )
@@ -344,13 +344,13 @@ def test_names_of_the_tour_are_in_their_files() -> None:
 
 
 def test_what_is_not_built_is_refused() -> None:
-    assert all(isinstance(KNOWN[name], Refused) for name in ("moe-layer-recompute", "fp4-format"))
-    assert "moe-deepep-*" in FAMILIES
-    assert not set(flags()) & set(KNOWN)
+    assert all(isinstance(COMPAT_FLAGS[name], RefusedFlag) for name in ("moe-layer-recompute", "fp4-format"))
+    assert "moe-deepep-*" in FLAG_PATTERNS
+    assert not set(flags()) & set(COMPAT_FLAGS)
 
 
 def test_the_picture_is_what_the_tool_draws() -> None:
-    assert (ROOT / "docs/images/step.svg").read_text() == draw_step.draw(), "python tools/draw_step.py docs/images/step.svg"
+    assert (ROOT / "docs/images/step.svg").read_text() == draw_step.build_svg(), "python tools/draw_step.py docs/images/step.svg"
 
 
 def test_the_rooms_of_the_picture_exist() -> None:
@@ -374,6 +374,6 @@ def test_the_worked_example_of_the_groups(pp_before_dp: bool) -> None:
 
 
 def test_the_example_of_a_schedule() -> None:
-    for stage, ops in enumerate(one_f_one_b(3, 4).ops):
-        line = f"stage {stage}   " + " ".join(f"{op.kind.value}{op.microbatch}" for op in ops)
+    for stage, ops in enumerate(build_1f1b(3, 4).ops):
+        line = f"stage {stage}   " + " ".join(f"{op.type.value}{op.microbatch}" for op in ops)
         assert line in TEXTS["parallelism.md"]

@@ -63,7 +63,7 @@ def test_tools_take_the_average(tmp_path: Path, capsys: pytest.CaptureFixture[st
     source, base = tmp_path / "run", tmp_path / "base"
     run(arguments(**{**RUN, "save_interval": None}, tokenizer_type="ByteTokenizer", vocab_size=None, save=source))
     assert main(["import", str(source), str(base), "--ema"]) == 0
-    assert "weights are their exponential moving average" in capsys.readouterr().out
+    assert "the weights are exponential moving averages" in capsys.readouterr().out
     found, average = open_source(base), saved_tensors(source, STEPS, "ema")
     assert_equal_tensors({name: found.read(name) for name in found.weights}, average, tolerance=0.0)
     texts = []
@@ -71,5 +71,5 @@ def test_tools_take_the_average(tmp_path: Path, capsys: pytest.CaptureFixture[st
         generate([*more, "--prompt", "", "--max-new-tokens", "12", "--seed", "1", "--ignore-eod"])
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
-    with pytest.raises(CheckpointError, match="no average of the weights: its run was without --ema-decay"):
+    with pytest.raises(CheckpointError, match="no averages of the weights, because its run did not set --ema-decay"):
         open_source(base, average=True)

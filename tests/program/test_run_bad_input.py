@@ -66,7 +66,7 @@ def test_a_world_of_another_size(world_size: int, settings: dict[str, Any]) -> N
     """Fewer ranks than the model-parallel sizes need."""
     product = 2 * world_size
     words = [
-        f"world size {world_size} does not divide",
+        f"world size {world_size} is not divisible",
         "Nearest valid: ",
         f"world size {product}",
         "--tensor-model-parallel-size 1",
@@ -109,13 +109,13 @@ def test_an_empty_split(tmp_path: Path, text: str) -> None:
     said = run(argv)
     assert said.count("leaves no documents for validation, so there is no evaluation") == 1 and "validation loss" not in said
     argv = arguments(**{**FLAGS, "split": "0,100,0", "eval_iters": 1}, train_iters=1, data_path=text)
-    _refused(argv, 2, "gives training nothing", code=2)
+    _refused(argv, 2, "leaves no documents for training", code=2)
 
 
 def test_a_split_that_is_too_short(tmp_path: Path, text: str) -> None:
     """It has documents, but not the tokens of one sample."""
     argv = arguments(**{**FLAGS, "split": "9999,1,0", "eval_iters": 1}, train_iters=1, data_path=text)
-    _refused(argv, 2, "the validation split of", "one sample takes 17", "--split")
+    _refused(argv, 2, "the validation split of", "one sample needs 17", "--split")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -188,7 +188,7 @@ def test_a_longer_run_changes_a_schedule_that_follows_its_length(saved: Path, tm
     assert "\n  --train-iters 2 in the checkpoint, 4 here\n" in said
     (rehearsed,) = launch([*arguments(load=saved, train_iters=4), "--dry-run"], 1)
     assert rehearsed.code == 2 and "device memory" in rehearsed.stdout and said == rehearsed.stderr, report([rehearsed])
-    rates = dict(re.findall(r"--resume-schedule (new|saved) .* goes on with (\S+)", said))
+    rates = dict(re.findall(r"--resume-schedule (new|saved) .* continues with (\S+)", said))
     assert {word: float(rate) for word, rate in rates.items()} == {"new": 0.005, "saved": 0.0}
     for word, rate in rates.items():
         longer = arguments(load=saved, train_iters=4, resume_schedule=word, log_interval=1)
@@ -278,7 +278,7 @@ def test_a_rank_that_dies_while_saving(saved: Path, tmp_path: Path, victim: int)
     """The checkpoint of before stays what is resumed from; what the dead save left is in nobody's way."""
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     again = arguments(load=tmp_path, ckpt_step=1, save=tmp_path, train_iters=3, lr_decay_iters=2)
-    ended = launch([*again, "--save-interval", "3"], 2, before=_dies_in(save_module, "write_part", victim), gloo=True)
+    ended = launch([*again, "--save-interval", "3"], 2, before=_dies_in(save_module, "write_rank_files", victim), gloo=True)
     _assert_survivors_say_so(ended, victim)
     assert complete_checkpoints(tmp_path) == ["iter_0000001", "iter_0000002"]
     assert digest(tmp_path, 2) == digest(saved, 2)

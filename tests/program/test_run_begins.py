@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.data_files import DataFiles
+from megatron.checkpoint.data_files import DataFileReader
 from megatron.checkpoint.local_storage import LocalStorage
 from megatron_lab.checkpoints.stream import write_checkpoint
 from megatron_lab.foreign.source import StoredCheckpoint
@@ -61,9 +61,9 @@ def flip(path: Path, at: int = -1) -> None:
 
 def flip_a_weight(path: Path) -> None:
     manifest = read_manifest(path)
-    (box,) = manifest.tensors["model.layers.0.mlp.up.weight"].boxes
-    with DataFiles(LocalStorage(path), manifest) as files:
-        at = files.start(box, "float32")
+    (box,) = manifest.tensors["model.layers.0.mlp.up.weight"].slices
+    with DataFileReader(LocalStorage(path), manifest) as files:
+        at = files.data_offset(box, "float32")
     flip(path / box.file, at + 5)
 
 
@@ -108,9 +108,13 @@ def test_a_run_that_began_with_other_weights_goes_on_from_its_own(saved: Path, t
     argv = arguments(train_iters=2, load=tmp_path / "new", save=tmp_path / "new", pretrained_checkpoint=saved, exit_interval=1)
     flip_a_weight(checkpoint(saved, 3))
     first, second = run(argv), run(argv)
-    assert f"weights of {checkpoint(saved, 2)}" in first and "was altered (checksum)" in first
+    assert f"weights of {checkpoint(saved, 2)}" in first and "was altered: its checksum does not match" in first
     assert f"resuming from {checkpoint(tmp_path / 'new', 1)} at iteration 1" in second and "weights of" not in second
-    refused(arguments(train_iters=1, pretrained_checkpoint=checkpoint(saved, 3)), "the data of", "was altered (checksum)")
+    refused(
+        arguments(train_iters=1, pretrained_checkpoint=checkpoint(saved, 3)),
+        "the data of",
+        "was altered: its checksum does not match",
+    )
     refused(arguments(train_iters=1, pretrained_checkpoint=tmp_path / "none"), "--pretrained-checkpoint", "holds no checkpoint")
 
 
@@ -120,9 +124,11 @@ def test_a_checkpoint_of_weights_alone(saved: Path, tmp_path: Path) -> None:
     weights = {name: tensor for name, tensor in source.tensors.items() if name.startswith("model.")}
     write_checkpoint(tmp_path / "weights", 0, weights, source.read_stored, source.config, {"has_optimizer": False})
     settings = {"train_iters": 1, "load": tmp_path / "weights"}
-    refused(arguments(**settings), "weights alone", "--finetune", "--pretrained-checkpoint")
+    refused(arguments(**settings), "only weights", "--finetune", "--pretrained-checkpoint")
     write_checkpoint(tmp_path / "other", 0, source.tensors, source.read_stored, source.config, {**source.state, "progress": {}})
-    refused(arguments(train_iters=1, load=tmp_path / "other"), "state.json is not as a run writes it", "iteration")
+    refused(
+        arguments(train_iters=1, load=tmp_path / "other"), "state.json does not have the content that a run writes", "iteration"
+    )
     said = run(arguments(**settings, finetune=True))
     assert "counting starts from iteration 0 (--finetune)" in said
 

@@ -12,8 +12,8 @@ import torch
 
 import megatron.data_parallel.fsdp  # noqa: F401  # imported here once, not in every forked rank
 from megatron.data_parallel import bucket as bucket_module
-from megatron.data_parallel.bucket import WholeBucket
-from megatron.parallel.accumulate import GradSink, sink_of
+from megatron.data_parallel.bucket import FullGradBucket
+from megatron.parallel.accumulate import GradSink, get_grad_sink
 from megatron.parallel.collectives import Pending
 from megatron.spec.weights import WORD_EMBEDDING
 from megatron.training.step import TrainStep
@@ -163,21 +163,21 @@ FLIPS: dict[str, tuple[int, dict[str, Any], int, str, str]] = {
         TENSOR,
         1,
         "layers.0.attention_norm.weight",
-        "rank 1 has other values than ranks 0, 2 and 3 (tensor group [0, 1], data group [1, 3])",
+        "the values of rank 1 differ from those of ranks 0, 2 and 3 (tensor group [0, 1], data group [1, 3])",
     ),
     "a data rank": (
         3,
         {"global_batch_size": 6},
         2,
         "layers.1.mlp.up.weight",
-        "rank 2 has other values than ranks 0 and 1 (data group [0, 1, 2])",
+        "the values of rank 2 differ from those of ranks 0 and 1 (data group [0, 1, 2])",
     ),
     "one end of a tied pair": (
         2,
         STAGES,
         1,
         "embedding.word.weight",
-        "rank 0 and rank 1 have different values, and there is no telling which are wrong (first and last stage [0, 1])",
+        "rank 0 and rank 1 have different values, and it cannot be decided which are wrong (first and last stage [0, 1])",
     ),
 }
 
@@ -191,7 +191,7 @@ def test_a_weight_that_differs_is_named(tmp_path: Path, where: str) -> None:
     world_size, flags, rank, name, words = FLIPS[where]
     settings = {**flags, "train_iters": 5, "check_replicas_every": 2, "save_interval": 2, "save": tmp_path}
     message = failed(launch(arguments(**settings), world_size, before=on_rank(rank, 4, flip(name))))
-    assert "iteration 4: ranks that must hold the same weights differ (at iteration 2 they did not)" in message
+    assert "iteration 4: copies of weights that must be equal differ between ranks (at iteration 2 they were equal)" in message
     assert f"\n  {name}: {words}\n" in message
     assert complete_checkpoints(tmp_path) == ["iter_0000002"]
 
@@ -205,7 +205,7 @@ def test_nothing_is_saved_that_was_not_compared(tmp_path: Path) -> None:
         on_rank(1, 3, flip("final_norm.weight"))(rank)
 
     message = failed(launch(arguments(**settings), 2, before=before))
-    assert "iteration 3: " in message and "(at iteration 2 they did not)" in message and "final_norm.weight: " in message
+    assert "iteration 3: " in message and "(at iteration 2 they were equal)" in message and "final_norm.weight: " in message
     assert complete_checkpoints(tmp_path) == ["iter_0000001", "iter_0000002"]
 
 
@@ -214,7 +214,7 @@ def test_main_weights_and_parts_of_sharded_ones_are_compared() -> None:
 
     def spoil_main(step: TrainStep) -> None:
         shard = next(shard for shard in step.optimizer.shards if shard.record.name == "layers.0.mlp.down.weight")
-        shard.main[0] += 1e-6  # less than the weight's last bit
+        shard.main_param[0] += 1e-6  # less than the weight's last bit
 
     flags = {"train_iters": 3, "check_replicas_every": 1, "num_layers": 1}
     message = failed(launch(arguments(**flags, bf16=True, lr=1e-6, global_batch_size=4), 2, before=on_rank(1, 2, spoil_main)))
@@ -241,7 +241,10 @@ def test_a_checkpoint_whose_replicas_are_read_wrong_is_seen_before_the_first_ste
     message = failed(
         launch(arguments(**flags, train_iters=2, load=tmp_path, save=tmp_path, check_replicas_every=9), 2, before=before)
     )
-    assert "iteration 1: ranks that must hold the same weights differ, so" in message and "layers.0.mlp.up.bias: " in message
+    assert (
+        "iteration 1: copies of weights that must be equal differ between ranks, so" in message
+        and "layers.0.mlp.up.bias: " in message
+    )
     assert complete_checkpoints(tmp_path) == ["iter_0000001"] and checkpoint(tmp_path, 1).exists()
 
 
@@ -256,55 +259,55 @@ def audited(tmp_path: Path, world_size: int, before: Callable[[int], None], **fl
     return message
 
 
-def reducing(fault: Callable[[WholeBucket], Pending | None]) -> Callable[[int], None]:
+def reducing(fault: Callable[[FullGradBucket], Pending | None]) -> Callable[[int], None]:
     """For `before`: what a bucket does instead of its reduction, or None if it is right."""
 
     def before(rank: int) -> None:
-        reduce = WholeBucket._reduce
+        reduce = FullGradBucket._start_reduction
 
-        def changed(self: WholeBucket) -> None:
-            self._reducing = fault(self)
-            if self._reducing is None:
+        def changed(self: FullGradBucket) -> None:
+            self._reduction = fault(self)
+            if self._reduction is None:
                 reduce(self)
 
-        WholeBucket._reduce = changed  # type: ignore[method-assign]
+        FullGradBucket._start_reduction = changed  # type: ignore[method-assign]
 
     return before
 
 
 def test_a_gradient_that_is_not_summed_over_data_ranks(tmp_path: Path) -> None:
-    def fault(bucket: WholeBucket) -> Pending | None:
+    def fault(bucket: FullGradBucket) -> Pending | None:
         return Pending(bucket.grads) if bucket.plan.params[0].entry.record.name == "layers.1.mlp.down.weight" else None
 
     message = audited(tmp_path, 2, reducing(fault))
     assert "iteration 1: the audit of the first step failed.\n" in message
-    words = "not summed over data ranks: ranks 0 and 1 would use the own gradient alone (group [0, 1])"
+    words = "not summed over data ranks: ranks 0 and 1 would use only their local gradients (group [0, 1])"
     assert f"\n  layers.1.mlp.down.weight: {words}\n" in message and "layers.0" not in message
 
 
 def test_a_gradient_that_is_not_summed_over_tensor_ranks(tmp_path: Path) -> None:
     """Under sequence parallelism, where data ranks are as they should be: the sum over data ranks alone."""
 
-    def fault(bucket: WholeBucket) -> Pending | None:
+    def fault(bucket: FullGradBucket) -> Pending | None:
         if "tp" not in bucket.plan.axes:
             return None
         return bucket_module.start_all_reduce(bucket.grads, bucket.context.group("dp"))
 
     message = audited(tmp_path, 4, reducing(fault), **TENSOR)
-    words = "not summed over tensor ranks, but over data ranks alone (group [0, 1], [2, 3])"
+    words = "not summed over tensor ranks, but only over data ranks (group [0, 1], [2, 3])"
     assert f"\n  layers.0.attention_norm.weight: {words}\n" in message and "qkv.weight" not in message
 
 
 def test_a_gradient_that_is_not_summed_over_context_ranks(tmp_path: Path) -> None:
     """But over data ranks: each rank updates its slice of that sum."""
 
-    def fault(bucket: WholeBucket) -> Pending | None:
+    def fault(bucket: FullGradBucket) -> Pending | None:
         if bucket.plan.params[0].entry.record.name != "layers.1.mlp.down.weight":
             return None
         return bucket_module.start_all_reduce(bucket.grads, bucket.context.group("dp"))
 
     message = audited(tmp_path, 4, reducing(fault), **CONTEXT, use_distributed_optimizer=True)
-    words = "not summed over context ranks, but over data ranks alone (group [0, 1], [2, 3])"
+    words = "not summed over context ranks, but only over data ranks (group [0, 1], [2, 3])"
     assert f"\n  layers.1.mlp.down.weight: {words}\n" in message and "layers.0" not in message
 
 
@@ -312,30 +315,30 @@ def test_a_record_that_forgets_the_tensor_ranks(tmp_path: Path) -> None:
     """Reduction follows it, so it is the ranks' own gradients that tell."""
 
     def before(rank: int) -> None:
-        from megatron.spec.weights import Weight
+        from megatron.spec.weights import WeightSpec
 
-        Weight.partial_over_tp = lambda self, sequence_parallel: False  # type: ignore[method-assign]
+        WeightSpec.has_partial_tp_grad = lambda self, sequence_parallel: False  # type: ignore[method-assign]
 
     message = audited(tmp_path, 2, before, **TENSOR)
-    assert "layers.0.mlp_norm.weight: its gradient differs between tensor ranks, though its record says" in message
+    assert "layers.0.mlp_norm.weight: its gradient differs between tensor ranks, although each of them should have" in message
 
 
 def test_a_gradient_that_is_summed_twice(tmp_path: Path) -> None:
-    def fault(bucket: WholeBucket) -> Pending | None:
+    def fault(bucket: FullGradBucket) -> Pending | None:
         bucket.grads.mul_(2)
         return None
 
     message = audited(tmp_path, 2, reducing(fault))
-    words = "the optimizer gets 2 x the sum of its gradients (the data size); it is held by ranks 0 and 1"
+    words = "the optimizer gets 2 x the sum of its gradients (the data size); its shards are on ranks 0 and 1"
     assert f"\n  layers.0.attention_norm.weight: {words}\n" in message
 
 
 def test_a_tied_embedding_that_is_not_joined(tmp_path: Path) -> None:
     def before(rank: int) -> None:
-        bucket_module.Bucket.join_ends = lambda self: None  # type: ignore[method-assign]
+        bucket_module.Bucket.reduce_tied_grads = lambda self: None  # type: ignore[method-assign]
 
     message = audited(tmp_path, 2, before, **STAGES)
-    words = "not summed over the stages that share it: ranks 0 and 1 would use the own gradient alone"
+    words = "not summed over the stages that share it: ranks 0 and 1 would use only their local gradients"
     assert f"\n  embedding.word.weight: {words}\n" in message and message.count("not summed") == 1
 
 
@@ -344,10 +347,10 @@ def test_a_gradient_that_is_never_written(tmp_path: Path) -> None:
 
     def before(rank: int) -> None:
         add, name = GradSink.add_sum, "layers.1.mlp.down.bias"
-        gradients = TrainStep.gradients
+        gradients = TrainStep.compute_gradients
 
         def noting(self: TrainStep, *args: Any, **named: Any) -> Any:
-            lost = sink_of(self.model.params[name].param) if name in self.model.params else None
+            lost = get_grad_sink(self.model.params[name].param) if name in self.model.params else None
 
             def lossy(sink: GradSink, rows: torch.Tensor) -> None:
                 if sink is not lost:
@@ -356,10 +359,10 @@ def test_a_gradient_that_is_never_written(tmp_path: Path) -> None:
             GradSink.add_sum = lossy  # type: ignore[method-assign, assignment]
             return gradients(self, *args, **named)
 
-        TrainStep.gradients = noting  # type: ignore[method-assign]
+        TrainStep.compute_gradients = noting  # type: ignore[method-assign]
 
     message = audited(tmp_path, 2, before, **STAGES)
-    assert "iteration 1: gradients are incomplete.\n  layers.1.mlp.down.bias: none of 4 gradients reached it on rank 1\n" in message
+    assert "iteration 1: gradients are incomplete.\n  layers.1.mlp.down.bias: none of 4 gradients received on rank 1\n" in message
 
 
 def changed_counts(change: Callable[[TrainStep], None], chosen: int) -> Callable[[int], None]:
@@ -382,8 +385,8 @@ def test_an_element_that_is_counted_twice_in_the_norm(tmp_path: Path) -> None:
     """By two ranks, as the boxes tell."""
 
     def widen(step: TrainStep) -> None:
-        shard = next(shard for shard in step.counted_shards if shard.counted.start > 0 and shard.record.name != WORD_EMBEDDING)
-        shard.counted = range(shard.counted.start - 1, shard.counted.stop)
+        shard = next(shard for shard in step.norm_shards if shard.norm_range.start > 0 and shard.record.name != WORD_EMBEDDING)
+        shard.norm_range = range(shard.norm_range.start - 1, shard.norm_range.stop)
 
     message = audited(tmp_path, 2, changed_counts(widen, 1))
     assert re.search(r"\n  [a-z0-9._]+: counted twice in the norm by ranks 0 and 1: an element at \([0-9, ]+\)\n", message)
@@ -393,17 +396,17 @@ def test_a_parameter_that_is_counted_twice_in_the_norm(tmp_path: Path) -> None:
     """By one rank, as the norm tells."""
 
     def again(step: TrainStep) -> None:
-        at = [shard.record.name for shard in step.counted_shards].index("layers.0.mlp.up.weight")
-        step._counted_grads.append(step._counted_grads[at])
+        at = [shard.record.name for shard in step.norm_shards].index("layers.0.mlp.up.weight")
+        step._norm_grads.append(step._norm_grads[at])
 
     message = audited(tmp_path, 2, changed_counts(again, 0))
-    assert "\n  the norm: it is " in message and "; layers.0.mlp.up.weight is counted twice on rank 0\n" in message
+    assert "\n  the norm: the step computed " in message and "; layers.0.mlp.up.weight is counted twice on rank 0\n" in message
 
 
 def test_an_element_that_nobody_counts(tmp_path: Path) -> None:
     def leave_out(step: TrainStep) -> None:
-        shard = next(shard for shard in step.counted_shards if shard.record.name == "final_norm.weight")
-        shard.counted = range(shard.counted.start, shard.counted.stop - 2)
+        shard = next(shard for shard in step.norm_shards if shard.record.name == "final_norm.weight")
+        shard.norm_range = range(shard.norm_range.start, shard.norm_range.stop - 2)
 
     message = audited(tmp_path, 1, changed_counts(leave_out, 0))
     assert "final_norm.weight: 2 of 32 elements are counted in the norm by no rank" in message

@@ -20,11 +20,11 @@ import pytest
 
 from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.checkpoint.manifest import Checksum, Manifest, StoredFile
-from megatron.checkpoint.save_folder import LATEST, manifest_in, note_damaged
+from megatron.checkpoint.save_folder import LATEST, load_manifest, record_damage
 from megatron.checkpoint.storage import MANIFEST
 from megatron.checkpoint.storage_kinds import open_storage
 from megatron.config.cli import load
-from megatron.training.resume import look_in
+from megatron.training.resume import select_checkpoint
 from megatron_lab.verification.local_ranks import run_ranks
 from tests.support.forked_modules import fork_modules
 from tests.support.runs import Ended, arguments, checkpoint, complete_checkpoints, digest, launch, report, run, saved_tensors
@@ -95,14 +95,14 @@ def forge(path: Path, **counts: object) -> None:
     state["progress"] |= counts
     data = json.dumps(state).encode()
     (path / "state.json").write_bytes(data)
-    manifest = manifest_in(open_storage(path))
+    manifest = load_manifest(open_storage(path))
     files = {**manifest.files, "state.json": StoredFile(len(data), Checksum(data).text)}
     (path / MANIFEST).write_bytes(Manifest(manifest.tensors, files).to_json())
 
 
 def forge_shape(path: Path) -> None:
     """A tensor of 10^30 rows."""
-    manifest = manifest_in(open_storage(path))
+    manifest = load_manifest(open_storage(path))
     name, tensor = next(iter(manifest.tensors.items()))
     tensors = {**manifest.tensors, name: dataclasses.replace(tensor, shape=(10**30, *tensor.shape[1:]))}
     (path / MANIFEST).write_bytes(Manifest(tensors, manifest.files).to_json())
@@ -159,14 +159,14 @@ def test_every_damage_is_found(tmp_path: Path, stopped: Path, what: str) -> None
     damage(checkpoint(folder, STOP))
     config = load(arguments(**SETTINGS, load=folder), 1).config
     damaged: dict[int, str] = {}
-    chosen = look_in(config, str(folder), None, 61, damaged, goes_on=True)
+    chosen = select_checkpoint(config, str(folder), None, 61, damaged, continues_run=True)
     assert chosen is not None
     if Path(chosen.path) == checkpoint(folder, STOP):
         with pytest.raises(DamagedCheckpointError) as found:
             for kind in ("model", "exp_avg", "exp_avg_sq"):
                 saved_tensors(folder, STOP, kind)
-        note_damaged(chosen.path, found.value, damaged, may_fall_back=True)
-        chosen = look_in(config, str(folder), None, 61, damaged, goes_on=True)
+        record_damage(chosen.path, found.value, damaged, may_fall_back=True)
+        chosen = select_checkpoint(config, str(folder), None, 61, damaged, continues_run=True)
         assert chosen is not None
     assert Path(chosen.path) == checkpoint(folder, INTERVAL)
     (warning,) = (note for note in chosen.notes if "WARNING" in note)
@@ -212,7 +212,11 @@ def test_the_step_asked_for_is_damaged(tmp_path: Path, stopped: Path) -> None:
     folder = copied(stopped, tmp_path)
     flip(checkpoint(folder, STOP) / DATA, 0.6)
     said = refused(folder, ckpt_step=STOP)
-    assert str(checkpoint(folder, STOP) / DATA) in said and "the data of" in said and "was altered (checksum)" in said
+    assert (
+        str(checkpoint(folder, STOP) / DATA) in said
+        and "the data of" in said
+        and "was altered: its checksum does not match" in said
+    )
 
 
 # ---- full disks
@@ -325,5 +329,5 @@ def test_outputs_that_fail_do_not_end_a_run(tmp_path: Path, closed: bool) -> Non
     assert complete_checkpoints(folder) == ["iter_0000003"]
     said = ended.stderr.splitlines()
     for name in ("stdout", "--metrics-file /dev/full", "--save-trace /dev/full", "--tensorboard-dir"):
-        assert sum(line.startswith(name) and "training goes on" in line for line in said) == 1, ended.stderr
+        assert sum(line.startswith(name) and "training continues" in line for line in said) == 1, ended.stderr
     assert len(said) == 4, ended.stderr

@@ -14,8 +14,8 @@ import pytest
 
 from megatron.data.samples import DocumentRules, MockDataset
 from megatron.parallel.topology import Topology
-from megatron.spec.schedules import placement
-from megatron.training.inputs import reads_samples
+from megatron.spec.schedules import assign_chunks
+from megatron.training.inputs import needs_samples
 from megatron.training.step import StepResult, TrainStep
 from tests.support.lone_rank import lone_rank
 from tests.support.runs import arguments, losses, run
@@ -36,8 +36,8 @@ def test_which_stages_read_samples(flags: list[str], expected: dict[str, list[in
     """The stages of the first and the last chunk, unless layers in the middle need to know the documents."""
     rules = DocumentRules(0, **dict.fromkeys(flags, True))
     for schedule, chunks in (("1f1b", 1), ("zb-v", 2)):
-        stages = placement(schedule, 4, chunks)
-        found = [stage for stage in range(4) if reads_samples(lone_rank(Topology(pp=4), stage), stages, rules)]
+        stages = assign_chunks(schedule, 4, chunks)
+        found = [stage for stage in range(4) if needs_samples(lone_rank(Topology(pp=4), stage), stages, rules)]
         assert found == expected[schedule]
 
 
@@ -80,7 +80,7 @@ def notes_attention(folder: Path) -> Callable[[int], None]:
 
         def noting(self: TrainStep, *args: Any, **settings: Any) -> StepResult:
             result = plain(self, *args, **settings)
-            (folder / str(rank)).write_text(json.dumps(result.attended_sequences))
+            (folder / str(rank)).write_text(json.dumps(result.attention_samples))
             return result
 
         TrainStep.run = noting  # type: ignore[method-assign]

@@ -118,8 +118,8 @@ def test_files_are_cut_as_the_ranks_hold_experts(one: Path, tmp_path: Path) -> N
     assert main(["reshard", str(one), str(tmp_path / "cut"), *"--tp 2 --ep 4 --etp 1".split()]) == 0
     whole, cut = (read_manifest(checkpoint(folder, STEPS)) for folder in (one, tmp_path / "cut"))
     assert cut.content_digest == whole.content_digest
-    boxes = cut.tensors["model.layers.1.mlp.experts.down.weight"].boxes
-    assert [(box.box.offsets, box.box.sizes, box.file) for box in boxes] == [
+    boxes = cut.tensors["model.layers.1.mlp.experts.down.weight"].slices
+    assert [(box.tensor_slice.offsets, box.tensor_slice.sizes, box.file) for box in boxes] == [
         ((expert, 0, 0), (1, 32, 48), f"rank_{expert:05d}.safetensors") for expert in range(4)
     ]
-    assert {box.file for box in cut.tensors["model.layers.1.attention.qkv.weight"].boxes} == {boxes[0].file, boxes[1].file}
+    assert {box.file for box in cut.tensors["model.layers.1.attention.qkv.weight"].slices} == {boxes[0].file, boxes[1].file}

@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from megatron.parallel.torch_private import get_default_store
 from megatron.pipeline_parallel.p2p import Messenger
-from megatron.spec.operations import Op, OpKind
+from megatron.spec.operations import Op, OpType
 from megatron.training.step import TrainStep
 from megatron_lab.flight import stragglers
-from megatron_lab.flight.stragglers import StragglerReports
+from megatron_lab.flight.stragglers import StragglerCallback
 from megatron_lab.flight.watched import Flight
 from megatron_lab.flight.watcher import HANG_EXIT_CODE
 from tests.support import network
@@ -65,7 +65,7 @@ def _frozen_folder(iteration: int) -> None:
 
 
 def _at_phase(wanted: str, first: int, happens: Callable[[Flight], None]) -> None:
-    real, at = Flight.phase, [0]
+    real, at = Flight.set_phase, [0]
 
     def phase(self: Flight, name: str, iteration: int | None = None) -> None:
         at[0] = at[0] if iteration is None else iteration
@@ -73,7 +73,7 @@ def _at_phase(wanted: str, first: int, happens: Callable[[Flight], None]) -> Non
         if name == wanted and at[0] >= first:
             happens(self)
 
-    Flight.phase = phase  # type: ignore[method-assign]
+    Flight.set_phase = phase  # type: ignore[method-assign]
 
 
 def _absent_mind(iteration: int) -> None:
@@ -120,7 +120,7 @@ def _hangs(tmp_path: Path, layout: int, name: str, culprit: int, iteration: int)
             fault.plant(iteration)
 
     ended = launch(arguments(**settings), ranks, before=before, gloo=True, timeout=120.0)
-    told = [line for line in ended[0].stderr.splitlines() if line.startswith("hang: nothing has moved")]
+    told = [line for line in ended[0].stderr.splitlines() if line.startswith("hang: no rank has made progress")]
     assert told and f". rank {culprit} (node " in told[0] and fault.says in told[0], report(ended)
     assert len(told) == 2 and f"with exit code {HANG_EXIT_CODE}" in told[1], "said once, and ended"
     codes = [end.code for end in ended]
@@ -202,14 +202,14 @@ def _pauses(tmp_path: Path, layout: int, culprit: int, iteration: int) -> None:
 
     def stop(_: Flight) -> None:
         said = Path(os.readlink("/proc/self/fd/2")).with_name("0.err")
-        again = f"while b'hang: nothing has moved' not in open({str(said)!r}, 'rb').read(): time.sleep(0.05)"
+        again = f"while b'hang: no rank has made progress' not in open({str(said)!r}, 'rb').read(): time.sleep(0.05)"
         subprocess.Popen([sys.executable, "-S", "-c", f"import os, time\n{again}\nos.kill({os.getpid()}, {signal.SIGCONT:d})"])
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def linger(flight: Flight) -> None:
-        while "the run goes on" not in _said_by_first_rank():
+        while "the run continues" not in _said_by_first_rank():
             time.sleep(0.05)
-            flight.operation(Op(OpKind.FORWARD, 0, 0))
+            flight.start_op(Op(OpType.FORWARD, 0, 0))
 
     def before(rank: int) -> None:
         if rank == culprit:
@@ -222,7 +222,7 @@ def _pauses(tmp_path: Path, layout: int, culprit: int, iteration: int) -> None:
     assert [end.code for end in ended] == [0] * ranks, report(ended)
     lines = [line for line in ended[0].stderr.splitlines() if line.startswith("hang: ")]
     assert f". rank {culprit} (node " in lines[0] and FAULTS["stopped"].says in lines[0], lines
-    assert any("the run goes on" in line for line in lines)
+    assert any("the run continues" in line for line in lines)
 
 
 def _raises(tmp_path: Path, layout: int, culprit: int, iteration: int) -> None:
@@ -271,11 +271,11 @@ def _is_cut_off(tmp_path: Path, layout: int, culprit: int, iteration: int) -> No
     mine, others = (", ".join(map(str, some)) for some in (range(ranks // 2), range(ranks // 2, ranks)))
     plural = "s" * (ranks > 2)
     for rank, words in (
-        (0, f"node node1 (rank{plural} {others}) has not been heard from for "),
-        (ranks // 2, "the first node has not been heard from at 10.77.0.1:"),
+        (0, f"node node1 (rank{plural} {others}) has sent no report for "),
+        (ranks // 2, "the first node (10.77.0.1:"),
     ):
-        told = [line for line in ended[rank].stderr.splitlines() if line.startswith("hang: nothing has moved")]
-        assert len(told) == 2 and words in told[0] and "it, or the link to it, is down or very slow" in told[0], report(ended)
+        told = [line for line in ended[rank].stderr.splitlines() if line.startswith("hang: no rank has made progress")]
+        assert len(told) == 2 and words in told[0] and "the node or the link to it is down or very slow" in told[0], report(ended)
         assert told[0].endswith(f"rank{plural} {others if rank else mine} wait{'s' * (ranks == 2)}"), report(ended)
 
 
@@ -285,7 +285,7 @@ def _is_slow(tmp_path: Path, layout: int, culprit: int, iteration: int) -> None:
     ranks, flags = LAYOUTS[layout]
 
     def before(rank: int) -> None:
-        slept, began = [0.0], StragglerReports.before_step
+        slept, began = [0.0], StragglerCallback.before_step
 
         def operation(self: Flight, op: Op) -> None:
             if rank == culprit:
@@ -293,18 +293,18 @@ def _is_slow(tmp_path: Path, layout: int, culprit: int, iteration: int) -> None:
                 slept[0] += 0.02
             real(self, op)
 
-        def before_step(self: StragglerReports, *args: Any) -> None:
+        def before_step(self: StragglerCallback, *args: Any) -> None:
             clock.perf_counter = lambda: time.thread_time() + slept[0] + self._flight.waited_s
             began(self, *args)
 
-        real, clock = Flight.operation, types.SimpleNamespace()
-        Flight.operation = operation  # type: ignore[method-assign]
-        StragglerReports.before_step = before_step  # type: ignore[method-assign, assignment]
+        real, clock = Flight.start_op, types.SimpleNamespace()
+        Flight.start_op = operation  # type: ignore[method-assign]
+        StragglerCallback.before_step = before_step  # type: ignore[method-assign, assignment]
         stragglers.time = clock  # type: ignore[assignment]
 
     settings = {**flags, "straggler_interval": 2, "global_batch_size": 4, "hang_warn_s": 60, "metrics_file": tmp_path / "metrics"}
     said = run(arguments(**settings, train_iters=6), ranks, before=before, gloo=True).splitlines()
-    told = [line for line in said if "x its peers' time of computing" in line]
+    told = [line for line in said if "x as long as the other ranks of its stage" in line]
     assert [line.split()[-2] for line in told if line.startswith(f"  rank {culprit} (node ")] == ["4", "6"], said
     found = [line["straggler_rank"] for line in read_metrics(tmp_path / "metrics") if "straggler_rank" in line]
     assert found == [-1, culprit, culprit]
@@ -327,7 +327,7 @@ def _link_is_slow(tmp_path: Path, layout: int, culprit: int, iteration: int) -> 
     assert [end.code for end in ended] == [0] * ranks, report(ended)
     lines = [line for line in ended[0].stderr.splitlines() if line.startswith("hang: ")]
     assert "a link between nodes node0, node1 is slow" in lines[0] or "or the link to it, is down or very slow" in lines[0], lines
-    assert any("the run goes on" in line for line in lines)
+    assert any("the run continues" in line for line in lines)
 
 
 OTHERS = (_pauses, _raises, _is_slow, *((_is_cut_off,) * network.possible()))

@@ -205,7 +205,7 @@ def test_norms_and_the_z_loss_at_a_parallel_layout_are_those_of_one_rank(tmp_pat
     run(arguments(**switches | {"z_loss_coeff": 0.0, "train_iters": 1}, metrics_file=tmp_path / "without"))
     said = run(arguments(**switches, **layout, loss_chunk_tokens=3, tp_comm_overlap=True, metrics_file=tmp_path / "four"), 4)
     why = "symmetric memory needs CUDA, and the device is cpu"
-    assert f"tensor ranks communicate beside products by pieces that go round a ring: {why}" in said
+    assert f"communication of tensor ranks overlaps with matrix products: a ring of sends and receives: {why}" in said
     one, four = read_metrics(tmp_path / "one"), read_metrics(tmp_path / "four")
     assert one[0].keys() == four[0].keys()
     (without,) = read_metrics(tmp_path / "without")

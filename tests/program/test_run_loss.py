@@ -11,7 +11,7 @@ import torch
 
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.windows import split_documents
+from megatron.data.windows import split_document_ranges
 from megatron_lab.verification.reference.model import Batch
 from megatron_lab.verification.reference.shape import ReferenceShape
 from tests.support.byte_dataset import FLAGS, write_bytes
@@ -53,7 +53,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def _batches(prefix: str, split: int, count: int) -> list[Batch]:
     """Global batches of a split in the order of the run, with masks made here: nothing follows the end of a document."""
     dataset = IndexedDataset(prefix)
-    documents = split_documents(FLAGS["split"], dataset.num_documents)[split]
+    documents = split_document_ranges(FLAGS["split"], dataset.num_documents)[split]
     samples = GPTDataset(dataset, documents, split=split, seed=SEED, seq_length=TINY["seq_length"], vocab_size=VOCABULARY)
     size, found = TINY["global_batch_size"], []
     for step in range(count):

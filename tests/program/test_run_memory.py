@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.pipeline_parallel.executor import Executor
-from megatron.spec.operations import OpKind
+from megatron.spec.operations import OpType
 from megatron_lab.monitoring import rehearsal
 from tests.support.runs import arguments, launch, report, run, timeless
 
@@ -60,7 +60,7 @@ def test_state_is_measured_as_planned(layout: str) -> None:
     if "cpu_offload_activations" in flags:
         measured, planned = first["activations on the host"]
         assert measured == planned, first
-    assert first["activations and the rest"][1] != "-" and first["the process at its peak"][1] == "-"
+    assert first["activations and temporary tensors"][1] != "-" and first["the process at its peak"][1] == "-"
     assert f"planned: the fullest rank takes {planned_total(said)} of its device" in said
 
 
@@ -84,14 +84,14 @@ def test_a_report_disturbs_nothing(tmp_path: Path) -> None:
         def fails(*_: Any) -> None:
             raise ValueError("no such plan")
 
-        rehearsal.make_plan = fails  # type: ignore[assignment]
+        rehearsal.build_plan = fails  # type: ignore[assignment]
 
     said = run(arguments(device="cpu", train_iters=1, log_memory=True), before=before)
     assert "memory is reported without a plan: ValueError: no such plan" in said
     assert {planned for _, planned in reports(said)[0].values()} == {"-"}
 
 
-def exhausted(kind: OpKind, microbatch: int, error: BaseException) -> Any:
+def exhausted(kind: OpType, microbatch: int, error: BaseException) -> Any:
     """What makes the second rank fail within an operation."""
 
     def before(rank: int) -> None:
@@ -100,7 +100,7 @@ def exhausted(kind: OpKind, microbatch: int, error: BaseException) -> Any:
         backward = Executor._backward
 
         def fails(self: Executor, op: Any, received: Any) -> Any:
-            if (op.kind, op.microbatch) == (kind, microbatch):
+            if (op.type, op.microbatch) == (kind, microbatch):
                 raise error
             return backward(self, op, received)
 
@@ -113,14 +113,15 @@ def test_a_rank_without_memory_says_what_took_it_and_what_to_change() -> None:
     """One message, on that rank; no traceback, and the other one ends too."""
     lost = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB")
     argv = arguments(**STAGES, train_iters=1, log_memory=True, device_memory_gb=0.0003)
-    ended = launch(argv, 2, before=exhausted(OpKind.BACKWARD, 1, lost), gloo=True)
+    ended = launch(argv, 2, before=exhausted(OpType.BACKWARD, 1, lost), gloo=True)
     assert [end.code for end in ended] == [1, 1] and "Traceback" not in ended[1].stderr, report(ended)
     said = ended[1].stderr.splitlines()
     assert said[0] == (
-        "pretrain_gpt.py: rank 1: out of memory in the backward of chunk 1, microbatch 1 on stage 1: 2.00 GiB more were asked for."
+        "pretrain_gpt.py: rank 1: out of memory in the backward pass of chunk 1, microbatch 1 on stage 1: "
+        "2.00 GiB more were requested."
     )
     assert re.search(r"allocated: parameters (\S+ kB) \(planned \1\), gradients (\S+ kB) \(planned \2\), moments", said[1])
-    assert "activations and the rest" in said[1] and said[2] == "  What to change, the cheapest first:"
+    assert "activations and temporary tensors" in said[1] and said[2] == "  Settings to change, the cheapest first:"
     assert "1. the fullest rank needs" in said[3] and "It fits with" in said[3], "the plan's advice comes first"
     assert re.match(r"    2\. --recompute-granularity selective", said[4]) and len(said) > 6
     assert "--dry-run --world-size 2 --gpus-per-node 2 --device-memory-gb" in said[-1]
@@ -131,7 +132,7 @@ def test_a_rank_without_memory_says_what_took_it_and_what_to_change() -> None:
     ("shape", "beyond", "where"),
     [
         ({"hidden_size": 4096, "num_layers": 2}, 300e6, "while the model's state is allocated, at "),
-        ({"seq_length": 4096, "micro_batch_size": 8, "hidden_size": 128}, 300e6, "in the forward of chunk 0, microbatch 0"),
+        ({"seq_length": 4096, "micro_batch_size": 8, "hidden_size": 128}, 300e6, "in the forward pass of chunk 0, microbatch 0"),
     ],
 )
 def test_memory_that_is_really_exhausted(shape: dict[str, Any], beyond: float, where: str) -> None:
@@ -145,5 +146,5 @@ def test_memory_that_is_really_exhausted(shape: dict[str, Any], beyond: float, w
     (ended,) = launch(arguments(**{"train_iters": 1, "device": "cpu", "global_batch_size": 8, **shape}), before=before)
     first, *rest = ended.stderr.splitlines()
     assert ended.code == 1 and "Traceback" not in ended.stderr, report([ended])
-    assert first.startswith(f"pretrain_gpt.py: out of memory {where}") and first.endswith("more were asked for."), report([ended])
-    assert rest[-1].startswith("  The same flags with --dry-run --world-size 1 ") and "What to change" in ended.stderr
+    assert first.startswith(f"pretrain_gpt.py: out of memory {where}") and first.endswith("more were requested."), report([ended])
+    assert rest[-1].startswith("  The same flags with --dry-run --world-size 1 ") and "Settings to change" in ended.stderr

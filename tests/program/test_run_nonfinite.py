@@ -12,7 +12,7 @@ import pytest
 import megatron.data_parallel.fsdp  # noqa: F401  # imported here once, not in every forked rank
 from megatron.model.gpt import GPTChunk
 from megatron.model.inputs import ModelInputs
-from megatron_lab.audit.nonfinite import judged
+from megatron_lab.audit.nonfinite import determine_causes
 from tests.support.runs import arguments, at_iteration, launch, report
 
 PACKED: dict[str, Any] = {"reset_position_ids": True, "reset_attention_mask": True}
@@ -74,9 +74,9 @@ def test_bad_data_is_named(layout: str) -> None:
     first = 13 if micro == 1 else 14
     said = _told(layout, lambda rank, inputs: inputs.dropout_key is not None and inputs.dropout_key.first_sample == first)
     samples = f"{first}" if micro == 1 else f"{first} to {first + 1}"
-    assert f"not finite again with the same data on another data rank: the data, samples {samples} (data rank 1, micro" in said, (
-        said
-    )
+    assert (
+        f"also not finite with this data on another data rank: the cause is the data, samples {samples} (data rank 1, micro" in said
+    ), said
     assert "microbatch 2)" in said and "device" not in said
 
 
@@ -86,8 +86,8 @@ def test_a_bad_device_is_named(layout: str) -> None:
     said = _told(layout, lambda rank, inputs: rank == bad)
     ranks = OF_DATA_RANK_1[layout]
     words = f"the device of rank {bad}" if len(ranks) == 1 else f"one of the devices of rank {', '.join(map(str, ranks))}"
-    assert "not finite again there with other data, and finite elsewhere with the same: " in said, said
-    assert f"{words} on node {socket.gethostname()}, or the weights it holds" in said, said
+    assert "also not finite on this data rank with other data, but finite with this data on another data rank: " in said, said
+    assert f"{words} on node {socket.gethostname()}, or the weights on it" in said, said
 
 
 def test_a_passing_fault_is_called_so(layout: str) -> None:
@@ -98,17 +98,20 @@ def test_a_passing_fault_is_called_so(layout: str) -> None:
         return rank == 1 and len(calls) == 1
 
     said = _told(layout, once)
-    assert "a passing fault" in said and "with the same data" not in said and "other data" not in said
+    assert "a transient hardware fault" in said and "with this data" not in said and "other data" not in said
 
 
 def test_with_one_data_rank_it_cannot_be_told() -> None:
     ended = launch(arguments(train_iters=2), before=outputs_change(lambda rank, inputs: True))
     assert ended[0].code == 1, report(ended)
-    assert "cannot be told with one data rank" in ended[0].stderr
+    assert "with a single data rank it cannot be decided" in ended[0].stderr
 
 
 def test_what_fails_everywhere_is_no_single_device() -> None:
-    assert "on all of them: the weights, or what the data has in common\n" in _told("dp2", lambda rank, inputs: True)
+    assert (
+        "every data rank also fails with the data of another data rank: the cause is the weights, or a property of all data\n"
+        in _told("dp2", lambda rank, inputs: True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -126,4 +129,4 @@ def test_what_fails_everywhere_is_no_single_device() -> None:
     ],
 )
 def test_what_follows_of_four_data_ranks(here: set[int], there: set[int], verdicts: dict[int, str]) -> None:
-    assert judged(here, there, 4) == verdicts
+    assert determine_causes(here, there, 4) == verdicts

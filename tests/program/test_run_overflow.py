@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import megatron.data_parallel.fsdp  # noqa: F401  # imported here once, not in every forked rank
-from megatron.parallel.accumulate import GradSink, sink_of
+from megatron.parallel.accumulate import GradSink, get_grad_sink
 from megatron.training.step import TrainStep
 from tests.support.checkpoint_worlds import read_manifest
 from tests.support.runs import (
@@ -153,31 +153,31 @@ def test_a_nan_that_comes_again_is_named_where_it_begins(layout: str) -> None:
     names = ("embedding.word.weight", "layers.1.mlp.down.weight")
 
     def keep_spoiling(step: TrainStep) -> None:
-        wrote = GradSink._wrote
+        wrote = GradSink._finish_write
 
         def spoiled(self: GradSink) -> None:
-            if any(sink_of(step.model.params[name].param) is self for name in names):
+            if any(get_grad_sink(step.model.params[name].param) is self for name in names):
                 assert self.main_grad is not None
                 self.main_grad.view(-1)[0] = math.nan
             wrote(self)
 
-        GradSink._wrote = spoiled  # type: ignore[method-assign]
+        GradSink._finish_write = spoiled  # type: ignore[method-assign]
 
     ended = launch(arguments(bf16=True, train_iters=3, **LAYOUTS[layout]), 2, before=on_rank(1, 2, keep_spoiling))
     assert [end.code for end in ended] == [1, 1], report(ended)
     said = ended[0].stderr
     assert "iteration 2:" in said and all(f"  gradient of {name} not finite on rank 1\n" in said for name in names), said
-    assert said.count("not finite on rank") == len(names) and "passing fault" not in said
+    assert said.count("not finite on rank") == len(names) and "transient hardware fault" not in said
     assert ended[1].stderr == ""
 
 
 def test_a_nan_that_does_not_come_again_is_named_where_the_sum_is(layout: str) -> None:
-    """And is called a passing fault."""
+    """And is called a transient fault."""
     name = "layers.1.mlp.down.weight"
     ended = launch(arguments(bf16=True, train_iters=3, **LAYOUTS[layout]), 2, before=on_rank(1, 2, spoil(math.nan, name)))
     assert [end.code for end in ended] == [1, 1], report(ended)
     said = ended[0].stderr
-    assert f"  gradient of {name} not finite on rank " in said and "a passing fault" in said
+    assert f"  gradient of {name} not finite on rank " in said and "a transient hardware fault" in said
     assert said.count("not finite on rank") == 1
 
 
@@ -192,17 +192,17 @@ def spoil_sum(name: str, value: float) -> Callable[[TrainStep], None]:
     """For `at_iteration`: write a value into this rank's summed gradients, once, where the rank keeps any of the parameter's."""
 
     def action(step: TrainStep) -> None:
-        gradients = step.gradients
+        gradients = step.compute_gradients
 
         def spoiled(*args: Any, **kwargs: Any) -> Any:
             found = gradients(*args, **kwargs)
-            step.gradients = gradients  # type: ignore[method-assign]
+            step.compute_gradients = gradients  # type: ignore[method-assign]
             for shard in step.optimizer.shards:
                 if shard.record.name == name:
                     shard.grad.fill_(value)
             return found
 
-        step.gradients = spoiled  # type: ignore[method-assign]
+        step.compute_gradients = spoiled  # type: ignore[method-assign]
 
     return action
 
@@ -215,7 +215,7 @@ def test_a_nan_in_one_tensor_replica_alone_is_seen_at_once(layout: str) -> None:
     assert [end.code for end in ended] == [1] * size, report(ended)
     said = ended[0].stderr
     assert "iteration 2:" in said and f"  gradient of {name} not finite on rank 1\n" in said, said
-    assert said.count("not finite on rank") == 1 and "a passing fault" in said
+    assert said.count("not finite on rank") == 1 and "a transient hardware fault" in said
 
 
 def test_an_overflow_in_one_tensor_replica_alone_skips_the_step_on_all(tmp_path: Path, layout: str) -> None:
@@ -281,14 +281,14 @@ def test_a_batch_without_tokens_that_count_is_an_error(tmp_path: Path) -> None:
     """A loss mask of zeros everywhere: there is no mean, and the message says so."""
 
     def blind(step: Any) -> None:
-        gradients = step.gradients
+        gradients = step.compute_gradients
 
         def masked(batch: Any) -> Any:
             for inputs in batch:
                 inputs.loss_mask.zero_()
             return gradients(batch)
 
-        step.gradients = masked
+        step.compute_gradients = masked
 
     ended = launch(arguments(train_iters=3, save=tmp_path), 2, before=lambda rank: at_iteration(2, blind))
     assert [end.code for end in ended] == [1, 1], report(ended)

@@ -16,7 +16,7 @@ import pytest
 
 from megatron.checkpoint import owner
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.owner import ALIVE, Heartbeat, refuse_living_owner
+from megatron.checkpoint.owner import ALIVE_FILE, Heartbeat, check_no_live_owner
 from megatron.checkpoint.save_folder import RUN
 from megatron.checkpoint.storage_kinds import open_storage
 from tests.support.forked_modules import fork_modules
@@ -65,7 +65,7 @@ def test_a_start_that_is_refused_leaves_a_run_alone(tmp_path: Path, save: str) -
     assert marks[0] == marks[1] == (tmp_path / RUN).read_bytes()
     for end in told:
         assert end.code == 1 and "saves there and is alive" in end.stderr and "--take-over" in end.stderr, report([end])
-    assert not (tmp_path / ALIVE).exists(), "it has ended"
+    assert not (tmp_path / ALIVE_FILE).exists(), "it has ended"
 
 
 def test_settings_that_are_refused_take_nothing_over(tmp_path: Path) -> None:
@@ -97,43 +97,43 @@ def test_a_run_that_is_taken_over_ends_and_says_by_whom(tmp_path: Path) -> None:
 @contextlib.contextmanager
 def owned(folder: Path, **changes: Any) -> Iterator[None]:
     """A folder whose owner is this process, or another one."""
-    beating = Heartbeat(str(folder), "abc", every_s=60.0)
-    found = json.loads((folder / ALIVE).read_text())
-    (folder / ALIVE).write_text(json.dumps({**found, **changes}))
+    beating = Heartbeat(str(folder), "abc", interval_s=60.0)
+    found = json.loads((folder / ALIVE_FILE).read_text())
+    (folder / ALIVE_FILE).write_text(json.dumps({**found, **changes}))
     yield
-    beating.end()
+    beating.stop()
 
 
 def test_who_is_taken_for_alive(tmp_path: Path) -> None:
     """A process of this host by its number and its begin; one of another host by its beats."""
     said: list[str] = []
     storage = open_storage(tmp_path)
-    refuse_living_owner(storage, said.append)
+    check_no_live_owner(storage, said.append)
     with owned(tmp_path), pytest.raises(CheckpointError, match=f"process {os.getpid()}.*is alive"):
-        refuse_living_owner(storage, said.append)
-    refuse_living_owner(storage, said.append)
+        check_no_live_owner(storage, said.append)
+    check_no_live_owner(storage, said.append)
     with owned(tmp_path, pid=1):  # another process has the number of one that is gone
-        refuse_living_owner(storage, said.append)
+        check_no_live_owner(storage, said.append)
     for nonsense in ("", "[]", '{"host": 3}', "\0"):
-        (tmp_path / ALIVE).write_text(nonsense)
-        refuse_living_owner(storage, said.append)
+        (tmp_path / ALIVE_FILE).write_text(nonsense)
+        check_no_live_owner(storage, said.append)
     assert not said
     with owned(tmp_path, host="another"):
-        refuse_living_owner(storage, said.append, patience_s=0.2)
+        check_no_live_owner(storage, said.append, patience_s=0.2)
         assert len(said) == 1 and "did not end by itself" in said[0]
         stop = threading.Event()
 
         def beats() -> None:
             for number in range(100):
                 content = {"host": "another", "pid": 5, "process": "x", "beat": number}
-                storage.write(ALIVE, json.dumps(content).encode())
+                storage.write(ALIVE_FILE, json.dumps(content).encode())
                 if stop.wait(0.05):
                     break
 
         thread = threading.Thread(target=beats)
         thread.start()
         with pytest.raises(CheckpointError, match="a run on another"):
-            refuse_living_owner(storage, said.append, patience_s=2.0)
+            check_no_live_owner(storage, said.append, patience_s=2.0)
         stop.set()
         thread.join()
     assert socket.gethostname() != "another"

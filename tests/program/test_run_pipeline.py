@@ -12,7 +12,7 @@ import torch
 
 from megatron.config.pipeline_layout import LayerCosts, read_layer_costs
 from megatron_lab.monitoring import start_up_log
-from megatron_lab.planner.advice import advice
+from megatron_lab.planner.advice import build_advice
 from tests.support.runs import arguments, launch, report, run, saved_tensors
 
 STEPS = 2
@@ -80,7 +80,7 @@ def measure(**settings: Any) -> str:
     """Run with --profile-pipeline, and with the advice. Returns all that rank 0 had to say."""
 
     def before(rank: int) -> None:
-        start_up_log.advice = advice
+        start_up_log.build_advice = build_advice
 
     ended = launch([*arguments(**BASE | settings), "--profile-pipeline"], 2, before=before)
     assert all(end.code == 0 for end in ended), report(ended)
@@ -117,7 +117,7 @@ def test_a_run_that_goes_on_tells_of_its_pipeline(base: Path, tmp_path: Path) ->
     table = lines.index(next(line for line in lines if line.startswith("stage")))
     assert "0-0 (1)" in lines[table + 1] and "4-4 (1)" in lines[table + 1] and "loss" in lines[table + 1]
     assert "1-1 (1)" in lines[table + 2] or "1-2 (2)" in lines[table + 2]
-    assert any(line.startswith("the weight gradients that it puts off keep at most ") for line in lines)
+    assert any(line.startswith("deferred weight gradients take at most ") for line in lines)
     assert any(line.startswith("pipeline schedule zb-v: 3 microbatches through 2 stages of 2 chunks, ") for line in lines)
 
 
@@ -138,7 +138,7 @@ def test_the_pipeline_is_measured(tmp_path: Path) -> None:
     for row in rows.values():
         assert len(row) == 2 * 4 * 3
         assert all(a["ts"] + a["dur"] <= b["ts"] + 1 for a, b in itertools.pairwise(row)), "microseconds"
-    assert "weight gradients put off keep at most (MiB, stage by stage): " in said
+    assert "peak memory for deferred weight gradients (MiB, by stage): " in said
 
 
 def test_a_split_by_measured_costs_is_the_same_run(base: Path, tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_run_that_ends_too_early_is_not_measured(tmp_path: Path) -> None:
 
 def test_a_step_that_is_left_out_is_not_measured(tmp_path: Path) -> None:
     said = measure(train_iters=1, profile_step_start=1, profile_dir=tmp_path, iterations_to_skip=1)
-    assert "--profile-pipeline has nothing to show: iteration 1 was left out" in said and not list(tmp_path.iterdir())
+    assert "--profile-pipeline measured nothing: iteration 1 was skipped" in said and not list(tmp_path.iterdir())
 
 
 def test_the_layers_that_run_again_are_chosen_by_the_memory_there_is(tmp_path: Path) -> None:
@@ -187,4 +187,4 @@ def test_the_layers_that_run_again_are_chosen_by_the_memory_there_is(tmp_path: P
     line = "1 of 2 layers keep only their input and run again in backward; by stage 1,0"
     assert line in run([*auto, "--device-memory-gb", str(1.1 * needed)], 2)
     ends = launch([*auto, "--device-memory-gb", str(0.1 * needed)], 2)
-    assert all(end.code for end in ends) and "even with all of its layers computed again" in report(ends)
+    assert all(end.code for end in ends) and "even with all of its layers recomputed" in report(ends)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_lab.cluster.calibration import read_report
-from megatron_lab.monitoring.plan_report import grouped
+from megatron_lab.monitoring.plan_report import group_by_timer
 from megatron_lab.planner.cluster import load_cluster
 from tests.support.runs import arguments, launch, report, run, saved_tensors
 
@@ -22,7 +22,7 @@ def test_a_report_of_a_pipeline(tmp_path: Path) -> None:
     flags = {"plan_report": path, "profile_pipeline": True, "profile_step_start": 4, "profile_dir": tmp_path}
     out = run(arguments(**BASE, **flags, save=tmp_path / "a"), 2)
     lines = [line.strip() for line in out.splitlines()]
-    assert sum(line.startswith("foretold: ") for line in lines) == 1
+    assert sum(line.startswith("predicted: ") for line in lines) == 1
     assert any(line.startswith("plan: a step takes ") for line in lines)
     for name in ("memory", "operations", "waiting between operations", "end of the step"):
         assert any(line.startswith(f"plan: {name} ") for line in lines), name
@@ -30,7 +30,7 @@ def test_a_report_of_a_pipeline(tmp_path: Path) -> None:
     assert found["device"] == "cpu" and found["ranks"] == {"tp": 1, "cp": 1, "pp": 2, "dp": 1}
     assert found["foretold"]["cluster"] == load_cluster("cpu").name and len(found["measured"]["steps"]) == 2
     assert min(found["foretold"]["device_bytes"], found["measured"]["device_bytes"]) > 0
-    assert set(read_report(path).found) == set(grouped({}))
+    assert set(read_report(path).measured_s) == set(group_by_timer({}))
     run(arguments(**BASE, save=tmp_path / "b"), 2)
     one, other = (saved_tensors(tmp_path / name, 5) for name in "ab")
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
@@ -39,7 +39,7 @@ def test_a_report_of_a_pipeline(tmp_path: Path) -> None:
 def test_a_run_that_is_too_short_says_so(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     out = run(arguments(train_iters=2, plan_report=path), 1)
-    assert "--plan-report has nothing to compare: the run had less than 3 steps" in out and not path.exists()
+    assert "--plan-report has nothing to compare: the run ended before step 3" in out and not path.exists()
 
 
 def test_a_cluster_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_groups_may_change_but_not_their_rules(tmp_path: Path) -> None:
     run(arguments(train_iters=3, exit_interval=2, save=tmp_path, param_groups=("*.mlp.* lr-mult=0.5",)))
     ended = launch(arguments(train_iters=3, load=tmp_path, param_groups=("*.mlp.* optimizer=sgd",)), 1)
     assert ended[0].code == 1, report(ended)
-    assert "holds the state of adam for layers.0.mlp.up.weight, not of sgd" in ended[0].stderr
+    assert "layers.0.mlp.up.weight was trained with adam, but this run uses sgd" in ended[0].stderr
     told = run(arguments(train_iters=3, load=tmp_path, param_groups=("*.mlp.* lr-mult=0.25",)))
     assert "differs from the checkpoint: --param-groups" in told
 
@@ -47,4 +47,4 @@ def test_blocks_of_a_group_must_be_those_of_the_checkpoint(tmp_path: Path) -> No
     run(arguments(train_iters=3, exit_interval=2, save=tmp_path, param_groups=groups, adam_8bit_block_size=24))
     ended = launch(arguments(train_iters=3, load=tmp_path, param_groups=groups, adam_8bit_block_size=16), 1)
     assert ended[0].code == 1, report(ended)
-    assert "holds moments in blocks of 24, not of 16: take --adam-8bit-block-size 24" in ended[0].stderr
+    assert "holds 8-bit moments in blocks of 24 elements, but this run uses 16" in ended[0].stderr

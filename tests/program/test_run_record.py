@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from megatron.config.version import how_to_install
-from megatron.metrics.history import HISTORY, read_history
+from megatron.config.version import get_extra_install_command
+from megatron.metrics.history import HISTORY_FILE, read_history
 from megatron_lab.commands import plot_loss
 from megatron_lab.commands import report as report_of
 from megatron_lab.monitoring import loss_picture
@@ -80,7 +80,8 @@ def test_the_picture_is_there_at_the_end(tmp_path: Path) -> None:
 
     said = run(arguments(**kept, exit_interval=2, save=tmp_path / "stopped"), before=draws_warmly)
     assert (
-        f"the record of the run is {tmp_path}/stopped/{HISTORY}, its picture is loss.png there and report.html at the end" in said
+        f"the record of the run is {tmp_path}/stopped/{HISTORY_FILE}, its picture is loss.png there and report.html at the end"
+        in said
     )
     nan = launch(arguments(**kept | {"save_interval": None, "no_report": True}, tensorboard_dir=tmp_path / "nan"), before=spoils)
     assert nan[0].code == 1, report(nan)
@@ -103,16 +104,16 @@ def test_a_full_disk_and_a_picture_that_cannot_be_drawn_do_not_end_a_run(tmp_pat
     """Each is told once. Neither is a library that is not there."""
     folder = tmp_path / "run"
     (folder / "loss.png").mkdir(parents=True)
-    (folder / HISTORY).symlink_to("/dev/full")
+    (folder / HISTORY_FILE).symlink_to("/dev/full")
 
     def draws_at_once(rank: int) -> None:
-        loss_picture.FIRST_S = loss_picture.EVERY_S = 0.01
+        loss_picture.FIRST_DELAY_S = loss_picture.INTERVAL_S = 0.01
 
     ended = launch(arguments(train_iters=6, save=folder, no_loss_picture=False), before=draws_at_once)
     assert ended[0].code == 0, report(ended)
     said = ended[0].stderr.splitlines()
     assert sum("history.jsonl cannot be written (No space left on device)" in line for line in said) == 1, said
-    assert sum("loss.png cannot be made" in line for line in said) == 1, said
+    assert sum("loss.png cannot be created" in line for line in said) == 1, said
 
     def lacks_matplotlib(rank: int) -> None:
         sys.modules["matplotlib"] = None  # type: ignore[assignment]
@@ -120,8 +121,8 @@ def test_a_full_disk_and_a_picture_that_cannot_be_drawn_do_not_end_a_run(tmp_pat
         setattr(importlib.util, "find_spec", lambda name, *_: None if name == "matplotlib" else search(name))  # noqa: B010
 
     said_2 = run(arguments(train_iters=2, save=tmp_path / "two", no_loss_picture=False), before=lacks_matplotlib)
-    assert said_2.count(f"loss.png needs matplotlib, which is not installed: {how_to_install('matplotlib')}") == 1
-    assert json.loads((tmp_path / "two" / HISTORY).read_text().splitlines()[-1])["event"] == "end"
+    assert said_2.count(f"loss.png needs matplotlib, which is not installed: {get_extra_install_command('matplotlib')}") == 1
+    assert json.loads((tmp_path / "two" / HISTORY_FILE).read_text().splitlines()[-1])["event"] == "end"
 
 
 def test_the_page_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.data_parallel import bucket
-from megatron.data_parallel.buckets import Buckets
+from megatron.data_parallel.buckets import BucketedParams
 from megatron.model.inputs import ModelInputs
 from megatron.training.step import TrainStep
 from tests.support.byte_dataset import FLAGS, write_bytes
@@ -87,7 +87,7 @@ def test_overlap_begins_reductions_before_the_end_of_backward(overlap: bool) -> 
     """So that the comparison above compares two things."""
 
     def before(rank: int) -> None:
-        finish = Buckets.finish_gradients
+        finish = BucketedParams.finish_gradients
         begun = []
         start = bucket.start_all_reduce
 
@@ -95,12 +95,12 @@ def test_overlap_begins_reductions_before_the_end_of_backward(overlap: bool) -> 
             begun.append(args)
             return start(*args)
 
-        def counting(self: Buckets) -> None:
+        def counting(self: BucketedParams) -> None:
             print(f"begun: {len(begun)}")
             finish(self)
 
         bucket.start_all_reduce = noting  # type: ignore[assignment]
-        Buckets.finish_gradients = counting  # type: ignore[method-assign]
+        BucketedParams.finish_gradients = counting  # type: ignore[method-assign]
 
     said = run(arguments(train_iters=1, overlap_grad_reduce=overlap, ddp_bucket_size=5000), 2, before=before)
     assert ("begun: 0" not in said) == overlap
@@ -175,14 +175,14 @@ def test_no_two_microbatches_have_the_same_masks() -> None:
     """On any data rank, in any step; what a mask depends on is printed by the ranks."""
 
     def before(rank: int) -> None:
-        gradients = TrainStep.gradients
+        gradients = TrainStep.compute_gradients
 
         def telling(self: TrainStep, batch: Sequence[ModelInputs]) -> tuple[torch.Tensor, torch.Tensor]:
             for inputs in batch:
                 print(f"key: {inputs.dropout_key}", flush=True)
             return gradients(self, batch)
 
-        TrainStep.gradients = telling  # type: ignore[method-assign, assignment]
+        TrainStep.compute_gradients = telling  # type: ignore[method-assign, assignment]
 
     ended = launch(arguments(**DROPOUT, train_iters=3), 2, before=before)
     keys = [line for end in ended for line in end.stdout.splitlines() if line.startswith("key: ")]
@@ -208,6 +208,6 @@ def test_replicas_stay_equal(sequence_parallel: bool, stages: int) -> None:
 def _print_parameters(step: TrainStep) -> None:
     context = step.context
     for entry in step.model.params:
-        box = entry.record.held_box(context.axis_sizes, context.coordinates)
+        box = entry.record.local_slice(context.axis_sizes, context.coordinates)
         data = entry.param.detach().contiguous().view(torch.uint8).numpy().tobytes()
         print(f"parameter {entry.record.name} {box} {zlib.crc32(data)}", flush=True)

@@ -66,13 +66,13 @@ def bad_batches(*consumed: int) -> Callable[[int], None]:
 
     def before(rank: int) -> None:
         fork_modules()
-        original = TrainStep._sums
+        original = TrainStep._reduce_totals
 
         def spoiled(self: TrainStep, *args: Any, **named: Any) -> Any:
             sums, batch = original(self, *args, **named), args[-1]
-            return sums._replace(squares=sums.squares * 1e12) if batch[0].dropout_key.step in consumed else sums
+            return sums._replace(grad_sq_sum=sums.grad_sq_sum * 1e12) if batch[0].dropout_key.step in consumed else sums
 
-        TrainStep._sums = spoiled  # type: ignore[method-assign]
+        TrainStep._reduce_totals = spoiled  # type: ignore[method-assign]
 
     return before
 
@@ -146,7 +146,7 @@ def one_rewinds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of one process that goes back."""
     folder = tmp_path_factory.mktemp("rewinds")
     said = run(arguments(**REWINDS, train_iters=STEPS, save=folder, metrics_file=folder / "metrics"), before=bad_batches(BAD))
-    assert f"rewound to {checkpoint(folder, 4)} (iteration 4); samples 32 to 63 are passed over" in said
+    assert f"rewound to {checkpoint(folder, 4)} (iteration 4); samples 32 to 63 are skipped" in said
     return folder
 
 
@@ -173,7 +173,7 @@ def test_a_rewind_is_the_run_that_is_started_by_hand(tmp_path: Path, size: int) 
     said = run(
         arguments(**flags, train_iters=STEPS, save=folders[0], metrics_file=folders[0] / "metrics"), size, before=bad_batches(BAD)
     )
-    assert f"rewound to {checkpoint(folders[0], 4)} (iteration 4); samples 32 to 63 are passed over" in said
+    assert f"rewound to {checkpoint(folders[0], 4)} (iteration 4); samples 32 to 63 are skipped" in said
     hand = {
         **flags,
         "async_save": False,
@@ -238,12 +238,12 @@ def test_the_history_of_the_data_tells_what_a_step_has_read(tmp_path: Path) -> N
     data |= {"tokenizer_type": "ByteTokenizer", "vocab_size": None}
     save = tmp_path / "run"
     run(arguments(**REWINDS, **data, train_iters=6, save=save), before=bad_batches(BAD))
-    lineage = RunLineage.of(save)
-    assert [lineage.step_samples(step).start for step in range(1, 7)] == [0, 8, 16, 24, 64, 72]
-    assert [sample for sample in range(80) if lineage.passed_over(sample)] == list(range(32, 64))
+    lineage = RunLineage.from_save_folder(save)
+    assert [lineage.get_step_samples(step).start for step in range(1, 7)] == [0, 8, 16, 24, 64, 72]
+    assert [sample for sample in range(80) if lineage.is_skipped(sample)] == list(range(32, 64))
     said = run(arguments(**REWINDS, **data, train_iters=STEPS, save=save, load=save))
-    assert "samples 32 to 63 were passed over after a loss spike (behind iteration 4)" in said
-    assert RunLineage.of(save).step_samples(7) == range(80, 88)
+    assert "samples 32 to 63 were skipped after a loss spike (after iteration 4)" in said
+    assert RunLineage.from_save_folder(save).get_step_samples(7) == range(80, 88)
 
 
 def test_without_a_checkpoint_the_step_is_left_out(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_without_a_checkpoint_the_step_is_left_out(tmp_path: Path) -> None:
     run(arguments(fp64=True, train_iters=2, save=tmp_path))
     settings = {**REWINDS, "save_interval": 10, "train_iters": 4, "save": tmp_path}
     said = run(arguments(**settings), before=bad_batches(24))
-    assert "there is no checkpoint of this run to go back to" in said and "rewound" not in said
+    assert "no rewind, because this run has no checkpoint yet" in said and "rewound" not in said
     assert saved_state(tmp_path, 4)["progress"]["skipped_iterations"] == 1
 
 
@@ -281,7 +281,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, name: str) -> None:
     """Also one that is found so when weights were filled from it. The one before is taken, and the iterations are saved again."""
     settings = {**REWINDS, "train_iters": 7, "save": tmp_path}
     said = run(arguments(**settings), before=_damaging(checkpoint(tmp_path, 4) / name))
-    assert f"rewound to {checkpoint(tmp_path, 2)} (iteration 2); samples 16 to 63 are passed over" in said
+    assert f"rewound to {checkpoint(tmp_path, 2)} (iteration 2); samples 16 to 63 are skipped" in said
     assert saved_state(tmp_path, 4)["progress"]["consumed_samples"] == 64 + 2 * BATCH
     assert saved_tensors(tmp_path, 4), "it has been replaced by a sound one"
 
@@ -290,7 +290,7 @@ def test_weights_of_damaged_checkpoints_are_not_trained_on(tmp_path: Path) -> No
     """Where none is sound the weights in memory are no more, and the run ends."""
     files = [checkpoint(tmp_path, iteration) / "rank_00000.safetensors" for iteration in (2, 4)]
     ended = launch(arguments(**REWINDS, train_iters=7, save=tmp_path), before=_damaging(*files))
-    assert ended[0].code == 1 and "no checkpoint to go back to is sound" in ended[0].stderr, report(ended)
+    assert ended[0].code == 1 and "every checkpoint to which the run could rewind is damaged" in ended[0].stderr, report(ended)
 
 
 def test_spikes_wherever_it_goes_on_end_the_run(tmp_path: Path) -> None:
@@ -298,5 +298,5 @@ def test_spikes_wherever_it_goes_on_end_the_run(tmp_path: Path) -> None:
     settings = {**REWINDS, **HALVES, "train_iters": 7, "save": tmp_path, "spike_max_rewinds": 1}
     ended = launch(arguments(**settings), 2, before=bad_batches(BAD, 72))
     assert [end.code for end in ended] == [1, 1], report(ended)
-    assert "iteration 6: a loss spike again after 1 rewinds" in ended[0].stderr and ended[1].stderr == ""
+    assert "iteration 6: another loss spike after 1 rewinds" in ended[0].stderr and ended[1].stderr == ""
     assert complete_checkpoints(tmp_path) == ["iter_0000002", "iter_0000004"]

@@ -83,7 +83,7 @@ def on_terminal(argv: list[str], world_size: int = 1, code: int = 0, before: Any
     terminal = Terminal()
 
     def start(rank: int) -> None:
-        live_lines._SHOW_EVERY_S = 0.0
+        live_lines._MIN_INTERVAL_S = 0.0
         if before is not None:
             before(rank)
         if rank == 0:
@@ -145,8 +145,8 @@ def test_warnings_are_told_once_and_kept(tmp_path: Path) -> None:
         return [line.strip().removeprefix("WARNING: ") for line in said.splitlines() if "WARNING" in line]
 
     rate, rises = warnings(train_iters=62, lr=1.0, lr_decay_style="constant", clip_grad=100.0, save=tmp_path)
-    assert "--lr 1 is" in rate and "what AdamW usually takes" in rate
-    assert "above its start for 50 iterations" in rises
+    assert "--lr 1 is" in rate and "the usual rate of AdamW" in rate
+    assert "above its initial value for 50 iterations" in rises
     (above,) = warnings(far_above, train_iters=12, eval_interval=4, save=tmp_path / "other")
     assert "the validation loss, 1000000.00, is far above that of training" in above
     for folder, words in ((tmp_path, rises), (tmp_path / "other", above)):

@@ -13,7 +13,7 @@ import pytest
 from megatron.parallel.accumulate import GradSink
 from megatron.training.reporter import Reporter
 from megatron.training.step import TrainStep
-from megatron_lab.audit.digests import Likeness
+from megatron_lab.audit.digests import DigestComparer
 from megatron_lab.audit.sentinel import Sentinel
 from tests.support.runs import (
     Ended,
@@ -123,7 +123,7 @@ def test_the_sentinel_finds_nothing_and_changes_nothing(tmp_path: Path, name: st
     checks = [line["sentinel_differences"] for line in lines if "sentinel_differences" in line]
     assert checks == [0, 0], "each step that makes an update"
     assert [line for line in lines if "sentinel_differences" not in line] == timeless(tmp_path / "off" / "metrics")
-    assert ["no other data rank holds these parts" in one for one in said] == [False, alone]
+    assert ["there is only one copy of the model" in one for one in said] == [False, alone]
     assert "WARNING" not in said[1]
 
 
@@ -173,8 +173,8 @@ def computes_wrong(culprit: int, *, times: float, factor: float = 1.001) -> Call
     """For `before`: so often a gradient of `layers.1.mlp.up.weight` is wrong on a rank, from iteration 2 on."""
 
     def action(step: TrainStep) -> None:
-        wrote, left = GradSink._wrote, times
-        sink = {record.name: one for provider in step.providers for record, one in provider.sinks()}["layers.1.mlp.up.weight"]
+        wrote, left = GradSink._finish_write, times
+        sink = {record.name: one for provider in step.providers for record, one in provider.grad_sinks()}["layers.1.mlp.up.weight"]
 
         def wrong(self: GradSink) -> None:
             nonlocal left
@@ -184,7 +184,7 @@ def computes_wrong(culprit: int, *, times: float, factor: float = 1.001) -> Call
                 self.main_grad.view(-1)[0] *= factor
             wrote(self)
 
-        GradSink._wrote = wrong  # type: ignore[method-assign]
+        GradSink._finish_write = wrong  # type: ignore[method-assign]
 
     return on_own_nodes(on_rank(culprit, 2, action))
 
@@ -198,7 +198,7 @@ def test_a_fault_that_stays_is_named_by_a_third(tmp_path: Path) -> None:
     assert "iteration 3: a rank computes wrong" in message and "Training stops before the update" in message
     assert (
         "the first microbatch of data rank 1 (rank 3 on node gpu-3), computed again by data rank 2 (rank 5 on node gpu-5), has "
-        "another result: 1 of 28 gradients (backward comes to layers.1.mlp.up.weight first); data rank 0 agrees with data rank 2: "
+        "a different result: 1 of 28 gradients (first in backward: layers.1.mlp.up.weight); data rank 0 agrees with data rank 2: "
         "data rank 1 is wrong\n" in message
     ), message
     assert "data rank 2 agrees with data rank 0: data rank 1 is wrong\n" in message, "its own microbatch, and that before"
@@ -217,10 +217,10 @@ def test_two_can_tell_a_fault_that_passes(tmp_path: Path, times: float) -> None:
         if "sentinel_rank" in line
     ]
     if times == 1:
-        assert len(told) == 1 and told[0].endswith("data rank 1 does not repeat itself: it is wrong")
+        assert len(told) == 1 and told[0].endswith("data rank 1 does not reproduce its result: it is wrong")
         assert found == [(0, -1), (1, 1), (0, -1)], "and the run goes on"
     else:
-        assert len(told) == 4 and all("there is no third to tell which" in line for line in told)
+        assert len(told) == 4 and all("without a third replica it cannot be decided which" in line for line in told)
         assert found == [(0, -1), (2, -1), (2, -1)]
 
 
@@ -234,7 +234,7 @@ def test_memory_that_changes_between_updates_is_named() -> None:
     flags = {"use_distributed_optimizer": True, "bf16": True}
     message = failed(launch(arguments(**WATCHED, **flags, train_iters=3), 2, before=on_own_nodes(on_rank(1, 2, action))))
     assert "iteration 2: " in message
-    assert "memory of rank 1 on node gpu-1 has changed since the update before: " in message and "(exp_avg_sq)" in message
+    assert "memory of rank 1 on node gpu-1 has changed since the previous update: " in message and "(exp_avg_sq)" in message
 
 
 def test_where_kernels_are_not_deterministic_a_band_is_compared() -> None:
@@ -243,7 +243,7 @@ def test_where_kernels_are_not_deterministic_a_band_is_compared() -> None:
     def banded(plant: Callable[[int], None]) -> Callable[[int], None]:
         def before(rank: int) -> None:
             def of(cls: type[Sentinel], config: Any, step: TrainStep, every: int, reporter: Reporter) -> Sentinel:
-                return cls(step, every, stops=True, likeness=Likeness(1e-3), reporter=reporter)
+                return cls(step, every, stops_run=True, comparer=DigestComparer(1e-3), reporter=reporter)
 
             Sentinel.of = classmethod(of)  # type: ignore[assignment, method-assign]
             plant(rank)
@@ -252,4 +252,4 @@ def test_where_kernels_are_not_deterministic_a_band_is_compared() -> None:
 
     run(arguments(**WATCHED, train_iters=2), 2, before=banded(computes_wrong(1, times=math.inf, factor=1 + 1e-6)))
     message = failed(launch(arguments(**WATCHED, train_iters=2), 2, before=banded(computes_wrong(1, times=1, factor=-1e3))))
-    assert "layers.1.mlp.up.weight first); data rank 1 does not repeat itself" in message
+    assert "layers.1.mlp.up.weight); data rank 1 does not reproduce its result" in message

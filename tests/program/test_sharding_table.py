@@ -8,17 +8,17 @@ import re
 import pytest
 
 from megatron_lab.commands import sharding_table
-from megatron_lab.commands.sharding_table import DATA_SIZES, MODELS, TABLES, Reports, main, reports_of
+from megatron_lab.commands.sharding_table import DATA_SIZES, MODELS, TABLES, ModelReports, build_reports, main
 from tests.support.cli import ROOT
 
 DOCUMENT = (ROOT / "docs/data_parallel.md").read_text()
 
 
 @functools.cache
-def some_reports(full: bool) -> list[Reports]:
+def some_reports(full: bool) -> list[ModelReports]:
     """All rows, or those of every model and of every data size: with many layers and many data ranks a row takes long."""
     chosen = [(one, size) for one in MODELS for size in DATA_SIZES if full or size == DATA_SIZES[0] or one is MODELS[-1]]
-    return [reports_of(*each) for each in chosen]
+    return [build_reports(*each) for each in chosen]
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -26,7 +26,7 @@ def test_the_tables_of_the_document(
     name: str, full: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each stands between two marks that name the command. To renew one, put what the command prints in its place."""
-    monkeypatch.setattr(sharding_table, "all_reports", lambda: some_reports(full))
+    monkeypatch.setattr(sharding_table, "build_all_reports", lambda: some_reports(full))
     assert main([name]) == 0
     marks = rf"<!-- python tools/sharding_table\.py {name} -->\n\n(.*?)<!-- end -->"
     (table,) = re.findall(marks, DOCUMENT, re.DOTALL)
@@ -34,7 +34,7 @@ def test_the_tables_of_the_document(
     if full or name == "parts":
         assert printed == table
     else:
-        heads = tuple(f"| {sharding_table._layout(one)} |" for one in some_reports(full))
+        heads = tuple(f"| {sharding_table._format_layout(one)} |" for one in some_reports(full))
         lines = table.splitlines()
         assert printed.splitlines() == [*lines[:2], *(line for line in lines[2:] if line.startswith(heads))]
         assert len(lines) == 2 + len(MODELS) * len(DATA_SIZES) and len(printed.splitlines()) == 2 + len(heads)

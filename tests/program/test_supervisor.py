@@ -55,8 +55,8 @@ def test_a_broken_place_is_left_out_and_tried_again(tmp_path: Path) -> None:
         node = job.node("--nproc-per-node", "4", "--elastic", "2:4", **ENDLESS)
         node.wait_for(lambda: job.saved() >= 4)
         node.kill_rank(3, node.kill_rank(3))
-        node.wait_for("place 3 is left out")
-        node.wait_for("2 ranks in place of 4: 2 data ranks, of which each takes 2 microbatches of the same global batch of 4")
+        node.wait_for("slot 3 is excluded")
+        node.wait_for("2 ranks instead of 4: 2 data ranks with 2 microbatches each of the unchanged global batch of 4 samples")
         node.wait_for(lambda: node.said().count("back after") == 1)
         node.kill_rank(0)
         node.wait_for(lambda: node.said().count("back after") == 2)
@@ -78,7 +78,7 @@ def test_nodes_are_lost_and_join(tmp_path: Path) -> None:
         first, second = sorted(nodes, key=lambda node: min(node.ranks()))
         first.tell(signal.SIGKILL)
         second.wait_for("is lost")
-        second.wait_for("1 rank in place of 2: 1 data rank, of which each takes 4 microbatches of the same global batch of 4")
+        second.wait_for("1 rank instead of 2: 1 data rank with 4 microbatches of the unchanged global batch of 4 samples")
         second.wait_for("back after")
         third = job.node(*own, **ENDLESS)
         second.wait_for("joins")
@@ -115,7 +115,7 @@ def test_what_is_not_started_again(tmp_path: Path) -> None:
         apart = {"save": tmp_path / "apart", "load": tmp_path / "apart", "save_interval": 1}
         diverged = job.node("--nproc-per-node", "2", **{**ENDLESS, **apart, "lr": 1e300})
         assert diverged.ended() == 88, diverged.said()
-        assert diverged.said().count("on cpu (gloo)") == 1 and "not started again (exit code 88)" in diverged.said()
+        assert diverged.said().count("on cpu (gloo)") == 1 and "the ranks are not restarted (exit code 88)" in diverged.said()
         job.assert_nothing_left()
 
 
@@ -130,7 +130,7 @@ def test_a_run_that_always_fails_is_given_up(tmp_path: Path, broken: int) -> Non
         assert node.ended() == 1, node.said()
         said = node.said()
         assert (
-            said.count("on cpu (gloo)") == 2 and "started again 1 times without a newer state (--max-restarts). Giving up" in said
+            said.count("on cpu (gloo)") == 2 and "restarted 1 times without a newer checkpoint (--max-restarts). Giving up" in said
         )
         job.assert_nothing_left()
 

@@ -29,27 +29,28 @@ FAULTS = {
         ("the sum over the tensor group is missing",),
     ),
     "pieces of a gathered input in the order in which they come": Fault(
-        (("ranks[first - step]", "ranks[step - 1]"),),
+        (("rank_rows[first_rank - step]", "rank_rows[step - 1]"),),
         "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap",
         "forward",
         "layers.0.attention (layer 0)",
         None,
-        ("what the attention gives differs, though all before it agrees",),
+        ("the output of attention differs, although all earlier outputs agree",),
     ),
     "scales of a rank's own numbers": Fault(
-        (("if not any(shared):", "if True:"),),
+        (("if not any(needs_reduce):", "if True:"),),
         "--tensor-model-parallel-size 2 --bf16 --fp8-format hybrid",
         "forward",
         "layers.0.attention (layer 0)",
         None,
-        ("what the attention gives differs, though all before it agrees",),
+        ("the output of attention differs, although all earlier outputs agree",),
     ),
     "an input in 8 bits that is turned round without new scales": Fault(
         (
             (
-                "        scaled_product_into(into, a, b, add=add)\n",
-                "        turned = quantised(x, magnitudes(x, self._of_tokens), self._of_tokens, E4M3).decoded()\n"
-                "        _ = (into.add_ if add else into.copy_)(a.decoded() @ turned)\n",
+                "        scaled_matmul_into(into, a, b, add=add)\n",
+                "        amax = compute_amax(x, self._token_granularity)\n"
+                "        turned = quantize(x, amax, self._token_granularity, E4M3).dequantize()\n"
+                "        _ = (into.add_ if add else into.copy_)(a.dequantize() @ turned)\n",
             ),
         ),
         "--bf16 --fp8-format hybrid --fp8-recipe rowwise",
@@ -59,18 +60,18 @@ FAULTS = {
         ("differs by no constant factor", "likewise layers.1.mlp.up.weight"),
     ),
     "adapters whose low channels are not summed over tensor ranks": Fault(
-        (("same if splits_inputs else plain)", "plain)"),),
+        (("parallel_config if splits_inputs else local_config)", "local_config)"),),
         "--tensor-model-parallel-size 2 --lora-rank 2",
         "forward",
         "layers.0.attention (layer 0)",
         "tensor",
-        ("what the attention gives differs, though all before it agrees",),
+        ("the output of attention differs, although all earlier outputs agree",),
     ),
     "divided twice by the data size": Fault(
         (
             (
-                "self.scaler.scale / pending.wait().clamp(min=1.0)",
-                "self.scaler.scale / pending.wait().clamp(min=1.0) / self.context.data_group.size",
+                "self.scaler.scale / pending_count.wait().clamp(min=1.0)",
+                "self.scaler.scale / pending_count.wait().clamp(min=1.0) / self.context.data_group.size",
             ),
         ),
         "--world-size 2",
@@ -85,14 +86,14 @@ FAULTS = {
         "gradient",
         "embedding.word.weight (stages 0 and 1)",
         "pipeline",
-        ("the tied embedding is not joined",),
+        ("the gradient of the tied embedding is not reduced",),
         stages=(0, 1),
     ),
     "a group's factor applied to its neighbour": Fault(
         (
             (
-                "                group_of(shard.record),\n",
-                "                group_of(shards[span.index - 1].record),\n",
+                "                get_group(shard.record),\n",
+                "                get_group(shards[span.param_index - 1].record),\n",
             ),
         ),
         "--world-size 2 --param-groups '*.mlp.up.weight lr-mult=0.25'",
@@ -102,7 +103,12 @@ FAULTS = {
         ("the change is 0.25x what it should be", "likewise layers.1.attention.output.weight"),
     ),
     "sums over the rows of a slice for those of the matrix": Fault(
-        (("all_reduce(buffer.numbers, group, buffer.op)", 'all_reduce(buffer.numbers, self._context.group("tp"), buffer.op)'),),
+        (
+            (
+                "all_reduce(statistics_buffer.data, group, statistics_buffer.op)",
+                'all_reduce(statistics_buffer.data, self._context.group("tp"), statistics_buffer.op)',
+            ),
+        ),
         "--world-size 2 --use-distributed-optimizer --optimizer adafactor --disable-bias-linear --ddp-bucket-size 2000",
         "update",
         "embedding.word.weight",
@@ -112,8 +118,9 @@ FAULTS = {
     "a matrix orthogonalised without the rows of another rank": Fault(
         (
             (
-                "arrived.append((box_of(self.whole, move, number), part))",
-                "arrived.append((box_of(self.whole, move, number), part if move.sender == place else torch.zeros_like(part)))",
+                "received_copies.append((view_slice(self.full_matrices, transfer, slice_index), received))",
+                "received_copies.append((view_slice(self.full_matrices, transfer, slice_index), "
+                "received if transfer.sender == stage_rank else torch.zeros_like(received)))",
             ),
         ),
         "--tensor-model-parallel-size 2 --optimizer muon --muon-momentum 0.5",
@@ -123,7 +130,12 @@ FAULTS = {
         ("the gradient is right, the update is not",),
     ),
     "scores clipped by what one data rank has seen": Fault(
-        (("all_reduce(self.model.largest.found, self.context.world, dist.ReduceOp.MAX)", "self.model.largest.found"),),
+        (
+            (
+                "all_reduce(self.model.logit_tracker.max_logits, self.context.world, dist.ReduceOp.MAX)",
+                "self.model.logit_tracker.max_logits",
+            ),
+        ),
         "--world-size 2 --qk-clip --qk-clip-threshold 1e-4",
         "update",
         "layers.0.attention.qkv.weight (layer 0)",
@@ -131,7 +143,7 @@ FAULTS = {
         ("the gradient is right, the update is not",),
     ),
     "momentum of another slice": Fault(
-        (("given[inside.start : inside.stop]", "given[: inside.stop - inside.start]"),),
+        (("values[shard_range.start : shard_range.stop]", "values[: shard_range.stop - shard_range.start]"),),
         "--world-size 2 --use-distributed-optimizer --optimizer muon --swiglu",
         "update",
         "layers.0.mlp.up.weight (layer 0)",
@@ -139,7 +151,7 @@ FAULTS = {
         ("the gradient is right, the update is not",),
     ),
     "blocks of 8 bits that begin where a slice does": Fault(
-        (("head = min(length, -first % self.size)", "head = 0"),),
+        (("head_length = min(row_length, -first_column % self.block_size)", "head_length = 0"),),
         "--world-size 3 --global-batch-size 6 --use-distributed-optimizer --optimizer adam8bit",
         "update",
         "layers.0.mlp.down.weight (layer 0)",
@@ -148,7 +160,7 @@ FAULTS = {
         step=2,
     ),
     "blocks of 8 bits with a scale on each tensor rank": Fault(
-        (("largest = moment.abs().amax(-1) if self.shared is None", "largest = moment.abs().amax(-1) if True"),),
+        (("block_max = moment.abs().amax(-1) if self.shared_max is None", "block_max = moment.abs().amax(-1) if True"),),
         "--world-size 2 --tensor-model-parallel-size 2 --optimizer adam8bit",
         "update",
         "layers.0.attention.output.weight (layer 0)",
@@ -157,7 +169,7 @@ FAULTS = {
         step=2,
     ),
     "places in a sample of another context rank": Fault(
-        (("self.cutting.of_samples.places(self.cutting.group.index))", "self.cutting.of_samples.places(0))"),),
+        (("self.splitter.sample_split.positions(self.splitter.group.rank))", "self.splitter.sample_split.positions(0))"),),
         "--world-size 4 --context-parallel-size 2",
         "forward",
         "embedding",
@@ -167,31 +179,31 @@ FAULTS = {
     "the halves of a context rank swapped": Fault(
         (
             (
-                "        places = cut.places(self.group.index)\n",
-                "        places = np.roll(cut.places(self.group.index), cut.piece)\n",
+                "        positions = sequence_split.positions(self.group.rank)\n",
+                "        positions = np.roll(sequence_split.positions(self.group.rank), sequence_split.segment_length)\n",
             ),
         ),
         "--world-size 2 --context-parallel-size 2",
         "forward",
         "embedding",
         None,
-        ("what the embedding gives differs",),
+        ("the output of the embedding differs",),
     ),
     "bounds of documents lost where context ranks cut": Fault(
         (
             (
-                "self.documents if self.documents.bounded else None",
-                "self.documents if self.documents.bounded and self.queries == self.keys else None",
+                "self.documents if self.documents.is_packed else None",
+                "self.documents if self.documents.is_packed and self.query_range == self.key_range else None",
             ),
         ),
         "--world-size 2 --context-parallel-size 2 --reset-attention-mask",
         "forward",
         "layers.0.attention (layer 0)",
         None,
-        ("what the attention gives differs, though all before it agrees", "the scale or the mask"),
+        ("the output of attention differs, although all earlier outputs agree", "the scale or the mask"),
     ),
     "parts of attention added as if their sums were one": Fault(
-        (("out.mul_(old).addcmul_(found, new)", "out.add_(found)"),),
+        (("out.mul_(out_weight).addcmul_(pair_out, pair_weight)", "out.add_(pair_out)"),),
         "--world-size 2 --context-parallel-size 2 --cp-comm-type p2p",
         "forward",
         "layers.0.attention (layer 0)",
@@ -199,7 +211,7 @@ FAULTS = {
         ("positions 4 to 15 differ, the others agree",),
     ),
     "gradients of keys that are not added on their way round": Fault(
-        (("                summed += pending.wait()\n", "                pending.wait()\n"),),
+        (("                grads += pending.wait()\n", "                pending.wait()\n"),),
         "--world-size 2 --context-parallel-size 2 --cp-comm-type p2p",
         "gradient",
         "layers.1.attention.qkv.bias (layer 1)",
@@ -209,8 +221,8 @@ FAULTS = {
     "gradients summed over data ranks alone": Fault(
         (
             (
-                "weight.partial_over_tp(sequence_parallel) else GRADIENT_AXES",
-                "weight.partial_over_tp(sequence_parallel) else ('dp',)",
+                "weight.has_partial_tp_grad(sequence_parallel) else GRADIENT_AXES",
+                "weight.has_partial_tp_grad(sequence_parallel) else ('dp',)",
             ),
         ),
         "--world-size 4 --context-parallel-size 2",
@@ -222,8 +234,8 @@ FAULTS = {
     "a layer dropped": Fault(
         (
             (
-                "Chunk(index, len(places), stage, range(stop - count, stop))",
-                "Chunk(index, len(places), stage, range(stop - count, stop - index))",
+                "Chunk(index, len(stages), stage, range(stop - count, stop))",
+                "Chunk(index, len(stages), stage, range(stop - count, stop - index))",
             ),
         ),
         "--pipeline-model-parallel-size 2",
@@ -238,39 +250,44 @@ FAULTS = {
         (
             (
                 "        self.qkv = ",
-                '        self.stage = scope.context.group("pp").index\n        self.qkv = ',
+                '        self.stage = scope.context.group("pp").rank\n        self.qkv = ',
             ),
             (
-                "q, k, v = split(qkv, None if normed else rotary, self.interleaved)",
-                "q, k, v = split(qkv, rotary.roll(1, 0) if self.stage == 2 else rotary, self.interleaved)",
+                "q, k, v = split_qkv(qkv, None if has_qk_norm else rotary, self.interleaved)",
+                "q, k, v = split_qkv(qkv, rotary.roll(1, 0) if self.stage == 2 else rotary, self.interleaved)",
             ),
         ),
         "--pipeline-model-parallel-size 4 --position-embedding-type rope",
         "forward",
         "layers.2.attention (layer 2, stage 2)",
         None,
-        ("what the attention gives differs, though all before it agrees", "the first token of a sample", "rotary positions"),
+        ("the output of attention differs, although all earlier outputs agree", "the first token of a sample", "rotary positions"),
         stages=(2,),
     ),
     "a window that is one token too short": Fault(
-        (("hidden |= keys_at < at - self.window", "hidden |= keys_at <= at - self.window"),),
+        (
+            (
+                "is_masked |= key_positions < query_positions - self.window",
+                "is_masked |= key_positions <= query_positions - self.window",
+            ),
+        ),
         "--pipeline-model-parallel-size 2 --window-size 9,0 --window-attn-skip-freq [0,0,1,0]",
         "forward",
         "layers.2.attention (layer 2, stage 1)",
         None,
-        ("what the attention gives differs, though all before it agrees",),
+        ("the output of attention differs, although all earlier outputs agree",),
         stages=(1,),
     ),
     "the rotary base of the other kind of layer": Fault(
-        (("x = run(x, tables[rotary],", "x = run(x, tables[next(iter(tables))],"),),
+        (("x = forward(x, tables[rotary],", "x = forward(x, tables[next(iter(tables))],"),),
         "--position-embedding-type rope --window-size 9,0 --window-attn-skip-freq 2 --rotary-base-local 100",
         "forward",
         "layers.1.attention (layer 1)",
         None,
-        ("what the attention gives differs, though all before it agrees",),
+        ("the output of attention differs, although all earlier outputs agree",),
     ),
     "a capped logit without the slope of its cap": Fault(
-        (("part.copy_(wide.mul_(slope))", "part.copy_(wide)"),),
+        (("block_logits.copy_(block_grad.mul_(derivative))", "block_logits.copy_(block_grad)"),),
         "--tensor-model-parallel-size 2 --final-logit-softcapping 0.3 --loss-chunk-tokens 4",
         "gradient",
         "final_norm.bias",
@@ -278,7 +295,12 @@ FAULTS = {
         ("differs by no constant factor", "so are the gradients of all parameters"),
     ),
     "a norm behind a layer whose gradient is of a part of the sequence": Fault(
-        (("(sequence_parallel or self.on_own_heads)", '(sequence_parallel and "_post_" not in self.name or self.on_own_heads)'),),
+        (
+            (
+                "(sequence_parallel or self.applies_to_local_heads)",
+                '(sequence_parallel and "_post_" not in self.name or self.applies_to_local_heads)',
+            ),
+        ),
         "--tensor-model-parallel-size 2 --sequence-parallel --norm-placement sandwich",
         "gradient",
         "layers.1.mlp_post_norm.bias",
@@ -286,20 +308,20 @@ FAULTS = {
         ("the sum over the tensor group is missing",),
     ),
     "a sink that the softmax forgets": Fault(
-        (("total += (sink - highest).exp_()", "total += 0 * (sink - highest)"),),
+        (("denominator += (sink_scores - row_max).exp_()", "denominator += 0 * (sink_scores - row_max)"),),
         "--tensor-model-parallel-size 2 --softmax-type learnable",
         "forward",
         "layers.0.attention (layer 0)",
         None,
-        ("what the attention gives differs, though all before it agrees",),
+        ("the output of attention differs, although all earlier outputs agree",),
     ),
     "a mean square over a rank's own heads": Fault(
-        (("in zip(all_reduce(squares, group), sizes, strict=True)", "in zip(squares, sizes, strict=True)"),),
+        (("in zip(all_reduce(sq_sums, group), sizes, strict=True)", "in zip(sq_sums, sizes, strict=True)"),),
         "--tensor-model-parallel-size 2 --normalization RMSNorm --qk-layernorm --qk-layernorm-all-heads",
         "forward",
         "layers.0.attention (layer 0)",
         None,
-        ("what the attention gives differs, though all before it agrees",),
+        ("the output of attention differs, although all earlier outputs agree",),
     ),
     "the gradient of a latent's norm, not summed over the parts of the sequence": Fault(
         (
@@ -323,18 +345,18 @@ FAULTS = {
         ("the sum over the tensor group is missing",),
     ),
     "the rotated key of another sample": Fault(
-        (("k[..., plain:] = shared", "k[..., plain:] = shared.roll(1, 1)"),),
+        (("k[..., nope_dim:] = shared_key", "k[..., nope_dim:] = shared_key.roll(1, 1)"),),
         f"--pipeline-model-parallel-size 2 {LATENT}",
         "forward",
         "layers.0.attention (layer 0, stage 0)",
         None,
-        ("what the attention gives differs, though all before it agrees",),
+        ("the output of attention differs, although all earlier outputs agree",),
     ),
     "a bucket reduced before its last gradient": Fault(
         (
             (
-                "if self._early and microbatches == self._microbatches:",
-                "if self._early and microbatches == self._microbatches - 1:",
+                "if self._overlaps_backward and num_complete == self._num_microbatches:",
+                "if self._overlaps_backward and num_complete == self._num_microbatches - 1:",
             ),
         ),
         "--world-size 2 --global-batch-size 12 --overlap-grad-reduce",
@@ -346,7 +368,7 @@ FAULTS = {
     "weights gathered while others compute, and not waited for": Fault(
         (
             (
-                "unit.register_forward_pre_hook(partial(_finish_publishing, needed))",
+                "unit.register_forward_pre_hook(partial(_finish_param_gathers, unit_buckets))",
                 "pass",
             ),
         ),
@@ -368,27 +390,28 @@ FAULTS = {
         "forward",
         "layers.2.attention (layer 2, stage 1)",
         None,
-        ("what arrived from stage 0 may be wrong too",),
+        ("the input from stage 0 may be wrong too",),
         stages=(1,),
     ),
     "a buffer used again while it is reduced": Fault(
         (
             (
-                "self._pool.give_back(self._borrowed, pending.wait)",
-                "self._pool.give_back(self._borrowed, lambda: None)",
+                "self._grad_pool.release_after(self._grad_buffer, pending.wait)",
+                "self._grad_pool.release_after(self._grad_buffer, lambda: None)",
             ),
         ),
         "--world-size 2 --data-parallel-sharding-strategy optim_grads --overlap-grad-reduce --ddp-bucket-size 2000",
         "transfer",
         "the input of a reduce-scatter of",
         None,
-        ("elements over ranks 0, 1", "it was written to before it had left"),
+        ("elements over ranks 0, 1", "it was overwritten before it was sent"),
     ),
     "gradients that are reduced once, without the first microbatches": Fault(
         (
             (
-                "(self._microbatches if once else 1)):\n            return",
-                "(self._microbatches if once else 1)):\n            self._sinks[number].written = False\n            return",
+                "(self._num_microbatches if reduces_once else 1)):\n            return",
+                "(self._num_microbatches if reduces_once else 1)):\n"
+                "            self._sinks[index].is_written = False\n            return",
             ),
         ),
         "--world-size 2 --global-batch-size 12 --data-parallel-sharding-strategy optim_grads_params --fsdp-reduce-once",
@@ -400,8 +423,8 @@ FAULTS = {
     "dropout on in evaluation": Fault(
         (
             (
-                "            num_workers=num_workers,\n            dropout=False,\n",
-                "            num_workers=num_workers,\n            dropout=True,\n",
+                "            num_workers=num_workers,\n            has_dropout=False,\n",
+                "            num_workers=num_workers,\n            has_dropout=True,\n",
             ),
         ),
         "--world-size 2",
@@ -420,7 +443,12 @@ FAULTS = {
         (),
     ),
     "copies of experts whose gradients are not added": Fault(
-        (("if replica.process_group is None:", "if replica.process_group is None or axes[0] in ('etp', 'ep', 'edp'):"),),
+        (
+            (
+                "if replica_group.process_group is None:",
+                "if replica_group.process_group is None or axes[0] in ('etp', 'ep', 'edp'):",
+            ),
+        ),
         f"--world-size 4 --global-batch-size 8 --data-parallel-sharding-strategy optim_grads_params --fsdp-shard-size 2 {EXPERTS}",
         "gradient",
         "layers.1.mlp.experts",
@@ -428,15 +456,20 @@ FAULTS = {
         ("the sum over the data group is missing",),
     ),
     "results of experts that come back in the order of the experts": Fault(
-        (("found.index_copy_(0, self.order, rows)", "found.index_copy_(0, self.order.sort().values, rows)"),),
+        (("out.index_copy_(0, self.sorted_assignments, rows)", "out.index_copy_(0, self.sorted_assignments.sort().values, rows)"),),
         f"--world-size 2 --expert-model-parallel-size 2 {EXPERTS}",
         "forward",
         "layers.0.mlp",
         None,
-        ("what the MLP gives",),
+        ("the output of the MLP",),
     ),
     "probabilities of experts without a gradient": Fault(
-        (("return way.by_expert(rows), grad_weights, None", "return way.by_expert(rows), torch.zeros_like(grad_weights), None"),),
+        (
+            (
+                "return routes.sort_by_expert(rows), grad_router_weights, None",
+                "return routes.sort_by_expert(rows), torch.zeros_like(grad_router_weights), None",
+            ),
+        ),
         f"--world-size 2 --expert-model-parallel-size 2 {EXPERTS}",
         "gradient",
         "layers.1.mlp.router.weight",
@@ -444,7 +477,7 @@ FAULTS = {
         (),
     ),
     "balance of a tensor rank's own tokens": Fault(
-        (("return all_reduce(counts, self._sequence_ranks)", "return counts"),),
+        (("return all_reduce(counts, self._sequence_group)", "return counts"),),
         f"--tensor-model-parallel-size 2 --sequence-parallel {EXPERTS}",
         "gradient",
         "mlp.router.weight",
@@ -465,7 +498,7 @@ FAULTS = {
         ("the sum over the tensor group is missing",),
     ),
     "losses of balance as many times as there are data ranks": Fault(
-        (("everywhere = microbatches * self.context.data_group.size", "everywhere = microbatches"),),
+        (("total_microbatches = num_microbatches * self.context.data_group.size", "total_microbatches = num_microbatches"),),
         f"--world-size 2 {EXPERTS}",
         "gradient",
         "mlp.router.weight",
@@ -474,10 +507,13 @@ FAULTS = {
     ),
     "biases of experts moved by a rank's own counts": Fault(
         (
-            ("whole = all_reduce(self.found, world)", "own = self.found.clone()\n        whole = all_reduce(self.found, world)"),
             (
-                "self._counts, found = whole[:, :-3], whole.index_select(0, self._rows)",
-                "self._counts, found = own[:, :-3], whole.index_select(0, self._rows)",
+                "totals = all_reduce(self.totals, world)",
+                "own = self.totals.clone()\n        totals = all_reduce(self.totals, world)",
+            ),
+            (
+                "self._assignment_counts, moe_totals = totals[:, :-3], totals.index_select(0, self._moe_layer_rows)",
+                "self._assignment_counts, moe_totals = own[:, :-3], totals.index_select(0, self._moe_layer_rows)",
             ),
         ),
         f"--world-size 2 {EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
@@ -487,29 +523,29 @@ FAULTS = {
         ("the data ranks hold different values",),
     ),
     "the residual of tokens that all their experts have dropped": Fault(
-        (("y = y.view_as(x)", "y = y.view_as(x) - x * (chosen == self.router.spec.experts).all(-1, keepdim=True)"),),
+        (("y = y.view_as(x)", "y = y.view_as(x) - x * (expert_ids == self.router.spec.num_experts).all(-1, keepdim=True)"),),
         f"--world-size 2 --expert-model-parallel-size 2 {EXPERTS} --moe-router-topk 1 --moe-router-pre-softmax "
         "--moe-expert-capacity-factor 1",
         "forward",
         "layers.0.mlp",
         None,
-        ("what the MLP gives",),
+        ("the output of the MLP",),
     ),
     "rows that pad experts in a norm": Fault(
         (
             (
-                "return apply(filled, [most] * len(counts))",
-                "return torch.nn.functional.normalize(apply(filled, [most] * len(counts)), dim=0)",
+                "return apply_experts(padded_rows, [capacity] * len(rows_per_expert))",
+                "return torch.nn.functional.normalize(apply_experts(padded_rows, [capacity] * len(rows_per_expert)), dim=0)",
             ),
         ),
         f"--world-size 2 {EXPERTS} --moe-expert-capacity-factor 1.5 --moe-pad-expert-input-to-capacity",
         "forward",
         "layers.0.mlp",
         None,
-        ("what the MLP gives",),
+        ("the output of the MLP",),
     ),
     "a dropout mask that context ranks repeat": Fault(
-        (("context_rank=self.cutting.group.index)", "context_rank=0)"),),
+        (("context_rank=self.splitter.group.rank)", "context_rank=0)"),),
         "--context-parallel-size 2",
         "dropout mask",
         "embedding",
@@ -518,7 +554,7 @@ FAULTS = {
         stages=(),
     ),
     "a dropout mask that tensor ranks repeat for their parts of the sequence": Fault(
-        (("self.coordinate = scope.tp.index if scope.sequence_parallel else 0", "self.coordinate = 0"),),
+        (("self.sequence_parallel_rank = scope.tp.rank if scope.sequence_parallel else 0", "self.sequence_parallel_rank = 0"),),
         "--tensor-model-parallel-size 2 --sequence-parallel",
         "dropout mask",
         "layers.0.attention_output",
@@ -527,7 +563,7 @@ FAULTS = {
         stages=(),
     ),
     "dropout masks of a step for all microbatches": Fault(
-        (("return DropoutKey(self.seed, consumed, first_sample, ", "return DropoutKey(self.seed, consumed, consumed, "),),
+        (("return DropoutKey(self.seed, consumed, sample, ", "return DropoutKey(self.seed, consumed, consumed, "),),
         "--world-size 2 --global-batch-size 8",
         "dropout mask",
         "embedding",
@@ -538,22 +574,22 @@ FAULTS = {
     "an evaluation that reads its first batch again": Fault(
         (
             (
-                "return self.steps(\n            source,\n            global_batch_size_at=lambda _: global_batch_size,",
-                "return (batch for _ in range(num_batches) for batch in self.steps(\n            source,\n"
+                "return self.batches(\n            source,\n            global_batch_size_at=lambda _: global_batch_size,",
+                "return (batch for _ in range(num_batches) for batch in self.batches(\n            source,\n"
                 "            global_batch_size_at=lambda _: global_batch_size,",
             ),
             (
                 "            total_samples=global_batch_size * num_batches,\n            num_workers=num_workers,\n"
-                "            dropout=False,\n        )",
+                "            has_dropout=False,\n        )",
                 "            total_samples=global_batch_size,\n            num_workers=num_workers,\n"
-                "            dropout=False,\n        ))",
+                "            has_dropout=False,\n        ))",
             ),
         ),
         "--world-size 2",
         "evaluation",
         "the held-out batches",
         None,
-        ("though training with the same weights agrees", "the batches, their masks or their count"),
+        ("though training with the same weights agrees", "the batches, their masks or their number are wrong"),
         step=0,
     ),
     "the mask ignored in the count": Fault(
@@ -567,8 +603,9 @@ FAULTS = {
     "a chunk of the loss that takes the first chunk's labels in backward": Fault(
         (
             (
-                "write_gradient(part, columns, of_rows.at(place))",
-                "write_gradient(part, columns, of_rows.at(slice(len(part)))._replace(factor=of_rows.at(place).factor))",
+                "write_logit_grads(chunk_logits, shard, grad_terms.select(chunk))",
+                "write_logit_grads(chunk_logits, shard, grad_terms.select(slice(len(chunk_logits)))"
+                "._replace(softmax_factor=grad_terms.select(chunk).softmax_factor))",
             ),
         ),
         "--world-size 2 --loss-chunk-tokens 24",
@@ -578,7 +615,7 @@ FAULTS = {
         ("so are the gradients of all parameters",),
     ),
     "a z-loss that counts once for each tensor rank": Fault(
-        (("(1.0 + 2.0 * z_coeff * log_z", "(1.0 + 2.0 * self._columns.group.size * z_coeff * log_z"),),
+        (("(1.0 + 2.0 * z_coeff * log_z", "(1.0 + 2.0 * self._shard.group.size * z_coeff * log_z"),),
         "--tensor-model-parallel-size 2 --z-loss-coeff 1e-4",
         "gradient",
         "final_norm.bias",
@@ -586,7 +623,7 @@ FAULTS = {
         ("so are the gradients of all parameters",),
     ),
     "labels smoothed over the columns of a rank": Fault(
-        (("smoothing / self._columns.vocab_size", "smoothing / self._columns.num_valid"),),
+        (("smoothing / self._shard.vocab_size", "smoothing / self._shard.num_valid"),),
         "--tensor-model-parallel-size 2 --label-smoothing 0.1",
         "gradient",
         "final_norm.bias",
@@ -594,25 +631,25 @@ FAULTS = {
         ("so are the gradients of all parameters",),
     ),
     "a depth that takes the token before its own": Fault(
-        (("treatment.run(forward, x, self.word(tokens),", "treatment.run(forward, x, self.word(tokens.roll(1, 0)),"),),
+        (("policy.run(forward, x, self.word(tokens),", "policy.run(forward, x, self.word(tokens.roll(1, 0)),"),),
         "--pipeline-model-parallel-size 2 --mtp-num-layers 2",
         "forward",
         "mtp.0.projection (stage 1)",
         None,
-        ("what the norms and the projection of the depth give differs, though all before it agrees",),
+        ("the output of the norms and the projection of the MTP layer differs, although all earlier outputs agree",),
     ),
     "a depth whose layer rotates by the positions of the one before": Fault(
         (
             (
-                "    return run(inputs, rotary, x, embedded)",
-                "    return run(inputs, rotary.roll(depth.layer.layer % 2, 0), x, embedded)",
+                "    return forward(inputs, rotary, x, embeddings)",
+                "    return forward(inputs, rotary.roll(depth.layer.layer % 2, 0), x, embeddings)",
             ),
         ),
         "--world-size 2 --mtp-num-layers 2 --position-embedding-type rope",
         "forward",
         "mtp.1.layer.attention",
         None,
-        ("what the attention gives differs, though all before it agrees",),
+        ("the output of attention differs, although all earlier outputs agree",),
     ),
     "experts of a depth whose balance nobody minimises": Fault(
         (
@@ -636,7 +673,7 @@ FAULTS = {
         ("so are the gradients of all parameters",),
     ),
     "an embedding of two stages whose halves are not added": Fault(
-        (("entry.record.tied and entry.held_elsewhere", "entry.record.tied and len(entry.holders) > 1"),),
+        (("entry.record.tied and entry.is_shared_across_stages", "entry.record.tied and len(entry.owners) > 1"),),
         "--pipeline-model-parallel-size 2 --mtp-num-layers 1 --untie-embeddings-and-output-weights",
         "gradient",
         "embedding.word.weight",
@@ -646,8 +683,8 @@ FAULTS = {
     "gradients that are not clipped": Fault(
         (
             (
-                "clip = min(1.0, self._clip / (norm + 1e-6)) if self._clip > 0.0 else 1.0",
-                "clip = 1.0",
+                "clip_factor = min(1.0, self._clip_grad / (grad_norm + 1e-6)) if self._clip_grad > 0.0 else 1.0",
+                "clip_factor = 1.0",
             ),
         ),
         "--world-size 2",
@@ -659,8 +696,8 @@ FAULTS = {
     "a host buffer that is filled again before it was read": Fault(
         (
             (
-                "buffer = self._free[size].pop() if self._free[size] else self._make(size)",
-                "buffer = self._free[size][-1] if self._free[size] else self._make(size)",
+                "buffer = self._free_buffers[size].pop() if self._free_buffers[size] else self._new_buffer(size)",
+                "buffer = self._free_buffers[size][-1] if self._free_buffers[size] else self._new_buffer(size)",
             ),
         ),
         "--cpu-offload-activations",
@@ -673,7 +710,7 @@ FAULTS = {
         (
             (
                 "for block, rotary in zip(self.blocks, self.rotaries, strict=True):",
-                "for block, rotary in zip(self.blocks[::-1] if again else self.blocks, self.rotaries, strict=True):",
+                "for block, rotary in zip(self.blocks[::-1] if is_recompute else self.blocks, self.rotaries, strict=True):",
             ),
         ),
         "--recompute-granularity full --recompute-num-layers 2",
@@ -683,7 +720,7 @@ FAULTS = {
         ("differs by no constant factor",),
     ),
     "a norm's input in the place of its result": Fault(
-        (("x = make(kept) if whole_x is None", "x = kept if whole_x is None"),),
+        (("x = recompute_input(saved_input) if pending_x is None", "x = saved_input if pending_x is None"),),
         "--recompute-activations --recompute-modules layernorm",
         "gradient",
         "layers.1.mlp.up.weight",

@@ -19,14 +19,14 @@ from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
 from megatron.config.flags import flags
-from megatron_lab.commands.verify_layout import HELP, main, take
-from megatron_lab.proofs.isolation import axes_alone, isolate, one_process, without_each
-from megatron_lab.proofs.report import Proof, format_report, report_json
-from megatron_lab.proofs.verify import trace_of, vocabulary_of, write_trace
+from megatron_lab.commands.verify_layout import HELP, main, split_options
+from megatron_lab.proofs.isolation import build_single_process_variant, isolate, iter_reduced_variants, iter_single_axis_variants
+from megatron_lab.proofs.report import Proof, build_report_json, format_report
+from megatron_lab.proofs.verify import build_trace, get_vocab_size, write_trace
 from megatron_lab.verification.diagnosis import diagnose
 from megatron_lab.verification.local_ranks import RanksError
 from megatron_lab.verification.observation import Observation
-from megatron_lab.verification.wording import factor_words, layout_factors
+from megatron_lab.verification.wording import build_factors, explain_factor
 from tests.support.cli import ROOT
 from tests.support.runs import launch
 from tests.support.verify_observations import FLAGS, TENSOR, observed, scale_gradients
@@ -61,7 +61,9 @@ def test_own_flags_are_none_of_the_run() -> None:
 
 
 def test_own_flags_are_parted_from_those_of_the_run() -> None:
-    rest, own = take(["--lr=0.1", "--max_ranks", "4", "--swiglu", "--steps=2", "--quick", "--split", "1,1,1", "--adam-eps", "-1"])
+    rest, own = split_options(
+        ["--lr=0.1", "--max_ranks", "4", "--swiglu", "--steps=2", "--quick", "--split", "1,1,1", "--adam-eps", "-1"]
+    )
     assert rest == ["--lr", "0.1", "--swiglu", "--split", "1,1,1", "--adam-eps", "-1"]
     assert (own.max_ranks, own.steps, own.quick, own.traces) == (4, 2, True, [])
 
@@ -73,19 +75,19 @@ def test_own_flags_are_parted_from_those_of_the_run() -> None:
         (["--world-size", "10000000"], "--world-size takes one whole number from 1 to 1,048,576."),
         (["--quick", "yes"], "--quick takes no value."),
         (["--json"], "--json takes one file."),
-        (["--trace", "a", "--trace", "b", "--lr", "1"], "Two --trace files are compared without any other flags"),
-        (["--trace", "a", "--trace", "b", "--steps", "2"], "nothing is run, so there is nothing that --steps could say"),
+        (["--trace", "a", "--trace", "b", "--lr", "1"], "Two --trace files can only be used with --json"),
+        (["--trace", "a", "--trace", "b", "--steps", "2"], "nothing is run: leave out --steps."),
         (
             ["--quick", "--trace", "a", "--trace", "b", "--max_ranks", "2"],
-            "that --quick and --max-ranks could say. Leave that out.",
+            "nothing is run: leave out --quick and --max-ranks.",
         ),
-        (["--trace", "a", "--trace", "b", "--world-size", "2"], "that --world-size could say"),
+        (["--trace", "a", "--trace", "b", "--world-size", "2"], "leave out --world-size."),
         (["--trace", "a", "--trace", "b", "--json", "./a"], "--json ./a would be written over the --trace. Give another file."),
     ],
 )
 def test_own_flags_that_are_wrong(argv: list[str], says: str) -> None:
     with pytest.raises(ConfigError) as error:
-        take(argv)
+        split_options(argv)
     assert says in str(error.value)
 
 
@@ -117,12 +119,12 @@ def test_the_vocabulary_needs_no_file(tmp_path: Path, capsys: pytest.CaptureFixt
         "--merge-file",
         "/no/merges.txt",
     ]
-    assert vocabulary_of(load([*words, "--vocab-size", "50257"], 1).config.data) == 50257
-    assert vocabulary_of(load(FLAGS.split(), 1).config.data) == 16  # NullTokenizer's end of document comes on top
+    assert get_vocab_size(load([*words, "--vocab-size", "50257"], 1).config.data) == 50257
+    assert get_vocab_size(load(FLAGS.split(), 1).config.data) == 16  # NullTokenizer's end of document comes on top
     status, out, _ = run_main([*words, "--steps", "1"], capsys)
-    assert status == 0 and "--vocab-file /no/vocab.json and --merge-file /no/merges.txt are not here: a vocabulary of 50,257" in out
-    with pytest.raises(ValueError, match="there is no --vocab-file /no/vocab.json, --merge-file /no/merges.txt"):
-        vocabulary_of(load(words, 1).config.data)
+    assert status == 0 and "--vocab-file /no/vocab.json and --merge-file /no/merges.txt are missing: a vocabulary of 50,257" in out
+    with pytest.raises(ValueError, match="a file is missing: --vocab-file /no/vocab.json, --merge-file /no/merges.txt"):
+        get_vocab_size(load(words, 1).config.data)
 
 
 def test_traces_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,7 +196,7 @@ def test_a_disk_that_is_full_takes_no_verdict_away(
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")
 def test_a_report_that_cannot_be_printed_is_told_by_its_verdict(tmp_path: Path) -> None:
     a, found = str(tmp_path / "a"), tmp_path / "found.json"
-    write_trace(trace_of(observed()), a)
+    write_trace(build_trace(observed()), a)
     argv = [sys.executable, "tools/verify_layout.py", "--trace", a, "--trace", a, "--json", str(found)]
     with open("/dev/full", "w") as full:
         done = subprocess.run(argv, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
@@ -204,7 +206,7 @@ def test_a_report_that_cannot_be_printed_is_told_by_its_verdict(tmp_path: Path) 
 
 def test_two_traces_are_compared_as_json_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b, found = str(tmp_path / "a"), str(tmp_path / "b"), tmp_path / "found.json"
-    trace = trace_of(observed())
+    trace = build_trace(observed())
     write_trace(trace, a)
     trace.steps[1] = dataclasses.replace(trace.steps[1], loss=7.0)
     write_trace(trace, b)
@@ -212,7 +214,7 @@ def test_two_traces_are_compared_as_json_too(tmp_path: Path, capsys: pytest.Capt
         status, out, err = run_main(["--trace", other, "--trace", a, "--json", str(found)], capsys)
         read = json.loads(found.read_text())
         assert (status, err, read["equal"], read["traces"]) == (code, "", not code, [other, a])
-        assert out.startswith("PART" if code else "EQUAL") and read["steps"] == [1, 2]
+        assert out.startswith("DIVERGE" if code else "EQUAL") and read["steps"] == [1, 2]
     status, out, err = run_main(["--trace", a, "--trace", a, "--json", str(tmp_path)], capsys)
     assert status == 2 and not out and "(Is a directory)" in err
 
@@ -265,19 +267,21 @@ def test_an_interrupt_ends_it_in_one_line_with_all_its_ranks(when: str) -> None:
 
 
 def test_an_equal_proof_is_told_in_one_line() -> None:
-    proof = Proof("tensor 2 x pipeline 1 x data 1", diagnose(observed()), kept=["heads"], changed=["layers 8 -> 2"], seconds=1.5)
+    proof = Proof(
+        "tensor 2 x pipeline 1 x data 1", diagnose(observed()), preserved=["heads"], reduced=["layers 8 -> 2"], seconds=1.5
+    )
     lines = format_report([proof])
     assert lines[0].startswith("EQUAL to one process: tensor 2 x pipeline 1 x data 1: loss, 28 gradients and weights of 2 steps; ")
     assert lines[1] == "" and lines.index("kept") < lines.index("  heads") < lines.index("  layers 8 -> 2")
-    assert report_json([proof])["equal"] is True
-    assert report_json([dataclasses.replace(proof, parts_from_trace=True)])["equal"] is False
+    assert build_report_json([proof])["equal"] is True
+    assert build_report_json([dataclasses.replace(proof, differs_from_trace=True)])["equal"] is False
 
 
 def test_a_different_proof_tells_the_place_before_the_figures() -> None:
     observation = observed()
     scale_gradients(observation, 2.0)
     proof = Proof(
-        "tensor 2 x pipeline 1 x data 1", diagnose(observation), alone=["comes with --tensor-model-parallel-size 2 alone"]
+        "tensor 2 x pipeline 1 x data 1", diagnose(observation), isolation=["comes with --tensor-model-parallel-size 2 alone"]
     )
     lines = format_report([proof])
     assert lines[0].startswith(
@@ -290,7 +294,7 @@ def test_a_different_proof_tells_the_place_before_the_figures() -> None:
     assert "  comes with --tensor-model-parallel-size 2 alone" in lines
     table = [line for line in lines if line.endswith(" 2.0x")]
     assert len(table) == 8 and all(line.split()[0] == "1" for line in table)  # of the first step that differs
-    found = report_json([proof])
+    found = build_report_json([proof])
     assert found["equal"] is False and found["runs"][0]["findings"][0]["group"] == "tensor"
     json.dumps(found, allow_nan=False)
 
@@ -304,17 +308,21 @@ def test_a_run_that_fails_is_told_with_its_error() -> None:
     lines = format_report([Proof("tensor 2", diagnose(observed())), proof])
     assert lines[0] == "FAILS: tensor 1 x pipeline 2 x data 1 does not run to its end: RuntimeError: no gradient reached layers.1.x"
     assert "tensor 2: equal" in lines and "rank 0 failed:" in lines
-    assert report_json([proof])["runs"][0]["failure"].startswith("rank 0 failed")
+    assert build_report_json([proof])["runs"][0]["failure"].startswith("rank 0 failed")
 
 
 def test_factors_that_are_facts_of_the_layout() -> None:
-    factors = layout_factors({"tensor": 2, "data": 3, "pipeline": 2}, microbatches=5, kept=40, tokens=100, loss_scale=1.0)
-    assert factor_words(3.0, factors) == ("3.0x, the data size: a sum over the data group is counted 3 times", "data")
-    text, group = factor_words(2.0, factors)
+    factors = build_factors(
+        {"tensor": 2, "data": 3, "pipeline": 2}, num_microbatches=5, num_counted=40, num_tokens=100, loss_scale=1.0
+    )
+    assert explain_factor(3.0, factors) == ("3.0x, the data size: a sum over the data group is counted 3 times", "data")
+    text, group = explain_factor(2.0, factors)
     assert "the tensor size or the pipeline size" in text and group == ""
-    assert factor_words(1 / 3, factors)[1] == "data" and factor_words(7.0, factors)[1] == ""
-    assert "the count of tokens ignores the loss mask" in factor_words(0.4, factors)[0]
-    assert [factor_words(ratio, factors)[0] for ratio in (7.3, math.pi)] == [f"{x}x what it should be" for x in ("7.3", "3.14159")]
+    assert explain_factor(1 / 3, factors)[1] == "data" and explain_factor(7.0, factors)[1] == ""
+    assert "the count of tokens ignores the loss mask" in explain_factor(0.4, factors)[0]
+    assert [explain_factor(ratio, factors)[0] for ratio in (7.3, math.pi)] == [
+        f"{x}x what it should be" for x in ("7.3", "3.14159")
+    ]
 
 
 # ---- with what it comes and goes
@@ -322,16 +330,16 @@ def test_factors_that_are_facts_of_the_layout() -> None:
 
 def test_less_of_the_layout_is_valid_and_different() -> None:
     config = load([*FLAGS.split(), *LAYOUT.split()], 8).config
-    one = one_process(config, 8)
+    one = build_single_process_variant(config, 8)
     assert one is not None and one.world_size == 1 and one.config.training.global_batch_size == 8
-    alone = list(axes_alone(config, 8))
+    alone = list(iter_single_axis_variants(config, 8))
     assert [(v.world_size, v.config.parallel.pipeline_model_parallel_size) for v in alone] == [(2, 1), (2, 2), (2, 1)]
-    assert alone[0].words == "--tensor-model-parallel-size 2 alone (pipeline and data size 1)"
+    assert alone[0].description == "--tensor-model-parallel-size 2 alone (pipeline and data size 1)"
     assert alone[0].config.parallel.sequence_parallel and alone[2].config.parallel.sharding == "optim"
-    without = {variant.words for variant in without_each(config, 8)}
+    without = {variant.description for variant in iter_reduced_variants(config, 8)}
     assert {"--sequence-parallel", "--overlap-grad-reduce", "--overlap-param-gather", "--clip-grad"} <= without
     assert not any("rampup" in words or "offload" in words for words in without)  # they are not there to be left out
-    assert one_process(one.config, 1) is None
+    assert build_single_process_variant(one.config, 1) is None
 
 
 def test_what_a_difference_comes_with() -> None:
@@ -347,7 +355,7 @@ def test_what_a_difference_comes_with() -> None:
             raise RanksError("no")
         return scaled if parallel.tensor_model_parallel_size == 2 and parallel.sequence_parallel else equal
 
-    lines = isolate(config, 8, prove, seconds=60)
+    lines = isolate(config, 8, prove, max_seconds=60)
     assert lines[0] == "comes with --tensor-model-parallel-size 2 alone (pipeline and data size 1) (gradient of final_norm.bias)"
     assert lines[1] == "comes with --pipeline-model-parallel-size 2 alone (tensor and data size 1) (the run fails)"
     assert (
@@ -356,7 +364,7 @@ def test_what_a_difference_comes_with() -> None:
     )
     assert any(line.startswith("stays without --overlap-grad-reduce") for line in lines)
     assert looked[0] == 1
-    assert isolate(config, 8, prove, seconds=-1)[-1].startswith("no time was left")
+    assert isolate(config, 8, prove, max_seconds=-1)[-1].startswith("no time was left")
 
 
 def test_what_is_there_in_one_process_is_not_the_layout() -> None:
@@ -368,6 +376,6 @@ def test_what_is_there_in_one_process_is_not_the_layout() -> None:
         assert world_size == 1
         return scaled if dropout else equal
 
-    lines = isolate(config, 8, prove, seconds=60)
-    assert lines[0].startswith("it comes in one process too (gradient of final_norm.bias)") and "not the layout" in lines[0]
+    lines = isolate(config, 8, prove, max_seconds=60)
+    assert lines[0].startswith("it occurs in one process too (gradient of final_norm.bias)") and "not the layout" in lines[0]
     assert lines[1] == "goes away there without dropout" and all(line.startswith("stays there without") for line in lines[2:])

@@ -12,7 +12,7 @@ from tests.support.planted import EXPERTS, Fault, assert_found
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 EXPERT = "--world-size 2 --expert-model-parallel-size 2"
 ROUTER, FORWARD = "mlp.router.weight", "layers.0.mlp (layer 0)"
-_LOCAL_TOKENS = ((".numel() * self._sequence_ranks.size", ".numel()"),)
+_LOCAL_TOKENS = ((".numel() * self._sequence_group.size", ".numel()"),)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ REPORTS = (
         "github.com/NVIDIA/Megatron-LM/pull/5916; DeepSpeed 8475, ColossalAI 2192 and Automodel 3816 are alike",
         "The norm that clips takes the experts of some ranks for copies of others', so it lacks them.",
         Fault(
-            (('(EXPERT_AXES[:2] if self.of_experts else ("tp",))', '("tp", "ep")'),),
+            (('(EXPERT_AXES[:2] if self.is_expert else ("tp",))', '("tp", "ep")'),),
             f"{TENSOR} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 {EXPERTS}",
             "gradient norm",
             "embedding.word.weight",
@@ -90,7 +90,12 @@ REPORTS = (
         "github.com/NVIDIA-NeMo/Automodel/pull/3359",
         "Each microbatch adds its whole auxiliary loss, so that it weighs as many times as there are microbatches.",
         Fault(
-            (("everywhere = microbatches * self.context.data_group.size", "everywhere = self.context.data_group.size"),),
+            (
+                (
+                    "total_microbatches = num_microbatches * self.context.data_group.size",
+                    "total_microbatches = self.context.data_group.size",
+                ),
+            ),
             f"--world-size 2 --global-batch-size 8 {EXPERTS}",
             "gradient",
             ROUTER,
@@ -103,7 +108,12 @@ REPORTS = (
         "github.com/NVIDIA/Megatron-LM/pull/5798",
         "The loss of sequences is divided by their number in a microbatch once too often.",
         Fault(
-            (("shares = counts * len(counts) / (", "shares = counts / ("),),
+            (
+                (
+                    "assignment_fractions = assignment_counts * len(assignment_counts) / (",
+                    "assignment_fractions = assignment_counts / (",
+                ),
+            ),
             f"--world-size 2 {EXPERTS} --moe-router-load-balancing-type seq_aux_loss",
             "gradient",
             ROUTER,
@@ -129,12 +139,12 @@ REPORTS = (
         "github.com/sgl-project/sglang/pull/3705; DeepSeek-V3 741, vllm 13474",
         "Experts of closed groups score 0, and so more than those of open groups with negative scores.",
         Fault(
-            (("~_open(scores, spec), -torch.inf", "~_open(scores, spec), 0.0"),),
+            (("~_is_in_selected_group(scores, spec), -torch.inf", "~_is_in_selected_group(scores, spec), 0.0"),),
             f"--world-size 2 {EXPERTS} --moe-router-num-groups 2 --moe-router-group-topk 1",
             "forward",
             FORWARD,
             None,
-            ("what the MLP gives differs, though all before it agrees",),
+            ("the output of the MLP differs, although all earlier outputs agree",),
         ),
     ),
     Report(
@@ -144,15 +154,15 @@ REPORTS = (
         Fault(
             (
                 (
-                    "probabilities(logits, scores, chosen, self.spec)",
-                    "probabilities(logits, scores - scores.detach() + judged, chosen, self.spec)",
+                    "compute_router_weights(logits, scores, expert_ids, self.spec)",
+                    "compute_router_weights(logits, scores - scores.detach() + selection_scores, expert_ids, self.spec)",
                 ),
             ),
             f"--world-size 2 {EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
             "forward",
             FORWARD,
             None,
-            ("what the MLP gives differs, though all before it agrees",),
+            ("the output of the MLP differs, although all earlier outputs agree",),
         ),
     ),
     Report(
@@ -162,9 +172,9 @@ REPORTS = (
         Fault(
             (
                 (
-                    "x, weights = all_gather_forward(x, self.group),",
+                    "x, router_weights = all_gather_forward(x, self.group),",
                     "parts = enumerate(all_gather(x.detach(), self.group).chunk(self.group.size))\n"
-                    "        x, weights = torch.cat([x if i == self.group.index else part for i, part in parts]),",
+                    "        x, router_weights = torch.cat([x if i == self.group.rank else part for i, part in parts]),",
                 ),
             ),
             f"{EXPERT} --moe-token-dispatcher-type allgather {EXPERTS}",
@@ -184,7 +194,7 @@ REPORTS = (
             "forward",
             FORWARD,
             None,
-            ("what the MLP gives differs, though all before it agrees",),
+            ("the output of the MLP differs, although all earlier outputs agree",),
         ),
     ),
     Report(
@@ -194,10 +204,10 @@ REPORTS = (
         Fault(
             (
                 (
-                    "chosen = decided(lambda: choose(judged, self.spec))",
-                    "times = decided(list)  # the same list again\n"
+                    "expert_ids = reuse_in_recompute(lambda: select_experts(selection_scores, self.spec))",
+                    "times = reuse_in_recompute(list)  # the same list again\n"
                     "        times.append(1)\n"
-                    "        chosen = choose(judged.roll(len(times) - 1, -1), self.spec)",
+                    "        expert_ids = select_experts(selection_scores.roll(len(times) - 1, -1), self.spec)",
                 ),
             ),
             f"--world-size 2 --recompute-granularity full {EXPERTS}",
@@ -212,12 +222,17 @@ REPORTS = (
         "github.com/laekov/fastmoe/pull/4; torchtitan 1363 names the other side, values that depend on EP",
         "Every rank draws the first values for its own experts, so all ranks hold the same ones.",
         Fault(
-            (("wanted = wanted[box.index[:-1]]", "wanted = wanted[tuple(slice(0, size) for size in box.sizes[:-1])]"),),
+            (
+                (
+                    "target_rows = target_rows[tensor_slice.index[:-1]]",
+                    "target_rows = target_rows[tuple(slice(0, size) for size in tensor_slice.sizes[:-1])]",
+                ),
+            ),
             f"{EXPERT} {EXPERTS}",
             "initial weights",
             "layers.0.mlp.experts.up.weight (layer 0)",
             None,
-            ("initialisation depends on the layout",),
+            ("initialization depends on the layout",),
             step=0,
         ),
     ),

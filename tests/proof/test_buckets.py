@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from megatron.data_parallel import bucket as bucket_module
-from megatron.data_parallel.bucket import Bucket, SlicedBucket, WholeBucket
-from megatron.data_parallel.buckets import Buckets
-from megatron.parallel.boxes import FlatPiece
+from megatron.data_parallel.bucket import Bucket, FullGradBucket, ShardedGradBucket
+from megatron.data_parallel.buckets import BucketedParams
 from megatron.parallel.collectives import Pending, start_all_reduce, start_reduce_scatter
 from megatron.parallel.context import Group, ParallelContext, make_context
 from megatron.parallel.params import ParamEntry
+from megatron.parallel.tensor_slice import FlatRange
 from megatron.parallel.topology import Topology
 from tests.support.bucket_examples import MODEL, WORD, buckets_of, build, gradient, own_gradients, sink, write_all
 from tests.support.held import held_by
@@ -34,7 +34,7 @@ def test_parameters_keep_their_values_or_get_initial_ones(materialized: bool) ->
     for entry in model.params:
         assert torch.equal(entry.param.detach(), expected[entry.record.name])
         assert entry.param.untyped_storage().data_ptr() in storages
-        assert all(getattr(module, attribute) is entry.param for module, attribute in entry.holders)
+        assert all(getattr(module, attribute) is entry.param for module, attribute in entry.owners)
 
 
 def test_16_bit_gradients_are_summed_in_float32() -> None:
@@ -56,7 +56,7 @@ def test_shards_are_views_of_parameters_and_gradients() -> None:
             main_grad = sink(entry).main_grad
             assert main_grad is not None and shard.grad.data_ptr() == main_grad.data_ptr()
             assert shard.weights.data_ptr() == entry.param.data_ptr()
-            assert shard.piece == FlatPiece(0, entry.param.numel()) and shard.counted == range(entry.param.numel())
+            assert shard.flat_range == FlatRange(0, entry.param.numel()) and shard.norm_range == range(entry.param.numel())
             assert shard.weights.shape == shard.grad.shape == (entry.param.numel(),)
 
 
@@ -82,8 +82,8 @@ class Reductions:
         return start_all_reduce(tensor, group)
 
 
-def whole(bucket: Bucket) -> WholeBucket:
-    assert isinstance(bucket, WholeBucket)
+def whole(bucket: Bucket) -> FullGradBucket:
+    assert isinstance(bucket, FullGradBucket)
     return bucket
 
 
@@ -119,7 +119,7 @@ def test_a_step_that_inspects_leaves_each_rank_its_own_gradients(monkeypatch: py
     entries = reversed(list(model.params))
     wanted = [gradient(entry, use, 0) for entry in entries for use in range(entry.uses_per_microbatch)]
     assert not reductions.buffers and all(map(torch.equal, seen, wanted)) and len(seen) == len(wanted)
-    assert not any(bucket.own_grads.any() for bucket in buckets.buckets), "the shards' gradients stay as they are"
+    assert not any(bucket.owned_grads.any() for bucket in buckets.buckets), "the shards' gradients stay as they are"
     buckets.start_step(1)
     write_all(model, 0)
     assert len(reductions.buffers) == len(buckets.buckets)
@@ -332,7 +332,7 @@ def test_a_bad_gradient_is_named_where_it_arose() -> None:
                             sink(other).add(gradient(other, use) * (torch.inf if bad else 1.0))
                 if inspect is None:
                     buckets.finish_gradients()
-                    seen.append(buckets.nonfinite())
+                    seen.append(buckets.find_nonfinite_params())
             seen.append(own)
         dist.barrier()
         return seen
@@ -403,23 +403,23 @@ def test_new_weights_reach_every_rank_before_they_are_used(overlap: bool) -> Non
         for group in buckets.groups:
             for shard in group.shards:
                 shard.weights.fill_(1.0 + rank)
-            group.publish()
+            group.gather_params()
         waited = []
 
         def noting(bucket: Bucket) -> None:
             waited.append(bucket)
             finish(bucket)
 
-        finish = Bucket.finish_publishing
+        finish = Bucket.finish_param_gather
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Bucket, "finish_publishing", noting)
+            patch.setattr(Bucket, "finish_param_gather", noting)
             for unit in model.chunks[0].units():
                 for hook in unit._forward_pre_hooks.values():
                     hook(unit, ())
                 if overlap:
                     for _, param in unit.named_parameters():
                         assert bool((param >= 1.0).all()), "the other rank's weights are there"
-        buckets.finish_publishing()
+        buckets.finish_param_gather()
         for placed in (placed for bucket in buckets.buckets for placed in bucket.plan.params):
             assert set(placed.entry.param.unique().tolist()) <= {1.0, 2.0}
         dist.barrier()
@@ -430,5 +430,5 @@ def test_new_weights_reach_every_rank_before_they_are_used(overlap: bool) -> Non
 
 def test_in_a_group_of_one_every_strategy_is_the_same() -> None:
     for sharding in SHARDINGS:
-        buckets: Buckets = buckets_of(build(lone_rank()), lone_rank(), sharding=sharding)
-        assert not any(bucket.sharded or isinstance(bucket, SlicedBucket) for bucket in buckets.buckets)
+        buckets: BucketedParams = buckets_of(build(lone_rank()), lone_rank(), sharding=sharding)
+        assert not any(bucket.sharded or isinstance(bucket, ShardedGradBucket) for bucket in buckets.buckets)

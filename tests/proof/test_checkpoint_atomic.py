@@ -53,7 +53,7 @@ def save_and_be_killed(folder: Path, iteration: int, where: object, name: str) -
 
 @pytest.mark.parametrize(
     ("where", "name"),
-    [(os, "fsync"), (save_module, "write_part"), (save_module, "commit"), (local_module, "sync_folder"), (Path, "rename")],
+    [(os, "fsync"), (save_module, "write_rank_files"), (save_module, "commit"), (local_module, "sync_folder"), (Path, "rename")],
 )
 def test_killed_before_the_rename(tmp_path: Path, where: object, name: str) -> None:
     first = save(tmp_path, 1)
@@ -61,7 +61,7 @@ def test_killed_before_the_rename(tmp_path: Path, where: object, name: str) -> N
     (left,) = tmp_path.glob(".iter_0000002.*.saving")
     assert not (tmp_path / "iter_0000002").exists()
     said: list[str] = []
-    assert find_checkpoint(tmp_path, tell=said.append) == first and said == []
+    assert find_checkpoint(tmp_path, warn=said.append) == first and said == []
     assert loaded(first) == 1.0
     (left / "rank_00009.safetensors").write_text("of a larger world")
     second = save(tmp_path, 2, 2.0)  # what the killed save left does not disturb, and is gone
@@ -73,7 +73,7 @@ def test_killed_between_the_rename_and_the_latest_file(tmp_path: Path) -> None:
     first = save(tmp_path, 1)
     save_and_be_killed(tmp_path, 2, LocalStorage, "write")
     said: list[str] = []
-    assert find_checkpoint(tmp_path, tell=said.append) == first
+    assert find_checkpoint(tmp_path, warn=said.append) == first
     assert "iter_0000002 is newer" in said[0]
     assert loaded(tmp_path / "iter_0000002") == 3.0
     assert find_checkpoint(tmp_path, 2) == tmp_path / "iter_0000002"
@@ -128,7 +128,7 @@ def test_one_rank_that_cannot_write_is_everybody_s_error(tmp_path: Path, failing
     texts = run_ranks(2, save_more)
     assert texts[0] == texts[1]
     assert f"cannot save {tmp_path / 'iter_0000002'}" in texts[0] and f"rank {failing}: [Errno 27] File too large" in texts[0]
-    assert "(make room: the file needs 8000 bytes)" in texts[0] and f"rank_0000{failing}.safetensors'" in texts[0]
+    assert "(free space: the file needs 8000 bytes)" in texts[0] and f"rank_0000{failing}.safetensors'" in texts[0]
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", LATEST}
     assert find_checkpoint(tmp_path) == first and loaded(first) == 1.0
 
@@ -138,7 +138,7 @@ def test_failures_of_several_ranks_are_all_told(tmp_path: Path, monkeypatch: pyt
         def fail(*args: object) -> None:
             raise OSError(28 if rank == 0 else 5, "full" if rank == 0 else "broken")
 
-        monkeypatch.setattr(save_module, "write_part", fail)
+        monkeypatch.setattr(save_module, "write_rank_files", fail)
         with pytest.raises(CheckpointError) as error:
             save_checkpoint(tmp_path, 2, [whole(f"t{index}", torch.ones(10)) for index in range(3)], {}, {})
         return str(error.value)
@@ -150,7 +150,7 @@ def test_failures_of_several_ranks_are_all_told(tmp_path: Path, monkeypatch: pyt
 
 def test_a_file_that_the_first_rank_sees_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a file system of a network that lost what another node wrote."""
-    write = save_module.write_part
+    write = save_module.write_rank_files
 
     def write_less(draft: Draft, *args: Any) -> Manifest:
         part = write(draft, *args)
@@ -158,8 +158,8 @@ def test_a_file_that_the_first_rank_sees_otherwise(tmp_path: Path, monkeypatch: 
         os.truncate(file, file.stat().st_size - 1)
         return part
 
-    monkeypatch.setattr(save_module, "write_part", write_less)
-    with pytest.raises(CheckpointError, match=r"rank_00000\.safetensors was written with \d+ bytes, the first rank sees \d+"):
+    monkeypatch.setattr(save_module, "write_rank_files", write_less)
+    with pytest.raises(CheckpointError, match=r"rank_00000\.safetensors was written with \d+ bytes, but the first rank sees \d+"):
         save(tmp_path, 1)
     assert list(tmp_path.iterdir()) == []
 
@@ -168,7 +168,7 @@ def test_a_fault_of_the_program_keeps_its_trace(tmp_path: Path, monkeypatch: pyt
     def broken(*args: object) -> None:
         raise KeyError("oops")
 
-    monkeypatch.setattr(save_module, "write_part", broken)
+    monkeypatch.setattr(save_module, "write_rank_files", broken)
     with pytest.raises(RuntimeError, match=r"(?s)cannot save .*in broken.*KeyError: 'oops'"):
         save(tmp_path, 1)
     assert list(tmp_path.iterdir()) == []
@@ -223,4 +223,4 @@ def test_ranks_that_see_different_checkpoints(tmp_path: Path) -> None:
             load_tensors(tmp_path / f"node{rank}" / "iter_0000001", [whole("a", torch.zeros(100))])
         return str(error.value)
 
-    assert all("rank 1 found another checkpoint" in text for text in run_ranks(2, load))
+    assert all("rank 1 sees another checkpoint" in text for text in run_ranks(2, load))

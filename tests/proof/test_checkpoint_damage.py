@@ -13,12 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.checkpoint.data_files import BoxRead, DataFiles
+from megatron.checkpoint.data_files import DataFileReader, SliceRead
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.local_storage import LocalStorage
-from megatron.checkpoint.manifest import Checksum, Manifest, StoredBox, StoredFile, StoredTensor
+from megatron.checkpoint.manifest import Checksum, Manifest, StoredFile, StoredSlice, StoredTensor
 from megatron.checkpoint.save_folder import find_checkpoint, read_config, read_state
-from megatron.parallel.boxes import Box
+from megatron.parallel.tensor_slice import TensorSlice
 from megatron_lab.verification.local_ranks import run_ranks
 from tests.support.checkpoint_worlds import (
     Layout,
@@ -112,7 +112,7 @@ def remove_manifest(path: Path) -> None:
     [
         (damage_data, r"the data of a was altered|the data of b was altered"),
         (damage_header, r"no readable header|holds no readable entry"),
-        (truncate, r"has \d+ bytes, it was written with \d+"),
+        (truncate, r"has \d+ bytes, but was written with \d+"),
         (empty, r"has 0 bytes"),
         (remove, r"is missing"),
         (damage_manifest, r"manifest\.json was altered"),
@@ -133,7 +133,7 @@ def test_the_last_complete_one_is_taken_and_said(tmp_path: Path, damage: Callabl
     first, second = save(tmp_path, 1), save(tmp_path, 2)
     damage(second)
     said: list[str] = []
-    assert find_checkpoint(tmp_path, tell=said.append) == first
+    assert find_checkpoint(tmp_path, warn=said.append) == first
     assert len(said) == 1 and str(first) in said[0] and str(second) in said[0]
     with pytest.raises(DamagedCheckpointError, match="--ckpt-step 2"):
         find_checkpoint(tmp_path, 2)
@@ -168,11 +168,11 @@ def test_altered_json_is_refused(tmp_path: Path, name: str, read: Callable[[Path
 def test_an_entry_that_is_not_what_the_manifest_says(tmp_path: Path, header: dict) -> None:
     text = json.dumps(header).encode()
     (tmp_path / "x").write_bytes(struct.pack("<Q", len(text)) + text + bytes(16))
-    box = StoredBox(Box((0,), (4,)), "x", "a", Checksum(bytes(16)).text)
+    box = StoredSlice(TensorSlice((0,), (4,)), "x", "a", Checksum(bytes(16)).text)
     manifest = Manifest({"a": StoredTensor((4,), "float32", (box,))}, {"x": StoredFile(8 + len(text) + 16)})
-    files, target = DataFiles(LocalStorage(tmp_path), manifest), torch.zeros(4)
+    files, target = DataFileReader(LocalStorage(tmp_path), manifest), torch.zeros(4)
     with pytest.raises(DamagedCheckpointError, match=r"x(: entry a is| holds no readable entry a| cannot be read to its end)"):
-        files.read(box, "float32", [BoxRead(Box((0,), (4,)), target)])
+        files.read(box, "float32", [SliceRead(TensorSlice((0,), (4,)), target)])
 
 
 def rewrite_manifest(path: Path, change: Callable[[dict], None]) -> None:
@@ -249,5 +249,5 @@ def test_boxes_of_another_tensor_are_not_taken(tmp_path: Path, tensor_ranks: int
     tensors = dict(manifest.tensors)
     tensors["model.a"], tensors["model.b"] = (dataclasses.replace(tensors[name], content=None) for name in ("model.b", "model.a"))
     (path / "manifest.json").write_bytes(Manifest(tensors, manifest.files).to_json())
-    with pytest.raises(DamagedCheckpointError, match="after which they are not named"):
+    with pytest.raises(DamagedCheckpointError, match="under keys that do not match their tensors"):
         read_manifest(path)

@@ -79,8 +79,8 @@ def test_stored_boxes_tile_the_unpadded_tensors_once(tmp_path: Path) -> None:
     assert manifest.tensors.keys() == {f"{kind}.{name}" for kind in ("model", "main") for name in SHAPES}
     for name, tensor in manifest.tensors.items():
         counts = torch.zeros(tensor.shape)
-        for stored in tensor.boxes:
-            counts[tuple(slice(o, o + n) for o, n in zip(stored.box.offsets, stored.box.sizes, strict=True))] += 1
+        for stored in tensor.slices:
+            counts[tuple(slice(o, o + n) for o, n in zip(stored.tensor_slice.offsets, stored.tensor_slice.sizes, strict=True))] += 1
         assert tensor.shape == SHAPES[name.split(".", 1)[1]][0]
         assert (counts == 1).all(), name
 
@@ -90,7 +90,7 @@ def test_replicas_are_written_once_and_evenly(tmp_path: Path) -> None:
     path = save_world(tmp_path, 1, [[whole(name, value) for name, value in values.items()] for _ in range(4)])
     sizes = {file.name: file.stat().st_size for file in path.glob("*.safetensors")}
     assert len(sizes) == 4 and len(set(sizes.values())) == 1
-    assert [len(tensor.boxes) for tensor in read_manifest(path).tensors.values()] == [1] * 8
+    assert [len(tensor.slices) for tensor in read_manifest(path).tensors.values()] == [1] * 8
     assert sum(sizes.values()) < 1.2 * 8 * 40 * 8 * 4
 
 
@@ -98,7 +98,7 @@ def test_ranks_that_hold_only_padding_or_nothing(tmp_path: Path) -> None:
     layout = Layout(tp=4)
     shapes: Shapes = {"rows": ((2, 3), 0)}
     saved = world(shapes, layout, filled=True)
-    assert [len(tensors[0].boxes) for tensors in saved] == [1, 1, 0, 0]
+    assert [len(tensors[0].slices) for tensors in saved] == [1, 1, 0, 0]
     path = save_world(tmp_path, 1, [*saved, []])
     assert sorted(file.name for file in path.glob("*.safetensors")) == ["rank_00000.safetensors", "rank_00001.safetensors"]
     targets = world(shapes, layout, filled=False)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megatron.training.step import TrainStep
 from megatron_lab.verification.local_ranks import run_ranks
-from megatron_lab.verification.reference.shape import random_weights
+from megatron_lab.verification.reference.shape import build_random_weights
 from tests.support.checkpoint_worlds import read_manifest
 from tests.support.covering import Case, covering
 from tests.support.equality import assert_equal_tensors, number_differences
@@ -54,7 +54,7 @@ def recipe() -> Recipe:
     # The vocabulary divides by nothing and its table is tied, so with two stages it is on both. Nor do 9 positions divide.
     sizes = {"num_layers": 4, "hidden": 16, "ffn": 24, "heads": 4, "kv_heads": 4, "head_size": 4, "vocab": 61, "seq": 8}
     shape = gpt2_like(**sizes, num_positions=9, tied=True, norm="RMSNorm")
-    return Recipe(shape, random_weights(shape, seed=1), random_batches(shape, STEPS * (HOPS + 1), 4, 1, seed=2), ema=0.7)
+    return Recipe(shape, build_random_weights(shape, seed=1), random_batches(shape, STEPS * (HOPS + 1), 4, 1, seed=2), ema=0.7)
 
 
 def layout_of(case: Case) -> Layout:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from megatron.config.training import OptimizerConfig
 from megatron.parallel.context import ParallelContext
 from megatron.training.step import TrainStep
-from megatron_lab.verification.plain_run import rule_numbers
-from megatron_lab.verification.reference.shape import random_weights
+from megatron_lab.verification.plain_run import build_rule_options
+from megatron_lab.verification.reference.shape import build_random_weights
 from tests.support.checkpoint_worlds import read_manifest
 from tests.support.covering import full_but
 from tests.support.equality import assert_equal_tensors, number_differences
@@ -61,12 +61,12 @@ def recipe(rule: str) -> Recipe:
     )  # matrices that are whole on tensor ranks, beside those that are cut
     shape = like(num_layers=2, hidden=16, ffn=24, heads=4, kv_heads=4, head_size=4, vocab=61, seq=8, tied=True)
     batches = random_batches(shape, STEPS * len(WALK), 6, 1, seed=2)
-    return Recipe(shape, random_weights(shape, seed=1), batches, optimizer=rule, update=RULES[rule])
+    return Recipe(shape, build_random_weights(shape, seed=1), batches, optimizer=rule, update=RULES[rule])
 
 
 @functools.cache
 def reference(rule: str, steps: int) -> ReferenceRun:
-    r, numbers = recipe(rule), rule_numbers(OptimizerConfig(**RULES[rule]), (1, 4))
+    r, numbers = recipe(rule), build_rule_options(OptimizerConfig(**RULES[rule]), (1, 4))
     batches = r.batches[:steps]
     return train(r.shape, r.weights, batches, lr=r.lr, weight_decay=r.weight_decay, clip=r.clip, optimizer=rule, numbers=numbers)
 

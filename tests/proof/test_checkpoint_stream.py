@@ -14,7 +14,7 @@ import torch
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.save_folder import LATEST, read_config, read_state
-from megatron.parallel.boxes import Box
+from megatron.parallel.tensor_slice import TensorSlice
 from megatron_lab.checkpoints.stream import write_checkpoint
 from megatron_lab.foreign.source import TensorInfo
 from megatron_lab.verification.local_ranks import run_ranks
@@ -30,7 +30,7 @@ TENSORS = {
 INFOS = {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in TENSORS.items()}
 
 
-def read(name: str, box: Box) -> torch.Tensor:
+def read(name: str, box: TensorSlice) -> torch.Tensor:
     return TENSORS[name][box.index]
 
 
@@ -57,12 +57,12 @@ def test_the_same_as_a_save_of_a_run(tmp_path: Path) -> None:
 
 def test_files_of_a_layout(tmp_path: Path) -> None:
     """A box that two files ask for is written once; tensors without elements are listed."""
-    norm = ("model.norm", Box((0,), (5,)))
+    norm = ("model.norm", TensorSlice((0,), (5,)))
     files = [
-        [("model.up", Box((0, 0), (2, 6))), norm, ("model.scale", Box((), ()))],
-        [("model.up", Box((2, 0), (2, 6))), norm, ("exp_avg.up", Box((0, 0), (4, 6)))],
+        [("model.up", TensorSlice((0, 0), (2, 6))), norm, ("model.scale", TensorSlice((), ()))],
+        [("model.up", TensorSlice((2, 0), (2, 6))), norm, ("exp_avg.up", TensorSlice((0, 0), (4, 6)))],
     ]
-    path = write(tmp_path, files=files)
+    path = write(tmp_path, rank_slices=files)
     assert_complete(path)
     found = [set(safetensors.torch.load_file(path / f"rank_0000{rank}.safetensors")) for rank in range(2)]
     assert found[0] - {"model.norm"} == {"model.up[0:2,0:6]", "model.scale"}
@@ -80,7 +80,7 @@ def test_a_size_limit(tmp_path: Path) -> None:
 def test_one_box_in_memory_at_a_time(tmp_path: Path) -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
 
-    def read_fresh(name: str, box: Box) -> torch.Tensor:
+    def read_fresh(name: str, box: TensorSlice) -> torch.Tensor:
         assert not [found for found in alive if found() is not None]
         alive.append(weakref.ref(tensor := read(name, box).clone()))
         return tensor
@@ -104,17 +104,19 @@ def test_something_else_than_was_announced(tmp_path: Path, other: torch.Tensor, 
 
 
 def test_boxes_and_dtypes_are_checked_first(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"do not make up whole tensors: model\.up"):
-        write_checkpoint(tmp_path, 7, {"model.up": INFOS["model.up"]}, read, {}, {}, files=[[("model.up", Box((0, 0), (2, 6)))]])
-    with pytest.raises(CheckpointError, match=r"a is int32, a checkpoint holds"):
+    with pytest.raises(CheckpointError, match=r"do not cover these tensors exactly once: model\.up"):
+        write_checkpoint(
+            tmp_path, 7, {"model.up": INFOS["model.up"]}, read, {}, {}, rank_slices=[[("model.up", TensorSlice((0, 0), (2, 6)))]]
+        )
+    with pytest.raises(CheckpointError, match=r"a is int32, but checkpoints support only"):
         write_checkpoint(tmp_path, 7, {"a": TensorInfo((2,), torch.int32)}, read, {}, {})
-    with pytest.raises(CheckpointError, match="would hold what JSON cannot"):
+    with pytest.raises(CheckpointError, match="cannot be encoded as JSON"):
         write_checkpoint(tmp_path, 7, INFOS, read, {}, {"a": {1}})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_a_killed_conversion_left_is_replaced(tmp_path: Path) -> None:
-    def be_killed(name: str, box: Box) -> torch.Tensor:
+    def be_killed(name: str, box: TensorSlice) -> torch.Tensor:
         os.kill(os.getpid(), signal.SIGKILL)
         return read(name, box)
 
@@ -131,7 +133,7 @@ def test_what_a_killed_conversion_left_is_replaced(tmp_path: Path) -> None:
 def test_a_failure_leaves_what_was_there(tmp_path: Path) -> None:
     before = write(tmp_path)
 
-    def fail(name: str, box: Box) -> torch.Tensor:
+    def fail(name: str, box: TensorSlice) -> torch.Tensor:
         raise CheckpointError("the source is damaged")
 
     with pytest.raises(CheckpointError, match="the source is damaged"):

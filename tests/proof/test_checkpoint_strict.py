@@ -11,7 +11,7 @@ import torch
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.global_tensor import GlobalTensor
 from megatron.checkpoint.manifest import Manifest, StoredTensor
-from megatron.parallel.boxes import Box, PlacedBox
+from megatron.parallel.tensor_slice import BufferSlice, TensorSlice
 from megatron_lab.verification.local_ranks import run_ranks
 from tests.support.checkpoint_worlds import (
     Layout,
@@ -42,8 +42,8 @@ def test_all_misfits_in_one_error_and_nothing_is_changed(tmp_path: Path) -> None
         f"cannot load {path}:",
         "  in the checkpoint, but not used (1): extra",
         "  not in the checkpoint (1): missing",
-        "  of a dtype that cannot be converted (1): count (stored torch.int64, here torch.float32)",
-        "  of another shape (1): shape (stored [2, 3], here [3, 2])",
+        "  of a dtype that cannot be converted (1): count (stored torch.int64, in this run torch.float32)",
+        "  of another shape (1): shape (stored [2, 3], in this run [3, 2])",
         "  Is it a checkpoint of another model, or of another kind of run? Compare the settings with its config.json.",
     ]
     assert all(not target.local.any() for target in targets)
@@ -76,7 +76,7 @@ def test_a_tensor_of_which_stored_boxes_are_missing(tmp_path: Path) -> None:
     path = saved(tmp_path, a=torch.ones(2, 2))
     manifest = read_manifest(path)
     stored = manifest.tensors["a"]
-    first = dataclasses.replace(stored.boxes[0], key="a[0:2,0:2]")
+    first = dataclasses.replace(stored.slices[0], key="a[0:2,0:2]")
     cut = Manifest({"a": StoredTensor((3, 2), stored.dtype, (first,))}, manifest.files)
     (path / "manifest.json").write_bytes(cut.to_json())
     with pytest.raises(CheckpointError, match=r"incomplete in the checkpoint \(1\): a"):
@@ -99,11 +99,11 @@ def test_one_rank_s_misfit_is_everybody_s_error(tmp_path: Path) -> None:
 
 def test_impossible_boxes_are_our_own_mistake() -> None:
     for local, box, start in [
-        (torch.zeros(4), Box((0,), (4,)), 1),
-        (torch.zeros(4), Box((1,), (4,)), 0),
-        (torch.zeros(4), Box((0, 0), (2, 2)), 0),
-        (torch.zeros(4, 2)[:, 0], Box((0,), (4,)), 0),
-        (torch.zeros(4), Box((0,), (0,)), 0),
+        (torch.zeros(4), TensorSlice((0,), (4,)), 1),
+        (torch.zeros(4), TensorSlice((1,), (4,)), 0),
+        (torch.zeros(4), TensorSlice((0, 0), (2, 2)), 0),
+        (torch.zeros(4, 2)[:, 0], TensorSlice((0,), (4,)), 0),
+        (torch.zeros(4), TensorSlice((0,), (0,)), 0),
     ]:
         with pytest.raises(AssertionError, match="a: "):
-            GlobalTensor("a", (4,), local, [PlacedBox(box, start)])
+            GlobalTensor("a", (4,), local, [BufferSlice(box, start)])

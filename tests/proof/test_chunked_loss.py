@@ -16,9 +16,9 @@ from megatron.parallel.accumulate import deferring
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.params import ParamTable, Scope, materialize
 from megatron.parallel.topology import Topology
-from megatron.spec.weights import vocabulary
+from megatron.spec.weights import build_vocab_weight
 from megatron.tensor_parallel import cross_entropy
-from megatron.tensor_parallel.cross_entropy import LossForm, OutputLayer, minimised
+from megatron.tensor_parallel.cross_entropy import LossOptions, OutputLayer, total_loss
 from megatron_lab.planner.storages import StorageLedger
 from tests.support.lone_rank import CPU, lone_rank
 from tests.support.sinks import sink_over, summed
@@ -62,15 +62,15 @@ def plain(z_coeff: float, smoothing: float = 0.0) -> tuple[torch.Tensor, torch.T
 
 
 def layer_of(
-    context: ParallelContext, form: LossForm, *, sequence_parallel: bool = False, dtype: torch.dtype = torch.float64
+    context: ParallelContext, form: LossOptions, *, sequence_parallel: bool = False, dtype: torch.dtype = torch.float64
 ) -> tuple[OutputLayer, list[int]]:
     """The layer with its part of the weight, 9 in the padding, a sink full of NaN, and the list that grows with each write."""
     table = ParamTable()
     config = ModelConfig(hidden_size=HIDDEN, make_vocab_size_divisible_by=7, untie_embeddings_and_output_weights=True)
-    weight = vocabulary("output.weight", config, VOCAB, "matrix")
+    weight = build_vocab_weight("output.weight", config, VOCAB, "matrix")
     layer = OutputLayer(Scope(context, table, {weight.name: weight}, dtype, sequence_parallel).child("output"), config, form)
     materialize(layer, table, CPU)
-    box = table["output.weight"].record.held_box(context.axis_sizes, context.coordinates)
+    box = table["output.weight"].record.local_slice(context.axis_sizes, context.coordinates)
     with torch.no_grad():
         layer.weight.fill_(9.0)[: box.sizes[0]] = example()[1][box.offsets[0] :][: box.sizes[0]]
     writes: list[int] = []
@@ -85,7 +85,7 @@ def run(layer: OutputLayer, x: torch.Tensor, scale: float = SCALE) -> tuple[torc
     _, _, labels, mask = example()
     x = x.detach().requires_grad_()
     sums = layer(x, labels, mask)
-    minimised(sums).backward(torch.tensor(scale, dtype=sums.dtype))
+    total_loss(sums).backward(torch.tensor(scale, dtype=sums.dtype))
     assert x.grad is not None
     return sums.detach(), x.grad, summed(layer.weight.grad_sink)  # type: ignore[attr-defined]
 
@@ -102,7 +102,7 @@ def check(sums: torch.Tensor, grad_x: torch.Tensor, grad_weight: torch.Tensor, z
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("beside", [(0.0, 0.0), (Z_COEFF, 0.0), (0.0, SMOOTHING), (Z_COEFF, SMOOTHING)])
 def test_one_rank_equals_torch(size: int, beside: tuple[float, float]) -> None:
-    layer, writes = layer_of(lone_rank(), LossForm(size, *beside))
+    layer, writes = layer_of(lone_rank(), LossOptions(size, *beside))
     check(*run(layer, example()[0]), *beside)
     assert len(writes) == 1, "one write, however many chunks"
     *_, twice = run(layer, example()[0])
@@ -121,7 +121,7 @@ def in_group(rank: int, size: int) -> list[Any]:
             _count(name, called)
     found = []
     for chunk, beside, split in CASES:
-        layer, writes = layer_of(context, LossForm(chunk, *beside), sequence_parallel=split)
+        layer, writes = layer_of(context, LossOptions(chunk, *beside), sequence_parallel=split)
         called.clear()
         x = example()[0]
         result = run(layer, x.chunk(size)[rank].contiguous() if split else x)
@@ -160,7 +160,7 @@ def test_ranks_together_equal_torch(size: int) -> None:
 
 def test_the_gradient_is_written_with_the_input_gradient_whatever_is_deferred() -> None:
     for size in (0, 4):
-        layer, writes = layer_of(lone_rank(), LossForm(size))
+        layer, writes = layer_of(lone_rank(), LossOptions(size))
         with deferring() as deferred:
             check(*run(layer, example()[0]), 0.0)
         assert len(writes) == 1 and not len(deferred) and not deferred.num_bytes
@@ -169,14 +169,14 @@ def test_the_gradient_is_written_with_the_input_gradient_whatever_is_deferred() 
 def test_without_gradients_nothing_is_kept_and_the_loss_is_the_same() -> None:
     x, _, labels, mask = example()
     for size in SIZES:
-        layer, writes = layer_of(lone_rank(), LossForm(size, Z_COEFF))
+        layer, writes = layer_of(lone_rank(), LossOptions(size, Z_COEFF))
         with torch.no_grad():
             sums = layer(x, labels, mask)
         assert torch.equal(sums, run(layer, x)[0]) and not sums.requires_grad and len(writes) == 1
 
 
 def test_without_a_sink_the_gradient_is_in_grad() -> None:
-    layer, _ = layer_of(lone_rank(), LossForm(4))
+    layer, _ = layer_of(lone_rank(), LossOptions(4))
     del layer.weight.grad_sink  # type: ignore[attr-defined]
     x, _, labels, mask = example()
     for _ in range(2):
@@ -190,7 +190,7 @@ def test_chunks_and_whole_are_within_rounding_in_fewer_bits(dtype: torch.dtype, 
     """With a loss scale, as float16 has one: both forms are as far from float64 as the dtype's rounding makes them."""
     scale = 256.0
     for size in (0, 4):
-        layer, _ = layer_of(lone_rank(), LossForm(size, Z_COEFF), dtype=dtype)
+        layer, _ = layer_of(lone_rank(), LossOptions(size, Z_COEFF), dtype=dtype)
         sums, grad_x, grad_weight = run(layer, example()[0].to(dtype), scale)
         cross_entropy, z_loss, exact_x, exact_weight = plain(Z_COEFF)
         assert sums.dtype == grad_weight.dtype == torch.float32 and grad_x.dtype == dtype
@@ -202,38 +202,38 @@ def test_chunks_and_whole_are_within_rounding_in_fewer_bits(dtype: torch.dtype, 
 
 def test_the_chunk_that_is_chosen() -> None:
     """Whole as long as the logits are few; else few at a time, in a round number of tokens."""
-    most = cross_entropy._MOST_LOGITS
-    assert cross_entropy.chosen_chunk(4096, most // 4096) == 0
-    assert cross_entropy.chosen_chunk(4097, most // 4096) == 4096
-    assert cross_entropy.chosen_chunk(8192, 128_256) == 1024  # Llama 3
-    assert cross_entropy.chosen_chunk(8, most) == cross_entropy.chosen_chunk(8, 2 * most) == 1
+    most = cross_entropy._MAX_LOGITS
+    assert cross_entropy.default_chunk_tokens(4096, most // 4096) == 0
+    assert cross_entropy.default_chunk_tokens(4097, most // 4096) == 4096
+    assert cross_entropy.default_chunk_tokens(8192, 128_256) == 1024  # Llama 3
+    assert cross_entropy.default_chunk_tokens(8, most) == cross_entropy.default_chunk_tokens(8, 2 * most) == 1
     for tokens, columns in ((10_000, 50_304), (32_768, 151_936), (2048, 256_000)):
-        assert 0 < cross_entropy.chosen_chunk(tokens, columns) * columns <= most
+        assert 0 < cross_entropy.default_chunk_tokens(tokens, columns) * columns <= most
 
 
 def test_by_default_memory_does_not_grow_with_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the weight and its gradient: forward and backward take as much for 8,192 columns as for 65,536, in 16 bits too; the
     whole loss by all logits more."""
-    monkeypatch.setattr(cross_entropy, "_MOST_LOGITS", 1 << 16)
-    monkeypatch.setattr(cross_entropy, "_MULTIPLE", 1)
+    monkeypatch.setattr(cross_entropy, "_MAX_LOGITS", 1 << 16)
+    monkeypatch.setattr(cross_entropy, "_CHUNK_MULTIPLE", 1)
     monkeypatch.setattr("megatron.tensor_parallel.cross_entropy._BLOCK_ELEMENTS", 1 << 16)
     monkeypatch.setattr("megatron.parallel.products._BLOCK_ELEMENTS", 1 << 14)
 
-    def peak(vocab: int, form: LossForm, dtype: torch.dtype) -> int:
+    def peak(vocab: int, form: LossOptions, dtype: torch.dtype) -> int:
         table, config = ParamTable(), ModelConfig(hidden_size=HIDDEN, untie_embeddings_and_output_weights=True)
-        weight = vocabulary("output.weight", config, vocab, "matrix")
+        weight = build_vocab_weight("output.weight", config, vocab, "matrix")
         layer = OutputLayer(Scope(lone_rank(), table, {weight.name: weight}, dtype, False).child("output"), config, form)
         with StorageLedger() as ledger:
             layer.weight = nn.Parameter(torch.zeros(vocab, HIDDEN, dtype=dtype))
             layer.weight.grad_sink = sink_over(torch.zeros(vocab, HIDDEN))  # type: ignore[attr-defined]
             x = torch.zeros(4, 8, HIDDEN, dtype=dtype, requires_grad=True)
             labels, mask = torch.zeros(4, 8, dtype=torch.int64), torch.ones(4, 8)
-            ledger.cut()
+            ledger.take_span()
             layer(x, labels, mask).backward()
-            return ledger.cut().peak
+            return ledger.take_span().peak_bytes
 
     for dtype in (torch.float32, torch.bfloat16):
-        few, many = (peak(vocab, LossForm(), dtype) for vocab in (1 << 13, 1 << 16))
+        few, many = (peak(vocab, LossOptions(), dtype) for vocab in (1 << 13, 1 << 16))
         assert many < 1.01 * few
-        more = peak(1 << 16, LossForm(0), dtype) - peak(1 << 13, LossForm(0), dtype)
+        more = peak(1 << 16, LossOptions(0), dtype) - peak(1 << 13, LossOptions(0), dtype)
         assert more >= 4 * 8 * ((1 << 16) - (1 << 13)) * dtype.itemsize

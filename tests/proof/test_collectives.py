@@ -13,15 +13,15 @@ from megatron.parallel.collectives import (
     Pending,
     all_gather,
     all_reduce,
+    all_reduce_forward,
     broadcast_object,
     gather_objects,
-    own_part,
     reduce_scatter,
     reduce_scatter_forward,
+    split_along_first_dim,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
-    sum_forward,
 )
 from megatron.parallel.context import SELF_GROUP, Group, make_context
 from megatron.parallel.topology import Topology
@@ -40,9 +40,9 @@ def numbers(rank: int, rows: int = ROWS, key: int = 0) -> torch.Tensor:
 # ---- a group of one
 
 
-@pytest.mark.parametrize("operation", [all_reduce, all_gather, reduce_scatter, sum_forward, reduce_scatter_forward])
+@pytest.mark.parametrize("operation", [all_reduce, all_gather, reduce_scatter, all_reduce_forward, reduce_scatter_forward])
 def test_a_group_of_one_does_nothing(operation: Callable[[torch.Tensor, Group], torch.Tensor]) -> None:
-    x = numbers(0).requires_grad_(operation in (sum_forward, reduce_scatter_forward))
+    x = numbers(0).requires_grad_(operation in (all_reduce_forward, reduce_scatter_forward))
     before = x.detach().clone()
     y = operation(x, SELF_GROUP)
     assert y is x and torch.equal(y, before)
@@ -57,7 +57,7 @@ def test_nothing_is_started_in_a_group_of_one(start: Callable[[torch.Tensor, Gro
 
 def test_the_own_part_of_a_group_of_one_is_all_of_it() -> None:
     x = numbers(0)
-    assert own_part(x, SELF_GROUP).data_ptr() == x.data_ptr() and torch.equal(own_part(x, SELF_GROUP), x)
+    assert split_along_first_dim(x, SELF_GROUP).data_ptr() == x.data_ptr() and torch.equal(split_along_first_dim(x, SELF_GROUP), x)
 
 
 def test_objects_in_a_group_of_one() -> None:
@@ -68,11 +68,11 @@ def test_objects_in_a_group_of_one() -> None:
 def test_own_parts_are_views_in_the_order_of_ranks_and_must_divide() -> None:
     x = numbers(0)
     groups = [Group("tp", (3, 5, 8), index) for index in range(3)]
-    assert torch.equal(torch.cat([own_part(x, group) for group in groups]), x)
-    own_part(x, groups[1])[0] = 7.0
+    assert torch.equal(torch.cat([split_along_first_dim(x, group) for group in groups]), x)
+    split_along_first_dim(x, groups[1])[0] = 7.0
     assert (x[2] == 7.0).all(), "a view"
     with pytest.raises(AssertionError, match="does not divide by 3 ranks"):
-        own_part(numbers(0, rows=7), groups[0])
+        split_along_first_dim(numbers(0, rows=7), groups[0])
 
 
 # ---- groups of two and three
@@ -93,7 +93,7 @@ def in_group(rank: int, size: int) -> dict[str, Any]:
         "gather strided": all_gather(strided(short), group),
         "scatter": reduce_scatter(numbers(rank), group),
         "scatter strided": reduce_scatter(strided(numbers(rank)), group),
-        "part": own_part(numbers(9), group),
+        "part": split_along_first_dim(numbers(9), group),
         "objects": gather_objects(("rank", rank), group),
         "broadcast": broadcast_object(("from", rank), group),
         "half": all_reduce(torch.full((4,), rank + 1.0, dtype=torch.bfloat16), group),
@@ -101,7 +101,7 @@ def in_group(rank: int, size: int) -> dict[str, Any]:
     pending = [start_all_reduce(numbers(rank), group), start_all_gather(short, group), start_reduce_scatter(numbers(rank), group)]
     results["started"] = [p.wait() for p in reversed(pending)][::-1]
     x = numbers(rank).requires_grad_()
-    y = sum_forward(x * 1.0, group)
+    y = all_reduce_forward(x * 1.0, group)
     y.backward(numbers(9, key=1))  # what follows is the same on all ranks, and so is its gradient
     results["sum pair"] = (y.detach(), x.grad)
     x = numbers(rank).requires_grad_()

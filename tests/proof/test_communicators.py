@@ -65,7 +65,7 @@ def calls_with_tensors() -> Iterator[list[GroupCall]]:
 def run_from_the_start(step: TrainStep, batch: Any) -> None:
     for iteration in (1, 2):
         step.run(batch, iteration=iteration, learning_rate=0.1, weight_decay=0.1)
-    step.finish_publishing()
+    step.finish_param_gather()
 
 
 UsedGroups = tuple[set[tuple[int, ...]], set[tuple[int, ...]], dict[str, tuple[int, ...]]]
@@ -93,7 +93,7 @@ def test_groups_that_carry_tensors_are_those_of_the_plan() -> None:
         for rank in range(8):
             collectives, messages, groups = ranks[rank][index]
             topology = Topology.of(cases()[index].config.parallel, 8)
-            sent = kind_of(kinds, topology, rank).sent
+            sent = kind_of(kinds, topology, rank).traffic
             in_rings = "ring" in name
             planned = {traffic.over for traffic in sent}
             assert collectives == {groups[over] for over in planned - {"pipeline", *["cp"] * in_rings}}, (name, rank)

@@ -25,12 +25,12 @@ from megatron.config.precision import CompileMode, PrecisionConfig
 from megatron.model.build import Model, build_model
 from megatron.model.compiled import BlockCompiler, CompiledBlock
 from megatron.model.inputs import ModelInputs
-from megatron.model.rope import rotary_table
+from megatron.model.rope import build_rotary_table
 from megatron.parallel.accumulate import deferring
 from megatron.parallel.random import DropoutKey
-from megatron.spec.layers import layers
+from megatron.spec.layers import build_layer_specs
 from megatron.tensor_parallel import linear
-from megatron.tensor_parallel.layers import LinearLayer, VectorUser
+from megatron.tensor_parallel.layers import LinearLayer, VectorParamModule
 from tests.support.lone_rank import lone_rank
 from tests.support.sinks import sink_over
 
@@ -162,13 +162,13 @@ def _a_handle_of_another_layer(patch: pytest.MonkeyPatch) -> None:
 
 def _vectors_without_a_way_back(patch: pytest.MonkeyPatch) -> None:
     """Their gradients are dropped."""
-    entering = VectorUser.entering
+    entering = VectorParamModule.vectors_for_forward
 
-    def cut(self: VectorUser) -> Any:
+    def cut(self: VectorParamModule) -> Any:
         found = entering(self)
         return found if torch.compiler.is_compiling() else tuple(v if v is None else v.detach() for v in found)
 
-    patch.setattr(VectorUser, "entering", cut)
+    patch.setattr(VectorParamModule, "vectors_for_forward", cut)
 
 
 @pytest.mark.parametrize("plant", [_a_seed_in_the_graph, _a_handle_of_another_layer, _vectors_without_a_way_back])
@@ -184,8 +184,8 @@ def kept_bytes(config: ModelConfig, dtype: torch.dtype, compiler: BlockCompiler 
     model = model_of(config, dtype, compiler)
     block = model.chunks[0].blocks[1]
     x = torch.randn(SEQ, BATCH, HIDDEN, dtype=dtype).requires_grad_() * 1.0
-    spec, positions = layers(config)[1].attention.rotary, torch.arange(SEQ).unsqueeze(1).expand(-1, BATCH)
-    rotary = None if spec is None else rotary_table(positions, spec, dtype)
+    spec, positions = build_layer_specs(config)[1].attention.rotary, torch.arange(SEQ).unsqueeze(1).expand(-1, BATCH)
+    rotary = None if spec is None else build_rotary_table(positions, spec, dtype)
     lives_anyway = [x, *([] if rotary is None else [rotary]), *(entry.param for entry in model.params)]
     shared = {tensor.untyped_storage()._cdata for tensor in lives_anyway}
     found: dict[int, torch.Tensor] = {}
@@ -214,7 +214,7 @@ def test_a_compiled_layer_keeps_no_more(full: bool) -> None:
 
 def test_generated_kernels_are_within_rounding() -> None:
     """In float32, with weight gradients that wait while later kernels run: nothing that they need is overwritten."""
-    compiler = BlockCompiler("inductor", defers=True)
+    compiler = BlockCompiler("inductor", defers_weight_grads=True)
     # A model of few kernels: torch compiles each for a second.
     config = replace(GPT, normalization="RMSNorm", squared_relu=True, disable_bias_linear=True, parallel_residual=True)
     # Else the compiler first compiles and loads a program for each instruction set of the processor, to see if that works.
@@ -255,15 +255,21 @@ def test_all_inputs_of_a_graph_lie_on_the_device(config: ModelConfig, monkeypatc
     compile_of = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **options: compile_of(function, **{**options, "backend": inputs}))
     model = build_model(
-        config, lone_rank(device=meta), dtype=torch.bfloat16, vocab_size=VOCAB, sequence_parallel=False, seed=3, materialized=False
+        config,
+        lone_rank(device=meta),
+        dtype=torch.bfloat16,
+        vocab_size=VOCAB,
+        sequence_parallel=False,
+        seed=3,
+        should_materialize=False,
     )
-    TRACED.compile(model.chunks[0].blocks, meta)
+    TRACED.compile_blocks(model.chunks[0].blocks, meta)
     block = model.chunks[0].blocks[0]
     for entry in model.params:
         entry.param.grad_sink = sink_over(torch.empty_like(entry.param))  # type: ignore[attr-defined]
     x = torch.empty(SEQ, BATCH, HIDDEN, dtype=torch.bfloat16, device=meta, requires_grad=True)
-    spec = layers(config)[0].attention.rotary
-    rotary = None if spec is None else rotary_table(torch.zeros(SEQ, BATCH, dtype=torch.int64, device=meta), spec, x.dtype)
+    spec = build_layer_specs(config)[0].attention.rotary
+    rotary = None if spec is None else build_rotary_table(torch.zeros(SEQ, BATCH, dtype=torch.int64, device=meta), spec, x.dtype)
     block(x, rotary, KEY if config.hidden_dropout else None).sum().backward()
     assert inputs.devices == [{"meta"}, {"meta"}], "forward and backward"
 
@@ -282,5 +288,5 @@ def test_cuda_graphs_are_off_whatever_the_environment_says(monkeypatch: pytest.M
     given: list[dict[str, Any]] = []
     monkeypatch.setattr(torch, "compile", lambda function, **options: given.append(options["options"]))
     for mode in get_args(CompileMode):
-        BlockCompiler(mode=mode).compiled(print)
+        BlockCompiler(mode=mode).compile_function(print)
     assert [options["triton.cudagraphs"] for options in given] == [False] * 4

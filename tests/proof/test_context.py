@@ -51,14 +51,14 @@ def in_world(rank: int) -> list[dict[str, Any]]:
     for topology in EIGHT:
         context = make_context(topology, rank, CPU)
         groups = {"-".join(axes): context.group(*axes) for axes in GROUPS}
-        stage, stages = context.group("pp").index, topology.pp
+        stage, stages = context.group("pp").rank, topology.pp
         channels = (
             {"up": context.pipeline_channel(0, stages - 1), "down": context.pipeline_channel(stages - 1, 0)} if stages > 1 else {}
         )
         groups |= {"world": context.world, "ends": context.pipeline_ends, **channels}
         found.append(
             {
-                "groups": {name: (group.ranks, group.index, group.size, members(group)) for name, group in groups.items()},
+                "groups": {name: (group.ranks, group.rank, group.size, members(group)) for name, group in groups.items()},
                 "processes": {name: id(group.process_group) for name, group in groups.items() if group.process_group},
                 "stage": stage,
                 "coordinates": context.coordinates,
@@ -78,7 +78,7 @@ def test_groups_of_eight_ranks_are_those_of_the_topology() -> None:
                 expected = topology.group(rank, *axes)
                 assert found["groups"]["-".join(axes)] == (expected, expected.index(rank), len(expected), list(expected))
             assert found["groups"]["world"][0] == tuple(range(8))
-            assert found["coordinates"] == topology.places(rank) and found["order"]
+            assert found["coordinates"] == topology.all_coordinates(rank) and found["order"]
             pipeline = topology.group(rank, "pp")
             assert pipeline[found["stage"]] == rank and found["stage"] == topology.coordinates(rank)["pp"]
             ends = (pipeline[0], pipeline[-1]) if rank in (pipeline[0], pipeline[-1]) and topology.pp > 1 else (rank,)
@@ -103,10 +103,10 @@ def in_hybrid_world(rank: int) -> list[tuple[Any, ...]]:
     found = []
     for topology, size in HYBRID:
         context = make_context(topology, rank, CPU, fsdp_shard_size=size)
-        groups = (context.fsdp_shard(), context.fsdp_replica())
-        found.append(tuple((group.ranks, group.index, members(group)) for group in groups))
+        groups = (context.fsdp_shard_group(), context.fsdp_replica_group())
+        found.append(tuple((group.ranks, group.rank, members(group)) for group in groups))
     whole = make_context(Topology(dp=8), rank, CPU)
-    assert whole.fsdp_shard() is whole.gradient_group and whole.fsdp_replica().ranks == (rank,)
+    assert whole.fsdp_shard_group() is whole.gradient_group and whole.fsdp_replica_group().ranks == (rank,)
     dist.barrier()
     return found
 
@@ -124,8 +124,8 @@ def test_data_ranks_divide_into_neighbours_that_shard_and_replicas_across() -> N
 
 
 def test_data_ranks_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match="6 data ranks do not divide into parts of 4"):
-        Topology(tp=2, dp=6).hybrid_groups(4)
+    with pytest.raises(ValueError, match="6 data-parallel ranks cannot be divided into shard groups of 4"):
+        Topology(tp=2, dp=6).shard_and_replica_groups(4)
 
 
 def test_a_world_of_one_needs_no_process_group() -> None:
@@ -174,7 +174,7 @@ def test_devices_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     for wanted in ("auto", "cuda"):
         assert choose_device(wanted, 1) == torch.device("cuda", 1)
-        with pytest.raises(ValueError, match="local rank 2 has no GPU of its own: this node shows 2"):
+        with pytest.raises(ValueError, match="local rank 2 has no GPU, because torch sees only 2 on this node"):
             choose_device(wanted, 2)
     assert chosen == [torch.device("cuda", 1)] * 2 and choose_device("cpu", 5) == CPU
 
@@ -269,9 +269,9 @@ def count_over_stages_and_slices(_: int) -> list[list[tuple[int, ...]]]:
                 params = build(context, config, 61).params
                 sizes, place = context.axis_sizes, context.coordinates
                 once = [e for e in params if (e.record.splits or tp == 0) and (len(e.record.chunks) == 1 or pp == 0)]
-                held = sum(e.record.held_box(sizes, place).numel for e in once)
+                held = sum(e.record.local_slice(sizes, place).numel for e in once)
                 counts[-1].append(
-                    (held, sum(e.record.held_box(sizes, place).numel for e in params), sum(e.param.numel() for e in params))
+                    (held, sum(e.record.local_slice(sizes, place).numel for e in params), sum(e.param.numel() for e in params))
                 )
                 disconnect()
     return counts

@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.attention import flash_parts, parts
+from megatron.attention import flash_range_pairs, range_pairs
 from megatron.attention.documents import Documents
-from megatron.attention.parts import RunPair
-from megatron.config.parallel import ContextWay
+from megatron.attention.range_pairs import RangePair
+from megatron.config.parallel import CpCommType
 from megatron.context_parallel import attention
-from megatron.context_parallel.attention import Sharers, _Call, context_attention
+from megatron.context_parallel.attention import ContextRanks, _AttentionCall, context_attention
 from megatron.parallel.context import Group, ParallelContext, connect_fake, disconnect, make_context
-from megatron.parallel.cut import Cut, balanced, mirrored, token_costs
+from megatron.parallel.sequence_split import SequenceSplit, compute_token_costs, split_balanced, split_zigzag
 from megatron.parallel.topology import Topology
 from megatron.spec.layers import ScoreSpec
-from megatron_lab.planner.context_cost import SharedAttention
+from megatron_lab.planner.context_cost import ContextAttention
 from megatron_lab.planner.storages import StorageLedger
 from megatron_lab.verification.local_ranks import run_ranks
 from tests.support.covering import covering, product
@@ -53,7 +53,7 @@ SCORES = {
 }
 AXES: dict[str, list[Any]] = {
     "ranks": [2, 4],
-    "way": list(get_args(ContextWay)),
+    "way": list(get_args(CpCommType)),
     "ends": [*ENDS],
     "scores": [*SCORES],
     "sizes": [(1, 6, 6), (2, 6, 6), (1, 5, 3)],
@@ -67,21 +67,21 @@ def fits(case: dict[str, Any]) -> bool:
     return case["kernel"] == "blocks" or case["sizes"][1] == case["sizes"][2]
 
 
-def documents_of(ends: str, cut: Cut | None) -> Documents:
+def documents_of(ends: str, cut: SequenceSplit | None) -> Documents:
     """Two samples whose documents end there."""
     bounds = [S * sample + place for sample, places in enumerate(ENDS[ends]) for place in (0, *places)]
     array = np.array([*bounds, S * B], dtype=np.int32)
     return Documents(array, torch.from_numpy(array), B, cut)
 
 
-def cut_of(kind: str, ends: str, ranks: int) -> Cut:
+def cut_of(kind: str, ends: str, ranks: int) -> SequenceSplit:
     """A cut; a scattered one has no order that helps."""
     if kind == "mirrored":
-        return mirrored(S, ranks)
+        return split_zigzag(S, ranks)
     if kind == "balanced":
-        return balanced(token_costs(S, {None: 1.0}, documents_of(ends, None).bounds), ranks)
+        return split_balanced(compute_token_costs(S, {None: 1.0}, documents_of(ends, None).cu_seqlens), ranks)
     pieces = np.random.default_rng(3).permutation(S // 2).reshape(ranks, -1)
-    return Cut(2, tuple(tuple(sorted(numbers)) for numbers in pieces.tolist()))
+    return SequenceSplit(2, tuple(tuple(sorted(numbers)) for numbers in pieces.tolist()))
 
 
 def tensors(sizes: tuple[int, int, int], dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
@@ -114,8 +114,8 @@ def plain(ends: str, scores: str, sizes: tuple[int, int, int], dtype: torch.dtyp
     return [out.detach(), *(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs)]
 
 
-def sharers(context: ParallelContext, way: ContextWay) -> Sharers:
-    return Sharers(way, context.context_group, context.context_rings)
+def sharers(context: ParallelContext, way: CpCommType) -> ContextRanks:
+    return ContextRanks(way, context.context_group, context.context_rings)
 
 
 def on_a_rank(rank: int, cases: Sequence[dict[str, Any]]) -> list[list[torch.Tensor]]:
@@ -124,9 +124,9 @@ def on_a_rank(rank: int, cases: Sequence[dict[str, Any]]) -> list[list[torch.Ten
     for case in cases:
         with pytest.MonkeyPatch.context() as patch:
             if case["kernel"] == "flash":
-                patch.setattr(flash_parts, "flash_takes", lambda q, v, dropout: True)
-                patch.setattr(flash_parts, "flash_forward", plain_forward)
-                patch.setattr(flash_parts, "flash_backward", plain_backward)
+                patch.setattr(flash_range_pairs, "flash_supports", lambda q, v, dropout: True)
+                patch.setattr(flash_range_pairs, "varlen_forward", plain_forward)
+                patch.setattr(flash_range_pairs, "varlen_backward", plain_backward)
             found.append(of_a_case(context, rank, case))
     return found
 
@@ -134,7 +134,7 @@ def on_a_rank(rank: int, cases: Sequence[dict[str, Any]]) -> list[list[torch.Ten
 def of_a_case(context: ParallelContext, rank: int, case: dict[str, Any]) -> list[torch.Tensor]:
     cut = cut_of(case["cut"], case["ends"], case["ranks"])
     *inputs, sinks, grad = tensors(case["sizes"], case.get("dtype", torch.float64))
-    places = torch.from_numpy(cut.places(rank))
+    places = torch.from_numpy(cut.positions(rank))
     own = [x[places].requires_grad_() for x in inputs]
     learnt = sinks.requires_grad_() if SCORES[case["scores"]].softmax == "learnable" else None
     documents = documents_of(case["ends"], cut)
@@ -205,22 +205,22 @@ def norm(x: torch.Tensor) -> float:
 
 
 def test_more_documents_than_a_call_of_flash_attention_takes_go_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash_parts, "flash_takes", lambda q, v, dropout: True)
-    documents, head = documents_of("of one token", mirrored(S, 2)), torch.empty(1, 1, 1, 1, 8)
-    part = RunPair((0, 8), (0, 8), 0, 0, ScoreSpec(), documents, 0.0, 0)
-    assert part.by_flash(head, head[..., 0, :])
-    monkeypatch.setattr(parts, "MOST_AT_ONCE", len(documents.bounds) - 2)
-    assert not part.by_flash(head, head[..., 0, :])
+    monkeypatch.setattr(flash_range_pairs, "flash_supports", lambda q, v, dropout: True)
+    documents, head = documents_of("of one token", split_zigzag(S, 2)), torch.empty(1, 1, 1, 1, 8)
+    part = RangePair((0, 8), (0, 8), 0, 0, ScoreSpec(), documents, 0.0, 0)
+    assert part.uses_flash(head, head[..., 0, :])
+    monkeypatch.setattr(range_pairs, "MAX_SEQUENCES_PER_CALL", len(documents.cu_seqlens) - 2)
+    assert not part.uses_flash(head, head[..., 0, :])
 
 
 # ---- dropout
 
 
-def loss_with_dropout(rank: int, way: ContextWay, seed: int, moved: float) -> tuple[float, float]:
+def loss_with_dropout(rank: int, way: CpCommType, seed: int, moved: float) -> tuple[float, float]:
     """A rank's part of a sum over the result, and of its derivative along a direction."""
     context = make_context(Topology(cp=2), rank, torch.device("cpu"))
-    cut = mirrored(S, 2)
-    places = torch.from_numpy(cut.places(rank))
+    cut = split_zigzag(S, 2)
+    places = torch.from_numpy(cut.positions(rank))
     *inputs, _, weights = tensors((2, 6, 6))
     random = torch.Generator().manual_seed(9)
     directions = [torch.randn(x.shape, generator=random, dtype=x.dtype)[places] for x in inputs]
@@ -233,8 +233,8 @@ def loss_with_dropout(rank: int, way: ContextWay, seed: int, moved: float) -> tu
     return total.item(), sum((x.grad * along).sum().item() for x, along in zip(own, directions, strict=True) if x.grad is not None)
 
 
-@pytest.mark.parametrize("way", get_args(ContextWay))
-def test_dropout_has_one_mask_forward_and_backward(way: ContextWay) -> None:
+@pytest.mark.parametrize("way", get_args(CpCommType))
+def test_dropout_has_one_mask_forward_and_backward(way: CpCommType) -> None:
     """The derivative along a direction is that of the difference quotient, which holds only if both draw the same masks."""
 
     def both(seed: int, moved: float) -> tuple[float, float]:
@@ -250,36 +250,38 @@ def test_dropout_has_one_mask_forward_and_backward(way: ContextWay) -> None:
 def test_parts_draw_different_masks() -> None:
     for rank in range(2):
         group = Group("cp", (0, 1), rank)
-        call = _Call(Sharers("p2p", group, (group, group)), documents_of("whole", mirrored(S, 2)), ScoreSpec(), 0.5, 3)
-        seeds = [part.seed for holder in range(2) for part in call.parts(holder)]
+        call = _AttentionCall(
+            ContextRanks("p2p", group, (group, group)), documents_of("whole", split_zigzag(S, 2)), ScoreSpec(), 0.5, 3
+        )
+        seeds = [part.dropout_seed for holder in range(2) for part in call.range_pairs(holder)]
         assert len(set(seeds)) == len(seeds) > 1
 
 
 # ---- memory
 
 
-def held_in_backward(_: int, ways: list[tuple[ContextWay, int, tuple[int, int, int]]]) -> list[tuple[int, int]]:
+def held_in_backward(_: int, ways: list[tuple[CpCommType, int, tuple[int, int, int]]]) -> list[tuple[int, int]]:
     """For each way, ranks and sizes: bytes of others (keys, values, sums) that are held at once, and those of the formula."""
     found = []
     for way, ranks, (r, d, e) in ways:
         context, tokens = connect_fake(Topology(cp=ranks), 1), 64
-        cut, bounds = mirrored(tokens * ranks, ranks), np.array([0, tokens * ranks], dtype=np.int32)
+        cut, bounds = split_zigzag(tokens * ranks, ranks), np.array([0, tokens * ranks], dtype=np.int32)
         shapes = [(tokens, 1, G, r, d), (tokens, 1, G, d), (tokens, 1, G, e)]
         q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True) for shape in shapes)
-        shared = SharedAttention(ranks, tokens, G * r * d, G * (d + e), G * r * e, q.itemsize)
+        shared = ContextAttention(ranks, tokens, G * r * d, G * (d + e), G * r * e, q.itemsize)
         with (
             pytest.MonkeyPatch.context() as patch,
             StorageLedger([(g.process_group, "cp") for g in (context.context_group, *context.context_rings)]) as ledger,
         ):
             # Without products there is nothing else but the gradients of queries and of the result.
-            for product in ("attend_part", "differentiate_part", "_merge"):
+            for product in ("attend_pair", "attend_pair_backward", "_merge_pair"):
                 patch.setattr(attention, product, lambda *_: (None, None))
             documents = Documents(bounds, torch.from_numpy(bounds), 1, cut)
             out = context_attention(sharers(context, way), q, k, v, documents, ScoreSpec())
             grad = torch.empty_like(out)
-            ledger.cut()
+            ledger.take_span()
             torch.autograd.grad(out, (q, k, v), grad)
-            found.append((ledger.cut().peak - 4 * q.numel(), shared.held(way)))
+            found.append((ledger.take_span().peak_bytes - 4 * q.numel(), shared.count_buffer_bytes(way)))
         disconnect()
     return found
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from megatron.parallel.context import SELF_GROUP, Group, make_context
 from megatron.parallel.topology import Topology
 from megatron.tensor_parallel import cross_entropy
-from megatron.tensor_parallel.cross_entropy import Columns, minimised, vocab_parallel_cross_entropy
+from megatron.tensor_parallel.cross_entropy import VocabShard, total_loss, vocab_parallel_cross_entropy
 from tests.support.lone_rank import CPU
 from tests.support.warm import run_forked_ranks
 
@@ -77,8 +77,8 @@ def ours(
     """Loss (with the z-loss) and gradient of this rank's columns; `vocab` has those of all ranks, by default this one's."""
     leaf = logits.detach().clone().requires_grad_()
     num_valid = logits.shape[-1] if num_valid is None else num_valid
-    columns = Columns(group, first, num_valid, z_coeff, smoothing, num_valid if vocab is None else vocab, cap)
-    loss = minimised(vocab_parallel_cross_entropy(leaf.clone(), labels, mask, columns))
+    columns = VocabShard(group, first, num_valid, z_coeff, smoothing, num_valid if vocab is None else vocab, cap)
+    loss = total_loss(vocab_parallel_cross_entropy(leaf.clone(), labels, mask, columns))
     loss.backward(torch.tensor(scale, dtype=loss.dtype))
     assert leaf.grad is not None and leaf.grad.dtype == logits.dtype
     return loss.detach(), leaf.grad
@@ -169,7 +169,7 @@ def test_without_gradients_the_loss_is_the_same() -> None:
     logits, labels, mask = example(61)
     for dtype in (torch.float64, torch.float16):
         with torch.no_grad():
-            loss = vocab_parallel_cross_entropy(logits.to(dtype, copy=True), labels, mask, Columns(SELF_GROUP, 0, 61))
+            loss = vocab_parallel_cross_entropy(logits.to(dtype, copy=True), labels, mask, VocabShard(SELF_GROUP, 0, 61))
         assert torch.equal(loss, ours(logits.to(dtype), labels, mask)[0]) and not loss.requires_grad
 
 
@@ -184,7 +184,7 @@ def test_a_mask_in_float32_weighs_a_float64_loss() -> None:
 def test_a_second_backward_is_refused() -> None:
     """The gradient is scaled where it lies: doing so twice would be wrong."""
     logits, labels, mask = example(8)
-    loss = vocab_parallel_cross_entropy(logits.requires_grad_().clone(), labels, mask, Columns(SELF_GROUP, 0, 8))
+    loss = vocab_parallel_cross_entropy(logits.requires_grad_().clone(), labels, mask, VocabShard(SELF_GROUP, 0, 8))
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -212,20 +212,22 @@ def test_devices_that_mix_dtypes_compute_the_same() -> None:
     local = torch.zeros(5, dtype=torch.int64)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for each in (None, spread):
-            of_rows = cross_entropy.RowGradients(factor, local, factor, each)
+            of_rows = cross_entropy.LogitGradTerms(factor, local, factor, each)
             expected, rounded = torch.empty(5, 7, dtype=dtype), rows.to(dtype)
-            cross_entropy._multiply(rounded.clone(), of_rows, expected)
+            cross_entropy._scale_and_smooth(rounded.clone(), of_rows, expected)
             found = torch.empty_like(expected, device="meta")
-            cross_entropy._multiply(rounded.to("meta"), _on_meta(of_rows), found)
+            cross_entropy._scale_and_smooth(rounded.to("meta"), _on_meta(of_rows), found)
             assert found.dtype == dtype
             if each is not None:
                 torch.addcmul(each.neg().unsqueeze(-1), rounded, factor.unsqueeze(-1), out=(mixed := torch.empty_like(expected)))
                 torch.testing.assert_close(mixed, expected)
 
 
-def _on_meta(of_rows: cross_entropy.RowGradients) -> cross_entropy.RowGradients:
+def _on_meta(of_rows: cross_entropy.LogitGradTerms) -> cross_entropy.LogitGradTerms:
     factor, local, at_local = (each.to("meta") for each in of_rows[:3])
-    return cross_entropy.RowGradients(factor, local, at_local, None if of_rows.spread is None else of_rows.spread.to("meta"))
+    return cross_entropy.LogitGradTerms(
+        factor, local, at_local, None if of_rows.smoothing_grad is None else of_rows.smoothing_grad.to("meta")
+    )
 
 
 def test_the_tail_of_a_float16_softmax_is_kept() -> None:
@@ -272,7 +274,7 @@ def test_the_logits_memory_is_the_only_memory_of_its_size(monkeypatch: pytest.Mo
         given = logits.to(dtype).requires_grad_().clone()
         memory = given.untyped_storage().data_ptr()
         with Watch():
-            loss = vocab_parallel_cross_entropy(given, labels, mask, Columns(SELF_GROUP, 0, 600))
+            loss = vocab_parallel_cross_entropy(given, labels, mask, VocabShard(SELF_GROUP, 0, 600))
             (gradient,) = torch.autograd.grad(loss, given)
         assert gradient.untyped_storage().data_ptr() == memory
     assert 0 < largest <= 4 * 600

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from megatron.config.memory import MemoryConfig
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
-from megatron.pipeline_parallel.partition import layer_table
-from megatron.pipeline_parallel.validate import peak_kept
-from megatron.spec.counts import kept_per_token
-from megatron.spec.schedules import SCHEDULES, make_schedule
-from megatron_lab.verification.reference.shape import ReferenceShape, random_weights
+from megatron.pipeline_parallel.partition import partition_layers
+from megatron.pipeline_parallel.validate import peak_deferred_memory
+from megatron.spec.counts import count_deferred_elements_per_token
+from megatron.spec.schedules import SCHEDULES, build_schedule
+from megatron_lab.verification.reference.shape import ReferenceShape, build_random_weights
 from tests.support.layout import Layout, Recipe, build_step, microbatches, model_config
 from tests.support.reference_runs import deepseek_like, gpt2_like, llama_like, random_batches
 from tests.support.warm import run_warm_ranks
@@ -32,7 +32,7 @@ REMADE = MemoryConfig("selective", recompute_modules=("layernorm", "mlp_act"))
 
 def counted_on_rank(rank: int, shape: ReferenceShape, layout: Layout) -> int:
     """Return the peak of a rank after a training step."""
-    recipe = Recipe(shape, random_weights(shape, seed=1), random_batches(shape, 1, 10, 1, seed=2))
+    recipe = Recipe(shape, build_random_weights(shape, seed=1), random_batches(shape, 1, 10, 1, seed=2))
     context = make_context(Topology(tp=layout.tp, pp=layout.pp), rank, torch.device("cpu"))
     step = build_step(context, recipe, layout)
     step.run(microbatches(recipe.batches[0], context, 2), iteration=1, learning_rate=0.1, weight_decay=0.0)
@@ -73,8 +73,8 @@ def test_the_formula_is_what_a_run_counts(name: str, schedule: str, tp: int, seq
     )
     config = model_config(shape)
     chunks = SCHEDULES[schedule].chunks_per_stage or 1
-    made = make_schedule(schedule, 2, 5, chunks)
-    table = layer_table(shape.num_layers, made.stage_of_chunk)
-    each = functools.partial(kept_per_token, config, tensor_size=tp, sequence_parallel=sequence_parallel)
-    kept = [8.0 * 2 * shape.seq * each(chunk.layers, last=chunk.last) for chunk in table]
-    assert list(peak_kept(made, kept)) == counted(shape, layout)
+    made = build_schedule(schedule, 2, 5, chunks)
+    table = partition_layers(shape.num_layers, made.stage_of_chunk)
+    each = functools.partial(count_deferred_elements_per_token, config, tp=tp, sequence_parallel=sequence_parallel)
+    kept = [8.0 * 2 * shape.seq * each(chunk.layers, is_last_chunk=chunk.is_last) for chunk in table]
+    assert list(peak_deferred_memory(made, kept)) == counted(shape, layout)

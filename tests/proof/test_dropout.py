@@ -23,8 +23,8 @@ from megatron.optimizer.grad_scaler import GradScaler
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.random import DropoutKey, seed_device
 from megatron.parallel.topology import Topology
-from megatron.pipeline_parallel.partition import table_of
-from megatron.training.inputs import BatchMaker
+from megatron.pipeline_parallel.partition import build_layer_table
+from megatron.training.inputs import BatchBuilder
 from megatron.training.step import TrainStep
 from tests.support.lone_rank import CPU, lone_rank
 from tests.support.warm import run_forked_ranks
@@ -39,7 +39,7 @@ KEY = DropoutKey(seed=1, step=8, first_sample=12)
 
 def mask(key: DropoutKey = KEY, layer: int = 3, site: str = "mlp_output", coordinate: int = 0) -> torch.Tensor:
     torch.rand(3)  # the state of the generator must not matter
-    return dropout(torch.ones(64, 64), 0.1, [key.site(layer, site, coordinate)])
+    return dropout(torch.ones(64, 64), 0.1, [key.get_site_seed(layer, site, coordinate)])
 
 
 def test_a_mask_is_repeatable_and_has_the_asked_rate() -> None:
@@ -91,9 +91,9 @@ def train(
         dtype=torch.float64,
         vocab_size=VOCAB,
         sequence_parallel=sequence_parallel,
-        ways=("p2p",),
+        cp_comm_types=("p2p",),
         seed=5,
-        table=table_of(model, parallel, VOCAB, memory),
+        table=build_layer_table(model, parallel, VOCAB, memory),
     )
     trainer = TrainStep(
         built,
@@ -104,9 +104,9 @@ def train(
         micro_batch_size=MICRO,
         skip_overflow=False,
     )
-    maker = BatchMaker(context, 1, SEQ, MICRO, DocumentRules(VOCAB - 1))
+    maker = BatchBuilder(context, 1, SEQ, MICRO, DocumentRules(VOCAB - 1))
     source = MockDataset(split=0, seed=3, seq_length=SEQ, vocab_size=VOCAB, eod=VOCAB - 1)
-    batches = maker.steps(
+    batches = maker.batches(
         source, global_batch_size_at=lambda _: GLOBAL, consumed_samples=0, total_samples=GLOBAL * steps, num_workers=0
     )
     seeds: dict[str, list[int]] = {"attention": [], "hidden": []}
@@ -127,7 +127,7 @@ def train(
             found["losses"].append(result.loss)
             found["norms"].append(result.grad_norm)
         during = {kind: len(found) for kind, found in seeds.items()}
-        evaluation = list(maker.evaluation(source, global_batch_size=GLOBAL, num_batches=1))
+        evaluation = list(maker.evaluation_batches(source, global_batch_size=GLOBAL, num_batches=1))
         found["evaluations"] = [trainer.evaluate(evaluation[0]) for _ in range(2)]
         assert during == {kind: len(found) for kind, found in seeds.items()}, "no mask is drawn in evaluation"
     found["replicated"] = {shard.record.name: shard.grad.clone() for shard in trainer.optimizer.shards if not shard.record.splits}
@@ -242,11 +242,11 @@ def test_replicas_stay_replicas_under_dropout(two: list[dict[str, Any]], layout:
 
 def test_stages_that_read_no_tokens_know_the_same_keys() -> None:
     """Of three stages the middle one reads nothing; with a batch that grows."""
-    maker = BatchMaker(lone_rank(Topology(pp=3, dp=2), 3), 1, SEQ, MICRO, DocumentRules(VOCAB - 1))
+    maker = BatchBuilder(lone_rank(Topology(pp=3, dp=2), 3), 1, SEQ, MICRO, DocumentRules(VOCAB - 1))
     source = MockDataset(split=0, seed=3, seq_length=SEQ, vocab_size=VOCAB, eod=VOCAB - 1)
     keys = []
     for given in (source, None):
-        batches = maker.steps(
+        batches = maker.batches(
             given,
             global_batch_size_at=lambda consumed: 4 if consumed < 8 else 12,
             consumed_samples=4,

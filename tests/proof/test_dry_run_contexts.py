@@ -25,7 +25,7 @@ KEYS = (("tp",), ("cp",), ("dp",), ("pp",), GRADIENT_AXES, ("tp", *GRADIENT_AXES
 
 def places(context: ParallelContext) -> dict[tuple[str, ...], tuple[int, int]]:
     """Place and size of the groups of a rank."""
-    return {key: (context._groups[key].index, context._groups[key].size) for key in KEYS if key in context._groups}
+    return {key: (context._groups[key].rank, context._groups[key].size) for key in KEYS if key in context._groups}
 
 
 def every_rank(_: int) -> list[list[dict[str, Any]]]:
@@ -35,7 +35,7 @@ def every_rank(_: int) -> list[list[dict[str, Any]]]:
         found.append([])
         for rank in range(topology.world_size):
             context = connect_fake(topology, rank, size)
-            groups = {key: (g.ranks, g.index, g.process_group is not None) for key, g in context._groups.items()}
+            groups = {key: (g.ranks, g.rank, g.process_group is not None) for key, g in context._groups.items()}
             real = {key: dist.get_process_group_ranks(g.process_group) for key, g in context._groups.items() if g.process_group}
             at, first = context.coordinates, elsewhere(context, tensor=0, data=0, stage=0)
             there = elsewhere(first, tensor=at["tp"], data=at["cp"] + topology.cp * at["dp"], stage=at["pp"])
@@ -58,7 +58,7 @@ def test_a_rank_alone_has_the_groups_of_its_topology_and_no_others() -> None:
                 assert members[index] == rank and connected == (len(members) > 1)
                 assert found["real"].get(key, [rank]) == list(members)
             if size is not None:
-                parts, across = topology.hybrid_groups(size)
+                parts, across = topology.shard_and_replica_groups(size)
                 assert found["groups"]["fsdp_shard",][0] in parts and found["groups"]["fsdp_replica",][0] in across
 
 
@@ -75,5 +75,5 @@ def test_other_places_are_arithmetic() -> None:
 
 
 def test_parts_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match="6 data ranks do not divide into parts of 4"):
-        Topology(tp=2, dp=6).hybrid_groups(4, 3)
+    with pytest.raises(ValueError, match="6 data-parallel ranks cannot be divided into shard groups of 4"):
+        Topology(tp=2, dp=6).shard_and_replica_groups(4, 3)

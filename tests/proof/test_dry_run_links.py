@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron.parallel.topology import GRADIENT_AXES, Topology
-from megatron_lab.planner.kinds import Crossing, Links
+from megatron_lab.planner.kinds import CrossingMask, Links
 from tests.support.planned import kind_of, plans_of, settings
 
 WORLDS = [
@@ -35,7 +35,7 @@ def leaving(groups: Iterable[tuple[int, ...]], per_node: int) -> set[int]:
     return found
 
 
-def told(topology: Topology, crossings: Iterable[Crossing]) -> set[int]:
+def told(topology: Topology, crossings: Iterable[CrossingMask]) -> set[int]:
     """Ranks by the places of every stage."""
     found = set()
     for stage, crossing in enumerate(crossings):
@@ -51,13 +51,15 @@ def told(topology: Topology, crossings: Iterable[Crossing]) -> set[int]:
 def test_rings_leave_nodes_where_a_list_of_their_ranks_says(topology: Topology, per_node: int) -> None:
     links, stages = Links(topology, per_node), range(topology.pp)
     for axes in (("tp",), ("dp",), GRADIENT_AXES, ("tp", *GRADIENT_AXES)):
-        assert told(topology, (links.ring(stage, axes) for stage in stages)) == leaving(topology.groups(*axes), per_node), axes
+        assert told(topology, (links.ring_crossings(stage, axes) for stage in stages)) == leaving(
+            topology.groups(*axes), per_node
+        ), axes
     whole = tuple(range(topology.world_size))
-    assert told(topology, map(links.world, stages)) == leaving([whole], per_node)
+    assert told(topology, map(links.world_crossings, stages)) == leaving([whole], per_node)
     for stage, peer in itertools.product(stages, stages):
         pairs = [(ranks[stage], ranks[peer]) for ranks in topology.groups("pp")]
         expected = {first for first, second in pairs if first // per_node != second // per_node}
-        assert told(topology, [np.zeros_like(links.world(0))] * stage + [links.between(stage, peer)]) == expected
+        assert told(topology, [np.zeros_like(links.world_crossings(0))] * stage + [links.stage_crossings(stage, peer)]) == expected
     for rank in range(topology.world_size):
         at = topology.coordinates(rank)
         assert links.first_rank(at["pp"], at["cp"] + topology.cp * at["dp"], at["tp"]) == rank
@@ -67,9 +69,13 @@ def test_rings_leave_nodes_where_a_list_of_their_ranks_says(topology: Topology, 
 def test_parts_of_data_ranks_and_the_groups_across(topology: Topology, size: int) -> None:
     for per_node in NODES:
         links, stages = Links(topology, per_node), range(topology.pp)
-        parts, across = topology.hybrid_groups(size)
-        assert told(topology, (links.parts(stage, GRADIENT_AXES, size) for stage in stages)) == leaving(parts, per_node)
-        assert told(topology, (links.replicas(stage, GRADIENT_AXES, size) for stage in stages)) == leaving(across, per_node)
+        parts, across = topology.shard_and_replica_groups(size)
+        assert told(topology, (links.shard_group_crossings(stage, GRADIENT_AXES, size) for stage in stages)) == leaving(
+            parts, per_node
+        )
+        assert told(topology, (links.replica_group_crossings(stage, GRADIENT_AXES, size) for stage in stages)) == leaving(
+            across, per_node
+        )
 
 
 @pytest.mark.parametrize(
@@ -81,16 +87,16 @@ def test_parts_of_the_ranks_with_the_same_experts(topology: Topology, size: int)
     """Those of neighbours which have one copy of the rest of the model."""
     copies, edp = topology.expert_shard_size(size), ("edp",)
     assert copies == size * topology.tp // (topology.etp * topology.ep) and 1 < copies < topology.edp
-    parts, across = topology.hybrid_groups(copies, axes=edp)
-    whole, _ = topology.hybrid_groups(size)
+    parts, across = topology.shard_and_replica_groups(copies, axes=edp)
+    whole, _ = topology.shard_and_replica_groups(size)
     stages = range(topology.pp)
     for part in parts:
         holders = {next(i for i, ranks in enumerate(whole) if rank in ranks) for rank in part}
-        assert len(holders) <= topology.tp and len({topology.places(rank)["ep"] for rank in part}) == 1
+        assert len(holders) <= topology.tp and len({topology.all_coordinates(rank)["ep"] for rank in part}) == 1
     for per_node in NODES:
         links = Links(topology, per_node)
-        assert told(topology, (links.parts(stage, edp, copies) for stage in stages)) == leaving(parts, per_node)
-        assert told(topology, (links.replicas(stage, edp, copies) for stage in stages)) == leaving(across, per_node)
+        assert told(topology, (links.shard_group_crossings(stage, edp, copies) for stage in stages)) == leaving(parts, per_node)
+        assert told(topology, (links.replica_group_crossings(stage, edp, copies) for stage in stages)) == leaving(across, per_node)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +112,7 @@ def test_tokens_leave_nodes_where_pairs_of_ranks_do(topology: Topology) -> None:
             for rank in ranks:
                 at = topology.coordinates(rank)
                 away = [other for other in ranks if other // per_node != rank // per_node]
-                found = links.pairs(at["pp"], ("etp", "ep"))[at["cp"] + topology.cp * at["dp"], at["tp"]]
+                found = links.inter_node_fractions(at["pp"], ("etp", "ep"))[at["cp"] + topology.cp * at["dp"], at["tp"]]
                 assert found == len(away) / (len(ranks) - 1), (per_node, rank)
 
 
@@ -114,7 +120,9 @@ def test_a_plan_sends_tokens_to_the_experts_of_other_nodes() -> None:
     """Exchanged, to three others alike, two of which are on the other node; gathered, around a ring, which leaves a node once."""
     base = {"num_experts": 4, "disable_bias_linear": True, "expert_model_parallel_size": 4, "global_batch_size": 8}
     one, other = (settings(4, gpus_per_node=2, **base, moe_token_dispatcher_type=kind) for kind in ("alltoall", "allgather"))
-    shares = [{t.between_nodes for kind in plan.kinds for t in kind.sent if t.over == "ep"} for plan in plans_of([one, other])]
+    shares = [
+        {t.between_nodes for kind in plan.profiles for t in kind.traffic if t.over == "ep"} for plan in plans_of([one, other])
+    ]
     assert shares == [{2 / 3}, {1 / 2}]
 
 
@@ -134,13 +142,13 @@ def test_a_plan_tells_which_share_of_a_kind_sends_to_other_nodes(mapping: bool) 
         "world": [tuple(range(12))],
     }
     shares = set()
-    for kind in plan.kinds:
-        ranks = [rank for rank in range(12) if kind_of(plan.kinds, topology, rank) is kind]
-        assert kind.first_rank in ranks and len(ranks) == kind.ranks
-        assert {traffic.over for traffic in kind.sent} == set(groups)
-        for traffic in kind.sent:
+    for kind in plan.profiles:
+        ranks = [rank for rank in range(12) if kind_of(plan.profiles, topology, rank) is kind]
+        assert kind.first_rank in ranks and len(ranks) == kind.num_ranks
+        assert {traffic.over for traffic in kind.traffic} == set(groups)
+        for traffic in kind.traffic:
             crossing = leaving(groups[traffic.over], 3).intersection(ranks)
             assert traffic.between_nodes == len(crossing) / len(ranks), traffic
             shares.add(traffic.between_nodes)
-        assert kind.inside_bytes + kind.between_bytes == pytest.approx(sum(traffic.bytes for traffic in kind.sent))
+        assert kind.intra_node_bytes + kind.inter_node_bytes == pytest.approx(sum(traffic.bytes for traffic in kind.traffic))
     assert any(0 < share < 1 for share in shares)

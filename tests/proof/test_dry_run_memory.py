@@ -10,16 +10,16 @@ import torch.distributed as dist
 
 from megatron.config.cli import LoadedConfig
 from megatron.config.model import LoraTarget
-from megatron.data.tokenizer import planned_rows
+from megatron.data.tokenizer import predict_embedding_rows
 from megatron.optimizer.optimizer import ShardedOptimizer
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import Topology
 from megatron.spec.counts import count_parameters
-from megatron.spec.weights import model_weights
+from megatron.spec.weights import iter_weights
 from megatron.training.providers import make_providers
-from megatron_lab.planner.plan import RankKind
-from megatron_lab.planner.state_report import layout_of
-from megatron_lab.planner.state_size import stage_size
+from megatron_lab.planner.plan import RankProfile
+from megatron_lab.planner.state_report import build_stage_layout
+from megatron_lab.planner.state_size import compute_stage_update_size
 from tests.support.covering import Case, covering
 from tests.support.held import held_by, num_bytes, state_held_by
 from tests.support.planned import (
@@ -123,13 +123,13 @@ def kept(context: ParallelContext, one: LoadedConfig, *, staged: bool) -> dict[s
     if staged:
         model, optimizer = real_model(one.config, context), one.config.optimizer
         providers = make_providers(model, context, one.config.parallel)
-        made = ShardedOptimizer([group for p in providers for group in p.groups], optimizer, context, staged=True)
+        made = ShardedOptimizer([group for p in providers for group in p.groups], optimizer, context, uses_staging=True)
     else:
         step = real_step(one.config, context)
         model, providers, made = step.model, step.providers, step.optimizer
-    layout = layout_of(model, context, one.config.parallel, one.config.optimizer, [], 1)
-    size = stage_size(layout.params(), one.config.optimizer, context)
-    assert sum(buffer.nbytes for buffer in made.buffers) == size.buffers, "numbers of whole parameters, and matrices"
+    layout = build_stage_layout(model, context, one.config.parallel, one.config.optimizer, [], 1)
+    size = compute_stage_update_size(layout.param_partitions(), one.config.optimizer, context)
+    assert sum(buffer.nbytes for buffer in made.buffers) == size.buffer_bytes, "numbers of whole parameters, and matrices"
     device, host = state_held_by(made, one.config.optimizer)
     held = [held_by(provider) for provider in providers]
     places = (False, True)
@@ -151,17 +151,17 @@ def kept_of_each(rank: int, cases: list[LoadedConfig], world_size: int, staged: 
     return found
 
 
-def compare(cases: list[LoadedConfig], world_size: int, full: bool, *, staged: bool = False) -> list[tuple[RankKind, ...]]:
+def compare(cases: list[LoadedConfig], world_size: int, full: bool, *, staged: bool = False) -> list[tuple[RankProfile, ...]]:
     """Return the planned kinds of ranks of all cases, each right for every rank of its world.
 
     Args:
         full: trace chunks as a plan does. What a trace finds is no state, and takes most of the time.
     """
-    planned_kinds = [plan.kinds for plan in plans_of(cases)] if full else kinds_of(cases, traced=False)
+    planned_kinds = [plan.profiles for plan in plans_of(cases)] if full else kinds_of(cases, traced=False)
     ranks = run_warm_ranks(world_size, kept_of_each, cases, world_size, staged, timeout=300.0)
     for number, (one, kinds) in enumerate(zip(cases, planned_kinds, strict=True)):
         topology = Topology.of(one.config.parallel, world_size)
-        assert sum(kind.ranks for kind in kinds) == world_size
+        assert sum(kind.num_ranks for kind in kinds) == world_size
         for rank in range(world_size):
             memory = kind_of(kinds, topology, rank).memory
             planned = {name: (getattr(memory, name).device, getattr(memory, name).host) for name in PARTS}
@@ -232,7 +232,7 @@ def test_beside_adapters_a_model_keeps_its_weights_alone(full: bool) -> None:
         )
     ]
     for one, kinds in zip(cases, compare(cases, 4, full), strict=True):
-        trained = sum(w.numel for w in model_weights(one.config.model, planned_rows(one.config.data)) if not w.frozen)
+        trained = sum(w.numel for w in iter_weights(one.config.model, predict_embedding_rows(one.config.data)) if not w.frozen)
         for kind in kinds:
             assert kind.memory.gradients.total < min(8 * trained + 1024, kind.memory.parameters.total / 2)
 
@@ -254,7 +254,7 @@ def elements(rank: int, one: LoadedConfig) -> int:
     """Return how many elements a rank of four has, without padding."""
     context = real_context(one.config, rank, 4)
     params = real_model(one.config, context).params
-    return sum(entry.record.held_box(context.axis_sizes, context.coordinates).numel for entry in params)
+    return sum(entry.record.local_slice(context.axis_sizes, context.coordinates).numel for entry in params)
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -264,7 +264,7 @@ def test_parameters_of_stages_add_up_to_the_model(style: str) -> None:
     one = settings(4, **STYLES[style], **grid, num_layers=3, decoder_first_pipeline_num_layers=1)
     (plan,) = plans_of([one], traced=False)
     topology = Topology.of(one.config.parallel, 4)
-    assert run_warm_ranks(4, elements, one) == [kind_of(plan.kinds, topology, rank).parameters for rank in range(4)]
+    assert run_warm_ranks(4, elements, one) == [kind_of(plan.profiles, topology, rank).parameters for rank in range(4)]
     assert sum(plan.parameters_by_stage) == plan.parameters == count_parameters(one.config.model, plan.job.vocab_size)
-    first, second = (kind_of(plan.kinds, topology, topology.rank(tp=tp)).parameters for tp in (0, 1))
+    first, second = (kind_of(plan.profiles, topology, topology.rank(tp=tp)).parameters for tp in (0, 1))
     assert first > second

@@ -10,11 +10,11 @@ import pytest
 from megatron.config.cli import LoadedConfig
 from megatron.parallel.context import connect_fake, disconnect
 from megatron.parallel.topology import Topology
-from megatron.spec.schedules import make_schedule
-from megatron_lab.planner.kinds import RankContent, places_by_content
-from megatron_lab.planner.plan import Places
+from megatron.spec.schedules import build_schedule
+from megatron_lab.planner.kinds import RankContent, group_ranks_by_content
+from megatron_lab.planner.plan import RankRange
 from megatron_lab.planner.state_layout import StateMemory
-from megatron_lab.planner.state_report import layout_of
+from megatron_lab.planner.state_report import build_stage_layout
 from megatron_lab.planner.state_size import OptimizerState
 from tests.support.other_places import elsewhere
 from tests.support.planned import real_model, settings
@@ -59,22 +59,24 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def found_and_asked(one: LoadedConfig) -> list[tuple[dict[RankContent, list[Places]], dict[tuple[int, int], StateMemory]]]:
+def found_and_asked(one: LoadedConfig) -> list[tuple[dict[RankContent, list[RankRange]], dict[tuple[int, int], StateMemory]]]:
     """Of both stages: what is found, and the memory of each place."""
     config, topology = one.config, Topology.of(one.config.parallel, RANKS)
-    schedule = make_schedule("1f1b", 2, 2)
+    schedule = build_schedule("1f1b", 2, 2)
     result = []
     for stage in range(2):
         context = connect_fake(topology, topology.rank(pp=stage, dp=7), config.parallel.fsdp_shard_size)
         model = real_model(config, context)
-        layout = layout_of(model, context, config.parallel, config.optimizer, schedule.ops[stage], 2)
+        layout = build_stage_layout(model, context, config.parallel, config.optimizer, schedule.ops[stage], 2)
         state = OptimizerState(config.optimizer, context.axis_sizes, "cuda")
         asked = {
-            (tensor, data): layout.memory(layout.kept(elsewhere(context, tensor=tensor, data=data, stage=stage)), state.memory)
+            (tensor, data): layout.memory(
+                layout.rank_states(elsewhere(context, tensor=tensor, data=data, stage=stage)), state.memory
+            )
             for tensor in range(topology.tp)
             for data in range(topology.dp)
         }
-        result.append((places_by_content(model, layout, context, state), asked))
+        result.append((group_ranks_by_content(model, layout, context, state), asked))
         disconnect()
     return result
 

@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from megatron.config.cli import LoadedConfig
 from megatron.data.samples import DocumentRules
-from megatron.data_parallel.traffic import axes_in_words, parts_in_words
+from megatron.data_parallel.traffic import format_axes, format_fsdp_groups
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import GRADIENT_AXES, Topology
-from megatron.training.inputs import BatchMaker, reads_samples
+from megatron.training.inputs import BatchBuilder, needs_samples
 from megatron.training.step import TrainStep
 from tests.support.planned import kind_of, kinds_of, real_context, real_step, settings
 from tests.support.shared_memory import recorded_calls
@@ -29,7 +29,7 @@ def counted(context: ParallelContext, one: LoadedConfig) -> tuple[dict[tuple[int
     step.run(batch, iteration=1, learning_rate=0.1, weight_decay=0.1)
     with recorded_calls() as calls:
         step.run(batch, iteration=2, learning_rate=0.1, weight_decay=0.1)
-    step.finish_publishing()
+    step.finish_param_gather()
     dist.barrier()
     collectives: Counter[tuple[int, ...]] = Counter()
     for call in calls:
@@ -46,20 +46,20 @@ def random_batch(step: TrainStep, context: ParallelContext, one: LoadedConfig) -
     training, length, rules = one.config.training, step.model.config.seq_length, DocumentRules(0, False, False, False)
     size = training.global_batch_size or 0
     tokens = torch.randint(1, step.model.vocab_size, (size, length + 1), generator=torch.Generator().manual_seed(1))
-    reads = reads_samples(context, [chunk.stage for chunk in step.model.layer_table], rules)
-    maker = BatchMaker.for_model(step.model.config, context, 1, training.micro_batch_size, rules)
-    return next(maker.evaluation(Windows(tokens.numpy()) if reads else None, global_batch_size=size, num_batches=1))
+    reads = needs_samples(context, [chunk.stage for chunk in step.model.layer_table], rules)
+    maker = BatchBuilder.for_model(step.model.config, context, 1, training.micro_batch_size, rules)
+    return next(maker.evaluation_batches(Windows(tokens.numpy()) if reads else None, global_batch_size=size, num_batches=1))
 
 
 def groups_of(context: ParallelContext) -> dict[str, tuple[int, ...]]:
     """Ranks of the groups, by the words of the plan."""
     of_parts: dict[str, tuple[int, ...]] = {}
     for axes in (GRADIENT_AXES, ("edp",)):
-        within, across = parts_in_words(axes, context)
-        of_parts |= {within: context.fsdp_shard(axes).ranks, across: context.fsdp_replica(axes).ranks}
+        within, across = format_fsdp_groups(axes, context)
+        of_parts |= {within: context.fsdp_shard_group(axes).ranks, across: context.fsdp_replica_group(axes).ranks}
     several = (("edp",), ("etp", "ep"), ("tp", "cp"), GRADIENT_AXES, ("cp",), ("tp",), ("tp", *GRADIENT_AXES))
     return {
-        **{axes_in_words(axes, context): context.group(*axes).ranks for axes in several},
+        **{format_axes(axes, context): context.group(*axes).ranks for axes in several},
         "pipeline ends": context.pipeline_ends.ranks,
         "world": context.world.ranks,
         **of_parts,
@@ -216,7 +216,7 @@ def test_every_rank_sends_what_is_planned(full: bool) -> None:
             collectives, messages, matrices, groups = ranks[rank][number]
             planned: Counter[tuple[int, ...]] = Counter()
             topology = Topology.of(cases[number].config.parallel, 8)
-            at, sent = topology.coordinates(rank), kind_of(kinds, topology, rank).sent
+            at, sent = topology.coordinates(rank), kind_of(kinds, topology, rank).traffic
             for one in sent:
                 if one.what == "matrices":
                     most.setdefault(at["pp"], []).append((matrices, one.bytes))

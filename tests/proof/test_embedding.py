@@ -19,8 +19,8 @@ from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.params import ParamTable, Scope, materialize
 from megatron.parallel.products import add_rows
 from megatron.parallel.topology import Topology
-from megatron.spec.weights import WORD_EMBEDDING, Init, padded_vocab_size, vocabulary
-from megatron.tensor_parallel.layers import VocabParallelEmbedding, lookup
+from megatron.spec.weights import WORD_EMBEDDING, Init, build_vocab_weight, pad_vocab_size
+from megatron.tensor_parallel.layers import VocabParallelEmbedding, lookup_rows
 from megatron_lab.planner.kernel_memory import CudaKernels
 from megatron_lab.planner.storages import StorageLedger
 from tests.support.lone_rank import CPU, lone_rank
@@ -43,12 +43,12 @@ def tokens_of(vocab: int) -> torch.Tensor:
 
 @given(st.integers(1, 300_000), st.sampled_from([1, 8, 64, 128]), st.integers(1, 64))
 def test_the_padded_vocabulary_is_the_next_multiple(vocab: int, divisible_by: int, ranks: int) -> None:
-    padded = padded_vocab_size(vocab, divisible_by, ranks)
+    padded = pad_vocab_size(vocab, divisible_by, ranks)
     assert padded % (divisible_by * ranks) == 0 and vocab <= padded < vocab + divisible_by * ranks
 
 
 def test_padded_sizes_of_gpt2() -> None:
-    assert [padded_vocab_size(50257, 128, ranks) for ranks in (1, 2, 8)] == [50304, 50432, 51200]
+    assert [pad_vocab_size(50257, 128, ranks) for ranks in (1, 2, 8)] == [50304, 50432, 51200]
 
 
 def shape_of(divisible_by: int) -> ModelConfig:
@@ -58,12 +58,12 @@ def shape_of(divisible_by: int) -> ModelConfig:
 def embedding_of(context: ParallelContext, vocab: int, divisible_by: int, sequence_parallel: bool) -> tuple[nn.Module, ParamTable]:
     """The layer, its part of the weights filled, 9 in the padding, and a sink."""
     table = ParamTable()
-    weight = vocabulary("word.weight", shape_of(divisible_by), vocab, "table")
+    weight = build_vocab_weight("word.weight", shape_of(divisible_by), vocab, "table")
     scope = Scope(context, table, {weight.name: weight}, torch.float64, sequence_parallel)
     layer = VocabParallelEmbedding(scope.child("word"))
     materialize(layer, table, CPU)
     entry = table["word.weight"]
-    box = entry.record.held_box(context.axis_sizes, context.coordinates)
+    box = entry.record.local_slice(context.axis_sizes, context.coordinates)
     with torch.no_grad():
         entry.param.fill_(9.0)[: box.sizes[0]] = values(vocab, HIDDEN, key=1)[box.offsets[0] :][: box.sizes[0]]
     entry.param.grad_sink = sink_over(torch.full_like(entry.param, torch.nan))  # type: ignore[attr-defined]
@@ -117,12 +117,12 @@ def test_a_tensor_group_of_one_with_padding() -> None:
 
 def test_the_record_names_the_unpadded_shape_and_the_holders() -> None:
     table = ParamTable()
-    weight = vocabulary(WORD_EMBEDDING, shape_of(16), 23, "table")
+    weight = build_vocab_weight(WORD_EMBEDDING, shape_of(16), 23, "table")
     context = lone_rank(Topology(tp=2), 1)
     scope = Scope(context, table, {weight.name: weight}, torch.float32, num_chunks=4)
     VocabParallelEmbedding(scope.child("embedding").child("word"))
     record = table[WORD_EMBEDDING].record
-    assert (record.shape, record.chunks, record.decay, record.init) == ((23, HIDDEN), (0, 3), True, Init(0.02))
+    assert (record.shape, record.chunks, record.has_weight_decay, record.init) == ((23, HIDDEN), (0, 3), True, Init(0.02))
     assert table[WORD_EMBEDDING].param.shape == (16, HIDDEN)
 
 
@@ -134,7 +134,7 @@ def test_gradients_of_a_frequent_token_are_summed_in_float32(dtype: torch.dtype)
     ids = torch.ones(10_000, dtype=torch.int64)
     ids[0] = 2
     for _ in range(2):
-        lookup(ids, weight).backward(torch.full((10_000, 2), 1 / 64, dtype=dtype))
+        lookup_rows(ids, weight).backward(torch.full((10_000, 2), 1 / 64, dtype=dtype))
     expected = torch.tensor([[0.0] * 2, [2 * 9999 / 64] * 2, [2 / 64] * 2])
     torch.testing.assert_close(weight.grad_sink.main_grad, expected, rtol=1e-5, atol=0.0)  # type: ignore[attr-defined]
     assert weight.grad is None
@@ -144,16 +144,16 @@ def test_without_a_sink_the_gradient_is_in_grad() -> None:
     weight = nn.Parameter(values(5, 3, key=1))
     ids = torch.tensor([[1, 1], [4, 0]])
     for _ in range(2):
-        lookup(ids, weight).sum().backward()
+        lookup_rows(ids, weight).sum().backward()
     assert weight.grad is not None and weight.grad[:, 0].tolist() == [2.0, 4.0, 0.0, 0.0, 2.0]
 
 
 def test_rows_are_looked_up_in_any_shape() -> None:
     weight = nn.Parameter(values(5, 3, key=1))
-    assert torch.equal(lookup(torch.tensor(3), weight), weight[3])
-    assert torch.equal(lookup(torch.tensor([[1], [2]]), weight), weight[1:3].unsqueeze(1))
+    assert torch.equal(lookup_rows(torch.tensor(3), weight), weight[3])
+    assert torch.equal(lookup_rows(torch.tensor([[1], [2]]), weight), weight[1:3].unsqueeze(1))
     with pytest.raises(IndexError):
-        lookup(torch.tensor([5]), weight)
+        lookup_rows(torch.tensor([5]), weight)
 
 
 def test_no_tensor_of_the_tables_size_is_made() -> None:
@@ -164,11 +164,11 @@ def test_no_tensor_of_the_tables_size_is_made() -> None:
             weight = nn.Parameter(torch.zeros(10_000, 16, dtype=torch.bfloat16))
             weight.grad_sink = sink_over(torch.zeros(10_000, 16))  # type: ignore[attr-defined]
             ids = torch.randint(10_000, (64, 2), generator=torch.Generator().manual_seed(1)).clamp(max=200)
-            rows = lookup(ids, weight)
+            rows = lookup_rows(ids, weight)
             gradient = torch.linspace(-1, 1, rows.numel()).view(rows.shape).bfloat16()
-            ledger.cut()
+            ledger.take_span()
             rows.backward(gradient)
-            assert ledger.cut().peak <= 2 * rows.numel() * 4
+            assert ledger.take_span().peak_bytes <= 2 * rows.numel() * 4
         found.append(summed(weight.grad_sink))  # type: ignore[attr-defined]
     assert torch.equal(*found) and found[0].any()
 

@@ -19,11 +19,11 @@ from megatron.parallel.context import SELF_GROUP, ParallelContext, make_context
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel import p2p
 from megatron.pipeline_parallel import validate as validating
-from megatron.pipeline_parallel.exchange import Chosen, plan_as_sent
+from megatron.pipeline_parallel.exchange import ReceiveChoice, plan_receives_in_send_order
 from megatron.pipeline_parallel.executor import Executor
 from megatron.pipeline_parallel.p2p import Boundary, Messenger, Tensors, TensorSpec
-from megatron.spec.operations import Message, Op, OpKind, Schedule, forward_only
-from megatron.spec.schedules import gpipe, make_schedule, one_f_one_b
+from megatron.spec.operations import Message, Op, OpType, Schedule, extract_forwards
+from megatron.spec.schedules import build_1f1b, build_gpipe, build_schedule
 from megatron.tensor_parallel.linear import parallel_linear
 from megatron_lab.verification.local_ranks import run_ranks
 from tests.support.lone_rank import CPU, lone_rank
@@ -75,7 +75,7 @@ class Chain:
 
     def start_step(self) -> None:
         for param in self.params.values():
-            param.grad_sink.written = False  # type: ignore[attr-defined]
+            param.grad_sink.is_written = False  # type: ignore[attr-defined]
 
     @property
     def grads(self) -> Grads:
@@ -134,7 +134,7 @@ def test_any_order_on_one_rank_gives_the_same_gradients(seed: int) -> None:
 
 def test_a_weight_gradient_is_computed_when_the_schedule_says() -> None:
     """After the input gradient the bias is done (it is not deferred), the weight is not."""
-    schedule = split_backwards(gpipe(1, 1))
+    schedule = split_backwards(build_gpipe(1, 1))
     chain = Chain(1, [0])
     writes: list[str] = []
     for name, param in chain.params.items():
@@ -155,7 +155,7 @@ def test_a_weight_gradient_is_computed_when_the_schedule_says() -> None:
 def test_an_invalid_schedule_is_not_run() -> None:
     chain = Chain(1, [0])
     schedule = Schedule("broken", 1, (0,), ((Op(B, 0, 0), Op(F, 0, 0)),))
-    with pytest.raises(ValueError, match="stands before its forward"):
+    with pytest.raises(ValueError, match="is scheduled before its forward"):
         Executor(lone_rank(), BOUNDARY).run(schedule, chain.forward)
     assert not chain.losses
 
@@ -233,9 +233,9 @@ def test_what_deferred_weight_gradients_keep_is_counted() -> None:
     """Each keeps the input and the output's gradient of its linear layer, 3 x 2 x 4 numbers of 8 bytes both."""
     one = 2 * 3 * 2 * 4 * 8
     for schedule, number in (
-        (gpipe(1, 4), 0),
-        (split_backwards(gpipe(1, 4)), 1),
-        (split_backwards(gpipe(1, 4), weights_last=True), 4),
+        (build_gpipe(1, 4), 0),
+        (split_backwards(build_gpipe(1, 4)), 1),
+        (split_backwards(build_gpipe(1, 4), weights_last=True), 4),
     ):
         executor = Executor(lone_rank(), BOUNDARY)
         for _ in range(2):
@@ -250,7 +250,7 @@ class Noted:
         self.ops: list[Op] = []
         self.computing: Op | None = None
 
-    def begin(self, op: Op) -> None:
+    def start(self, op: Op) -> None:
         assert self.computing is None
         self.computing = op
 
@@ -261,7 +261,7 @@ class Noted:
 
 
 def test_a_recorder_hears_of_every_operation_in_order() -> None:
-    schedule = make_schedule("zb-v", 1, 3, 2)
+    schedule = build_schedule("zb-v", 1, 3, 2)
     executor, noted = Executor(lone_rank(), BOUNDARY), Noted()
     executor.recorder = noted
     executor.run(schedule, Chain(2, [0, 1]).forward)
@@ -269,31 +269,31 @@ def test_a_recorder_hears_of_every_operation_in_order() -> None:
 
 
 def test_backwards_are_announced_but_not_late_weight_gradients() -> None:
-    schedule = make_schedule("zb-v", 1, 3, 2)
+    schedule = build_schedule("zb-v", 1, 3, 2)
     announced: list[int] = []
     Executor(lone_rank(), BOUNDARY, before_backward=[announced.append]).run(schedule, Chain(2, [0, 1]).forward)
-    assert announced == [op.chunk for op in schedule.ops[0] if op.kind in (OpKind.BACKWARD, OpKind.INPUT_GRAD)]
+    assert announced == [op.chunk for op in schedule.ops[0] if op.type in (OpType.BACKWARD, OpType.INPUT_GRAD)]
     assert sorted(announced) == [0] * 3 + [1] * 3
 
 
 # ---- two ranks
 
 ON_TWO: dict[str, Schedule] = {
-    "1f1b": one_f_one_b(2, 5),
-    "gpipe": gpipe(2, 5),
-    "1f1b split": split_backwards(one_f_one_b(2, 5)),
-    "1f1b weights last": split_backwards(one_f_one_b(2, 5), weights_last=True),
+    "1f1b": build_1f1b(2, 5),
+    "gpipe": build_gpipe(2, 5),
+    "1f1b split": split_backwards(build_1f1b(2, 5)),
+    "1f1b weights last": split_backwards(build_1f1b(2, 5), weights_last=True),
     "v": greedy((0, 1, 1, 0), 4, split=False, seed=1),
     "v split": greedy((0, 1, 1, 0), 4, split=True, seed=2),
-    "interleaved": make_schedule("interleaved", 2, 5, 2),
+    "interleaved": build_schedule("interleaved", 2, 5, 2),
     "ring split": greedy((0, 1, 0, 1), 4, split=True, seed=3),
     "backwards": greedy((1, 0), 3, split=True, seed=4),
-    "zb-h1": make_schedule("zb-h1", 2, 5),
-    "zb-v": make_schedule("zb-v", 2, 5, 2),
+    "zb-h1": build_schedule("zb-h1", 2, 5),
+    "zb-v": build_schedule("zb-v", 2, 5, 2),
 }
 
 
-LATE = split_backwards(one_f_one_b(2, 8), weights_last=True)
+LATE = split_backwards(build_1f1b(2, 8), weights_last=True)
 
 
 def poison_recycled_buffers() -> None:
@@ -302,7 +302,7 @@ def poison_recycled_buffers() -> None:
 
     def poisoning(self: Messenger, buffers: Tensors) -> None:
         recycle(self, buffers)
-        for free in self._free.values():
+        for free in self._free_buffers.values():
             for buffer in free:
                 buffer.fill_(torch.nan)
 
@@ -335,7 +335,7 @@ class WatchedDist:
 def one_step(
     context: ParallelContext, schedule: Schedule, passing: int | None = None, *, overlap: bool = True, device_type: str = "cpu"
 ) -> Chain:
-    stage = context.group("pp").index
+    stage = context.group("pp").rank
     chain = Chain(schedule.num_chunks, [c for c, s in enumerate(schedule.stage_of_chunk) if s == stage and c != passing], passing)
     executor = Executor(context, BOUNDARY, overlap=overlap)
     executor._device_type = device_type  # which plan of messages it takes
@@ -349,12 +349,12 @@ def on_two_ranks(rank: int) -> dict[str, Any]:
     results: dict[str, Any] = {name: one_step(context, schedule).grads for name, schedule in ON_TWO.items()}
     results |= {f"{name}, waiting": one_step(context, schedule, overlap=False).grads for name, schedule in ON_TWO.items()}
     results |= {f"{name}, cuda": one_step(context, schedule, device_type="cuda").grads for name, schedule in ON_TWO.items()}
-    chosen = validating.choose_receives
-    validating.choose_receives = lambda schedule, _: Chosen(plan_as_sent(schedule), None)  # type: ignore[assignment]
+    chosen = validating.choose_receive_plans
+    validating.choose_receive_plans = lambda schedule, _: ReceiveChoice(plan_receives_in_send_order(schedule), None)  # type: ignore[assignment]
     results |= {f"{name}, as sent": one_step(context, schedule).grads for name, schedule in ON_TWO.items()}
-    validating.choose_receives = chosen
-    results["losses"] = {s.name: one_step(context, s).losses for s in (forward_only(one_f_one_b(2, 5)), one_f_one_b(2, 5))}
-    results["alive"] = {s.name: one_step(context, s).alive for s in (one_f_one_b(2, 8), LATE)}
+    validating.choose_receive_plans = chosen
+    results["losses"] = {s.name: one_step(context, s).losses for s in (extract_forwards(build_1f1b(2, 5)), build_1f1b(2, 5))}
+    results["alive"] = {s.name: one_step(context, s).alive for s in (build_1f1b(2, 8), LATE)}
 
     watched = p2p.dist = WatchedDist()  # type: ignore[assignment]
     # The same executor for several steps of growing length: buffers of earlier steps come back.
@@ -363,10 +363,10 @@ def on_two_ranks(rank: int) -> dict[str, Any]:
     for microbatches in (4, 4, 6):
         watched.received.clear()
         chain.start_step()
-        executor.run(one_f_one_b(2, microbatches), chain.forward)
+        executor.run(build_1f1b(2, microbatches), chain.forward)
         results["memory"].append(list(watched.received))
     results["third step"] = chain.grads
-    executor.run(forward_only(one_f_one_b(2, 6)), chain.forward)
+    executor.run(extract_forwards(build_1f1b(2, 6)), chain.forward)
     results["memory in evaluation"] = watched.received[6:]
 
     poison_recycled_buffers()
@@ -374,7 +374,7 @@ def on_two_ranks(rank: int) -> dict[str, Any]:
         results[f"{name}, poisoned"] = one_step(context, schedule).grads
     passing = gpipe_over((0, 1, 0), 6)
     results["passing"] = one_step(context, passing, passing=1).grads
-    evaluation = Schedule("forward-only", 6, (0, 1, 0), tuple(tuple(op for op in ops if op.kind is F) for ops in passing.ops))
+    evaluation = Schedule("forward-only", 6, (0, 1, 0), tuple(tuple(op for op in ops if op.type is F) for ops in passing.ops))
     results["passing losses"] = one_step(context, evaluation, passing=1).losses
     results["overwritten"] = watched.overwritten
     dist.barrier()
@@ -445,7 +445,7 @@ def test_evaluation_gives_the_losses_of_training(two: list[dict[str, Any]]) -> N
 
 def test_what_was_sent_is_freed_while_its_graph_lives(two: list[dict[str, Any]]) -> None:
     """Of eight outputs on the first rank, and eight gradients on the last, only those that may still be on their way are kept."""
-    for schedule in (one_f_one_b(2, 8), LATE):
+    for schedule in (build_1f1b(2, 8), LATE):
         assert len(two[0]["alive"][schedule.name]) == len(two[1]["alive"][schedule.name]) == 8
         assert max(two[0]["alive"][schedule.name]) <= 2
         assert max(two[1]["alive"][schedule.name]) <= 2

@@ -9,7 +9,7 @@ import pytest
 import torch._dynamo  # noqa: F401  FSDP's hooks import it at their first call: here once, not in every rank
 
 from megatron.config.memory import MemoryConfig
-from megatron_lab.verification.reference.shape import ReferenceShape, random_weights
+from megatron_lab.verification.reference.shape import ReferenceShape, build_random_weights
 from tests.support.equality import assert_equal_runs
 from tests.support.layout import Layout, LayoutRun, Recipe, run_layout
 from tests.support.reference_runs import ReferenceRun, gpt2_like, llama_like, random_batches, train
@@ -28,7 +28,7 @@ SHAPES: dict[str, ReferenceShape] = {
 @functools.cache
 def recipe(name: str, batch: int) -> Recipe:
     shape = SHAPES[name]
-    return Recipe(shape, random_weights(shape, seed=1), random_batches(shape, STEPS, batch, 1, seed=2))
+    return Recipe(shape, build_random_weights(shape, seed=1), random_batches(shape, STEPS, batch, 1, seed=2))
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.parallel.accumulate import GradSink, sink_of
+from megatron.parallel.accumulate import GradSink, get_grad_sink
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry
@@ -76,7 +76,7 @@ def sums_that_cancel(context: ParallelContext, reduce_once: bool) -> tuple[list[
     for factors in ((2.0**40, -(2.0**40)), (0.0, 0.0)):
         step(model, provider, batch, factors=factors if context.rank == 0 else (1.0, 1.0))
         provider.finish_gradients()
-        found.append([s.grad.clone() for group in provider.groups for s in group.shards if s.record.kind == "vector"])
+        found.append([s.grad.clone() for group in provider.groups for s in group.shards if s.record.param_type == "vector"])
     return found[0], found[1]
 
 
@@ -90,7 +90,7 @@ def test_reduced_once_microbatches_are_added_before_ranks(once: bool) -> None:
 
 def counted(context: ParallelContext) -> int:
     """Elements that this rank counts."""
-    return sum(len(s.counted) for group in shard(build(context), context).groups for s in group.shards)
+    return sum(len(s.norm_range) for group in shard(build(context), context).groups for s in group.shards)
 
 
 def test_each_element_counts_once_in_the_world() -> None:
@@ -105,7 +105,7 @@ def poisoned(context: ParallelContext) -> tuple[set[str], set[str], list[int], b
     factors = (1.0, math.nan if context.rank == 1 else 1.0)
     step(model, provider, inputs(context), factors=factors)
     provider.finish_gradients()
-    summed = provider.nonfinite()
+    summed = provider.find_nonfinite_params()
     step(model, provider, inputs(context))
     provider.finish_gradients()
     before = [shard.grad.clone() for group in provider.groups for shard in group.shards]
@@ -116,7 +116,7 @@ def poisoned(context: ParallelContext) -> tuple[set[str], set[str], list[int], b
         if not torch.isfinite(grad).all():
             own.add(entry.record.name)
 
-    with Trace(context.fsdp_shard().size) as trace:
+    with Trace(context.fsdp_shard_group().size) as trace:
         step(model, provider, inputs(context), factors=factors, inspect=look)
     after = [shard.grad for group in provider.groups for shard in group.shards]
     return summed, own, trace.sizes("scatter"), all(map(torch.equal, before, after))
@@ -139,7 +139,7 @@ def complaint(context: ParallelContext, fault: str) -> str:
     sinks: dict[str, GradSink] = {}
 
     def find(*_: object) -> None:
-        sink = sink_of(model.params[NAME].param)
+        sink = get_grad_sink(model.params[NAME].param)
         assert sink is not None
         sinks[fault] = sink
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.data_parallel.fsdp_plan import in_backward, is_fully_sharded, own_piece, plan_units
-from megatron.parallel.boxes import FlatPiece
+from megatron.data_parallel.fsdp_plan import compute_owned_range, is_fully_sharded, order_for_backward, plan_units
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.tensor_slice import FlatRange
 from megatron.parallel.topology import Topology
 from megatron_lab.verification.reference.shape import ReferenceShape
 from tests.support.fsdp_world import TIED, UNTIED, build, in_world, shard
@@ -22,7 +22,7 @@ def test_tied_parameters_and_partial_sums_over_tensor_ranks_stay_outside(sequenc
     context = lone_rank(Topology(tp=2, dp=2))
     params = build(context, TIED, sequence_parallel=sequence_parallel).params
     outside = {entry.record.name for entry in params if not is_fully_sharded(entry, context)}
-    partial_sums = {entry.record.name for entry in params if "tp" in entry.record.partial_over}
+    partial_sums = {entry.record.name for entry in params if "tp" in entry.record.partial_axes}
     assert outside == {"embedding.word.weight"} | partial_sums and bool(partial_sums) == sequence_parallel
 
 
@@ -61,8 +61,8 @@ def test_depths_lie_inside_of_what_they_use() -> None:
     assert [entry.record.name for entry in end.entries] == ["final_norm.weight", "output.weight"]
     assert {entry.record.name.split(".")[1] for entry in second_depth.entries} == {"1"}
     assert sorted(e.record.name for unit in units for e in unit.entries) == sorted(e.record.name for e in entries)
-    assert [unit.encloses for unit in units] == [0] * (len(units) - 3) + [2, 0, 0]
-    order = in_backward(units, [unit.encloses for unit in units])
+    assert [unit.num_nested for unit in units] == [0] * (len(units) - 3) + [2, 0, 0]
+    order = order_for_backward(units, [unit.num_nested for unit in units])
     assert order[:4] == [end, second_depth, first_depth, last]
 
 
@@ -72,7 +72,7 @@ def test_pieces_are_those_of_torch_chunk(rows: int, expected: list[tuple[int, in
         context = lone_rank(Topology(dp=4), rank)
         entry = build(context, gpt2_like(seq=rows)).params["embedding.position.weight"]
         row = entry.param.shape[1]
-        assert own_piece(entry, context.fsdp_shard()) == FlatPiece(start * row, stop * row)
+        assert compute_owned_range(entry, context.fsdp_shard_group()) == FlatRange(start * row, stop * row)
 
 
 # ---- initial values
@@ -90,7 +90,7 @@ def starts(context: ParallelContext) -> list[tuple[str, bool, bool, torch.dtype]
             (s for g in shard(kept, context).groups for s in g.shards),
             strict=True,
         ):
-            part = whole.params[a.record.name].param.detach().view(-1)[a.piece.start : a.piece.stop]
+            part = whole.params[a.record.name].param.detach().view(-1)[a.flat_range.start : a.flat_range.stop]
             same, moved = torch.equal(a.weights, part.to(a.weights.dtype)), torch.equal(b.weights, (part + 1).to(b.weights.dtype))
             found.append((a.record.name, same, moved, a.weights.dtype))
     return found

@@ -15,11 +15,11 @@ from torch import nn
 
 from megatron.config.memory import MemoryConfig
 from megatron.config.parallel import FsdpReshard
-from megatron.data_parallel.buckets import Buckets
+from megatron.data_parallel.buckets import BucketedParams
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import Topology
 from megatron_lab.verification.reference.experts import ExpertsShape
-from megatron_lab.verification.reference.shape import random_weights
+from megatron_lab.verification.reference.shape import build_random_weights
 from tests.support.covering import full_but
 from tests.support.fsdp_world import MICROBATCHES, NUM_UNITS, UNTIED, Trace, build, in_world, inputs, numel, shard, step
 from tests.support.held import held_by
@@ -33,7 +33,7 @@ def traced(
     """Collectives of a step with the begin of each unit's computations among them; and the elements of each unit's shards."""
     model = build(context, dtype=torch.bfloat16, memory=memory)
     provider = shard(model, context, reshard, **policy)
-    trace = Trace(context.fsdp_shard().size)
+    trace = Trace(context.fsdp_shard_group().size)
     chunk = model.chunks[0]
 
     def watch(module: nn.Module, number: int) -> None:
@@ -104,7 +104,7 @@ def traced_with_experts(context: ParallelContext, memory: MemoryConfig) -> tuple
     shape = replace(UNTIED, experts=ExpertsShape((False, True, True), 4, 2, 8))
     model = build(context, shape, memory=memory)
     provider = shard(model, context)
-    with Trace(context.fsdp_shard().size) as trace:
+    with Trace(context.fsdp_shard_group().size) as trace:
         step(model, provider, inputs(context))
     parts = [sum(s.weights.numel() for s in group.shards) for group in provider.groups]
     return Counter((kind.removeprefix("blocking "), n) for kind, n, _ in trace.events if kind != "reduce"), parts
@@ -134,11 +134,11 @@ def traced_with_depths(context: ParallelContext, memory: MemoryConfig) -> tuple[
     shape = replace(UNTIED, mtp_depths=2, mtp_factor=0.5)
     batches = random_batches(shape, 1, 2 * MICROBATCHES * context.topology.dp, 2, seed=2)
     layout = Layout(dp=2, sharding="optim_grads_params", micro_batch_size=2, memory=memory)
-    trainer = build_step(context, Recipe(shape, random_weights(shape, seed=1), batches), layout)
+    trainer = build_step(context, Recipe(shape, build_random_weights(shape, seed=1), batches), layout)
     buckets, units = trainer.providers
-    assert isinstance(buckets, Buckets)
-    with Trace(context.fsdp_shard().size) as trace:
-        trainer.gradients(microbatches(batches[0], context, 2))
+    assert isinstance(buckets, BucketedParams)
+    with Trace(context.fsdp_shard_group().size) as trace:
+        trainer.compute_gradients(microbatches(batches[0], context, 2))
     parts = [sum(s.weights.numel() for s in group.shards) for group in units.groups]
     (bucket,) = buckets.buckets
     return Counter((kind.removeprefix("blocking "), n) for kind, n, _ in trace.events if kind != "reduce"), parts, bucket.plan.size
@@ -194,7 +194,7 @@ def holdings(context: ParallelContext, reshard: FsdpReshard) -> tuple[list[int],
         module.register_forward_hook(look_in_backward)
     step(model, provider, inputs(context))
     held = held_by(provider)
-    units = [context.fsdp_shard().size * sum(s.weights.numel() for s in group.shards) for group in provider.groups]
+    units = [context.fsdp_shard_group().size * sum(s.weights.numel() for s in group.shards) for group in provider.groups]
     return [sum(t.nbytes for t in tensors) for tensors in (held.parameters, held.gradients, held.buffers)], gathered, units
 
 
@@ -230,7 +230,7 @@ def evaluated(context: ParallelContext) -> dict[str, tuple[int, int, bool]]:
             for group in provider.groups:
                 for s in group.shards:
                     s.weights.mul_(0.5)
-                group.publish()
+                group.gather_params()
             still = len(held_by(provider).parameters) - whole
             same = model.chunks[0](microbatch).item() == halved.chunks[0](microbatch).item()
             provider.finish_evaluation()

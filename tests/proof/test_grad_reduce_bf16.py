@@ -15,9 +15,9 @@ from megatron.config.parallel import ShardingStrategy
 from megatron.parallel.context import make_context
 from megatron.parallel.params import ParamEntry
 from megatron.parallel.topology import GRADIENT_AXES, Topology
-from megatron.spec.schedules import make_schedule
-from megatron_lab.planner.state_report import state_report
-from megatron_lab.verification.reference.shape import random_weights
+from megatron.spec.schedules import build_schedule
+from megatron_lab.planner.state_report import build_state_report
+from megatron_lab.verification.reference.shape import build_random_weights
 from tests.proof.test_sharding_memory import kept
 from tests.proof.test_sharding_traffic import KINDS
 from tests.support.bucket_examples import UNTIED, buckets_of, build, gradient, own_gradients, write_all
@@ -130,7 +130,7 @@ SEQUENCES = 4
 def recipe() -> Recipe:
     """Tied, with two layers a stage."""
     shape = gpt2_like(num_layers=4, hidden=32, ffn=176, heads=4, kv_heads=4, head_size=8, vocab=176, seq=4, tied=True)
-    return Recipe(shape, random_weights(shape, seed=1), random_batches(shape, 1, SEQUENCES, 1, seed=2))
+    return Recipe(shape, build_random_weights(shape, seed=1), random_batches(shape, 1, SEQUENCES, 1, seed=2))
 
 
 def counted_on_rank(rank: int, sharding: ShardingStrategy) -> list[Counted]:
@@ -146,15 +146,15 @@ def counted_on_rank(rank: int, sharding: ShardingStrategy) -> list[Counted]:
         step.run(inputs, iteration=1, learning_rate=0.1, weight_decay=0.1)
         with recorded_calls() as calls:
             step.run(inputs, iteration=2, learning_rate=0.1, weight_decay=0.1)
-        model, schedule = model_on_meta(context, r, layout), make_schedule("1f1b", 2, len(inputs), 1)
-        report = state_report(model, context, parallel_config(layout), optimizer_config(r, layout), schedule)
+        model, schedule = model_on_meta(context, r, layout), build_schedule("1f1b", 2, len(inputs), 1)
+        report = build_state_report(model, context, parallel_config(layout), optimizer_config(r, layout), schedule)
         groups = {"dp": context.group(*GRADIENT_AXES).ranks, "pipeline ends": context.pipeline_ends.ranks}
         sent: dict[Any, Fraction] = {}
         for call in calls:
             if call.what != "send" and KINDS.get(call.what) == "gradients" and call.elements > 100:
                 sent[call.ranks] = sent.get(call.ranks, Fraction()) + call.sent * call.itemsize
-        told = {groups[one.over]: Fraction(one.bytes) for one in report.sent if one.kind == "gradients"}
-        planned = {kind: part.total for kind, part in report.memory.parts.items()}
+        told = {groups[one.over]: Fraction(one.bytes) for one in report.traffic if one.kind == "gradients"}
+        planned = {kind: part.total for kind, part in report.memory.by_purpose.items()}
         found.append((kept(step), planned, sent, told))
         dist.barrier()
     return found

@@ -11,8 +11,8 @@ import torch
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
 from megatron.training import gradient_noise
-from megatron.training.gradient_noise import GradientNoise, NoiseEstimate, _parts_of_sum, noise_scale
-from megatron_lab.verification.reference.shape import random_weights
+from megatron.training.gradient_noise import GradientNoiseMeter, NoiseEstimate, _reduce_scatter_chunks, compute_noise_scale
+from megatron_lab.verification.reference.shape import build_random_weights
 from tests.support.covering import full_but
 from tests.support.layout import Layout, Recipe, build_step, context_of, microbatches
 from tests.support.reference_runs import gpt2_like, loss_and_gradients, random_batches
@@ -36,7 +36,7 @@ LAYOUTS = {
 def recipe() -> Recipe:
     shape = gpt2_like(num_layers=4, hidden=16, ffn=24, heads=4, kv_heads=4, head_size=4, vocab=61, seq=8, tied=True)
     batches = [batch for seed in range(9) for batch in random_batches(shape, 1, BATCH, MICRO, seed) if batch[2][:MICRO].sum() > 1]
-    return Recipe(shape, random_weights(shape, seed=1), batches[:2])
+    return Recipe(shape, build_random_weights(shape, seed=1), batches[:2])
 
 
 def estimates(rank: int, layout: Layout) -> list[NoiseEstimate | None]:
@@ -44,13 +44,13 @@ def estimates(rank: int, layout: Layout) -> list[NoiseEstimate | None]:
     r = recipe()
     context = context_of(layout, rank)
     step = build_step(context, r, layout)
-    step._noise = GradientNoise(step.providers, step.counted_shards, context)
+    step._noise_meter = GradientNoiseMeter(step.providers, step.norm_shards, context)
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradient_noise, "_AT_ONCE", 301)  # so that a gradient comes in several pieces
+        patch.setattr(gradient_noise, "_CHUNK_ELEMENTS", 301)  # so that a gradient comes in several pieces
         for number, batch in enumerate(r.batches, start=1):
             inputs = microbatches(batch, context, MICRO)
-            found.append(step.run(inputs, iteration=number, learning_rate=0.0, weight_decay=0.0).noise)
+            found.append(step.run(inputs, iteration=number, learning_rate=0.0, weight_decay=0.0).gradient_noise)
     return found
 
 
@@ -84,15 +84,17 @@ def test_the_estimates_are_those_of_plain_gradients(name: str) -> None:
     for found in ranks:
         for one, wanted in zip(found, expected(), strict=True):
             assert one is not None
-            assert (one.trace, one.square) == pytest.approx((wanted.trace, wanted.square), rel=1e-10)
+            assert (one.covariance_trace, one.squared_norm) == pytest.approx(
+                (wanted.covariance_trace, wanted.squared_norm), rel=1e-10
+            )
 
 
 def squares_of_parts(rank: int, number: int) -> float:
     context = make_context(Topology(cp=3), rank, torch.device("cpu"))
     grad = torch.arange(number, dtype=torch.float64) * (rank + 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradient_noise, "_AT_ONCE", 10)
-        return sum(float(part.square().sum()) for part in _parts_of_sum(grad, context.context_group))
+        patch.setattr(gradient_noise, "_CHUNK_ELEMENTS", 10)
+        return sum(float(part.square().sum()) for part in _reduce_scatter_chunks(grad, context.context_group))
 
 
 def test_parts_of_a_sum_have_each_element_once() -> None:
@@ -103,6 +105,6 @@ def test_parts_of_a_sum_have_each_element_once() -> None:
 
 
 def test_a_noise_scale_is_a_ratio_of_sums() -> None:
-    assert noise_scale([NoiseEstimate(6.0, 1.0), NoiseEstimate(2.0, 3.0)]) == 2.0
-    assert noise_scale([NoiseEstimate(6.0, -1.0)]) is None and noise_scale([]) is None
-    assert NoiseEstimate.of(small=3.0, big=1.5, small_batch=2, big_batch=8) == NoiseEstimate(trace=4.0, square=1.0)
+    assert compute_noise_scale([NoiseEstimate(6.0, 1.0), NoiseEstimate(2.0, 3.0)]) == 2.0
+    assert compute_noise_scale([NoiseEstimate(6.0, -1.0)]) is None and compute_noise_scale([]) is None
+    assert NoiseEstimate.of(small=3.0, big=1.5, small_batch=2, big_batch=8) == NoiseEstimate(covariance_trace=4.0, squared_norm=1.0)

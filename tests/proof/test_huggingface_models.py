@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.parallel.boxes import Box
+from megatron.parallel.tensor_slice import TensorSlice
 from megatron_lab.checkpoints.huggingface_writer import export
 from megatron_lab.foreign.huggingface.folder import HuggingFaceFolder
 from megatron_lab.foreign.source import WeightSource
-from megatron_lab.inference.forward import sequence_logits
-from megatron_lab.inference.model_from_source import model_from
+from megatron_lab.inference.forward import compute_sequence_logits
+from megatron_lab.inference.model_from_source import load_model
 from megatron_lab.verification.reference.experts import ExpertsShape
-from megatron_lab.verification.reference.model import logits as reference_logits
-from megatron_lab.verification.reference.rotary import RotaryStretch
-from megatron_lab.verification.reference.shape import LatentShape, ReferenceShape, random_weights
+from megatron_lab.verification.reference.model import compute_logits as reference_logits
+from megatron_lab.verification.reference.rotary import RotaryScaling
+from megatron_lab.verification.reference.shape import LatentShape, ReferenceShape, build_random_weights
 from tests.support.covering import full_but
 from tests.support.huggingface_models import CASES, VOCAB, logits, opened, saved, some_ids
 from tests.support.layout import Layout, context_of
@@ -39,19 +39,27 @@ _GEMMA: dict[str, Any] = {
 SHAPES: dict[str, tuple[str, ReferenceShape]] = {
     "gpt2": ("gpt2", gpt2_like(vocab=VOCAB, heads=6, kv_heads=6, hidden=48, ffn=56)),
     "llama": ("llama", llama_like(vocab=131, heads=6, kv_heads=3, hidden=48)),
-    "llama3": ("llama", llama_like(heads=6, kv_heads=3, hidden=48, rotary_base=5e5, stretch=RotaryStretch("llama3", 32.0, 8192))),
+    "llama3": (
+        "llama",
+        llama_like(heads=6, kv_heads=3, hidden=48, rotary_base=5e5, rope_scaling=RotaryScaling("llama3", 32.0, 8192)),
+    ),
     "llama-biases": ("llama", llama_like(vocab=131, heads=6, kv_heads=3, hidden=48, bias=True, tied=True)),
     "mistral": ("mistral", llama_like(vocab=131, heads=6, kv_heads=3, hidden=32, epsilon=1e-3)),
     "qwen2": ("qwen2", llama_like(vocab=131, heads=6, kv_heads=3, hidden=48, qkv_bias=True, tied=True)),
     "qwen3": ("qwen3", llama_like(vocab=131, heads=6, kv_heads=2, hidden=48, qk_norm=True)),
-    "llama-yarn": ("llama", llama_like(vocab=131, stretch=RotaryStretch("yarn", 4.0, 12, 0.05, 1.0, False, 1.2))),
-    "llama-dynamic": ("llama", llama_like(vocab=131, stretch=RotaryStretch("dynamic", 3.0, 6))),
+    "llama-yarn": ("llama", llama_like(vocab=131, rope_scaling=RotaryScaling("yarn", 4.0, 12, 0.05, 1.0, False, 1.2))),
+    "llama-dynamic": ("llama", llama_like(vocab=131, rope_scaling=RotaryScaling("dynamic", 3.0, 6))),
     "mistral-window": ("mistral", llama_like(vocab=131, windows=(4, 4))),
     "qwen3-windows": ("qwen3", llama_like(vocab=131, windows=(None, 4), qk_norm=True, qkv_bias=True, output_bias=True)),
     "phi3": ("phi3", llama_like(vocab=131, windows=(5, 5), rotary_percent=0.5)),
     "llama-longrope": (
         "llama",
-        llama_like(vocab=131, stretch=RotaryStretch("longrope", 2.0, 9, enlarged=1.1, short=(2.0,) * 4, long=(1.0, 1.5, 2.0, 4.0))),
+        llama_like(
+            vocab=131,
+            rope_scaling=RotaryScaling(
+                "longrope", 2.0, 9, attention_factor=1.1, short_factors=(2.0,) * 4, long_factors=(1.0, 1.5, 2.0, 4.0)
+            ),
+        ),
     ),
     "stablelm": ("stablelm", llama_like(vocab=131, norm="LayerNorm", rotary_percent=0.5, qkv_bias=True)),
     "olmo2": ("olmo2", llama_like(vocab=131, norms="post", qk_norm=True, qk_norm_all_heads=True)),
@@ -64,7 +72,7 @@ SHAPES: dict[str, tuple[str, ReferenceShape]] = {
             qk_norm_all_heads=True,
             windows=(4, None),
             local_base=9.0,
-            stretch=RotaryStretch("yarn", 4.0, 12, 0.05, 1.0, enlarged=1.2),
+            rope_scaling=RotaryScaling("yarn", 4.0, 12, 0.05, 1.0, attention_factor=1.2),
         ),
     ),
     "granite": (
@@ -84,18 +92,25 @@ SHAPES: dict[str, tuple[str, ReferenceShape]] = {
     "mixtral": ("mixtral", llama_like(vocab=131, experts=ExpertsShape((True, True), 4, 2, 48))),
     "qwen2-moe": (
         "qwen2_moe",
-        llama_like(vocab=131, qkv_bias=True, experts=ExpertsShape((True, True), 4, 2, 20, 24, True, score="softmax first")),
+        llama_like(
+            vocab=131, qkv_bias=True, experts=ExpertsShape((True, True), 4, 2, 20, 24, True, score_function="softmax first")
+        ),
     ),
     "qwen3-moe": ("qwen3_moe", llama_like(vocab=131, qk_norm=True, experts=ExpertsShape((False, True), 6, 3, 20))),
     "smollm3": ("smollm3", llama_like(vocab=131, unrotated=(True, False), windows=(4, None), mlp_bias=True, tied=True)),
-    "deepseek-v2": ("deepseek_v2", deepseek_like(vocab=131, epsilon=1e-6, latent=LatentShape(10, 6, plain=6, rotated=4, value=3))),
+    "deepseek-v2": (
+        "deepseek_v2",
+        deepseek_like(vocab=131, epsilon=1e-6, latent=LatentShape(10, 6, qk_head_dim=6, qk_pos_emb_head_dim=4, v_head_dim=3)),
+    ),
     "deepseek-v2-experts": (
         "deepseek_v2",
         deepseek_like(
             vocab=131,
             epsilon=1e-6,
-            latent=LatentShape(10, 6, plain=6, rotated=4, value=3),
-            experts=ExpertsShape((False, True), 6, 2, 12, 24, score="softmax first", scaling=1.5, groups=3, open_groups=2),
+            latent=LatentShape(10, 6, qk_head_dim=6, qk_pos_emb_head_dim=4, v_head_dim=3),
+            experts=ExpertsShape(
+                (False, True), 6, 2, 12, 24, score_function="softmax first", scaling_factor=1.5, num_groups=3, group_top_k=2
+            ),
         ),
     ),
     "deepseek-v3": (
@@ -104,7 +119,16 @@ SHAPES: dict[str, tuple[str, ReferenceShape]] = {
             vocab=131,
             epsilon=1e-6,
             experts=ExpertsShape(
-                (False, True), 8, 4, 12, 12, score="sigmoid", scaling=2.5, groups=4, open_groups=2, bias_step=1e-3
+                (False, True),
+                8,
+                4,
+                12,
+                12,
+                score_function="sigmoid",
+                scaling_factor=2.5,
+                num_groups=4,
+                group_top_k=2,
+                bias_update_rate=1e-3,
             ),
         ),
     ),
@@ -114,8 +138,8 @@ SHAPES: dict[str, tuple[str, ReferenceShape]] = {
             vocab=131,
             epsilon=1e-6,
             rotary_interleaved=False,
-            latent=LatentShape(query_rank=None, rank=6, plain=5, rotated=4, value=8),
-            stretch=RotaryStretch("yarn", 4.0, 12, 0.05, 1.0, False, 1.2),
+            latent=LatentShape(q_lora_rank=None, kv_lora_rank=6, qk_head_dim=5, qk_pos_emb_head_dim=4, v_head_dim=8),
+            rope_scaling=RotaryScaling("yarn", 4.0, 12, 0.05, 1.0, False, 1.2),
         ),
     ),
 }
@@ -125,17 +149,17 @@ SHAPES: dict[str, tuple[str, ReferenceShape]] = {
 def rank_logits(rank: int, folder: Path, ids: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Return the logits of a rank, in float32."""
     context = context_of(layout, rank)
-    return sequence_logits(model_from(HuggingFaceFolder(folder), context, torch.float32), context, ids)
+    return compute_sequence_logits(load_model(HuggingFaceFolder(folder), context, torch.float32), context, ids)
 
 
 def one_process(source: WeightSource, ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     context = lone_rank()
-    return sequence_logits(model_from(source, context, dtype), context, ids)
+    return compute_sequence_logits(load_model(source, context, dtype), context, ids)
 
 
 def double_source(shape: ReferenceShape) -> MemorySource:
     """The reference's weights, with values that float32 holds."""
-    weights = {name: values.float().double() for name, values in random_weights(shape, seed=1).items()}
+    weights = {name: values.float().double() for name, values in build_random_weights(shape, seed=1).items()}
     return reference_source(shape, weights)
 
 
@@ -223,7 +247,7 @@ def test_a_box_is_the_part_of_the_whole(case: str, tmp_path: Path) -> None:
         assert whole.shape == info.shape and whole.dtype == info.dtype
         for _ in range(4):
             ends = [sorted(torch.randint(size + 1, (2,), generator=generator).tolist()) for size in info.shape]
-            box = Box(tuple(low for low, _ in ends), tuple(high - low for low, high in ends))
+            box = TensorSlice(tuple(low for low, _ in ends), tuple(high - low for low, high in ends))
             found = source.read(name, box)
             assert found.is_contiguous() and torch.equal(found, whole[tuple(slice(low, high) for low, high in ends)]), (name, box)
 

@@ -17,16 +17,16 @@ from megatron.config.training import OptimizerConfig
 from megatron.model.build import build_model
 from megatron.model.inputs import ModelInputs
 from megatron.optimizer.grad_scaler import GradScaler
-from megatron.parallel.boxes import Box
-from megatron.pipeline_parallel.partition import table_of
+from megatron.parallel.tensor_slice import TensorSlice
+from megatron.pipeline_parallel.partition import build_layer_table
 from megatron.training.step import TrainStep
 from megatron_lab.foreign.huggingface.expert_families import GPT_OSS
 from megatron_lab.foreign.huggingface.families import FAMILIES
 from megatron_lab.foreign.huggingface.family import Family
 from megatron_lab.foreign.huggingface.folder import HuggingFaceFolder
-from megatron_lab.foreign.huggingface.groups import NotBuilt
-from megatron_lab.inference.forward import sequence_logits
-from megatron_lab.verification.observation import TensorPart
+from megatron_lab.foreign.huggingface.groups import UnsupportedFields
+from megatron_lab.inference.forward import compute_sequence_logits
+from megatron_lab.verification.observation import LocalTensor
 from megatron_lab.verification.recording import set_weights
 from tests.support.covering import full_but
 from tests.support.huggingface_models import BIAS_OF_CHOICES, CASES, SMALL, YARN, library, saved, some_ids
@@ -99,7 +99,7 @@ def our_step(folder: HuggingFaceFolder, ids: torch.Tensor) -> tuple[torch.Tensor
         vocab_size=folder.vocab_size,
         sequence_parallel=False,
         seed=1,
-        table=table_of(model, parallel, folder.vocab_size),
+        table=build_layer_table(model, parallel, folder.vocab_size),
     )
     step = TrainStep(
         built,
@@ -111,11 +111,11 @@ def our_step(folder: HuggingFaceFolder, ids: torch.Tensor) -> tuple[torch.Tensor
         skip_overflow=False,
     )
     set_weights(step, {name: folder.read(name).double() for name in folder.weights})
-    kept: list[TensorPart] = []
+    kept: list[LocalTensor] = []
     keep_gradients(step, kept)
     tokens, labels = ids[:, :-1], ids[:, 1:]
     with torch.no_grad():
-        logits = sequence_logits(built, context, tokens)
+        logits = compute_sequence_logits(built, context, tokens)
     positions = torch.arange(tokens.shape[1]).unsqueeze(1).expand(-1, len(tokens))
     inputs = ModelInputs(positions, tokens.t().contiguous(), labels.t().contiguous(), torch.ones(tokens.t().shape))
     result = step.run([inputs], iteration=1, learning_rate=0.1, weight_decay=0.0)
@@ -141,10 +141,10 @@ def check_step(case: str, tmp_path: Path) -> None:
     torch.testing.assert_close(found_logits, logits, rtol=0, atol=1e-10)
     assert found_loss == pytest.approx(loss, abs=1e-12)
     family = FAMILIES[CASES[case][0]]
-    gradients = {family.renamed.get(name, name): values for name, values in gradients.items()}
+    gradients = {family.aliases.get(name, name): values for name, values in gradients.items()}
     gradients = dict(each for item in gradients.items() for each in _of_experts(*item, family))
-    for name, layout in family.layouts(folder.model, VOCAB).items():
-        expected = layout.ours(Box.whole(layout.shape), torch.float64, gradients.__getitem__)
+    for name, layout in family.build_layouts(folder.model, VOCAB).items():
+        expected = layout.read_param(TensorSlice.full(layout.shape), torch.float64, gradients.__getitem__)
         assert torch.allclose(found[name], expected, rtol=1e-9, atol=1e-12) and expected.abs().max() > 0, name
 
 
@@ -155,7 +155,7 @@ def _of_experts(name: str, values: torch.Tensor, family: Family) -> Iterator[tup
         return
     layer, _, which = name.rpartition(".mlp.")
     part = {"gate.weight": "mlp.router", "experts.gate_up_proj": "mlp.experts.up", "experts.down_proj": "mlp.experts.down"}[which]
-    theirs = family.names[part].split()
+    theirs = family.module_names[part].split()
     if part == "mlp.router":
         yield f"{layer}.{theirs[0]}.weight", values
         return
@@ -181,8 +181,8 @@ def test_a_step_of_gpt_oss_without_its_experts(monkeypatch: pytest.MonkeyPatch, 
     """Sinks, windows in every second layer, YaRN without rounding, biases of attention alone."""
     modeling = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
     monkeypatch.setattr(modeling, "GptOssMLP", _DenseMLP)
-    groups = tuple(group for group in GPT_OSS.groups if not isinstance(group, NotBuilt))
-    ignored = next(group.names for group in GPT_OSS.groups if isinstance(group, NotBuilt))
-    monkeypatch.setitem(FAMILIES, "gpt_oss", dataclasses.replace(GPT_OSS, groups=groups, without_effect=ignored))
+    groups = tuple(group for group in GPT_OSS.field_groups if not isinstance(group, UnsupportedFields))
+    ignored = next(group.names for group in GPT_OSS.field_groups if isinstance(group, UnsupportedFields))
+    monkeypatch.setitem(FAMILIES, "gpt_oss", dataclasses.replace(GPT_OSS, field_groups=groups, ignored_fields=ignored))
     monkeypatch.setitem(CASES, "gpt_oss", GPT_OSS_CASE)
     check_step("gpt_oss", tmp_path)

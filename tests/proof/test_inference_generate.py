@@ -14,10 +14,10 @@ from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.topology import Topology
 from megatron_lab.inference.forward import Decoder
 from megatron_lab.inference.generate import GenerationRequest, Sampling, generate
-from megatron_lab.inference.model_from_source import model_from
-from megatron_lab.verification.reference.model import logits
-from megatron_lab.verification.reference.rotary import RotaryStretch
-from megatron_lab.verification.reference.shape import LatentShape, ReferenceShape, Weights, random_weights
+from megatron_lab.inference.model_from_source import load_model
+from megatron_lab.verification.reference.model import compute_logits
+from megatron_lab.verification.reference.rotary import RotaryScaling
+from megatron_lab.verification.reference.shape import LatentShape, ReferenceShape, Weights, build_random_weights
 from tests.support.covering import full_but
 from tests.support.layout import Layout, context_of
 from tests.support.memory_source import reference_source
@@ -34,7 +34,9 @@ SHAPES = {
     "longrope": llama_like(
         vocab=VOCAB,
         rotary_interleaved=True,
-        stretch=RotaryStretch("longrope", 1.0, 12, enlarged=0.8, short=(9.0,) * 4, long=(1.0, 1.5, 2.0, 4.0)),
+        rope_scaling=RotaryScaling(
+            "longrope", 1.0, 12, attention_factor=0.8, short_factors=(9.0,) * 4, long_factors=(1.0, 1.5, 2.0, 4.0)
+        ),
     ),
     # Of the prompts some are longer than a window and some shorter; some rows fill it while others are beyond it.
     "windows-two-bases": llama_like(
@@ -46,7 +48,11 @@ SHAPES = {
     "windows-caps": gpt2_like(num_layers=2, vocab=VOCAB, num_positions=32, windows=(None, 1), score_cap=0.5, sink="one"),
     "latents": deepseek_like(num_layers=2, vocab=VOCAB),
     "latents-windows-sinks": deepseek_like(
-        num_layers=2, vocab=VOCAB, windows=(7, None), sink="learned", latent=LatentShape(None, 6, plain=5, rotated=4, value=3)
+        num_layers=2,
+        vocab=VOCAB,
+        windows=(7, None),
+        sink="learned",
+        latent=LatentShape(None, 6, qk_head_dim=5, qk_pos_emb_head_dim=4, v_head_dim=3),
     ),
     "norms-over-all-heads": llama_like(num_layers=2, vocab=VOCAB, qk_norm=True, qk_norm_all_heads=True, windows=(0, None)),
 }
@@ -65,11 +71,11 @@ def generate_all(model: Model, context: ParallelContext, request: GenerationRequ
 
 
 def weights_of(shape: ReferenceShape) -> Weights:
-    return random_weights(shape, seed=3, std=0.2)
+    return build_random_weights(shape, seed=3, std=0.2)
 
 
 def build(shape: ReferenceShape, context: ParallelContext, dtype: torch.dtype = torch.float64) -> Model:
-    return model_from(reference_source(shape, weights_of(shape), vocabulary_multiple=8), context, dtype)
+    return load_model(reference_source(shape, weights_of(shape), vocabulary_multiple=8), context, dtype)
 
 
 @pytest.fixture
@@ -92,7 +98,7 @@ def _recomputed(style: str, prompt: tuple[int, ...], count: int, whole: int) -> 
     shape, weights = SHAPES[style], weights_of(SHAPES[style])
     for _ in range(count):
         read = ids + [0] * (whole - len(ids))
-        scores.append(logits(shape, weights, torch.tensor([read]))[0, len(ids) - 1])
+        scores.append(compute_logits(shape, weights, torch.tensor([read]))[0, len(ids) - 1])
         ids.append(int(scores[-1].argmax()))
     return ids[len(prompt) :], torch.stack(scores)
 
@@ -115,13 +121,13 @@ def test_scores_are_those_of_recomputation(alone: ParallelContext, style: str, p
     whole = max(map(len, prompts)) + count
     decoder = Decoder(build(shape, alone, dtype), alone, whole)
     expected = [by_recomputation(style, prompt, count, whole if style == "longrope" else 0) for prompt in prompts]
-    found = decoder.read(prompts)
+    found = decoder.prefill(prompts)
     for step in range(count):
         assert found is not None and found.shape == (len(prompts), VOCAB)
         wanted = torch.stack([scores[step] for _, scores in expected])
         torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-5)
         if step + 1 < count:
-            found = decoder.step(torch.tensor([ids[step] for ids, _ in expected]))
+            found = decoder.decode(torch.tensor([ids[step] for ids, _ in expected]))
 
 
 @pytest.mark.parametrize(
@@ -174,8 +180,8 @@ def scores(rank: int, ranks: int, styles: tuple[str, ...]) -> list[list[torch.Te
     found, context = [], make_context(Topology(cp=ranks), rank, torch.device("cpu"))
     for style in styles:
         decoder = Decoder(build(SHAPES[style], context), context, 14)
-        first = decoder.read(PROMPTS)
-        found.append([first, *(decoder.step(torch.tensor([7, 1, 30 + step])) for step in range(4))])
+        first = decoder.prefill(PROMPTS)
+        found.append([first, *(decoder.decode(torch.tensor([7, 1, 30 + step])) for step in range(4))])
     return found
 
 
@@ -231,7 +237,7 @@ def test_what_memory_held_before_does_not_matter(alone: ParallelContext, monkeyp
 
 @pytest.mark.parametrize(
     ("prompts", "count", "message"),
-    [([[1], []], 4, "without a token"), ([[1, VOCAB]], 4, "the vocabulary has 61"), ([[1] * 30], 4, "32 positions")],
+    [([[1], []], 4, "has no tokens"), ([[1, VOCAB]], 4, "the vocabulary has 61"), ([[1] * 30], 4, "32 positions")],
 )
 def test_what_cannot_be_generated(alone: ParallelContext, prompts: list[list[int]], count: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -241,8 +247,8 @@ def test_what_cannot_be_generated(alone: ParallelContext, prompts: list[list[int
 def test_a_layer_with_a_window_keeps_no_more_than_it(alone: ParallelContext) -> None:
     """Of the longest prompt and of what comes after it."""
     decoder = Decoder(build(SHAPES["windows-two-bases"], alone), alone, 30)
-    decoder.read(PROMPTS, copies=2)
+    decoder.prefill(PROMPTS, num_samples=2)
     for _ in range(5):
-        decoder.step(torch.zeros(2 * len(PROMPTS), dtype=torch.long))
+        decoder.decode(torch.zeros(2 * len(PROMPTS), dtype=torch.long))
     room = {layer: k.shape[2] for layer, (k, _) in decoder.cache._layers.items()}
     assert room == {0: 4, 1: 30, 2: 4}

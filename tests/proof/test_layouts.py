@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lab.verification.reference.rotary import RotaryStretch
-from megatron_lab.verification.reference.shape import is_trained, random_weights
-from megatron_lab.verification.reference.update_rules import Numbers
+from megatron_lab.verification.reference.rotary import RotaryScaling
+from megatron_lab.verification.reference.shape import build_random_weights, is_trained
+from megatron_lab.verification.reference.update_rules import RuleOptions
 from tests.layouts.case import DEFAULTS, LORA, layout_of, recipe_of, reference_of
 from tests.layouts.features import FEATURES
 from tests.layouts.pairs import written_cases, written_steps
@@ -92,22 +92,24 @@ def test_compiled_layers_do_the_same(settings: dict[str, Any]) -> None:
 
 
 # Within a sequence of 16 tokens each of these changes some frequencies, by its own formula.
-YARN = RotaryStretch("yarn", 4.0, 12, 0.05, 1.0, whole=False, enlarged=1.2)
-DYNAMIC = RotaryStretch("dynamic", 3.0, 6)
-LONGROPE = RotaryStretch("longrope", 1.0, 9, enlarged=0.9, short=(9.0, 9.0, 9.0, 9.0), long=(1.0, 1.5, 2.0, 4.0))
+YARN = RotaryScaling("yarn", 4.0, 12, 0.05, 1.0, rounds_bounds=False, attention_factor=1.2)
+DYNAMIC = RotaryScaling("dynamic", 3.0, 6)
+LONGROPE = RotaryScaling(
+    "longrope", 1.0, 9, attention_factor=0.9, short_factors=(9.0, 9.0, 9.0, 9.0), long_factors=(1.0, 1.5, 2.0, 4.0)
+)
 
 VARIANTS = {
     "squared-relu": gpt2_like(num_layers=2, vocab=VOCAB, activation="squared_relu", bias=False, qkv_bias=True),
-    "qk-norm": llama_like(num_layers=2, vocab=VOCAB, qk_norm=True, tied=True, stretch=DYNAMIC),
+    "qk-norm": llama_like(num_layers=2, vocab=VOCAB, qk_norm=True, tied=True, rope_scaling=DYNAMIC),
     # With rotary positions: without, the bias of the key norm has no true gradient, and Adam makes noise of its rounding error.
     "qk-layernorm": gpt2_like(num_layers=2, vocab=VOCAB, qk_norm=True, positions="rope"),
     "rope-part-scaled": llama_like(
-        num_layers=2, vocab=VOCAB, rotary_percent=0.5, stretch=RotaryStretch("llama3", 4.0, 8192), rotary_base=1e6
+        num_layers=2, vocab=VOCAB, rotary_percent=0.5, rope_scaling=RotaryScaling("llama3", 4.0, 8192), rotary_base=1e6
     ),
-    "swiglu-bias": llama_like(num_layers=2, vocab=VOCAB, bias=True, norm="LayerNorm", stretch=LONGROPE),
+    "swiglu-bias": llama_like(num_layers=2, vocab=VOCAB, bias=True, norm="LayerNorm", rope_scaling=LONGROPE),
     "no-positions": gpt2_like(num_layers=2, vocab=VOCAB, positions="none", norm="RMSNorm"),
     "long-position-table": gpt2_like(num_layers=2, vocab=VOCAB, num_positions=40),
-    "one-query-group-a-rank": llama_like(num_layers=2, vocab=VOCAB, kv_heads=2, rotary_interleaved=True, stretch=YARN),
+    "one-query-group-a-rank": llama_like(num_layers=2, vocab=VOCAB, kv_heads=2, rotary_interleaved=True, rope_scaling=YARN),
     "tiny-vocabulary": gpt2_like(num_layers=2, vocab=3),
 }
 
@@ -124,7 +126,7 @@ VARIANTS_AT_PLACES = [(variant, place) for place in PLACES for variant in VARIAN
 )
 def test_model_variants_equal_the_reference(variant: str, place: str) -> None:
     shape, layout = VARIANTS[variant], PLACES[place]
-    r = Recipe(shape, random_weights(shape, seed=3), random_batches(shape, 2, 4, 2, seed=4))
+    r = Recipe(shape, build_random_weights(shape, seed=3), random_batches(shape, 2, 4, 2, seed=4))
     expected = train(shape, r.weights, r.batches, lr=r.lr, weight_decay=r.weight_decay, clip=r.clip)
     assert_equal_runs(run_layout(r, layout), expected)
 
@@ -145,7 +147,7 @@ SHARED = {"heads": 8, "head_size": 4, "ffn": 32, "num_layers": 2, "vocab": VOCAB
 def test_tensor_ranks_share_key_value_heads(kv_heads: int, layout: Layout) -> None:
     """Fewer heads than ranks: nothing is held twice, and all gradients are whole."""
     shape = llama_like(**SHARED, kv_heads=kv_heads, qk_norm=True, bias=True, sink="learned")
-    r = Recipe(shape, random_weights(shape, seed=3), random_batches(shape, 2, 4, 2, seed=4))
+    r = Recipe(shape, build_random_weights(shape, seed=3), random_batches(shape, 2, 4, 2, seed=4))
     expected = train(shape, r.weights, r.batches, lr=r.lr, weight_decay=r.weight_decay, clip=r.clip)
     assert_equal_runs(run_layout(r, layout), expected)
 
@@ -154,8 +156,15 @@ def test_tensor_ranks_share_key_value_heads(kv_heads: int, layout: Layout) -> No
 def test_sgd_equals_the_reference(momentum: float) -> None:
     shape = gpt2_like(vocab=VOCAB)
     batches = random_batches(shape, 4, 4, 2, seed=4)
-    r = Recipe(shape, random_weights(shape, seed=3), batches, lr=0.1, optimizer="sgd", update={"sgd_momentum": momentum})
+    r = Recipe(shape, build_random_weights(shape, seed=3), batches, lr=0.1, optimizer="sgd", update={"sgd_momentum": momentum})
     expected = train(
-        shape, r.weights, r.batches, lr=r.lr, weight_decay=r.weight_decay, clip=r.clip, optimizer="sgd", numbers=Numbers(momentum)
+        shape,
+        r.weights,
+        r.batches,
+        lr=r.lr,
+        weight_decay=r.weight_decay,
+        clip=r.clip,
+        optimizer="sgd",
+        numbers=RuleOptions(momentum),
     )
     assert_equal_runs(run_layout(r, Layout(tp=2, dp=2)), expected)

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.moe.balance import BalanceResult
+from megatron.moe.balance import RouterMetrics
 from megatron_lab.verification.reference.experts import ExpertsShape
-from megatron_lab.verification.reference.model import Seen, token_losses
-from megatron_lab.verification.reference.shape import random_weights
+from megatron_lab.verification.reference.model import OutputHook, compute_token_losses
+from megatron_lab.verification.reference.shape import build_random_weights
 from tests.layouts.case import DEFAULTS, recipe_of
 from tests.support.equality import assert_equal_runs
 from tests.support.layout import Layout, Recipe, build_step, context_of, microbatches, run_layout
@@ -23,7 +23,7 @@ SIZES = {"num_layers": 1, "hidden": 12, "ffn": 20, "heads": 4, "kv_heads": 4, "h
 def test_experts_that_nobody_chooses_have_no_gradient() -> None:
     """Of many experts of which each rank has some; the plain process gives exactly zero."""
     shape = llama_like(**SIZES, experts=ExpertsShape((True,), 32, 1, 4))
-    r = Recipe(shape, random_weights(shape, seed=5, std=0.3), random_batches(shape, 1, 2, 1, seed=6))
+    r = Recipe(shape, build_random_weights(shape, seed=5, std=0.3), random_batches(shape, 1, 2, 1, seed=6))
     expected = train(r.shape, r.weights, r.batches, lr=r.lr, weight_decay=r.weight_decay, clip=r.clip)
     idle = (expected.first_gradients["layers.0.mlp.experts.up.weight"].flatten(1) == 0).all(1)
     assert 16 < idle.sum() < 32
@@ -43,29 +43,29 @@ def test_the_balance_is_told_of_the_global_batch() -> None:
     shape = r.shape.experts
     assert shape is not None
     logits: list[torch.Tensor] = []
-    token_losses(
-        replace(r.shape, experts=replace(shape, balance_coeff=0.0, z_coeff=1.0)),
+    compute_token_losses(
+        replace(r.shape, experts=replace(shape, aux_loss_coeff=0.0, z_loss_coeff=1.0)),
         r.weights,
         *r.batches[0][:2],
-        seen=_keeping(logits),
+        hook=_keeping(logits),
     )
     assert first.z_loss == pytest.approx(float(torch.stack(logits).mean()), rel=1e-12)
-    assert set(first.busiest) == {*(f"layers.{layer}" for layer in range(r.shape.num_layers)), "mtp.0"}
-    assert all(1.0 <= worst <= 8 / 4 for worst in first.busiest.values())
+    assert set(first.busiest_expert) == {*(f"layers.{layer}" for layer in range(r.shape.num_layers)), "mtp.0"}
+    assert all(1.0 <= worst <= 8 / 4 for worst in first.busiest_expert.values())
     for result in (result for results in found for result in results):
-        assert result.loss == pytest.approx(first.loss, rel=1e-12)
+        assert result.load_balancing_loss == pytest.approx(first.load_balancing_loss, rel=1e-12)
         assert result.z_loss == pytest.approx(first.z_loss, rel=1e-12)
-        assert result.busiest == pytest.approx(first.busiest)
-        assert result.dropped == first.dropped and 0.0 < first.dropped < 0.5
+        assert result.busiest_expert == pytest.approx(first.busiest_expert)
+        assert result.dropped_share == first.dropped_share and 0.0 < first.dropped_share < 0.5
 
 
-def _keeping(values: list[torch.Tensor]) -> Seen:
+def _keeping(values: list[torch.Tensor]) -> OutputHook:
     return lambda name, found: values.append(found) if name.endswith("balance") else None
 
 
-def _balance(rank: int, recipe: Recipe, layout: Layout) -> BalanceResult | None:
+def _balance(rank: int, recipe: Recipe, layout: Layout) -> RouterMetrics | None:
     context = context_of(layout, rank)
     step = build_step(context, recipe, layout)
     batch = microbatches(recipe.batches[0], context, layout.micro_batch_size, recipe.shape.mtp_depths)
     step.evaluate(batch)
-    return step.run(batch, iteration=1, learning_rate=0.0, weight_decay=0.0).balance
+    return step.run(batch, iteration=1, learning_rate=0.0, weight_decay=0.0).expert_balance

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron.config.memory import MemoryConfig
-from megatron_lab.verification.reference.eight_bits import EightBits
-from megatron_lab.verification.reference.model import Batch, token_losses
-from megatron_lab.verification.reference.shape import LatentShape, ReferenceShape, Weights, random_weights
+from megatron_lab.verification.reference.eight_bits import Fp8Spec
+from megatron_lab.verification.reference.model import Batch, compute_token_losses
+from megatron_lab.verification.reference.shape import LatentShape, ReferenceShape, Weights, build_random_weights
 from tests.support.covering import covering, product
 from tests.support.equality import assert_equal_runs
 from tests.support.layout import Layout, Recipe, run_layout
@@ -57,12 +57,12 @@ def fits(case: dict[str, Any]) -> bool:
 
 
 @functools.cache
-def recipe(style: str, eight: EightBits, ends: tuple[int, int]) -> Recipe:
+def recipe(style: str, eight: Fp8Spec, ends: tuple[int, int]) -> Recipe:
     like, gated = (gpt2_like, 1) if style == "gpt2" else (llama_like, 2)
     more: dict[str, Any] = {"mtp_depths": 1, "mtp_factor": 0.6} if style == "gpt2" else {}
     if style == "deepseek":
         like, unit = deepseek_like, 128 if eight.recipe == "blockwise" else 4
-        more = {"latent": LatentShape(None, unit, plain=unit // 2, rotated=unit, value=unit)}
+        more = {"latent": LatentShape(None, unit, qk_head_dim=unit // 2, qk_pos_emb_head_dim=unit, v_head_dim=unit)}
     if eight.recipe == "blockwise":  # on two tensor ranks whole blocks everywhere; 128 tokens in a microbatch
         # 768 rows of queries, keys and values, or 512: two query heads for each key-value head
         sizes = {"hidden": 128, "ffn": 256, "heads": 4, "kv_heads": 4 // gated, "head_size": 64, "seq": 64}
@@ -70,14 +70,14 @@ def recipe(style: str, eight: EightBits, ends: tuple[int, int]) -> Recipe:
         sizes = {"hidden": 32, "ffn": 48, "heads": 4, "kv_heads": 4, "head_size": 8, "seq": 8}
     if eight.recipe == "blockwise" and style == "deepseek":
         sizes |= {"kv_heads": 4, "seq": 128}  # tensor ranks divide the tokens of latents
-    shape = like(**more, num_layers=2 + ends[0], vocab=61, eight_bits=eight, in_64_bits=ends, **sizes)
-    return Recipe(shape, random_weights(shape, seed=1), random_batches(shape, STEPS, 2 * MICRO, MICRO, seed=2))
+    shape = like(**more, num_layers=2 + ends[0], vocab=61, fp8=eight, num_unquantized_layers=ends, **sizes)
+    return Recipe(shape, build_random_weights(shape, seed=1), random_batches(shape, STEPS, 2 * MICRO, MICRO, seed=2))
 
 
 def loss_by_microbatch(shape: ReferenceShape, weights: Weights, batch: Batch) -> Tensor:
     """Mean over the tokens of the batch that the mask keeps, computed microbatch by microbatch."""
     parts = zip(*(tensor.split(MICRO) for tensor in batch), strict=True)
-    sums = [(token_losses(shape, weights, tokens, labels, mask=mask) * mask).sum() for tokens, labels, mask in parts]
+    sums = [(compute_token_losses(shape, weights, tokens, labels, mask=mask) * mask).sum() for tokens, labels, mask in parts]
     return torch.stack(sums).sum() / batch[2].sum()
 
 
@@ -95,7 +95,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_a_layout_equals_one_plain_process(case: dict[str, Any]) -> None:
     tp, pp, dp = case["sizes"]
-    key = (case["style"], EightBits(case["recipe"], case["hybrid"]), case["ends"])
+    key = (case["style"], Fp8Spec(case["recipe"], case["hybrid"]), case["ends"])
     settings = {name: case[name] for name in ("sequence_parallel", "schedule", "sharding")}
     layout = Layout(cp=case["cp"], tp=tp, pp=pp, dp=dp, micro_batch_size=MICRO, memory=MEMORY[case["memory"]], **settings)
     assert_equal_runs(run_layout(recipe(*key), layout), reference(*key))

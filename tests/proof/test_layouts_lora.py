@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron.parallel.boxes import Box
-from megatron.spec.counts import flops_per_token
-from megatron_lab.foreign.adapters import merged
+from megatron.parallel.tensor_slice import TensorSlice
+from megatron.spec.counts import count_flops_per_token
+from megatron_lab.foreign.adapters import merge_adapters
 from megatron_lab.foreign.source import StoredCheckpoint
-from megatron_lab.verification.reference.model import logits
-from megatron_lab.verification.reference.shape import is_trained, random_weights
+from megatron_lab.verification.reference.model import compute_logits
+from megatron_lab.verification.reference.shape import build_random_weights, is_trained
 from tests.support.equality import assert_equal_tensors, number_differences
 from tests.support.layout import Layout, Recipe, build_step, context_of, microbatches, model_config
 from tests.support.memory_source import MemorySource
@@ -31,7 +31,7 @@ def recipe(style: str, layers: int, batch: int, targets: tuple[str, ...]) -> Rec
     like = llama_like if style == "llama" else gpt2_like
     sizes = dict(num_layers=layers, hidden=12, ffn=12, heads=4, kv_heads=4, head_size=3 + (style == "llama"), vocab=29, seq=8)
     shape = replace(like(**sizes), lora_rank=3, lora_scale=1.7, lora_targets=targets)
-    return Recipe(shape, random_weights(shape, seed=5), random_batches(shape, 2, batch, 1, seed=6))
+    return Recipe(shape, build_random_weights(shape, seed=5), random_batches(shape, 2, batch, 1, seed=6))
 
 
 # ---- checkpoints
@@ -84,14 +84,17 @@ def test_a_run_goes_from_layout_to_layout(tmp_path: Path) -> None:
 def test_products_of_adapters_are_added_to_the_weights() -> None:
     """The plain model without adapters gives the same logits, whichever box of a weight is read."""
     r = recipe("llama", 2, 4, ALL)
-    source = merged(MemorySource(model_config(r.shape), r.weights))
+    source = merge_adapters(MemorySource(model_config(r.shape), r.weights))
     assert source.model == model_config(replace(r.shape, lora_rank=None))
     weights = {name: source.read(name) for name in source.weights}
     tokens = r.batches[0][0]
     torch.testing.assert_close(
-        logits(replace(r.shape, lora_rank=None), weights, tokens), logits(r.shape, r.weights, tokens), rtol=1e-10, atol=1e-12
+        compute_logits(replace(r.shape, lora_rank=None), weights, tokens),
+        compute_logits(r.shape, r.weights, tokens),
+        rtol=1e-10,
+        atol=1e-12,
     )
-    box = Box((1, 3, 2), (1, 4, 5))
+    box = TensorSlice((1, 3, 2), (1, 4, 5))
     torch.testing.assert_close(source.read("layers.1.mlp.up.weight", box), weights["layers.1.mlp.up.weight"][box.index])
 
 
@@ -102,4 +105,4 @@ def test_what_is_frozen_has_no_weight_gradient() -> None:
     layers, hidden, rank = 2, 12, 3
     matrices = layers * (3 * 4 * 4 * hidden + 4 * 4 * hidden + 3 * hidden * 12)
     low = layers * rank * ((hidden + 3 * 16) + (16 + hidden) + (hidden + 24) + (12 + hidden))
-    assert flops_per_token(with_all, 29) == flops_per_token(without, 29) - 2 * (matrices + 29 * hidden) + 6 * low
+    assert count_flops_per_token(with_all, 29) == count_flops_per_token(without, 29) - 2 * (matrices + 29 * hidden) + 6 * low

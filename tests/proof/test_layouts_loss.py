@@ -25,12 +25,12 @@ def _step_results(rank: int, recipe: Recipe, layout: Layout) -> tuple[float, flo
 
 def test_the_z_loss_is_told_apart() -> None:
     """Each token counts once in the world; loss and evaluation are without it; without a coefficient there is none."""
-    from megatron_lab.verification.reference.model import logits
+    from megatron_lab.verification.reference.model import compute_logits
 
     r = recipe_of({**DEFAULTS, "style": "gpt2", "tied": True, "z_loss": 0.05, "microbatches": 4})
     expected = reference_of(r).losses[0]
     tokens, _, mask = r.batches[0]
-    log_z = logits(r.shape, r.weights, tokens).logsumexp(-1)
+    log_z = compute_logits(r.shape, r.weights, tokens).logsumexp(-1)
     z_loss = (0.05 * log_z.square() * mask).sum() / mask.sum()
     every = Layout(tp=2, pp=2, dp=2, micro_batch_size=1, sequence_parallel=True, memory=MemoryConfig(loss_chunk_tokens=3))
     for layout in (every, Layout(tp=2)):

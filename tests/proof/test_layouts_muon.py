@@ -17,7 +17,7 @@ from tests.support.warm import run_forked_ranks
 @pytest.mark.parametrize("most", [1, pytest.param(1000, marks=pytest.mark.full("1, and test_matrix_plan.py"))])
 def test_many_rounds_are_no_other(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """Rounds of one matrix a rank, and of some: while one is computed others travel, in buffers that are used again."""
-    monkeypatch.setattr(matrix_plan, "MOST_ELEMENTS", most)
+    monkeypatch.setattr(matrix_plan, "MAX_ROUND_ELEMENTS", most)
     monkeypatch.setattr("tests.support.layout.run_warm_ranks", run_forked_ranks)  # ranks that are forked now know the size
     recipe = recipe_of({**DEFAULTS, "style": "llama, norms of heads", "rule": "muon, three, even steps", "microbatches": 4})
     expected = reference_of(recipe)

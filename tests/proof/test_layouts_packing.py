@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from megatron.data.samples import DocumentRules
-from megatron_lab.verification.reference.model import Batch, Rules
-from megatron_lab.verification.reference.shape import ReferenceShape, random_weights
+from megatron_lab.verification.reference.model import Batch, EodRules
+from megatron_lab.verification.reference.shape import ReferenceShape, build_random_weights
 from tests.support.equality import assert_equal_runs
 from tests.support.layout import Layout, Recipe, run_layout
 from tests.support.reference_runs import gpt2_like, llama_like, loss_with_rules, train
@@ -46,7 +46,7 @@ def documents(steps: int, samples: int) -> list[Batch]:
 @functools.cache
 def recipe(positions: str, kv_heads: int, tied: bool, layers: int, rules: DocumentRules = ALL_RULES) -> Recipe:
     shape = shape_of(positions, kv_heads, tied, layers)
-    return Recipe(shape, random_weights(shape, seed=5), documents(2, 8), rules=rules)
+    return Recipe(shape, build_random_weights(shape, seed=5), documents(2, 8), rules=rules)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def recipe(positions: str, kv_heads: int, tied: bool, layers: int, rules: Docume
 )
 def test_each_rule_does_what_it_says(flags: tuple[bool, bool, bool], positions: str) -> None:
     r = recipe(positions, 2, True, 2, DocumentRules(EOD, *flags))
-    loss = functools.partial(loss_with_rules, rules=Rules(EOD, *flags))
+    loss = functools.partial(loss_with_rules, rules=EodRules(EOD, *flags))
     expected = train(r.shape, r.weights, r.batches, loss=loss, lr=r.lr, weight_decay=r.weight_decay, clip=r.clip)
     assert_equal_runs(run_layout(r, Layout()), expected)
 
@@ -68,7 +68,7 @@ def test_each_rule_does_what_it_says(flags: tuple[bool, bool, bool], positions: 
 @pytest.mark.parametrize("flags", [(True, False, False), (False, True, False)], ids=str)
 def test_each_rule_reaches_the_stages_in_the_middle(flags: tuple[bool, bool, bool]) -> None:
     r = recipe("rope", 2, False, 3, DocumentRules(EOD, *flags))
-    loss = functools.partial(loss_with_rules, rules=Rules(EOD, *flags))
+    loss = functools.partial(loss_with_rules, rules=EodRules(EOD, *flags))
     expected = train(r.shape, r.weights, r.batches, loss=loss, lr=r.lr, weight_decay=r.weight_decay, clip=r.clip)
     assert_equal_runs(run_layout(r, Layout(pp=3, micro_batch_size=1)), expected)
 
@@ -78,7 +78,7 @@ def test_the_rules_change_what_is_learned() -> None:
     found = {}
     for positions in ("learned", "rope"):
         shape = shape_of(positions, 2, True, 2)
-        weights, batch = random_weights(shape, seed=5), documents(1, 8)[0]
-        losses = [loss_with_rules(shape, weights, batch, Rules(EOD, *flags)).item() for flags in FLAGS]
+        weights, batch = build_random_weights(shape, seed=5), documents(1, 8)[0]
+        losses = [loss_with_rules(shape, weights, batch, EodRules(EOD, *flags)).item() for flags in FLAGS]
         found[positions] = len({round(loss, 9) for loss in losses})
     assert found == {"learned": 8, "rope": 6}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.spec.schedules import SCHEDULES
-from megatron_lab.verification.reference.shape import random_weights
+from megatron_lab.verification.reference.shape import build_random_weights
 from tests.support.layout import Layout, Recipe, run_layout
 from tests.support.reference_runs import gpt2_like, llama_like, random_batches
 
@@ -18,7 +18,7 @@ from tests.support.reference_runs import gpt2_like, llama_like, random_batches
 def recipe(style: str, layers: int, batch: int) -> Recipe:
     like = llama_like if style == "llama" else gpt2_like
     shape = like(num_layers=layers, hidden=8, ffn=16, heads=2, kv_heads=2, head_size=4, vocab=29, seq=4, tied="tied" in style)
-    return Recipe(shape, random_weights(shape, seed=5), random_batches(shape, 2, batch, 1, seed=6))
+    return Recipe(shape, build_random_weights(shape, seed=5), random_batches(shape, 2, batch, 1, seed=6))
 
 
 WITH_ONE_CHUNK = pytest.mark.full("schedules with two chunks on a stage")

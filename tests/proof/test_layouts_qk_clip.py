@@ -9,9 +9,9 @@ import torch
 
 from megatron.config.memory import MemoryConfig
 from megatron.config.training import OptimizerConfig
-from megatron_lab.verification.plain_run import rule_numbers
-from megatron_lab.verification.reference.qk_clip import ScoreClip
-from megatron_lab.verification.reference.shape import LatentShape, ReferenceShape, random_weights
+from megatron_lab.verification.plain_run import build_rule_options
+from megatron_lab.verification.reference.qk_clip import QkClip
+from megatron_lab.verification.reference.shape import LatentShape, ReferenceShape, build_random_weights
 from tests.support.equality import assert_equal_runs
 from tests.support.layout import Layout, Recipe, run_layout
 from tests.support.reference_runs import ReferenceRun, gpt2_like, llama_like, mean_loss, random_batches, train
@@ -30,7 +30,7 @@ SHAPES: dict[str, ReferenceShape] = {
         head_size=9,
         vocab=61,
         seq=8,
-        latent=LatentShape(10, 6, plain=5, rotated=4, value=3),
+        latent=LatentShape(10, 6, qk_head_dim=5, qk_pos_emb_head_dim=4, v_head_dim=3),
     ),
 }
 # Each data rank has two microbatches of the four sequences.
@@ -57,7 +57,7 @@ SINGLY = {
 def recipe(shape: str) -> Recipe:
     """Large weights, so that scores are large; no clipping of gradients hides them."""
     one = SHAPES[shape]
-    weights = {name: w * (3.0 if "attention." in name else 1.0) for name, w in random_weights(one, seed=1).items()}
+    weights = {name: w * (3.0 if "attention." in name else 1.0) for name, w in build_random_weights(one, seed=1).items()}
     update = {"qk_clip": True, "qk_clip_threshold": THRESHOLDS[shape], "qk_clip_alpha": ALPHA}
     return Recipe(one, weights, random_batches(one, 2, 4, 1, seed=2), optimizer="muon", update=update)
 
@@ -65,8 +65,8 @@ def recipe(shape: str) -> Recipe:
 @functools.cache
 def reference(shape: str) -> ReferenceRun:
     r, one = recipe(shape), SHAPES[shape]
-    numbers = rule_numbers(OptimizerConfig(), (one.heads // one.kv_heads, one.head_size))
-    clip = ScoreClip(one, THRESHOLDS[shape], ALPHA)
+    numbers = build_rule_options(OptimizerConfig(), (one.heads // one.kv_heads, one.head_size))
+    clip = QkClip(one, THRESHOLDS[shape], ALPHA)
     return train(
         r.shape,
         r.weights,

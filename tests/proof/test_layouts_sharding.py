@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lab.verification.reference.shape import ReferenceShape, random_weights
+from megatron_lab.verification.reference.shape import ReferenceShape, build_random_weights
 from tests.support.covering import full_but
 from tests.support.equality import assert_equal_runs, number_differences
 from tests.support.layout import Layout, Recipe, run_layout
@@ -33,7 +33,7 @@ SMALL: dict[str, Any] = dict(hidden=16, ffn=24, heads=4, kv_heads=4, head_size=4
 def recipe(shape: ReferenceShape, *sizes: int) -> Recipe:
     """One step for each size of a global batch; microbatches are of one sequence and differ much in their masks."""
     batches = [random_batches(shape, 1, size, 1, seed=step)[0] for step, size in enumerate(sizes)]
-    return Recipe(shape, random_weights(shape, seed=1), batches)
+    return Recipe(shape, build_random_weights(shape, seed=1), batches)
 
 
 @functools.cache

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megatron.parallel.boxes import Box
 from megatron.parallel.context import make_context
+from megatron.parallel.tensor_slice import TensorSlice
 from megatron.parallel.topology import Topology
 from megatron_lab.commands import checkpoint
 from megatron_lab.foreign.legacy_checkpoint import LegacyCheckpoint
-from megatron_lab.inference.forward import sequence_logits
-from megatron_lab.inference.model_from_source import model_from
-from megatron_lab.verification.reference.model import logits
-from megatron_lab.verification.reference.shape import ReferenceShape, Weights, random_weights
+from megatron_lab.inference.forward import compute_sequence_logits
+from megatron_lab.inference.model_from_source import load_model
+from megatron_lab.verification.reference.model import compute_logits
+from megatron_lab.verification.reference.shape import ReferenceShape, Weights, build_random_weights
 from tests.support.layout import model_config
 from tests.support.legacy_checkpoints import PADDING, LegacyLayout, padded_rows, write_legacy
 from tests.support.reference_runs import gpt2_like, llama_like
@@ -43,7 +43,7 @@ def named(layout: LegacyLayout) -> str:
 
 
 def weights_of(shape: ReferenceShape, dtype: torch.dtype = torch.bfloat16) -> Weights:
-    return {name: tensor.to(dtype) for name, tensor in random_weights(shape, seed=5).items()}
+    return {name: tensor.to(dtype) for name, tensor in build_random_weights(shape, seed=5).items()}
 
 
 def assert_same(source: LegacyCheckpoint, weights: Weights) -> None:
@@ -83,11 +83,11 @@ def test_a_box_is_that_part(tmp_path: Path) -> None:
     write_legacy(tmp_path, shape, weights, LegacyLayout(tp=2, pp=2))
     source = LegacyCheckpoint(tmp_path)
     boxes = {
-        "layers.2.mlp.up.weight": Box((1, 20, 3), (1, 9, 17)),
-        "layers.3.attention.qkv.weight": Box((30, 0), (5, 32)),
-        "layers.0.mlp.down.weight": Box((4, 22), (3, 6)),
-        "embedding.word.weight": Box((29, 1), (VOCAB - 29, 2)),
-        "layers.1.attention_norm.weight": Box((3,), (9,)),
+        "layers.2.mlp.up.weight": TensorSlice((1, 20, 3), (1, 9, 17)),
+        "layers.3.attention.qkv.weight": TensorSlice((30, 0), (5, 32)),
+        "layers.0.mlp.down.weight": TensorSlice((4, 22), (3, 6)),
+        "embedding.word.weight": TensorSlice((29, 1), (VOCAB - 29, 2)),
+        "layers.1.attention_norm.weight": TensorSlice((3,), (9,)),
     }
     for name, box in boxes.items():
         found = source.read(name, box)
@@ -108,8 +108,8 @@ def test_the_model_computes_what_the_weights_say(tmp_path: Path) -> None:
     write_legacy(tmp_path, shape, weights, LegacyLayout(2, 2, 2, engine=True))
     context = make_context(Topology(), 0, torch.device("cpu"))
     tokens = torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
-    found = sequence_logits(model_from(LegacyCheckpoint(tmp_path), context, torch.float64), context, tokens)
-    torch.testing.assert_close(found, logits(shape, weights, tokens), rtol=0, atol=1e-12)
+    found = compute_sequence_logits(load_model(LegacyCheckpoint(tmp_path), context, torch.float64), context, tokens)
+    torch.testing.assert_close(found, compute_logits(shape, weights, tokens), rtol=0, atol=1e-12)
 
 
 def test_vocabulary(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_what_changes_the_model_and_has_no_weights_is_refused(tmp_path: Path, se
     shape = STYLES["gpt2"]
     changed: dict[str, Any] = {setting: True}
     write_legacy(tmp_path, shape, weights_of(shape), LegacyLayout(), **changed)
-    with pytest.raises(CheckpointError, match=f"cannot be built here: {setting} = True"):
+    with pytest.raises(CheckpointError, match=f"not supported: {setting} = True"):
         LegacyCheckpoint(tmp_path)
 
 
@@ -181,32 +181,38 @@ def folder(tmp_path: Path) -> Path:
 NORM = "decoder.layers.1.input_layernorm.weight"
 FC1 = "decoder.layers.1.mlp.linear_fc1.weight"
 CHANGES: dict[str, tuple[Any, str]] = {
-    "version": (lambda c: c.update(checkpoint_version=2.0), "checkpoint version 2.0, and only 3.0"),
+    "version": (lambda c: c.update(checkpoint_version=2.0), "checkpoint version 2.0; only version 3.0"),
     "no args": (lambda c: c.pop("args"), "holds no args"),
     "experts": (lambda c: setattr(c["args"], "num_experts", 8), "num_experts = 8"),
     "norm plus one": (lambda c: setattr(c["args"], "apply_layernorm_1p", True), "apply_layernorm_1p = True"),
     "positions": (lambda c: setattr(c["args"], "position_embedding_type", "mrope"), "position_embedding_type = 'mrope'"),
-    "missing argument": (lambda c: delattr(c["args"], "hidden_size"), "say nothing of hidden_size"),
-    "width below 1": (lambda c: setattr(c["args"], "hidden_size", -32), "hidden_size, or a number below 1"),
+    "missing argument": (lambda c: delattr(c["args"], "hidden_size"), "lack hidden_size"),
+    "width below 1": (
+        lambda c: setattr(c["args"], "hidden_size", -32),
+        "its args say hidden_size = -32; each of these settings must be at least 1",
+    ),
     "groups that do not divide": (
         lambda c: vars(c["args"]).update(group_query_attention=True, num_query_groups=3),
-        "describe no model: --num-attention-heads 4",
+        "describe an invalid model: --num-attention-heads 4",
     ),
     "sizes of another type": (lambda c: setattr(c["args"], "tensor_model_parallel_size", "2"), "tensor_model_parallel_size = '2'"),
     "ranks without number": (lambda c: setattr(c["args"], "tensor_model_parallel_size", 10**12), "lacks mp_rank_02, mp_rank_03"),
     "argument of another type": (lambda c: setattr(c["args"], "num_layers", "4"), "num_layers = '4'"),
     "other depth": (lambda c: setattr(c["args"], "num_layers", 6), "holds 4 layers, but its args say 6"),
-    "other width": (lambda c: setattr(c["args"], "ffn_hidden_size", 48), "where its args make it"),
+    "other width": (lambda c: setattr(c["args"], "ffn_hidden_size", 48), "according to its args it should be"),
     "missing tensor": (lambda c: c["model"].pop(NORM), f"no {NORM}"),
     "unknown tensor": (lambda c: c["model"].update({"decoder.layers.0.adapter.weight": torch.ones(2)}), "adapter.weight"),
     "two norms": (
         lambda c: c["model"].update({"decoder.layers.1.self_attention.linear_qkv.layer_norm_weight": torch.ones(32)}),
         "has both",
     ),
-    "old names": (lambda c: c.update(model={"language_model": {}}), "before its core"),
-    "more ranks": (lambda c: setattr(c["args"], "tensor_model_parallel_size", 1), "holds 2 ranks, not tensor 1"),
+    "old names": (lambda c: c.update(model={"language_model": {}}), "before Megatron-Core"),
+    "more ranks": (
+        lambda c: setattr(c["args"], "tensor_model_parallel_size", 1),
+        "holds files of 2 ranks, which are more than the tensor 1",
+    ),
     "fewer ranks": (lambda c: setattr(c["args"], "tensor_model_parallel_size", 4), "lacks mp_rank_02, mp_rank_03"),
-    "no model": (lambda c: c.pop("model"), "holds no model"),
+    "no model": (lambda c: c.pop("model"), "holds no weights"),
 }
 
 
@@ -225,9 +231,9 @@ def test_copies_that_differ(tmp_path: Path) -> None:
     edit(folder, lambda c: c["model"]["decoder.layers.0.input_layernorm.weight"].add_(1), "mp_rank_01_000")
     edit(folder, lambda c: c["model"]["output_layer.weight"][3].add_(1), "mp_rank_00_001")
     source = LegacyCheckpoint(folder)
-    with pytest.raises(DamagedCheckpointError, match="mp_rank_01_000/model_optim_rng.pt hold different ones"):
+    with pytest.raises(DamagedCheckpointError, match="differs between .* and .*mp_rank_01_000/model_optim_rng.pt"):
         source.read("layers.0.attention_norm.weight")
-    with pytest.raises(DamagedCheckpointError, match="drift apart"):
+    with pytest.raises(DamagedCheckpointError, match="the two copies diverged"):
         source.read("embedding.word.weight")
 
 
@@ -246,5 +252,5 @@ def test_no_checkpoint(tmp_path: Path) -> None:
         (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(word)
         with pytest.raises(CheckpointError, match="holds no legacy checkpoint"):
             LegacyCheckpoint(tmp_path)
-    with pytest.raises(CheckpointError, match="copy it to one"):
+    with pytest.raises(CheckpointError, match="Copy it to one"):
         LegacyCheckpoint("memory://legacy")

@@ -16,13 +16,13 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from megatron.parallel.accumulate import deferring
 from megatron.parallel.context import SELF_GROUP, ParallelContext, make_context
-from megatron.parallel.overlap import Pieces
+from megatron.parallel.overlap import RingOverlap
 from megatron.parallel.params import ParamTable, Scope, materialize
 from megatron.parallel.topology import Topology
-from megatron.precision.products import PLAIN
-from megatron.spec.weights import column, row
+from megatron.precision.gemms import DEFAULT_GEMMS
+from megatron.spec.weights import build_column_parallel_linear, build_row_parallel_linear
 from megatron.tensor_parallel.layers import ColumnParallelLinear, LinearLayer, RowParallelLinear
-from megatron.tensor_parallel.linear import Remade, parallel_linear
+from megatron.tensor_parallel.linear import RecomputableInput, parallel_linear
 from tests.support.lone_rank import CPU, lone_rank
 from tests.support.sinks import sink_over
 from tests.support.warm import run_forked_ranks
@@ -86,15 +86,15 @@ def layer_of(case: Case, context: ParallelContext) -> tuple[nn.Module, ParamTabl
     """The layer with this rank's part of the weights, and sinks."""
     table = ParamTable()
     if case.kind == "column":
-        weights = column("layer", IN, OUT, bias=case.bias, std=1.0, halves=case.halves)
+        weights = build_column_parallel_linear("layer", IN, OUT, bias=case.bias, std=1.0, num_halves=case.halves)
     else:
-        weights = row("layer", IN, OUT, bias=case.bias, std=1.0)
+        weights = build_row_parallel_linear("layer", IN, OUT, bias=case.bias, std=1.0)
     by_name = {name: replace(weight, name=name) for weight in weights for name in [weight.name.removeprefix("layer.")]}
-    scope = Scope(context, table, by_name, torch.float64, case.sequence_parallel, Pieces() if case.overlap else None)
+    scope = Scope(context, table, by_name, torch.float64, case.sequence_parallel, RingOverlap() if case.overlap else None)
     layer: nn.Module = ColumnParallelLinear(scope) if case.kind == "column" else RowParallelLinear(scope)
     materialize(layer, table, CPU)
     for entry in table:
-        box = entry.record.held_box(context.axis_sizes, context.coordinates)
+        box = entry.record.local_slice(context.axis_sizes, context.coordinates)
         whole = values(*entry.record.shape, key=1 if entry.record.name == "weight" else 2)
         with torch.no_grad():
             entry.param.copy_(whole[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))])
@@ -135,7 +135,7 @@ def remade_is_the_same(case: Case, context: ParallelContext, x: torch.Tensor, dy
             for remade in (False, True):
                 layer, table = layer_of(case, context)
                 leaf = source.detach().clone().requires_grad_()
-                out = layer(Remade.of(again, leaf * 1.0) if remade else make(leaf * 1.0))
+                out = layer(RecomputableInput.of(again, leaf * 1.0) if remade else make(leaf * 1.0))
                 with deferring() if defer else contextlib.nullcontext() as put_off:
                     out.backward(dy)
                 if put_off is not None:
@@ -166,7 +166,7 @@ def on_two_ranks(rank: int) -> list[dict[str, Any]]:
         result["remade"] = remade_is_the_same(case, context, x, dy)
         for entry in table:
             result[entry.record.name] = entry.param.grad_sink.main_grad  # type: ignore[attr-defined]
-            result[f"{entry.record.name} partial"] = "tp" in entry.record.partial_over
+            result[f"{entry.record.name} partial"] = "tp" in entry.record.partial_axes
             assert entry.param.grad is None
         found.append(result)
     dist.barrier()
@@ -228,11 +228,11 @@ def test_records_of_the_layers() -> None:
     weight, bias = table["weight"].record, table["bias"].record
     assert (weight.shape, bias.shape) == ((2, OUT, IN), (2, OUT))
     assert [split.dim for split in weight.splits + bias.splits] == [1, 1]
-    assert weight.decay and not bias.decay
+    assert weight.has_weight_decay and not bias.has_weight_decay
     assert table["weight"].param.shape == (2, OUT // 2, IN)
     _, table = layer_of(Case("row", True, True), lone_rank(Topology(tp=2)))
     assert table["weight"].record.splits[0].dim == 1 and not table["bias"].record.splits
-    assert table["weight"].record.decay and not table["bias"].record.decay
+    assert table["weight"].record.has_weight_decay and not table["bias"].record.has_weight_decay
 
 
 # ---- the operation
@@ -253,13 +253,13 @@ def test_without_sinks_gradients_are_in_grad() -> None:
 @pytest.mark.parametrize("wanted", [False, True])
 def test_the_input_gradient_is_computed_only_for_those_who_want_it(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     computed: list[bool] = []
-    product = PLAIN.input_gradient
+    product = DEFAULT_GEMMS.compute_input_grad
 
     def counted(*args: torch.Tensor) -> torch.Tensor:
         computed.append(True)
         return product(*args)
 
-    monkeypatch.setattr(PLAIN, "input_gradient", counted)
+    monkeypatch.setattr(DEFAULT_GEMMS, "compute_input_grad", counted)
     weight = nn.Parameter(values(OUT, IN, key=1))
     x = values(SEQ, BATCH, IN, key=3).requires_grad_(wanted)
     parallel_linear(x, weight, None, SELF_GROUP).sum().backward()
@@ -314,7 +314,7 @@ def test_an_input_is_made_again_when_its_product_is_computed_unless_that_takes_l
         return source.tanh()[..., :IN]
 
     source, weight = values(SEQ, BATCH, IN * (1 + widened), key=3), nn.Parameter(values(OUT, IN, key=1))
-    y = parallel_linear(Remade.of(make, source), weight, None, SELF_GROUP)
+    y = parallel_linear(RecomputableInput.of(make, source), weight, None, SELF_GROUP)
     with deferring() as put_off:
         y.sum().backward()
     assert len(made) == 1 + widened, "at once what frees the larger source"

@@ -16,13 +16,13 @@ import torch
 
 from megatron.config.memory import MemoryConfig
 from megatron.config.model import ModelConfig
-from megatron.moe.balance import BalanceResult
-from megatron.spec.counts import attention_flops, count_active, count_parameters, flops_per_token
+from megatron.moe.balance import RouterMetrics
+from megatron.spec.counts import count_active_parameters, count_attention_flops, count_flops_per_token, count_parameters
 from megatron.training.step import TrainStep
-from megatron_lab.verification.observation import TensorPart
-from megatron_lab.verification.recording import parts_of_shards
+from megatron_lab.verification.observation import LocalTensor
+from megatron_lab.verification.recording import record_shards
 from megatron_lab.verification.reference.experts import ExpertsShape
-from megatron_lab.verification.reference.shape import random_weights
+from megatron_lab.verification.reference.shape import build_random_weights
 from tests.support.equality import assert_equal_runs, assert_equal_tensors
 from tests.support.layout import Layout, Recipe, build_step, context_of, join, microbatches, run_layout
 from tests.support.reference_runs import llama_like, random_batches, train
@@ -30,7 +30,17 @@ from tests.support.step_checkpoints import load, save
 from tests.support.warm import run_warm_ranks
 
 SIZES = {"num_layers": 2, "hidden": 12, "ffn": 20, "heads": 4, "kv_heads": 4, "head_size": 4, "vocab": 32, "seq": 4}
-TWO = ExpertsShape((True, True), 4, 2, 8, score="sigmoid", balance="sequence", balance_coeff=0.3, z_coeff=0.1, bias_step=1e-3)
+TWO = ExpertsShape(
+    (True, True),
+    4,
+    2,
+    8,
+    score_function="sigmoid",
+    aux_loss_scope="sequence",
+    aux_loss_coeff=0.3,
+    z_loss_coeff=0.1,
+    bias_update_rate=1e-3,
+)
 SHARED = Layout(dp=2, ep=2, micro_batch_size=1)
 
 
@@ -41,7 +51,7 @@ def recipe(shape: ExpertsShape = TWO, *, steps: int = 1, idle: bool = False) -> 
         idle: routers without weights, whose scores are all equal.
     """
     whole = llama_like(**SIZES, experts=shape)
-    weights = random_weights(whole, seed=5, std=0.3)
+    weights = build_random_weights(whole, seed=5, std=0.3)
     if idle:
         weights |= {name: torch.zeros_like(weights[name]) for name in weights if name.endswith("router.weight")}
     return Recipe(whole, weights, random_batches(whole, steps, 4, 1, seed=6))
@@ -64,7 +74,9 @@ def test_a_rank_without_tokens() -> None:
     """Megatron-LM 4851 ("Avoid hang in TEGroupedMLP when a rank has zero local tokens") and 1877 ("shape is invalid for input of
     size 0"), Automodel 935: what has no rows is left out, with its communication. Of equal scores the first expert is chosen, so
     that all go to rank 0, also where layers run again (Automodel 3140)."""
-    shape = ExpertsShape((True, True), 4, 1, 8, score="softmax first", balance="microbatch", balance_coeff=0.3, capacity=4.0)
+    shape = ExpertsShape(
+        (True, True), 4, 1, 8, score_function="softmax first", aux_loss_scope="microbatch", aux_loss_coeff=0.3, capacity_factor=4.0
+    )
     full = dataclasses.replace(SHARED, memory=MemoryConfig("full"))
     assert_as_one_process(recipe(shape, idle=True), full, dataclasses.replace(SHARED, dispatcher="allgather"))
 
@@ -76,7 +88,7 @@ def test_experts_with_their_state_in_host_memory() -> None:
     assert_as_one_process(recipe(steps=2), layout)
 
 
-def _balance(rank: int, r: Recipe, layout: Layout, evaluates: bool) -> tuple[float, BalanceResult, list[TensorPart]]:
+def _balance(rank: int, r: Recipe, layout: Layout, evaluates: bool) -> tuple[float, RouterMetrics, list[LocalTensor]]:
     context = context_of(layout, rank)
     step = build_step(context, r, layout)
     batch = microbatches(r.batches[0], context, layout.micro_batch_size)
@@ -84,16 +96,16 @@ def _balance(rank: int, r: Recipe, layout: Layout, evaluates: bool) -> tuple[flo
         if evaluates:
             step.evaluate(batch)
         result = step.run(batch, iteration=iteration, learning_rate=0.0, weight_decay=0.0)
-    assert result.balance is not None
-    biases = [part for part in parts_of_shards(step, lambda shard: shard.main) if part.name.endswith("router.bias")]
-    return result.loss, result.balance, biases
+    assert result.expert_balance is not None
+    biases = [part for part in record_shards(step, lambda shard: shard.main_param) if part.name.endswith("router.bias")]
+    return result.loss, result.expert_balance, biases
 
 
 def test_choices_are_counted_once() -> None:
     """torchtitan 1593 and Automodel 3247 ("tokens per expert are counted twice during full recompute"), torchtitan 4148 ("Do not
     count MoE tokens during evaluation"), maxtext 1483 (the logged loss is summed over accumulated microbatches), megablocks 85
     ("different load_balancing_loss with different pipeline_parallel_size")."""
-    r = recipe(dataclasses.replace(TWO, bias_step=0.05))
+    r = recipe(dataclasses.replace(TWO, bias_update_rate=0.05))
     full = MemoryConfig("full")
     layouts = {
         "one process": (Layout(), False),
@@ -103,18 +115,20 @@ def test_choices_are_counted_once() -> None:
     found = {name: run_warm_ranks(layout.world_size, _balance, r, layout, on) for name, (layout, on) in layouts.items()}
     loss, balance, _ = found["one process"][0]
     biases = join([parts for _, _, parts in found["one process"]])
-    assert 1.0 < balance.loss < 2.0 and len({value for values in biases.values() for value in values.tolist()}) > 1
+    assert 1.0 < balance.load_balancing_loss < 2.0 and len({value for values in biases.values() for value in values.tolist()}) > 1
     for name, ranks in found.items():
         for own_loss, own, _ in ranks:
             assert own_loss == pytest.approx(loss, rel=1e-12), name
-            assert (own.loss, own.z_loss) == pytest.approx((balance.loss, balance.z_loss), rel=1e-12), name
-            assert own.busiest == pytest.approx(balance.busiest), name
+            assert (own.load_balancing_loss, own.z_loss) == pytest.approx(
+                (balance.load_balancing_loss, balance.z_loss), rel=1e-12
+            ), name
+            assert own.busiest_expert == pytest.approx(balance.busiest_expert), name
         assert_equal_tensors(join([parts for _, _, parts in ranks]), biases, what=name)
 
 
 def test_the_loss_that_is_told_is_the_cross_entropy() -> None:
     """open_lm 255: "the load balancing loss was not removed from the train loss"."""
-    plain = dataclasses.replace(TWO, balance_coeff=0.0, z_coeff=0.0)
+    plain = dataclasses.replace(TWO, aux_loss_coeff=0.0, z_loss_coeff=0.0)
     first, second = (run_warm_ranks(2, _balance, recipe(shape), SHARED, False)[0] for shape in (TWO, plain))
     assert first[0] == second[0]
 
@@ -125,36 +139,36 @@ def _narrow(rank: int, r: Recipe) -> tuple[bool, list[float], list[torch.dtype]]
     context = context_of(layout, rank)
     step = build_step(context, r, layout)
     batch = microbatches(r.batches[0], context, layout.micro_batch_size)
-    biases = [shard.main for shard in step.optimizer.shards if shard.record.by_counts is not None]
+    biases = [shard.main_param for shard in step.optimizer.shards if shard.record.count_update is not None]
     for bias in biases:
         bias.fill_(8.0)
-    step.optimizer.publish()
-    step.finish_publishing()
+    step.optimizer.copy_main_to_model_params()
+    step.finish_param_gather()
     first = _with_gradients(step, _spoil_experts if rank == 1 else _leave, batch, 1)
     moved = max(float((bias - 8.0).abs().max()) for bias in biases)
     step.run(batch, iteration=2, learning_rate=0.0, weight_decay=0.0)
-    entries = [entry.param for entry in step.model.params if entry.record.by_counts is not None]
+    entries = [entry.param for entry in step.model.params if entry.record.count_update is not None]
     return first, [moved, *(float((bias - 8.0).abs().max()) for bias in entries)], [bias.dtype for bias in entries]
 
 
 def _with_gradients(step: TrainStep, change: Callable[[TrainStep], None], batch: Any, iteration: int) -> bool:
     """Run a step whose gradients are changed before their norm is taken. Whether it is skipped."""
-    found = step.gradients
+    found = step.compute_gradients
 
     def changed(*args: Any, **named: Any) -> Any:
         result = found(*args, **named)
         change(step)
         return result
 
-    step.gradients = changed  # type: ignore[method-assign]
+    step.compute_gradients = changed  # type: ignore[method-assign]
     try:
         return step.run(batch, iteration=iteration, learning_rate=0.0, weight_decay=0.0).skipped
     finally:
-        step.gradients = found  # type: ignore[method-assign]
+        step.compute_gradients = found  # type: ignore[method-assign]
 
 
 def _spoil_experts(step: TrainStep) -> None:
-    experts = next(shard for shard in step.optimizer.shards if shard.record.of_experts)
+    experts = next(shard for shard in step.optimizer.shards if shard.record.is_expert)
     experts.grad.view(-1)[0] = math.inf
 
 
@@ -170,7 +184,7 @@ def test_sixteen_bits() -> None:
         assert set(dtypes) == {torch.float32} and moved[1:] == pytest.approx([1e-3] * len(moved[1:]), rel=1e-3)
 
 
-def _leg(rank: int, r: Recipe, layout: Layout, folder: Path, iteration: int) -> list[TensorPart]:
+def _leg(rank: int, r: Recipe, layout: Layout, folder: Path, iteration: int) -> list[LocalTensor]:
     context = context_of(layout, rank)
     step = build_step(context, dataclasses.replace(r, weights={name: 0 * value for name, value in r.weights.items()}), layout)
     if iteration == 1:
@@ -180,7 +194,7 @@ def _leg(rank: int, r: Recipe, layout: Layout, folder: Path, iteration: int) -> 
     batch = microbatches(r.batches[iteration - 1], context, layout.micro_batch_size)
     step.run(batch, iteration=iteration, learning_rate=r.lr, weight_decay=r.weight_decay)
     save(step, folder, iteration)
-    return parts_of_shards(step, lambda shard: shard.main)
+    return record_shards(step, lambda shard: shard.main_param)
 
 
 def test_every_expert_is_saved_with_its_state(tmp_path: Path) -> None:
@@ -225,8 +239,8 @@ def test_what_is_counted_are_the_experts_that_a_token_passes() -> None:
     )
     for model, vocab_size, total, active in ((mixtral, 32000, 46.7, 12.9), (deepseek, 129280, 671, 37)):
         assert count_parameters(model, vocab_size) == pytest.approx(total * 1e9, rel=2e-3)
-        assert count_active(model, vocab_size) == pytest.approx(active * 1e9, rel=2e-2)
-        products = flops_per_token(model, vocab_size) - 3 * sum(attention_flops(model))
+        assert count_active_parameters(model, vocab_size) == pytest.approx(active * 1e9, rel=2e-2)
+        products = count_flops_per_token(model, vocab_size) - 3 * sum(count_attention_flops(model))
         assert products == pytest.approx(6 * (active * 1e9 - vocab_size * model.hidden_size), rel=2e-2)
 
 

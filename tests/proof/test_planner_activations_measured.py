@@ -404,5 +404,7 @@ def test_planned_is_measured(world_size: int, changes: dict[str, Any], full: boo
     ratios = [plan / found.device for plan, found in zip(planned, measured, strict=True)]
     print(f"planned / measured: {', '.join(f'{ratio:.4f}' for ratio in ratios)}; {planned} against {measured} bytes")
     assert all(abs(ratio - 1) < allowed for ratio in ratios), ratios
-    host = [found.host for found in measured]
-    assert [plan.activations.host for plan in plans] == host and all(bool(taken) == config.memory.offloads for taken in host)
+    host = [found.host_bytes for found in measured]
+    assert [plan.activations.host_bytes for plan in plans] == host and all(
+        bool(taken) == config.memory.has_offload for taken in host
+    )

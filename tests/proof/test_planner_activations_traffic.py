@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import megatron.parallel.collectives as collectives
-from megatron.parallel.overlap import Pieces, SymmetricMemory
+from megatron.parallel.overlap import RingOverlap, SymmetricMemoryOverlap
 from megatron.pipeline_parallel.executor import ForwardFunction
 from megatron.spec.operations import Schedule
 from tests.proof.test_planner_activations_measured import EIGHT_BITS_WITHIN, LLAMA, PACKED
@@ -60,7 +60,7 @@ def _calls_of_a_step(rank: int, world_size: int, changes: dict[str, Any]) -> Cal
         counted.update(found)  # what comes after the last operation belongs to the data ranks and to the loss
 
     step.executor.run = heard  # type: ignore[method-assign]
-    step.gradients(batch)
+    step.compute_gradients(batch)
     dist.barrier()
     share = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0}
     calls: Calls = {}
@@ -97,9 +97,9 @@ def test_planned_transfers_are_the_calls_of_real_ranks(changes: dict[str, Any]) 
     config = settings(4, **changes)
     for rank, (real, plan) in enumerate(zip(run_forked_ranks(4, _calls_of_a_step, 4, changes), plan_ranks(config, 4), strict=True)):
         transfers = plan.transfers
-        assert {one.over for one in transfers} == {"tp", "pipeline"}
+        assert {one.group for one in transfers} == {"tp", "pipeline"}
         assert real == {
-            (one.operation, None if one.peer is None else rank % 2 + 2 * one.peer): (one.calls, one.bytes) for one in transfers
+            (one.comm_type, None if one.peer is None else rank % 2 + 2 * one.peer): (one.calls, one.bytes) for one in transfers
         }
 
 
@@ -117,12 +117,12 @@ def test_every_way_of_overlapping_sends_as_many_bytes(changes: dict[str, Any]) -
     turns = plan_rank(settings(8, **grid, **changes), 8, device_type="cuda")
     ways = [
         plan_rank(settings(8, **grid, **changes, tp_comm_overlap=True), 8, device_type="cuda", overlap=way)
-        for way in (SymmetricMemory(), Pieces())
+        for way in (SymmetricMemoryOverlap(), RingOverlap())
     ]
-    sent = [Counter({one.operation: one.bytes for one in plan.transfers if one.over == "tp"}) for plan in (turns, *ways)]
+    sent = [Counter({one.comm_type: one.bytes for one in plan.transfers if one.group == "tp"}) for plan in (turns, *ways)]
     assert sent[1] == sent[0], "by the kinds of collectives"
     assert sent[2]["send"] > sent[0]["all-gather"] / 2 and sent[2].total() == sent[0].total()
-    assert [one for one in ways[0].transfers if one.over == "tp"] == [one for one in turns.transfers if one.over == "tp"]
-    peaks = [[span.peak for span in plan.traces[0].ops.values()] for plan in (turns, *ways)]
+    assert [one for one in ways[0].transfers if one.group == "tp"] == [one for one in turns.transfers if one.group == "tp"]
+    peaks = [[span.peak_bytes for span in plan.traces[0].ops.values()] for plan in (turns, *ways)]
     assert peaks[1] == peaks[0], "what is gathered, and what is not yet scattered"
     assert all(ring <= other for ring, other in zip(peaks[2], peaks[0], strict=True)) and peaks[2] != peaks[0]

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.config.given import DryRun
 from megatron.model.build import Model
-from megatron_lab.planner.dry_run import make_plan
+from megatron_lab.planner.dry_run import build_plan
 from megatron_lab.planner.plan import Plan, plan_to_json
 from megatron_lab.planner.plan_text import format_plan
 from tests.proof.test_planner_activations_measured import LLAMA
@@ -64,19 +64,19 @@ def test_the_dry_run_tells_both() -> None:
     changes = {**_EXPERTS, "device": "cpu", "data_parallel_sharding_strategy": "no_shard"}
 
     def plan(factor: float | None = None, **more: Any) -> Plan:
-        return make_plan(settings(2, **changes | more), DryRun(2, 2, None, factor), 501)
+        return build_plan(settings(2, **changes | more), DryRun(2, 2, None, factor), 501)
 
     even, twice, most, whole = plan(), plan(2.0), plan(1000.0), plan(**_CAPACITY)
-    assert even.experts is not None and not even.experts.unbalanced
+    assert even.experts is not None and not even.experts.unbalanced_profiles
     microbatches, choices, stays = 2, 1024 * 2, 0.5
     each_way, counts = choices * 64 * 4, 2 * 2 * 8  # float32; int64
     sent = microbatches * stays * (4 * each_way + counts)  # there and back, forward and backward
-    assert even.experts.dispatched_a_layer == sent and even.experts.dispatched == 4 * sent
+    assert even.experts.dispatched_bytes_per_layer == sent and even.experts.dispatched_bytes == 4 * sent
     for found in (twice, most):
-        assert found.experts is not None and found.kinds == even.kinds
-        assert found.experts.fullest.memory.total.device > even.kinds[even.fullest].memory.total.device
-    assert twice.experts == replace(most.experts, factor=2.0)  # type: ignore[type-var]  # all there is goes to two experts of one rank
-    assert whole.experts is not None and whole.experts.factor is None and whole.experts.unbalanced
+        assert found.experts is not None and found.profiles == even.profiles
+        assert found.experts.fullest.memory.total.device > even.profiles[even.fullest_index].memory.total.device
+    assert twice.experts == replace(most.experts, imbalance=2.0)  # type: ignore[type-var]  # all there is goes to two experts of one rank
+    assert whole.experts is not None and whole.experts.imbalance is None and whole.experts.unbalanced_profiles
     for found, words in (
         (even, "--plan-expert-imbalance FACTOR"),
         (twice, "get 2 x the mean"),
@@ -84,5 +84,5 @@ def test_the_dry_run_tells_both() -> None:
     ):
         assert any(words in line for line in format_plan(found)[:4])
         plan_to_json(found)
-    with pytest.raises(ValueError, match="of which the model has none"):
-        make_plan(settings(1), DryRun(1, 1, None, 2.0), 501)
+    with pytest.raises(ValueError, match="needs a model with experts"):
+        build_plan(settings(1), DryRun(1, 1, None, 2.0), 501)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lab.verification.reference.shape import random_weights
+from megatron_lab.verification.reference.shape import build_random_weights
 from tests.support.covering import full_but
 from tests.support.equality import assert_same_bits
 from tests.support.layout import Layout, LayoutRun, Recipe, run_layout
@@ -38,7 +38,7 @@ def recipe(chunks: int, sequences: int) -> Recipe:
     """A tied model; microbatches of one sequence."""
     # Every dimension divides by two, three and four, so that no strategy pads the vocabulary, which would cut it otherwise.
     shape = gpt2_like(num_layers=chunks, hidden=24, ffn=48, heads=6, kv_heads=6, head_size=4, vocab=60, seq=12, tied=True)
-    return Recipe(shape, random_weights(shape, seed=1), random_batches(shape, STEPS, sequences, 1, seed=2), clip=0.3)
+    return Recipe(shape, build_random_weights(shape, seed=1), random_batches(shape, STEPS, sequences, 1, seed=2), clip=0.3)
 
 
 @functools.cache

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from megatron.data_parallel.buckets import Buckets
-from megatron.spec.schedules import make_schedule
+from megatron.data_parallel.buckets import BucketedParams
+from megatron.spec.schedules import build_schedule
 from megatron.training.step import TrainStep
-from megatron_lab.planner.state_report import state_report
+from megatron_lab.planner.state_report import build_state_report
 from megatron_lab.verification.local_ranks import run_ranks
-from megatron_lab.verification.reference.shape import random_weights
+from megatron_lab.verification.reference.shape import build_random_weights
 from tests.support.held import held_by, num_bytes
 from tests.support.layout import (
     Layout,
@@ -44,7 +44,7 @@ def recipe(tied: bool, num_layers: int = 2) -> Recipe:
     width = 384 // num_layers
     sizes: dict[str, Any] = dict(num_layers=num_layers, hidden=width, ffn=512, heads=4, head_size=width // 4, vocab=512, seq=4)
     shape = gpt2_like(kv_heads=4, tied=True, **sizes) if tied else llama_like(kv_heads=2, tied=False, **sizes)
-    return Recipe(shape, random_weights(shape, seed=1), random_batches(shape, 1, SEQUENCES, 1, seed=2))
+    return Recipe(shape, build_random_weights(shape, seed=1), random_batches(shape, 1, SEQUENCES, 1, seed=2))
 
 
 def layout(dp: int, sharding: str, **settings: Any) -> Layout:
@@ -67,7 +67,9 @@ def kept(step: TrainStep) -> dict[str, int]:
     return {
         "parameters": num_bytes(tensor for held in now for tensor in held.parameters),
         "gradients": num_bytes(tensor for held in now for tensor in held.gradients),
-        "main_params": num_bytes(shard.main for shard in shards if shard.main.untyped_storage().data_ptr() not in weights),
+        "main_params": num_bytes(
+            shard.main_param for shard in shards if shard.main_param.untyped_storage().data_ptr() not in weights
+        ),
         "moments": num_bytes(moment for shard in shards for moment in shard.moments.values()),
         "buffers": num_bytes(tensor for held in now for tensor in held.buffers),
     }
@@ -99,9 +101,9 @@ def count(rank: int, layout: Layout, tied: bool) -> Counted:
     step.run(inputs, iteration=1, learning_rate=0.1, weight_decay=0.1)
     found = kept(step)
     everything = live_bytes() - before
-    schedule = make_schedule("1f1b", 1, len(inputs), 1)
+    schedule = build_schedule("1f1b", 1, len(inputs), 1)
     model = model_on_meta(context, r, layout)
-    memory = state_report(model, context, parallel_config(layout), optimizer_config(r, layout), schedule).memory
+    memory = build_state_report(model, context, parallel_config(layout), optimizer_config(r, layout), schedule).memory
     dist.barrier()
     return Counted(
         parameters=sum(weights.numel() for weights in r.weights.values()),
@@ -191,7 +193,7 @@ def watch(rank: int, layout: Layout, steps: int, num_layers: int) -> Seen:
     units = chunk.units()
     sizes = [sum(parameter.numel() for parameter in unit.parameters()) for unit in units]
     for provider in step.providers:
-        if isinstance(provider, Buckets):
+        if isinstance(provider, BucketedParams):
             sizes = [bucket.plan.size for bucket in provider.buckets]
     found = Seen([], {}, [], max(sizes))
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_lab.verification.reference.shape import random_weights
+from megatron_lab.verification.reference.shape import build_random_weights
 from tests.support.covering import full_but
 from tests.support.equality import assert_equal_tensors, number_differences
 from tests.support.layout import Layout, Recipe, build_step, context_of, microbatches
@@ -93,7 +93,7 @@ def recipe() -> Recipe:
     shape = gpt2_like(num_layers=4, hidden=24, ffn=48, heads=6, kv_heads=6, head_size=4, vocab=61, seq=12, tied=True)
     places = itertools.islice(itertools.cycle(PLACES), len(WALK))
     batches = [random_batches(shape, 1, 3 * place.get("dp", 1), 1, seed=number)[0] for number, place in enumerate(places)]
-    return Recipe(shape, random_weights(shape, seed=1), batches, ema=0.7)
+    return Recipe(shape, build_random_weights(shape, seed=1), batches, ema=0.7)
 
 
 def move(rank: int, layout: Layout, number: int, folder: Path) -> float:

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 
 from megatron.data_parallel.bucket import main_grad_dtype
-from megatron.data_parallel.buckets import Buckets
-from megatron.data_parallel.traffic import StepSums
+from megatron.data_parallel.buckets import BucketedParams
+from megatron.data_parallel.traffic import StepTotals
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import GRADIENT_AXES
-from megatron.spec.schedules import make_schedule
-from megatron_lab.planner.state_report import state_report
-from megatron_lab.verification.reference.shape import random_weights
+from megatron.spec.schedules import build_schedule
+from megatron_lab.planner.state_report import build_state_report
+from megatron_lab.verification.reference.shape import build_random_weights
 from tests.support.covering import full_but
 from tests.support.layout import (
     Layout,
@@ -48,7 +48,7 @@ def sent_of(calls: Iterable[GroupCall]) -> Sent:
     """What calls send, without messages between pipeline stages and sums of a few scalars."""
     found: Counter[tuple[tuple[int, ...], str]] = Counter()
     for call in calls:
-        if call.what not in ("send", "barrier") and not (call.what == "all-reduce" and call.elements <= len(StepSums._fields)):
+        if call.what not in ("send", "barrier") and not (call.what == "all-reduce" and call.elements <= len(StepTotals._fields)):
             found[call.ranks, KINDS[call.what]] += call.sent  # type: ignore[assignment]
     return dict(found)  # type: ignore[arg-type]
 
@@ -68,7 +68,7 @@ def recipe(style: str, sequences: int) -> Recipe:
         seq=8,
         tied=style == "gpt2",
     )
-    return Recipe(shape, random_weights(shape, seed=1), random_batches(shape, 1, sequences, 1, seed=2))
+    return Recipe(shape, build_random_weights(shape, seed=1), random_batches(shape, 1, sequences, 1, seed=2))
 
 
 def counted(context: ParallelContext, layout: Layout, style: str, num_microbatches: int) -> tuple[Sent, int]:
@@ -79,9 +79,9 @@ def counted(context: ParallelContext, layout: Layout, style: str, num_microbatch
     step.run(inputs, iteration=1, learning_rate=0.1, weight_decay=0.1)
     with recorded_calls() as calls:
         step.run(inputs, iteration=2, learning_rate=0.1, weight_decay=0.1)
-    step.finish_publishing()
+    step.finish_param_gather()
     dist.barrier()
-    buckets = [bucket for provider in step.providers if isinstance(provider, Buckets) for bucket in provider.buckets]
+    buckets = [bucket for provider in step.providers if isinstance(provider, BucketedParams) for bucket in provider.buckets]
     return sent_of(calls), sum(bucket.plan.size - sum(placed.numel for placed in bucket.plan.params) for bucket in buckets)
 
 
@@ -173,16 +173,16 @@ def counted_and_reported(rank: int, case: Layout) -> tuple[Sent, Sent]:
     sent, _ = counted(context, case, "gpt2", 3)
     activations = context.group("tp").ranks
     found = {key: elements for key, elements in sent.items() if key[0] != activations or case.tp == 1}
-    schedule = make_schedule(case.schedule, case.pp, 3, case.virtual_stages or 1)
+    schedule = build_schedule(case.schedule, case.pp, 3, case.virtual_stages or 1)
     model = model_on_meta(context, r, case)
-    report = state_report(model, context, parallel_config(case), optimizer_config(r, case), schedule)
+    report = build_state_report(model, context, parallel_config(case), optimizer_config(r, case), schedule)
     groups = {
         "dp": context.gradient_group,
         "tp x dp": context.group("tp", *GRADIENT_AXES),
         "pipeline ends": context.pipeline_ends,
     }
     sizes = {"parameters": model.dtype.itemsize, "gradients": main_grad_dtype(model.dtype).itemsize}
-    return found, {(groups[some.over].ranks, some.kind): Fraction(some.bytes, sizes[some.kind]) for some in report.sent}
+    return found, {(groups[some.over].ranks, some.kind): Fraction(some.bytes, sizes[some.kind]) for some in report.traffic}
 
 
 REPORTS = [(w, s) for w in REPORTED for s in STRATEGIES if s != STRATEGIES[-1] or "zb" not in REPORTED[w].get("schedule", "")]

@@ -102,8 +102,8 @@ def mail(rank: int) -> list[Any]:
             hidden += 1
             messenger.finish()
             return notes
-        messenger.post(message, 0)
-        buffer = messenger._arriving[message][0]["hidden"]
+        messenger.post_receive(message, 0)
+        buffer = messenger._receives[message][0]["hidden"]
         before = buffer.tolist()
         return [before, messenger.receive(message)["hidden"].tolist()]
 

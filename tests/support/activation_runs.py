@@ -16,21 +16,21 @@ from megatron.attention.backends import backend_in_use, use_backend
 from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.data.samples import DocumentRules
-from megatron.data.tokenizer import planned_rows
-from megatron.memory.host import HostMemory
+from megatron.data.tokenizer import predict_embedding_rows
+from megatron.memory.host import HostBufferPool
 from megatron.model.build import Model
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import connect_fake, disconnect
 from megatron.parallel.overlap import Overlap
 from megatron.parallel.topology import Topology
-from megatron.pipeline_parallel.partition import recomputed_chunks
-from megatron.spec.schedules import SCHEDULES, make_schedule
-from megatron.training.inputs import BatchMaker, reads_samples
+from megatron.pipeline_parallel.partition import find_recomputed_chunks
+from megatron.spec.schedules import SCHEDULES, build_schedule
+from megatron.training.inputs import BatchBuilder, needs_samples
 from megatron.training.step import TrainStep
-from megatron_lab.planner.advice import num_microbatches
+from megatron_lab.planner.advice import count_microbatches
 from megatron_lab.planner.chunk_trace import ChunkTrace, trace_chunks
-from megatron_lab.planner.peak import Activations, peak_activations, receive_plans, step_transfers
-from megatron_lab.planner.state_report import state_report
+from megatron_lab.planner.peak import Activations, build_receive_plans, compute_peak_activations, sum_transfers
+from megatron_lab.planner.state_report import build_state_report
 from megatron_lab.planner.storages import Transfer
 from megatron_lab.verification.local_ranks import run_ranks
 from tests.support.planned import real_context, real_model
@@ -51,7 +51,7 @@ class Planned:
     @property
     def beside_inputs(self) -> int:
         """What a step adds to what was there before it."""
-        return self.activations.total - self.activations.inputs + self.buffers
+        return self.activations.device_bytes - self.activations.input_bytes + self.buffers
 
 
 def settings(world_size: int, **changes: Any) -> Config:
@@ -93,9 +93,9 @@ def plan_rank(
     context = connect_fake(topology, rank, config.parallel.fsdp_shard_size)
     try:
         model = real_model(config, context, overlap)
-        chunks, recomputed = len(model.layer_table) // topology.pp, recomputed_chunks(model.layer_table)
-        count = num_microbatches(config, world_size)
-        schedule = make_schedule(config.parallel.schedule, topology.pp, count, chunks, recomputed=recomputed)
+        chunks, recomputed = len(model.layer_table) // topology.pp, find_recomputed_chunks(model.layer_table)
+        count = count_microbatches(config, world_size)
+        schedule = build_schedule(config.parallel.schedule, topology.pp, count, chunks, recomputed_chunks=recomputed)
         size, splits = config.training.micro_batch_size, SCHEDULES[config.parallel.schedule].splits_backward
         with backend_in_use(config.speed.attention_backend):
             traces = trace_chunks(
@@ -107,12 +107,12 @@ def plan_rank(
                 device_type=device_type,
                 expert_imbalance=expert_imbalance,
             )
-        receives = receive_plans(schedule, overlap=config.parallel.overlap_p2p_communication, device_type=device_type)
+        receives = build_receive_plans(schedule, overlap=config.parallel.overlap_p2p_communication, device_type=device_type)
         return Planned(
-            peak_activations(traces, model, config, context, schedule, receives, device_type=device_type),
-            step_transfers(traces, model, size, context, schedule),
+            compute_peak_activations(traces, model, config, context, schedule, receives, device_type=device_type),
+            sum_transfers(traces, model, size, context, schedule),
             traces,
-            state_report(model, context, config.parallel, config.optimizer, schedule).memory.buffers.device,
+            build_state_report(model, context, config.parallel, config.optimizer, schedule).memory.buffers.device,
         )
     finally:
         disconnect()
@@ -123,7 +123,7 @@ class Measured(NamedTuple):
 
     device: int
     """Bytes that its allocator gave out at the peak of the first step, beside what was there before it."""
-    host: int
+    host_bytes: int
     """Bytes of buffers for activations in host memory, which the allocator does not see here."""
 
 
@@ -139,9 +139,9 @@ def measure(
     """
 
     def rank_run(rank: int) -> Measured:
-        HostMemory.allocate = lambda self, size: torch.from_numpy(np.empty(size, dtype=np.uint8))  # type: ignore[method-assign]
+        HostBufferPool.allocate = lambda self, size: torch.from_numpy(np.empty(size, dtype=np.uint8))  # type: ignore[method-assign]
         step, batch = build_step(config, world_size, rank, prepare)
-        peak = int(np.cumsum(_allocations(lambda: step.gradients(batch))).max())
+        peak = int(np.cumsum(_allocations(lambda: step.compute_gradients(batch))).max())
         return Measured(peak, step.executor.host.num_bytes)
 
     found: list[Measured] = run_ranks(world_size, rank_run, backend=backend)
@@ -171,18 +171,18 @@ def build_step(
     use_backend(config.speed.attention_backend)
     model = real_model(config, context)
     step = TrainStep.of(config, model, context)
-    step.prepare(num_microbatches(config, world_size))
+    step.prepare(count_microbatches(config, world_size))
     prepare(model)
     data, length, count = config.data, config.model.seq_length, config.training.global_batch_size
-    eod = planned_rows(data) - 1
+    eod = predict_embedding_rows(data) - 1
     assert count is not None
     rules = DocumentRules(eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
-    maker = BatchMaker.for_model(config.model, context, 1, config.training.micro_batch_size, rules)
+    maker = BatchBuilder.for_model(config.model, context, 1, config.training.micro_batch_size, rules)
     rows = np.random.default_rng(0).integers(0, eod, (count, length + 1))
     rows[:, length // 3 - 1] = eod
-    reads = reads_samples(context, [chunk.stage for chunk in model.layer_table], rules)
+    reads = needs_samples(context, [chunk.stage for chunk in model.layer_table], rules)
     source = Windows(rows) if reads else None
-    steps = maker.steps(source, global_batch_size_at=lambda _: count, consumed_samples=0, total_samples=count, num_workers=0)
+    steps = maker.batches(source, global_batch_size_at=lambda _: count, consumed_samples=0, total_samples=count, num_workers=0)
     batch = next(steps)
     _together()
     return step, batch

@@ -11,9 +11,9 @@ import torch
 
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.data_parallel.buckets import Buckets
+from megatron.data_parallel.buckets import BucketedParams
 from megatron.model.build import Model, build_model, fill
-from megatron.parallel.accumulate import GradSink, sink_of
+from megatron.parallel.accumulate import GradSink, get_grad_sink
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry
 from megatron.parallel.random import stable_seed
@@ -33,22 +33,22 @@ def build(
     materialized: bool = True,
 ) -> Model:
     return build_model(
-        config, context, dtype=dtype, vocab_size=VOCAB, sequence_parallel=sequence_parallel, seed=1, materialized=materialized
+        config, context, dtype=dtype, vocab_size=VOCAB, sequence_parallel=sequence_parallel, seed=1, should_materialize=materialized
     )
 
 
 def buckets_of(
     model: Model, context: ParallelContext, size: int | None = 1000, *, sharding: str = "no_shard", **settings: Any
-) -> Buckets:
+) -> BucketedParams:
     """The model's parameters in buckets; `settings` are those of ParallelConfig."""
     config = ParallelConfig(ddp_bucket_size=size, **settings)
     units = [unit for chunk in model.chunks.values() for unit in chunk.units()]
     values = partial(fill, seed=model.seed)
-    return Buckets(list(model.params), units, context, config, values, sharding=sharding)
+    return BucketedParams(list(model.params), units, context, config, values, sharding=sharding)
 
 
 def sink(entry: ParamEntry) -> GradSink:
-    found = sink_of(entry.param)
+    found = get_grad_sink(entry.param)
     assert found is not None
     return found
 
@@ -71,6 +71,8 @@ def write_all(model: Model, *key: int, skip: str = "") -> None:
                 sink(entry).add(gradient(entry, use, *key))
 
 
-def own_gradients(buckets: Buckets) -> dict[str, torch.Tensor]:
+def own_gradients(buckets: BucketedParams) -> dict[str, torch.Tensor]:
     """This rank's part of every gradient, flat, with where it begins in the parameter: by "name@start"."""
-    return {f"{shard.record.name}@{shard.piece.start}": shard.grad.clone() for group in buckets.groups for shard in group.shards}
+    return {
+        f"{shard.record.name}@{shard.flat_range.start}": shard.grad.clone() for group in buckets.groups for shard in group.shards
+    }

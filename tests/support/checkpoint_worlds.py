@@ -13,16 +13,16 @@ import torch.distributed as dist
 
 from megatron.checkpoint import load
 from megatron.checkpoint.global_tensor import GlobalTensor
-from megatron.checkpoint.load import Loaded, check_requests, plan_load, read_boxes
+from megatron.checkpoint.load import LoadResult, check_requests, plan_load, read_slices
 from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.rank_parts import share_out, write_part
-from megatron.checkpoint.save_folder import checkpoint_name, commit, encoded, manifest_in
-from megatron.checkpoint.savers import TensorSaver, described, reader_of
-from megatron.checkpoint.storage import Place
+from megatron.checkpoint.rank_parts import plan_save, write_rank_files
+from megatron.checkpoint.save_folder import checkpoint_name, commit, encode_json_files, load_manifest
+from megatron.checkpoint.savers import SyncSaver, build_data_reader, build_specs
+from megatron.checkpoint.storage import PathOrUrl
 from megatron.checkpoint.storage_kinds import open_storage
-from megatron.parallel.boxes import Box, FlatPiece, PlacedBox, place
 from megatron.parallel.context import SELF_GROUP, Group
 from megatron.parallel.params import ParamRecord, Split
+from megatron.parallel.tensor_slice import BufferSlice, FlatRange, TensorSlice, map_flat_range
 
 PADDING = -777.0
 """Stands in padded elements; nobody may store or overwrite it."""
@@ -70,10 +70,10 @@ def hold(
     tensors = []
     for short, (shape, split_dim) in shapes.items():
         of = record(short, shape, split_dim, layout)
-        local_shape, held = of.local_shape(axes), of.held_box(axes, coordinates)
+        local_shape, held = of.local_shape(axes), of.local_slice(axes, coordinates)
         numel = math.prod(local_shape)
         ends = [0, *(round(cut * numel) for cut in layout.cuts), numel]
-        for kind, piece in (("model", FlatPiece(0, numel)), ("main", FlatPiece(ends[data_rank], ends[data_rank + 1]))):
+        for kind, piece in (("model", FlatRange(0, numel)), ("main", FlatRange(ends[data_rank], ends[data_rank + 1]))):
             name = f"{kind}.{short}"
             if values is None:
                 local = torch.zeros(numel, dtype=dtype)
@@ -81,7 +81,9 @@ def hold(
                 block = tuple(slice(o, o + n) for o, n in zip(held.offsets, held.sizes, strict=True))
                 local = torch.full((numel,), PADDING, dtype=dtype)
                 local[: held.numel] = values[name][block].reshape(-1).to(dtype)
-            tensors.append(GlobalTensor(name, shape, local[piece.start : piece.stop].clone(), place(local_shape, held, piece)))
+            tensors.append(
+                GlobalTensor(name, shape, local[piece.start : piece.stop].clone(), map_flat_range(local_shape, held, piece))
+            )
     return tensors
 
 
@@ -98,7 +100,7 @@ def random_values(shapes: Shapes, seed: int = 0) -> Values:
 def whole(name: str, tensor: torch.Tensor) -> GlobalTensor:
     """A tensor that one rank holds entirely."""
     shape = tuple(tensor.shape)
-    return GlobalTensor(name, shape, tensor, [PlacedBox(Box.whole(shape), 0)] if tensor.numel() else [])
+    return GlobalTensor(name, shape, tensor, [BufferSlice(TensorSlice.full(shape), 0)] if tensor.numel() else [])
 
 
 def save_world(
@@ -107,34 +109,34 @@ def save_world(
     """Save what all ranks hold, in this process: the steps of `save_checkpoint`, rank by rank."""
     save = open_storage(folder)
     draft = save.draft(checkpoint_name(iteration), "0")
-    planned = share_out([described(tensors) for tensors in world], max_file_bytes)
-    draft.make()
-    parts = [write_part(draft, part, reader_of(tensors)) for part, tensors in zip(planned, world, strict=True)]
-    commit(save, draft, iteration, parts, encoded({}, state or {}))
+    planned = plan_save([build_specs(tensors) for tensors in world], max_file_bytes)
+    draft.create_folder()
+    parts = [write_rank_files(draft, part, build_data_reader(tensors)) for part, tensors in zip(planned, world, strict=True)]
+    commit(save, draft, iteration, parts, encode_json_files({}, state or {}))
     return folder / checkpoint_name(iteration)
 
 
 def load_world(path: Path, world: World) -> None:
     """Fill what all ranks hold, in this process: the steps of `load_tensors`, rank by rank."""
     storage = open_storage(path)
-    manifest = manifest_in(storage)
+    manifest = load_manifest(storage)
     planned = [plan_load(tensors, manifest) for tensors in world]
     check_requests([request for request, _ in planned], manifest, lambda name: False)
     for _, reads in planned:
-        read_boxes(storage, manifest, reads)
+        read_slices(storage, manifest, reads)
 
 
 def read_manifest(path: Path) -> Manifest:
-    return manifest_in(open_storage(path))
+    return load_manifest(open_storage(path))
 
 
 def assert_holds(tensors: Sequence[GlobalTensor], expected: Sequence[GlobalTensor], padding: float) -> None:
     """Every element that a box covers equals that of the other list; every other element is `padding`."""
     for tensor, other in zip(tensors, expected, strict=True):
-        assert tensor.boxes == other.boxes
+        assert tensor.slices == other.slices
         covered = torch.zeros(tensor.local.numel(), dtype=torch.bool)
-        for placed in tensor.boxes:
-            covered[placed.start : placed.start + placed.box.numel] = True
+        for placed in tensor.slices:
+            covered[placed.offset : placed.offset + placed.slice.numel] = True
         assert torch.equal(tensor.local[covered], other.local[covered]), tensor.name
         assert (tensor.local[~covered] == padding).all(), tensor.name
 
@@ -150,8 +152,8 @@ def group_of(process_group: dist.ProcessGroup | None = None) -> Group:
 
 
 def load_tensors(
-    path: Place, tensors: list[GlobalTensor], *, process_group: dist.ProcessGroup | None = None, **settings: Any
-) -> Loaded:
+    path: PathOrUrl, tensors: list[GlobalTensor], *, process_group: dist.ProcessGroup | None = None, **settings: Any
+) -> LoadResult:
     """Load on every rank of the group. See `megatron.checkpoint.load.load_tensors`."""
     return load.load_tensors(path, tensors, group_of(process_group), **settings)
 
@@ -165,9 +167,9 @@ def save_checkpoint(
     *,
     process_group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Write one checkpoint, called on every rank of the group; returns its folder. See `TensorSaver.save`."""
+    """Write one checkpoint, called on every rank of the group; returns its folder. See `SyncSaver.save`."""
     storage, group = open_storage(folder), group_of(process_group)
-    if group.index == 0:
-        storage.sweep("")
-    TensorSaver(storage, group).save(iteration, tensors, config, state)
-    return Path(storage.at(checkpoint_name(iteration)))
+    if group.rank == 0:
+        storage.remove_unfinished("")
+    SyncSaver(storage, group).save(iteration, tensors, config, state)
+    return Path(storage.location_of(checkpoint_name(iteration)))

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from megatron_lab.verification.local_ranks import die_with, kill_group
+from megatron_lab.verification.local_ranks import kill_process_group, set_parent_death_signal
 from tests.support.warm_python import MARK, MARK_LENGTH, warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,7 +66,7 @@ def spawn_cli(argv: Sequence[str], nproc: int | None, timeout: float = 120.0, *,
             stdout=stdout,
             stderr=stderr,
             start_new_session=True,
-            preexec_fn=lambda: die_with(parent, signal.SIGTERM),  # noqa: PLW1509 - takes no lock; torchrun then ends its ranks
+            preexec_fn=lambda: set_parent_death_signal(parent, signal.SIGTERM),  # noqa: PLW1509 - takes no lock; torchrun then ends its ranks
         )
         try:
             process.wait(timeout)
@@ -76,7 +76,7 @@ def spawn_cli(argv: Sequence[str], nproc: int | None, timeout: float = 120.0, *,
             raise AssertionError(f"{' '.join(argv)} was not done after {timeout:g} s\n{_tail(output())}") from None
         finally:
             if process.poll() is None:
-                kill_group(process.pid)
+                kill_process_group(process.pid)
                 process.wait()
             for pid in _marked(mark):  # torchrun gives every rank a session of its own, so its group does not hold them
                 with contextlib.suppress(ProcessLookupError):
@@ -106,7 +106,7 @@ def fork_program(program: Callable[[], int | None], stdout: Path, stderr: Path) 
 
     def begin() -> int | None:
         os.setsid()
-        die_with(parent, signal.SIGKILL)
+        set_parent_death_signal(parent, signal.SIGKILL)
         forget_children()
         gc.freeze()  # what the test's process made stays: to look through it would only copy its memory
         for number, path in ((1, stdout), (2, stderr)):

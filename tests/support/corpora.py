@@ -18,7 +18,7 @@ from megatron_lab.data_tools.preprocess.shard_work import PreprocessJob
 BYTES = DataConfig(tokenizer_type="ByteTokenizer")
 EOD = 256
 JOB = PreprocessJob(BYTES, ("text",), append_eod=True)
-SKIP = PreprocessJob(BYTES, ("text",), append_eod=True, skip_bad_lines=True)
+SKIP = PreprocessJob(BYTES, ("text",), append_eod=True, skip_bad_records=True)
 
 TEXTS = [f"Document {number}: the größte 東京 of {number * number}\n\ttabs \u2028 and lines" for number in range(40)]
 

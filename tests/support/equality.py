@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatron_lab.verification.joined import joint_norm, measure
-from megatron_lab.verification.wording import TOLERANCE, relative_words
+from megatron_lab.verification.joined import compute_joint_norm, measure_difference
+from megatron_lab.verification.wording import TOLERANCE, format_relative_difference
 from tests.support.reference_runs import ReferenceRun
 
 LISTED = 10
@@ -61,7 +61,7 @@ def number_differences(what: str, actual: Sequence[float], reference: Sequence[f
     if len(actual) != len(reference):
         return [f"{what}: {len(actual)} steps, the reference has {len(reference)}"]
     lines = [
-        f"  step {step}: {a!r}, reference {b!r} ({relative_words(abs(a - b), abs(b))})"
+        f"  step {step}: {a!r}, reference {b!r} ({format_relative_difference(abs(a - b), abs(b))})"
         for step, (a, b) in enumerate(zip(actual, reference, strict=True), start=1)
         if not abs(a - b) <= tolerance * abs(b)  # so written, NaN differs
     ]
@@ -75,14 +75,14 @@ def tensor_differences(what: str, actual: Mapping[str, Tensor], reference: Mappi
         lines.append(f"{what}: missing {', '.join(missing)}")
     if unknown := sorted(set(actual) - set(reference)):
         lines.append(f"{what}: not in the reference {', '.join(unknown)}")
-    total = joint_norm(reference.values())
+    total = compute_joint_norm(reference.values())
     common = [name for name in reference if name in actual]
-    found = {name: measure(actual[name], reference[name], global_norm=total, tolerance=tolerance) for name in common}
+    found = {name: measure_difference(actual[name], reference[name], global_norm=total, tolerance=tolerance) for name in common}
     differing = sorted((name for name in common if found[name].differs), key=lambda name: found[name].excess, reverse=True)
     if differing:
         lines.append(f"{what} differ in {len(differing)} of {len(common)} tensors, the worst first:")
         width = max(len(name) for name in differing[:LISTED])
-        lines += [f"  {name:{width}}  {found[name].words()}" for name in differing[:LISTED]]
+        lines += [f"  {name:{width}}  {found[name].describe()}" for name in differing[:LISTED]]
         if equal := [name for name in common if not found[name].differs]:
             lines.append(f"  equal: {', '.join(equal[:LISTED])}{', ...' if len(equal) > LISTED else ''}")
     return lines

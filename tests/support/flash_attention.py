@@ -1,6 +1,6 @@
 """Stand-ins for torch's flash attention of sequences laid end to end, which runs on CUDA only.
 
-They have the arguments and results of `flash_forward` and `flash_backward` in `megatron/attention/flash_parts.py`.
+They have the arguments and results of `flash_forward` and `flash_backward` in `megatron/attention/flash_range_pairs.py`.
 """
 
 from __future__ import annotations
@@ -10,28 +10,28 @@ from typing import Any
 
 import torch
 
-from megatron.attention.flash_parts import Sequences
+from megatron.attention.flash_range_pairs import VisibleSequences
 
 
-def seen_by(seen: Sequences, window: tuple[int, int], scale: float, q: torch.Tensor, k: torch.Tensor) -> Iterator[Any]:
+def seen_by(seen: VisibleSequences, window: tuple[int, int], scale: float, q: torch.Tensor, k: torch.Tensor) -> Iterator[Any]:
     """For each sequence of a call of flash attention: its rows and keys, and scores [n, q, k], as torch's kernel sees them."""
-    assert q.dim() == 3 and q.shape[1] % k.shape[1] == 0 and window[1] == (0 if seen.causal else -1)
+    assert q.dim() == 3 and q.shape[1] % k.shape[1] == 0 and window[1] == (0 if seen.is_causal else -1)
     for side, x in ((seen.queries, q), (seen.keys, k)):
-        lengths = side.bounds.diff()
-        assert side.bounds.dtype == torch.int32 and int(side.bounds[-1]) == len(x) and int(lengths.min()) > 0
-        assert side.longest == int(lengths.max())
-    for number in range(len(seen.queries.bounds) - 1):
-        rows, keys = (slice(*side.bounds[number : number + 2].tolist()) for side in (seen.queries, seen.keys))
+        lengths = side.cu_seqlens.diff()
+        assert side.cu_seqlens.dtype == torch.int32 and int(side.cu_seqlens[-1]) == len(x) and int(lengths.min()) > 0
+        assert side.max_seqlen == int(lengths.max())
+    for number in range(len(seen.queries.cu_seqlens) - 1):
+        rows, keys = (slice(*side.cu_seqlens[number : number + 2].tolist()) for side in (seen.queries, seen.keys))
         wide = k[keys].repeat_interleave(q.shape[1] // k.shape[1], 1)
         scores = torch.einsum("qnd,knd->nqk", q[rows], wide) * scale
-        if seen.causal:
+        if seen.is_causal:
             back = torch.arange(scores.shape[1])[:, None] - torch.arange(scores.shape[2])
             scores = scores.masked_fill((back < 0) | (back > (len(q) if window[0] == -1 else window[0])), -torch.inf)
         yield rows, keys, wide, scores
 
 
 def plain_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Sequences, window: tuple[int, int], scale: float | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: VisibleSequences, window: tuple[int, int], scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What torch's flash attention computes on CUDA: in at least float32, with a result in the dtype of the queries."""
     out, dtype = torch.empty_like(q), q.dtype
@@ -50,7 +50,7 @@ def plain_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     sums: torch.Tensor,
-    seen: Sequences,
+    seen: VisibleSequences,
     window: tuple[int, int],
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -28,7 +28,7 @@ def fork_modules() -> None:
 
 
 class _Forked:
-    """Stand-in for `subprocess.Popen` with a command of `module_start`."""
+    """Stand-in for `subprocess.Popen` with a command of `build_module_command`."""
 
     def __init__(
         self,

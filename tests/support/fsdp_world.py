@@ -17,13 +17,13 @@ from megatron.config.memory import MemoryConfig
 from megatron.config.parallel import FsdpReshard, ParallelConfig
 from megatron.data_parallel.fsdp import FullyShardedParams
 from megatron.data_parallel.fsdp_plan import FsdpPolicy, is_fully_sharded
-from megatron.data_parallel.provider import Inspect
-from megatron.memory.recompute import Kept, keeping
+from megatron.data_parallel.provider import GradInspector
+from megatron.memory.recompute import ActivationStore, storing_activations
 from megatron.model.build import Model, build_model, fill
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.topology import Topology
-from megatron.pipeline_parallel.partition import table_of
+from megatron.pipeline_parallel.partition import build_layer_table
 from megatron_lab.verification.reference.shape import ReferenceShape
 from tests.support.layout import microbatches, model_config
 from tests.support.lone_rank import CPU
@@ -55,8 +55,8 @@ def build(
         vocab_size=shape.vocab,
         sequence_parallel=sequence_parallel,
         seed=SEED,
-        materialized=materialized,
-        table=table_of(config, ParallelConfig(pipeline_model_parallel_size=context.topology.pp), shape.vocab, memory),
+        should_materialize=materialized,
+        table=build_layer_table(config, ParallelConfig(pipeline_model_parallel_size=context.topology.pp), shape.vocab, memory),
     )
 
 
@@ -96,15 +96,15 @@ def step(
     batch: Sequence[ModelInputs],
     *,
     factors: Sequence[float] = (1.0,) * 9,
-    inspect: Inspect | None = None,
+    inspect: GradInspector | None = None,
 ) -> None:
     """Gradients of a step, the loss of each microbatch times a factor."""
     provider.start_step(len(batch), inspect=inspect)
     for microbatch, factor in zip(batch, factors, strict=False):
-        with keeping(Kept(provider.before_remake)) as kept:
+        with storing_activations(ActivationStore(provider.before_recompute)) as kept:
             loss = model.chunks[0](microbatch) * factor
-        if kept.remakes:
-            kept.remake_last()
+        if kept.recomputations:
+            kept.recompute_last()
         backward(provider, loss)
 
 

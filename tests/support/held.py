@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron.config.training import OptimizerConfig
-from megatron.data_parallel.bucket import WholeBucket
-from megatron.data_parallel.buckets import Buckets, FrozenParams
+from megatron.data_parallel.bucket import FullGradBucket
+from megatron.data_parallel.buckets import BucketedParams, FrozenParams
 from megatron.data_parallel.fsdp import FullyShardedParams
-from megatron.data_parallel.provider import Provider
+from megatron.data_parallel.provider import ShardProvider
 from megatron.optimizer.optimizer import ShardedOptimizer
-from megatron.optimizer.placement import OnHost, choose_offloaded
+from megatron.optimizer.placement import OnHost, select_offloaded
 
 
 def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -39,12 +39,12 @@ class HeldTensors:
     """Whether parameters (but for gathered ones) and gradients are in host memory."""
 
 
-def held_by(provider: Provider) -> HeldTensors:
+def held_by(provider: ShardProvider) -> HeldTensors:
     """The tensors that are kept now."""
-    if isinstance(provider, Buckets):
+    if isinstance(provider, BucketedParams):
         return HeldTensors(
             [bucket.weights for bucket in provider.buckets],
-            [bucket.grads if isinstance(bucket, WholeBucket) else bucket.own_grads for bucket in provider.buckets],
+            [bucket.grads if isinstance(bucket, FullGradBucket) else bucket.owned_grads for bucket in provider.buckets],
             [buffer for pool in provider._pools.values() for buffer in pool.buffers],
         )
     if isinstance(provider, FrozenParams):
@@ -56,8 +56,8 @@ def held_by(provider: Provider) -> HeldTensors:
         on_host=any(unit._policy.params_cpu for unit in provider._units),
     )
     for unit in provider._units:
-        held.parameters += [param.detach() for param in unit._gathered if param.untyped_storage().size()]
-        places = [*(sink.main_grad for sink in unit._sinks), *(param.grad for param in unit._gathered)]
+        held.parameters += [param.detach() for param in unit._unsharded_params if param.untyped_storage().size()]
+        places = [*(sink.main_grad for sink in unit._sinks), *(param.grad for param in unit._unsharded_params)]
         held.buffers += [grad for grad in places if grad is not None]
     return held
 
@@ -78,15 +78,15 @@ def state_held_by(optimizer: ShardedOptimizer, config: OptimizerConfig) -> tuple
     """What is kept on the device, and in the host memory that offloading takes."""
     fraction = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
     movable = {shard.record.name: shard.grad.numel() for shard in optimizer.shards if not shard.on_host}
-    chosen = choose_offloaded(movable, fraction)
+    chosen = select_offloaded(movable, fraction)
     placements = list(itertools.chain.from_iterable(optimizer._placements))
     found = []
     for on_host in (False, True):
         shards = [shard for shard in optimizer.shards if (shard.on_host or shard.record.name in chosen) == on_host]
-        copies = [shard.main for shard in shards if shard.main is not shard.weights]
+        copies = [shard.main_param for shard in shards if shard.main_param is not shard.weights]
         moments = [moment for shard in shards for moment in shard.moments.values()]
         averages = [shard.average for shard in shards if shard.average is not None]
         staging = [one for one in placements if isinstance(one, OnHost) and on_host]
-        buffers = [tensor for one in staging for tensor in (*one._grads, *one._link.buffers)]
+        buffers = [tensor for one in staging for tensor in (*one._host_grads, *one._transfer.buffers)]
         found.append(HeldState(storage_sizes(copies), storage_sizes(moments), storage_sizes(averages), storage_sizes(buffers)))
     return found[0], found[1]

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_lab.planner.known_ops import run
+from megatron_lab.planner.known_ops import run_op
 
 _READS = ("_local_scalar_dense", "is_nonzero", "equal")
 _COUNTS = ("nonzero", "argwhere", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount")
@@ -85,7 +85,7 @@ class _Operations(TorchDispatchMode):
                         _note(self._found, f"{name} by indices in host memory")
             if name == "repeat_interleave" and kwargs.get("output_size") is None:
                 _note(self._found, "repeat_interleave without output_size")
-        return run(func, args, kwargs)
+        return run_op(func, args, kwargs)
 
     def _copy(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         target, source = (args[0], args[1]) if name == "copy_" else (None, args[0])

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_lab.planner.known_ops import run
+from megatron_lab.planner.known_ops import run_op
 
 _NO_LAUNCH = {"aten::_unsafe_view", "aten::detach", "aten::promote_types"}
 
@@ -37,7 +37,7 @@ class Launches(TorchDispatchMode):
             assert args[0].dtype == torch.float16, "CUDA's softmax widens nothing but float16"
         if func.namespace == "aten" and not func.is_view and "empty" not in func.name() and func.name() not in _NO_LAUNCH:
             self.by_name[func.name()] += 1
-        return run(func, args, kwargs or {})
+        return run_op(func, args, kwargs or {})
 
 
 class FusedNorms(TorchFunctionMode):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.attention.backends import use_backend
 from megatron.config.memory import MemoryConfig
 from megatron.config.model import ModelConfig
-from megatron.config.parallel import ContextWay, FsdpReshard, ParallelConfig, ShardingStrategy, TokenDispatcher
+from megatron.config.parallel import CpCommType, FsdpReshard, ParallelConfig, ShardingStrategy, TokenDispatcher
 from megatron.config.precision import PrecisionConfig
 from megatron.config.training import OptimizerConfig
 from megatron.data.samples import DocumentRules, Microbatch
@@ -22,21 +22,21 @@ from megatron.model.compiled import BlockCompiler
 from megatron.model.inputs import ModelInputs
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.parallel.context import ParallelContext, make_context
-from megatron.parallel.overlap import Pieces
+from megatron.parallel.overlap import RingOverlap
 from megatron.parallel.topology import Topology
-from megatron.pipeline_parallel.partition import table_of
-from megatron.spec.activations import FLAGS
+from megatron.pipeline_parallel.partition import build_layer_table
+from megatron.spec.activations import BUILT_IN_FIELDS
 from megatron.spec.attention_backends import AttentionBackend
-from megatron.spec.layer_pattern import pattern_text
-from megatron.tensor_parallel.cross_entropy import LossForm
-from megatron.training.inputs import BatchMaker, reads_samples
+from megatron.spec.layer_pattern import format_pattern
+from megatron.tensor_parallel.cross_entropy import LossOptions
+from megatron.training.inputs import BatchBuilder, needs_samples
 from megatron.training.step import TrainStep
-from megatron_lab.verification.observation import TensorPart
+from megatron_lab.verification.observation import LocalTensor
 from megatron_lab.verification.prove import import_before_fork
-from megatron_lab.verification.recording import parts_of_parameters, parts_of_shards, set_weights
+from megatron_lab.verification.recording import record_params, record_shards, set_weights
 from megatron_lab.verification.reference.experts import ExpertsShape
 from megatron_lab.verification.reference.model import Batch
-from megatron_lab.verification.reference.rotary import RotaryStretch
+from megatron_lab.verification.reference.rotary import RotaryScaling
 from megatron_lab.verification.reference.shape import LatentShape, ReferenceShape, Weights
 from tests.support.reference_runs import ReferenceRun
 from tests.support.warm import run_warm_ranks
@@ -56,7 +56,7 @@ class Layout:
     ep: int = 1
     etp: int | None = None
     dispatcher: TokenDispatcher = "alltoall"
-    ways: tuple[ContextWay, ...] = ("all_gather",)
+    ways: tuple[CpCommType, ...] = ("all_gather",)
     """How context ranks share keys and values, in the layers in turn."""
     sequence_parallel: bool | Literal["overlapping"] = False
     """Overlapping: with products in pieces beside its communication."""
@@ -137,7 +137,7 @@ def model_config(shape: ReferenceShape, **changes: Any) -> ModelConfig:
         rotary_base=shape.rotary_base,
         rotary_percent=shape.rotary_percent,
         rotary_interleaved=shape.rotary_interleaved,
-        **stretch_settings(shape.stretch),
+        **stretch_settings(shape.rope_scaling),
         normalization=shape.norm,
         norm_epsilon=shape.epsilon,
         norm_placement=shape.norms,
@@ -146,7 +146,7 @@ def model_config(shape: ReferenceShape, **changes: Any) -> ModelConfig:
         apply_layernorm_1p=shape.zero_centred,
         parallel_residual=shape.parallel,
         residual_multiplier=shape.residual_multiplier,
-        **{flag: shape.activation == flag for flag in FLAGS},
+        **{flag: shape.activation == flag for flag in BUILT_IN_FIELDS},
         glu_linear_offset=shape.offset,
         activation_func_clamp_value=shape.clamp,
         embedding_multiplier=shape.embedding_multiplier,
@@ -161,7 +161,7 @@ def model_config(shape: ReferenceShape, **changes: Any) -> ModelConfig:
         qk_layernorm=shape.qk_norm,
         qk_layernorm_all_heads=shape.qk_norm_all_heads,
         **window_settings(shape.windows),
-        no_rope_freq=pattern_text(shape.unrotated) if shape.unrotated else None,
+        no_rope_freq=format_pattern(shape.unrotated) if shape.unrotated else None,
         rotary_base_local=shape.local_base,
         softmax_scale=shape.score_scale,
         attn_logit_softcapping=shape.score_cap,
@@ -192,11 +192,11 @@ def latent_settings(latent: LatentShape | None) -> dict[str, Any]:
         return {}
     return {
         "multi_latent_attention": True,
-        "q_lora_rank": latent.query_rank,
-        "kv_lora_rank": latent.rank,
-        "qk_head_dim": latent.plain,
-        "qk_pos_emb_head_dim": latent.rotated,
-        "v_head_dim": latent.value,
+        "q_lora_rank": latent.q_lora_rank,
+        "kv_lora_rank": latent.kv_lora_rank,
+        "qk_head_dim": latent.qk_head_dim,
+        "qk_pos_emb_head_dim": latent.qk_pos_emb_head_dim,
+        "v_head_dim": latent.v_head_dim,
     }
 
 
@@ -204,48 +204,48 @@ def expert_settings(experts: ExpertsShape | None) -> dict[str, Any]:
     if experts is None:
         return {}
     return {
-        "num_experts": experts.count,
-        "moe_layer_freq": pattern_text(experts.layers),
-        "moe_ffn_hidden_size": experts.width,
-        "moe_router_topk": experts.chosen,
-        "moe_shared_expert_intermediate_size": experts.shared,
-        "moe_shared_expert_gate": experts.gate,
-        "moe_router_score_function": "sigmoid" if experts.score == "sigmoid" else "softmax",
-        "moe_router_pre_softmax": experts.score == "softmax first",
-        "moe_router_topk_scaling_factor": None if experts.scaling == 1.0 else experts.scaling,
-        "moe_router_num_groups": None if experts.groups == 1 else experts.groups,
-        "moe_router_group_topk": experts.open_groups,
-        "moe_router_load_balancing_type": _BALANCED[experts.balance],
-        "moe_aux_loss_coeff": experts.balance_coeff,
-        "moe_z_loss_coeff": experts.z_coeff or None,
-        "moe_router_enable_expert_bias": experts.bias_step is not None,
-        "moe_router_bias_update_rate": experts.bias_step or 1e-3,
-        "moe_expert_capacity_factor": experts.capacity,
-        "moe_token_drop_policy": "position" if experts.drops_last else "probs",
+        "num_experts": experts.num_experts,
+        "moe_layer_freq": format_pattern(experts.layers),
+        "moe_ffn_hidden_size": experts.ffn_size,
+        "moe_router_topk": experts.top_k,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn_size,
+        "moe_shared_expert_gate": experts.has_shared_gate,
+        "moe_router_score_function": "sigmoid" if experts.score_function == "sigmoid" else "softmax",
+        "moe_router_pre_softmax": experts.score_function == "softmax first",
+        "moe_router_topk_scaling_factor": None if experts.scaling_factor == 1.0 else experts.scaling_factor,
+        "moe_router_num_groups": None if experts.num_groups == 1 else experts.num_groups,
+        "moe_router_group_topk": experts.group_top_k,
+        "moe_router_load_balancing_type": _BALANCED[experts.aux_loss_scope],
+        "moe_aux_loss_coeff": experts.aux_loss_coeff,
+        "moe_z_loss_coeff": experts.z_loss_coeff or None,
+        "moe_router_enable_expert_bias": experts.bias_update_rate is not None,
+        "moe_router_bias_update_rate": experts.bias_update_rate or 1e-3,
+        "moe_expert_capacity_factor": experts.capacity_factor,
+        "moe_token_drop_policy": "position" if experts.drops_by_position else "probs",
         # Padding changes no number: one of the policies goes with it.
-        "moe_pad_expert_input_to_capacity": experts.capacity is not None and experts.drops_last,
+        "moe_pad_expert_input_to_capacity": experts.capacity_factor is not None and experts.drops_by_position,
     }
 
 
 _BALANCED = {"none": "none", "microbatch": "aux_loss", "sequence": "seq_aux_loss", "update before": "global_aux_loss"}
 
 
-def stretch_settings(stretch: RotaryStretch | None) -> dict[str, Any]:
+def stretch_settings(stretch: RotaryScaling | None) -> dict[str, Any]:
     if stretch is None:
         return {}
-    if stretch.kind == "linear":
+    if stretch.scaling_type == "linear":
         return {"rotary_seq_len_interpolation_factor": stretch.factor}
-    context = {"original_max_position_embeddings": stretch.context}
-    if stretch.kind == "llama3":
-        turns = {"rope_low_freq_factor": stretch.few_turns, "rope_high_freq_factor": stretch.many_turns}
+    context = {"original_max_position_embeddings": stretch.original_context}
+    if stretch.scaling_type == "llama3":
+        turns = {"rope_low_freq_factor": stretch.min_turns, "rope_high_freq_factor": stretch.max_turns}
         return {"use_rope_scaling": True, "rope_scaling_factor": stretch.factor, **context, **turns}
-    settings: dict[str, Any] = {"rope_type": stretch.kind, "rotary_scaling_factor": stretch.factor, **context}
-    if stretch.kind == "yarn":
-        settings |= {"beta_slow": stretch.few_turns, "beta_fast": stretch.many_turns}
-        settings["yarn_correction_range_round_to_int"] = stretch.whole
-    if stretch.kind == "longrope":
-        settings |= {"rope_short_factors": stretch.short, "rope_long_factors": stretch.long}
-    return settings | ({} if stretch.kind == "dynamic" else {"rope_attention_factor": stretch.enlarged})
+    settings: dict[str, Any] = {"rope_type": stretch.scaling_type, "rotary_scaling_factor": stretch.factor, **context}
+    if stretch.scaling_type == "yarn":
+        settings |= {"beta_slow": stretch.min_turns, "beta_fast": stretch.max_turns}
+        settings["yarn_correction_range_round_to_int"] = stretch.rounds_bounds
+    if stretch.scaling_type == "longrope":
+        settings |= {"rope_short_factors": stretch.short_factors, "rope_long_factors": stretch.long_factors}
+    return settings | ({} if stretch.scaling_type == "dynamic" else {"rope_attention_factor": stretch.attention_factor})
 
 
 def window_settings(windows: Sequence[int | None]) -> dict[str, Any]:
@@ -254,7 +254,7 @@ def window_settings(windows: Sequence[int | None]) -> dict[str, Any]:
     if not sizes:
         return {}
     (size,) = sizes
-    return {"window_size": f"{size},0", "window_attn_skip_freq": pattern_text(tuple(window is not None for window in windows))}
+    return {"window_size": f"{size},0", "window_attn_skip_freq": format_pattern(tuple(window is not None for window in windows))}
 
 
 def context_of(layout: Layout, rank: int) -> ParallelContext:
@@ -300,12 +300,12 @@ def optimizer_config(recipe: Recipe, layout: Layout) -> OptimizerConfig:
 
 def precision_config(shape: ReferenceShape) -> PrecisionConfig:
     """The framework's settings for products in 8 bits. (Dtypes are the layout's.)"""
-    if shape.eight_bits is None:
+    if shape.fp8 is None:
         return PrecisionConfig()
-    first, last = shape.in_64_bits
+    first, last = shape.num_unquantized_layers
     return PrecisionConfig(
-        fp8_format="hybrid" if shape.eight_bits.hybrid else "e4m3",
-        fp8_recipe=shape.eight_bits.recipe,  # type: ignore[arg-type]
+        fp8_format="hybrid" if shape.fp8.hybrid else "e4m3",
+        fp8_recipe=shape.fp8.recipe,  # type: ignore[arg-type]
         first_last_layers_bf16=first + last > 0,
         num_layers_at_start_in_bf16=first,
         num_layers_at_end_in_bf16=last,
@@ -321,16 +321,16 @@ def model_on_meta(context: ParallelContext, recipe: Recipe, layout: Layout) -> M
         dtype=layout.dtype,
         vocab_size=recipe.shape.vocab,
         sequence_parallel=bool(layout.sequence_parallel),
-        overlap=Pieces() if layout.sequence_parallel == "overlapping" else None,
+        overlap=RingOverlap() if layout.sequence_parallel == "overlapping" else None,
         seed=1,
-        table=table_of(config, parallel_config(layout), recipe.shape.vocab, layout.memory),
-        materialized=False,
-        loss=LossForm(layout.memory.loss_chunk_tokens, recipe.shape.z_loss, recipe.shape.smoothing, recipe.shape.mtp_factor),
+        table=build_layer_table(config, parallel_config(layout), recipe.shape.vocab, layout.memory),
+        should_materialize=False,
+        loss=LossOptions(layout.memory.loss_chunk_tokens, recipe.shape.z_loss, recipe.shape.smoothing, recipe.shape.mtp_factor),
         precision=precision_config(recipe.shape),
-        watches_scores=bool(recipe.update.get("qk_clip")),
+        tracks_max_logits=bool(recipe.update.get("qk_clip")),
         compiler=layout.compiler,
-        gathers_tokens=layout.dispatcher == "allgather",
-        ways=tuple(itertools.islice(itertools.cycle(layout.ways), config.num_layers)),
+        uses_allgather_dispatch=layout.dispatcher == "allgather",
+        cp_comm_types=tuple(itertools.islice(itertools.cycle(layout.ways), config.num_layers)),
     )
 
 
@@ -353,11 +353,11 @@ def microbatches(batch: Batch, context: ParallelContext, micro_batch_size: int, 
     """This rank's microbatches of a global batch: those in turn that belong to its data rank."""
     tokens, labels, mask = batch
     ranks, mine = context.topology.dp, context.coordinates["dp"]
-    maker = BatchMaker(context, 1, tokens.shape[1], micro_batch_size, DocumentRules(0), depths=depths)
+    maker = BatchBuilder(context, 1, tokens.shape[1], micro_batch_size, DocumentRules(0), mtp_depths=depths)
     found = []
     for start in range(mine * micro_batch_size, len(tokens), ranks * micro_batch_size):
         ids, following, counted = (tensor[start : start + micro_batch_size].numpy() for tensor in (tokens, labels, mask))
-        found.append(maker.inputs_of(Microbatch(ids, following, counted, start)))
+        found.append(maker.build_inputs(Microbatch(ids, following, counted, start)))
     return found
 
 
@@ -366,19 +366,19 @@ def read_microbatches(batch: Batch, step: TrainStep, micro_batch_size: int, rule
     tokens, labels, mask = batch
     assert mask.all(), "masks come from the rules"
     stages = [chunk.stage for chunk in step.model.layer_table]
-    source = Windows(torch.cat([tokens, labels[:, -1:]], dim=1).numpy()) if reads_samples(step.context, stages, rules) else None
-    maker = BatchMaker.for_model(step.model.config, step.context, 1, micro_batch_size, rules)
-    return next(maker.evaluation(source, global_batch_size=len(tokens), num_batches=1))
+    source = Windows(torch.cat([tokens, labels[:, -1:]], dim=1).numpy()) if needs_samples(step.context, stages, rules) else None
+    maker = BatchBuilder.for_model(step.model.config, step.context, 1, micro_batch_size, rules)
+    return next(maker.evaluation_batches(source, global_batch_size=len(tokens), num_batches=1))
 
 
-def join(ranks: Sequence[list[TensorPart]]) -> dict[str, torch.Tensor]:
+def join(ranks: Sequence[list[LocalTensor]]) -> dict[str, torch.Tensor]:
     """Global tensors from all ranks' parts; where several ranks hold an element, they must agree bit for bit."""
     whole: dict[str, torch.Tensor] = {}
     for parts in ranks:
         for part in parts:
             if part.name not in whole:
                 whole[part.name] = torch.full(part.shape, torch.nan, dtype=torch.float64)
-            view = whole[part.name][part.box.index]
+            view = whole[part.name][part.tensor_slice.index]
             fresh = torch.isnan(view)
             assert fresh.all() or torch.equal(view[~fresh], part.values[~fresh]), f"replicas of {part.name} differ"
             view.copy_(part.values)
@@ -389,9 +389,9 @@ class _RankRun(NamedTuple):
     losses: list[float]
     norms: list[float]
     evaluations: list[float]
-    gradients: list[TensorPart]
-    main_params: list[TensorPart]
-    parameters: list[TensorPart]
+    gradients: list[LocalTensor]
+    main_params: list[LocalTensor]
+    parameters: list[LocalTensor]
     num_shards: int
 
 
@@ -411,13 +411,13 @@ def _rank_run(rank: int, recipe: Recipe, layout: Layout, evaluate: Batch | None)
         total, count, *_ = step.evaluate(inputs_of(evaluate))
         return [total / count]
 
-    evaluations, results, gradients = evaluation(), [], list[TensorPart]()
+    evaluations, results, gradients = evaluation(), [], list[LocalTensor]()
     keep_gradients(step, gradients)
     for i, batch in enumerate(recipe.batches):
         results.append(step.run(inputs_of(batch), iteration=i + 1, learning_rate=recipe.lr, weight_decay=recipe.weight_decay))
         evaluations += evaluation()
     losses, norms = [result.loss for result in results], [result.grad_norm for result in results]
-    parameters, mains = parts_of_parameters(step), parts_of_shards(step, lambda shard: shard.main)
+    parameters, mains = record_params(step), record_shards(step, lambda shard: shard.main_param)
     if dist.is_initialized():
         dist.barrier()
     return _RankRun(losses, norms, evaluations, gradients, mains, parameters, len(step.optimizer.shards))
@@ -440,13 +440,13 @@ def run_layout(recipe: Recipe, layout: Layout, *, evaluate: Batch | None = None)
     return LayoutRun(first.losses, first.norms, gradients, weights, first.evaluations, [r.num_shards for r in ranks])
 
 
-def keep_gradients(step: TrainStep, kept: list[TensorPart]) -> None:
+def keep_gradients(step: TrainStep, kept: list[LocalTensor]) -> None:
     """At the next update, before it is made, keep the gradients, unscaled, not clipped."""
     update = step.optimizer.step
 
     def keeping(*args: Any, **named: Any) -> None:
         step.optimizer.step = update  # type: ignore[method-assign]
-        kept.extend(parts_of_shards(step, lambda shard: shard.grad.double() / step.scaler.scale, with_frozen=False))
+        kept.extend(record_shards(step, lambda shard: shard.grad.double() / step.scaler.scale, with_frozen=False))
         update(*args, **named)
 
     step.optimizer.step = keeping  # type: ignore[method-assign]

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from megatron_lab.verification.reference.model import Batch
-from megatron_lab.verification.reference.shape import ReferenceShape, Weights, random_weights
-from megatron_lab.verification.reference.training import Rule, State, update
+from megatron_lab.verification.reference.shape import ReferenceShape, Weights, build_random_weights
+from megatron_lab.verification.reference.training import ReferenceUpdateRule, State, update_weights
 from tests.support.legacy_checkpoints import LegacyLayout, chunk_state, write_legacy
 from tests.support.reference_runs import llama_like, loss_and_gradients
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MOST = 2500
 """Elements at which buckets of the first chunk are closed."""
-RULE = Rule("adam", 0.7, (0.9, 0.95), 1e-8)
+RULE = ReferenceUpdateRule("adam", 0.7, (0.9, 0.95), 1e-8)
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,18 @@ class TrainedModel:
 
 def trained(shape: ReferenceShape, batches: Sequence[Batch], lr: float, weight_decay: float) -> TrainedModel:
     """A model after steps of the plain reference, in float64."""
-    state = State(random_weights(shape, seed=5))
+    state = State(build_random_weights(shape, seed=5))
     for batch in batches:
-        update(state, loss_and_gradients(shape, state.weights, batch)[1], RULE, lr, weight_decay)
-    moments = {kind: {name: state.kept[name][kept] for name in state.weights} for kind, kept in zip(MOMENTS, "mv", strict=True)}
-    return TrainedModel(shape, state.weights, {}, moments, state.updates)
+        update_weights(state, loss_and_gradients(shape, state.weights, batch)[1], RULE, lr, weight_decay)
+    moments = {
+        kind: {name: state.param_states[name][kept] for name in state.weights} for kind, kept in zip(MOMENTS, "mv", strict=True)
+    }
+    return TrainedModel(shape, state.weights, {}, moments, state.num_updates)
 
 
 def made_up(shape: ReferenceShape) -> TrainedModel:
     """A model with arbitrary state."""
-    weights = random_weights(shape, seed=5)
+    weights = build_random_weights(shape, seed=5)
     moments = {kind: {name: one.abs() * (2 + at) for name, one in weights.items()} for at, kind in enumerate(MOMENTS)}
     return TrainedModel(shape, weights, {}, moments)
 

@@ -8,7 +8,7 @@ import torch
 
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
-from megatron.parallel.boxes import Box
+from megatron.parallel.tensor_slice import TensorSlice
 from megatron_lab.foreign.source import TensorInfo
 from megatron_lab.verification.reference.shape import ReferenceShape, Weights
 from tests.support.layout import model_config
@@ -28,7 +28,7 @@ class MemorySource:
     def weights(self) -> dict[str, TensorInfo]:
         return {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()}
 
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+    def read(self, name: str, box: TensorSlice | None = None) -> torch.Tensor:
         tensor = self.tensors[name]
         return (tensor if box is None else tensor[box.index]).clone(memory_format=torch.contiguous_format)
 

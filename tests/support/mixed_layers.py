@@ -15,20 +15,20 @@ from megatron.spec.mlps import MLPSpec
 
 def mix_layers(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
     """Let every so-manieth layer have no rotary positions and an MLP of twice the width."""
-    original = spec.layers
+    original = spec.build_layer_specs
 
     def mixed(model: ModelConfig) -> tuple[LayerSpec, ...]:
         return tuple(_other(layer) if number % every == every - 1 else layer for number, layer in enumerate(original(model)))
 
     users = [module for name, module in sys.modules.items() if name.startswith(("megatron.", "megatron_lab."))]
     for module in users:
-        if getattr(module, "layers", None) is original:
-            monkeypatch.setattr(module, "layers", mixed)
+        if getattr(module, "build_layer_specs", None) is original:
+            monkeypatch.setattr(module, "build_layer_specs", mixed)
 
 
 def _other(layer: LayerSpec) -> LayerSpec:
     attention, mlp = layer.attention, layer.mlp
     assert isinstance(mlp, MLPSpec)
     return dataclasses.replace(
-        layer, attention=dataclasses.replace(attention, rotary=None), mlp=dataclasses.replace(mlp, width=2 * mlp.width)
+        layer, attention=dataclasses.replace(attention, rotary=None), mlp=dataclasses.replace(mlp, ffn_size=2 * mlp.ffn_size)
     )

@@ -16,10 +16,10 @@ def elsewhere(context: ParallelContext, *, tensor: int, data: int, stage: int) -
         data: place in the gradient group.
         stage: place on the pipeline axis.
     """
-    sizes, part, of_expert = context.topology, context.fsdp_shard().size, context.fsdp_shard(("edp",)).size
+    sizes, part, of_expert = context.topology, context.fsdp_shard_group().size, context.fsdp_shard_group(("edp",)).size
     dp, cp = divmod(data, sizes.cp)
     rank = sizes.rank(tp=tensor, cp=cp, dp=dp, pp=stage)
-    edp = sizes.places(rank)["edp"]
+    edp = sizes.all_coordinates(rank)["edp"]
     places = {
         ("tp",): tensor,
         ("cp",): cp,
@@ -33,5 +33,5 @@ def elsewhere(context: ParallelContext, *, tensor: int, data: int, stage: int) -
         ("fsdp_shard", "edp"): edp % of_expert,
         ("fsdp_replica", "edp"): edp // of_expert,
     }
-    groups = {key: replace(group, index=places.get(key, group.index)) for key, group in context._groups.items()}
+    groups = {key: replace(group, rank=places.get(key, group.rank)) for key, group in context._groups.items()}
     return replace(context, rank=rank, _groups=groups)

@@ -9,17 +9,17 @@ import torch
 
 from megatron.config.cli import LoadedConfig, load
 from megatron.config.config import Config
-from megatron.data.tokenizer import planned_rows
-from megatron.model.build import Model, model_of
+from megatron.data.tokenizer import predict_embedding_rows
+from megatron.model.build import Model, build_model_from_config
 from megatron.parallel.context import ParallelContext, make_context
 from megatron.parallel.overlap import Overlap
 from megatron.parallel.topology import Topology
-from megatron.spec.operations import OpKind
+from megatron.spec.operations import OpType
 from megatron.spec.schedules import SCHEDULES
 from megatron.training.step import TrainStep
-from megatron_lab.planner.chunk_trace import ChunkTrace, Traces
+from megatron_lab.planner.chunk_trace import ChunkTrace, TraceCache
 from megatron_lab.planner.dry_run import Planner
-from megatron_lab.planner.plan import Plan, RankKind
+from megatron_lab.planner.plan import Plan, RankProfile
 from megatron_lab.planner.storages import MemorySpan
 from tests.support.runs import arguments
 
@@ -39,7 +39,7 @@ def plans_of(loaded: Sequence[LoadedConfig], *, traced: bool = True) -> list[Pla
     return [planner.plan() for planner in _planners(loaded, traced=traced)]
 
 
-def kinds_of(loaded: Sequence[LoadedConfig], *, traced: bool = True) -> list[tuple[RankKind, ...]]:
+def kinds_of(loaded: Sequence[LoadedConfig], *, traced: bool = True) -> list[tuple[RankProfile, ...]]:
     """Return the kinds of ranks of jobs of at most two stages, as their plans have them, without the rest of the plans.
 
     Args:
@@ -47,25 +47,25 @@ def kinds_of(loaded: Sequence[LoadedConfig], *, traced: bool = True) -> list[tup
             the time of a plan.
     """
     assert all(one.config.parallel.pipeline_model_parallel_size <= 2 for one in loaded)
-    return [planner.work().kinds for planner in _planners(loaded, traced=traced)]
+    return [planner.step_work().profiles for planner in _planners(loaded, traced=traced)]
 
 
 def _planners(loaded: Sequence[LoadedConfig], *, traced: bool = True) -> Iterator[Planner]:
-    traces: dict[object, Traces] = {}
+    traces: dict[object, TraceCache] = {}
     for one in loaded:
         assert one.dry_run is not None
         known = traces.setdefault(_what_is_traced(one.config), {}) if traced else _UntracedChunks()
-        yield Planner(one.config, one.dry_run, planned_rows(one.config.data), traces=known)
+        yield Planner(one.config, one.dry_run, predict_embedding_rows(one.config.data), trace_cache=known)
 
 
-class _UntracedChunks(Traces):
+class _UntracedChunks(TraceCache):
     """Stand-ins for the traces of all chunks, in which operations take and send nothing."""
 
     def __contains__(self, kind: object) -> bool:
         return True
 
     def __missing__(self, kind: object) -> ChunkTrace:
-        return ChunkTrace(dict.fromkeys(OpKind, MemorySpan(0, 0)), "", frozenset())
+        return ChunkTrace(dict.fromkeys(OpType, MemorySpan(0, 0)), "", frozenset())
 
 
 def _what_is_traced(config: Config) -> object:
@@ -84,14 +84,14 @@ def _what_is_traced(config: Config) -> object:
     return config.model, config.precision, config.training, config.data, config.memory, config.speed, divided, splits
 
 
-def kind_of(kinds: Sequence[RankKind], topology: Topology, rank: int) -> RankKind:
+def kind_of(kinds: Sequence[RankProfile], topology: Topology, rank: int) -> RankProfile:
     """Return the only one of these kinds that the rank belongs to."""
     at = topology.coordinates(rank)
     data = at["cp"] + topology.cp * at["dp"]
     (kind,) = [
         kind
         for kind in kinds
-        if at["pp"] in kind.stages and any(places.tensor == at["tp"] and data in places.data for places in kind.places)
+        if at["pp"] in kind.stages and any(places.tensor == at["tp"] and data in places.data for places in kind.rank_ranges)
     ]
     return kind
 
@@ -104,7 +104,7 @@ def real_context(config: Config, rank: int, world_size: int) -> ParallelContext:
 
 def real_model(config: Config, context: ParallelContext, overlap: Overlap | None = None) -> Model:
     """The model of a run on this rank, without memory."""
-    return model_of(config, context, planned_rows(config.data), overlap=overlap)
+    return build_model_from_config(config, context, predict_embedding_rows(config.data), overlap=overlap)
 
 
 def real_step(config: Config, context: ParallelContext) -> TrainStep:

@@ -17,7 +17,7 @@ import hypothesis
 from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 
-from megatron.config.given import split
+from megatron.config.given import split_argv
 from megatron.spec.schedules import SCHEDULES
 from tests.support.cli import command_words
 from tests.support.random_draws import Draw, chance, number, one_of, options
@@ -240,7 +240,7 @@ def _changes(line: CommandLine) -> Iterator[CommandLine]:
     """The line on fewer data ranks, then without some of its flags (many first), then with smaller numbers."""
     if (copies := line.world_size // _ranks(line.argv)) > 1:
         yield from (CommandLine(line.argv, number * _ranks(line.argv)) for number in range(1, copies))
-    parts = [(f"--{item.name}", *item.values) for item in split(line.argv)[1]]
+    parts = [(f"--{item.name}", *item.values) for item in split_argv(line.argv)[1]]
     for size in (len(parts) // 4, len(parts) // 8, 2, 1):
         for start in range(0, len(parts), max(1, size)):
             yield _joined(parts[:start] + parts[start + max(1, size) :], line)
@@ -258,4 +258,4 @@ def _joined(parts: list[tuple[str, ...]], before: CommandLine) -> CommandLine:
 
 def _ranks(argv: tuple[str, ...]) -> int:
     """Tensor size x context size x pipeline size."""
-    return math.prod(max(1, int(item.values[0])) for item in split(argv)[1] if item.name in _SIZE_FLAGS)
+    return math.prod(max(1, int(item.values[0])) for item in split_argv(argv)[1] if item.name in _SIZE_FLAGS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.spec.activations import FLAGS, GATED_FLAGS
+from megatron.spec.activations import BUILT_IN_FIELDS, GATED_FIELDS
 from tests.support.random_draws import Draw, chance, number, one_of, options, sometimes, switches
 
 _FEW = 2
@@ -88,11 +88,11 @@ def _draw_latents(draw: Draw) -> dict[str, Any]:
 
 
 def _draw_mlp(draw: Draw, tp: int, hidden: int) -> dict[str, Any]:
-    activation = one_of(draw, None, "swiglu", *FLAGS)
+    activation = one_of(draw, None, "swiglu", *BUILT_IN_FIELDS)
     settings: dict[str, Any] = {activation: True} if activation else {}
     if activation == "quick_geglu":
         settings |= options(draw, glu_linear_offset=[None, 1.0], activation_func_clamp_value=[None, 0.05])
-    fits_by_default = activation not in GATED_FLAGS and 4 * hidden % tp == 0
+    fits_by_default = activation not in GATED_FIELDS and 4 * hidden % tp == 0
     if not fits_by_default or chance(draw, 2):
         settings["ffn_hidden_size"] = tp * number(draw, 1, 6)
     return settings

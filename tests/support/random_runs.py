@@ -17,7 +17,7 @@ import megatron_lab.planner.plan_text  # noqa: F401
 from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
-from megatron.config.flags import flag_of
+from megatron.config.flags import find_flag
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.save import to_yaml
@@ -95,7 +95,7 @@ def compare(config: Config, world_size: int, timeout: float) -> None:
         AssertionError: something differs.
     """
     found = diagnose(prove_warm(config, world_size, timeout=timeout))
-    assert found.equal, "\n".join(finding.line() for finding in found.findings)
+    assert found.equal, "\n".join(finding.format() for finding in found.findings)
 
 
 def check_refusal(line: CommandLine, error: ConfigError) -> None:
@@ -130,7 +130,7 @@ def with_suggestion(line: CommandLine, suggestion: str) -> tuple[tuple[str, ...]
     if world:
         return line.argv, int(world[1])
     words = shlex.split(suggestion)
-    assert all(flag_of(word[2:]) is not None for word in words if word.startswith("--")), suggestion
+    assert all(find_flag(word[2:]) is not None for word in words if word.startswith("--")), suggestion
     return (*line.argv, *words), line.world_size
 
 

@@ -9,11 +9,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_lab.verification.reference.model import Added, Batch, Rules, Seen, by_nobody, losses_with_rules, spans, token_losses
-from megatron_lab.verification.reference.qk_clip import ScoreClip
+from megatron_lab.verification.reference.model import (
+    Batch,
+    EodRules,
+    OutputHook,
+    RouterLossHook,
+    compute_packed_losses,
+    compute_token_losses,
+    no_hook,
+    split_documents,
+)
+from megatron_lab.verification.reference.qk_clip import QkClip
 from megatron_lab.verification.reference.shape import LatentShape, ReferenceShape, Weights, is_trained
-from megatron_lab.verification.reference.training import Rule, State, update
-from megatron_lab.verification.reference.update_rules import Numbers
+from megatron_lab.verification.reference.training import ReferenceUpdateRule, State, update_weights
+from megatron_lab.verification.reference.update_rules import RuleOptions
 
 
 def gpt2_like(**changes: object) -> ReferenceShape:
@@ -31,7 +40,7 @@ def llama_like(**changes: object) -> ReferenceShape:
 
 def deepseek_like(**changes: object) -> ReferenceShape:
     """A small dense DeepSeek: the same with latent attention. No two sizes are equal."""
-    latent = LatentShape(query_rank=10, rank=6, plain=5, rotated=4, value=3)
+    latent = LatentShape(q_lora_rank=10, kv_lora_rank=6, qk_head_dim=5, qk_pos_emb_head_dim=4, v_head_dim=3)
     return llama_like(**{"kv_heads": 4, "qk_norm": True, "rotary_interleaved": True, "latent": latent, **changes})
 
 
@@ -71,12 +80,14 @@ class ReferenceRun:
     """Averages of the weights after the last step, if they were kept."""
 
 
-def mean_loss(shape: ReferenceShape, weights: Weights, batch: Batch, seen: Seen = by_nobody) -> Tensor:
+def mean_loss(shape: ReferenceShape, weights: Weights, batch: Batch, seen: OutputHook = no_hook) -> Tensor:
     """Mean cross entropy over the tokens of the batch that the mask keeps."""
     tokens, labels, mask = batch
     mask = mask.to(torch.float64)
-    added = Added(seen)
-    return (token_losses(shape, weights, tokens, labels, seen=added, mask=mask) * mask).sum() / mask.sum() + added.unreported
+    added = RouterLossHook(seen)
+    return (
+        compute_token_losses(shape, weights, tokens, labels, hook=added, mask=mask) * mask
+    ).sum() / mask.sum() + added.gradient_only
 
 
 Loss = Callable[[ReferenceShape, Weights, Batch], Tensor]
@@ -94,9 +105,9 @@ def train(
     optimizer: str = "adam",
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
-    numbers: Numbers = Numbers(),  # noqa: B008 (frozen)
+    numbers: RuleOptions = RuleOptions(),  # noqa: B008 (frozen)
     ema: float | None = None,
-    clips_scores: ScoreClip | None = None,
+    clips_scores: QkClip | None = None,
 ) -> ReferenceRun:
     """One step on every batch.
 
@@ -113,8 +124,8 @@ def train(
     assert all(w.dtype == torch.float64 for w in weights.values()), "the reference is float64 throughout"
     rates = [lr] * len(batches) if isinstance(lr, int | float) else list(lr)
     assert len(rates) == len(batches)
-    bias_step = 0.0 if shape.experts is None else shape.experts.bias_step or 0.0
-    rule = Rule(optimizer, clip, betas, eps, numbers, ema, clips_scores, bias_step)
+    bias_step = 0.0 if shape.experts is None else shape.experts.bias_update_rate or 0.0
+    rule = ReferenceUpdateRule(optimizer, clip, betas, eps, numbers, ema, clips_scores, bias_step)
     largest: dict[str, Tensor] = {}
 
     def watch(name: str, values: Tensor) -> None:
@@ -133,7 +144,7 @@ def train(
         value, gradients = loss_and_gradients(shape, state.weights, batch, loss)
         losses.append(value)
         first_gradients = first_gradients or gradients
-        grad_norms.append(update(state, gradients, rule, rate, weight_decay, largest=largest))
+        grad_norms.append(update_weights(state, gradients, rule, rate, weight_decay, max_logits=largest))
     return ReferenceRun(losses, grad_norms, first_gradients, state.weights, averages_after=state.averages)
 
 
@@ -151,16 +162,16 @@ def loss_of_documents_apart(shape: ReferenceShape, weights: Weights, batch: Batc
     """Mean loss of a batch in which every document is a sample of its own; after an `eod` nothing is predicted."""
     total, count = torch.zeros((), dtype=torch.float64), 0.0
     for tokens, labels, mask in zip(*batch, strict=True):
-        for start, end in spans(tokens.tolist(), eod):
+        for start, end in split_documents(tokens.tolist(), eod):
             part = slice(start, end)
             kept = mask[part] * (tokens[part] != eod)
-            total = total + (token_losses(shape, weights, tokens[None, part], labels[None, part])[0] * kept).sum()
+            total = total + (compute_token_losses(shape, weights, tokens[None, part], labels[None, part])[0] * kept).sum()
             count += kept.sum().item()
     return total / count
 
 
-def loss_with_rules(shape: ReferenceShape, weights: Weights, batch: Batch, rules: Rules) -> Tensor:
+def loss_with_rules(shape: ReferenceShape, weights: Weights, batch: Batch, rules: EodRules) -> Tensor:
     """Mean loss of a batch of packed samples, each rule by itself."""
-    added = Added()
-    losses, kept = losses_with_rules(shape, weights, batch, rules, added)
-    return (losses * kept).sum() / kept.sum() + added.unreported
+    added = RouterLossHook()
+    losses, kept = compute_packed_losses(shape, weights, batch, rules, added)
+    return (losses * kept).sum() / kept.sum() + added.gradient_only

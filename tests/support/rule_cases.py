@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from megatron.config.checks import lora, pipeline, sharding
-from megatron.config.checks.finding import SettingsRule, rules_in
+from megatron.config.checks.finding import SettingsRule, collect_rules
 from megatron.config.cli import parse
 from megatron.config.config import Config
 from megatron.config.errors import Violation
-from megatron.config.rules import violations
+from megatron.config.rules import find_violations
 
 T = TypeVar("T")
 
@@ -29,9 +29,9 @@ BASE = {
     "--vocab-size": "100",
 }
 
-PIPELINE_RULES = rules_in(pipeline)
-SHARDING_RULES = rules_in(sharding)
-LORA_RULES = rules_in(lora)
+PIPELINE_RULES = collect_rules(pipeline)
+SHARDING_RULES = collect_rules(sharding)
+LORA_RULES = collect_rules(lora)
 
 Case = tuple[str, int, set[str], list[str], list[str]]
 """Extra flags, world size, flags of the violation that must take part, pieces of its text, suggestions that must be shown."""
@@ -48,7 +48,7 @@ def config_of(extra: str) -> Config:
 
 
 def reported(extra: str, world_size: int = 1) -> list[Violation]:
-    return violations(config_of(extra), world_size)
+    return find_violations(config_of(extra), world_size)
 
 
 def every(cases: Iterable[T], check: Callable[[T], object]) -> None:
@@ -65,17 +65,17 @@ def every(cases: Iterable[T], check: Callable[[T], object]) -> None:
 def check_rules_have_cases(rules: Iterable[SettingsRule], cases: Iterable[Case]) -> None:
     """Each rule is broken by a case."""
     settings = [(config_of(extra), world_size) for extra, world_size, *_ in cases]
-    assert not [rule.why for rule in rules if not any(list(rule(*each)) for each in settings)]
+    assert not [rule.reason for rule in rules if not any(list(rule(*each)) for each in settings)]
 
 
 def check_case(case: Case) -> None:
     """The violation is reported as the case says, and its suggestions are valid."""
     extra, world_size, fields, parts, nearest = case
     found = reported(extra, world_size)
-    named = [item for item in found if fields <= set(item.flags) and parts[0] in item.message + item.rule]
+    named = [item for item in found if fields <= set(item.flags) and parts[0] in item.message + item.reason]
     assert len(named) == 1, found
     for part in parts:
-        assert part in f"{named[0].message} {named[0].rule}"
+        assert part in f"{named[0].message} {named[0].reason}"
     for suggestion in nearest:
         assert suggestion in named[0].nearest
     check_suggestions(extra, world_size, found)

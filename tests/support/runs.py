@@ -32,11 +32,11 @@ from megatron.checkpoint.save_folder import read_state
 from megatron.config.flags import flags
 from megatron.config.save import _versions
 from megatron.parallel import context
-from megatron.parallel.accumulate import GradSink, sink_of
-from megatron.parallel.context import world_backend
+from megatron.parallel.accumulate import GradSink, get_grad_sink
+from megatron.parallel.context import get_world_backend
 from megatron.training.step import TrainStep
 from megatron_lab.monitoring import start_up_log
-from megatron_lab.verification.local_ranks import kill_group
+from megatron_lab.verification.local_ranks import kill_process_group
 from tests.support.checkpoint_worlds import load_tensors, read_manifest, whole
 from tests.support.cli import ROOT, command_words, fork_program
 from tests.support.shared_memory import SHARED_MEMORY
@@ -109,9 +109,9 @@ def launch(
     """
 
     def prepare(rank: int) -> None:
-        start_up_log.advice = lambda *_: []  # which takes a third of the start of a run with pipeline stages
+        start_up_log.build_advice = lambda *_: []  # which takes a third of the start of a run with pipeline stages
         if not gloo:
-            context.world_backend = lambda backend: SHARED_MEMORY if backend == "gloo" else world_backend(backend)
+            context.get_world_backend = lambda backend: SHARED_MEMORY if backend == "gloo" else get_world_backend(backend)
         if before is not None:
             before(rank)
 
@@ -138,7 +138,7 @@ def launch(
         finally:
             for rank, pid in pids.items():
                 if rank not in codes:
-                    kill_group(pid)
+                    kill_process_group(pid)
                     os.waitpid(pid, 0)
             os.close(read_end)
             os.close(write_end)
@@ -216,16 +216,16 @@ def spoil(value: float, name: str | None = None) -> Callable[[TrainStep], None]:
     """
 
     def action(step: TrainStep) -> None:
-        wrote = GradSink._wrote
+        wrote = GradSink._finish_write
 
         def spoiled(self: GradSink) -> None:
-            if name is None or sink_of(step.model.params[name].param) is self:
-                GradSink._wrote = wrote  # type: ignore[method-assign]
+            if name is None or get_grad_sink(step.model.params[name].param) is self:
+                GradSink._finish_write = wrote  # type: ignore[method-assign]
                 assert self.main_grad is not None
                 self.main_grad.view(-1)[0] = value
             wrote(self)
 
-        GradSink._wrote = spoiled  # type: ignore[method-assign]
+        GradSink._finish_write = spoiled  # type: ignore[method-assign]
 
     return action
 

@@ -7,10 +7,10 @@ from collections.abc import Collection
 
 from hypothesis import strategies as st
 
-from megatron.spec.operations import Message, Op, OpKind, Schedule, forward_only
-from megatron.spec.schedules import SCHEDULES, make_schedule
+from megatron.spec.operations import Message, Op, OpType, Schedule, extract_forwards
+from megatron.spec.schedules import SCHEDULES, build_schedule
 
-F, R, B, I, W = OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD
+F, R, B, I, W = OpType.FORWARD, OpType.RECOMPUTE, OpType.BACKWARD, OpType.INPUT_GRAD, OpType.WEIGHT_GRAD
 
 
 def split_backwards(schedule: Schedule, weights_last: bool = False) -> Schedule:
@@ -20,8 +20,8 @@ def split_backwards(schedule: Schedule, weights_last: bool = False) -> Schedule:
         now: list[Op] = []
         late: list[Op] = []
         for op in ops:
-            now.append(Op(I, op.chunk, op.microbatch) if op.kind is B else op)
-            if op.kind is B:
+            now.append(Op(I, op.chunk, op.microbatch) if op.type is B else op)
+            if op.type is B:
                 (late if weights_last else now).append(Op(W, op.chunk, op.microbatch))
         stages.append(tuple(now + late))
     return Schedule(f"{schedule.name}-split", schedule.num_microbatches, schedule.stage_of_chunk, tuple(stages))
@@ -43,7 +43,7 @@ def greedy(
 
     def ready(op: Op) -> bool:
         before = first_of(op, recomputed)
-        return plain.needs(op) in sent and (before is None or Op(before, op.chunk, op.microbatch) in done)
+        return plain.get_received_message(op) in sent and (before is None or Op(before, op.chunk, op.microbatch) in done)
 
     while todo:
         for stage in range(num_stages):
@@ -52,14 +52,14 @@ def greedy(
                 op = chooser.choice(choice)
                 todo.remove(op)
                 done.add(op)
-                sent.add(plain.gives(op))
+                sent.add(plain.get_sent_message(op))
                 ops[stage].append(op)
     return Schedule("greedy", num_microbatches, stage_of_chunk, tuple(map(tuple, ops)))
 
 
-def first_of(op: Op, recomputed: Collection[int]) -> OpKind | None:
+def first_of(op: Op, recomputed: Collection[int]) -> OpType | None:
     """The kind of operation on the same microbatch and chunk that must come before."""
-    return {F: None, R: F, B: R if op.chunk in recomputed else F, I: R if op.chunk in recomputed else F, W: I}[op.kind]
+    return {F: None, R: F, B: R if op.chunk in recomputed else F, I: R if op.chunk in recomputed else F, W: I}[op.type]
 
 
 PLACES = [(0,), (0, 1), (0, 1, 2), (0, 0), (0, 1, 1, 0), (0, 1, 0, 1), (0, 1, 2, 2, 1, 0), (0, 1, 2, 0, 1, 2), (0, 1, 0)]
@@ -81,8 +81,8 @@ def generated_schedules(draw: st.DrawFn, max_stages: int = 6, max_microbatches: 
     chunks = SCHEDULES[name].chunks_per_stage or draw(st.integers(1, 4))
     stages = draw(st.integers(1, max_stages))
     again = draw(_some_of(stages * chunks))
-    schedule = make_schedule(name, stages, draw(st.integers(1, max_microbatches)), chunks, recomputed=again)
-    return forward_only(schedule) if draw(st.booleans()) else schedule
+    schedule = build_schedule(name, stages, draw(st.integers(1, max_microbatches)), chunks, recomputed_chunks=again)
+    return extract_forwards(schedule) if draw(st.booleans()) else schedule
 
 
 def _some_of(num_chunks: int) -> st.SearchStrategy[frozenset[int]]:

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from megatron_lab.resilience import supervisor
-from megatron_lab.verification.local_ranks import free_port
+from megatron_lab.verification.local_ranks import find_free_port
 from tests.support.cli import ROOT, fork_program
 from tests.support.runs import arguments, at_iteration, complete_checkpoints, read_metrics
 
@@ -122,7 +122,7 @@ class Job:
         self.folder, self.step_s = folder, step_s
         folder.mkdir(parents=True, exist_ok=True)
         self.nodes: list[Node] = []
-        self.port = free_port()
+        self.port = find_free_port()
         self.store: Node | None = None
 
     def __enter__(self) -> Self:

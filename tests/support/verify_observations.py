@@ -15,7 +15,7 @@ from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron_lab.verification.comparison import ProofFinding
 from megatron_lab.verification.diagnosis import Diagnosis, diagnose
-from megatron_lab.verification.observation import Observation, RankObservation, TensorPart
+from megatron_lab.verification.observation import LocalTensor, Observation, RankObservation
 from megatron_lab.verification.prove import prove
 from tests.support.warm import pickled, run_warm_ranks
 
@@ -61,8 +61,8 @@ def first_finding(observation: Observation) -> ProofFinding:
 
 
 def parts(
-    observation: Observation, of: Callable[[RankObservation], list[TensorPart]], name: str
-) -> Iterator[tuple[int, TensorPart]]:
+    observation: Observation, of: Callable[[RankObservation], list[LocalTensor]], name: str
+) -> Iterator[tuple[int, LocalTensor]]:
     """The parts of a tensor with their ranks."""
     for rank in observation.ranks:
         for part in of(rank):
@@ -70,7 +70,7 @@ def parts(
                 yield rank.rank, part
 
 
-def gradients(step: int = 0) -> Callable[[RankObservation], list[TensorPart]]:
+def gradients(step: int = 0) -> Callable[[RankObservation], list[LocalTensor]]:
     return lambda rank: rank.steps[step].gradients
 
 

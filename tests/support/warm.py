@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_lab.verification.local_ranks import LocalRank, LocalWorld, end_ranks, fork_rank, results_of, run_ranks
+from megatron_lab.verification.local_ranks import LocalRank, LocalWorld, collect_results, fork_rank, kill_ranks, run_ranks
 from tests.support.shared_memory import SHARED_MEMORY
 
 _CALLS_OF_A_RANK = 400
@@ -57,14 +57,14 @@ class RankPool:
             ranks = self._ranks[:world_size]
             for rank in ranks:
                 rank.connection.send((world, _PickledCall(job)))
-            return results_of(ranks, timeout, folder)
+            return collect_results(ranks, timeout, folder)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """End the ranks; a later call forks new ones."""
-        end_ranks(self._ranks)
+        kill_ranks(self._ranks)
         self._ranks = []
 
 

@@ -33,7 +33,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_lab.verification.local_ranks import die_with, kill_group
+from megatron_lab.verification.local_ranks import kill_process_group, set_parent_death_signal
 from tests.support.huge_pages import collapse_pages
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,7 +135,7 @@ class _Server:
                     self._reap()
                 else:  # its client was killed
                     self._selector.unregister(key.fileobj)
-                    kill_group(key.data)
+                    kill_process_group(key.data)
 
     def _begin(self, connection: socket.socket) -> None:
         try:
@@ -181,7 +181,7 @@ def _run(job: dict[str, Any], streams: list[int], server: int) -> NoReturn:
     code = 70
     try:
         os.setsid()
-        die_with(server, signal.SIGKILL)
+        set_parent_death_signal(server, signal.SIGKILL)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         above = max(256, *job["numbers"]) + 1
@@ -249,7 +249,7 @@ def _program(words: list[str]) -> int:
 
 def main() -> None:
     """Serve: python -m tests.support.warm_python FOLDER PARENT"""
-    die_with(int(sys.argv[2]), signal.SIGKILL)
+    set_parent_death_signal(int(sys.argv[2]), signal.SIGKILL)
     for name in _IMPORTED:
         importlib.import_module(name)
     atexit._clear()

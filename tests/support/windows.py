@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.samples import SamplePiece
+from megatron.data.samples import DocumentSpan
 
 
 class Windows:
@@ -26,8 +26,8 @@ class Windows:
     def marks(self, first: int, count: int) -> None:
         """None: all tokens count, and documents end with the end-of-document token."""
 
-    def lineage(self, number: int) -> list[SamplePiece]:
-        return [SamplePiece("windows", number, 0, self.seq_length + 1)]
+    def lineage(self, number: int) -> list[DocumentSpan]:
+        return [DocumentSpan("windows", number, 0, self.seq_length + 1)]
 
     def describe(self, num_samples: int) -> list[str]:
         return [f"{len(self.rows)} windows, of which {num_samples} are read"]

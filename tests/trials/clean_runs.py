@@ -55,7 +55,7 @@ def overhead(pairs: int) -> None:
         with tempfile.TemporaryDirectory(prefix="steps-") as name:
 
             def before(rank: int) -> None:
-                advance, took = Loop.advance, list[float]()
+                advance, took = Loop.run_step, list[float]()
 
                 def timed(loop: Loop, *args: Any) -> Any:
                     began = time.process_time()
@@ -65,7 +65,7 @@ def overhead(pairs: int) -> None:
                         (Path(name) / str(rank)).write_text(str(statistics.median(took[_WARM_UP:])))
                     return result
 
-                Loop.advance = timed  # type: ignore[assignment, method-assign]
+                Loop.run_step = timed  # type: ignore[assignment, method-assign]
 
             size = {"hidden_size": 256, "seq_length": 128, "num_layers": 4, "vocab_size": 1000}
             argv = arguments(**TENSOR, **STAGES, **size, train_iters=_STEPS, log_interval=_STEPS, hang_warn_s=warn_s)

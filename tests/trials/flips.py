@@ -23,10 +23,10 @@ from torch import nn
 
 from megatron.parallel.accumulate import GradSink
 from megatron.parallel.topology import Topology
-from megatron.spec.operations import OpKind
+from megatron.spec.operations import OpType
 from megatron.training.loop import Loop
 from megatron.training.step import StepResult, TrainStep
-from megatron_lab.audit.votes import blocks_of
+from megatron_lab.audit.votes import build_model_replicas
 from tests.support.runs import arguments, launch, read_metrics, report, run
 
 KINDS = ("activations", "gradients", "weights", "moments")
@@ -99,7 +99,7 @@ class Injector:
     def __init__(self, rank: int, flips: Sequence[Flip], log: Path) -> None:
         self._rank, self._flips, self._log = rank, flips, log
         self._called: list[nn.Module] = []
-        self._run, self._wrote = TrainStep.run, GradSink._wrote
+        self._run, self._wrote = TrainStep.run, GradSink._finish_write
         injector = self
 
         def run(step: TrainStep, *args: Any, **named: Any) -> Any:
@@ -125,9 +125,9 @@ class Injector:
             for one in undo:
                 one()
 
-        step.before_update.append(back)  # behind the sentinel's comparison
+        step.before_update_hooks.append(back)  # behind the sentinel's comparison
         result = make()
-        step.before_update.remove(back)
+        step.before_update_hooks.remove(back)
         return result
 
     def _plant(self, step: TrainStep, flip: Flip, draw: random.Random) -> Iterator[Callable[[], None]]:
@@ -139,11 +139,11 @@ class Injector:
         else:
             shards = step.optimizer.shards
             if flip.kind == "weights":
-                alone = {shard.record.name: shard.weights for shard in shards if shard.alone}
+                alone = {shard.record.name: shard.weights for shard in shards if shard.is_fully_sharded}
                 whole = [entry.param.data for entry in step.model.params if entry.record.name not in alone]
                 tensors = [*alone.values(), *whole]
             else:
-                apart = [shard.main for shard in shards if shard.main.data_ptr() != shard.weights.data_ptr()]
+                apart = [shard.main_param for shard in shards if shard.main_param.data_ptr() != shard.weights.data_ptr()]
                 tensors = [*apart, *(moment for shard in shards for moment in shard.moments.values())]
             tensors = [tensor for tensor in tensors if tensor.numel() and tensor.is_contiguous()]
             (tensor,) = draw.choices(tensors, [tensor.numel() for tensor in tensors])
@@ -156,8 +156,8 @@ class Injector:
         """In what a module of the first microbatch gives."""
 
         def changed(module: nn.Module, args: Any, out: Any) -> None:
-            op = step.executor.current
-            first = op is not None and op.microbatch == 0 and op.kind is OpKind.FORWARD
+            op = step.executor.current_op
+            first = op is not None and op.microbatch == 0 and op.type is OpType.FORWARD
             if first and isinstance(out, torch.Tensor) and out.is_floating_point() and out.is_contiguous():
                 hook.remove()
                 flip_bit(out, draw.randrange(out.numel()), flip.bit)
@@ -178,10 +178,10 @@ class Injector:
             at -= 1
             wrote(sink)
 
-        GradSink._wrote = changed  # type: ignore[assignment, method-assign]
+        GradSink._finish_write = changed  # type: ignore[assignment, method-assign]
 
         def back() -> None:
-            GradSink._wrote = wrote  # type: ignore[method-assign]
+            GradSink._finish_write = wrote  # type: ignore[method-assign]
 
         return back
 
@@ -233,7 +233,9 @@ def run_flips(layout: str, flips: Sequence[Flip], **changes: Any) -> list[Outcom
 
 def _outcome(flip: Flip, line: dict[str, Any], topology: Topology) -> Outcome:
     found, named = bool(line["sentinel_differences"]), int(line["sentinel_rank"])
-    parties = [number for rank in (named, flip.rank) for number, ranks in enumerate(blocks_of(topology)) if rank in ranks]
+    parties = [
+        number for rank in (named, flip.rank) for number, ranks in enumerate(build_model_replicas(topology)) if rank in ranks
+    ]
     right = named >= 0 and parties[0] == parties[1]
     assert found or named < 0
     return Outcome(flip, found, right, ended=False)
@@ -277,7 +279,7 @@ def overhead(microbatches: int, steps: int = 12) -> tuple[float, float]:
             file = Path(name) / "seconds"
 
             def before(rank: int, file: Path = file) -> None:
-                advance, took = Loop.advance, list[float]()
+                advance, took = Loop.run_step, list[float]()
 
                 def timed(loop: Loop, *args: Any) -> Any:
                     began = time.process_time()
@@ -287,7 +289,7 @@ def overhead(microbatches: int, steps: int = 12) -> tuple[float, float]:
                     return result
 
                 if rank == 0:
-                    Loop.advance = timed  # type: ignore[assignment, method-assign]
+                    Loop.run_step = timed  # type: ignore[assignment, method-assign]
 
             argv = arguments(**settings, sentinel_interval=interval, use_distributed_optimizer=True)
             run(argv, 2, before=before, timeout=600)

@@ -92,7 +92,7 @@ def _a_place_is_left_out(job: Job, draw: random.Random, ranks: int, flags: dict[
     time.sleep(draw.uniform(0, 0.5))
     place = draw.randrange(ranks)
     node.kill_rank(place, node.kill_rank(place))
-    node.wait_for(f"place {place} is left out")
+    node.wait_for(f"slot {place} is excluded")
     node.wait_for("back after")
     if draw.random() < 0.7:
         time.sleep(draw.uniform(0, 0.5))

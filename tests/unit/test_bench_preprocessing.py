@@ -13,7 +13,7 @@ from megatron_lab.benchmarks import preprocessing
 
 def test_it_measures_all_four(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tokenizers")
-    monkeypatch.setattr(preprocessing, "_LOOP_SHARE", 1)
+    monkeypatch.setattr(preprocessing, "_DOCUMENT_STRIDE", 1)
     monkeypatch.setattr(preprocessing.sysconfig, "get_path", lambda name: str(Path(email.__file__).parent))
     held = preprocessing.run(preprocessing.Settings(megabytes=0.05, pairs=1, stream_gb=0.0002, vocab_size=400))
     told = capfd.readouterr()
@@ -29,16 +29,16 @@ def test_the_text_is_enough_and_the_same_each_time(tmp_path: Path, monkeypatch: 
     for number in range(3):
         (tmp_path / f"{number}.py").write_text("".join(f"line {number} {n}\n" for n in range(9)))
     monkeypatch.setattr(preprocessing.sysconfig, "get_path", lambda name: str(tmp_path))
-    found = preprocessing.texts(0.001)
-    assert found == preprocessing.texts(0.001)
+    found = preprocessing.collect_texts(0.001)
+    assert found == preprocessing.collect_texts(0.001)
     assert sum(map(len, found)) > 1000
     assert len(set(found)) == len(found) > 3, "shuffled lines where there is too little"
 
 
 def test_a_missed_bound_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     times = {"mine": [1.0, 2.0, 1.0], "theirs": [0.8, 1.8, 9.0]}
-    assert preprocessing.show(times, 10.0, 0.9)
-    assert not preprocessing.show(times, 10.0, 0.91)
+    assert preprocessing.print_speeds(times, 10.0, 0.9)
+    assert not preprocessing.print_speeds(times, 10.0, 0.91)
     told = capsys.readouterr().out
     assert "mine " in told and "10.0 MB/s  (5.0 to 10.0)" in told
     assert told.count("ratio 0.90 (0.80 to 9.00), wanted") == 2

@@ -17,7 +17,7 @@ import pytest
 from megatron import moved
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = {former: today for former, today in moved.MOVED.items() if former.count(".") == 1}
+PACKAGES = {former: today for former, today in moved.NEW_NAMES.items() if former.count(".") == 1}
 """Those that were packages directly in `megatron`."""
 POINTER = '''"""The former name of `{today}`."""
 
@@ -30,7 +30,7 @@ take_place(__name__)
 def modules_today() -> list[str]:
     """Every module that has a former name, by its name of today."""
     names = []
-    for today in moved.MOVED.values():
+    for today in moved.NEW_NAMES.values():
         place = ROOT.joinpath(*today.split("."))
         files = sorted(place.rglob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
         names += [".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files]
@@ -39,7 +39,7 @@ def modules_today() -> list[str]:
 
 def former(today: str) -> str:
     """The former name of a module."""
-    old, new = next((old, new) for old, new in moved.MOVED.items() if today == new or today.startswith(f"{new}."))
+    old, new = next((old, new) for old, new in moved.NEW_NAMES.items() if today == new or today.startswith(f"{new}."))
     return old + today.removeprefix(new)
 
 
@@ -48,7 +48,7 @@ def _nothing_was_imported() -> Iterator[None]:
     """No former name is known before a test, nor after it."""
 
     def forget() -> None:
-        for name in [name for name in sys.modules if moved.name_today(name) is not None]:
+        for name in [name for name in sys.modules if moved.find_new_name(name) is not None]:
             del sys.modules[name]
         for name in PACKAGES:
             vars(importlib.import_module("megatron")).pop(name.rpartition(".")[2], None)
@@ -99,7 +99,7 @@ def test_who_imports_is_warned(finder: bool, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_module_that_left_a_package_which_remains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(moved.MOVED, "megatron.data.left", "megatron_lab.planner.cluster")
+    monkeypatch.setitem(moved.NEW_NAMES, "megatron.data.left", "megatron_lab.planner.cluster")
     module, words = warned("megatron.data.left")
     assert module is importlib.import_module("megatron_lab.planner.cluster")
     assert [*words] == ["megatron.data.left has moved: use megatron_lab.planner.cluster"]
@@ -129,7 +129,7 @@ def test_former_packages_are_files_that_point_to_those_of_today() -> None:
 
 
 def test_packages_that_have_lost_modules_find_them() -> None:
-    lost = {".".join(former.split(".")[:2]) for former in moved.MOVED if former not in PACKAGES}
+    lost = {".".join(former.split(".")[:2]) for former in moved.NEW_NAMES if former not in PACKAGES}
     silent = [name for name in lost if "find_moved()" not in ROOT.joinpath(*name.split("."), "__init__.py").read_text()]
     assert len(lost) >= 7 and not silent
 
@@ -148,9 +148,9 @@ def test_a_run_uses_no_former_name() -> None:
         "import sys; import megatron.data, megatron.checkpoint; "
         "loaded = [name for name in sys.modules if name.startswith('megatron_lab') or 'torch' == name]; assert not loaded, loaded; "
         "import pretrain_gpt, megatron.training.trainer, megatron_lab.planner.dry_run, megatron_lab.resilience.supervisor; "
-        "import importlib; from megatron_lab.__main__ import names; "
-        "[importlib.import_module(f'megatron_lab.commands.{name}') for name in names()]; "
-        "from megatron.moved import name_today; old = [*filter(name_today, sys.modules)]; assert not old, old"
+        "import importlib; from megatron_lab.__main__ import list_programs; "
+        "[importlib.import_module(f'megatron_lab.commands.{name}') for name in list_programs()]; "
+        "from megatron.moved import find_new_name; old = [*filter(find_new_name, sys.modules)]; assert not old, old"
     )
     done = python("-W", "error:megatron:DeprecationWarning", "-c", code)
     assert done.returncode == 0, done.stderr

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.config import Config
-from megatron.spec.activations import FLAGS
+from megatron.spec.activations import BUILT_IN_FIELDS
 from megatron.training.features import FEATURES
 from tests.support.code_lines import count_code_lines
 
@@ -77,8 +77,8 @@ CHECKPOINT_WITHOUT_TORCH = (
 WITHOUT_TORCH = [
     *(str(file) for file in FILES if file.parts[1] in ("config", "spec")),
     "megatron/parallel/topology.py",
-    "megatron/parallel/boxes.py",
-    "megatron/parallel/cut.py",
+    "megatron/parallel/tensor_slice.py",
+    "megatron/parallel/sequence_split.py",
     *(str(file) for file in FILES if file.parts[1] == "pipeline_parallel" and file.name not in ("executor.py", "p2p.py")),
     "megatron/training/progress.py",
     "megatron/training/signals.py",
@@ -297,12 +297,12 @@ def test_pure_files_do_not_load_torch() -> None:
 
 def test_files_are_short() -> None:
     lengths = {str(file): count_code_lines((ROOT / file).read_text()) for file in IN_RUNS}
-    assert not {file: length for file, length in lengths.items() if length > 360}
+    assert not {file: length for file, length in lengths.items() if length > 340}
 
 
 def test_count_code_lines() -> None:
     source = '"""A module\nin two lines."""\n\n# why\nx = [\n    1,  # one\n\n]\n"""Its meaning."""\ny = """a\nb"""\n'
-    assert count_code_lines(source) == 5
+    assert count_code_lines(source) == 2
 
 
 def test_class_names_are_unique() -> None:
@@ -315,6 +315,32 @@ def test_class_names_are_unique() -> None:
             if isinstance(node, ast.ClassDef):
                 files.setdefault(node.name, []).append(str(file))
     assert not {name: found for name, found in files.items() if len(found) > 1}
+
+
+def defined_names(file: Path) -> Iterator[str]:
+    """Names of the functions, classes, arguments, variables and attributes that a file defines."""
+    for node in nodes(file):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+def test_names_do_not_contain_words_that_contributing_replaces() -> None:
+    rows = re.findall(r"^\|[^|]*\|[^|]*\|([^|]*)\|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    replaced = {word for cell in rows for word in re.findall(r"`(\w+)`", cell)}
+    assert len(replaced) >= 15
+    wrong = {
+        f"{file}: {name}"
+        for file in (*FILES, *FILES_AROUND)
+        for name in defined_names(file)
+        if replaced & {word.lower() for word in re.findall(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+", name)}
+    }
+    assert not wrong, wrong
 
 
 def docstrings(file: Path) -> Iterator[tuple[int, str]]:
@@ -385,9 +411,9 @@ def test_parallel_state_is_passed_on() -> None:
             if isinstance(node, ast.Global) and file.parts[1] != "data":
                 found.add(f"{file} global {', '.join(node.names)}")
     assert found == {
-        "megatron/memory/recompute.py global _kept",
-        "megatron/memory/recompute.py global remaking",
-        "megatron/memory/recompute.py global _running",
+        "megatron/memory/recompute.py global _current_store",
+        "megatron/memory/recompute.py global recomputing_region",
+        "megatron/memory/recompute.py global _running_region",
         "megatron/parallel/accumulate.py global _deferred",
         "megatron/tensor_parallel/chunked_loss.py global _repeats",
         "megatron/training/failure.py get_world_size",  # when all is lost, the context too
@@ -448,7 +474,7 @@ def test_every_setting_is_read_where_it_acts() -> None:
         *(read_of_settings(file) for file in [*FILES, *FILES_AROUND] if file.parts[1] != "config"),
         read_of_settings(Path("pretrain_gpt.py")),
     )
-    used |= set(FLAGS)  # looked up by name, in the table of activations
+    used |= set(BUILT_IN_FIELDS)  # looked up by name, in the table of activations
     unread: list[str] = []
     for topic in dataclasses.fields(Config):
         settings = topic.default_factory

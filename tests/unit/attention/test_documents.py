@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.attention import documents as document_attention
-from megatron.attention.backends import flash_runs_on
+from megatron.attention.backends import has_flash_attention
 from megatron.attention.core import core_attention
-from megatron.attention.documents import Documents, _varlen, varlen_attention
-from megatron.data.samples import document_bounds
+from megatron.attention.documents import Documents, _load_varlen_attn, varlen_attention
+from megatron.data.samples import compute_cu_seqlens
 from megatron.parallel.random import seed_device
 
 EOD = 0
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 def documents_of(rows: list[list[int]]) -> Documents:
     """The documents of tokens [b, s]."""
-    bounds = document_bounds(np.array(rows) == EOD)
+    bounds = compute_cu_seqlens(np.array(rows) == EOD)
     return Documents(bounds, torch.from_numpy(bounds), len(rows))
 
 
@@ -90,11 +90,11 @@ def plain_varlen(
 
 
 def by_varlen_with_groups(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents) -> torch.Tensor:
-    return varlen_attention(q, k, v, documents.on_device, documents.longest, plain_varlen, takes_groups=True)
+    return varlen_attention(q, k, v, documents.cu_seqlens_device, documents.max_seqlen, plain_varlen, has_enable_gqa=True)
 
 
 def by_varlen_without_groups(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents) -> torch.Tensor:
-    return varlen_attention(q, k, v, documents.on_device, documents.longest, plain_varlen, takes_groups=False)
+    return varlen_attention(q, k, v, documents.cu_seqlens_device, documents.max_seqlen, plain_varlen, has_enable_gqa=False)
 
 
 WAYS: list[Callable[..., torch.Tensor]] = [core_attention, by_varlen_with_groups, by_varlen_without_groups]
@@ -137,9 +137,9 @@ def test_any_documents_equal_a_dense_mask(way: Callable[..., torch.Tensor], rows
 
 def test_only_a_sample_of_several_documents_is_bounded_by_them() -> None:
     """A document that ends where its sample does hides nothing."""
-    bounded = {name for name, rows in CASES.items() if documents_of(rows).bounded}
+    bounded = {name for name, rows in CASES.items() if documents_of(rows).is_packed}
     assert bounded == CASES.keys() - {"no end"}
-    assert not documents_of([[*[1] * (S - 1), 0]] * 2).bounded
+    assert not documents_of([[*[1] * (S - 1), 0]] * 2).is_packed
 
 
 def test_samples_without_an_end_equal_plain_attention_bit_for_bit() -> None:
@@ -176,8 +176,8 @@ def test_one_call_serves_all_documents_of_one_length(monkeypatch: pytest.MonkeyP
 
 
 def test_more_documents_than_one_call_takes_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(document_attention, "MOST_AT_ONCE", 3)
-    assert documents_of([[0] * 8, [1, 0] * 4]).by_length.groups == [(3, 1), (3, 1), (2, 1), (3, 2), (1, 2)]
+    monkeypatch.setattr(document_attention, "MAX_SEQUENCES_PER_CALL", 3)
+    assert documents_of([[0] * 8, [1, 0] * 4]).sorted_by_length.groups == [(3, 1), (3, 1), (2, 1), (3, 2), (1, 2)]
     for rows in CASES.values():
         check(core_attention, rows, 2, 1)
 
@@ -254,18 +254,18 @@ def test_flash_attention_is_used_where_it_runs(
         def __init__(self) -> None:
             self.dtype = dtype
 
-    flash_runs_on.cache_clear()
+    has_flash_attention.cache_clear()
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert document_attention.flash_takes(OnCuda(), OnCuda(), dropout) is expected  # type: ignore[arg-type]
-    flash_runs_on.cache_clear()
+    assert document_attention.flash_supports(OnCuda(), OnCuda(), dropout) is expected  # type: ignore[arg-type]
+    has_flash_attention.cache_clear()
 
 
 def test_torchs_function_has_the_arguments_that_are_given() -> None:
     """By its own registration for shapes alone, as no CPU computes it: [T, n, d] comes out, whatever is grouped."""
-    attend, takes_groups = _varlen()
+    attend, takes_groups = _load_varlen_attn()
     documents = documents_of(CASES["several in a row"])
     q, k, v = (x.detach().to(torch.bfloat16).to("meta") for x in heads(S, 2, 4, 2, 1))
-    on_meta = Documents(documents.bounds, documents.on_device.to("meta"), 2)
+    on_meta = Documents(documents.cu_seqlens, documents.cu_seqlens_device.to("meta"), 2)
     for groups in {takes_groups, False}:
-        assert varlen_attention(q, k, v, on_meta.on_device, S, attend, groups, window=3, scale=0.5).shape == (S, 2, 32)
+        assert varlen_attention(q, k, v, on_meta.cu_seqlens_device, S, attend, groups, window=3, scale=0.5).shape == (S, 2, 32)

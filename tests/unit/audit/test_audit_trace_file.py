@@ -38,10 +38,10 @@ STEP = TraceStep(
 
 def write(path: Path, *, append: bool = False, steps: tuple[TraceStep, ...] = (STEP,)) -> None:
     writer = TraceWriter(path, append=append)
-    writer.header(HEADER)
-    writer.start(5, STEP.weights)
+    writer.write_header(HEADER)
+    writer.write_start(5, STEP.weights)
     for step in steps:
-        writer.step(step)
+        writer.write_step(step)
     writer.close()
 
 
@@ -79,13 +79,13 @@ def test_what_is_no_trace_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read: No such file"):
         read_trace(path)
     for text, words in (
-        ("", "holds no run"),
-        ("hello\nworld\n", "line 1: no JSON"),
-        ('{"a": 1}\n', r"line 1: not as --save-trace writes it \(KeyError\('kind'\)\)"),
-        ("[1]\n", "line 1: not as"),
-        ('{"kind": "step"}\n', "line 1: not as"),
-        ('{"kind": "header", "version": 2}\n', "line 1: .*version 2, and this program reads 1"),
-        ('{"kind": "header", "version": 1, "dtype": "x"}\n', "line 1: not as"),
+        ("", "contains no run"),
+        ("hello\nworld\n", "line 1: not valid JSON"),
+        ('{"a": 1}\n', r"line 1: not in the format of --save-trace \(KeyError\('kind'\)\)"),
+        ("[1]\n", "line 1: not in the format"),
+        ('{"kind": "step"}\n', "line 1: not in the format"),
+        ('{"kind": "header", "version": 2}\n', "line 1: .*version 2, but this program reads version 1"),
+        ('{"kind": "header", "version": 1, "dtype": "x"}\n', "line 1: not in the format"),
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=words):
@@ -100,7 +100,7 @@ def test_a_damaged_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
     lines = (tmp_path / "t").read_text().splitlines()
     lines[2] = lines[2][:50]
     (tmp_path / "t").write_text("\n".join(lines) + "\n")
-    with pytest.raises(ValueError, match="line 3: no JSON"):
+    with pytest.raises(ValueError, match="line 3: not valid JSON"):
         read_trace(tmp_path / "t")
 
 

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.checkpoint.global_tensor import bytes_of, torch_dtype
-from megatron.checkpoint.manifest import NO_SUMS, Sums, content_digest, content_sums
+from megatron.checkpoint.global_tensor import tensor_bytes, torch_dtype
+from megatron.checkpoint.manifest import EMPTY_HASH, ContentHash, digest_entries, hash_content
 from megatron.checkpoint.safetensors_file import DTYPES
-from megatron.parallel.boxes import Box
+from megatron.parallel.tensor_slice import TensorSlice
 from tests.support.checkpoint_worlds import Layout, Shapes, hold, random_values, read_manifest, save_world
 from tests.unit.checkpoint.test_checkpoint_tiling import cut_tensors
 
@@ -29,17 +29,17 @@ def weight(index: Any, seed: int) -> Any:
     return (h ^ h >> 16) | 1
 
 
-def by_definition(tensor: torch.Tensor) -> Sums:
+def by_definition(tensor: torch.Tensor) -> ContentHash:
     """One element after the other, in Python's integers."""
     size = tensor.element_size()
-    raw = bytes(bytes_of(tensor))
+    raw = bytes(tensor_bytes(tensor))
     step = min(size, 4)
     units = [int.from_bytes(raw[at : at + step], "little") for at in range(0, len(raw), step)]
     units = [unit ^ unit >> 16 for unit in units]
     width = (tensor.shape[-1] if tensor.dim() else 1) * (size // step)
     rows = sum(weight(number // width, 0) * unit for number, unit in enumerate(units))
     columns = sum(weight(number % width, 1) * unit for number, unit in enumerate(units))
-    return Sums(rows % 2**32, columns % 2**32)
+    return ContentHash(rows % 2**32, columns % 2**32)
 
 
 def example(shape: tuple[int, ...], dtype: str, seed: int = 0) -> torch.Tensor:
@@ -51,23 +51,23 @@ def example(shape: tuple[int, ...], dtype: str, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(torch_dtype(dtype))
 
 
-def sums_of(tensor: torch.Tensor, box: Box, block_bytes: int) -> Sums:
+def sums_of(tensor: torch.Tensor, box: TensorSlice, block_bytes: int) -> ContentHash:
     """What a writer does: piece by piece."""
-    data, pieces = bytes_of(tensor[box.index]), list[bytes]()
+    data, pieces = tensor_bytes(tensor[box.index]), list[bytes]()
     dtype = str(tensor.dtype).removeprefix("torch.")
-    sums = content_sums(data, dtype, box, tuple(tensor.shape), lambda piece: pieces.append(bytes(piece)), block_bytes)
+    sums = hash_content(data, dtype, box, tuple(tensor.shape), lambda piece: pieces.append(bytes(piece)), block_bytes)
     assert b"".join(pieces) == bytes(data) and max(map(len, pieces)) <= max(block_bytes, tensor.element_size())
     return sums
 
 
 @given(cut_tensors(), st.sampled_from(sorted(DTYPES)), st.integers(1, 100))
-def test_boxes_add_up_to_the_definition(cut: tuple[tuple[int, ...], list[Box]], dtype: str, block_bytes: int) -> None:
+def test_boxes_add_up_to_the_definition(cut: tuple[tuple[int, ...], list[TensorSlice]], dtype: str, block_bytes: int) -> None:
     shape, boxes = cut
     tensor = example(shape, dtype)
-    total = functools.reduce(Sums.plus, (sums_of(tensor, box, block_bytes) for box in boxes), NO_SUMS)
+    total = functools.reduce(ContentHash.combine, (sums_of(tensor, box, block_bytes) for box in boxes), EMPTY_HASH)
     assert total == by_definition(tensor)
-    parts = (content_sums(bytes_of(tensor[box.index]), dtype, box, shape) for box in boxes)
-    assert functools.reduce(Sums.plus, parts) == total
+    parts = (hash_content(tensor_bytes(tensor[box.index]), dtype, box, shape) for box in boxes)
+    assert functools.reduce(ContentHash.combine, parts) == total
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
@@ -75,30 +75,30 @@ def test_blocks_of_the_usual_size(dtype: str) -> None:
     """Many rows at once, and rows that are longer than a block."""
     for shape in ((700, 300), (2, 300_000), (300_000,), (3, 5, 17_000)):
         tensor = example(shape, dtype)
-        whole = Box.whole(shape)
-        unit = np.frombuffer(bytes_of(tensor), f"<u{min(DTYPES[dtype].itemsize, 4)}").astype(np.uint64)
+        whole = TensorSlice.full(shape)
+        unit = np.frombuffer(tensor_bytes(tensor), f"<u{min(DTYPES[dtype].itemsize, 4)}").astype(np.uint64)
         matrix = (unit ^ unit >> np.uint64(16)).reshape(int(np.prod(shape[:-1])), -1)
         rows, columns = (
             int((weight(np.arange(matrix.shape[axis], dtype=np.uint64), axis) * matrix.sum(axis=1 - axis)).sum()) % 2**32
             for axis in (0, 1)
         )
-        assert content_sums(bytes_of(tensor), dtype, whole, shape) == Sums(rows, columns)
+        assert hash_content(tensor_bytes(tensor), dtype, whole, shape) == ContentHash(rows, columns)
 
 
 @given(st.data(), st.sampled_from(sorted(DTYPES)))
 def test_any_change_is_seen(data: st.DataObject, dtype: str) -> None:
     tensor = example((6, 5), dtype)
     before = by_definition(tensor)
-    raw = bytearray(bytes_of(tensor))
+    raw = bytearray(tensor_bytes(tensor))
     raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    after = content_sums(raw, dtype, Box((0, 0), (6, 5)), (6, 5))
-    assert after.rows != before.rows and after.columns != before.columns
+    after = hash_content(raw, dtype, TensorSlice((0, 0), (6, 5)), (6, 5))
+    assert after.row_sum != before.row_sum and after.column_sum != before.column_sum
 
 
 def test_exchanged_parts_are_seen() -> None:
     tensor = example((6, 5), "float32")
-    whole = Box((0, 0), (6, 5))
-    before = content_sums(bytes_of(tensor), "float32", whole, (6, 5))
+    whole = TensorSlice((0, 0), (6, 5))
+    before = hash_content(tensor_bytes(tensor), "float32", whole, (6, 5))
     others = {
         "rows": tensor[[1, 0, 2, 3, 4, 5]],
         "columns": tensor[:, [0, 3, 2, 1, 4]],
@@ -109,12 +109,14 @@ def test_exchanged_parts_are_seen() -> None:
         "doubled": tensor * 2,
     }
     for name, other in others.items():
-        assert content_sums(bytes_of(other), "float32", whole, (6, 5)) != before, name
+        assert hash_content(tensor_bytes(other), "float32", whole, (6, 5)) != before, name
 
 
 def test_hexadecimal_digits() -> None:
-    assert Sums(1, 0xFFFFFFFF).hex == "00000001ffffffff" and Sums.from_hex("00000001ffffffff") == Sums(1, 0xFFFFFFFF)
-    assert Sums(1, 0xFFFFFFFF).plus(Sums(2, 1)) == Sums(3, 0)
+    assert ContentHash(1, 0xFFFFFFFF).hex == "00000001ffffffff" and ContentHash.from_hex("00000001ffffffff") == ContentHash(
+        1, 0xFFFFFFFF
+    )
+    assert ContentHash(1, 0xFFFFFFFF).combine(ContentHash(2, 1)) == ContentHash(3, 0)
 
 
 SHAPES: Shapes = {"up": ((2, 8, 6), 1), "norm": ((6,), None), "scale": ((), None)}
@@ -141,5 +143,5 @@ def test_digest_as_the_manifest_says(tmp_path: Path) -> None:
     path = save_world(tmp_path, 1, [hold(SHAPES, Layout(), 0, random_values(SHAPES))])
     manifest = json.loads((path / "manifest.json").read_text())
     entries = [f"{name} {t['shape']} {t['dtype']} {t['content']}" for name, t in manifest["tensors"].items()]
-    assert manifest["content_digest"] == content_digest(reversed(entries)) == read_manifest(path).content_digest
-    assert content_digest([entries[0].replace("float32", "float64"), *entries[1:]]) != content_digest(entries)
+    assert manifest["content_digest"] == digest_entries(reversed(entries)) == read_manifest(path).content_digest
+    assert digest_entries([entries[0].replace("float32", "float64"), *entries[1:]]) != digest_entries(entries)

@@ -13,13 +13,13 @@ from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.save_folder import (
     LATEST,
     Retention,
-    check_for_strangers,
+    apply_retention,
+    check_no_foreign_checkpoints,
     checkpoint_name,
-    checkpoints,
     find_checkpoint,
-    kept,
-    latest_in,
-    retain,
+    list_checkpoints,
+    read_latest,
+    select_retained,
 )
 from megatron.checkpoint.storage_kinds import open_storage
 from tests.support.checkpoint_worlds import save_checkpoint, whole
@@ -31,21 +31,21 @@ def save(folder: Path, *iterations: int) -> None:
 
 
 def there(folder: Path) -> list[int]:
-    return list(checkpoints(folder))
+    return list(list_checkpoints(folder))
 
 
 def test_nothing_to_resume_from(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path / "none") is None
     assert find_checkpoint(tmp_path) is None
-    with pytest.raises(CheckpointError, match="--ckpt-step 3: .* has no such checkpoint; it has: none"):
+    with pytest.raises(CheckpointError, match="--ckpt-step 3: .* has no checkpoint of this iteration; it has: none"):
         find_checkpoint(tmp_path, 3)
 
 
 def test_the_newest_or_the_step_asked_for(tmp_path: Path) -> None:
     save(tmp_path, 1, 5, 12345678)
     said: list[str] = []
-    assert find_checkpoint(tmp_path, tell=said.append) == tmp_path / "iter_12345678"
-    assert find_checkpoint(tmp_path, 5, tell=said.append) == tmp_path / "iter_0000005"
+    assert find_checkpoint(tmp_path, warn=said.append) == tmp_path / "iter_12345678"
+    assert find_checkpoint(tmp_path, 5, warn=said.append) == tmp_path / "iter_0000005"
     assert said == []
     with pytest.raises(CheckpointError, match="--ckpt-step 3: .* it has: 12345678, 5, 1"):
         find_checkpoint(tmp_path, 3)
@@ -54,7 +54,7 @@ def test_the_newest_or_the_step_asked_for(tmp_path: Path) -> None:
 def test_the_one_saved_last_counts_after_going_back(tmp_path: Path) -> None:
     save(tmp_path, 10, 20, 15)
     said: list[str] = []
-    assert find_checkpoint(tmp_path, tell=said.append) == tmp_path / "iter_0000015"
+    assert find_checkpoint(tmp_path, warn=said.append) == tmp_path / "iter_0000015"
     assert "iter_0000020 is newer but was not saved last" in said[0]
 
 
@@ -65,7 +65,7 @@ def test_a_latest_file_that_does_not_help(tmp_path: Path, text: str | None) -> N
     if text is not None:
         (tmp_path / LATEST).write_text(text)
     said: list[str] = []
-    assert find_checkpoint(tmp_path, tell=said.append) == tmp_path / "iter_0000020"
+    assert find_checkpoint(tmp_path, warn=said.append) == tmp_path / "iter_0000020"
     assert len(said) == 1 and ("iter_0000099" if text == "99" else LATEST) in said[0]
 
 
@@ -73,7 +73,7 @@ def test_a_folder_in_place_of_the_latest_file(tmp_path: Path) -> None:
     save(tmp_path, 10)
     (tmp_path / LATEST).unlink()
     (tmp_path / LATEST).mkdir()
-    assert latest_in(open_storage(tmp_path)) is None
+    assert read_latest(open_storage(tmp_path)) is None
 
 
 def test_lost_checkpoints_are_not_a_fresh_start(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_what_stays(tmp_path: Path, keep_last: int | None, interval: int | None,
     for iteration in (2, 4, 6, 8, 10):
         (tmp_path / checkpoint_name(iteration)).mkdir()
         (tmp_path / checkpoint_name(iteration) / "manifest.json").write_text("x")
-    retain(open_storage(tmp_path), Retention(keep_last, interval))
+    apply_retention(open_storage(tmp_path), Retention(keep_last, interval))
     assert there(tmp_path) == stay
     assert len(list(tmp_path.iterdir())) == len(stay)
 
@@ -130,7 +130,7 @@ def test_the_newest_and_the_latest_always_stay(
     iterations: list[int], keep_last: int | None, interval: int | None, data: st.DataObject
 ) -> None:
     latest = data.draw(st.sampled_from([None, *iterations]))
-    stay = kept(iterations, latest, Retention(keep_last, interval))
+    stay = select_retained(iterations, latest, Retention(keep_last, interval))
     assert max(iterations) in stay and (latest is None or latest in stay)
     assert stay <= set(iterations)
     reached = sorted(iterations if latest is None else [it for it in iterations if it <= latest])
@@ -139,10 +139,10 @@ def test_the_newest_and_the_latest_always_stay(
 
 def test_the_latest_stays_after_going_back(tmp_path: Path) -> None:
     save(tmp_path, 10, 20, 30, 15)
-    retain(open_storage(tmp_path), Retention(1))
-    assert there(tmp_path) == [15, 20, 30] and latest_in(open_storage(tmp_path)) == 15
+    apply_retention(open_storage(tmp_path), Retention(1))
+    assert there(tmp_path) == [15, 20, 30] and read_latest(open_storage(tmp_path)) == 15
     save(tmp_path, 25)
-    retain(open_storage(tmp_path), Retention(2))
+    apply_retention(open_storage(tmp_path), Retention(2))
     assert there(tmp_path) == [20, 25, 30]
 
 
@@ -158,21 +158,21 @@ def test_a_folder_of_another_program_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     (tmp_path / "iter_0000001" / "manifest.json").unlink()
     (tmp_path / "iter_0000004").mkdir()
-    check_for_strangers(open_storage(tmp_path))  # ours, damaged or empty
+    check_no_foreign_checkpoints(open_storage(tmp_path))  # ours, damaged or empty
     (tmp_path / "iter_0000003" / "mp_rank_00").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match=r"holds what is no checkpoint of this program: iter_0000003\. Give another folder"):
-        check_for_strangers(open_storage(tmp_path))
+    with pytest.raises(CheckpointError, match=r"holds checkpoints of another program: iter_0000003\. Give another folder"):
+        check_no_foreign_checkpoints(open_storage(tmp_path))
 
 
 def test_a_folder_of_another_program_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "iter_0000001" / "mp_rank_00").mkdir(parents=True)
     save(tmp_path, 2, 3, 4)
-    retain(open_storage(tmp_path), Retention(2))
+    apply_retention(open_storage(tmp_path), Retention(2))
     assert there(tmp_path) == [1, 3, 4]
 
 
 def test_nothing_to_remove(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    retain(open_storage(tmp_path), Retention())
-    retain(open_storage(tmp_path / "none"), Retention(1))
+    apply_retention(open_storage(tmp_path), Retention())
+    apply_retention(open_storage(tmp_path / "none"), Retention(1))
     assert there(tmp_path) == [1]

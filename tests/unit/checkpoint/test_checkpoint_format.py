@@ -13,8 +13,8 @@ import torch
 import xxhash
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megatron.checkpoint.manifest import content_digest
-from megatron.checkpoint.safetensors_file import Entry, Header
+from megatron.checkpoint.manifest import digest_entries
+from megatron.checkpoint.safetensors_file import Header, TensorEntry
 from megatron.checkpoint.save_folder import read_state
 from megatron.checkpoint.storage_kinds import open_storage
 from megatron_lab.checkpoints.stream import write_checkpoint
@@ -82,7 +82,7 @@ def test_only_safetensors_and_json_and_every_file_in_the_list(tmp_path: Path) ->
 
 def test_keys_say_which_part_they_are(tmp_path: Path) -> None:
     manifest = read_manifest(save_example(tmp_path))
-    keys = {stored.key for tensor in manifest.tensors.values() for stored in tensor.boxes}
+    keys = {stored.key for tensor in manifest.tensors.values() for stored in tensor.slices}
     assert {"model.norm", "model.scale", "model.up[0:2,0:4,0:6]", "model.up[0:2,4:8,0:6]"} <= keys
 
 
@@ -113,7 +113,7 @@ def test_digest_follows_content_and_state_but_not_files(tmp_path: Path) -> None:
 
 
 def test_digest_does_not_depend_on_order() -> None:
-    assert content_digest(["b", "a"]) == content_digest(["a", "b"]) != content_digest(["ab"])
+    assert digest_entries(["b", "a"]) == digest_entries(["a", "b"]) != digest_entries(["ab"])
 
 
 def test_every_dtype_is_aligned_and_read_back(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_every_dtype_is_aligned_and_read_back(tmp_path: Path) -> None:
         header = Header(file, "x")
     library = safetensors.torch.load(data)
     for name, tensor in tensors.items():
-        at = header.place(Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)))
+        at = header.data_offset(TensorEntry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)))
         assert at % tensor.element_size() == 0
         read = torch.frombuffer(bytearray(data[at : at + tensor.nbytes]), dtype=tensor.dtype).view(tensor.shape)
         assert torch.equal(read, tensor) and torch.equal(library[name], tensor)
@@ -152,18 +152,18 @@ def test_state_keeps_every_digit(tmp_path: Path) -> None:
 
 
 def test_state_that_is_not_json_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"state\.json would hold what JSON cannot"):
+    with pytest.raises(CheckpointError, match=r"state\.json cannot be encoded as JSON"):
         save_checkpoint(tmp_path, 1, [whole("a", torch.ones(2))], {}, {"bad": {1, 2}})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_boxes_that_are_not_whole_tensors_are_not_saved(tmp_path: Path) -> None:
     values = random_values(SHAPES)
-    with pytest.raises(CheckpointError, match=r"do not make up whole tensors: model\.up, main\.up"):
+    with pytest.raises(CheckpointError, match=r"do not cover these tensors exactly once: model\.up, main\.up"):
         save_checkpoint(tmp_path, 1, hold(SHAPES, Layout(2), 0, values), {}, {})
-    with pytest.raises(CheckpointError, match=r"a is int32, a checkpoint holds"):
+    with pytest.raises(CheckpointError, match=r"a is int32, but checkpoints support only"):
         save_checkpoint(tmp_path, 1, [whole("a", torch.ones(2, dtype=torch.int32))], {}, {})
-    with pytest.raises(CheckpointError, match=r"a is \(3,\) float32 on rank 1, \(2,\) float32 before"):
+    with pytest.raises(CheckpointError, match=r"a is \(3,\) float32 on rank 1, \(2,\) float32 on a lower rank"):
         save_world(tmp_path, 1, [[whole("a", torch.ones(2))], [whole("a", torch.ones(3))]])
     assert list(tmp_path.iterdir()) == []
 
@@ -176,7 +176,7 @@ def test_one_process_says_nothing_about_process_groups(tmp_path: Path) -> None:
 
 
 def test_a_manifest_of_the_first_programs(tmp_path: Path) -> None:
-    """Without content sums: read as before, with no digest to compare."""
+    """Without content hashes: read as before, with no digest to compare."""
     path = save_example(tmp_path)
     manifest = json.loads((path / "manifest.json").read_text())
     del manifest["content_digest"]

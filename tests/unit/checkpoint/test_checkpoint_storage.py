@@ -62,55 +62,62 @@ def put(storage: Storage, name: str, data: bytes = b"x") -> None:
 
 
 def test_what_is_written_is_read(storage: Storage) -> None:
-    storage.make()
+    storage.create_folder()
     data = bytes(range(256)) * 9
     with storage.create("one.bin") as file:
         file.write(data[:1000])
         file.write(b"")
         file.write(memoryview(data)[1000:])
         assert file.num_bytes == len(data)
-    assert storage.size("one.bin") == len(data) and storage.read("one.bin") == data
+    assert storage.file_size("one.bin") == len(data) and storage.read("one.bin") == data
     with storage.open("one.bin") as opened:
         assert opened.size == len(data)
         assert opened.read(5, 7) == data[5:12] and opened.read(len(data), 0) == b""
         buffer = bytearray(300)
         opened.read_into(100, memoryview(buffer))
         assert buffer == data[100:400]
-        with pytest.raises(TruncatedError, match=rf"one\.bin has no byte {len(data)}: it was truncated"):
+        with pytest.raises(TruncatedError, match=rf"one\.bin ends before byte {len(data)}: it was truncated"):
             opened.read(len(data) - 3, 4)
     put(storage, "one.bin", b"new")
     assert storage.read("one.bin") == b"new"
 
 
 def test_small_files_are_replaced(storage: Storage) -> None:
-    storage.make()
+    storage.create_folder()
     storage.write("latest", b"1")
     storage.write("latest", b"22")
-    assert storage.read("latest") == b"22" and storage.names() == ["latest"]
+    assert storage.read("latest") == b"22" and storage.list_names() == ["latest"]
 
 
 def test_names_and_removal(storage: Storage) -> None:
-    assert storage.names() == [] == storage.names("none")
-    storage.make()
-    storage.child("b").make()
+    assert storage.list_names() == [] == storage.list_names("none")
+    storage.create_folder()
+    storage.child("b").create_folder()
     put(storage, "b/.hidden")
     put(storage, "b/two")
     put(storage.child("b"), "three", b"333")
     put(storage, "a")
-    assert storage.names() == ["a", "b"] and storage.names("b") == [".hidden", "three", "two"] == storage.child("b").names()
-    assert storage.names("a") == []
-    assert storage.size("b") is None and storage.size("b/three") == 3 and storage.size("none") is None is storage.size("a/below")
+    assert (
+        storage.list_names() == ["a", "b"]
+        and storage.list_names("b") == [".hidden", "three", "two"] == storage.child("b").list_names()
+    )
+    assert storage.list_names("a") == []
+    assert (
+        storage.file_size("b") is None
+        and storage.file_size("b/three") == 3
+        and storage.file_size("none") is None is storage.file_size("a/below")
+    )
     storage.remove("b/two")
     storage.remove("none")
-    assert storage.names("b") == [".hidden", "three"]
+    assert storage.list_names("b") == [".hidden", "three"]
     storage.remove("b")
-    assert storage.names() == ["a"] and storage.names("b") == []
+    assert storage.list_names() == ["a"] and storage.list_names("b") == []
 
 
 def test_what_is_not_there(storage: Storage) -> None:
-    storage.make()
+    storage.create_folder()
     put(storage, "file")
-    storage.child("folder").make()
+    storage.child("folder").create_folder()
     put(storage, "folder/file")
     for name in ("none", "none/below", "file/below", "folder"):
         for use in (storage.read, lambda name: storage.open(name).__enter__()):
@@ -118,24 +125,26 @@ def test_what_is_not_there(storage: Storage) -> None:
                 use(name)
             assert name.split("/")[0] in str(error.value)
     with pytest.raises(FileNotFoundError):
-        storage.retire("none")
+        storage.remove_checkpoint("none")
 
 
 def test_a_file_that_could_not_be_finished_is_gone(storage: Storage) -> None:
-    storage.make()
+    storage.create_folder()
     with pytest.raises(KeyError, match="oops"), storage.create("half") as file:
         file.write(b"x" * 100)
         raise KeyError("oops")
-    assert storage.names() == []
+    assert storage.list_names() == []
 
 
 def test_another_process_opens_the_same(storage: Storage, tmp_path: Path) -> None:
-    storage.make()
+    storage.create_folder()
     put(storage, "a")
     again = open_storage(storage.location)
-    assert again.names() == ["a"] and type(again) is type(storage)
-    assert again.at("a") == storage.at("a") == f"{storage.location}/a" and again.at("") == storage.location
-    assert storage.child("b").location == storage.at("b")
+    assert again.list_names() == ["a"] and type(again) is type(storage)
+    assert (
+        again.location_of("a") == storage.location_of("a") == f"{storage.location}/a" and again.location_of("") == storage.location
+    )
+    assert storage.child("b").location == storage.location_of("b")
     assert (storage.local == tmp_path) == isinstance(storage, LocalStorage)
 
 
@@ -144,19 +153,19 @@ def test_a_path_from_the_working_folder(tmp_path: Path, monkeypatch: pytest.Monk
     storage = open_storage("save")
     check_writable(storage)
     storage.write("latest", b"1")
-    storage.child("below").make()
+    storage.child("below").create_folder()
     storage.write("below/small", b"2")
     draft = storage.draft("iter_0000001", "a1")
-    draft.make()
+    draft.create_folder()
     draft.publish(FILES)
-    assert storage.names() == ["below", "iter_0000001", "latest"] == sorted(os.listdir(tmp_path / "save"))
-    assert storage.names("below") == ["small"]
+    assert storage.list_names() == ["below", "iter_0000001", "latest"] == sorted(os.listdir(tmp_path / "save"))
+    assert storage.list_names("below") == ["small"]
 
 
 def test_check_writable_leaves_nothing(storage: Storage) -> None:
     deep = storage.child("x").child("y")
     check_writable(deep)
-    assert deep.names() == []
+    assert deep.list_names() == []
     storage.write("file", b"")
     for inside in (storage.child("file"), storage.child("file/below")):
         with pytest.raises(CheckpointError, match="Not a directory" if storage.local else "file"):
@@ -170,10 +179,10 @@ def test_large_reads_are_cut_into_ranges(start: int, length: int, piece: int, at
     files.pipe_file("/a/x", data)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(object_storage, "RANGE_BYTES", piece)
-        patch.setattr(object_storage, "RANGES_AT_ONCE", at_once)
+        patch.setattr(object_storage, "CONCURRENT_RANGES", at_once)
         with on(files).open("x") as file:
             if start + length > len(data):
-                with pytest.raises(TruncatedError, match="has no byte 100"):
+                with pytest.raises(TruncatedError, match="ends before byte 100"):
                     file.read(start, length)
             else:
                 assert file.read(start, length) == data[start : start + length]
@@ -185,14 +194,14 @@ def test_large_reads_are_cut_into_ranges(start: int, length: int, piece: int, at
 
 def test_a_draft_is_no_checkpoint_before_it_is_published(storage: Storage) -> None:
     draft = storage.draft("iter_0000009", "ab12")
-    draft.make()
+    draft.create_folder()
     put(draft.storage, draft.file_name("rank_00000.safetensors"), b"data")
-    assert storage.size("iter_0000009/manifest.json") is None
-    assert (storage.local is None) == (draft.storage.location == storage.at("iter_0000009"))
+    assert storage.file_size("iter_0000009/manifest.json") is None
+    assert (storage.local is None) == (draft.storage.location == storage.location_of("iter_0000009"))
     draft.publish(FILES)
     final = storage.child("iter_0000009")
-    assert storage.names() == ["iter_0000009"]
-    assert final.names() == sorted([*FILES, draft.file_name("rank_00000.safetensors")])
+    assert storage.list_names() == ["iter_0000009"]
+    assert final.list_names() == sorted([*FILES, draft.file_name("rank_00000.safetensors")])
     assert final.read(draft.file_name("rank_00000.safetensors")) == b"data"
     assert {name: final.read(name) for name in FILES} == FILES
 
@@ -200,78 +209,78 @@ def test_a_draft_is_no_checkpoint_before_it_is_published(storage: Storage) -> No
 def test_a_draft_replaces_a_checkpoint(storage: Storage) -> None:
     for token, data in (("a1", b"one"), ("b2", b"two"), ("b2", b"three")):
         draft = storage.draft("iter_0000009", token)
-        draft.make()
+        draft.create_folder()
         put(draft.storage, draft.file_name("rank_00000.safetensors"), data)
         if token == "a1":
             put(draft.storage, draft.file_name("rank_00001.safetensors"))
         draft.publish(FILES)
-    assert storage.names() == ["iter_0000009"] and len(storage.names("iter_0000009")) == 4
+    assert storage.list_names() == ["iter_0000009"] and len(storage.list_names("iter_0000009")) == 4
     assert storage.child("iter_0000009").read(draft.file_name("rank_00000.safetensors")) == b"three"
 
 
 def test_a_draft_that_is_given_up_leaves_the_old_one(storage: Storage) -> None:
     old, new = storage.draft("iter_0000009", "a1"), storage.draft("iter_0000009", "b2")
-    old.make()
+    old.create_folder()
     put(old.storage, old.file_name("rank_00000.safetensors"), b"old")
     old.publish(FILES)
-    before = {name: storage.child("iter_0000009").read(name) for name in storage.names("iter_0000009")}
-    new.abandon()  # not even begun
-    new.make()
+    before = {name: storage.child("iter_0000009").read(name) for name in storage.list_names("iter_0000009")}
+    new.discard()  # not even begun
+    new.create_folder()
     put(new.storage, new.file_name("rank_00000.safetensors"), b"new")
-    new.abandon()
-    assert {name: storage.child("iter_0000009").read(name) for name in storage.names("iter_0000009")} == before
-    storage.retire("iter_0000009")
-    new.make()
+    new.discard()
+    assert {name: storage.child("iter_0000009").read(name) for name in storage.list_names("iter_0000009")} == before
+    storage.remove_checkpoint("iter_0000009")
+    new.create_folder()
     put(new.storage, new.file_name("rank_00000.safetensors"))
-    new.abandon()
-    assert storage.names() == []
+    new.discard()
+    assert storage.list_names() == []
 
 
 def test_a_draft_begins_empty(storage: Storage) -> None:
     for _ in range(2):
         draft = storage.draft("iter_0000009", "a1")
-        draft.make()
-        assert draft.storage.names() == []
+        draft.create_folder()
+        assert draft.storage.list_names() == []
         put(draft.storage, draft.file_name("rank_00000.part.json"))
 
 
 def test_a_late_writer_does_not_touch_its_successor(storage: Storage) -> None:
     late, draft = storage.draft("iter_0000009", "a1"), storage.draft("iter_0000009", "b2")
     for each in (late, draft):
-        each.make()
+        each.create_folder()
     for each, data in ((draft, b"mine"), (late, b"late")):
         put(each.storage, each.file_name("rank_00000.safetensors"), data)
     draft.publish(FILES)
     final = storage.child("iter_0000009")
-    assert final.read(draft.file_name("rank_00000.safetensors")) == b"mine" and len(final.names()) == 4
+    assert final.read(draft.file_name("rank_00000.safetensors")) == b"mine" and len(final.list_names()) == 4
 
 
 def test_a_checkpoint_is_retired(storage: Storage) -> None:
     for name in ("iter_0000003", "iter_0000006"):
         draft = storage.draft(name, "a1")
-        draft.make()
+        draft.create_folder()
         draft.publish(FILES)
-    storage.retire("iter_0000003")
-    assert storage.names() == ["iter_0000006"]
+    storage.remove_checkpoint("iter_0000003")
+    assert storage.list_names() == ["iter_0000006"]
 
 
 def test_leftovers_are_swept(storage: Storage) -> None:
     """But not the drafts of the run that asks, complete checkpoints, or what other programs keep under such names."""
     for name, token in (("iter_0000003", "a1"), ("iter_0000006", "b2"), ("iter_0000009", "c3")):
         draft = storage.draft(name, token)
-        draft.make()
+        draft.create_folder()
         put(draft.storage, draft.file_name("rank_00000.part.json"))
         if token == "a1":
             draft.publish(FILES)
     for name in ("iter_0000012/mp_rank_00", ".other.saving"):
-        storage.child(name).make()
+        storage.child(name).create_folder()
         put(storage, f"{name}/model_optim_rng.pt")
     mine = storage.draft("iter_0000009", "c3")
     for keep, left in (("c3", [mine.file_name("rank_00000.part.json")]), ("d4", [])):
-        storage.sweep(keep)
-        assert mine.storage.names() == left
-    assert storage.names() == [".other.saving", "iter_0000003", "iter_0000012"]
-    assert len(storage.names("iter_0000003")) == 4 and storage.names("iter_0000012/mp_rank_00") == ["model_optim_rng.pt"]
+        storage.remove_unfinished(keep)
+        assert mine.storage.list_names() == left
+    assert storage.list_names() == [".other.saving", "iter_0000003", "iter_0000012"]
+    assert len(storage.list_names("iter_0000003")) == 4 and storage.list_names("iter_0000012/mp_rank_00") == ["model_optim_rng.pt"]
 
 
 # ---- local folders: what is on the disk when
@@ -304,7 +313,7 @@ def trace(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_data_is_on_the_disk_before_its_name_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = open_storage(tmp_path / "new" / "save")
     calls = trace(monkeypatch)
-    storage.make()
+    storage.create_folder()
     assert calls == [f"sync {tmp_path.name}", "sync new"]
     calls.clear()
     storage.write("latest", b"1")
@@ -313,7 +322,7 @@ def test_data_is_on_the_disk_before_its_name_changes(tmp_path: Path, monkeypatch
     calls.clear()
     draft = storage.draft("iter_0000001", "a1")
     saving = ".iter_0000001.a1.saving"
-    draft.make()
+    draft.create_folder()
     assert calls == []  # training waits for it
     put(draft.storage, "rank_00000")
     assert calls == ["sync rank_00000"]
@@ -322,20 +331,20 @@ def test_data_is_on_the_disk_before_its_name_changes(tmp_path: Path, monkeypatch
     written = [*(f"sync {name}" for name in FILES), f"sync {saving}"]
     assert calls == [*written, f"{saving} -> iter_0000001", "sync save"]
     calls.clear()
-    draft.make()
+    draft.create_folder()
     draft.publish(FILES)  # the two change names in one step, which is no rename
-    assert calls == [*written, "sync save"] and storage.names() == ["iter_0000001", "latest"]
+    assert calls == [*written, "sync save"] and storage.list_names() == ["iter_0000001", "latest"]
     calls.clear()
-    monkeypatch.setattr(local_storage, "exchange", lambda one, other: False)  # as on many file systems of a network
-    draft.make()
+    monkeypatch.setattr(local_storage, "exchange_names", lambda one, other: False)  # as on many file systems of a network
+    draft.create_folder()
     draft.publish(FILES)
     assert calls[-3:] == ["iter_0000001 -> .iter_0000001.replaced", f"{saving} -> iter_0000001", "sync save"]
-    assert storage.names() == ["iter_0000001", "latest"]
+    assert storage.list_names() == ["iter_0000001", "latest"]
 
 
 def published(storage: Storage, name: str, token: str, data: bytes) -> None:
     draft = storage.draft(name, token)
-    draft.make()
+    draft.create_folder()
     put(draft.storage, draft.file_name("rank_00000.safetensors"), data)
     draft.publish(FILES)
 
@@ -355,8 +364,8 @@ def test_a_checkpoint_that_is_replaced_is_never_gone(tmp_path: Path, monkeypatch
             finally:
                 os._exit(0)
         os.waitpid(pid, 0)
-        storage.sweep("c3")
-        assert storage.names() == ["iter_0000001"]
+        storage.remove_unfinished("c3")
+        assert storage.list_names() == ["iter_0000001"]
         found.add(storage.read("iter_0000001/rank_00000.safetensors"))
     assert found == {b"old", b"new"}
 
@@ -375,17 +384,19 @@ def dies_after(steps: int, can_exchange: bool) -> None:
 
         return call
 
-    patch.setattr(local_storage, "exchange", counted(local_storage.exchange if can_exchange else lambda one, other: False))
+    patch.setattr(
+        local_storage, "exchange_names", counted(local_storage.exchange_names if can_exchange else lambda one, other: False)
+    )
     patch.setattr(os, "rename", counted(os.rename))
     patch.setattr(shutil, "rmtree", counted(shutil.rmtree))
 
 
 def test_a_checkpoint_of_another_program_is_not_replaced(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
-    storage.child("iter_0000001/mp_rank_00").make()
-    with pytest.raises(OSError, match=f"{tmp_path}/iter_0000001 is there already, and is no checkpoint of this program"):
+    storage.child("iter_0000001/mp_rank_00").create_folder()
+    with pytest.raises(OSError, match=f"{tmp_path}/iter_0000001 already exists, but is not a checkpoint of this program"):
         published(storage, "iter_0000001", "a1", b"")
-    assert storage.names("iter_0000001") == ["mp_rank_00"]
+    assert storage.list_names("iter_0000001") == ["mp_rank_00"]
     published(storage, "iter_0000002", "a1", b"old")
     storage.remove("iter_0000002/manifest.json")  # but one of this program that lost its manifest is
     published(storage, "iter_0000002", "b2", b"new")
@@ -397,40 +408,40 @@ def test_files_of_another_program_stay_beside_a_checkpoint(memory: ObjectStorage
         put(memory.child("iter_1"), name)
     write(memory, "a1").publish(FILES)
     write(memory, "b2").publish(FILES)
-    assert memory.names("iter_1") == sorted([*FILES, "mp_rank_00", "notes-1.txt", "rank_00000-b2.safetensors"])
+    assert memory.list_names("iter_1") == sorted([*FILES, "mp_rank_00", "notes-1.txt", "rank_00000-b2.safetensors"])
 
 
 def test_a_removal_that_fails_leaves_no_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = open_storage(tmp_path)
     draft = storage.draft("iter_0000001", "a1")
-    draft.make()
+    draft.create_folder()
     draft.publish(FILES)
     monkeypatch.setattr("shutil.rmtree", fails)
     with pytest.raises(OSError, match="broken"):
-        storage.retire("iter_0000001")
-    assert storage.names() == [".iter_0000001.removing"]
+        storage.remove_checkpoint("iter_0000001")
+    assert storage.list_names() == [".iter_0000001.removing"]
     monkeypatch.undo()
-    draft.make()
+    draft.create_folder()
     draft.publish(FILES)
-    storage.retire("iter_0000001")  # what the other removal left is in the way
-    assert storage.names() == []
-    storage.child(".iter_0000001.removing").make()
-    storage.sweep("b2")
-    assert storage.names() == []
+    storage.remove_checkpoint("iter_0000001")  # what the other removal left is in the way
+    assert storage.list_names() == []
+    storage.child(".iter_0000001.removing").create_folder()
+    storage.remove_unfinished("b2")
+    assert storage.list_names() == []
 
 
 def test_a_removal_that_another_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that takes over the folder sweeps away what this one is removing."""
     storage, rmtree = open_storage(tmp_path), shutil.rmtree
-    storage.child("iter_0000001").make()
+    storage.child("iter_0000001").create_folder()
 
     def twice(path: Path) -> None:
         rmtree(path)
         rmtree(path)
 
     monkeypatch.setattr("shutil.rmtree", twice)
-    storage.retire("iter_0000001")
-    assert storage.names() == []
+    storage.remove_checkpoint("iter_0000001")
+    assert storage.list_names() == []
 
 
 def test_large_data_in_short_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,7 +450,7 @@ def test_large_data_in_short_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     write, data = os.write, bytes(range(100))
     monkeypatch.setattr(os, "write", lambda handle, data: write(handle, data[:7]))
     monkeypatch.setattr(local_storage, "FLUSH_BYTES", 10)
-    monkeypatch.setattr(local_storage, "begin_to_sync", lambda handle, start, length: begun.append((start, length)))
+    monkeypatch.setattr(local_storage, "start_writeback", lambda handle, start, length: begun.append((start, length)))
     storage = open_storage(tmp_path)
     with storage.create("x") as file:
         for start in range(0, 100, 25):
@@ -459,7 +470,7 @@ def test_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/.*latest"):
                 use(storage, "latest2" if use is put else "latest")
     monkeypatch.undo()
-    assert storage.names() == ["latest"] and storage.read("latest") == b"1"
+    assert storage.list_names() == ["latest"] and storage.read("latest") == b"1"
 
 
 def fails(*args: Any, **settings: Any) -> None:
@@ -508,13 +519,13 @@ def test_without_a_manifest_there_is_no_checkpoint(memory: ObjectStorage, doing:
         files.left = steps
         try:
             if doing == "retire":
-                storage.retire("iter_1")
+                storage.remove_checkpoint("iter_1")
             else:
                 draft.publish(dict.fromkeys(FILES, b"b2"))
         except OSError as error:
             assert "memory://a/iter_1" in str(error) and "RuntimeError: killed" in str(error)
         files.left = 1_000_000
-        there = set(storage.names("iter_1"))
+        there = set(storage.list_names("iter_1"))
         if "manifest.json" in there:
             token = storage.read("iter_1/manifest.json")
             assert there >= complete(token.decode()) and {storage.read(f"iter_1/{name}") for name in FILES} == {token}
@@ -525,7 +536,7 @@ def test_without_a_manifest_there_is_no_checkpoint(memory: ObjectStorage, doing:
 
 def write(storage: Storage, token: str) -> Any:
     draft = storage.draft("iter_1", token)
-    draft.make()
+    draft.create_folder()
     put(draft.storage, draft.file_name("rank_00000.safetensors"))
     return draft
 
@@ -553,11 +564,11 @@ class Forgetful(MemoryFileSystem):
 def test_what_other_processes_write_is_seen(memory: ObjectStorage) -> None:
     storage = on(Forgetful())
     put(memory, "one")
-    assert storage.names() == ["one"] and storage.size("two") is None
+    assert storage.list_names() == ["one"] and storage.file_size("two") is None
     put(memory, "two")
-    assert storage.size("two") == 1 and storage.names() == ["one", "two"]
+    assert storage.file_size("two") == 1 and storage.list_names() == ["one", "two"]
     put(memory, "three")
-    assert storage.names() == ["one", "three", "two"]
+    assert storage.list_names() == ["one", "three", "two"]
 
 
 class Uploading(MemoryFileSystem):
@@ -589,13 +600,13 @@ def test_an_upload_is_finished_or_given_up(monkeypatch: pytest.MonkeyPatch, memo
     storage = on(files)
     with storage.create("whole") as file:
         file.write(bytes(range(95)))
-        assert storage.size("whole") is None
+        assert storage.file_size("whole") is None
     assert storage.read("whole") == bytes(range(95))
     with pytest.raises(KeyError), storage.create("half") as file:
         file.write(bytes(range(95)))
         raise KeyError
     del file  # an object that goes must not finish the upload
-    assert storage.names() == ["whole"] and files.discarded == 1
+    assert storage.list_names() == ["whole"] and files.discarded == 1
 
 
 def pipe_quickly(self: MemoryFileSystem, path: str, value: bytes) -> None:
@@ -636,7 +647,7 @@ def test_storages_load_neither_torch_nor_numpy_nor_fsspec() -> None:
     code = (
         "import sys\n"
         "from megatron.checkpoint.storage_kinds import open_storage\n"
-        "open_storage('/a').names()\n"
+        "open_storage('/a').list_names()\n"
         "assert not {'torch', 'numpy', 'fsspec'} & set(sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint.rank_writer import _copy
+from megatron.checkpoint.rank_writer import _copy_slices
 
 
 def test_copies_of_a_device_have_ended_before_the_writer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,13 +25,14 @@ def test_copies_of_a_device_have_ended_before_the_writer_is_told(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "current_stream", stream)
 
     def state(name: str, device: torch.device) -> Any:
-        boxes = [SimpleNamespace(box=0), SimpleNamespace(box=1)]
-        return SimpleNamespace(name=name, boxes=boxes, local=SimpleNamespace(device=device), part=lambda _: torch.zeros(1))
+        slices = [SimpleNamespace(slice=0), SimpleNamespace(slice=1)]
+        local = SimpleNamespace(device=device)
+        return SimpleNamespace(name=name, slices=slices, local=local, local_view=lambda _: torch.zeros(1))
 
     gpu = torch.device("cuda", 0)
     targets: Any = {(name, box): Target() for name in ("weight", "moment") for box in (0, 1)}
-    _copy([state("weight", gpu), state("moment", gpu)], targets)
+    _copy_slices([state("weight", gpu), state("moment", gpu)], targets)
     assert events == [("copy", True)] * 4 + [gpu]
     events.clear()
-    _copy([state("weight", torch.device("cpu"))], targets)
+    _copy_slices([state("weight", torch.device("cpu"))], targets)
     assert events == [("copy", True)] * 2

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megatron.parallel.boxes import Box
+from megatron.parallel.tensor_slice import TensorSlice
 from megatron_lab.foreign.dist_checkpoint import DistCheckpoint
-from megatron_lab.foreign.distcp_files import METADATA, DistcpFiles
-from megatron_lab.foreign.inert_pickle import Made, read_pickle
+from megatron_lab.foreign.distcp_files import METADATA, DistcpReader
+from megatron_lab.foreign.inert_pickle import CallRecord, read_pickle
 from tests.support.dist_checkpoints import write_dist
 from tests.support.legacy_checkpoints import LegacyLayout
 from tests.support.megatron_states import made_up
@@ -60,7 +60,7 @@ def test_a_pickle_is_read_as_data() -> None:
         data = {**value, "d": None} if protocol == 2 else value  # which makes bytes by a call
         assert read_pickle(pickle.dumps(data, protocol), "here", ()) == data
     made = read_pickle(pickle.dumps(torch.Size([2, 3])), "here", ("torch.Size",))
-    assert isinstance(made, Made) and (made.name, made.args) == ("torch.Size", ((2, 3),))
+    assert isinstance(made, CallRecord) and (made.name, made.args) == ("torch.Size", ((2, 3),))
     ordered = read_pickle(pickle.dumps(collections.OrderedDict(a=1)), "here", ("collections.OrderedDict",))
     assert ordered.state == {"a": 1}
 
@@ -70,7 +70,7 @@ def test_a_call_in_the_metadata_is_not_made(folder: Path, tmp_path: Path, protoc
     proof = tmp_path / "proof"
     for call in (Calls(os.mkdir, str(proof)), Calls(eval, f"__import__('os').mkdir({str(proof)!r})")):
         (folder / METADATA).write_bytes(pickle.dumps({"state_dict_metadata": call}, protocol))
-        with pytest.raises(CheckpointError, match="asks for .*(mkdir|eval).*nothing of it was run"):
+        with pytest.raises(CheckpointError, match="asks for .*(mkdir|eval).*nothing in it was run"):
             DistCheckpoint(folder)
     assert not proof.exists()
 
@@ -87,7 +87,7 @@ def test_a_call_in_other_files_is_not_made(folder: Path, tmp_path: Path) -> None
             file.write(data.getvalue())
 
     change(folder, into_the_file)
-    with pytest.raises(CheckpointError, match="nothing of it was run"):
+    with pytest.raises(CheckpointError, match="nothing in it was run"):
         DistCheckpoint(folder).read("embedding.word.weight")
     torch.save({"args": Calls(os.mkdir, str(proof))}, folder / "common.pt")
     with pytest.raises(CheckpointError, match="asks for posix.mkdir"):
@@ -99,62 +99,62 @@ def test_pickles_that_would_take_for_ever_or_all_memory(folder: Path) -> None:
     """Tuples in tuples as a key (its hash takes 2^60 steps), places far out to put things aside, lengths beyond the file."""
     nested = b"\x80\x04)" + b"".join(b"\x94h" + bytes([at]) + b"\x86" for at in range(60))
     programs = {
-        "keys that data does not have": b"\x80\x04}" + nested[2:] + b"Ns.",
+        "a key has an unexpected type": b"\x80\x04}" + nested[2:] + b"Ns.",
         "truncated": b"\x80\x04\x8e" + (2**60).to_bytes(8, "little") + b"x.",
-        "no pickle": b"\x80\x04Nr\xff\xff\xff\x7f.",  # a memo of 16 GiB, were it a list; then None is no metadata
-        "has no end|truncated": b"\x80\x04]" * 5,
+        "not a pickle": b"\x80\x04Nr\xff\xff\xff\x7f.",  # a memo of 16 GiB, were it a list; then None is no metadata
+        "STOP is missing|truncated": b"\x80\x04]" * 5,
         "altered": b"",
     }
     for program in programs.values():
         (folder / METADATA).write_bytes(program)
-        with pytest.raises(DamagedCheckpointError, match="truncated, altered|not what torch's checkpoints"):
-            DistcpFiles(folder)
+        with pytest.raises(DamagedCheckpointError, match="truncated, altered|not metadata of a torch checkpoint"):
+            DistcpReader(folder)
     with (folder / METADATA).open("wb") as file:
         file.truncate(3 << 30)  # takes no place on the disk
-    with pytest.raises(CheckpointError, match="more than any checkpoint needs"):
-        DistcpFiles(folder)
+    with pytest.raises(CheckpointError, match="more than the metadata of any checkpoint needs"):
+        DistcpReader(folder)
     (folder / METADATA).write_bytes(pickle.dumps([1], 0))
     with pytest.raises(CheckpointError, match="opcode|truncated"):
-        DistcpFiles(folder)
+        DistcpReader(folder)
 
 
 def test_what_lies_outside(folder: Path) -> None:
     """Of the folder, of a file, of the tensor."""
     intact = (folder / METADATA).read_bytes()
     size = (folder / "__0_0.distcp").stat().st_size
-    whole = Box.whole((64, 32))
+    whole = TensorSlice.full((64, 32))
     cases: list[tuple[str, Callable[[Any], None]]] = [
         ("outside of its folder", lambda m: setattr(place_of(m, WORD), "relative_path", "../../elsewhere")),
         ("outside of its folder", lambda m: setattr(place_of(m, WORD), "relative_path", "/etc/passwd")),
         ("is missing", lambda m: setattr(place_of(m, WORD), "relative_path", "__9_0.distcp")),
         (f"which has {size:,}", lambda m: setattr(place_of(m, WORD), "offset", size)),
-        ("no number of bytes", lambda m: setattr(place_of(m, WORD), "offset", -1)),
-        ("no number of bytes", lambda m: setattr(place_of(m, WORD), "length", 2**70)),
+        ("not a number of bytes", lambda m: setattr(place_of(m, WORD), "offset", -1)),
+        ("not a number of bytes", lambda m: setattr(place_of(m, WORD), "length", 2**70)),
         ("truncated, altered", lambda m: setattr(place_of(m, WORD), "length", 100)),
         ("needs at most", lambda m: vars(place_of(m, WORD)).update(offset=0, length=size)),
-        ("has no chunk at", lambda m: m.state_dict_metadata[WORD].chunks.pop()),
-        ("not the whole tensor", lambda m: setattr(m.state_dict_metadata[WORD], "size", torch.Size([2**50, 32]))),
+        ("must have exactly one chunk that starts at", lambda m: m.state_dict_metadata[WORD].chunks.pop()),
+        ("do not cover every element", lambda m: setattr(m.state_dict_metadata[WORD], "size", torch.Size([2**50, 32]))),
         ("says", lambda m: setattr(m.state_dict_metadata[WORD].properties, "dtype", torch.float16)),
         ("compressed or encrypted", lambda m: setattr(place_of(m, WORD), "transform_descriptors", ["zstd"])),
-        ("no size", lambda m: setattr(m.state_dict_metadata[WORD], "size", torch.Size([2**40, 2**40]))),
+        ("not a valid torch.Size", lambda m: setattr(m.state_dict_metadata[WORD], "size", torch.Size([2**40, 2**40]))),
     ]
     for message, edit in cases:
         (folder / METADATA).write_bytes(intact)
         change(folder, edit)
         with pytest.raises(CheckpointError, match=message):
-            DistcpFiles(folder).read(WORD, whole)
+            DistcpReader(folder).read(WORD, whole)
 
 
 def test_damage_is_found(folder: Path) -> None:
     """A flipped byte in a tensor; a compressed record, which may become larger than any memory; a file that ends early."""
     path = folder / "__0_0.distcp"
     intact = path.read_bytes()
-    files = DistcpFiles(folder)
-    found = files.read(WORD, Box((0, 0), (32, 32)))
+    files = DistcpReader(folder)
+    found = files.read(WORD, TensorSlice((0, 0), (32, 32)))
     place = intact.index(found.view(torch.uint8).numpy().tobytes()) + 7
     path.write_bytes(intact[:place] + bytes([intact[place] ^ 1]) + intact[place + 1 :])
     with pytest.raises(DamagedCheckpointError, match="checksum"):
-        files.read(WORD, Box((0, 0), (32, 32)))
+        files.read(WORD, TensorSlice((0, 0), (32, 32)))
     packed = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(intact[: len(intact)])) as archive, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as other:
         for name in archive.namelist():
@@ -164,8 +164,8 @@ def test_damage_is_found(folder: Path) -> None:
     path.write_bytes(intact[: chunk.offset] + data + intact[chunk.offset + len(data) :])
 
     change(folder, lambda metadata: setattr(place_of(metadata, WORD), "length", len(data)))
-    with pytest.raises(DamagedCheckpointError, match="compresses nothing"):
-        DistcpFiles(folder).read(WORD, Box((0, 0), (32, 32)))
+    with pytest.raises(DamagedCheckpointError, match="its entries are compressed, which torch.save never does"):
+        DistcpReader(folder).read(WORD, TensorSlice((0, 0), (32, 32)))
     path.write_bytes(intact[:-500])
     with pytest.raises(DamagedCheckpointError, match="truncated or altered: it lacks"):
-        DistcpFiles(folder)
+        DistcpReader(folder)

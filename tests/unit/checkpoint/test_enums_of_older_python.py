@@ -12,7 +12,7 @@ import torch
 
 from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron_lab.foreign.dist_checkpoint import DistCheckpoint
-from megatron_lab.foreign.inert_pickle import Made, read_pickle
+from megatron_lab.foreign.inert_pickle import CallRecord, read_pickle
 from megatron_lab.foreign.legacy_checkpoint import LegacyCheckpoint
 from tests.support.dist_checkpoints import write_dist
 from tests.support.legacy_checkpoints import LegacyLayout, write_legacy
@@ -48,7 +48,7 @@ def test_the_same_weights_are_read(tmp_path: Path) -> None:
 def test_a_member_is_read_as_a_record_of_its_class(protocol: int) -> None:
     name = f"{__name__}.Place"
     made = read_pickle(pickle.dumps(Place.HERE, protocol), "here", (name,))
-    assert isinstance(made, Made) and (made.name, made.args) == (name, ("HERE",))
+    assert isinstance(made, CallRecord) and (made.name, made.args) == (name, ("HERE",))
 
 
 @pytest.mark.parametrize("call", [(getattr, ("here", "HERE")), (getattr, (Place, "HERE", 1)), (getattr, ())])

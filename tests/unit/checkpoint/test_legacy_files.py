@@ -16,8 +16,8 @@ import torch
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron_lab.foreign.legacy_checkpoint import LegacyCheckpoint
 from megatron_lab.foreign.legacy_files import open_file
-from megatron_lab.foreign.torch_file import LeftOut
-from megatron_lab.verification.reference.shape import random_weights
+from megatron_lab.foreign.torch_file import IgnoredObject
+from megatron_lab.verification.reference.shape import build_random_weights
 from tests.support.legacy_checkpoints import LegacyLayout, write_legacy
 from tests.support.reference_runs import gpt2_like
 
@@ -51,7 +51,7 @@ def test_a_call_is_not_made(path: Path, tmp_path: Path, function: Any, name: str
     torch.save({"args": Namespace(innocent=call), "checkpoint_version": 3.0}, path)
     with pytest.raises(CheckpointError, match=name) as error:
         open_file(path)
-    assert str(path) in str(error.value) and "nothing of it was run" in str(error.value)
+    assert str(path) in str(error.value) and "nothing in it was run" in str(error.value)
     assert not proof.exists()
     # The same file would have done it, opened trustingly.
     if function is os.mkdir:
@@ -69,14 +69,14 @@ def test_a_name_put_together_while_reading_is_not_looked_up(path: Path, tmp_path
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in records.items():
             archive.writestr(name, program if name.endswith("data.pkl") else content)
-    with pytest.raises(CheckpointError, match="nothing of it was run"):
+    with pytest.raises(CheckpointError, match="nothing in it was run"):
         open_file(path)
     assert not proof.exists()
 
 
 def test_an_unknown_type_is_named(path: Path) -> None:
     torch.save({"model": {"w": torch.ones(2)}, "other": Unknown()}, path)
-    with pytest.raises(CheckpointError, match=r"asks for tests.*test_legacy_files.Unknown[\s\S]*save what is needed"):
+    with pytest.raises(CheckpointError, match=r"asks for tests.*test_legacy_files.Unknown[\s\S]*save only the required entries"):
         open_file(path)
 
 
@@ -85,7 +85,7 @@ def test_stand_ins_do_nothing(path: Path) -> None:
     torch.save({"state": io.BytesIO(b"scales"), "where": Path("/somewhere")}, path)
     before = torch.serialization.get_safe_globals()
     content = open_file(path).content
-    assert all(isinstance(value, LeftOut) and vars(value) == {} for value in content.values())
+    assert all(isinstance(value, IgnoredObject) and vars(value) == {} for value in content.values())
     assert set(torch.serialization.get_safe_globals()) == set(before)
 
 
@@ -107,7 +107,7 @@ def test_no_file_of_torch(path: Path) -> None:
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     shape = gpt2_like(vocab=61)
-    return write_legacy(tmp_path, shape, random_weights(shape, seed=1), LegacyLayout(tp=2))
+    return write_legacy(tmp_path, shape, build_random_weights(shape, seed=1), LegacyLayout(tp=2))
 
 
 def test_truncated(checkpoint: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_flipped_byte_is_found(checkpoint: Path) -> None:
     source = LegacyCheckpoint(checkpoint)
     for name in source.weights:
         source.read(name)
-    wanted = source._parts["layers.1.mlp.down.weight"][1][1].contiguous().numpy().tobytes()
+    wanted = source._shards["layers.1.mlp.down.weight"][1][1].contiguous().numpy().tobytes()
     for place in (intact.index(wanted) + 7, intact.index(b"checkpoint_version")):
         path.write_bytes(intact[:place] + bytes([intact[place] ^ 1]) + intact[place + 1 :])
         with pytest.raises(DamagedCheckpointError, match="mp_rank_01"):

@@ -11,10 +11,10 @@ import pytest
 
 from megatron.checkpoint.local_storage import LocalStorage
 from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.save_folder import LATEST, checkpoint_name, commit, encoded, latest_in, take_over
+from megatron.checkpoint.save_folder import LATEST, checkpoint_name, claim_folder, commit, encode_json_files, read_latest
 from megatron.checkpoint.storage import MANIFEST
 from megatron_lab.node_memory import keeper
-from megatron_lab.node_memory.node_link import NodeLink, NodeLost, serve
+from megatron_lab.node_memory.node_link import NodeLink, NodeUnreachableError, serve
 from megatron_lab.node_memory.node_storage import FOLDER_VARIABLE, STATE_FOLDER, Nodes, NodeStorage
 
 
@@ -35,13 +35,13 @@ def nodes(folder: Path, count: int, copies: int) -> list[NodeStorage]:
 def test_every_node_sees_the_files_of_all(tmp_path: Path) -> None:
     first, second, third = nodes(tmp_path, 3, copies=1)
     data = os.urandom(9 << 20)  # several pieces
-    second.child("a").make()
+    second.child("a").create_folder()
     with second.child("a").create("data") as file:
         file.write(data)
     second.child("a").write("small", b"x")
     for storage in (first, second, third):
-        assert storage.child("a").names() == ["data", "small"] and storage.size("a/data") == len(data)
-        assert storage.read("a/small") == b"x" and storage.size("a/none") is None
+        assert storage.child("a").list_names() == ["data", "small"] and storage.file_size("a/data") == len(data)
+        assert storage.read("a/small") == b"x" and storage.file_size("a/none") is None
         with storage.open("a/data") as found:
             assert found.read(0, len(data)) == data and found.read(len(data) - 3, 3) == data[-3:]
             with pytest.raises(OSError, match="truncated"):
@@ -52,26 +52,26 @@ def test_every_node_sees_the_files_of_all(tmp_path: Path) -> None:
     assert there == [False, True, True], "on its own node and the next"
     assert [one.first_holder("a/data") for one in (first, second, third)] == [1, 1, 1]
     first.remove("a")
-    assert third.names() == []
+    assert third.list_names() == []
 
 
 def test_a_checkpoint_gets_its_name_on_all_nodes(tmp_path: Path) -> None:
     storages = nodes(tmp_path, 3, copies=1)
     drafts = [storage.draft("iter_0000004", "ab") for storage in storages]
-    drafts[0].make()
+    drafts[0].create_folder()
     for index, draft in enumerate(drafts):
-        draft.join()
+        draft.ensure_folder()
         with draft.storage.create(f"rank_{index}") as file:
             file.write(bytes(index))
     drafts[0].publish({MANIFEST: b"{}"})
     for storage in storages:
-        assert storage.names() == ["iter_0000004"]
-        assert storage.child("iter_0000004").names() == [MANIFEST, "rank_0", "rank_1", "rank_2"]
-    storages[1].draft("iter_0000006", "ab").join()
-    storages[0].sweep("cd")
-    assert storages[1].names() == ["iter_0000004"], "what killed runs left is removed on all nodes"
-    storages[2].retire("iter_0000004")
-    assert storages[0].names() == []
+        assert storage.list_names() == ["iter_0000004"]
+        assert storage.child("iter_0000004").list_names() == [MANIFEST, "rank_0", "rank_1", "rank_2"]
+    storages[1].draft("iter_0000006", "ab").ensure_folder()
+    storages[0].remove_unfinished("cd")
+    assert storages[1].list_names() == ["iter_0000004"], "what killed runs left is removed on all nodes"
+    storages[2].remove_checkpoint("iter_0000004")
+    assert storages[0].list_names() == []
 
 
 def test_a_file_that_does_not_come_to_its_end_is_nowhere(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_file_that_does_not_come_to_its_end_is_nowhere(tmp_path: Path) -> None
     with pytest.raises(KeyError), first.create("data") as file:
         file.write(b"x" * 100)
         raise KeyError
-    assert first.names() == [] == second.names()
+    assert first.list_names() == [] == second.list_names()
 
 
 def test_a_node_that_is_lost_is_passed_over(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_node_that_is_lost_is_passed_over(tmp_path: Path) -> None:
     storage = NodeStorage(tmp_path / "0", nodes=gone)
     with storage.create("data") as file:
         file.write(b"abc")
-    assert storage.names() == ["data"] and (tmp_path / "1" / STATE_FOLDER / "data").read_bytes() == b"abc"
+    assert storage.list_names() == ["data"] and (tmp_path / "1" / STATE_FOLDER / "data").read_bytes() == b"abc"
 
 
 def test_strangers_are_not_let_in(tmp_path: Path) -> None:
@@ -96,33 +96,33 @@ def test_strangers_are_not_let_in(tmp_path: Path) -> None:
     (storage,) = nodes(tmp_path, 1, copies=0)
     (tmp_path / "0" / "secret").write_text("x")
     address = storage.nodes.addresses[0]
-    with pytest.raises(NodeLost):
-        NodeLink(address, "guess").call("names", "")
+    with pytest.raises(NodeUnreachableError):
+        NodeLink(address, "guess").call("list_names", "")
     for path in ("../secret", "/etc/hostname", "a/../../secret"):
-        with pytest.raises(NodeLost):
+        with pytest.raises(NodeUnreachableError):
             NodeLink(address, "token").call("read", path)
     for call in ("child", "__init__", "at"):
-        with pytest.raises(NodeLost):
+        with pytest.raises(NodeUnreachableError):
             NodeLink(address, "token").call(call, "")
-    assert NodeLink(address, "token").call("names", "") == []
+    assert NodeLink(address, "token").call("list_names", "") == []
 
 
 def test_what_a_killed_keeper_left_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "_MEMORY", tmp_path)
+    monkeypatch.setattr(keeper, "_MEMORY_FOLDER", tmp_path)
     said: list[str] = []
     launchers = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
     try:
-        folder, _ = keeper.start_or_find("run", launchers[0].pid, reachable=False, tell=said.append)
-        assert keeper.start_or_find("run", launchers[0].pid, reachable=False, tell=said.append) == (folder, 0)
+        folder, _ = keeper.start_or_find("run", launchers[0].pid, reachable=False, log=said.append)
+        assert keeper.start_or_find("run", launchers[0].pid, reachable=False, log=said.append) == (folder, 0)
         (folder / STATE_FOLDER / "file").write_bytes(b"state")
-        found = keeper._read(folder)
+        found = keeper._read_keeper(folder)
         assert found is not None and not said
         os.kill(found.pid, 9)
         launchers[0].kill()
         launchers[0].wait()
-        while found.lives:
+        while found.is_alive:
             pass
-        other, port = keeper.start_or_find("run", launchers[1].pid, reachable=True, tell=said.append)
+        other, port = keeper.start_or_find("run", launchers[1].pid, reachable=True, log=said.append)
         assert other != folder and port and (other / STATE_FOLDER / "file").read_bytes() == b"state"
         assert len(said) == 1 and "is taken over" in said[0]
         keeper.end_keeper(other)
@@ -140,27 +140,27 @@ def test_the_save_folder_gets_only_what_is_newer(
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "0"))
     (memory,) = nodes(tmp_path, 1, copies=0)
     disk = LocalStorage(tmp_path / "save")
-    disk.make()
+    disk.create_folder()
     for storage in (memory, disk):
-        take_over(storage, {}, "token")
+        claim_folder(storage, {}, "token")
     draft = memory.draft(checkpoint_name(4), "token")
-    draft.make()
-    commit(memory, draft, 4, [Manifest({}, {})], encoded({}, {}))
+    draft.create_folder()
+    commit(memory, draft, 4, [Manifest({}, {})], encode_json_files({}, {}))
     if latest is not None:
         disk.write(LATEST, f"{latest}\n".encode())
-    before = disk.names()
+    before = disk.list_names()
     message = keeper.flush(memory, disk)
     if written:
         assert message is not None and "iteration 4 is written" in message
-        assert latest_in(disk) == 4 and disk.child(checkpoint_name(4)).size(MANIFEST)
+        assert read_latest(disk) == 4 and disk.child(checkpoint_name(4)).file_size(MANIFEST)
     else:
-        assert message is None and latest_in(disk) == latest and disk.names() == before
+        assert message is None and read_latest(disk) == latest and disk.list_names() == before
 
 
 def test_another_user_does_not_choose_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "_MEMORY", tmp_path)
-    one = keeper.Keeper("run", os.getpid(), keeper.process_of(os.getpid()), False)
+    monkeypatch.setattr(keeper, "_MEMORY_FOLDER", tmp_path)
+    one = keeper.Keeper("run", os.getpid(), keeper.process_identity(os.getpid()), False)
     (tmp_path / "elsewhere").mkdir()
-    keeper._folder_of(one).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(PermissionError, match="remove it"):
-        keeper.start_or_find("run", os.getpid(), reachable=False, tell=lambda _: None)
+    keeper._keeper_folder(one).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PermissionError, match="Remove it"):
+        keeper.start_or_find("run", os.getpid(), reachable=False, log=lambda _: None)

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from megatron.checkpoint.errors import CheckpointError
 from megatron_lab.checkpoints.huggingface_writer import export
 from megatron_lab.checkpoints.peft_writer import export_adapters
-from megatron_lab.foreign.adapters import merged
-from megatron_lab.foreign.source import OtherModel
-from megatron_lab.verification.reference.shape import ReferenceShape, random_weights
+from megatron_lab.foreign.adapters import merge_adapters
+from megatron_lab.foreign.source import DerivedSource
+from megatron_lab.verification.reference.shape import ReferenceShape, build_random_weights
 from tests.support.layout import model_config
 from tests.support.memory_source import MemorySource
 from tests.support.reference_runs import gpt2_like, llama_like
@@ -34,11 +34,11 @@ CASES: dict[str, tuple[ReferenceShape, list[str]]] = {
 def test_they_give_the_weights_with_which_they_are_merged(family: str, tmp_path: Path) -> None:
     """By PEFT's formula, weight + alpha / r x B A, on the base model's files; of those stored [in, out] the transposed product."""
     shape, targets = CASES[family]
-    source = MemorySource(model_config(shape), random_weights(shape, seed=3))
-    base = OtherModel(source, model_config(replace(shape, lora_rank=None)))
+    source = MemorySource(model_config(shape), build_random_weights(shape, seed=3))
+    base = DerivedSource(source, model_config(replace(shape, lora_rank=None)))
     base.weights = {name: one for name, one in source.weights.items() if ".lora_" not in name}
     export(base, tmp_path / "base", family=family)
-    export(merged(source), tmp_path / "merged", family=family)
+    export(merge_adapters(source), tmp_path / "merged", family=family)
     written = export_adapters(source, tmp_path / "adapters", base="somebody/base", family=family)
     settings = json.loads((tmp_path / "adapters/adapter_config.json").read_text())
     assert settings["target_modules"] == targets == list(written.targets)
@@ -58,7 +58,7 @@ def test_they_give_the_weights_with_which_they_are_merged(family: str, tmp_path:
 
 def test_only_adapters_are_exported_so(tmp_path: Path) -> None:
     shape = llama_like()
-    source = MemorySource(model_config(shape), random_weights(shape, seed=3))
+    source = MemorySource(model_config(shape), build_random_weights(shape, seed=3))
     with pytest.raises(CheckpointError, match="has no adapters"):
         export_adapters(source, tmp_path / "out")
     assert not list(tmp_path.iterdir())

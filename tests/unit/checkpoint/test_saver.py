@@ -33,7 +33,7 @@ def test_memory_of_this_process_is_not_seen_by_the_writer() -> None:
 
 def test_checkpoints_of_another_program_are_not_written_among(tmp_path: Path) -> None:
     (tmp_path / "iter_0000100" / "mp_rank_00").mkdir(parents=True)
-    with pytest.raises(ValueError, match="holds what is no checkpoint of this program: iter_0000100"):
+    with pytest.raises(ValueError, match="holds checkpoints of another program: iter_0000100"):
         make(save=str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["iter_0000100"]
 
@@ -43,7 +43,7 @@ def test_what_killed_runs_left_is_removed_at_the_start(tmp_path: Path, in_backgr
     (tmp_path / ".iter_0000003.0123abcd.saving").mkdir()
     saver = make(save=str(tmp_path), async_save=in_background)
     assert not [*tmp_path.iterdir()], "a run that may still be refused takes nothing over"
-    with pytest.raises(RuntimeError, match="the loop"), saver.owning():  # a run that fails leaves no beat either
+    with pytest.raises(RuntimeError, match="the loop"), saver.claim_folder():  # a run that fails leaves no beat either
         assert (tmp_path / "run.alive").exists()
         raise RuntimeError("the loop")
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
@@ -51,9 +51,9 @@ def test_what_killed_runs_left_is_removed_at_the_start(tmp_path: Path, in_backgr
 
 def test_a_folder_that_ranks_do_not_share_is_told_before_training(tmp_path: Path) -> None:
     def start(rank: int) -> str:
-        saving._VISIBLE_WITHIN_S = 0.2
+        saving._VISIBILITY_TIMEOUT_S = 0.2
         saver = make(save=str(tmp_path / f"node{rank}"))
-        with pytest.raises(SetupError) as error, saver.owning():
+        with pytest.raises(SetupError) as error, saver.claim_folder():
             pass
         return str(error.value)
 

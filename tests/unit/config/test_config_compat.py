@@ -8,9 +8,18 @@ import pytest
 
 from megatron.config.cli import load, parse
 from megatron.config.errors import ConfigError
-from megatron.config.flags import flag_of, flags
-from megatron.config.given import TAKEN_SETTINGS
-from megatron_lab.migration.compat import _NO_EFFECT, _REFUSED, CHOICES, FAMILIES, KNOWN, TAKEN, _entries, find_family
+from megatron.config.flags import find_flag, flags
+from megatron.config.given import TRANSLATED_SETTINGS
+from megatron_lab.migration.compat import (
+    _NO_EFFECT,
+    _REFUSED,
+    COMPAT_FLAGS,
+    FLAG_PATTERNS,
+    TRANSLATIONS,
+    UNSUPPORTED_CHOICES,
+    _parse_table,
+    match_flag_pattern,
+)
 
 BASE = shlex.split(
     "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --micro-batch-size 2 --lr 1e-3 --train-iters 10 "
@@ -100,8 +109,8 @@ _BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-
 
 def test_a_setting_is_a_flag() -> None:
     for name in SETTINGS:
-        assert flag_of(name) is not None, name
-        assert name not in KNOWN
+        assert find_flag(name) is not None, name
+        assert name not in COMPAT_FLAGS
 
 
 def test_a_flag_outside_what_is_built_is_refused_with_its_values() -> None:
@@ -111,7 +120,7 @@ def test_a_flag_outside_what_is_built_is_refused_with_its_values() -> None:
         (violation,) = caught.value.violations
         assert violation.flags == (f"--{name}",)
         assert violation.message == f"--{name} 7 8 is refused."
-        assert violation.rule.endswith("."), name
+        assert violation.reason.endswith("."), name
 
 
 def test_a_flag_that_is_always_on_is_named() -> None:
@@ -148,17 +157,17 @@ def test_families_that_change_nothing_are_named() -> None:
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["--tokenizer-type", "MultimodalTokenizer"], ["MultimodalTokenizer is not built yet", "sentencepiece"]),
-        (["--position-embedding-type", "mrope"], ["mrope is not built yet", "rope"]),
+        (["--tokenizer-type", "MultimodalTokenizer"], ["MultimodalTokenizer is not supported yet", "sentencepiece"]),
+        (["--position-embedding-type", "mrope"], ["mrope is not supported yet", "rope"]),
         (["--dataloader-type", "external"], ["external is refused", "indexed files"]),
         (["--ckpt-format", "orbax"], ["--ckpt-format orbax", "torch or torch_dist or"]),
         (["--no-position-embedding"], ["--no-position-embedding is refused", "--position-embedding-type none"]),
-        (["--attention-backend", "local"], ["local is not built", "unfused (math)"]),
-        (["--recompute-modules", "core_attn", "moe_act"], ["moe_act is not built;", "mlp means experts too"]),
+        (["--attention-backend", "local"], ["local is not supported", "unfused (math)"]),
+        (["--recompute-modules", "core_attn", "moe_act"], ["moe_act is not supported;", "mlp includes experts"]),
         (["--rerun-mode", "validate_results"], ["disabled only"]),
-        (["--moe-token-dispatcher-type", "flex"], ["flex is not built", "alltoall and allgather are"]),
+        (["--moe-token-dispatcher-type", "flex"], ["flex is not supported", "alltoall and allgather are"]),
         (["--exp-avg-sq-dtype", "fp16"], ["--exp-avg-sq-dtype fp16", "--optimizer adam8bit"]),
-        (["--no-mock-data", "--data-path", "0.3", "a", "b", "0.7"], ["word 3, 'b'", "where a weight belongs"]),
+        (["--no-mock-data", "--data-path", "0.3", "a", "b", "0.7"], ["value 3, 'b'", "should be a weight"]),
         (["--no-mock-data", "--data-path", "1.0", "b", "2"], ["the last weight, 2, has no prefix", "./2"]),
     ],
 )
@@ -170,12 +179,12 @@ def test_a_value_outside_what_is_built_is_refused(words: list[str], parts: list[
 
 
 def test_every_name_has_one_fate() -> None:
-    names = [name for table in (_NO_EFFECT, _REFUSED) for name, _, _ in _entries(table)]
-    assert len(names) == len(set(names)) and set(names) == {*KNOWN, *FAMILIES} and not {*KNOWN} & {*TAKEN}
-    for name, known in KNOWN.items():
-        assert flag_of(name) is None, name
+    names = [name for table in (_NO_EFFECT, _REFUSED) for name, _, _ in _parse_table(table)]
+    assert len(names) == len(set(names)) and set(names) == {*COMPAT_FLAGS, *FLAG_PATTERNS} and not {*COMPAT_FLAGS} & {*TRANSLATIONS}
+    for name, known in COMPAT_FLAGS.items():
+        assert find_flag(name) is None, name
         assert known.reason
-    for (name, value), reason in CHOICES.items():
+    for (name, value), reason in UNSUPPORTED_CHOICES.items():
         assert reason
         assert name not in flags() or value not in flags()[name].choices, (name, value)
 
@@ -190,7 +199,7 @@ def test_no_setting_belongs_to_a_family() -> None:
         "straggler-interval",
         "ckpt-step",
     ]
-    assert [name for name in flags() if find_family(name) is not None] == both
+    assert [name for name in flags() if match_flag_pattern(name) is not None] == both
     for name in both:
         with pytest.raises(ConfigError, match=f"Perhaps you meant --{name}"):
             parse([f"--{name}s", "3"])
@@ -274,7 +283,7 @@ def test_other_ways_of_sharding_are_refused_with_what_to_write(words: str, advic
     with pytest.raises(ConfigError) as caught:
         load([*BASE, *words.split()], 2)
     (violation,) = caught.value.violations
-    assert advice in violation.rule
+    assert advice in violation.reason
 
 
 @pytest.mark.parametrize(
@@ -290,10 +299,10 @@ def test_other_ways_of_sharding_are_refused_with_what_to_write(words: str, advic
 def test_a_pipeline_of_megatron_is_understood(split: str, schedule: str, chunks: int) -> None:
     """Eighty layers on eight stages, split in the ways of Megatron-LM."""
     parallel = load([*BASE, "--num-layers", "80", "--pipeline-model-parallel-size", "8", *split.split()], 8).config.parallel
-    assert (parallel.schedule, parallel.chunks_per_stage(80)) == (schedule, chunks)
+    assert (parallel.schedule, parallel.get_chunks_per_stage(80)) == (schedule, chunks)
 
 
 def test_settings_that_are_taken_as_others_are_listed() -> None:
     """A command line with settings alone does not import the table."""
-    assert [name for name in TAKEN if flag_of(name) is not None] == [*TAKEN_SETTINGS]
-    assert not [name for name in KNOWN if flag_of(name) is not None]
+    assert [name for name in TRANSLATIONS if find_flag(name) is not None] == [*TRANSLATED_SETTINGS]
+    assert not [name for name in COMPAT_FLAGS if find_flag(name) is not None]

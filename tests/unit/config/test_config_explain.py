@@ -9,21 +9,21 @@ from typing import Any, cast
 
 import pytest
 
-from megatron.config.checks.finding import out_of_range
+from megatron.config.checks.finding import find_out_of_range
 from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
 from megatron.config.flags import flags, topics
 from megatron.config.given import REQUESTS
 from megatron.config.rules import RULES
-from megatron_lab.migration.compat import KNOWN, TAKEN
-from megatron_lab.pages.flag_help import explain, field_docs, rules_about
+from megatron_lab.migration.compat import COMPAT_FLAGS, TRANSLATIONS
+from megatron_lab.pages.flag_help import explain, find_rules, read_field_docs
 from tests.support.rule_cases import config_of
 from tests.unit.config import test_config_pipeline, test_config_rules, test_config_sharding
 
 
 def test_every_flag_has_a_page() -> None:
-    for name in [*flags(), *REQUESTS, *KNOWN, *(name for name in TAKEN if name not in flags())]:
+    for name in [*flags(), *REQUESTS, *COMPAT_FLAGS, *(name for name in TRANSLATIONS if name not in flags())]:
         page = explain(name)
         assert page.startswith(f"--{name}") and page.endswith("\n") and len(page.split()) > 3
         assert all(len(line) <= 110 for line in page.splitlines()), name
@@ -31,13 +31,16 @@ def test_every_flag_has_a_page() -> None:
 
 def test_a_name_may_have_underscores() -> None:
     """Pages of a setting, of a request to the program, of a flag without effect, and of a flag that is taken as another."""
-    names = (min(flags()), *(min(name for name in names if "-" in name) for names in (REQUESTS, KNOWN, {*TAKEN} - {*flags()})))
+    names = (
+        min(flags()),
+        *(min(name for name in names if "-" in name) for names in (REQUESTS, COMPAT_FLAGS, {*TRANSLATIONS} - {*flags()})),
+    )
     assert all("-" in name and explain(f"--{name.replace('-', '_')}") == explain(name) for name in names), names
 
 
 def test_a_page_says_what_a_setting_is() -> None:
     page = explain("tensor-model-parallel-size")
-    assert "Ranks that split each layer (TP)." in page and "unit      ranks" in page and "default   1\n" in page
+    assert "Number of ranks that split each layer (TP)." in page and "unit      ranks" in page and "default   1\n" in page
     assert "takes     a whole number, at least 1\n" in page and "under parallel: tensor_model_parallel_size" in page
     assert "Each tensor rank holds whole heads. (with --num-attention-heads)" in page
     assert "default   none: it must be given" in explain("num-layers")
@@ -47,7 +50,7 @@ def test_a_page_says_what_a_setting_is() -> None:
 
 
 def test_flags_that_are_no_settings_say_so() -> None:
-    assert explain("moe-latent-size").startswith("--moe-latent-size is refused. Of mixtures of experts")
+    assert explain("moe-latent-size").startswith("--moe-latent-size is refused. This feature of mixtures of experts")
     assert "is accepted and has no effect" in explain("use-flash-attn")
     assert "taken as --check-replicas-every" in explain("check-weight-hash-across-dp-replicas-interval")
 
@@ -89,16 +92,16 @@ def test_what_is_asked_wrongly_is_all_that_is_told(words: list[str], message: st
 
 def test_every_number_has_a_unit_and_nothing_else() -> None:
     for flag in flags().values():
-        assert (flag.facts.unit is not None) == (flag.kind in (int, float)), flag.name
+        assert (flag.metadata.unit is not None) == (flag.value_type in (int, float)), flag.name
 
 
 def test_conditions_are_about_settings() -> None:
     counted = {"data_ranks", "sharing_ranks", "expert_ranks", "chunks", "microbatches"}
     known = {flag.field: flag for flag in flags().values()}
     for flag in known.values():
-        assert flag.facts.acts is None or flag.field not in flag.facts.acts.others
-        for beside in (flag.facts.acts, *flag.facts.idle):
-            for name, wanted in beside.others.items() if beside is not None else ():
+        assert flag.metadata.active_if is None or flag.field not in flag.metadata.active_if.values
+        for beside in (flag.metadata.active_if, *flag.metadata.idle_if):
+            for name, wanted in beside.values.items() if beside is not None else ():
                 assert name in {*known, *counted}, flag.name
                 values = wanted if isinstance(wanted, tuple) else (wanted,)
                 choices = known[name].choices if name in known else ()
@@ -107,12 +110,12 @@ def test_conditions_are_about_settings() -> None:
 
 def test_every_setting_has_a_text() -> None:
     for flag in flags().values():
-        assert field_docs(topics()[flag.topic])[flag.field].endswith((".", ".)"))
+        assert read_field_docs(topics()[flag.topic])[flag.field].endswith((".", ".)"))
 
 
 def test_every_rule_says_why() -> None:
     for rule in RULES:
-        assert rule.why.endswith("."), rule.why
+        assert rule.reason.endswith("."), rule.reason
 
 
 class ReadFields:
@@ -139,18 +142,18 @@ def test_a_rule_declares_all_settings_that_it_reads_and_names() -> None:
     cases = [*test_config_rules.CASES, *test_config_pipeline.CASES, *test_config_sharding.CASES]
     seen = set()
     for extra, world_size, *_ in cases:
-        wrong = out_of_range(config_of(extra))  # else each rule reads its own settings first, to see whether they are
+        wrong = find_out_of_range(config_of(extra))  # else each rule reads its own settings first, to see whether they are
         for rule in (rule for rule in RULES if rule.fields):
             read: set[str] = set()
             for finding in rule(cast(Config, ReadFields(config_of(extra), read)), world_size, wrong):
                 seen.add(rule)
-                assert set(finding.fields) <= set(rule.fields), rule.why
-            assert read <= set(rule.fields), rule.why
+                assert set(finding.fields) <= set(rule.fields), rule.reason
+            assert read <= set(rule.fields), rule.reason
     assert len(seen) > 40
 
 
 def test_relations_go_both_ways() -> None:
-    about = {flag.field: rules_about(flag.field) for flag in flags().values()}
+    about = {flag.field: find_rules(flag.field) for flag in flags().values()}
     for field, rules in about.items():
         for why, others in rules:
             assert others and why

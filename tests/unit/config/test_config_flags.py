@@ -15,7 +15,7 @@ from megatron.config.cli import load, load_or_exit, parse
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import Flag, flags, topics
-from megatron.config.given import DryRun, Given, split
+from megatron.config.given import DryRun, GivenFlag, split_argv
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -100,11 +100,11 @@ _TEXTS = st.one_of(
 def test_a_value_is_read_or_has_a_fault(flag: Flag, values: list[str]) -> None:
     """What is read has the field's type: it is accepted as plain data too."""
     try:
-        value = flag.read(flag.name, values)
+        value = flag.parse(flag.name, values)
     except ValueError as error:
         assert str(error).startswith(("takes", "is a switch"))
     else:
-        assert repr(flag.from_plain(value)) == repr(value)
+        assert repr(flag.from_json(value)) == repr(value)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_load_returns_settings_and_notes() -> None:
     loaded = load([*BASE, "--lr", "0.5", "--sequence-parallel"], 1)
     assert loaded.config.optimizer.lr == 0.5
     assert [note.split(" has no effect")[0] for note in loaded.notes[1:]] == ["--sequence-parallel"]
-    assert loaded.notes[0] == "--lr 1e-3 is overruled by --lr 0.5, which comes later."
+    assert loaded.notes[0] == "--lr 1e-3 is overridden by --lr 0.5, which comes later."
     assert load(BASE, 1).notes == ()
 
 
@@ -230,24 +230,24 @@ def test_help_survives_a_reader_that_leaves() -> None:
 
 
 def test_split_cuts_at_flags() -> None:
-    stray, found = split(["a", "--x_y", "1", "-2", "--z=3=4", "-q", "-inf"])
+    stray, found = split_argv(["a", "--x_y", "1", "-2", "--z=3=4", "-q", "-inf"])
     assert stray == ["a"]
     assert found == [
-        Given("x-y", ("1", "-2"), "--x_y"),
-        Given("z", ("3=4",), "--z"),
-        Given("-q", ("-inf",), "-q"),
+        GivenFlag("x-y", ("1", "-2"), "--x_y"),
+        GivenFlag("z", ("3=4",), "--z"),
+        GivenFlag("-q", ("-inf",), "-q"),
     ]
 
 
 def test_message_of_violations() -> None:
     heads = Violation(
         ("--num-attention-heads", "--tensor-model-parallel-size"),
-        "--num-attention-heads 12 does not divide by --tensor-model-parallel-size 8.",
+        "--num-attention-heads 12 is not divisible by --tensor-model-parallel-size 8.",
         "Each tensor rank holds whole heads.",
         ("--tensor-model-parallel-size 4", "--tensor-model-parallel-size 6", "--num-attention-heads 16", "--bf16", "world size 4"),
     )
     assert str(ConfigError([heads])) == (
-        "--num-attention-heads 12 does not divide by --tensor-model-parallel-size 8.\n"
+        "--num-attention-heads 12 is not divisible by --tensor-model-parallel-size 8.\n"
         "  Each tensor rank holds whole heads. Nearest valid: --tensor-model-parallel-size 4 or 6, --num-attention-heads 16, "
         "--bf16, world size 4."
     )
@@ -292,7 +292,7 @@ def test_a_dry_run_needs_no_more_than_the_job() -> None:
         ("--gpus-per-node 8", "--gpus-per-node is for --dry-run only"),
         ("--dry-run-json x", "--dry-run-json is for --dry-run only"),
         ("--dry-run-html x", "--dry-run-html is for --dry-run only"),
-        ("--dry-run --world-size 6 --tensor-model-parallel-size 4", "The world size 6 does not divide by TP x CP x PP = 4 x 1 x 1"),
+        ("--dry-run --world-size 6 --tensor-model-parallel-size 4", "The world size 6 is not divisible by TP x CP x PP = 4 x 1"),
         ("--dry-run --lr 0", "--lr 0.0 is out of range"),
         ("--explain", "--explain takes the name of one flag"),
     ],

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.config.cli import load
 from megatron.config.errors import ConfigError
-from megatron.config.model_files import names, table
+from megatron.config.model_files import format_model_table, list_models
 from megatron.spec.counts import count_parameters
 
 PARAMETERS = {
@@ -46,8 +46,8 @@ RUN = ["--dry-run", "--world-size", "1", "--micro-batch-size", "1"]
 
 
 def test_each_model_is_valid_and_has_its_size() -> None:
-    assert names() == sorted({**PARAMETERS, **ROUNDED})
-    for name in names():
+    assert list_models() == sorted({**PARAMETERS, **ROUNDED})
+    for name in list_models():
         found = load(["--model", name, *RUN], 1)
         assert found.notes == (), name
         assert found.config.data.vocab_size is not None
@@ -63,9 +63,9 @@ def test_flags_and_files_count_instead() -> None:
 def test_the_table_shows_all(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         load(["--model", "list"], 1)
-    assert stopped.value.code == 0 and capsys.readouterr().out == table()
-    rows = [line.split() for line in table().splitlines()[1:-2]]
-    assert sorted(row[0] for row in rows) == names()
+    assert stopped.value.code == 0 and capsys.readouterr().out == format_model_table()
+    rows = [line.split() for line in format_model_table().splitlines()[1:-2]]
+    assert sorted(row[0] for row in rows) == list_models()
     assert ["llama3-8b", "8.03", "B", "32", "4,096", "32", "8,192", "128,256", "train_8gpu_llama_7b.sh"] in rows
 
 

@@ -23,7 +23,7 @@ def test_a_required_setting_that_is_given_as_zero_is_not_missing(flag: str) -> N
             load([word for pair in BASE.items() if pair[0] != flag for word in pair if word], 1)
     found = refused(f"{flag} 0")
     assert found[flag].message in (f"{flag} 0 is out of range.", f"{flag} 0.0 is out of range.")
-    assert found[flag].rule.startswith("It must be a")
+    assert found[flag].reason.startswith("It must be a")
     assert not any("missing" in violation.message for violation in found.values())
 
 
@@ -50,7 +50,7 @@ SIXTEEN = "--num-attention-heads 16 --hidden-size 128"
 @pytest.mark.parametrize(
     ("batch", "nearest"),
     [
-        (20, (f"{TENSOR} 4", f"{TENSOR} 8")),  # TP 2 would bring up that it does not divide by 2 x 4
+        (20, (f"{TENSOR} 4", f"{TENSOR} 8")),  # TP 2 would bring up that it is not divisible by 2 x 4
         (18, (f"{TENSOR} 8",)),  # of those that fit, TP 8 is the only one that leaves nothing
         (16, (f"{TENSOR} 4", f"{TENSOR} 2")),
     ],
@@ -77,7 +77,7 @@ def test_layouts_that_bring_up_the_batch_go_before_those_that_do_not_fit() -> No
 
 def test_a_batch_of_no_whole_microbatches_is_told_whatever_the_layout() -> None:
     found = refused(f"{TENSOR} 3 --micro-batch-size 4 --global-batch-size 7", 8)["--global-batch-size"]
-    assert found.message == "--global-batch-size 7 does not divide by --micro-batch-size 4."
+    assert found.message == "--global-batch-size 7 is not divisible by --micro-batch-size 4."
     assert found.nearest == ("--global-batch-size 8", "--global-batch-size 4", "--micro-batch-size 7", "--micro-batch-size 1")
     assert "--global-batch-size" not in refused(f"{TENSOR} 3 --micro-batch-size 4 --global-batch-size 8", 8)
 

@@ -9,8 +9,8 @@ import pytest
 from megatron.config.cli import load, parse
 from megatron.config.errors import ConfigError
 from megatron.config.save import from_dict, to_dict, to_yaml
-from megatron.spec.groups import RateEnds, groups_of
-from megatron.spec.weights import model_weights
+from megatron.spec.groups import LearningRateBounds, build_group_lookup
+from megatron.spec.weights import iter_weights
 from tests.support.rule_cases import argv
 
 BASE = argv("")
@@ -39,15 +39,20 @@ def test_every_spelling_means_the_same(tmp_path: Path) -> None:
 
 def test_a_value_comes_from_the_last_entry_that_gives_it() -> None:
     config = parse([*BASE, "--lr", "1e-3", "--decoupled-lr", "5e-3", "--no-decay-embeddings", "--param-groups", *ENTRIES])
-    group_of = groups_of(config.optimizer)
-    groups = {one.name: group_of(one) for one in model_weights(config.model, 100)}
+    group_of = build_group_lookup(config.optimizer)
+    groups = {one.name: group_of(one) for one in iter_weights(config.model, 100)}
     up, bias, qkv = groups["layers.1.mlp.up.weight"], groups["layers.0.mlp.up.bias"], groups["layers.0.attention.qkv.weight"]
-    assert (up.lr_mult, up.wd_mult, up.ends, up.betas) == (0.25, 2.0, RateEnds(2e-4, 1e-5), (0.9, 0.9))
-    assert (bias.lr_mult, bias.wd_mult, bias.ends) == (1.0, 0.0, RateEnds(2e-4, 1e-5))
-    assert (qkv.lr_mult, qkv.wd_mult, qkv.ends, qkv.betas) == (0.5, 2.0, RateEnds(), (0.9, 0.999))
+    assert (up.lr_mult, up.wd_mult, up.lr_bounds, up.betas) == (0.25, 2.0, LearningRateBounds(2e-4, 1e-5), (0.9, 0.9))
+    assert (bias.lr_mult, bias.wd_mult, bias.lr_bounds) == (1.0, 0.0, LearningRateBounds(2e-4, 1e-5))
+    assert (qkv.lr_mult, qkv.wd_mult, qkv.lr_bounds, qkv.betas) == (0.5, 2.0, LearningRateBounds(), (0.9, 0.999))
     assert groups["layers.0.attention_norm.weight"].wd_mult == 2.0, "an entry may switch on the decay of a norm"
     word, position = groups["embedding.word.weight"], groups["embedding.position.weight"]
-    assert (word.ends, word.wd_mult, position.ends, position.wd_mult) == (RateEnds(5e-3), 0.0, RateEnds(), 0.0)
+    assert (word.lr_bounds, word.wd_mult, position.lr_bounds, position.wd_mult) == (
+        LearningRateBounds(5e-3),
+        0.0,
+        LearningRateBounds(),
+        0.0,
+    )
     assert groups["final_norm.weight"].wd_mult == 0.0
 
 
@@ -56,15 +61,15 @@ def test_a_value_comes_from_the_last_entry_that_gives_it() -> None:
     [
         ("layers.*.mpl.up.weight lr-mult=2", "a name like layers.*.mpl.up.weight. The nearest names are layers.*.mlp.up.weight"),
         ("embedding.word lr-mult=2", "nearest names are embedding.word.weight"),
-        ("* lr-mul=2", "lr-mul is not a value of a group; did you mean lr-mult?"),
+        ("* lr-mul=2", "lr-mul is not a key of an entry; did you mean lr-mult?"),
         ("* lr-mult=-1", "it must be a number at least 0"),
         ("* adam-beta1=1", "at least 0 and below 1"),
         ("* lr-mult=2 lr_mult=3", "lr-mult is given twice"),
         ("* wd-mult=2 lr-mult", "lr-mult is not of the form key=value"),
-        ("lr-mult=2 *", "lr-mult=2 stands where the pattern of names should"),
+        ("lr-mult=2 *", "must start with a pattern of parameter names, not with lr-mult=2"),
         ("* optimizer=adan", "there is no optimizer adan. Did you mean adam?"),
-        ("* optimizer=sgd adam-eps=1", "act only on what adam"),
-        ("*.bias lr=1e-9 min-lr=1e-8", "the lowest learning rate of"),
+        ("* optimizer=sgd adam-eps=1", "act only on parameters that adam"),
+        ("*.bias lr=1e-9 min-lr=1e-8", "the minimum learning rate of"),
     ],
 )
 def test_what_cannot_act_is_refused(entry: str, told: str) -> None:

@@ -23,7 +23,7 @@ CASES: list[Case] = [
         f"--num-layers 10 {PP} 2 {EACH} 2",
         2,
         {EACH, "--num-layers", PP},
-        [f"--num-layers 10 does not divide by {PP} 2 x {EACH} 2 = 4", f"{COUNT} spreads any number of layers"],
+        [f"--num-layers 10 is not divisible by {PP} 2 x {EACH} 2 = 4", f"{COUNT} supports any number of layers"],
         [f"{EACH} 1", f"{EACH} None {COUNT} 2", f"{EACH} None {COUNT} 3", "--num-layers 8", "--num-layers 12"],
     ),
     (
@@ -33,20 +33,20 @@ CASES: list[Case] = [
         ["contradict each other", "--num-layers 10 + embedding + loss = 12 over 2 pipeline ranks", "makes 3 on each rank"],
         [f"{EACH} None", f"{COUNT} None"],
     ),
-    (f"--num-layers 9 {PP} 2 {EACH} 5 {LOSS}", 2, {EACH}, ["does not go with 1 virtual stage", "+ loss = 10"], [f"{EACH} 1"]),
+    (f"--num-layers 9 {PP} 2 {EACH} 5 {LOSS}", 2, {EACH}, ["does not support 1 virtual stage", "+ loss = 10"], [f"{EACH} 1"]),
     # schedules and the virtual stages that they have
     (
         f"{PP} 2 --pipeline-schedule interleaved",
         2,
         {"--pipeline-schedule", COUNT},
-        ["--pipeline-schedule interleaved does not go with 1 virtual stage on each pipeline rank.", "two or more"],
+        ["--pipeline-schedule interleaved does not support 1 virtual stage on each pipeline rank.", "two or more"],
         ["--pipeline-schedule 1f1b", f"{COUNT} 2"],
     ),
     (
         f"--num-layers 8 {PP} 2 {EACH} 4",
         2,
         {"--pipeline-schedule", EACH},
-        ["The default schedule interleaved does not go with 1 virtual stage", f"--num-layers 8 over 2 ranks, {EACH} 4"],
+        ["The default schedule interleaved does not support 1 virtual stage", f"--num-layers 8 over 2 ranks, {EACH} 4"],
         ["--pipeline-schedule 1f1b", f"{EACH} 2", f"{EACH} None"],
     ),
     *(
@@ -54,7 +54,7 @@ CASES: list[Case] = [
             f"--num-layers 8 {PP} 2 {COUNT} 2 --pipeline-schedule {name}",
             2,
             {"--pipeline-schedule", COUNT},
-            [f"--pipeline-schedule {name} does not go with 2 virtual stages", "It has one virtual stage"],
+            [f"--pipeline-schedule {name} does not support 2 virtual stages", "It has one virtual stage"],
             ["--pipeline-schedule interleaved", "--pipeline-schedule zb-v", f"{COUNT} None"],
         )
         for name in ("1f1b", "gpipe", "zb-h1")
@@ -63,21 +63,21 @@ CASES: list[Case] = [
         f"--num-layers 12 {PP} 2 {EACH} 2 --pipeline-schedule zb-v",
         2,
         {"--pipeline-schedule", EACH},
-        ["zb-v does not go with 3 virtual stages", "in a V"],
+        ["zb-v does not support 3 virtual stages", "in a V"],
         ["--pipeline-schedule interleaved", f"{EACH} 3", f"{EACH} None", f"{EACH} None {COUNT} 2"],
     ),
     (
         f"--num-layers 4 {PP} 2 {LAYOUT} 'Ett|ttm*2L' --mtp-num-layers 1",
         2,
         {LAYOUT, "--mtp-num-layers"},
-        ["places 2 depths (m), but --mtp-num-layers is 1"],
+        ["has 2 depths (m), but --mtp-num-layers is 1"],
         ["--mtp-num-layers 2", f"{LAYOUT} 'Ett|ttL'"],
     ),
     (
         f"{PP} 2 --pipeline-schedule zb-v {LAYOUT} 'Ett|ttL'",
         2,
         {"--pipeline-schedule", LAYOUT},
-        ["zb-v does not go with 1 virtual stage", f"from the chunks of {LAYOUT}"],
+        ["zb-v does not support 1 virtual stage", f"from the chunks of {LAYOUT}"],
         ["--pipeline-schedule 1f1b", "--pipeline-schedule gpipe"],
     ),
     # layers for all
@@ -112,35 +112,35 @@ CASES: list[Case] = [
         f"--num-layers 24 {PP} 3 {COUNT} 4 {LAST} 6",
         3,
         {LAST, COUNT},
-        [f"{LAST} 6 does not divide by the 4 virtual stages of that rank", "the same number of layers"],
+        [f"{LAST} 6 is not divisible by the 4 virtual stages of that rank", "the same number of layers"],
         [f"{LAST} 4", f"{LAST} 8", f"{COUNT} 3", f"{COUNT} 2", f"{LAST} None"],
     ),
     (
         f"--num-layers 8 {PP} 4 {FIRST} 4 {LAST} 3",
         4,
         {FIRST, LAST, "--num-layers"},
-        [f"With {FIRST} 4 and {LAST} 3, 1 of --num-layers 8 are left to the 2 other pipeline ranks."],
+        [f"With {FIRST} 4 and {LAST} 3, 1 of --num-layers 8 remain for the 2 other pipeline ranks."],
         [f"{FIRST} 3", f"{LAST} 2", "--num-layers 9", f"{FIRST} None", f"{LAST} None"],
     ),
     (
         f"--num-layers 8 {PP} 4 {FIRST} 9",
         4,
         {FIRST},
-        [f"With {FIRST} 9, 0 of --num-layers 8 are left"],
+        [f"With {FIRST} 9, 0 of --num-layers 8 remain"],
         [f"{FIRST} 5", "--num-layers 12"],
     ),
     (
         f"--num-layers 8 {PP} 2 {FIRST} 3 {LAST} 3",
         2,
         {FIRST, LAST},
-        ["make 6 layers, not --num-layers 8", "no other"],
+        ["assign 6 layers, but --num-layers is 8", "no other"],
         [f"{FIRST} 5", f"{LAST} 5", "--num-layers 6", f"{FIRST} None"],
     ),
     (
         f"--num-layers 20 {PP} 3 {COUNT} 4 {FIRST} 16",
         3,
         {FIRST, COUNT},
-        ["4 of --num-layers 20 are left to the 2 other pipeline ranks with 4 virtual stages each"],
+        ["4 of --num-layers 20 remain for the 2 other pipeline ranks with 4 virtual stages each"],
         [f"{FIRST} 12", "--num-layers 24", f"{COUNT} 2"],
     ),
     # ways of splitting that exclude each other
@@ -162,12 +162,12 @@ CASES: list[Case] = [
         f"{PP} 2 --pipeline-split balanced --layer-costs no/such/file",
         2,
         {"--layer-costs"},
-        ["--layer-costs no/such/file cannot be read: No such file", "--profile-pipeline writes such a file"],
+        ["--layer-costs no/such/file cannot be read: No such file", "--profile-pipeline writes this file"],
         ["--layer-costs None"],
     ),
     (f"{PP} 2 --pipeline-split balanced {FIRST} 1", 2, {"--pipeline-split", FIRST}, ["exclude"], [f"{FIRST} None"]),
     (f"{PP} 2 --pipeline-split balanced {EACH} 1", 2, {"--pipeline-split", EACH}, ["exclude"], [f"{EACH} None"]),
-    (f"--num-layers 8 {PP} 2 {EACH} 2 {LAST} 4", 2, {EACH, LAST}, ["exclude each other", f"by {COUNT}"], [f"{LAST} None"]),
+    (f"--num-layers 8 {PP} 2 {EACH} 2 {LAST} 4", 2, {EACH, LAST}, ["exclude each other", f"use {COUNT}"], [f"{LAST} None"]),
     (f"{PP} 2 {LOSS} {FIRST} 2", 2, {LOSS, FIRST}, ["exclude each other"], [f"{FIRST} None", f"--no-{LOSS[2:]}"]),
     # layouts
     (
@@ -188,18 +188,18 @@ CASES: list[Case] = [
         f"--num-layers 8 {PP} 2 {LAYOUT} 'Et*3|t|t|L'",
         2,
         {LAYOUT, "--num-layers"},
-        ["places 5 layers (t), but --num-layers is 8.", "Layers 5 to 7 are missing."],
+        ["has 5 layers (t), but --num-layers is 8.", "Layers 5 to 7 are missing."],
         [f"{LAYOUT} 'Ettt|tt|tt|tL'", "--num-layers 5"],
     ),
-    (f"{PP} 2 {LAYOUT} 'Et|ttL'", 2, {LAYOUT}, ["places 3 layers", "Layer 3 is missing."], [f"{LAYOUT} 'Ett|ttL'"]),
+    (f"{PP} 2 {LAYOUT} 'Et|ttL'", 2, {LAYOUT}, ["has 3 layers", "Layer 3 is missing."], [f"{LAYOUT} 'Ett|ttL'"]),
     (
         f"{PP} 2 {LAYOUT} 'Et*3|t*4L'",
         2,
         {LAYOUT, "--num-layers"},
-        ["places 7 layers (t), but --num-layers is 4.", "The model has no layers 4 to 6."],
+        ["has 7 layers (t), but --num-layers is 4.", "The model has no layers 4 to 6."],
         [f"{LAYOUT} 'Ett|ttL'", "--num-layers 7"],
     ),
-    (f"{PP} 2 {LAYOUT} 'E|L'", 2, {LAYOUT, "--num-layers"}, ["places 0 layers (t)"], [f"{LAYOUT} 'Ett|ttL'"]),
+    (f"{PP} 2 {LAYOUT} 'E|L'", 2, {LAYOUT, "--num-layers"}, ["has 0 layers (t)"], [f"{LAYOUT} 'Ett|ttL'"]),
     (
         f"--num-layers 8 {PP} 2 {LAYOUT} 'Et*4|t|tttL'",
         2,
@@ -272,7 +272,7 @@ VALID = [
 def test_what_can_be_run_is_let_through() -> None:
     for extra, world_size, schedule, chunks in VALID:
         parallel = load(argv(extra), world_size).config.parallel
-        found = parallel.schedule, parallel.chunks_per_stage(config_of(extra).model.num_layers)
+        found = parallel.schedule, parallel.get_chunks_per_stage(config_of(extra).model.num_layers)
         assert found == (schedule, chunks), extra
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config.checks.each import notes
+from megatron.config.checks.each import list_idle_settings
 from tests.support.rule_cases import config_of
 
 PP, COUNT = "--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"
@@ -26,7 +26,7 @@ NOTES = [
 
 @pytest.mark.parametrize(("extra", "starts"), NOTES)
 def test_what_does_nothing_with_one_stage_is_noted(extra: str, starts: list[str]) -> None:
-    found = notes(config_of(extra), 1)
+    found = list_idle_settings(config_of(extra), 1)
     assert len(found) == len(starts)
     assert all(note.startswith(start) for note, start in zip(found, starts, strict=True))
 
@@ -40,4 +40,4 @@ def test_what_does_nothing_with_one_stage_is_noted(extra: str, starts: list[str]
     ],
 )
 def test_what_acts_with_two_stages_is_not_noted(extra: str) -> None:
-    assert notes(config_of(f"{PP} 2 {extra}"), 2) == []
+    assert list_idle_settings(config_of(f"{PP} 2 {extra}"), 2) == []

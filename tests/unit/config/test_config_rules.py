@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.checks.each import changed_settings_act, notes
-from megatron.config.checks.finding import divisors, is_changed, multiples_near, value_of
+from megatron.config.checks.each import check_strict_conditions, list_idle_settings
+from megatron.config.checks.finding import divisors, get_value, is_set, multiples_near
 from megatron.config.cli import load, parse
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
-from megatron.config.flags import Flag, flag_of, flags, topics
+from megatron.config.flags import Flag, find_flag, flags, topics
 from megatron.config.parallel import ShardingStrategy
-from megatron.config.rules import RULES, violations
+from megatron.config.rules import RULES, find_violations
 from tests.support.rule_cases import (
     BASE,
     LORA_RULES,
@@ -79,7 +79,7 @@ CASES: list[Case] = [
         "--hidden-size 100",
         1,
         {"--hidden-size", "--num-attention-heads"},
-        ["--hidden-size 100 does not divide by --num-attention-heads 12"],
+        ["--hidden-size 100 is not divisible by --num-attention-heads 12"],
         ["--num-attention-heads 10", "--hidden-size 96", "--hidden-size 108"],
     ),
     ("--hidden-size 12 --swiglu", 1, {"--ffn-hidden-size"}, ["8 x 12 / 3", "which is 0"], ["--ffn-hidden-size 8"]),
@@ -87,7 +87,7 @@ CASES: list[Case] = [
         "--group-query-attention --num-query-groups 5",
         1,
         {"--num-query-groups"},
-        ["12 does not divide by --num-query-groups 5"],
+        ["12 is not divisible by --num-query-groups 5"],
         ["--num-query-groups 4", "--num-query-groups 6"],
     ),
     ("--swiglu --squared-relu --hidden-size 192", 1, {"--swiglu", "--squared-relu"}, ["exclude each other"], ["--no-swiglu"]),
@@ -109,7 +109,7 @@ CASES: list[Case] = [
         "--multi-latent-attention",
         1,
         {"--multi-latent-attention", "--position-embedding-type"},
-        ["--multi-latent-attention with --position-embedding-type learned_absolute"],
+        ["--multi-latent-attention cannot be used with --position-embedding-type learned_absolute"],
         ["--position-embedding-type rope"],
     ),
     (
@@ -146,28 +146,28 @@ CASES: list[Case] = [
         "--window-size 7,0 --window-attn-skip-freq [1,0]*3",
         1,
         {"--window-attn-skip-freq", "--num-layers"},
-        ["It has 6 entries for 4 layers"],
+        ["The list has 6 entries for 4 layers"],
         ["--num-layers 6"],
     ),
     (
         "--window-size 7,0 --window-attn-skip-freq ([1]*3+[0]",
         1,
         {"--window-attn-skip-freq"},
-        ["A bracket ( is not closed"],
+        ["A parenthesis ( is not closed"],
         [],
     ),
     (
         "--position-embedding-type rope --no-rope-freq [0,0,2,1]",
         1,
         {"--no-rope-freq"},
-        ["holds 0 and 1, with commas between them, not '2'"],
+        ["must contain 0 and 1, separated by commas, not '2'"],
         [],
     ),
     (
         "--qk-layernorm --qk-layernorm-all-heads",
         1,
         {"--qk-layernorm-all-heads", "--normalization"},
-        ["does not go with --normalization LayerNorm"],
+        ["cannot be used with --normalization LayerNorm"],
         ["--normalization RMSNorm"],
     ),
     (
@@ -182,14 +182,14 @@ CASES: list[Case] = [
         "--tensor-model-parallel-size 8",
         8,
         {"--num-attention-heads", "--tensor-model-parallel-size"},
-        ["--num-attention-heads 12 does not divide by --tensor-model-parallel-size 8", "whole heads"],
+        ["--num-attention-heads 12 is not divisible by --tensor-model-parallel-size 8", "whole heads"],
         ["--tensor-model-parallel-size 4", "--num-attention-heads 8", "--num-attention-heads 16"],
     ),
     (
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
         6,
         {"--tensor-model-parallel-size", "--pipeline-model-parallel-size"},
-        ["The world size 6 does not divide by TP x CP x PP = 2 x 1 x 2 = 4"],
+        ["The world size 6 is not divisible by TP x CP x PP = 2 x 1 x 2 = 4"],
         ["world size 4", "world size 8", "--tensor-model-parallel-size 1", "--pipeline-model-parallel-size 3"],
     ),
     (
@@ -203,7 +203,7 @@ CASES: list[Case] = [
         "--group-query-attention --num-query-groups 1 --tensor-model-parallel-size 4 --kv-channels 1",
         4,
         {"--num-query-groups", "--tensor-model-parallel-size"},
-        ["fits no --tensor-model-parallel-size 4: 4 ranks cannot divide the rows"],
+        ["does not fit --tensor-model-parallel-size 4: 4 ranks cannot divide the rows"],
         ["--num-query-groups 4"],
     ),
     (
@@ -225,7 +225,7 @@ CASES: list[Case] = [
         "--group-query-attention --num-query-groups 6 --tensor-model-parallel-size 4",
         4,
         {"--num-query-groups", "--tensor-model-parallel-size"},
-        ["--num-query-groups 6 fits no --tensor-model-parallel-size 4"],
+        ["--num-query-groups 6 does not fit --tensor-model-parallel-size 4"],
         ["--tensor-model-parallel-size 2", "--num-query-groups 4", "--num-query-groups 12"],
     ),
     (
@@ -239,42 +239,42 @@ CASES: list[Case] = [
         "--seq-length 30 --tensor-model-parallel-size 4 --sequence-parallel",
         4,
         {"--seq-length", "--sequence-parallel"},
-        ["--seq-length 30 does not divide by --tensor-model-parallel-size 4"],
+        ["--seq-length 30 is not divisible by --tensor-model-parallel-size 4"],
         ["--seq-length 28", "--seq-length 32", "--tensor-model-parallel-size 2", "--no-sequence-parallel"],
     ),
     (
         "--context-parallel-size 3",
         6,
         {"--seq-length", "--context-parallel-size"},
-        ["does not divide by 2 x --context-parallel-size 3", "two equal pieces"],
+        ["is not divisible by 2 x --context-parallel-size 3", "two segments of equal length"],
         ["--context-parallel-size 2", "--seq-length 30"],
     ),
     (
         "--context-parallel-size 2 --tensor-model-parallel-size 4 --sequence-parallel --seq-length 12",
         8,
         {"--seq-length", "--context-parallel-size"},
-        ["by both sizes with --tensor-model-parallel-size 4"],
+        ["by --context-parallel-size 2 x --tensor-model-parallel-size 4"],
         ["--context-parallel-size 1", "--seq-length 16"],
     ),
     (
         "--context-parallel-size 2 --cp-comm-type p2p a2a all_gather",
         2,
         {"--cp-comm-type", "--num-layers"},
-        ["3 words, but there are 4 layers"],
+        ["3 values, but there are 4 layers"],
         ["--cp-comm-type p2p"],
     ),
     (
         "--context-parallel-size 2 --cp-comm-type a2a --group-query-attention --num-query-groups 1",
         2,
         {"--cp-comm-type", "--context-parallel-size", "--tensor-model-parallel-size"},
-        ["1 key-value heads do not divide"],
+        ["1 key-value heads are not divisible"],
         ["--cp-comm-type all_gather", "--context-parallel-size 1"],
     ),
     (
         "--context-parallel-size 2 --bf16 --fp8-format e4m3 --fp8-recipe blockwise --hidden-size 384 --seq-length 256",
         2,
         {"--fp8-recipe", "--context-parallel-size"},
-        ["is not built", "128 neighbours"],
+        ["is not supported", "blocks of 128 consecutive tokens"],
         ["--fp8-recipe rowwise", "--context-parallel-size 1"],
     ),
     (
@@ -306,7 +306,13 @@ CASES: list[Case] = [
     (f"{EXPERTS} --moe-token-drop-policy position", 1, {"--moe-token-drop-policy"}, ["--moe-expert-capacity-factor"], []),
     (f"{EXPERTS} --moe-pad-expert-input-to-capacity", 1, {"--moe-pad-expert-input-to-capacity"}, ["capacity-factor"], []),
     ("--moe-input-jitter-eps 0.1", 1, {"--moe-input-jitter-eps"}, ["only with --num-experts"], []),
-    (f"{EXPERTS} --moe-router-topk 9", 1, {"--moe-router-topk", "--num-experts"}, ["passes each"], ["--moe-router-topk 8"]),
+    (
+        f"{EXPERTS} --moe-router-topk 9",
+        1,
+        {"--moe-router-topk", "--num-experts"},
+        ["selects each expert at most once"],
+        ["--moe-router-topk 8"],
+    ),
     (
         f"{EXPERTS} --moe-router-topk 1",
         1,
@@ -314,7 +320,7 @@ CASES: list[Case] = [
         ["the router no gradient"],
         ["--moe-router-pre-softmax", "--moe-router-topk 2"],
     ),
-    (f"{EXPERTS} --moe-router-num-groups 3", 1, {"--num-experts", "--moe-router-num-groups"}, ["8 does not divide"], []),
+    (f"{EXPERTS} --moe-router-num-groups 3", 1, {"--num-experts", "--moe-router-num-groups"}, ["8 is not divisible"], []),
     (
         f"{EXPERTS} --moe-router-num-groups 2 --moe-router-group-topk 4 --moe-router-topk 4",
         1,
@@ -326,40 +332,40 @@ CASES: list[Case] = [
         f"{EXPERTS} --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk 3",
         1,
         {"--moe-router-topk", "--moe-router-group-topk"},
-        ["does not divide"],
+        ["is not divisible"],
         ["--moe-router-topk 2", "--moe-router-topk 4"],
     ),
     (
         f"{EXPERTS} --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk 6",
         1,
         {"--moe-router-topk", "--moe-router-group-topk"},
-        ["more than the 4 experts of 2 open groups"],
+        ["more than the 4 experts in 2 groups"],
         ["--moe-router-topk 4"],
     ),
-    (f"{EXPERTS} --expert-model-parallel-size 3", 6, {"--num-experts"}, ["8 does not divide"], ["--expert-model-parallel-size 2"]),
+    (f"{EXPERTS} --expert-model-parallel-size 3", 6, {"--num-experts"}, ["8 is not divisible"], ["--expert-model-parallel-size 2"]),
     (f"{EXPERTS} --expert-model-parallel-size 4", 2, {"--expert-model-parallel-size"}, ["The 2 ranks of a pipeline stage"], []),
     (f"{EXPERTS} --moe-layer-freq [1,0]", 1, {"--moe-layer-freq", "--num-layers"}, ["2 entries for 4 layers"], ["--num-layers 2"]),
     (
         f"{EXPERTS} --moe-ffn-hidden-size 9 --expert-tensor-parallel-size 2",
         2,
         {"--moe-ffn-hidden-size", "--expert-tensor-parallel-size"},
-        ["9 does not divide by the 2 ranks"],
+        ["9 is not divisible by the 2 ranks"],
         ["--moe-ffn-hidden-size 10"],
     ),
     (
         f"{EXPERTS} --moe-shared-expert-intermediate-size 9 --tensor-model-parallel-size 2 --sequence-parallel",
         2,
         {"--moe-shared-expert-intermediate-size", "--tensor-model-parallel-size"},
-        ["does not divide by"],
+        ["is not divisible by"],
         ["--moe-shared-expert-intermediate-size 10"],
     ),
     (f"{EXPERTS} --tensor-model-parallel-size 2", 2, {"--sequence-parallel"}, ["same tokens"], ["--sequence-parallel"]),
-    ("--num-experts 8", 1, {"--num-experts", "--disable-bias-linear"}, ["biases are not built"], []),
+    ("--num-experts 8", 1, {"--num-experts", "--disable-bias-linear"}, ["biases are not supported"], []),
     (f"{EXPERTS} --moe-layer-freq [0,0,0,0]", 1, {"--moe-layer-freq"}, ["leaves no layer with experts"], []),
     (f"{EXPERTS} --param-groups '* optimizer=muon'", 1, {"--param-groups"}, ["muon for some parameters"], []),
-    (f"{EXPERTS} --optimizer muon", 1, {"--num-experts", "--optimizer"}, ["not built yet"], ["--optimizer adam"]),
-    (f"{EXPERTS} --bf16 --fp8-format hybrid", 1, {"--num-experts", "--fp8-format"}, ["not built yet"], []),
-    (f"{EXPERTS} --mup-base-width 48", 1, {"--num-experts", "--mup-base-width"}, ["not built yet"], []),
+    (f"{EXPERTS} --optimizer muon", 1, {"--num-experts", "--optimizer"}, ["not supported yet"], ["--optimizer adam"]),
+    (f"{EXPERTS} --bf16 --fp8-format hybrid", 1, {"--num-experts", "--fp8-format"}, ["not supported yet"], []),
+    (f"{EXPERTS} --mup-base-width 48", 1, {"--num-experts", "--mup-base-width"}, ["muP does not support experts"], []),
     (f"{EXPERTS} --log-gradient-noise", 2, {"--num-experts", "--log-gradient-noise"}, ["samples of other data ranks"], []),
     (
         "--device cpu --distributed-backend nccl",
@@ -382,7 +388,7 @@ CASES: list[Case] = [
         "--global-batch-size 10",
         2,
         {"--global-batch-size", "--micro-batch-size"},
-        ["--global-batch-size 10 does not divide by --micro-batch-size 2 x 2 data ranks = 4"],
+        ["--global-batch-size 10 is not divisible by --micro-batch-size 2 x 2 data ranks = 4"],
         ["--global-batch-size 8", "--global-batch-size 12", "--micro-batch-size 1"],
     ),
     ("--rampup-batch-size 2 2 100", 1, {"--rampup-batch-size", "--global-batch-size"}, ["needs --global-batch-size"], []),
@@ -390,7 +396,7 @@ CASES: list[Case] = [
         "--rampup-batch-size 2 4 100 --global-batch-size 16",
         2,
         {"--rampup-batch-size", "--micro-batch-size"},
-        ["START and INCREMENT do not both divide by --micro-batch-size 2 x 2 data ranks = 4"],
+        ["START and INCREMENT are not both divisible by --micro-batch-size 2 x 2 data ranks = 4"],
         ["--rampup-batch-size 4 4 100"],
     ),
     (
@@ -411,11 +417,11 @@ CASES: list[Case] = [
         "--rampup-batch-size 4 8 100 --global-batch-size 24",
         2,
         {"--rampup-batch-size"},
-        ["24 - 4 does not divide by 8"],
+        ["24 - 4 is not divisible by 8"],
         ["--rampup-batch-size 4 4 100", "--global-batch-size 20", "--global-batch-size 28"],
     ),
-    ("--init-method tcp://host", 2, {"--init-method"}, ["is no place where ranks can meet"], ["--init-method env://"]),
-    ("--init-method file://here", 2, {"--init-method"}, ["is no place where ranks can meet"], ["--init-method env://"]),
+    ("--init-method tcp://host", 2, {"--init-method"}, ["is not a valid rendezvous"], ["--init-method env://"]),
+    ("--init-method file://here", 2, {"--init-method"}, ["is not a valid rendezvous"], ["--init-method env://"]),
     (
         "--step-batch-size-schedule 0:4,1K:8 --global-batch-size 16",
         2,
@@ -434,26 +440,26 @@ CASES: list[Case] = [
         "--step-batch-size-schedule 0:2,1K:6,3M:8,4M:16",
         2,
         {"--step-batch-size-schedule", "--micro-batch-size"},
-        ["0:2, 1K:6 do not divide by --micro-batch-size 2 x 2 data ranks = 4"],
+        ["0:2, 1K:6 are not divisible by --micro-batch-size 2 x 2 data ranks = 4"],
         ["--step-batch-size-schedule '0:8 4M:16'", "--step-batch-size-schedule '0:4 1K:8 3M:8 4M:16'"],
     ),
     (
         "--step-batch-size-schedule 0:4,3:8",
         1,
         {"--step-batch-size-schedule", "--seq-length"},
-        ["0:4 and 3:8 begin with the same sample"],
+        ["0:4 and 3:8 start at the same sample"],
         ["--step-batch-size-schedule 0:8"],
     ),
     *(
         (f"--step-batch-size-schedule {words}", 1, {"--step-batch-size-schedule"}, [said], [])
         for words, said in {
-            "1K:4 2K:8": "says nothing of the time before 1K:4. The first entry begins at 0, as in 0:4",
+            "1K:4 2K:8": "does not define the batch size before 1K:4. The first entry must start at 0, such as 0:4",
             "0:4 1K:2": "shrinks from 0:4 to 1K:2",
-            "0:4 1K:8 0.001M:16": "has two batch sizes from the same place on, 1K:8 and 1K:16",
-            "0:4 8": "has '8', which is no TOKENS:BATCH",
-            "0:4 1X:8": "has '1X:8', which is no TOKENS:BATCH",
-            "0:0": "has '0:0', whose batch size is no whole number of sequences",
-            "0:1.5": "has '0:1.5', whose batch size is no whole number of sequences",
+            "0:4 1K:8 0.001M:16": "has two batch sizes that start at the same token, 1K:8 and 1K:16",
+            "0:4 8": "has '8', which is not of the form TOKENS:BATCH",
+            "0:4 1X:8": "has '1X:8', which is not of the form TOKENS:BATCH",
+            "0:0": "has '0:0', whose batch size is not a whole number of at least 1",
+            "0:1.5": "has '0:1.5', whose batch size is not a whole number of at least 1",
         }.items()
     ),
     (
@@ -511,7 +517,7 @@ CASES: list[Case] = [
         "--lr-decay-samples 50",
         1,
         {"--lr-decay-samples", "--train-iters"},
-        ["--lr-decay-samples 50 does not go with --train-iters", "--lr-decay-iters"],
+        ["--lr-decay-samples 50 cannot be used with --train-iters", "--lr-decay-iters"],
         [],
     ),
     ("--lr-warmup-samples 50", 1, {"--lr-warmup-samples", "--train-iters"}, ["use --lr-warmup-iters"], []),
@@ -549,14 +555,14 @@ CASES: list[Case] = [
         "--decoupled-lr 1e-5 --min-lr 1e-4",
         1,
         {"--decoupled-lr", "--min-lr"},
-        ["is below --min-lr 0.0001, at which its course ends"],
+        ["is below --min-lr 0.0001, at which its decay ends"],
         ["--decoupled-min-lr 1e-05"],
     ),
     (
         "--lr-rewarm-start-iters 90 --lr-rewarm-iters 20",
         1,
         {"--lr-rewarm-start-iters", "--train-iters"},
-        ["and a rise of 20 leave nothing of the 100 iters of the run"],
+        ["and a warm-up of 20 leave nothing of the 100 iters of the run"],
         ["--lr-rewarm-iters 9", "--train-iters 111"],
     ),
     (
@@ -585,32 +591,32 @@ CASES: list[Case] = [
         "--qk-clip --qk-layernorm",
         1,
         {"--qk-clip", "--qk-layernorm"},
-        ["--qk-clip changes no score beside --qk-layernorm"],
+        ["--qk-clip cannot reduce attention scores with --qk-layernorm"],
         ["--no-qk-clip", "--no-qk-layernorm"],
     ),
     (
         "--log-gradient-noise",
         1,
         {"--log-gradient-noise", "--micro-batch-size"},
-        ["needs steps of several microbatches, and the batch is one of 2 sequences"],
+        ["needs steps of several microbatches, but the batch is one microbatch of 2 sequences"],
         ["--global-batch-size 4"],
     ),
     (
         "--mup-base-width 24 --optimizer lamb",
         1,
         {"--mup-base-width", "--optimizer"},
-        ["how the learning rates of lamb are scaled is not known", "It is built for adam, adam8bit, lion, ademamix, sgd"],
+        ["does not support the optimizer lamb", "muP scales the learning rates of adam, adam8bit, lion, ademamix, sgd"],
         ["--mup-base-width None"],
     ),
     (
         f"{EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-expert-bias --param-groups '*.router.bias lr-mult=0'",
         1,
         {"--param-groups"},
-        ["layers.0.mlp.router.bias is moved by the choices of experts", "--moe-router-bias-update-rate"],
+        ["layers.0.mlp.router.bias is updated from the assignments to experts", "--moe-router-bias-update-rate"],
         [],
     ),
     ("--param-groups 'norm.* lr-mult=2'", 1, {"--param-groups"}, ["no parameter has a name like norm.*"], []),
-    ("--param-groups '* optimizer=sgd adam-eps=1'", 1, {"--param-groups"}, ["act only on what adam"], []),
+    ("--param-groups '* optimizer=sgd adam-eps=1'", 1, {"--param-groups"}, ["act only on parameters that adam"], []),
     ("--lr-warmup-init 1 --lr-warmup-iters 5", 1, {"--lr-warmup-init", "--lr"}, ["above --lr"], ["--lr-warmup-init 0.001"]),
     (
         "--lr-warmup-iters 100",
@@ -669,16 +675,16 @@ CASES: list[Case] = [
         "--use-apex --optimizer-cpu-offload --optimizer-offload-fraction 0.5",
         1,
         {"--use-apex", "--optimizer-cpu-offload"},
-        ["--use-apex and --optimizer-cpu-offload exclude each other", "on CUDA devices only"],
+        ["--use-apex and --optimizer-cpu-offload exclude each other", "only float32 parameters on CUDA devices"],
         ["--no-use-apex", "--optimizer-offload-fraction 1.0 --no-optimizer-cpu-offload"],
     ),
     ("--use-apex --device cpu", 1, {"--use-apex", "--device"}, ["--use-apex and --device cpu"], ["--no-use-apex", "--device cuda"]),
-    ("--use-apex --fp64", 1, {"--use-apex", "--fp64"}, ["updates float32 parameters"], ["--no-use-apex", "--no-fp64"]),
+    ("--use-apex --fp64", 1, {"--use-apex", "--fp64"}, ["updates only float32 parameters"], ["--no-use-apex", "--no-fp64"]),
     # data
     ("--no-mock-data", 1, {"--data-path", "--mock-data"}, ["--data-path is missing"], ["--mock-data"]),
     ("--data-path corpus", 1, {"--data-path", "--mock-data"}, ["exclude each other"], ["--no-mock-data"]),
-    ("--no-mock-data --data-path 0.5 a b", 1, {"--data-path"}, ["word 3, 'b', stands where a weight belongs", "./b"], []),
-    ("--no-mock-data --data-path a 0.5", 1, {"--data-path"}, ["word 1, 'a', stands where a weight belongs"], []),
+    ("--no-mock-data --data-path 0.5 a b", 1, {"--data-path"}, ["value 3, 'b', should be a weight", "./b"], []),
+    ("--no-mock-data --data-path a 0.5", 1, {"--data-path"}, ["value 1, 'a', should be a weight"], []),
     ("--no-mock-data --data-path 1 a 2", 1, {"--data-path"}, ["the last weight, 2, has no prefix"], []),
     ("--no-mock-data --data-path -1 a 2 b", 1, {"--data-path"}, ["the weight of a is -1.0"], []),
     ("--no-mock-data --data-path 0 a 0 b", 1, {"--data-path"}, ["all weights are 0"], []),
@@ -703,12 +709,12 @@ CASES: list[Case] = [
         ["--valid-data-path is given, but --train-data-path is not"],
         [],
     ),
-    ("--split 1,2,3,4", 1, {"--split"}, ["is not a list of shares"], ["--split 969,30,1"]),
-    ("--split 90,-5", 1, {"--split"}, ["is not a list of shares"], []),
-    ("--split 90,x", 1, {"--split"}, ["is not a list of shares"], []),
-    ("--split 0,0,0", 1, {"--split"}, ["is not a list of shares"], []),
-    ("--split nan,1", 1, {"--split"}, ["is not a list of shares"], []),
-    ("--split 0,50,50", 1, {"--split"}, ["gives training nothing"], []),
+    ("--split 1,2,3,4", 1, {"--split"}, ["is not a list of fractions"], ["--split 969,30,1"]),
+    ("--split 90,-5", 1, {"--split"}, ["is not a list of fractions"], []),
+    ("--split 90,x", 1, {"--split"}, ["is not a list of fractions"], []),
+    ("--split 0,0,0", 1, {"--split"}, ["is not a list of fractions"], []),
+    ("--split nan,1", 1, {"--split"}, ["is not a list of fractions"], []),
+    ("--split 0,50,50", 1, {"--split"}, ["leaves no documents for training"], []),
     ("--vocab-size None", 1, {"--tokenizer-type", "--vocab-size"}, ["NullTokenizer needs --vocab-size"], []),
     (
         "--vocab-size None --tokenizer-type GPT2BPETokenizer --vocab-file v",
@@ -723,7 +729,7 @@ CASES: list[Case] = [
         "--save s --save-interval 10 --save-retain-interval 25",
         1,
         {"--save-retain-interval", "--save-interval"},
-        ["25 does not divide by --save-interval 10"],
+        ["25 is not divisible by --save-interval 10"],
         ["--save-retain-interval 20", "--save-retain-interval 30"],
     ),
     (
@@ -751,42 +757,45 @@ CASES: list[Case] = [
         "--bf16 --fp8-format e4m3 --kv-channels 8 --num-attention-heads 11",
         1,
         {"--fp8-format", "--fp8-recipe", "--num-attention-heads", "--kv-channels", "--tensor-model-parallel-size"},
-        ["--fp8-format e4m3 --fp8-recipe tensorwise with 264 rows of queries, keys and values on a tensor rank: no multiple of 16"],
+        [
+            "--fp8-format e4m3 --fp8-recipe tensorwise cannot be used with 264 rows of queries, keys and values on a tensor rank, "
+            "which is no multiple of 16"
+        ],
         ["--num-attention-heads 16", "--fp8-format None"],
     ),
     (
         f"--bf16 --fp8-format e4m3 {LATENT} --kv-lora-rank 24",
         1,
         {"--fp8-format", "--fp8-recipe", "--kv-lora-rank"},
-        ["with 24 channels of the latent of keys and values: no multiple of 16"],
+        ["with 24 channels of the latent of keys and values, which is no multiple of 16"],
         ["--kv-lora-rank 16", "--kv-lora-rank 32"],
     ),
     (
         f"--bf16 --fp8-format e4m3 {LATENT} --seq-length 16 --tensor-model-parallel-size 4 --sequence-parallel",
         4,
         {"--fp8-format", "--micro-batch-size", "--seq-length", "--tensor-model-parallel-size"},
-        ["with 8 tokens of a microbatch on a tensor rank: no multiple of 16"],
+        ["with 8 tokens of a microbatch on a tensor rank, which is no multiple of 16"],
         ["--micro-batch-size 4"],
     ),
     (
         "--bf16 --fp8-format hybrid --fp8-recipe blockwise",
         1,
         {"--fp8-format", "--fp8-recipe", "--hidden-size"},
-        ["with 96 hidden channels: no multiple of 128"],
+        ["with 96 hidden channels, which is no multiple of 128"],
         ["--fp8-recipe tensorwise"],
     ),
     (
         "--bf16 --fp8-format hybrid --seq-length 12 --tensor-model-parallel-size 2",
         2,
         {"--fp8-format", "--micro-batch-size", "--seq-length"},
-        ["with 24 tokens of a microbatch: no multiple of 16"],
+        ["with 24 tokens of a microbatch, which is no multiple of 16"],
         ["--micro-batch-size 4"],
     ),
     (
         "--bf16 --fp8-format e4m3 --first-last-layers-bf16 --num-layers-at-start-in-bf16 2 --num-layers-at-end-in-bf16 2",
         1,
         {"--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16"},
-        ["leave none of --num-layers 4 in 8 bits"],
+        ["leave no layer of --num-layers 4 in FP8"],
         [],
     ),
     (
@@ -824,14 +833,14 @@ CASES: list[Case] = [
         "--optimizer ademamix",
         1,
         {"--ademamix-warmup-iters", "--optimizer"},
-        ["but no --ademamix-warmup-iters"],
+        ["needs --ademamix-warmup-iters"],
         ["--ademamix-warmup-iters 100"],
     ),
     (
         "--cpu-offloading --cpu-offloading-num-layers 5",
         1,
         {"--cpu-offloading-num-layers", "--num-layers"},
-        ["no more layers to move"],
+        ["no more layers to offload"],
         ["--cpu-offloading-num-layers 4"],
     ),
     (
@@ -845,7 +854,7 @@ CASES: list[Case] = [
         "--recompute-activations --recompute-modules mlp layernorm mlp_act",
         1,
         {"--recompute-modules"},
-        ["mlp takes its activation with it"],
+        ["mlp includes mlp_act"],
         ["--recompute-modules mlp layernorm", "--recompute-modules layernorm mlp_act"],
     ),
     (
@@ -873,7 +882,7 @@ CASES: list[Case] = [
         "--recompute-activations --recompute-modules",
         1,
         {"--recompute-modules"},
-        ["names no part"],
+        ["names no module"],
         ["--recompute-modules core_attn"],
     ),
     (
@@ -932,7 +941,7 @@ CASES: list[Case] = [
         "--compile --recompute-activations --recompute-modules core_attn layernorm",
         1,
         {"--compile", "--recompute-modules"},
-        ["--compile contradicts", "chooses by itself what it keeps"],
+        ["--compile cannot be used with", "decides what a compiled layer stores"],
         ["--recompute-modules core_attn", "--no-compile"],
     ),
     (
@@ -946,7 +955,7 @@ CASES: list[Case] = [
         "--pretrained-checkpoint base --load run --exit-on-missing-checkpoint",
         1,
         {"--pretrained-checkpoint", "--exit-on-missing-checkpoint"},
-        ["One begins a run"],
+        ["the first flag starts a run"],
         ["--no-exit-on-missing-checkpoint", "--pretrained-checkpoint None"],
     ),
     (
@@ -981,7 +990,7 @@ CASES: list[Case] = [
         "--position-embedding-type rope --rope-type yarn --rotary-base 1",
         1,
         {"--rope-type", "--rotary-base"},
-        ["frequencies do not fall"],
+        ["frequencies do not decrease"],
         ["--rotary-base 10000.0", "--rope-type rope"],
     ),
     (
@@ -1269,7 +1278,7 @@ IDLE = """
 
 def idle_flag(words: list[str]) -> Flag:
     """The setting that does nothing."""
-    flag = flag_of([word for word in words if word.startswith("--")][-1].removeprefix("--"))
+    flag = find_flag([word for word in words if word.startswith("--")][-1].removeprefix("--"))
     assert flag is not None
     return flag
 
@@ -1279,17 +1288,19 @@ def test_what_does_nothing_is_noted_and_taken_back() -> None:
 
     def check(extra: str) -> None:
         loaded, flag = load(argv(extra), 2), idle_flag(argv(extra))
-        assert value_of(loaded.config, flag.field) == flag.default
+        assert get_value(loaded.config, flag.field) == flag.default
         (note,) = [note for note in loaded.notes if " no effect: " in note and f"{flag.name}" in note.split(" no effect: ")[0]]
-        assert flag.facts.acts is not None and note.endswith(f" only {flag.facts.acts.words}.")
+        assert flag.metadata.active_if is not None and note.endswith(f" only {flag.metadata.active_if.description}.")
 
     every(IDLE.strip().splitlines(), check)
 
 
 def test_each_setting_that_may_do_nothing_has_a_case() -> None:
-    refused = {finding.fields[0] for case in CASES for finding in changed_settings_act(config_of(case[0]), 1)}
-    assert refused == {flag.field for flag in flags().values() if flag.facts.acts is not None and flag.facts.acts.strict}
-    noted = {flag.field for flag in flags().values() if flag.facts.acts is not None and not flag.facts.acts.strict}
+    refused = {finding.fields[0] for case in CASES for finding in check_strict_conditions(config_of(case[0]), 1)}
+    assert refused == {
+        flag.field for flag in flags().values() if flag.metadata.active_if is not None and flag.metadata.active_if.strict
+    }
+    noted = {flag.field for flag in flags().values() if flag.metadata.active_if is not None and not flag.metadata.active_if.strict}
     assert {idle_flag(extra.split()).field for extra in IDLE.strip().splitlines()} >= noted
 
 
@@ -1370,23 +1381,23 @@ def test_what_can_be_run_is_let_through() -> None:
 
 
 def test_what_is_required_is_named_together() -> None:
-    found = violations(Config(), 1)
+    found = find_violations(Config(), 1)
     missing = {flag for violation in found for flag in violation.flags if "missing" in violation.message}
-    required = {f"--{flag.name}" for flag in flags().values() if flag.facts.required}
+    required = {f"--{flag.name}" for flag in flags().values() if flag.metadata.required}
     assert missing == {*required, *BASE, "--train-samples", "--data-path"} - {"--vocab-size"}
     assert len(found) == len(required) + 2
 
 
 def test_every_number_has_a_range() -> None:
     for flag in flags().values():
-        assert (flag.facts.interval is not None) == (flag.kind in (int, float)), flag.name
+        assert (flag.metadata.interval is not None) == (flag.value_type in (int, float)), flag.name
 
 
 def test_defaults_lie_in_their_ranges() -> None:
     for flag in flags().values():
-        interval = flag.facts.interval
+        interval = flag.metadata.interval
         if interval is not None and flag.default not in (None, 0) and not isinstance(flag.default, tuple):
-            assert interval.holds(flag.default), flag.name
+            assert interval.contains(flag.default), flag.name
 
 
 def test_all_violations_are_reported_together() -> None:
@@ -1407,7 +1418,7 @@ def test_all_violations_are_reported_together() -> None:
 def test_the_message_reads_like_a_sentence() -> None:
     (violation,) = reported("--tensor-model-parallel-size 8", 8)
     assert str(ConfigError([violation])) == (
-        "--num-attention-heads 12 does not divide by --tensor-model-parallel-size 8.\n"
+        "--num-attention-heads 12 is not divisible by --tensor-model-parallel-size 8.\n"
         "  Each tensor rank holds whole heads. Nearest valid: --tensor-model-parallel-size 4 or 2, --num-attention-heads 16 or 8."
     )
 
@@ -1417,7 +1428,7 @@ def test_a_world_of_a_million_is_answered() -> None:
     assert {"world size 999999", "world size 1000020"} <= {item for violation in found for item in violation.nearest}
 
 
-_SETTINGS = [flag for flag in flags().values() if flag.kind in (int, float) and flag.count == 1]
+_SETTINGS = [flag for flag in flags().values() if flag.value_type in (int, float) and flag.num_values == 1]
 
 
 @given(
@@ -1428,7 +1439,7 @@ _SETTINGS = [flag for flag in flags().values() if flag.kind in (int, float) and 
         ),
         max_size=12,
     ),
-    switches=st.sets(st.sampled_from([flag for flag in flags().values() if flag.kind is bool])),
+    switches=st.sets(st.sampled_from([flag for flag in flags().values() if flag.value_type is bool])),
     ramp=st.one_of(st.none(), st.tuples(*[st.integers(-1, 10)] * 3)),
     world_size=st.one_of(st.integers(-1, 64), st.just(10**7)),
     base=st.booleans(),
@@ -1445,17 +1456,17 @@ def test_rules_never_fail(
     """Whatever numbers are missing, zero, negative or huge, every rule answers."""
     config = parse(argv("")) if base else Config()
     for flag, value in values.items():
-        if value is None and not flag.optional:
+        if value is None and not flag.is_optional:
             continue
-        if value is not None and flag.kind is int and not isinstance(value, int):
+        if value is not None and flag.value_type is int and not isinstance(value, int):
             continue
-        value = float(value) if value is not None and flag.kind is float else value
+        value = float(value) if value is not None and flag.value_type is float else value
         config = _with(config, flag.topic, flag.field, value)
     for flag in switches:
         config = _with(config, flag.topic, flag.field, not flag.default)
     config = _with(config, "training", "rampup_batch_size", ramp)
     config = _with(config, "parallel", "data_parallel_sharding_strategy", strategy)
-    before = violations(config, world_size)
+    before = find_violations(config, world_size)
     for violation in before:
         assert violation.message.endswith(".")
 
@@ -1485,7 +1496,7 @@ NOTES = [
 
 @pytest.mark.parametrize(("extra", "world_size", "setting"), NOTES)
 def test_what_changes_nothing_is_noted(extra: str, world_size: int, setting: str) -> None:
-    (note,) = notes(config_of(extra), world_size)
+    (note,) = list_idle_settings(config_of(extra), world_size)
     assert note.startswith(f"{setting} has no effect: ")
 
 
@@ -1502,13 +1513,13 @@ def test_what_changes_nothing_is_noted(extra: str, world_size: int, setting: str
     ],
 )
 def test_what_acts_is_not_noted(extra: str, world_size: int) -> None:
-    assert notes(config_of(extra), world_size) == []
+    assert list_idle_settings(config_of(extra), world_size) == []
 
 
 def test_whether_a_setting_was_changed() -> None:
     config = parse(["--num-query-groups", "1", "--rotary-base", "5"])
-    assert not is_changed(config, "num_query_groups")
-    assert is_changed(config, "rotary_base")
+    assert not is_set(config, "num_query_groups")
+    assert is_set(config, "rotary_base")
 
 
 @given(st.integers(1, 5000))

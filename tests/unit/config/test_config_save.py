@@ -35,10 +35,10 @@ def _values(flag: Flag) -> st.SearchStrategy[object]:
             float: st.floats(allow_nan=False),
             str: st.text(),
         }
-        one = kinds[flag.kind]
+        one = kinds[flag.value_type]
     if flag.is_tuple:
-        one = st.lists(one, min_size=flag.count or 0, max_size=flag.count or 3).map(tuple)
-    return st.one_of(st.none(), one) if flag.optional else one
+        one = st.lists(one, min_size=flag.num_values or 0, max_size=flag.num_values or 3).map(tuple)
+    return st.one_of(st.none(), one) if flag.is_optional else one
 
 
 @st.composite

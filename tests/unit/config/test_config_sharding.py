@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.config.checks.each import notes
-from megatron.config.checks.sharding import left_to_buckets
+from megatron.config.checks.each import list_idle_settings
+from megatron.config.checks.sharding import list_bucketed_params
 from megatron.config.cli import parse
 from megatron.config.config import Config
 from megatron.data_parallel.fsdp_plan import is_fully_sharded
@@ -49,7 +49,7 @@ CASES: list[Case] = [
             f"{ALL} {SCHEDULE} {name} {PP} 2",
             4,
             {SCHEDULE, STRATEGY},
-            [f"{SCHEDULE} {name} cannot be used with {ALL}.", "puts weight gradients off"],
+            [f"{SCHEDULE} {name} cannot be used with {ALL}.", "delays weight gradients"],
             [f"{SCHEDULE} 1f1b", f"{SCHEDULE} interleaved {COUNT} 2", WEAKER],
         )
         for name in ("zb-h1", "zb-v")
@@ -66,7 +66,7 @@ CASES: list[Case] = [
         f"{ALL} {SIZE} 3 {EXPERTS} {EP} 2",
         6,
         {SIZE, EP},
-        ["The 3 ranks of --fsdp-shard-size 3 x TP 1 do not divide by ETP x EP = 1 x 2 = 2"],
+        ["The 3 ranks of --fsdp-shard-size 3 x TP 1 are not divisible by ETP x EP = 1 x 2 = 2"],
         [f"{SIZE} 2", f"{SIZE} 6"],
     ),
 ]
@@ -136,7 +136,7 @@ def outside(config: Config) -> list[ParamEntry]:
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_named_is_left_to_buckets(name: str, layout: str) -> None:
     config = parse(f"{MODELS[name]} {layout}".split())
-    assert bool(left_to_buckets(config)) == bool(outside(config))
+    assert bool(list_bucketed_params(config)) == bool(outside(config))
 
 
 # ---- notes
@@ -161,23 +161,24 @@ def test_what_is_named_is_left_to_buckets(name: str, layout: str) -> None:
             f"{ALL} {UNTIED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 1000",
             2,
             [
-                "--overlap-grad-reduce has no effect: with optim_grads_params the gradients of a block are always reduced while ",
+                "--overlap-grad-reduce has no effect: with optim_grads_params the gradients of a block are always reduced during ",
                 "--overlap-param-gather has no effect: with optim_grads_params the parameters of the next block are always ",
-                "--ddp-bucket-size 1000 has no effect: with optim_grads_params the parameters of a block are always sent together.",
+                "--ddp-bucket-size 1000 has no effect: with optim_grads_params the parameters of a block are always communicated "
+                "together.",
             ],
         ),
         (
             f"{ALL} --qk-layernorm --sequence-parallel {TP} 2 --overlap-grad-reduce",
             4,
             [
-                "--overlap-grad-reduce acts only on the tied word embedding, the norms of queries and keys, what sequence "
-                "parallelism leaves whole on each tensor rank: "
+                "--overlap-grad-reduce acts only on the tied word embedding, the norms of queries and keys, the parameters "
+                "that sequence parallelism replicates on tensor ranks: "
             ],
         ),
         (
             f"{ALL} {SIZE} 1 --fsdp-reshard-after-forward never --overlap-grad-reduce --overlap-param-gather",
             2,
-            [f"{SIZE} 1 leaves parameters whole: ", "--fsdp-reshard-after-forward never has no effect: "],
+            [f"{SIZE} 1 does not shard parameters: ", "--fsdp-reshard-after-forward never has no effect: "],
         ),
         (f"{ALL} --fsdp-reshard-after-forward never", 1, [f"{ALL} hardly", "--fsdp-reshard-after-forward never has no effect: "]),
         ("--optimizer-cpu-offload --device cpu", 1, ["--optimizer-cpu-offload saves no memory: "]),
@@ -186,10 +187,10 @@ def test_what_is_named_is_left_to_buckets(name: str, layout: str) -> None:
         (
             "--recompute-granularity selective --bf16 --attention-dropout 0.1",
             1,
-            ["--recompute-granularity selective frees nothing where attention's kernel keeps no probabilities: "],
+            ["--recompute-granularity selective frees nothing if the attention kernel stores no probabilities: "],
         ),
-        ("--recompute-activations --device cpu --attention-dropout 0", 1, ["--recompute-activations frees nothing where "]),
-        ("--recompute-activations --fp16 --attention-dropout 0", 1, ["--recompute-activations frees nothing where "]),
+        ("--recompute-activations --device cpu --attention-dropout 0", 1, ["--recompute-activations frees nothing if "]),
+        ("--recompute-activations --fp16 --attention-dropout 0", 1, ["--recompute-activations frees nothing if "]),
         ("--recompute-activations --device cpu --bf16 --attention-dropout 0.1", 1, []),
         ("--recompute-activations --recompute-modules layernorm --bf16 --attention-dropout 0", 1, []),
         (f"{ALL} {SIZE} 2 --fsdp-reshard-after-forward never", 4, []),
@@ -197,7 +198,7 @@ def test_what_is_named_is_left_to_buckets(name: str, layout: str) -> None:
         (
             f"{ALL} {SIZE} 1 --fsdp-reduce-once {BATCH}",
             2,
-            [f"{SIZE} 1 leaves", "--fsdp-reduce-once has no effect: every data rank holds"],
+            [f"{SIZE} 1 does not shard", "--fsdp-reduce-once has no effect: every data rank holds"],
         ),
         (f"{ALL} --fsdp-params-cpu --device cpu", 2, ["--fsdp-params-cpu saves no memory: --device cpu has everything"]),
         (f"{ALL} --fsdp-params-cpu --optimizer-cpu-offload", 4, ["--optimizer-cpu-offload acts only on the tied word embedding: "]),
@@ -209,7 +210,7 @@ def test_what_is_named_is_left_to_buckets(name: str, layout: str) -> None:
     ],
 )
 def test_what_does_less_than_one_might_think_is_noted(extra: str, world_size: int, starts: list[str]) -> None:
-    found = notes(config_of(extra), world_size)
+    found = list_idle_settings(config_of(extra), world_size)
     assert len(found) == len(starts), found
     assert all(note.startswith(start) for note, start in zip(found, starts, strict=True)), found
     assert reported(extra, world_size) == []

@@ -8,14 +8,14 @@ import hypothesis
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.checks.finding import Finding, is_changed, shown
-from megatron.config.checks.pipeline import chunks_of, layout_text, stages_of_chunks
+from megatron.config.checks.finding import Finding, format_setting, is_set
+from megatron.config.checks.pipeline import assign_stages, build_chunks, format_layout
 from megatron.config.config import Config
 from megatron.config.flags import flags
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline_layout import LayoutChunk, parse_layout
-from megatron.pipeline_parallel.partition import Chunk, table_of
-from megatron.spec.schedules import SCHEDULES, placement
+from megatron.pipeline_parallel.partition import Chunk, build_layer_table
+from megatron.spec.schedules import SCHEDULES, assign_chunks
 from tests.support.rule_cases import PIPELINE_RULES, check_suggestions, config_of, reported
 
 VOCABULARY = 100
@@ -30,10 +30,12 @@ def layouts(num_layers: int, num_stages: int) -> st.SearchStrategy[str]:
         lambda chunks: st.lists(st.integers(0, num_layers), min_size=chunks * num_stages - 1, max_size=chunks * num_stages - 1)
     )
     fitting = cuts.map(sorted).map(
-        lambda ends: layout_text(chunks_of([stop - start for start, stop in zip([0, *ends], [*ends, num_layers], strict=True)]))
+        lambda ends: format_layout(
+            build_chunks([stop - start for start, stop in zip([0, *ends], [*ends, num_layers], strict=True)])
+        )
     )
     sizes = st.lists(st.integers(0, 3), min_size=1, max_size=8)
-    return st.one_of(fitting, fitting, sizes.map(chunks_of).map(layout_text), st.text("EtLm|()*23, ", min_size=1, max_size=12))
+    return st.one_of(fitting, fitting, sizes.map(build_chunks).map(format_layout), st.text("EtLm|()*23, ", min_size=1, max_size=12))
 
 
 EACH, COUNT = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"
@@ -89,7 +91,7 @@ def findings(config: Config) -> dict[str, list[Finding]]:
 def table(config: Config) -> list[Chunk] | None:
     """The layer table, or None where there can be none."""
     try:
-        return table_of(config.model, config.parallel, VOCABULARY)
+        return build_layer_table(config.model, config.parallel, VOCABULARY)
     except ValueError:
         return None
 
@@ -98,11 +100,11 @@ def asks_too_much(config: Config) -> set[str]:
     """Rules that refuse settings for which there would be a table: they contradict each other, or ask for nothing."""
     parallel, rules = config.parallel, set()
     if parallel.num_layers_per_virtual_pipeline_stage is not None and parallel.num_virtual_stages_per_pipeline_rank is not None:
-        rules.add("layers_fill_virtual_stages")
+        rules.add("check_layers_divisible_by_virtual_stages")
     if parallel.pipeline_model_parallel_size == 1:
-        rules.add("ends_have_chunks")
+        rules.add("check_end_layers_divisible_by_chunks")
     if parallel.schedule == "interleaved":
-        rules.add("schedule_has_its_virtual_stages")
+        rules.add("check_schedule_supports_virtual_stages")
     return rules
 
 
@@ -112,7 +114,7 @@ def test_the_rules_accept_what_has_a_table(config: Config) -> None:
     found, chunks = findings(config), table(config)
     if not found:
         assert chunks is not None
-    elif chunks is not None and "one_way_of_splitting" not in found:
+    elif chunks is not None and "check_single_split_method" not in found:
         assert set(found) <= asks_too_much(config), found
 
 
@@ -122,11 +124,11 @@ def test_the_table_is_as_asked(config: Config) -> None:
     found, chunks, parallel = findings(config), table(config), config.parallel
     if found or chunks is None:
         return
-    stages, each = parallel.pipeline_model_parallel_size, parallel.chunks_per_stage(config.model.num_layers)
+    stages, each = parallel.pipeline_model_parallel_size, parallel.get_chunks_per_stage(config.model.num_layers)
     sizes = [len(chunk.layers) for chunk in chunks]
     held = [sum(len(chunk.layers) for chunk in chunks if chunk.stage == stage) for stage in range(stages)]
-    assert len(chunks) == stages * each and SCHEDULES[parallel.schedule].takes(each)
-    assert [chunk.stage for chunk in chunks] == list(placement(parallel.schedule, stages, each))
+    assert len(chunks) == stages * each and SCHEDULES[parallel.schedule].supports(each)
+    assert [chunk.stage for chunk in chunks] == list(assign_chunks(parallel.schedule, stages, each))
     if parallel.pipeline_model_parallel_layout is not None:
         assert sizes == [chunk.num_layers for chunk in parse_layout(parallel.pipeline_model_parallel_layout)]
     if parallel.num_layers_per_virtual_pipeline_stage is not None:
@@ -141,7 +143,7 @@ def test_the_table_is_as_asked(config: Config) -> None:
 @given(settings())
 def test_what_is_suggested_is_valid(config: Config) -> None:
     """As typed, quotes included."""
-    extra = " ".join(shown(config, field) for field in ("num_layers", *vars(config.parallel)) if is_changed(config, field))
+    extra = " ".join(format_setting(config, field) for field in ("num_layers", *vars(config.parallel)) if is_set(config, field))
     stages = config.parallel.pipeline_model_parallel_size
     check_suggestions(extra, stages, reported(extra, stages))
 
@@ -149,17 +151,17 @@ def test_what_is_suggested_is_valid(config: Config) -> None:
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.integers(1, 4))
 def test_chunks_are_shown_where_the_schedule_places_them(name: str, num_stages: int, chunks_per_stage: int) -> None:
     fixed = SCHEDULES[name].chunks_per_stage
-    assert SCHEDULES[name].takes(chunks_per_stage) == (chunks_per_stage == fixed if fixed is not None else chunks_per_stage > 1)
-    places = placement(name, num_stages, fixed or chunks_per_stage)
+    assert SCHEDULES[name].supports(chunks_per_stage) == (chunks_per_stage == fixed if fixed is not None else chunks_per_stage > 1)
+    places = assign_chunks(name, num_stages, fixed or chunks_per_stage)
     parallel = ParallelConfig(pipeline_model_parallel_size=num_stages, pipeline_schedule=name)
-    assert stages_of_chunks(parallel, len(places)) == places
-    assert stages_of_chunks(parallel, num_stages) == places[:num_stages]
+    assert assign_stages(parallel, len(places)) == places
+    assert assign_stages(parallel, num_stages) == places[:num_stages]
 
 
 def test_every_schedule_can_be_asked_for() -> None:
     assert flags()["pipeline-schedule"].choices == tuple(SCHEDULES)
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=9).map(chunks_of))
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=9).map(build_chunks))
 def test_a_layout_is_typed_as_it_is_read(layout: tuple[LayoutChunk, ...]) -> None:
-    assert parse_layout(layout_text(layout)) == layout
+    assert parse_layout(format_layout(layout)) == layout

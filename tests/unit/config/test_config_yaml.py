@@ -103,11 +103,11 @@ def test_overruling_a_file_is_no_news(file: Path) -> None:
         ("rampup_batch_size: 2\n", ["takes 3 whole numbers, not 1"]),
         ("lr: [1, 2]\n", ["--lr takes a number, not 2."]),
         ("lr_decay_style: Cosine\n", ["--lr-decay-style cosine"]),
-        ("tokenizer-type: SFTTokenizer\n", ["SFTTokenizer is not built yet"]),
+        ("tokenizer-type: SFTTokenizer\n", ["SFTTokenizer is not supported yet"]),
         ("model:\n  distribute-saved-activations: true\n", ["line 2: --distribute-saved-activations is refused"]),
         ("tensor-model-parallel-size: [1, 2]\n", ["takes a whole number, not 2."]),
-        ("model: 3\n", ["line 1: model is a heading under which settings stand, not a setting."]),
-        ("seed: 1\ndata:\n", ["line 2: data is a heading under which settings stand"]),
+        ("model: 3\n", ["line 1: model is a topic that contains settings, not a setting."]),
+        ("seed: 1\ndata:\n", ["line 2: data is a topic that contains settings"]),
         ("moe-extended-tp: true\n", ["--moe-extended-tp is refused"]),
         ("data_path: [--bf16]\n", ["takes any number of texts"]),
         ("lr: 1\nlr: 2\n", ["line 2: lr was already set in", "line 1"]),
@@ -119,8 +119,8 @@ def test_overruling_a_file_is_no_news(file: Path) -> None:
         ("lr: {a: 1}\n", ["lr is not a setting"]),
         ("data_path: [[a]]\n", ["data_path is not a setting"]),
         ("[1]: 2\n", ["the key is not a setting"]),
-        ("config: other.yaml\n", ["config may be given on the command line only"]),
-        ("print_config: true\n", ["print_config may be given on the command line only"]),
+        ("config: other.yaml\n", ["config is allowed on the command line only"]),
+        ("print_config: true\n", ["print_config is allowed on the command line only"]),
         ("- lr\n", ["not a mapping"]),
         ("lr\n", ["not a mapping"]),
         ("lr: [1\n", ["not valid YAML"]),
@@ -196,7 +196,7 @@ def test_near_flags_are_looked_for_a_few_unknown_keys_only(file: Path) -> None:
     file.write_text("".join(f"key{number}: 1\n" for number in range(2000)))
     lines = _error("--config", str(file)).splitlines()
     assert lines[0] == "21 problems in the settings:" and lines[1] == f"{file} line 1: --key0 is not a flag."
-    assert lines[-2] == f"{file} line 21: --key20 is not a flag, and 1,979 more are none."
+    assert lines[-2] == f"{file} line 21: --key20 is not a flag, and 1,979 more are unknown."
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,14 @@ from hypothesis import given, settings
 
 from megatron.config.cli import load, parse
 from megatron.config.errors import ConfigError, Violation
-from megatron.config.flags import flag_of, flags
+from megatron.config.flags import find_flag, flags
 from megatron.config.given import REQUESTS
 from megatron.config.save import run_record
-from megatron.data.tokenizer import planned_rows
-from megatron_lab.commands.verify_layout import Own
-from megatron_lab.commands.verify_layout import settings as proof_settings
-from megatron_lab.migration.compat import _NO_EFFECT, _REFUSED, CHOICES, TAKEN, _entries
-from megatron_lab.proofs.verify import vocabulary_of
+from megatron.data.tokenizer import predict_embedding_rows
+from megatron_lab.commands.verify_layout import ToolOptions
+from megatron_lab.commands.verify_layout import load_run_config as proof_settings
+from megatron_lab.migration.compat import _NO_EFFECT, _REFUSED, TRANSLATIONS, UNSUPPORTED_CHOICES, _parse_table
+from megatron_lab.proofs.verify import get_vocab_size
 from tests.support.random_configs import CommandLine, command_lines
 from tests.support.rule_cases import argv, every
 
@@ -69,7 +69,7 @@ def test_each_line_is_accepted_or_refused_for_what_cannot_be_had() -> None:
         found = problems(line.words, line.ranks)
         refused = {flag for each in found for flag in (each.flags if "refused" in each.message else each.flags[:1])}
         assert refused == line.refused
-        assert all(" is not a flag" not in each.message and each.message + each.rule for each in found), found
+        assert all(" is not a flag" not in each.message and each.message + each.reason for each in found), found
 
     every(lines(), check)
     assert sum(not line.refused for line in lines()) == 22 and len(lines()) == 28
@@ -77,19 +77,23 @@ def test_each_line_is_accepted_or_refused_for_what_cannot_be_had() -> None:
 
 def test_what_a_reason_tells_to_use_can_be_used() -> None:
     """Every flag that a reason names is a setting, and a word behind it is one of its choices or plain English."""
-    words = {"alone", "and", "says", "with"}
-    reasons = {reason for table in (_NO_EFFECT, _REFUSED) for _, _, reason in _entries(table)} | set(CHOICES.values())
+    words = {"and", "sets", "with"}
+    reasons = {reason for table in (_NO_EFFECT, _REFUSED) for _, _, reason in _parse_table(table)} | set(
+        UNSUPPORTED_CHOICES.values()
+    )
 
     def check(named: re.Match[str]) -> None:
-        flag = flag_of(named[1])
+        flag = find_flag(named[1])
         assert flag is not None or named[1] in REQUESTS
         if flag is not None and flag.choices and named[2]:
             assert named[2].strip(" .") in {*flag.choices, *words}
 
     every((named for reason in reasons for named in re.finditer(r"--([a-z0-9][a-z0-9-]*)( [\w.-]+)?", reason)), check)
-    for name, taken in TAKEN.items():
+    for name, taken in TRANSLATIONS.items():
         given = taken.values[0] if taken.values else "uniform" if "method" in name else "full" if "granularity" in name else "4"
-        assert not [each for each in problems([*argv(""), *taken.words.format(given).split()], 2) if "not a flag" in each.message]
+        assert not [
+            each for each in problems([*argv(""), *taken.template.format(given).split()], 2) if "not a flag" in each.message
+        ]
 
 
 def after(words: list[str], ranks: int, suggestion: str) -> tuple[Violation, ...]:
@@ -114,7 +118,7 @@ def test_what_the_rules_suggest_is_accepted(line: CommandLine) -> None:
 def misspelled(random: Random) -> Iterator[tuple[list[str], str]]:
     """Settings with values that they can have, spelled wrong."""
     for flag in random.sample(list(flags().values()), 40):
-        values = [flag.choices[0]] if flag.choices else [] if flag.kind is bool else ["2"] * (flag.count or 1)
+        values = [flag.choices[0]] if flag.choices else [] if flag.value_type is bool else ["2"] * (flag.num_values or 1)
         at = random.randrange(1, len(flag.name))
         yield values, flag.name[:at] + random.choice(("", flag.name[at] * 2)) + flag.name[at + 1 :]
 
@@ -125,7 +129,7 @@ def test_the_name_that_is_suggested_is_accepted() -> None:
     def check(case: tuple[list[str], str]) -> None:
         values, name = case
         found = [each for each in problems([*argv(""), f"--{name}", *values], 2) if "is not a flag" in each.message]
-        for advice in (each.rule for each in found):
+        for advice in (each.reason for each in found):
             names = re.findall(r"--[\w-]+", advice.removesuffix("See --help for all flags."))
             left = [problems([*argv(""), near, *values], 2) for near in names]
             assert all("not a flag" not in each.message for some in left for each in some)
@@ -193,9 +197,9 @@ def test_without_validation_documents_there_is_no_evaluation() -> None:
 def test_plans_and_proofs_need_no_tokenizer_files() -> None:
     words = [*shlex.split(MODEL), *"--data-path corpus --vocab-file no/vocab.json --merge-file no/merges.txt".split()]
     loaded = load([*words, "--dry-run"], 1)
-    assert planned_rows(loaded.config.data) == 50_257
+    assert predict_embedding_rows(loaded.config.data) == 50_257
     assert sum("a vocabulary of 50,257 is assumed" in note for note in loaded.notes) == 1
-    assert planned_rows(load([*words, "--dry-run", "--vocab-size", "77"], 1).config.data) == 77
-    proved, _ = proof_settings(words, Own())
-    assert vocabulary_of(proved.config.data) == 50_257 and "is assumed" in proved.notes[0]
+    assert predict_embedding_rows(load([*words, "--dry-run", "--vocab-size", "77"], 1).config.data) == 77
+    proved, _ = proof_settings(words, ToolOptions())
+    assert get_vocab_size(proved.config.data) == 50_257 and "is assumed" in proved.notes[0]
     assert load(words, 1).config.data.vocab_size is None  # a run takes the number from the files

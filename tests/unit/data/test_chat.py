@@ -14,8 +14,8 @@ from megatron.data.blend import Blend, BlendedDataset
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import MARK_TYPE, DatasetError, IndexedDataset, loss_mask_prefix, open_loss_mask
 from megatron.data.indexed_writer import write_dataset
-from megatron.data.samples import ENDS, LEARNED, UNMARKED, DocumentRules, read_microbatch
-from megatron_lab.data_tools.preprocess.chat import ChatEncoder, ChatTemplate, told_of_named
+from megatron.data.samples import DEFAULT_MARKS, DOCUMENT_END, IN_LOSS, DocumentRules, read_microbatch
+from megatron_lab.data_tools.preprocess.chat import ChatEncoder, ChatTemplate, describe_named_template
 from megatron_lab.data_tools.preprocess.errors import BadRecordError
 from megatron_lab.tokenizers.huggingface import HuggingFaceTokenizer
 from tests.support.chats import CHATS, MARKED, PLAIN, SPECIAL, write_tokenizer
@@ -24,7 +24,7 @@ from tests.support.chats import CHATS, MARKED, PLAIN, SPECIAL, write_tokenizer
 def encoder(folder: Path, template: str, date: str | None = None) -> ChatEncoder:
     """An encoder whose template lies in the tokenizer's settings."""
     path = write_tokenizer(folder, template)
-    return ChatEncoder(ChatTemplate.read(path, None, date), path)
+    return ChatEncoder(ChatTemplate.load(path, None, date), path)
 
 
 def test_tokens_and_answers_are_those_of_transformers(tmp_path: Path) -> None:
@@ -37,9 +37,9 @@ def test_tokens_and_answers_are_those_of_transformers(tmp_path: Path) -> None:
         assert ids.tolist() == wanted["input_ids"]
         # Of a character of several tokens transformers finds the first only.
         missed = [at for at, (mark, mask) in enumerate(zip(marks, wanted["assistant_masks"], strict=True)) if mark != mask]
-        assert all(marks[at] == LEARNED and "\ufffd" in theirs.decode([ids[at]]) for at in missed)
+        assert all(marks[at] == IN_LOSS and "\ufffd" in theirs.decode([ids[at]]) for at in missed)
         answers = [message["content"] + "<|im_end|>" for message in chat if message["role"] == "assistant"]
-        assert theirs.decode(ids[marks == LEARNED]) == "".join(answers)
+        assert theirs.decode(ids[marks == IN_LOSS]) == "".join(answers)
 
 
 def test_without_marks_answers_are_what_each_adds(tmp_path: Path) -> None:
@@ -49,8 +49,8 @@ def test_without_marks_answers_are_what_each_adds(tmp_path: Path) -> None:
         (ids, marks), (same, more) = marked.encode(chat), plain.encode(chat)
         assert ids.tolist() == same.tolist()
         added = np.flatnonzero(marks != more)
-        assert (more[added] == LEARNED).all() and len(added) == sum(message["role"] == "assistant" for message in chat)
-        assert (marks[added - 1] == LEARNED).all()
+        assert (more[added] == IN_LOSS).all() and len(added) == sum(message["role"] == "assistant" for message in chat)
+        assert (marks[added - 1] == IN_LOSS).all()
 
 
 @pytest.mark.parametrize(
@@ -60,11 +60,11 @@ def test_without_marks_answers_are_what_each_adds(tmp_path: Path) -> None:
         ("{{ messages.__class__.__mro__ }}", "x", "unsafe"),
         ("{{ messages.append(1) }}", "x", "refuses"),
         ("{{ strftime_now('%d') }}", "x", "--chat-date"),
-        (MARKED, "a <|im_end|> b", "message 0 holds '<|im_end|>'"),
-        (MARKED, "a \0\ue000(\ue000\0 b", "message 0 holds"),
+        (MARKED, "a <|im_end|> b", "message 0 contains '<|im_end|>'"),
+        (MARKED, "a \0\ue000(\ue000\0 b", "message 0 contains"),
         ("{{ missing.attribute }}", "x", "missing"),
         ("{{ '{} {}'.format(1) }}", "x", "refuses"),
-        (MARKED, "\ud800", "message 0 holds half of a surrogate pair"),
+        (MARKED, "\ud800", "message 0 contains half of a surrogate pair"),
     ],
 )
 def test_what_a_template_refuses_is_a_bad_record(tmp_path: Path, template: str, message: str, expected: str) -> None:
@@ -74,7 +74,7 @@ def test_what_a_template_refuses_is_a_bad_record(tmp_path: Path, template: str, 
 
 def test_names_of_arguments_are_text_too(tmp_path: Path) -> None:
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": {"<|im_end|>": 1}}}]}
-    with pytest.raises(BadRecordError, match=r"message 0 holds '<\|im_end\|>'"):
+    with pytest.raises(BadRecordError, match=r"message 0 contains '<\|im_end\|>'"):
         encoder(tmp_path, MARKED).encode([call])
 
 
@@ -104,25 +104,25 @@ def test_where_a_template_stands(tmp_path: Path, place: str) -> None:
         (tmp_path / "tokenizer_config.json").write_text("{}")
     if place in ("nowhere", "broken"):
         with pytest.raises(ValueError, match="--chat-template FILE" if place == "nowhere" else "is not valid"):
-            ChatEncoder(ChatTemplate.read(path, None, None), path)
+            ChatEncoder(ChatTemplate.load(path, None, None), path)
         return
-    found = ChatTemplate.read(path, None if file is None else str(file), None)
+    found = ChatTemplate.load(path, None if file is None else str(file), None)
     assert (found.text, dict(found.special_tokens)["bos_token"]) == (template, "<|endoftext|>")
 
 
 def test_chatml_is_known_by_name(tmp_path: Path) -> None:
     """For a tokenizer without a template; answers end with the token that ends them, and the notes say what is lacking."""
     path = write_tokenizer(tmp_path / "t", PLAIN)
-    template = ChatTemplate.read(path, "chatml", None)
+    template = ChatTemplate.load(path, "chatml", None)
     ids, marks = ChatEncoder(template, path).encode([{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}])
     tokenizer = HuggingFaceTokenizer(path)
     assert tokenizer.decode([*ids[marks == 0]]) + tokenizer.decode([*ids[marks > 0]]) == "user\n1 + 1\nassistant\n2\n"
-    (note,) = told_of_named(template, path)
-    assert "chat_template.jinja" in note and not [*told_of_named(ChatTemplate.read(path, None, None), path)]
+    (note,) = describe_named_template(template, path)
+    assert "chat_template.jinja" in note and not [*describe_named_template(ChatTemplate.load(path, None, None), path)]
     document = json.loads(path.read_text())
     document["added_tokens"] = [token for token in document["added_tokens"] if token["content"] not in SPECIAL]
     path.write_text(json.dumps(document))
-    assert "read as text" in next(told_of_named(template, path))
+    assert "encoded as ordinary text" in next(describe_named_template(template, path))
     with pytest.raises(BadRecordError, match="special token"):
         ChatEncoder(template, path).encode([{"role": "user", "content": "<|im_end|>"}])
 
@@ -147,15 +147,15 @@ def masked(folder: Path, documents: list[list[int]], marks: list[list[int]] | No
 def test_marks_go_with_their_tokens(tmp_path: Path) -> None:
     """In every sample, in any order, and in a blend with data that has none."""
     documents = [[10, 11, 12, 13, 14], [20, 21], [30, 31, 32, 33, 34, 35]]
-    marks = [[token % 2 + (ENDS if at + 1 == len(each) else 0) for at, token in enumerate(each)] for each in documents]
+    marks = [[token % 2 + (DOCUMENT_END if at + 1 == len(each) else 0) for at, token in enumerate(each)] for each in documents]
     chats, texts = masked(tmp_path, documents, marks), masked(tmp_path, [[40, 41, 42, 43, 0, 44]], None, "plain")
     blend = BlendedDataset([chats, texts], Blend([1.0, 1.0]))
     for source in (chats, blend):
         tokens, found = source.samples(0, 12), source.marks(0, 12)
         assert found is not None and found.shape == tokens.shape
         of_chats, ends = (tokens >= 10) & (tokens < 40), np.isin(tokens, [14, 21, 35])
-        assert np.array_equal(found[of_chats], (tokens % 2 + ENDS * ends)[of_chats])
-        assert (found[~of_chats] == UNMARKED).all()
+        assert np.array_equal(found[of_chats], (tokens % 2 + DOCUMENT_END * ends)[of_chats])
+        assert (found[~of_chats] == DEFAULT_MARKS).all()
     assert texts.marks(0, 3) is None and BlendedDataset([texts], Blend([1.0])).marks(0, 3) is None
 
 
@@ -168,20 +168,23 @@ class Marked:
         return np.array([[5, 0, 6, 0, 7, 0, 8]])
 
     def marks(self, first: int, count: int) -> NDArray[np.uint8] | None:
-        return np.array([[0, 0, LEARNED, LEARNED | ENDS, UNMARKED, UNMARKED, UNMARKED]], MARK_TYPE)
+        return np.array([[0, 0, IN_LOSS, IN_LOSS | DOCUMENT_END, DEFAULT_MARKS, DEFAULT_MARKS, DEFAULT_MARKS]], MARK_TYPE)
 
 
 def test_a_turn_does_not_end_a_conversation() -> None:
     """Only what is learned counts; documents end where the marks say, beyond them at the token."""
     batch = read_microbatch(Marked(), 0, 1, DocumentRules(0, True, True))  # type: ignore[arg-type]
     assert batch.loss_mask.tolist() == [[0, 1, 1, 1, 1, 1]]
-    assert batch.bounds is not None and batch.bounds.tolist() == [0, 4, 6]
+    assert batch.cu_seqlens is not None and batch.cu_seqlens.tolist() == [0, 4, 6]
     assert batch.positions is not None and batch.positions.tolist() == [[0, 1, 2, 3, 0, 1]]
     batch = read_microbatch(Marked(), 0, 1, DocumentRules(0, eod_mask_loss=True))  # type: ignore[arg-type]
     assert batch.loss_mask.tolist() == [[0, 1, 1, 0, 1, 0]]
 
 
-@pytest.mark.parametrize("marks, expected", [([[1, 1], [0, 2, 1]], "other documents"), ([[1, 1, 1, 2]], "other documents")])
+@pytest.mark.parametrize(
+    "marks, expected",
+    [([[1, 1], [0, 2, 1]], "the lengths of the documents differ"), ([[1, 1, 1, 2]], "the lengths of the documents differ")],
+)
 def test_marks_of_another_dataset_are_refused(tmp_path: Path, marks: list[list[int]], expected: str) -> None:
     with pytest.raises(DatasetError, match=expected):
         masked(tmp_path, [[1, 2, 3], [4, 5]], marks)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data.samples import DocumentRules, document_bounds, read_microbatch
+from megatron.data.samples import DocumentRules, compute_cu_seqlens, read_microbatch
 from tests.support.windows import Windows
 
 EOD = 0
@@ -18,7 +18,7 @@ def test_a_microbatch_is_inputs_and_the_ids_that_follow() -> None:
     batch = read_microbatch(source, 5, 2, DocumentRules(eod=6))
     assert batch.tokens.tolist() == [[5, 6, 7], [6, 7, 8]]
     assert batch.labels.tolist() == [[6, 7, 8], [7, 8, 9]]
-    assert batch.loss_mask.all() and batch.positions is None and batch.bounds is None
+    assert batch.loss_mask.all() and batch.positions is None and batch.cu_seqlens is None
     assert batch.first_sample == 5
     assert (batch.tokens.dtype, batch.labels.dtype, batch.loss_mask.dtype) == (np.int64, np.int64, np.float32)
     assert batch.tokens.flags.c_contiguous
@@ -39,9 +39,9 @@ def test_each_rule_alone_and_together(reset_positions: bool, reset_attention: bo
     batch = read_microbatch(Windows(SAMPLES), 0, 3, DocumentRules(EOD, reset_positions, reset_attention, mask_loss))
     assert batch.loss_mask.tolist() == (MASK if mask_loss else np.ones((3, 6)).tolist())
     assert (None if batch.positions is None else batch.positions.tolist()) == (POSITIONS if reset_positions else None)
-    assert (None if batch.bounds is None else batch.bounds.tolist()) == (BOUNDS if reset_attention else None)
+    assert (None if batch.cu_seqlens is None else batch.cu_seqlens.tolist()) == (BOUNDS if reset_attention else None)
     assert batch.positions is None or batch.positions.dtype == np.int64
-    assert batch.bounds is None or batch.bounds.dtype == np.int32
+    assert batch.cu_seqlens is None or batch.cu_seqlens.dtype == np.int32
 
 
 def as_megatron(tokens: list[int]) -> tuple[list[int], list[int]]:
@@ -62,21 +62,21 @@ def as_megatron(tokens: list[int]) -> tuple[list[int], list[int]]:
 )
 def test_any_samples_are_cut_as_megatron_cuts_them(rows: list[list[int]]) -> None:
     batch = read_microbatch(Windows(rows), 0, len(rows), DocumentRules(EOD, True, True, True))
-    assert batch.positions is not None and batch.bounds is not None
+    assert batch.positions is not None and batch.cu_seqlens is not None
     expected = [as_megatron(row[:-1]) for row in rows]
     assert batch.positions.tolist() == [positions for positions, _ in expected]
-    starts = np.repeat(batch.bounds[:-1], np.diff(batch.bounds)).reshape(len(rows), -1)
+    starts = np.repeat(batch.cu_seqlens[:-1], np.diff(batch.cu_seqlens)).reshape(len(rows), -1)
     assert [(row - i * len(row)).tolist() for i, row in enumerate(starts)] == [first_seen for _, first_seen in expected]
-    assert np.array_equal(batch.bounds, np.unique(batch.bounds)) and batch.bounds[-1] == batch.tokens.size
+    assert np.array_equal(batch.cu_seqlens, np.unique(batch.cu_seqlens)) and batch.cu_seqlens[-1] == batch.tokens.size
 
 
 def test_the_tokens_stay_as_they_are() -> None:
     tokens = np.array(SAMPLES)
-    document_bounds(tokens == EOD)
+    compute_cu_seqlens(tokens == EOD)
     assert tokens.tolist() == SAMPLES
 
 
 def test_which_rules_concern_every_layer() -> None:
-    assert DocumentRules(EOD, reset_position_ids=True).every_stage_reads
-    assert DocumentRules(EOD, reset_attention_mask=True).every_stage_reads
-    assert not DocumentRules(EOD, eod_mask_loss=True).every_stage_reads
+    assert DocumentRules(EOD, reset_position_ids=True).needed_by_all_stages
+    assert DocumentRules(EOD, reset_attention_mask=True).needed_by_all_stages
+    assert not DocumentRules(EOD, eod_mask_loss=True).needed_by_all_stages

@@ -16,7 +16,7 @@ from megatron.data.blend import Blend, BlendedDataset, _Node
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import write_dataset
-from megatron.data.samples import SamplePiece, SampleSource
+from megatron.data.samples import DocumentSpan, SampleSource
 from megatron_lab.data_tools.megatron_order import GreedyBlend
 
 weights = st.lists(
@@ -37,7 +37,7 @@ def plain(blend: Blend, num_samples: int) -> list[tuple[int, int]]:
 
 def places(blend: Blend, numbers: NDArray[np.integer]) -> list[tuple[int, int]]:
     """Dataset and sample of each number."""
-    datasets, indices = blend.place(numbers)
+    datasets, indices = blend.locate(numbers)
     return list(zip(datasets.tolist(), indices.tolist(), strict=True))
 
 
@@ -64,7 +64,7 @@ def test_no_dataset_is_ever_two_samples_from_its_share(weights: list[float], sta
 
 @given(count=st.integers(0, 2**62 - 1), share=st.integers(1, 2**61))
 def test_the_formula_of_a_node_is_exact(count: int, share: int) -> None:
-    (found,) = _Node(0, 1, share).lefts(np.array([count])).tolist()
+    (found,) = _Node(0, 1, share).count_left(np.array([count])).tolist()
     assert found == (2 * count * share + 2**62) // 2**63
 
 
@@ -151,9 +151,9 @@ class Numbered(SampleSource):
         self.calls += 1
         return np.stack([np.full(count, self.name), np.arange(first, first + count)], axis=1)
 
-    def lineage(self, number: int) -> list[SamplePiece]:
+    def lineage(self, sample_index: int) -> list[DocumentSpan]:
         """One document."""
-        return [SamplePiece(str(self.name), number, 0, 2)]
+        return [DocumentSpan(str(self.name), sample_index, 0, 2)]
 
     def describe(self, num_samples: int) -> list[str]:
         """Two lines."""
@@ -170,7 +170,7 @@ def test_samples_come_from_their_datasets_in_the_order_of_each(weights: list[flo
     assert found.shape == (count, 2)
     assert max(source.calls for source in sources) <= 1
     name, index = places(Blend(weights), np.array([first]))[0]
-    assert blended.lineage(first) == [SamplePiece(str(name), index, 0, 2)]
+    assert blended.lineage(first) == [DocumentSpan(str(name), index, 0, 2)]
 
 
 def test_the_report_has_shares_counts_and_what_is_never_read() -> None:

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from megatron.data import indexed_writer
 from megatron.data.gpt_dataset import GPTDataset
-from megatron.data.history import Stretch
+from megatron.data.history import LengthPeriod
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.indexed_writer import IndexCache, cache_for, write_dataset
+from megatron.data.indexed_writer import IndexCache, open_index_cache, write_dataset
 from megatron_lab.data_tools.index_making import build_index
 
 NAMES = ("order", "starts")
@@ -82,8 +82,8 @@ def test_arrays_are_built_once_and_then_mapped(tmp_path: Path, notes: list[str])
     found = get(second, never)
     check(found)
     assert not found[0].flags.writeable
-    assert (len(first.made), len(second.found), notes) == (2, 2, [])
-    assert np.array_equal(np.load(next(file for file in second.found if "order" in file.name)), arrays()[0])
+    assert (len(first.written_files), len(second.loaded_files), notes) == (2, 2, [])
+    assert np.array_equal(np.load(next(file for file in second.loaded_files if "order" in file.name)), arrays()[0])
 
 
 def test_another_key_is_another_index(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_file_under_the_name_of_another_array_is_made_again(tmp_path: Path, no
         path.unlink()
         path.write_bytes(data)
     check(get(IndexCache(tmp_path, notes.append)))
-    assert notes and all("belongs to another dataset; it is made again" in note for note in notes)
+    assert notes and all("belongs to another dataset; the index is computed again" in note for note in notes)
 
 
 def test_small_indexes_and_a_cache_of_no_folder_touch_no_file(tmp_path: Path) -> None:
@@ -202,12 +202,12 @@ def test_a_damaged_or_foreign_file_is_found_and_made_again(tmp_path: Path, notes
     cache = IndexCache(tmp_path)
     get(cache)
     get(cache, lambda: tuple(array + 1 for array in arrays()), key=(2,))
-    mine, other = cache.made[0], cache.made[2]
+    mine, other = cache.written_files[0], cache.written_files[2]
     mine.write_bytes(DAMAGE[name](mine.read_bytes(), other.read_bytes()))
     check(get(IndexCache(tmp_path, notes.append)))
     assert len(notes) == 1
     assert str(mine) in notes[0]
-    assert "made again" in notes[0]
+    assert "computed again" in notes[0]
     check(get(IndexCache(tmp_path), never))
 
 
@@ -296,8 +296,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"split": 1},
     {"seq_length": 8},
     {"documents": range(20, 40)},
-    {"earlier": [Stretch(7, 5)]},
-    {"earlier": [Stretch(7, 6)]},
+    {"earlier": [LengthPeriod(7, 5)]},
+    {"earlier": [LengthPeriod(7, 6)]},
     {"order": "megatron"},
     {"order": "megatron", "num_samples": 30},
     {"order": "megatron", "num_samples": 60},
@@ -307,22 +307,22 @@ SETTINGS: list[dict[str, Any]] = [
 
 def test_every_setting_that_changes_the_order_has_an_index_of_its_own(dataset: IndexedDataset, tmp_path: Path) -> None:
     for _ in range(2):
-        cache = cache_for(dataset.prefix, None)
+        cache = open_index_cache(dataset.prefix, None)
         for changes in SETTINGS:
             expected = gpt(dataset, None, **changes).samples(0, 20)
             assert np.array_equal(gpt(dataset, cache, **changes).samples(0, 20), expected), changes
-    assert cache.found
-    assert not cache.made
-    assert {path.parent for path in cache.found} == {tmp_path / "cache"}
+    assert cache.loaded_files
+    assert not cache.written_files
+    assert {path.parent for path in cache.loaded_files} == {tmp_path / "cache"}
 
 
 def test_an_index_that_is_built_ahead_is_what_training_reads(dataset: IndexedDataset, tmp_path: Path) -> None:
     lines = build_index(dataset.prefix, split="50,50,0", seed=5, seq_length=9, epochs=2, data_cache_path=str(tmp_path / "c"))
     assert ["made 10 files" in lines[0], "made 10 files" in lines[1], "test split" in lines[2]] == [True, True, True]
-    cache = cache_for(dataset.prefix, str(tmp_path / "c"))
+    cache = open_index_cache(dataset.prefix, str(tmp_path / "c"))
     ahead, plain = gpt(dataset, cache), gpt(dataset, None)
     assert np.array_equal(ahead.samples(0, 2 * ahead.samples_per_epoch), plain.samples(0, 2 * ahead.samples_per_epoch))
-    assert (len(cache.found), cache.made) == (10, [])
+    assert (len(cache.loaded_files), cache.written_files) == (10, [])
     again = build_index(dataset.prefix, split="50,50,0", seed=5, seq_length=9, epochs=2, data_cache_path=str(tmp_path / "c"))
     assert "nothing to do, 10 files were there" in again[0]
     (tmp_path / "file").write_text("")
@@ -334,5 +334,5 @@ def test_a_small_dataset_needs_no_index_ahead(tmp_path: Path) -> None:
     with write_dataset(str(tmp_path / "d"), np.uint16) as writer:
         writer.add_documents(np.arange(400), [400])
     (line,) = build_index(str(tmp_path / "d"), split=None, seed=5, seq_length=9)
-    assert "no index is kept" in line
+    assert "no index is cached" in line
     assert not (tmp_path / "cache").exists()

@@ -15,17 +15,25 @@ from hypothesis import strategies as st
 from megatron.config.data import DataConfig
 from megatron.data.blend import Blend
 from megatron.data.datasets import SplitData
-from megatron.data.history import BlendPart, Phase, Stretch, describe_phases, go_on, read_before, readings
+from megatron.data.history import (
+    BlendEntry,
+    LengthPeriod,
+    Phase,
+    continue_phases,
+    describe_phases,
+    find_earlier_periods,
+    merge_batch_phases,
+)
 from megatron.data.indexed_dataset import DatasetError
 from megatron.data.indexed_writer import write_dataset
 from megatron.data.splits import open_datasets
 from megatron.data.tokenizer import NullTokenizer
 from megatron_lab.data_tools.megatron_order import GreedyBlend
 
-A, B, C = (BlendPart(name, f"digest of {name}", 0, 10, 0.0) for name in "ABC")
+A, B, C = (BlendEntry(name, f"digest of {name}", 0, 10, 0.0) for name in "ABC")
 
 
-def phase(at: int, weights: dict[BlendPart, float], **settings: object) -> Phase:
+def phase(at: int, weights: dict[BlendEntry, float], **settings: object) -> Phase:
     """A phase from sample `at` on, four samples an iteration."""
     parts = tuple(replace(part, weight=weight) for part, weight in weights.items())
     made = Phase(at // 4, at, "epoch", 1, 8, 4, None, parts)
@@ -35,7 +43,7 @@ def phase(at: int, weights: dict[BlendPart, float], **settings: object) -> Phase
 def test_the_same_settings_go_on_in_the_same_phase() -> None:
     first = phase(0, {A: 0.5, B: 0.5})
     moved = replace(phase(40, {A: 0.5, B: 0.5}), parts=tuple(replace(part, prefix=f"disk/{part.prefix}") for part in first.parts))
-    (found,) = go_on([first], moved)
+    (found,) = continue_phases([first], moved)
     assert (found.first_iteration, found.first_sample) == (0, 0)
     assert [part.prefix for part in found.parts] == ["disk/A", "disk/B"]  # the files may have moved
 
@@ -54,17 +62,17 @@ def test_the_same_settings_go_on_in_the_same_phase() -> None:
 def test_other_settings_begin_a_phase(change: dict[str, object]) -> None:
     first = phase(0, {A: 1.0})
     now = replace(phase(40, {A: 1.0}), **change)  # type: ignore[arg-type]
-    assert go_on([first], now) == [first, now]
+    assert continue_phases([first], now) == [first, now]
 
 
 def test_a_phase_that_read_nothing_is_forgotten() -> None:
     first, second, third = phase(0, {A: 1.0}), phase(40, {B: 1.0}), phase(40, {C: 1.0})
-    assert go_on([first, second], third) == [first, third]
-    assert go_on([first, second], phase(40, {A: 1.0})) == [first]
+    assert continue_phases([first, second], third) == [first, third]
+    assert continue_phases([first, second], phase(40, {A: 1.0})) == [first]
 
 
 def test_a_checkpoint_that_does_not_say_what_was_read_is_taken_as_unchanged() -> None:
-    assert go_on([], phase(40, {A: 1.0})) == [phase(0, {A: 1.0})]
+    assert continue_phases([], phase(40, {A: 1.0})) == [phase(0, {A: 1.0})]
 
 
 def test_phases_survive_a_checkpoint() -> None:
@@ -73,7 +81,7 @@ def test_phases_survive_a_checkpoint() -> None:
     assert "step_batch_size_schedule" not in saved.to_json()  # as older ones
     saved = phase(40, {A: 1.0}, step_batch_size_schedule=("0:2 9:4",))
     assert Phase.from_json(json.loads(json.dumps(saved.to_json()))) == saved
-    assert saved.reading() == phase(40, {A: 1.0}).reading()
+    assert saved.order_settings() == phase(40, {A: 1.0}).order_settings()
 
 
 def test_a_dataset_goes_on_after_what_it_gave() -> None:
@@ -84,12 +92,12 @@ def test_a_dataset_goes_on_after_what_it_gave() -> None:
         phase(100, {A: 0.5, C: 0.5}),
     ]
     of_a, of_b = map(int, Blend([0.25, 0.75]).counts(40))
-    assert read_before(phases, A) == [Stretch(8, 20), Stretch(8, of_a), Stretch(16, 20)]
-    assert read_before(phases, C) == []
-    assert read_before([*phases[:2], phase(80, {B: 1.0})], B) == [Stretch(8, 20), Stretch(8, of_b)]
+    assert find_earlier_periods(phases, A) == [LengthPeriod(8, 20), LengthPeriod(8, of_a), LengthPeriod(16, 20)]
+    assert find_earlier_periods(phases, C) == []
+    assert find_earlier_periods([*phases[:2], phase(80, {B: 1.0})], B) == [LengthPeriod(8, 20), LengthPeriod(8, of_b)]
     # Under another seed the order is another one, until it comes back.
-    assert read_before([*phases[:1], phase(40, {A: 1.0}, seed=2)], A) == []
-    assert read_before([*phases[:1], phase(40, {A: 1.0}, seed=2), phase(80, {A: 1.0})], A) == [Stretch(8, 20)]
+    assert find_earlier_periods([*phases[:1], phase(40, {A: 1.0}, seed=2)], A) == []
+    assert find_earlier_periods([*phases[:1], phase(40, {A: 1.0}, seed=2), phase(80, {A: 1.0})], A) == [LengthPeriod(8, 20)]
 
 
 def test_other_batches_do_not_begin_a_blend_anew() -> None:
@@ -97,14 +105,14 @@ def test_other_batches_do_not_begin_a_blend_anew() -> None:
     thirds = {A: 1 / 3, B: 1 / 3, C: 1 / 3}
     phases = [phase(0, thirds), phase(4, thirds, global_batch_size=8), phase(8, {A: 1.0})]
     for at, part in enumerate((A, B, C)):
-        assert sum(stretch.num_samples for stretch in read_before(phases, part)) == Blend([1 / 3] * 3).counts(8)[at]
-    assert [found.first_sample for found in readings(phases)] == [0, 8]
+        assert sum(stretch.num_samples for stretch in find_earlier_periods(phases, part)) == Blend([1 / 3] * 3).counts(8)[at]
+    assert [found.first_sample for found in merge_batch_phases(phases)] == [0, 8]
 
 
 def test_a_change_is_told() -> None:
     assert describe_phases([phase(0, {A: 1.0}), phase(8, {A: 1.0}, global_batch_size=8)]) == []
     lines = "\n".join(describe_phases([phase(0, {A: 1.0}), phase(40, {A: 0.5, C: 0.5}, seq_length=16)]))
-    for part in ("sample 40", "iteration 10", "A: goes on after 40 samples of 8 tokens", "C: begins"):
+    for part in ("sample 40", "iteration 10", "A: continues after 40 samples of 8 tokens", "C: starts"):
         assert part in lines
 
 
@@ -113,14 +121,14 @@ def test_what_may_come_again_is_told() -> None:
     first = phase(0, {A: 1.0})
     remade, other_split = replace(A, fingerprint="another"), replace(A, first_document=5)
     for now, expected in (
-        (phase(40, {A: 1.0}, seed=2), "A: begins anew: it was read under another --seed"),
-        (phase(40, {other_split: 1.0}), "A: begins anew"),
-        (phase(40, {remade: 1.0}), "A: begins: it is not the dataset that was read"),
-        (phase(40, {A: 1.0}, order="megatron"), "what was read may come again"),
+        (phase(40, {A: 1.0}, seed=2), "A: starts again: it was read with another --seed"),
+        (phase(40, {other_split: 1.0}), "A: starts again"),
+        (phase(40, {remade: 1.0}), "A: starts: the dataset that was read"),
+        (phase(40, {A: 1.0}, order="megatron"), "samples may be read a second time"),
     ):
         assert expected in "\n".join(describe_phases([first, now]))
     back = [phase(0, {A: 1.0}, order="megatron"), phase(40, {A: 1.0})]
-    assert "A: begins anew" in "\n".join(describe_phases(back))
+    assert "A: starts again" in "\n".join(describe_phases(back))
 
 
 @dataclass(frozen=True)
@@ -169,9 +177,9 @@ def test_no_token_is_read_twice_in_an_epoch_whatever_changes(prefixes: list[str]
     at, predicted = 0, Counter[tuple[str, int, int]]()
     for change in changes:
         data = train_data(prefixes, change.weights, change.seq_length)
-        now = Phase(at, at, "epoch", 7, change.seq_length, 1, None, data.parts(), data.blending)
-        phases = go_on(phases, now)
-        source = data.source(1, phases)
+        now = Phase(at, at, "epoch", 7, change.seq_length, 1, None, data.blend_entries(), data.blending)
+        phases = continue_phases(phases, now)
+        source = data.build_source(1, phases)
         for number in range(at, at + change.num_samples):
             pieces = source.lineage(number)
             places = [(piece.prefix, piece.document, piece.first_token + i) for piece in pieces for i in range(piece.num_tokens)]
@@ -183,19 +191,19 @@ def test_no_token_is_read_twice_in_an_epoch_whatever_changes(prefixes: list[str]
 
 def test_a_run_that_goes_on_unchanged_reads_what_it_would_have_read(prefixes: list[str]) -> None:
     data = train_data(prefixes, (1, 2), 4)
-    first = Phase(0, 0, "epoch", 7, 4, 1, None, data.parts(), data.blending)
-    whole = data.source(1, [first]).samples(0, 60)
+    first = Phase(0, 0, "epoch", 7, 4, 1, None, data.blend_entries(), data.blending)
+    whole = data.build_source(1, [first]).samples(0, 60)
     # A larger batch is another phase, but the samples stay the same.
-    again = data.source(1, go_on([first], replace(first, first_iteration=20, first_sample=20, global_batch_size=8)))
+    again = data.build_source(1, continue_phases([first], replace(first, first_iteration=20, first_sample=20, global_batch_size=8)))
     assert np.array_equal(again.samples(20, 40), whole[20:])
 
 
 def test_a_dataset_named_twice_is_refused(prefixes: list[str], tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match="the same dataset"):
+    with pytest.raises(DatasetError, match="contains one dataset twice"):
         train_data([prefixes[0], prefixes[0]], (1, 2), 4)
     for suffix in (".bin", ".idx"):
         (tmp_path / f"copy{suffix}").write_bytes(Path(prefixes[0] + suffix).read_bytes())
-    with pytest.raises(DatasetError, match=f"{tmp_path}/copy, the same dataset"):
+    with pytest.raises(DatasetError, match=f"{tmp_path}/copy: each sample would be read twice"):
         train_data([prefixes[0], str(tmp_path / "copy")], (1, 2), 4)
 
 
@@ -207,7 +215,7 @@ def test_datasets_of_the_same_lengths_are_not_the_same(tmp_path: Path) -> None:
             for _ in range(9):
                 writer.add_documents(np.full(17, at))
     assert Path(made[0] + ".idx").read_bytes() == Path(made[1] + ".idx").read_bytes()
-    parts = train_data(made, (1, 2), 4).parts()
+    parts = train_data(made, (1, 2), 4).blend_entries()
     assert parts[0].key != parts[1].key
 
 
@@ -240,7 +248,7 @@ def test_weights_by_size_follow_the_samples_of_an_epoch(prefixes: list[str]) -> 
 
 @pytest.mark.parametrize("order", ["epoch", "megatron"])
 def test_a_dataset_of_weight_zero_is_not_read(prefixes: list[str], order: str) -> None:
-    source = train_data([*prefixes, "not there"], (1, 2, 0), 4, data_order=order).source(50)
+    source = train_data([*prefixes, "not there"], (1, 2, 0), 4, data_order=order).build_source(50)
     assert {piece.prefix for number in range(50) for piece in source.lineage(number)} == set(prefixes)
 
 
@@ -252,13 +260,13 @@ def test_megatrons_blend_by_sizes_has_one_epoch(prefixes: list[str]) -> None:
     config = DataConfig(train_data_path=tuple(prefixes), data_order="megatron")
     data = open_datasets(config, seed=7, seq_length=4, tokenizer=NullTokenizer(2000), need_validation=False, need_test=False).train
     total = int(sum(component.weight for component in data.components))
-    labels = data.source(total).samples(0, total)[:, 1:].ravel().tolist()
+    labels = data.build_source(total).samples(0, total)[:, 1:].ravel().tolist()
     assert len(set(labels)) == len(labels)
-    with pytest.raises(DatasetError, match="training reads .* one epoch of each"):
-        data.source(total + 1)
+    with pytest.raises(DatasetError, match="training split needs .* one epoch of each"):
+        data.build_source(total + 1)
     # Evaluations take the first samples again and again.
     assert np.array_equal(
-        data.source(10 * total, num_read=total - 1).samples(0, total - 1), data.source(total).samples(0, total - 1)
+        data.build_source(10 * total, num_consumed=total - 1).samples(0, total - 1), data.build_source(total).samples(0, total - 1)
     )
 
 
@@ -269,6 +277,6 @@ def test_megatrons_blend_by_sizes_divides_the_sizes_once(prefixes: list[str]) ->
     sizes = [829.0, 520.0]  # of which dividing twice gives other choices
     data = replace(data, components=tuple(replace(each, weight=size) for each, size in zip(data.components, sizes, strict=True)))
     blend = GreedyBlend(sizes, 100, by_size=True)
-    source = data.source(100)
-    assert [source.lineage(number)[0].prefix for number in range(100)] == [prefixes[at] for at in blend.place(np.arange(100))[0]]
+    source = data.build_source(100)
+    assert [source.lineage(number)[0].prefix for number in range(100)] == [prefixes[at] for at in blend.locate(np.arange(100))[0]]
     assert blend.weights == [size / sum(sizes) for size in sizes]

@@ -110,9 +110,9 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "version": (lambda index: index[:9] + struct.pack("<Q", 2) + index[17:], "version 2"),
     "type unknown": (lambda index: index[:17] + b"\x09" + index[18:], "token type 9"),
     "type float": (lambda index: index[:17] + b"\x06" + index[18:], "token type 6"),
-    "last byte cut": (lambda index: index[:-1], r"81 bytes.*asks for 82"),
-    "a byte more": (lambda index: index + b"\0", r"83 bytes.*asks for 82"),
-    "absurd count": (lambda index: index[:18] + b"\xff" * 8 + index[26:], "asks for"),
+    "last byte cut": (lambda index: index[:-1], r"81 bytes.*requires 82"),
+    "a byte more": (lambda index: index + b"\0", r"83 bytes.*requires 82"),
+    "absurd count": (lambda index: index[:18] + b"\xff" * 8 + index[26:], "requires"),
     "no documents at all": (lambda _: index_bytes([], [], []), "document index"),
     "documents do not start at 0": (lambda _: index_bytes([3, 1], [0, 6], [1, 1, 2]), "document index"),
     "documents fall": (lambda _: index_bytes([3, 1], [0, 6], [0, 2, 1, 2]), "document index"),
@@ -219,5 +219,5 @@ def test_an_index_that_does_not_cover_its_tokens_is_refused_by_a_run(tmp_path: P
     IndexedDataset(prefix).check_covered()
     with open(f"{prefix}.bin", "ab") as file:
         file.write(bytes(4))
-    with pytest.raises(DatasetError, match=r"d\.bin has 24 bytes, but the sequences of .*d\.idx only 20"):
+    with pytest.raises(DatasetError, match=r"d\.bin has 24 bytes, but the sequences in .*d\.idx cover only 20 of them"):
         IndexedDataset(prefix).check_covered()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megatron.data.loader import StepLoader
-from megatron.data.samples import DocumentRules, Microbatch, MockDataset, SamplePiece, SampleSource
+from megatron.data.samples import DocumentRules, DocumentSpan, Microbatch, MockDataset, SampleSource
 from tests.support.cli import spawn_cli
 
 RULES = DocumentRules(eod=6)
@@ -37,9 +37,9 @@ class Numbers(SampleSource):
             raise ValueError(f"sample {self.bad} is damaged")
         return np.arange(first, first + count)[:, None] + np.arange(4)
 
-    def lineage(self, number: int) -> list[SamplePiece]:
+    def lineage(self, sample_index: int) -> list[DocumentSpan]:
         """One document for each sample."""
-        return [SamplePiece("numbers", number, 0, 4)]
+        return [DocumentSpan("numbers", sample_index, 0, 4)]
 
     def describe(self, num_samples: int) -> list[str]:
         """A name."""
@@ -110,7 +110,7 @@ def test_zero_and_four_workers_are_bitwise_equal() -> None:
     for one, other in zip(plain, threaded, strict=True):
         for a, b in zip(one, other, strict=True):
             assert a.first_sample == b.first_sample
-            for name in ("tokens", "labels", "loss_mask", "positions", "bounds"):
+            for name in ("tokens", "labels", "loss_mask", "positions", "cu_seqlens"):
                 assert getattr(a, name).tobytes() == getattr(b, name).tobytes()
 
 
@@ -147,7 +147,7 @@ def test_threads_read_a_bounded_distance_ahead(batch: int, num_workers: int, ste
     steps = loader(source, global_batch_size_at=lambda _: batch, total_samples=5000, num_workers=num_workers)
     assert [microbatch.first_sample for microbatch in next(steps)] == list(range(0, batch, 2))
     settled(source, steps_ahead * batch)
-    steps.read_ahead()
+    steps.prefetch()
     settled(source, (1 + steps_ahead) * batch)
     next(steps)
     settled(source, (1 + steps_ahead) * batch)

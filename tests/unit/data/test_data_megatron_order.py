@@ -11,11 +11,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron.data.gpt_dataset import GPTDataset
-from megatron.data.history import Stretch
+from megatron.data.history import LengthPeriod
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.indexed_writer import write_dataset
 from megatron_lab.data_tools import megatron_order
-from megatron_lab.data_tools.megatron_order import GreedyBlend, MegatronPlan, requested_samples
+from megatron_lab.data_tools.megatron_order import GreedyBlend, MegatronPlan, count_requested_samples
 
 LENGTHS = [5, 1, 0, 17, 3, 40, 2, 2, 11, 6]
 
@@ -140,8 +140,8 @@ def test_every_sample_is_that_of_the_plain_order(
 def test_the_last_epoch_is_apart_below_80_percent_of_its_samples(num_samples: int | None, epochs: int, apart: bool) -> None:
     """An epoch of 87 tokens has 14 samples of 6; 11 of them are 80 % rounded down, and 14 come from the first epoch."""
     plan = MegatronPlan(87, 6, num_samples)
-    assert (plan.num_epochs, plan.last_is_apart) == (epochs, apart)
-    large = [MegatronPlan(6_000_001, 6, count).last_is_apart for count in (1_799_999, 1_800_000)]
+    assert (plan.num_epochs, plan.has_separate_last_epoch) == (epochs, apart)
+    large = [MegatronPlan(6_000_001, 6, count).has_separate_last_epoch for count in (1_799_999, 1_800_000)]
     assert large == [True, False]
 
 
@@ -162,11 +162,11 @@ def test_another_length_of_the_run_reads_in_another_order(tmp_path: Path) -> Non
 
 def test_a_sample_beyond_the_order_and_another_sequence_length_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "d", LENGTHS)
-    with pytest.raises(DatasetError, match=r"no sample 28.*asked for 20 samples, for which it made 28") as error:
+    with pytest.raises(DatasetError, match=r"no sample 28.*an order for 20 requested samples, which contains 28") as error:
         megatron(tmp_path / "d", range(10), 6, 20, 1).samples(20, 9)
     assert str(tmp_path / "d") in str(error.value)
     with pytest.raises(ValueError, match=r"--data-order megatron .*4 before, 6 now") as refusal:
-        megatron(tmp_path / "d", range(10), 6, 20, 1, earlier=[Stretch(4, 3)])
+        megatron(tmp_path / "d", range(10), 6, 20, 1, earlier=[LengthPeriod(4, 3)])
     assert "--data-order epoch" in str(refusal.value)
 
 
@@ -174,7 +174,7 @@ def test_the_report_says_how_many_epochs_are_shuffled(tmp_path: Path) -> None:
     write(tmp_path / "d", LENGTHS)
     report = "\n".join(megatron(tmp_path / "d", range(10), 6, 20, 1).describe(20))
     assert "10 of 10 documents, 87 tokens; epochs 0.00 to 1.43 of 14 samples; --data-order megatron shuffles 2 epochs" in report
-    assert "2 epochs, the last of them apart: 28 samples (5 tokens left out: less than a sample)" in report
+    assert "2 epochs, the last one separately: 28 samples (5 tokens left out: less than a sample)" in report
 
 
 @given(
@@ -184,7 +184,7 @@ def test_the_report_says_how_many_epochs_are_shuffled(tmp_path: Path) -> None:
 def test_the_first_guess_rounds_the_largest_fractions_up(weights: list[int], numbers: list[int]) -> None:
     """In every lane by itself, and the counts of a lane sum to its number of choices."""
     shares = np.array(weights, dtype=np.float64) / sum(weights)
-    found = megatron_order._guess(shares, np.array(numbers))
+    found = megatron_order._estimate_counts(shares, np.array(numbers))
     for lane, number in enumerate(numbers):
         exact = shares * number
         counts = [int(count) for count in np.floor(exact)]
@@ -199,14 +199,14 @@ weights = st.lists(st.integers(1, 100).map(float) | st.floats(1e-3, 1.0), min_si
 
 @given(weights=weights, num_samples=st.integers(0, 10**7))
 def test_each_dataset_is_asked_for_its_share_and_a_half_percent(weights: list[float], num_samples: int) -> None:
-    assert requested_samples(weights, num_samples) == reference_requests(weights, num_samples)
+    assert count_requested_samples(weights, num_samples) == reference_requests(weights, num_samples)
 
 
 @given(weights=weights, num_samples=st.integers(0, 700), first=st.integers(0, 700))
 def test_the_blend_is_that_of_the_plain_rule(weights: list[float], num_samples: int, first: int) -> None:
     expected = reference_choices(weights, num_samples)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(megatron_order, "_BLOCK", 64)
+        patch.setattr(megatron_order, "_BLOCK_SIZE", 64)
         check_blend(GreedyBlend(weights, num_samples), expected, min(first, num_samples))
 
 
@@ -214,10 +214,10 @@ def check_blend(blend: GreedyBlend, expected: list[tuple[int, int]], first: int)
     """Places and counts of the samples."""
     num_samples = len(expected)
     for start in (0, first):
-        datasets, indices = blend.place(np.arange(start, num_samples))
+        datasets, indices = blend.locate(np.arange(start, num_samples))
         assert list(zip(datasets.tolist(), indices.tolist(), strict=True)) == expected[start:]
     with pytest.raises(ValueError, match=f"no sample {num_samples}: .* {num_samples} samples"):
-        blend.place(np.arange(first, num_samples + 1))
+        blend.locate(np.arange(first, num_samples + 1))
     taken = [dataset for dataset, _ in expected[:first]]
     assert blend.counts(first) == [taken.count(dataset) for dataset in range(len(blend.weights))]
 
@@ -231,7 +231,7 @@ def check_blend(blend: GreedyBlend, expected: list[tuple[int, int]], first: int)
 def test_guesses_change_no_choice(weights: list[float], num_samples: int, steps: int, warm_up: int) -> None:
     """Lanes that start from a guess, whether it was right or wrong."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"_LANES": 6, "_STEPS": steps, "_FEWEST_LANES": 2, "_WARM_UP": min(warm_up, steps)}.items():
+        for name, value in {"_MAX_LANES": 6, "_CHOICES_PER_LANE": steps, "_MIN_LANES": 2, "_WARM_UP": min(warm_up, steps)}.items():
             patch.setattr(megatron_order, name, value)
         blend = GreedyBlend(weights, num_samples)
     check_blend(blend, reference_choices(weights, num_samples), 0)
@@ -240,7 +240,7 @@ def test_guesses_change_no_choice(weights: list[float], num_samples: int, steps:
 def test_a_dataset_of_weight_0_is_never_chosen() -> None:
     """There all weights are above 0: it is as if the dataset were not named."""
     blend = GreedyBlend([0.0, 1.0, 0.0, 3.0], 400)
-    datasets, _ = blend.place(np.arange(400))
+    datasets, _ = blend.locate(np.arange(400))
     plain = [(1, 3)[dataset] for dataset, _ in reference_choices([1.0, 3.0], 400)]
     assert datasets.tolist() == plain
     assert blend.counts(400) == [0, 100, 0, 300]
@@ -257,5 +257,5 @@ def test_the_last_bit_of_a_weight_decides_ties() -> None:
 
 
 def test_the_choices_never_change() -> None:
-    datasets, _ = GreedyBlend([3.0, 5.0, 2.0], 20).place(np.arange(20))
+    datasets, _ = GreedyBlend([3.0, 5.0, 2.0], 20).locate(np.arange(20))
     assert datasets.tolist() == [1, 0, 2, 1, 0, 1, 2, 1, 0, 1, 0, 1, 2, 1, 0, 1, 2, 1, 0, 1]

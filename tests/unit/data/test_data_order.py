@@ -13,8 +13,8 @@ from megatron.config.data import parse_split
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.indexed_writer import write_dataset
-from megatron.data.samples import MockDataset, SamplePiece, permutation
-from megatron.data.windows import split_documents
+from megatron.data.samples import DocumentSpan, MockDataset, permutation
+from megatron.data.windows import split_document_ranges
 
 LENGTHS = [5, 1, 0, 17, 3, 40, 2, 2, 11, 6]
 
@@ -94,7 +94,7 @@ def test_made_up_samples_never_change() -> None:
     source = MockDataset(split=1, seed=3, seq_length=11, vocab_size=50, eod=49)
     assert source.samples(6, 3)[1].tolist() == [31, 2, 43, 23, 9, 17, 26, 49, 49, 25, 36, 14]
     assert source.samples(6, 0).shape == (0, 12)
-    assert source.lineage(7) == [SamplePiece("made-up tokens", 7, 0, 12)]
+    assert source.lineage(7) == [DocumentSpan("made-up tokens", 7, 0, 12)]
 
 
 def test_epochs_seeds_and_splits_have_other_orders(dataset: IndexedDataset) -> None:
@@ -157,7 +157,7 @@ def test_a_token_beyond_the_vocabulary_names_document_and_sizes(tmp_path: Path) 
     ],
 )
 def test_a_split_is_neighbouring_rounded_fractions(text: str, documents: int, sizes: tuple[int, ...]) -> None:
-    ranges = split_documents(text, documents)
+    ranges = split_document_ranges(text, documents)
     assert tuple(len(part) for part in ranges) == sizes
     assert [number for part in ranges for number in part] == list(range(documents))
 
@@ -169,10 +169,10 @@ def test_a_senseless_split_is_refused(text: str) -> None:
 
 
 def test_a_split_without_a_window_is_an_error_before_anything_is_read(dataset: IndexedDataset) -> None:
-    with pytest.raises(DatasetError, match="validation split .* 0 of 10 documents and 0 tokens.*takes 5") as error:
+    with pytest.raises(DatasetError, match="validation split .* 0 of 10 documents and 0 tokens.*needs 5") as error:
         gpt(dataset, split=1, documents=range(0))
     assert "--split" in str(error.value)
     assert "--valid-data-path" in str(error.value)
     assert "--eval-iters 0" in str(error.value)
-    with pytest.raises(DatasetError, match="test split .* 1 of 10 documents and 6 tokens.*takes 7"):
+    with pytest.raises(DatasetError, match="test split .* 1 of 10 documents and 6 tokens.*needs 7"):
         gpt(dataset, split=2, documents=range(9, 10), seq_length=6)

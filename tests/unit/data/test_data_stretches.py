@@ -11,11 +11,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron.data.gpt_dataset import GPTDataset
-from megatron.data.history import Stretch, merged
+from megatron.data.history import LengthPeriod, merge_periods
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import write_dataset
 from megatron.data.samples import permutation
-from megatron.data.windows import Intervals, cut
+from megatron.data.windows import Intervals, cut_windows
 
 SEED, SPLIT = 11, 1
 Run = list[tuple[int, int]]
@@ -31,7 +31,7 @@ def write(prefix: Path, lengths: list[int]) -> IndexedDataset:
 
 def samples(dataset: IndexedDataset, run: Run, at: int) -> GPTDataset:
     """The dataset of a stretch of the run."""
-    earlier = [Stretch(*stretch) for stretch in run[:at]]
+    earlier = [LengthPeriod(*stretch) for stretch in run[:at]]
     documents = range(dataset.num_documents)
     return GPTDataset(dataset, documents, split=SPLIT, seed=SEED, seq_length=run[at][0], vocab_size=65536, earlier=earlier)
 
@@ -74,7 +74,7 @@ runs = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 40)), min_size=1, ma
 
 def joined(run: Run) -> Run:
     """Without neighbours of one length, which are one stretch."""
-    return [(stretch.seq_length, stretch.num_samples) for stretch in merged([Stretch(*stretch) for stretch in run])]
+    return [(stretch.seq_length, stretch.num_samples) for stretch in merge_periods([LengthPeriod(*stretch) for stretch in run])]
 
 
 @given(lengths=lengths_of_documents, run=runs)
@@ -113,13 +113,13 @@ def test_the_report_says_what_is_read_what_is_left_and_what_is_dropped(tmp_path:
     dataset = write(tmp_path / "d", [101])
     run = [(10, 4), (7, 0)]
     kept = Intervals(np.array([0]), np.array([101]))
-    left = cut(kept, 10, (2, SEED, SPLIT, 0)).left(4)
-    fits = int(((left.ends - left.begins - 1) // 7).sum())
+    left = cut_windows(kept, 10, (2, SEED, SPLIT, 0)).unread_intervals(4)
+    fits = int(((left.ends - left.starts - 1) // 7).sum())
     first, second, third = samples(dataset, run, 1).describe(fits + 7)
     assert "101 tokens; epochs 0.40 to 1.50 of 14 samples (2 tokens of each left out" in first
-    assert f"of epoch 0, 4 samples of 10 tokens were read; {fits} samples of 7 tokens are left of it" in second
-    assert f"{60 - 7 * fits} tokens ({(60 - 7 * fits) / 101:.2%}) in stretches too short" in second
-    assert f"WARNING: that is {(60 - 7 * fits) / 60:.0%} of what was unread" in third
+    assert f"epoch 0: 4 samples of 10 tokens were read; {fits} samples of 7 tokens remain" in second
+    assert f"{60 - 7 * fits} tokens ({(60 - 7 * fits) / 101:.2%}) in ranges shorter than a sample" in second
+    assert f"WARNING: these are {(60 - 7 * fits) / 60:.0%} of the unread tokens" in third
     within, *_ = samples(dataset, run, 1).describe(2)
     assert f"epochs 0.40 to {(40 + 14) / 101:.2f} of" in within
     assert len(samples(dataset, [(10, 4), (5, 0)], 1).describe(2)) == 2, "a half as long loses nothing: no warning"
@@ -145,11 +145,11 @@ def test_the_windows_of_version_one_never_change(tmp_path: Path) -> None:
     seed=st.integers(0, 99),
 )
 def test_what_is_left_of_a_pass_is_the_complement_of_what_is_read(count: int, seq_length: int, num_read: int, seed: int) -> None:
-    windows = cut(Intervals(np.array([5]), np.array([6 + count])), seq_length, (2, seed, 0, 0))
+    windows = cut_windows(Intervals(np.array([5]), np.array([6 + count])), seq_length, (2, seed, 0, 0))
     num_read = min(num_read, len(windows.order))
-    left = windows.left(num_read)
+    left = windows.unread_intervals(num_read)
     read = {start + at for start in windows.starts(windows.order[:num_read]).tolist() for at in range(1, seq_length + 1)}
-    rest = [at for begin, end in zip(left.begins.tolist(), left.ends.tolist(), strict=True) for at in range(begin + 1, end)]
+    rest = [at for begin, end in zip(left.starts.tolist(), left.ends.tolist(), strict=True) for at in range(begin + 1, end)]
     assert sorted([*read, *rest]) == list(range(6, 6 + len(windows.order) * seq_length))
     assert left.num_predicted == len(rest)
-    assert (left.begins[1:] >= left.ends[:-1]).all()
+    assert (left.starts[1:] >= left.ends[:-1]).all()

@@ -17,7 +17,7 @@ from megatron.data.tokenizer import (
     SentencePieceTokenizer,
     Tokenizer,
     build_tokenizer,
-    embedding_rows,
+    compute_embedding_rows,
 )
 from megatron_lab.commands.train_tokenizer import main as train_tokenizer
 from megatron_lab.tokenizers.byte_bpe import ByteBPETokenizer
@@ -174,7 +174,7 @@ def test_merges_that_make_the_end_of_a_document_are_refused(tmp_path: Path) -> N
     end = "<|endoftext|>"
     merges = [(end[:length], end[length]) for length in range(1, len(end))]
     vocabulary = {**bpe.vocabulary, **{left + right: 300 + number for number, (left, right) in enumerate(merges)}}
-    with pytest.raises(ValueError, match="ordinary text would give the id 311"):
+    with pytest.raises(ValueError, match="ordinary text could be encoded to the id 311"):
         gpt2(Bpe(vocabulary, merges), tmp_path)
 
 
@@ -226,12 +226,12 @@ def test_the_word_embedding_may_have_more_rows_than_the_tokenizer_has_ids(tmp_pa
     settings: dict[str, Any] = {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": str(sentencepiece_model(tmp_path))}
     tokenizer = build_tokenizer(DataConfig(**settings))
     size = tokenizer.vocab_size
-    assert embedding_rows(tokenizer, DataConfig(**settings)) == size
-    assert embedding_rows(tokenizer, DataConfig(**settings, vocab_size=size + 4)) == size + 4
+    assert compute_embedding_rows(tokenizer, DataConfig(**settings)) == size
+    assert compute_embedding_rows(tokenizer, DataConfig(**settings, vocab_size=size + 4)) == size + 4
     with pytest.raises(ValueError, match=f"--vocab-size {size - 1} is less than the {size} ids of the tokenizer"):
-        embedding_rows(tokenizer, DataConfig(**settings, vocab_size=size - 1))
+        compute_embedding_rows(tokenizer, DataConfig(**settings, vocab_size=size - 1))
     null = DataConfig(tokenizer_type="NullTokenizer", vocab_size=10)
-    assert embedding_rows(build_tokenizer(null), null) == 11  # its size is that of its ids, the end of a document on top
+    assert compute_embedding_rows(build_tokenizer(null), null) == 11  # its size is that of its ids, the end of a document on top
 
 
 def test_a_sentencepiece_model_without_the_ids_that_are_needed_is_refused(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_a_sentencepiece_model_without_the_ids_that_are_needed_is_refused(tmp_pa
 def test_a_file_that_is_no_sentencepiece_model_is_named(tmp_path: Path, cut: bool) -> None:
     whole = sentencepiece_model(tmp_path).read_bytes() if cut else b"{}"
     (tmp_path / "model").write_bytes(whole[:-50] if cut else whole)
-    with pytest.raises(ValueError, match="--tokenizer-model .* is not a sentencepiece model.*\n  It is not whole"):
+    with pytest.raises(ValueError, match="--tokenizer-model .* is not a sentencepiece model.*\n  It is truncated"):
         build_tokenizer(DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(tmp_path / "model")))
 
 

@@ -14,7 +14,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron.data import gpt_dataset
-from megatron.data.gpt_dataset import GPTDataset, KeptPasses
+from megatron.data.gpt_dataset import GPTDataset, PassCache
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.indexed_writer import write_dataset
 from megatron.data.windows import PassIndex
@@ -45,7 +45,7 @@ def test_lineage_names_the_documents_and_tokens_that_are_read(
     everything = range(len(documents))
     source = GPTDataset(dataset, everything, split=0, seed=4, seq_length=seq_length, vocab_size=65536)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpt_dataset, "_TOKENS_AT_ONCE", at_once)
+        patch.setattr(gpt_dataset, "_MAX_BATCH_TOKENS", at_once)
         found = source.samples(0, source.samples_per_epoch)
     predicted = found[:, 1:].ravel().tolist()
     assert len(set(predicted)) == len(predicted)
@@ -100,7 +100,7 @@ def test_a_pass_is_built_once_and_readers_of_another_do_not_wait_for_it() -> Non
             assert go_on.wait(30)
         return number, number  # type: ignore[return-value]
 
-    passes = KeptPasses(build)
+    passes = PassCache(build)
     with ThreadPoolExecutor(3) as threads:
         ahead = [threads.submit(passes.get, 1) for _ in range(2)]
         assert building.wait(30)

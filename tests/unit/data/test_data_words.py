@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.data import DataConfig, WeightedPrefix, parse_data_words, split_words
+from megatron.config.data import DataConfig, WeightedPrefix, parse_blend, read_split_blends
 
 BLEND = [WeightedPrefix(0.3, "a"), WeightedPrefix(7.0, "b")]
 
@@ -24,7 +24,7 @@ BLEND = [WeightedPrefix(0.3, "a"), WeightedPrefix(7.0, "b")]
     ],
 )
 def test_words_are_datasets_with_or_without_weights(words: list[str], expected: list[WeightedPrefix]) -> None:
-    assert parse_data_words(words) == expected
+    assert parse_blend(words) == expected
 
 
 @pytest.mark.parametrize(
@@ -32,9 +32,9 @@ def test_words_are_datasets_with_or_without_weights(words: list[str], expected: 
     [
         ([], "has no value"),
         (["0.5"], "the last weight, 0.5, has no prefix"),
-        (["0.5", "a", "b", "c"], "word 3, 'b', stands where a weight belongs"),
-        (["a", "0.5", "b", "0.5"], "word 1, 'a', stands where a weight belongs"),
-        (["1", "2"], "word 2, '2', stands where a prefix belongs"),
+        (["0.5", "a", "b", "c"], "value 3, 'b', should be a weight"),
+        (["a", "0.5", "b", "0.5"], "value 1, 'a', should be a weight"),
+        (["1", "2"], "value 2, '2', should be a prefix"),
         (["1", "a", "2"], "the last weight, 2, has no prefix"),
         (["-1", "a", "2", "b"], "the weight of a is -1.0"),
         (["nan", "a"], "the weight of a is nan"),
@@ -44,24 +44,24 @@ def test_words_are_datasets_with_or_without_weights(words: list[str], expected: 
 )
 def test_words_that_are_no_blend(words: list[str], message: str) -> None:
     with pytest.raises(ValueError, match="\n  ") as caught:
-        parse_data_words(words, "--valid-data-path")
+        parse_blend(words, "--valid-data-path")
     assert str(caught.value).startswith("--valid-data-path") and message in str(caught.value)
 
 
 def test_one_path_serves_all_splits(tmp_path: Path) -> None:
     (tmp_path / "blend").write_text("0.3 a\n7\tb\n")
-    assert split_words(DataConfig(data_path=("0.3", "a", "7", "b"))) == (False, [BLEND] * 3)
-    assert split_words(DataConfig(data_args_path=str(tmp_path / "blend"))) == (False, [BLEND] * 3)
-    assert split_words(DataConfig(mock_data=True)) == (False, [[], [], []])
+    assert read_split_blends(DataConfig(data_path=("0.3", "a", "7", "b"))) == (False, [BLEND] * 3)
+    assert read_split_blends(DataConfig(data_args_path=str(tmp_path / "blend"))) == (False, [BLEND] * 3)
+    assert read_split_blends(DataConfig(mock_data=True)) == (False, [[], [], []])
 
 
 def test_splits_with_paths_of_their_own(tmp_path: Path) -> None:
     file = tmp_path / "splits.json"
     file.write_text(json.dumps({"train": [0.3, "a", 7, "b"], "test": ["t"]}))
     alone = [WeightedPrefix(None, "t")]
-    assert split_words(DataConfig(per_split_data_args_path=str(file))) == (True, [BLEND, [], alone])
+    assert read_split_blends(DataConfig(per_split_data_args_path=str(file))) == (True, [BLEND, [], alone])
     given = DataConfig(train_data_path=("0.3", "a", "7", "b"), valid_data_path=("t",))
-    assert split_words(given) == (True, [BLEND, alone, []])
+    assert read_split_blends(given) == (True, [BLEND, alone, []])
 
 
 @pytest.mark.parametrize(
@@ -70,19 +70,19 @@ def test_splits_with_paths_of_their_own(tmp_path: Path) -> None:
         (None, "cannot be read"),
         (b"\xff", "not UTF-8"),
         (b"[", "Expecting value"),
-        (b"[]", "or no train"),
-        (b'{"valid": ["a"]}', "or no train"),
-        (b'{"train": ["a"], "vaild": ["b"]}', "other entries"),
-        (b'{"train": "a"}', "not a list of words"),
-        (b'{"train": [["a"]]}', "not a list of words"),
-        (b'{"train": ["1", "a", "b", "c"]}', "--train-data-path 1 a b c: word 3"),
+        (b"[]", "must have the entry train"),
+        (b'{"valid": ["a"]}', "must have the entry train"),
+        (b'{"train": ["a"], "vaild": ["b"]}', "no entries other than train"),
+        (b'{"train": "a"}', "not a list of weights and prefixes"),
+        (b'{"train": [["a"]]}', "not a list of weights and prefixes"),
+        (b'{"train": ["1", "a", "b", "c"]}', "--train-data-path 1 a b c: value 3"),
     ],
 )
 def test_a_file_of_splits_that_cannot_be_used(tmp_path: Path, content: bytes | None, message: str) -> None:
     if content is not None:
         (tmp_path / "splits.json").write_bytes(content)
     with pytest.raises(ValueError, match="\n  ") as caught:
-        split_words(DataConfig(per_split_data_args_path=str(tmp_path / "splits.json")))
+        read_split_blends(DataConfig(per_split_data_args_path=str(tmp_path / "splits.json")))
     assert message in str(caught.value)
 
 
@@ -91,4 +91,4 @@ def test_a_file_of_words_that_cannot_be_used(tmp_path: Path, content: str) -> No
     file = tmp_path / "blend"
     file.write_text(content)
     with pytest.raises(ValueError, match=f"--data-args-path {file}"):
-        split_words(DataConfig(data_args_path=str(file)))
+        read_split_blends(DataConfig(data_args_path=str(file)))

@@ -33,7 +33,7 @@ def before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         archive.extractall(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(indexed_writer, "MIN_ENTRIES", 1)
-    monkeypatch.setattr(storage, "normal", lambda path: path)
+    monkeypatch.setattr(storage, "normalize_path", lambda path: path)
     return tmp_path
 
 
@@ -46,12 +46,12 @@ def read_samples(cache: str) -> None:
         phases = [Phase.from_json(phase) for phase in case["history"]]
         assert [phase.to_json() for phase in phases] == [{**phase, "parts": tuple(phase["parts"])} for phase in case["history"]]
         if phases:
-            assert phases[-1].parts == opened.train.parts(), f"{name}: the datasets are known again"
+            assert phases[-1].parts == opened.train.blend_entries(), f"{name}: the datasets are known again"
         assert opened.valid is not None
         for split, count in ((opened.train, 700), (opened.valid, 150)):
             history = phases if split is opened.train else []
             first = history[-1].first_sample if history else 0
-            samples = split.source(count, history).samples(first, count - first)
+            samples = split.build_source(count, history).samples(first, count - first)
             assert xxhash.xxh3_128_hexdigest(samples.tobytes()) == case["samples"][str(split.split)], f"{name}, split {split.split}"
 
 
@@ -74,10 +74,10 @@ def test_indexes_of_the_order_are_those_of_today(before: Path) -> None:
 def test_a_preprocessing_job_under_way_is_resumed(before: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(before / "job")
     kept = len(list(Path("out.parts").glob("*_0.bin")))
-    job = PreprocessJob(DataConfig(tokenizer_type="ByteTokenizer"), ("text", "title"), append_eod=True, skip_bad_lines=True)
+    job = PreprocessJob(DataConfig(tokenizer_type="ByteTokenizer"), ("text", "title"), append_eod=True, skip_bad_records=True)
     notes: list[str] = []
-    summary = preprocess(["input"], "out", job, start="resume", note=notes.append)
-    assert summary.num_kept == kept == 5 and f"shards finished by an earlier run: {kept} of 8" in notes, notes
+    summary = preprocess(["input"], "out", job, start_mode="resume", log=notes.append)
+    assert summary.num_resumed_shards == kept == 5 and f"shards finished by an earlier run: {kept} of 8" in notes, notes
     assert not Path("out.parts").exists()
     complete = sorted(path for path in os.listdir() if path.startswith("complete_"))
     assert len(complete) == 5

@@ -43,7 +43,7 @@ def check(prefix: str, given: list[list[int]], dtype: type[np.integer]) -> None:
     assert [dataset.document(number).tolist() for number in range(dataset.num_documents)] == given
     data = GPTDataset(dataset, range(dataset.num_documents), split=0, seed=1, seq_length=3, vocab_size=10)
     assert data.samples(0, 3).shape == (3, 4)
-    indexed_writer.join([prefix, prefix], f"{prefix}_twice")
+    indexed_writer.join_datasets([prefix, prefix], f"{prefix}_twice")
     code = {2: 8, 4: 4}[np.dtype(dtype).itemsize]
     assert (Path(f"{prefix}_twice.bin").read_bytes(), Path(f"{prefix}_twice.idx").read_bytes()) == expected_files(given * 2, code)
 
@@ -58,7 +58,7 @@ def test_a_writer_that_saw_no_document(tmp_path: Path) -> None:
     empty = as_datatrove_writes(tmp_path / "00000_tokens", [], 2)
     assert IndexedDataset(empty).num_documents == 0
     other = as_datatrove_writes(tmp_path / "00001_tokens", DOCUMENTS, 2)
-    indexed_writer.join([empty, other], str(tmp_path / "out"))
+    indexed_writer.join_datasets([empty, other], str(tmp_path / "out"))
     assert (tmp_path / "out.bin").read_bytes() == Path(f"{other}.bin").read_bytes()
     assert (tmp_path / "out.idx").read_bytes() == Path(f"{other}.idx").read_bytes()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.datasets import missing_ends
+from megatron.data.datasets import find_missing_ends
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import write_dataset
 from megatron.data.samples import DocumentRules
@@ -24,9 +24,9 @@ def dataset(folder: Path, documents: list[list[int]]) -> IndexedDataset:
 
 
 def test_documents_without_an_end_are_told_with_the_flags_that_do_nothing(tmp_path: Path) -> None:
-    found = missing_ends(dataset(tmp_path, [[1, 2, 3]] * 100), range(100), RULES)
+    found = find_missing_ends(dataset(tmp_path, [[1, 2, 3]] * 100), range(100), RULES)
     assert found is not None
-    assert f"{tmp_path}/tokens: none of 64 documents" in found and "id 9" in found and "--append-eod" in found
+    assert f"{tmp_path}/tokens: none of 64 probed documents" in found and "id 9" in found and "--append-eod" in found
     assert "--reset-attention-mask, --eod-mask-loss will do nothing" in found and "position" not in found
 
 
@@ -40,14 +40,14 @@ def test_documents_without_an_end_are_told_with_the_flags_that_do_nothing(tmp_pa
     ],
 )
 def test_documents_with_an_end_are_fine(documents: list[list[int]], tmp_path: Path) -> None:
-    assert missing_ends(dataset(tmp_path, documents), range(len(documents)), RULES) is None
+    assert find_missing_ends(dataset(tmp_path, documents), range(len(documents)), RULES) is None
 
 
 def test_only_the_documents_of_the_split_count_and_only_where_a_rule_asks(tmp_path: Path) -> None:
     found = dataset(tmp_path, [[1, EOD], [2, 3], [], [4]])
-    assert missing_ends(found, range(1, 4), RULES)
-    assert missing_ends(found, range(1, 4), DocumentRules(EOD)) is None
-    assert missing_ends(found, range(4, 4), RULES) is None
+    assert find_missing_ends(found, range(1, 4), RULES)
+    assert find_missing_ends(found, range(1, 4), DocumentRules(EOD)) is None
+    assert find_missing_ends(found, range(4, 4), RULES) is None
 
 
 def test_long_documents_are_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,6 +59,6 @@ def test_long_documents_are_not_read_whole(tmp_path: Path, monkeypatch: pytest.M
         return original(self, sequence, offset, count)
 
     monkeypatch.setattr(IndexedDataset, "read", counting)
-    monkeypatch.setattr("megatron.data.datasets._TOKENS_LOOKED_AT", 50)
-    assert missing_ends(dataset(tmp_path, [[1] * 40] * 5), range(5), RULES)
+    monkeypatch.setattr("megatron.data.datasets._MAX_PROBED_TOKENS", 50)
+    assert find_missing_ends(dataset(tmp_path, [[1] * 40] * 5), range(5), RULES)
     assert sum(read) == 5 + 50

@@ -13,7 +13,7 @@ from hypothesis import given
 
 from megatron.config.data import DataConfig
 from megatron.data.tokenizer import build_tokenizer
-from megatron_lab.data_tools.huggingface_tokenizer import splits_as_qwen2, write_huggingface_tokenizer
+from megatron_lab.data_tools.huggingface_tokenizer import has_qwen2_pattern, write_huggingface_tokenizer
 from megatron_lab.data_tools.sentencepiece_json import SentencePieceFile
 from tests.support.vocabularies import (
     BPE,
@@ -164,9 +164,9 @@ def test_files_beside_are_carried_over(tmp_path: Path) -> None:
 
 
 def test_whether_texts_are_split_as_qwen_does() -> None:
-    assert splits_as_qwen2(written("huggingface-qwen2")[2])
-    assert not splits_as_qwen2(written("huggingface-llama3")[2])
-    assert not splits_as_qwen2(written("gpt2")[2]) and not splits_as_qwen2(written("sentencepiece-bpe")[2])
+    assert has_qwen2_pattern(written("huggingface-qwen2")[2])
+    assert not has_qwen2_pattern(written("huggingface-llama3")[2])
+    assert not has_qwen2_pattern(written("gpt2")[2]) and not has_qwen2_pattern(written("sentencepiece-bpe")[2])
 
 
 @pytest.mark.parametrize("data", [b"", b"\x0a\x05ab", b"not a model at all", b"\xff" * 20])

@@ -42,7 +42,9 @@ def test_any_division_gives_the_same_bytes(
     folder = tmp_path_factory.mktemp("parts")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(indexed_dataset, "_BLOCK", block)
-        joined = indexed_writer.join([write(folder / str(n), part, dtype) for n, part in enumerate(parts)], str(folder / "out"))
+        joined = indexed_writer.join_datasets(
+            [write(folder / str(n), part, dtype) for n, part in enumerate(parts)], str(folder / "out")
+        )
     whole = [document for part in parts for document in part]
     assert files_of(folder / "out") == expected_files(whole, 8 if dtype == np.uint16 else 4)
     assert (joined.num_documents, joined.num_sequences) == (len(whole), len(whole))
@@ -64,7 +66,7 @@ def test_documents_of_several_or_no_sequences_stay_what_they_are(tmp_path: Path)
     """Also sequences that lie in another order, and tokens that no sequence holds."""
     first = hand_made(tmp_path / "a", [2, 1, 3], [0, 4, 6], [0, 2, 2, 3], [1, 2, 3, 4, 5, 6])
     second = hand_made(tmp_path / "b", [2, 1], [4, 0], [0, 1, 2], [9, 0, 7, 8])
-    indexed_writer.join([second, first, second], str(tmp_path / "out"))
+    indexed_writer.join_datasets([second, first, second], str(tmp_path / "out"))
     assert documents(tmp_path / "out") == [[7, 8], [9], [1, 2, 3], [], [4, 5, 6], [7, 8], [9]]
     dataset = IndexedDataset(str(tmp_path / "out"))
     assert dataset.lengths.tolist() == [2, 1, 2, 1, 3, 2, 1]
@@ -82,22 +84,22 @@ def test_a_file_that_grows_while_it_is_copied_is_told(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(shutil, "copyfileobj", grow_and_copy)
     with pytest.raises(OSError, match="was changed while it was copied"):
-        indexed_writer.join(parts, str(tmp_path / "out"))
+        indexed_writer.join_datasets(parts, str(tmp_path / "out"))
     assert {path.name for path in tmp_path.iterdir()} == {"a.bin", "a.idx", "b.bin", "b.idx"}
 
 
 def test_types_that_differ_are_refused(tmp_path: Path) -> None:
     parts = [write(tmp_path / "a", [[1]]), write(tmp_path / "b", [[1]], np.int32)]
     with pytest.raises(DatasetError, match="b holds tokens of type int32, but .*a holds uint16"):
-        indexed_writer.join(parts, str(tmp_path / "out"))
+        indexed_writer.join_datasets(parts, str(tmp_path / "out"))
 
 
 def test_a_half_token_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "a", [[1]])
     with (tmp_path / "a.bin").open("ab") as file:
         file.write(b"x")
-    with pytest.raises(DatasetError, match=r"a\.bin has 3 bytes, which is no whole number of tokens"):
-        indexed_writer.join([str(tmp_path / "a")], str(tmp_path / "out"))
+    with pytest.raises(DatasetError, match=r"a\.bin has 3 bytes, which is not a multiple of the token size"):
+        indexed_writer.join_datasets([str(tmp_path / "a")], str(tmp_path / "out"))
 
 
 def test_a_failure_leaves_the_dataset_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +110,7 @@ def test_a_failure_leaves_the_dataset_that_was_there(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(indexed_writer, "_write_index", fail)
     with pytest.raises(OSError, match="full"):
-        indexed_writer.join([write(tmp_path / "a", [[1]])], before)
+        indexed_writer.join_datasets([write(tmp_path / "a", [[1]])], before)
     assert documents(before) == [[5]]
     assert not list(tmp_path.glob("*.partial-*"))
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from megatron.data.blend import Blend, BlendedDataset
-from megatron.data.gpt_dataset import PackedDataset, best_fit, parts_of
+from megatron.data.gpt_dataset import PackedDataset, best_fit, split_into_items
 from megatron.data.indexed_dataset import MARK_TYPE, DatasetError, IndexedDataset, loss_mask_prefix, open_loss_mask
 from megatron.data.indexed_writer import write_dataset
-from megatron.data.samples import ENDS, LEARNED, DocumentRules, read_microbatch
+from megatron.data.samples import DOCUMENT_END, IN_LOSS, DocumentRules, read_microbatch
 
 EOD, LENGTH = 0, 9
 SIZES = [3, 10, 4, 1, 6, 2, 7, 25, 5, 3, 0, 8, 2, 11, 4]
@@ -45,11 +45,13 @@ def test_each_token_is_predicted_once_an_epoch(tmp_path: Path, marked: bool) -> 
         first = epoch * source.samples_per_epoch
         for number in range(first, first + source.samples_per_epoch):
             micro = read_microbatch(source, number, 1, rules)
-            assert micro.bounds is not None and micro.positions is not None
+            assert micro.cu_seqlens is not None and micro.positions is not None
             tokens, labels, mask = micro.tokens[0], micro.labels[0], micro.loss_mask[0] > 0
             assert (labels[mask] == tokens[mask] + 1).all(), "the label is of the same document"
             found.update(labels[mask].tolist())
-            for start, stop in zip(micro.bounds, micro.bounds[1:], strict=False):  # attention and positions within a document
+            for start, stop in zip(
+                micro.cu_seqlens, micro.cu_seqlens[1:], strict=False
+            ):  # attention and positions within a document
                 own = tokens[start:stop]
                 assert (own == EOD).all() or (np.diff(own) == 1).all()
                 assert (micro.positions[0, start:stop] == np.arange(stop - start)).all()
@@ -71,12 +73,12 @@ def test_what_fits_is_whole_and_what_was_read_is_one_number(tmp_path: Path) -> N
     told = "\n".join(source.describe(10))
     assert "2 documents are longer than a sample (10 tokens)" in told and "2 documents of fewer than two tokens" in told
     later = PackedDataset(
-        source.selection.dataset, range(len(SIZES)), split=0, seed=7, seq_length=LENGTH, vocab_size=1600, eod=EOD, num_before=5
+        source.selection.dataset, range(len(SIZES)), split=0, seed=7, seq_length=LENGTH, vocab_size=1600, eod=EOD, num_consumed=5
     )
     assert np.array_equal(later.samples(0, 20), source.samples(5, 20))
     blend = BlendedDataset([source, dataset(tmp_path, marked=True)], Blend([1.0, 1.0]))
     marks = blend.marks(0, 8)
-    assert marks is not None and (marks & ENDS > 0).any() and (marks & ~MARK_TYPE(LEARNED | ENDS) == 0).all()
+    assert marks is not None and (marks & DOCUMENT_END > 0).any() and (marks & ~MARK_TYPE(IN_LOSS | DOCUMENT_END) == 0).all()
     with pytest.raises(DatasetError, match="no document of two tokens"):
         dataset(tmp_path / "..", marked=False, sizes=[1, 0])
 
@@ -84,7 +86,7 @@ def test_what_fits_is_whole_and_what_was_read_is_one_number(tmp_path: Path) -> N
 def test_little_room_is_left() -> None:
     """Best fit needs no more samples than 11/9 of the fewest, and one (Johnson 1973)."""
     lengths = np.random.default_rng(1).integers(2, 400, 3000)
-    parts = parts_of(lengths, 256)
+    parts = split_into_items(lengths, 256)
     found = best_fit(parts.lengths, 256)
     assert sorted(part for sample in found for part in sample) == list(range(len(parts.lengths)))
     assert max(sum(int(parts.lengths[part]) for part in sample) for sample in found) <= 256

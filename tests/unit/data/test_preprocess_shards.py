@@ -12,21 +12,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lab.commands.preprocess_data import parser
+from megatron_lab.commands.preprocess_data import build_parser
 from megatron_lab.data_tools.preprocess import input_shards, job, storage
 from megatron_lab.data_tools.preprocess.engines import Engine
-from megatron_lab.data_tools.preprocess.input_shards import LARGEST, SMALLEST, InputShard, cut, default_shard_size, find_sources
+from megatron_lab.data_tools.preprocess.input_shards import (
+    MAX_SHARD_SIZE,
+    MIN_SHARD_SIZE,
+    InputShard,
+    find_sources,
+    select_shard_size,
+    split_into_shards,
+)
 from megatron_lab.data_tools.preprocess.job import preprocess
 from megatron_lab.data_tools.preprocess.reports import count_lines
 from megatron_lab.data_tools.preprocess.shard_work import PreprocessJob
-from megatron_lab.data_tools.preprocess.text_records import InputPiece, Kind, records
+from megatron_lab.data_tools.preprocess.text_records import FileFormat, InputRange, read_records
 from tests.support.corpora import BYTES, FORMS, JOB, SKIP, TEXTS, expected_of, files_of, write_lines, write_parquet
 
 
 def read(shards: list[InputShard]) -> list[object]:
     """All records of all shards."""
-    pieces = [piece for shard in shards for piece in shard.pieces]
-    return [record for piece in pieces for record in records(piece, ("text",), lambda at: None)]
+    pieces = [piece for shard in shards for piece in shard.ranges]
+    return [record for piece in pieces for record in read_records(piece, ("text",), lambda at: None)]
 
 
 @given(content=st.lists(st.sampled_from([b"a", b"\n", b"bcd", b"\r\n", b"\x0b"]), max_size=30), size=st.integers(1, 12))
@@ -34,15 +41,15 @@ def test_every_line_is_in_one_shard_at_any_size(tmp_path_factory: pytest.TempPat
     path = tmp_path_factory.mktemp("lines") / "in.jsonl"
     path.write_bytes(b"".join(content))
     sources, _ = find_sources([str(path)])
-    shards = cut(sources, size, ("text",))
+    shards = split_into_shards(sources, size, ("text",))
     assert read(shards) == [line + b"\n" for line in path.read_bytes().split(b"\n")[:-1]] + [
         line for line in path.read_bytes().split(b"\n")[-1:] if line
     ]
     assert sum(shard.num_bytes for shard in shards) == path.stat().st_size
     assert max((shard.num_bytes for shard in shards), default=0) <= size
-    for piece in (piece for shard in shards for piece in shard.pieces):
-        owned = len(list(records(piece, ("text",), lambda at: None)))
-        if piece.begin or owned:  # an empty file has no line, though one would begin there
+    for piece in (piece for shard in shards for piece in shard.ranges):
+        owned = len(list(read_records(piece, ("text",), lambda at: None)))
+        if piece.start or owned:  # an empty file has no line, though one would begin there
             assert count_lines(piece) == owned
 
 
@@ -51,7 +58,7 @@ def test_a_line_longer_than_the_buffer_is_skipped_by_the_shards_in_its_middle(
 ) -> None:
     monkeypatch.setattr(storage, "BUFFER_BYTES", 16)
     (tmp_path / "in.jsonl").write_bytes(b"x" * 100 + b"\n" + b"y\n")
-    shards = cut(find_sources([str(tmp_path / "in.jsonl")])[0], 10, ("text",))
+    shards = split_into_shards(find_sources([str(tmp_path / "in.jsonl")])[0], 10, ("text",))
     taken = []
     readline = io.BufferedReader.readline
 
@@ -69,24 +76,24 @@ def test_a_line_longer_than_the_buffer_is_skipped_by_the_shards_in_its_middle(
 def test_row_groups_are_put_together_up_to_the_size(tmp_path: Path) -> None:
     source = write_parquet(tmp_path / "in.parquet", TEXTS, rows=4)
     (found,) = find_sources([source])[0]
-    one_by_one = cut([found], 1, ("text",))
-    assert [(piece.begin, piece.end, piece.records_before) for shard in one_by_one for piece in shard.pieces] == [
+    one_by_one = split_into_shards([found], 1, ("text",))
+    assert [(piece.start, piece.end, piece.num_preceding_records) for shard in one_by_one for piece in shard.ranges] == [
         (n, n + 1, 4 * n) for n in range(10)
     ]
     size = one_by_one[0].num_bytes + one_by_one[1].num_bytes
-    pairs = cut([found], size, ("text",))
+    pairs = split_into_shards([found], size, ("text",))
     assert read(pairs) == [(text,) for text in TEXTS]
     assert 5 <= len(pairs) < 10 and all(shard.num_bytes <= size for shard in pairs)
-    assert pairs[1].pieces[0].records_before == 8
-    (whole,) = cut([found], 10**6, ("text",))
+    assert pairs[1].ranges[0].num_preceding_records == 8
+    (whole,) = split_into_shards([found], 10**6, ("text",))
     assert whole.num_bytes == sum(shard.num_bytes for shard in one_by_one)
 
 
 def test_small_files_share_a_shard_and_large_ones_do_not() -> None:
     sizes = [3, 4, 4, 25, 5, 5, 1]
-    sources = [InputPiece(f"/{n}.jsonl", "jsonl", "", 0, size, size, 0) for n, size in enumerate(sizes)]
-    shards = cut(sources, 10, ("text",))
-    assert [[(piece.path[1], piece.begin, piece.end) for piece in shard.pieces] for shard in shards] == [
+    sources = [InputRange(f"/{n}.jsonl", "jsonl", "", 0, size, size, 0) for n, size in enumerate(sizes)]
+    shards = split_into_shards(sources, 10, ("text",))
+    assert [[(piece.path[1], piece.start, piece.end) for piece in shard.ranges] for shard in shards] == [
         [("0", 0, 3), ("1", 0, 4)],
         [("2", 0, 4)],
         [("3", 0, 10)],
@@ -100,16 +107,16 @@ def test_small_files_share_a_shard_and_large_ones_do_not() -> None:
 def test_the_size_of_shards_follows_the_input() -> None:
     def size(gigabytes: float) -> int:
         num_bytes = int(gigabytes * 2**30)
-        return default_shard_size([InputPiece("/a.jsonl", "jsonl", "", 0, num_bytes, num_bytes, 0)])
+        return select_shard_size([InputRange("/a.jsonl", "jsonl", "", 0, num_bytes, num_bytes, 0)])
 
-    assert [size(g) for g in (0.001, 10, 10_000)] == [SMALLEST, 10 * 2**20, LARGEST]
+    assert [size(g) for g in (0.001, 10, 10_000)] == [MIN_SHARD_SIZE, 10 * 2**20, MAX_SHARD_SIZE]
 
 
 def test_a_shard_is_named_by_its_inputs(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl")
 
     def names(size: int) -> list[str]:
-        return [shard.name for shard in cut(find_sources([source])[0], size, ("text",))]
+        return [shard.name for shard in split_into_shards(find_sources([source])[0], size, ("text",))]
 
     first = names(1000)
     assert first == names(1000)
@@ -118,9 +125,9 @@ def test_a_shard_is_named_by_its_inputs(tmp_path: Path) -> None:
     os.utime(source, ns=(1, 1))
     assert not {*first} & {*names(1000)}
     other = write_lines(tmp_path / "z.jsonl", TEXTS[:1])
-    (together,) = cut(find_sources([source, other])[0], 10**6, ("text",))
+    (together,) = split_into_shards(find_sources([source, other])[0], 10**6, ("text",))
     os.utime(other, ns=(1, 1))
-    assert together.name != cut(find_sources([source, other])[0], 10**6, ("text",))[0].name
+    assert together.name != split_into_shards(find_sources([source, other])[0], 10**6, ("text",))[0].name
 
 
 # ---- which files
@@ -140,7 +147,7 @@ def test_folders_and_patterns_are_sorted_and_words_are_not(tmp_path: Path) -> No
     assert found("c.parquet", "b", "a.jsonl") == ["c.parquet", "b/10.jsonl", "b/2.jsonl", "b/sub/1.txt", "a.jsonl"]
     assert found("b/*") == ["b/10.jsonl", "b/2.jsonl", "b/sub/1.txt"]
     assert found("**/*.jsonl") == ["a.jsonl", "b/10.jsonl", "b/2.jsonl"]
-    assert find_sources([str(tmp_path / "b")])[1] == ["left out for no known kind: 1 ending with .png"]
+    assert find_sources([str(tmp_path / "b")])[1] == ["skipped, unknown format: 1 ending with .png"]
 
 
 def test_what_the_tool_wrote_itself_is_no_input(tmp_path: Path) -> None:
@@ -158,7 +165,7 @@ def test_what_the_tool_wrote_itself_is_no_input(tmp_path: Path) -> None:
     write_lines(tmp_path / "more.parts" / "in.jsonl", ["more"])
     for word in (tmp_path, tmp_path / "*", tmp_path / "**" / "*[lnt]"):
         (tmp_path / "out.parts").mkdir(exist_ok=True)
-        assert preprocess([str(word)], str(tmp_path / "out"), SKIP, start="restart").num_bad_lines == 1
+        assert preprocess([str(word)], str(tmp_path / "out"), SKIP, start_mode="restart").num_bad_records == 1
         assert files_of(tmp_path / "out_text_document") == expected_of([*TEXTS, "bad", "more"]) != first
 
 
@@ -187,13 +194,13 @@ def test_a_kind_that_names_do_not_say(tmp_path: Path) -> None:
     for word in (tmp_path / "part-00000", tmp_path, tmp_path / "part*"):
         preprocess([str(word)], str(tmp_path.parent / "out"), JOB, input_format="jsonl")
         assert files_of(tmp_path.parent / "out_text_document") == expected_of(TEXTS)
-        with pytest.raises(ValueError, match=r"no known kind|no file of a known kind(.|\n)*--input-format"):
+        with pytest.raises(ValueError, match=r"the format of this file is unknown|no file of a known format(.|\n)*--input-format"):
             preprocess([str(word)], str(tmp_path.parent / "out"), JOB)
 
 
 def test_the_tool_knows_all_kinds() -> None:
-    (choices,) = [action.choices for action in parser()._actions if action.dest == "input_format"]
-    assert set(choices or ()) == set(get_args(Kind)) == {*input_shards.SUFFIXES.values()}
+    (choices,) = [action.choices for action in build_parser()._actions if action.dest == "input_format"]
+    assert set(choices or ()) == set(get_args(FileFormat)) == {*input_shards.FORMAT_BY_SUFFIX.values()}
 
 
 def test_kinds_by_name() -> None:
@@ -206,7 +213,7 @@ def test_kinds_by_name() -> None:
         "a.txt.gz": None,
         "jsonl": None,
     }
-    assert {name: input_shards.kind_of(name) for name in kinds} == kinds
+    assert {name: input_shards.detect_format(name) for name in kinds} == kinds
 
 
 # ---- the same bytes
@@ -237,12 +244,12 @@ def test_files_behind_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for number in range(2):
         memory.pipe_file(f"/corpus/{number}.jsonl", Path(write_lines(tmp_path / "in.jsonl", TEXTS[number::2])).read_bytes())
     with monkeypatch.context() as patch, pytest.raises(ValueError, match="not today"):
-        patch.setattr(job, "_join", refuse)
+        patch.setattr(job, "_join_parts", refuse)
         preprocess(["memory://corpus/*.jsonl"], "memory://made/out", JOB, shard_size=700)
     part = sorted(memory.glob("/made/out.parts/*.bin"))[0]
     memory.pipe_file(part, memory.cat_file(part)[:-2])
-    summary = preprocess(["memory://corpus/*.jsonl"], "memory://made/out", JOB, start="resume")
-    assert summary.num_kept == 5, "all but the one that was cut off"
+    summary = preprocess(["memory://corpus/*.jsonl"], "memory://made/out", JOB, start_mode="resume")
+    assert summary.num_resumed_shards == 5, "all but the one that was cut off"
     found = tuple(memory.cat_file(f"/made/out_text_document{suffix}") for suffix in (".bin", ".idx"))
     assert found == expected_of([*TEXTS[0::2], *TEXTS[1::2]])
     assert [name for name in memory.find("/made") if "_text_document." not in name] == []

@@ -91,7 +91,7 @@ def damaged(document: dict[str, Any], how: str) -> str:
         ("cut", "is not JSON.*\n.*copy it again"),
         ("a list", "is not a Hugging Face tokenizer.json"),
         ("no vocabulary", "no model with a vocabulary"),
-        ("no merges", "has no merges.\n.*copy it again"),
+        ("no merges", "without merges.\n.*copy it again"),
         ("foreign merge", "merge 3 .*'q zz'.* must be two tokens"),
         ("a number", "merge 3 .7. must be two tokens"),
         ("three parts", "merge 3 .* must be two tokens"),

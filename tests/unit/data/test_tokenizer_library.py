@@ -109,7 +109,7 @@ def test_an_end_of_document_that_is_an_ordinary_token_is_refused(tmp_path: Path)
     path = write_json(tmp_path, tokenizer_json(BPE, "gpt2"))
     left, right = BPE.merges[0]
     write_json(tmp_path, {"eos_token": left + right}, "tokenizer_config.json")
-    with pytest.raises(ValueError, match="ordinary text would give .*\n.*Name another token"):
+    with pytest.raises(ValueError, match="ordinary text could be encoded to .*\n.*Name another token"):
         HuggingFaceTokenizer(path).encode("a")
 
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from megatron.config.data import DataConfig
 from megatron.data.tokenizer import build_tokenizer
 from megatron_lab.tokenizers import vocabulary_files
-from megatron_lab.tokenizers.vocabulary_files import PATTERNS, KnownFile
+from megatron_lab.tokenizers.vocabulary_files import PATTERNS, PublishedFile
 from tests.support.vocabularies import BPE, LLAMA3_PATTERN, TEXT, any_text, rank_lines, rank_list, ranked_tokens
 
 TOKENS = ranked_tokens(BPE)
@@ -115,12 +115,12 @@ def test_lines_have_their_ranks_as_ids(tmp_path: Path) -> None:
 
 def test_a_known_file_brings_its_own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = as_lines(tmp_path)
-    known = KnownFile("a test", LLAMA3_PATTERN, 500, eod=401, bos=400)
-    monkeypatch.setitem(vocabulary_files.KNOWN_FILES, len(TOKENS), known)
+    known = PublishedFile("a test", LLAMA3_PATTERN, 500, eod=401, bos=400)
+    monkeypatch.setitem(vocabulary_files.PUBLISHED_FILES, len(TOKENS), known)
     tokenizer = build(path)
     assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == (500, 400, 401)
     assert tokenizer.encode(TEXT) == join_plainly(TEXT, LLAMA3_PATTERN, TOKENS)
-    with pytest.raises(ValueError, match="--vocab-size 501 does not fit .* a test's file"):
+    with pytest.raises(ValueError, match="--vocab-size 501 does not fit .* the file of a test"):
         build(path, vocab_size=501)
     assert build(path, tiktoken_pattern="v1").vocab_size == len(TOKENS) + 1000  # settings given decide
     assert build(as_list(tmp_path)).eod == 2
@@ -134,9 +134,9 @@ def test_known_files_split_as_their_owners_do() -> None:
     for text in (TEXT, TEXT.upper(), "a\n\n  b \r\n \n", "  \n  x\t\n", "1234567 's 'LL x'", "é\u0301 \u3000東京!!\n\n\nx  "):
         pieces = regex.findall(LLAMA3_PATTERN, text)
         assert regex.findall(theirs[1], text) == pieces
-        for known in vocabulary_files.KNOWN_FILES.values():
+        for known in vocabulary_files.PUBLISHED_FILES.values():
             assert regex.findall(known.pattern, text) == pieces
-    assert vocabulary_files.KNOWN_FILES[128_000].vocab_size == 128_256
+    assert vocabulary_files.PUBLISHED_FILES[128_000].vocab_size == 128_256
 
 
 @pytest.mark.parametrize(
@@ -166,15 +166,15 @@ GOOD = rank_lines(TOKENS)
         ('{"model": {}}', "must be a JSON list .*HuggingFaceTokenizer"),
         (json.dumps(rank_list(TOKENS)[1:]), "entry 0: .* should have the rank 0"),
         (json.dumps([*rank_list(TOKENS), {"rank": len(TOKENS)}]), f"entry {len(TOKENS)}: .* and token_bytes"),
-        (json.dumps(rank_list([*TOKENS, b"a"])), f"entry {len(TOKENS)}: the token b'a' is there before"),
+        (json.dumps(rank_list([*TOKENS, b"a"])), f"entry {len(TOKENS)}: the token b'a' is a duplicate"),
         (json.dumps([{"rank": 0, "token_bytes": "!!"}]), "entry 0: '!!' is not base64"),
         (json.dumps(rank_list(TOKENS[:255])), r"no token for 1 of the 256 bytes \(0xff\)"),
         (GOOD[: GOOD.index(" 255")], "line 256: .* should be a token in base64"),
-        (GOOD + f"{coded(b'new')} 7\n", "gives the rank 7 a second time"),
-        (GOOD + f"{coded(b'a')} 9999\n", "the token b'a' is there before"),
+        (GOOD + f"{coded(b'new')} 7\n", "the token rank .merge priority. 7 occurs a second time"),
+        (GOOD + f"{coded(b'a')} 9999\n", "the token b'a' is a duplicate"),
         (GOOD + " 9999\n", "should be a token in base64"),
         (GOOD + "= 9999\n", "is not base64"),
-        ("\n<unk>\x0e\x02\n", "line 2: .*\n.*sentencepiece models are read with"),
+        ("\n<unk>\x0e\x02\n", "line 2: .*\n.*for sentencepiece models use"),
         ("", "no token for 256 of the 256 bytes"),
     ],
 )

@@ -13,14 +13,14 @@ import pytest
 from megatron.config.data import DataConfig
 from megatron.data.tokenizer import SentencePieceTokenizer, build_tokenizer
 from megatron_lab.commands import train_tokenizer
-from megatron_lab.commands.train_tokenizer import main, parser
-from megatron_lab.data_tools.tokenizer_flags import add_tokenizer_flags, tokenizer_config
-from megatron_lab.data_tools.tokenizer_training import VocabularyKind, output_files, take_sample
+from megatron_lab.commands.train_tokenizer import build_parser, main
+from megatron_lab.data_tools.tokenizer_flags import add_tokenizer_flags, build_tokenizer_config
+from megatron_lab.data_tools.tokenizer_training import VocabType, list_output_files, sample_texts
 from megatron_lab.tokenizers.byte_bpe import ByteBPETokenizer
 from megatron_lab.tokenizers.vocabulary_files import read_gpt2_bpe
 from tests.support.vocabularies import SOURCES, TEXT
 
-KINDS = get_args(VocabularyKind)
+KINDS = get_args(VocabType)
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def contents(output: Path) -> list[bytes]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_vocabulary_of_each_kind(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: VocabularyKind) -> None:
+def test_a_vocabulary_of_each_kind(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: VocabType) -> None:
     if kind == "byte-bpe":
         pytest.importorskip("tokenizers")
     assert run(corpus, tmp_path / "a", kind, "--special-tokens", "<pad>", "<x>") == 0
@@ -55,7 +55,7 @@ def test_a_vocabulary_of_each_kind(corpus: Path, tmp_path: Path, capsys: pytest.
         words = shlex.split(line.partition(": ")[2])
         flags = train_tokenizer.argparse.ArgumentParser()
         add_tokenizer_flags(flags)
-        tokenizer = build_tokenizer(tokenizer_config(flags.parse_args(words), flags))
+        tokenizer = build_tokenizer(build_tokenizer_config(flags.parse_args(words), flags))
         assert tokenizer.vocab_size == 500
         text = TEXT + " \x00 <pad><x>\t\r\n <|endoftext|></s> \U0001f600  "
         ids = tokenizer.encode(text)
@@ -97,31 +97,31 @@ def test_special_tokens_of_sentencepiece_are_never_in_a_text(corpus: Path, tmp_p
 def test_the_sample_is_bounded_and_spread(tmp_path: Path) -> None:
     path = tmp_path / "many.jsonl"
     path.write_text("".join(json.dumps({"text": f"{number:06d}" + "x" * 94}) + "\n" for number in range(5000)))
-    sample = take_sample([str(path)], ["text"], 20_000)
-    numbers = sorted(int(text[:6]) for text in sample.training + sample.held_out)
+    sample = sample_texts([str(path)], ["text"], 20_000)
+    numbers = sorted(int(text[:6]) for text in sample.training_texts + sample.held_out_texts)
     assert sample.num_documents == 5000
     assert 80 <= len(numbers) <= 200
     thirds = [sum(part * 1000 <= number < (part + 1) * 1000 for number in numbers) for part in range(5)]
     assert max(thirds) <= min(thirds) + 2
-    assert len(sample.held_out) == len(numbers) // 20
-    assert not {*sample.training} & {*sample.held_out}
-    assert take_sample([str(path)], ["text"], 20_000) == sample
-    assert len(take_sample([str(path)], ["text"], 10**9).training) == 4750
+    assert len(sample.held_out_texts) == len(numbers) // 20
+    assert not {*sample.training_texts} & {*sample.held_out_texts}
+    assert sample_texts([str(path)], ["text"], 20_000) == sample
+    assert len(sample_texts([str(path)], ["text"], 10**9).training_texts) == 4750
 
 
 def test_all_kinds_of_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"body": "one"}\n\n{"body": "two"}\n')
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"body": "three"}\n'))
     (tmp_path / "c.txt").write_text("four\nlines")
-    sample = take_sample([str(tmp_path)], ["body"], 1000)
-    assert (sample.training, sample.held_out) == (["one", "two", "three"], ["four\nlines"])
+    sample = sample_texts([str(tmp_path)], ["body"], 1000)
+    assert (sample.training_texts, sample.held_out_texts) == (["one", "two", "three"], ["four\nlines"])
 
 
 def test_a_long_document_is_cut(tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text("x" * 3_000_000)
-    sample = take_sample([str(tmp_path / "long.txt")], ["text"], 1000)
-    assert [len(text) for text in sample.training] == [1 << 20]
-    assert sample.held_out == []
+    sample = sample_texts([str(tmp_path / "long.txt")], ["text"], 1000)
+    assert [len(text) for text in sample.training_texts] == [1 << 20]
+    assert sample.held_out_texts == []
 
 
 # ---- refusals
@@ -129,14 +129,14 @@ def test_a_long_document_is_cut(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_files_are_replaced_only_when_asked(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: VocabularyKind
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: VocabType
 ) -> None:
     output = tmp_path / "out"
     there = output / "merges.txt" if kind == "byte-bpe" else output
     there.parent.mkdir(exist_ok=True)
     there.write_text("mine")
     assert run(corpus, output, kind) == 1
-    assert f"{there}: there already" in capsys.readouterr().err
+    assert f"{there}: exists already" in capsys.readouterr().err
     assert there.read_text() == "mine"
     if kind == "sentencepiece-bpe":
         assert run(corpus, output, kind, "--overwrite") == 0
@@ -159,9 +159,7 @@ def test_nothing_is_left_where_writing_fails(corpus: Path, tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_more_tokens_than_the_text_has(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: VocabularyKind
-) -> None:
+def test_more_tokens_than_the_text_has(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: VocabType) -> None:
     if kind == "byte-bpe":
         pytest.importorskip("tokenizers")
     assert run(corpus, tmp_path / "out", kind, size=30_000) == 1
@@ -181,13 +179,13 @@ def test_a_bad_line_is_named(corpus: Path, line: str, message: str) -> None:
     with corpus.open("a") as file:
         file.write(line + "\n")
     with pytest.raises(ValueError, match=message):
-        take_sample([str(corpus)], ["text"], 10**6)
+        sample_texts([str(corpus)], ["text"], 10**6)
 
 
 def test_without_text_or_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
     assert run(tmp_path / "empty.jsonl", tmp_path / "m", "sentencepiece-bpe") == 1
-    assert "there is no text in it" in capsys.readouterr().err
+    assert "the input contains no text" in capsys.readouterr().err
     assert run(tmp_path / "empty.jsonl", tmp_path / "none/m", "sentencepiece-bpe") == 1
     assert f"the folder {tmp_path / 'none'} does not exist" in capsys.readouterr().err
     assert run(tmp_path / "none.jsonl", tmp_path / "m", "sentencepiece-bpe") == 1
@@ -202,6 +200,6 @@ def test_wrong_flags(tmp_path: Path, words: str) -> None:
 
 
 def test_the_kinds_of_the_flag() -> None:
-    flag = next(action for action in parser()._actions if action.dest == "kind")
+    flag = next(action for action in build_parser()._actions if action.dest == "kind")
     assert tuple(flag.choices or ()) == KINDS
-    assert output_files("byte-bpe", Path("x"))[0] == Path("x/vocab.json")
+    assert list_output_files("byte-bpe", Path("x"))[0] == Path("x/vocab.json")

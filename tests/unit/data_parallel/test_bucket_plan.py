@@ -52,8 +52,8 @@ def test_every_parameter_lies_in_one_bucket_aligned_and_apart(size: int | None, 
     for plan in found:
         taken = torch.zeros(plan.size)
         for placed in plan.params:
-            assert placed.start % 64 == 0
-            taken[placed.start : placed.start + placed.numel] += 1
+            assert placed.offset % 64 == 0
+            taken[placed.offset : placed.offset + placed.numel] += 1
         assert taken.max() <= 1 and taken.sum() == sum(placed.numel for placed in plan.params)
         assert plan.slice_size % 64 == 0 and plan.num_slices == ranks
         if size is not None:
@@ -71,9 +71,9 @@ def test_slices_are_equal_and_hold_every_element_once(ranks: int) -> None:
     for plan in plans(lone_rank(Topology(dp=ranks)), 3000):
         taken = {placed.entry.record.name: torch.zeros(placed.numel) for placed in plan.params}
         for index in range(ranks):
-            for placed, piece in plan.pieces(index):
+            for placed, piece in plan.params_in_slice(index):
                 taken[placed.entry.record.name][piece.start : piece.stop] += 1
-                start = placed.start + piece.start
+                start = placed.offset + piece.start
                 assert index * plan.slice_size <= start < start + piece.stop - piece.start <= (index + 1) * plan.slice_size
         assert all(torch.equal(times, torch.ones_like(times)) for times in taken.values())
 
@@ -100,7 +100,7 @@ def test_a_bucket_holds_gradients_of_one_kind(sequence_parallel: bool) -> None:
             ranks = context.group(*plan.axes).ranks
             kinds.add((ranks, plan.tied))
             for placed in plan.params:
-                assert ranks == context.group(*placed.entry.record.partial_over).ranks
+                assert ranks == context.group(*placed.entry.record.partial_axes).ranks
                 assert plan.tied == (placed.entry.record.name == WORD)
         partial = {(context.group("tp", *GRADIENT_AXES).ranks, False)} if sequence_parallel else set()
         assert kinds == {(context.group("dp").ranks, False), (context.group("dp").ranks, True)} | partial
@@ -115,7 +115,7 @@ def test_tied_parameters_are_cut_alike_on_both_stages() -> None:
     found = []
     for rank in (0, 3 * 3):  # the same data rank of the first and the last stage
         (plan,) = [plan for plan in plans(lone_rank(Topology(pp=4, dp=3), rank)) if plan.tied]
-        found.append([plan.pieces(index)[0][1] for index in range(3)])
+        found.append([plan.params_in_slice(index)[0][1] for index in range(3)])
     assert found[0] == found[1]
 
 
@@ -136,7 +136,7 @@ def test_each_element_counts_once_in_the_world(topology: Topology, config: Model
         model = build(context, config, sequence_parallel=True, materialized=False)
         for sharding in ("no_shard", "optim", "optim_grads"):
             for group in buckets_of(model, context, 1000, sharding=sharding).groups:  # of 17 slices at most
-                totals[sharding] += sum(placed.box.numel for shard in group.shards for placed in shard.counted_boxes(context))
+                totals[sharding] += sum(placed.slice.numel for shard in group.shards for placed in shard.norm_slices(context))
     assert len(totals) == 3 and {*totals.values()} == {count_parameters(config, VOCAB)}
 
 
@@ -149,5 +149,5 @@ def test_what_a_rank_counts_does_not_depend_on_sharding() -> None:
         for sharding in ("no_shard", "optim", "optim_grads"):
             model = build(context, sequence_parallel=True, materialized=False)
             shards = [s for group in buckets_of(model, context, sharding=sharding).groups for s in group.shards]
-            counted.append([(s.record.name, s.counted_boxes(context), s.counted_grad.numel()) for s in shards if s.counted])
+            counted.append([(s.record.name, s.norm_slices(context), s.norm_grad.numel()) for s in shards if s.norm_range])
         assert counted[0] == counted[1] == counted[2]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.data_parallel.bucket import Narrowed, travel_dtype
+from megatron.data_parallel.bucket import LowPrecisionReduction, select_reduce_dtype
 from megatron.data_parallel.bucket_plan import plan_buckets
 from megatron.parallel.topology import Topology
 from tests.support.bucket_examples import build
@@ -33,7 +33,7 @@ def test_a_second_stream_waits_until_the_first_has_taken_the_result_in(monkeypat
         copy_=lambda _: events.append("copied"),
     )
     reduction: Any = SimpleNamespace(wait=lambda: torch.zeros(1))
-    narrowed = Narrowed(reduction, into, adds=adds)
+    narrowed = LowPrecisionReduction(reduction, into, accumulates=adds)
     assert narrowed.wait() is into
     assert events == ["added" if adds else "copied", "recorded"]
     assert narrowed.wait() is into and events[2:] == ["waits for event"]
@@ -57,4 +57,4 @@ def test_gradients_travel_in_bfloat16_where_data_ranks_add_them(
     plans = plan_buckets(model.params, context, bucket_size=None)
     assert {"tp" in plan.axes for plan in plans} == {True, False}
     expected = {torch.bfloat16} if narrow else {None}
-    assert {travel_dtype(plan, context, in_bf16=in_bf16) for plan in plans} == expected
+    assert {select_reduce_dtype(plan, context, in_bf16=in_bf16) for plan in plans} == expected

@@ -15,16 +15,16 @@ from megatron.config.parallel import FsdpReshard, ParallelConfig, ShardingStrate
 from megatron.config.training import OptimizerConfig
 from megatron.data_parallel.bucket_plan import plan_buckets
 from megatron.data_parallel.fsdp_plan import FsdpPolicy, UnitPlan
-from megatron.data_parallel.traffic import Sent
+from megatron.data_parallel.traffic import GroupTraffic
 from megatron.model.build import Model, build_model
 from megatron.parallel.context import Group, ParallelContext
 from megatron.parallel.topology import Topology
 from megatron.spec.counts import count_parameters
-from megatron.spec.operations import Op, OpKind
-from megatron.spec.schedules import make_schedule
-from megatron_lab.planner.passing import play_steps
-from megatron_lab.planner.state_layout import Bytes, StateMemory, StateReport, units_at_work
-from megatron_lab.planner.state_report import amount, describe_state, state_report, writes
+from megatron.spec.operations import Op, OpType
+from megatron.spec.schedules import build_schedule
+from megatron_lab.planner.passing import simulate_steps
+from megatron_lab.planner.state_layout import Bytes, StateMemory, StateReport, compute_fsdp_buffer_bytes
+from megatron_lab.planner.state_report import build_state_report, format_bytes, format_state_report, iter_grad_writes
 from tests.support.lone_rank import lone_rank
 from tests.support.runs import arguments, run
 
@@ -61,8 +61,8 @@ def reported(
     context = lone_rank(topology, rank, META)
     model = build(context, config, dtype)
     context.device = device
-    schedule = make_schedule(parallel.schedule, topology.pp, microbatches)
-    return state_report(model, context, parallel, optimizer or OptimizerConfig(), schedule)
+    schedule = build_schedule(parallel.schedule, topology.pp, microbatches)
+    return build_state_report(model, context, parallel, optimizer or OptimizerConfig(), schedule)
 
 
 def strategy(name: ShardingStrategy, **settings: object) -> ParallelConfig:
@@ -129,8 +129,8 @@ def test_tied_and_tensor_partial_parameters_stay_whole() -> None:
 def played(model: Model, context: ParallelContext, size: int | None, *, overlap: bool, microbatches: int) -> list[int]:
     """Elements that optim_grads needs for buffers, and then those of the buckets."""
     plans = plan_buckets(model.params, context, bucket_size=size)
-    order = writes(model, make_schedule("1f1b", 1, microbatches).ops[0])
-    found, _, reductions = play_steps(plans, order, torch.float32, overlap=overlap)
+    order = iter_grad_writes(model, build_schedule("1f1b", 1, microbatches).ops[0])
+    found, _, reductions = simulate_steps(plans, order, torch.float32, overlap=overlap)
     assert reductions == [microbatches] * len(plans)
     return [found, *sorted((plan.size for plan in plans), reverse=True)]
 
@@ -156,18 +156,18 @@ def test_what_a_schedule_puts_off_is_written_late() -> None:
     context = lone_rank(Topology(dp=2), 0, META)
     model = build(context, replace(MODEL, untie_embeddings_and_output_weights=False))
     word, position = "embedding.word.weight", "embedding.position.weight"
-    early, late, whole = (list(writes(model, [Op(OpKind(kind), 0, 0)])) for kind in "IWB")
-    assert {name for name in early if model.params[name].record.kind != "vector"} == {word, position}
+    early, late, whole = (list(iter_grad_writes(model, [Op(OpType(kind), 0, 0)])) for kind in "IWB")
+    assert {name for name in early if model.params[name].record.param_type != "vector"} == {word, position}
     assert early.count(word) == 2 and early[0] == word and not {word, position} & set(late)
-    assert late[0] == "layers.1.mlp.down.weight" and all(model.params[name].record.kind != "vector" for name in late)
+    assert late[0] == "layers.1.mlp.down.weight" and all(model.params[name].record.param_type != "vector" for name in late)
     assert sorted(early + late) == sorted(whole) and whole.count(word) == 2
-    assert list(writes(model, [Op(OpKind.FORWARD, 0, 0)])) == []
+    assert list(iter_grad_writes(model, [Op(OpType.FORWARD, 0, 0)])) == []
 
 
 def test_no_buffers_where_nothing_is_sliced() -> None:
     for name in STRATEGIES:
         assert reported(Topology(dp=1), 0, strategy(name)).memory.buffers == Bytes()
-        assert reported(Topology(dp=1), 0, strategy(name)).sent == ()
+        assert reported(Topology(dp=1), 0, strategy(name)).traffic == ()
 
 
 @pytest.mark.parametrize("reshard", ["always", "never"])
@@ -187,10 +187,10 @@ def test_a_unit_that_encloses_others_is_left_for_the_one_before_it() -> None:
     entries = {entry.record.name: entry for entry in build(context).params}
     names = ("layers.0.attention.output.weight", "layers.0.mlp.up.weight", "layers.0.mlp.down.bias", "layers.1.mlp.down.bias")
     before, around, *inner = (UnitPlan((), (entries[name],)) for name in names)
-    units = [before, replace(around, encloses=2), *inner]
+    units = [before, replace(around, num_nested=2), *inner]
 
     def at_work(*recomputed: list[range]) -> int:
-        return units_at_work([units], recomputed, context, FsdpPolicy(), accumulates=False, dtype=torch.bfloat16)
+        return compute_fsdp_buffer_bytes([units], recomputed, context, FsdpPolicy(), accumulates=False, dtype=torch.bfloat16)
 
     square = MODEL.hidden_size**2
     assert at_work([]) == 2 * (4 + 1) * square + 4 * (2 * 4 * square + 4 * square // 8)
@@ -244,9 +244,9 @@ def test_a_step_sends_what_the_formulas_say(ranks: int, microbatches: int) -> No
         (strategy("optim_grads_params", fsdp_reshard_after_forward="never", fsdp_reduce_once=True), 1, 1),
     ]
     for parallel, reduced, gathered in cases:
-        sent = reported(Topology(dp=ranks), 0, parallel, microbatches=microbatches).sent
+        sent = reported(Topology(dp=ranks), 0, parallel, microbatches=microbatches).traffic
         expected = [
-            Sent("dp", kind, int(size * times * share * parameters))  # type: ignore[arg-type]
+            GroupTraffic("dp", kind, int(size * times * share * parameters))  # type: ignore[arg-type]
             for kind, times, size in (("gradients", reduced, 4), ("parameters", gathered, 2))
             if times
         ]
@@ -260,13 +260,13 @@ def test_replicas(microbatches: int) -> None:
     context = lone_rank(topology, 0, META)
     context._groups[("fsdp_shard",)] = Group("fsdp_shard", (0, 1, 2, 3), 0)
     context._groups[("fsdp_replica",)] = Group("fsdp_replica", (0, 4), 0)
-    schedule = make_schedule("1f1b", 1, microbatches)
-    found = state_report(build(context), context, parallel, OptimizerConfig(), schedule)
+    schedule = build_schedule("1f1b", 1, microbatches)
+    found = build_state_report(build(context), context, parallel, OptimizerConfig(), schedule)
     alone = reported(Topology(dp=4), 0, parallel, microbatches=microbatches)
     quarter = count_parameters(MODEL, VOCAB) // 4
-    assert list(found.sent) == [
-        *(replace(one, over="4 ranks of dp") for one in alone.sent),
-        Sent("2 replicas in dp", "gradients", 4 * quarter),
+    assert list(found.traffic) == [
+        *(replace(one, over="4 ranks of dp") for one in alone.traffic),
+        GroupTraffic("2 replicas in dp", "gradients", 4 * quarter),
     ]
     # What is summed over the replicas at the end has to wait somewhere.
     assert found.memory == alone.memory + StateMemory(buffers=Bytes(4 * quarter))
@@ -277,7 +277,7 @@ def test_groups_are_told_by_their_axes() -> None:
     tied = replace(MODEL, untie_embeddings_and_output_weights=False)
     table = VOCAB * MODEL.hidden_size // 2
     for name, joined in (("no_shard", table), ("optim", table // 4)):
-        sent = reported(Topology(tp=2, dp=4, pp=2), 0, strategy(name), config=tied).sent  # type: ignore[arg-type]
+        sent = reported(Topology(tp=2, dp=4, pp=2), 0, strategy(name), config=tied).traffic  # type: ignore[arg-type]
         assert {one.over for one in sent} == {"dp", "tp x dp", "pipeline ends"}
         (ends,) = (one for one in sent if one.over == "pipeline ends")
         assert ends.bytes == 4 * joined
@@ -310,9 +310,9 @@ def test_offloaded_state_lies_in_host_memory(fraction: float) -> None:
 def test_the_fullest_stage_is_told() -> None:
     def stage(size: int) -> StateReport:
         memory = StateMemory(Bytes(2 * size, padding=size // 100), Bytes(4 * size), moments=Bytes(host=8 * size))
-        return StateReport(memory, (Sent("dp", "gradients", 4 * size), Sent("dp", "parameters", 2 * size)))
+        return StateReport(memory, (GroupTraffic("dp", "gradients", 4 * size), GroupTraffic("dp", "parameters", 2 * size)))
 
-    lines = describe_state([stage(10**6), stage(10**9)], strategy("optim_grads_params", fsdp_shard_size=2), Topology(dp=8), 3)
+    lines = format_state_report([stage(10**6), stage(10**9)], strategy("optim_grads_params", fsdp_shard_size=2), Topology(dp=8), 3)
     assert lines == [
         "state of the model, optim_grads_params over 8 data ranks in groups of 2: 6 GB on a rank of stage 1, the fullest: "
         "parameters 2 GB, gradients 4 GB; 10 MB of it padding",
@@ -320,7 +320,7 @@ def test_the_fullest_stage_is_told() -> None:
         "in a step of 3 microbatches such a rank sends 6 GB over dp (gradients 4 GB, parameters 2 GB)",
     ]
     small = StateReport(StateMemory(Bytes(2000), Bytes(4000)), ())
-    assert describe_state([small], strategy("optim"), Topology(), 1) == [
+    assert format_state_report([small], strategy("optim"), Topology(), 1) == [
         "state of the model, one data rank: 6 kB on each rank: parameters 2 kB, gradients 4 kB"
     ]
 
@@ -330,7 +330,7 @@ def test_the_fullest_stage_is_told() -> None:
     [(0, "0 bytes"), (999, "999 bytes"), (1000, "1 kB"), (999_499, "999 kB"), (999_500, "1 MB"), (2.345e13, "23.4 TB")],
 )
 def test_amounts(num_bytes: float, text: str) -> None:
-    assert amount(num_bytes) == text
+    assert format_bytes(num_bytes) == text
 
 
 def test_the_start_up_log_tells_it() -> None:

@@ -20,7 +20,7 @@ def test_a_recorder_without_calls_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, traces: list[bytes], name: str | None
 ) -> None:
     """A torch that is built with NCCL has its recorder on a CPU too, without entries."""
-    monkeypatch.setattr(watched, "flight_recorder_dumps", lambda: [lambda trace=trace: trace for trace in traces])
+    monkeypatch.setattr(watched, "find_flight_recorder_dumps", lambda: [lambda trace=trace: trace for trace in traces])
     file = tmp_path / "rank-0.calls.json"
     watched._write_trace(file)
     assert file.exists() == (name is not None)

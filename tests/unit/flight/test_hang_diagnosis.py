@@ -19,13 +19,13 @@ from typing import NamedTuple
 
 import pytest
 
-from megatron.config.launcher import module_start
+from megatron.config.launcher import build_module_command
 from megatron.parallel.topology import GRADIENT_AXES, Topology
-from megatron.spec.schedules import make_schedule
+from megatron.spec.schedules import build_schedule
 from megatron_lab.flight import watched, watcher
-from megatron_lab.flight.diagnosis import find_departed
+from megatron_lab.flight.diagnosis import diagnose_ranks
 from megatron_lab.flight.record import Channel, FlightRecord, Snapshot
-from megatron_lab.flight.watcher import STACKS, Judge, NodeWatcher, Orders
+from megatron_lab.flight.watcher import STACK_SIGNAL, HangDetector, NodeWatcher, WatcherConfig
 
 STEPS = 2
 
@@ -50,7 +50,7 @@ def _calls(topology: Topology, rank: int, schedule: str) -> Iterator[Call]:
     """The calls of some steps: messages posted one operation ahead, sums over tensor ranks, gradients that are waited for at the
     end, the sum of the world."""
     stage = topology.coordinates(rank)["pp"]
-    made = make_schedule(schedule, topology.pp, 2 * topology.pp, 2 if schedule == "interleaved" else 1)
+    made = build_schedule(schedule, topology.pp, 2 * topology.pp, 2 if schedule == "interleaved" else 1)
     pipeline, tensor = topology.group(rank, "pp"), topology.group(rank, "tp")
     for _ in range(STEPS):
         linked = made.linked_ops[stage]
@@ -129,9 +129,9 @@ def test_whoever_departs_is_named_wherever_it_was() -> None:
         topology, schedule = draw.choice(worlds)
         culprit = draw.randrange(topology.world_size)
         snapshots = hang(topology, schedule, culprit, draw.randrange(1, 100_000))
-        found = find_departed(snapshots)
-        assert found.culprit == culprit, (topology, schedule, found.words)
-        assert found.words.startswith(f"rank {culprit} (node node{culprit // 4}, process {100 + culprit}): did not enter ")
+        found = diagnose_ranks(snapshots)
+        assert found.culprit == culprit, (topology, schedule, found.message)
+        assert found.message.startswith(f"rank {culprit} (node node{culprit // 4}, process {100 + culprit}): did not enter ")
         assert set(found.waiting) == {*range(topology.world_size)} - {culprit}
 
 
@@ -140,20 +140,20 @@ def test_what_the_operating_system_knows_goes_first() -> None:
     snapshots = hang(Topology(tp=2, pp=2, dp=2), "1f1b", 3, 11)
     for state in ("gone", "stopped"):
         told = [replace(one, process=state if one.rank == 6 else "") for one in snapshots]
-        found = find_departed(told)
-        assert found.culprit == 6 and state in found.words and found.waiting == (0, 1, 2, 3, 4, 5, 7)
+        found = diagnose_ranks(told)
+        assert found.culprit == 6 and state in found.message and found.waiting == (0, 1, 2, 3, 4, 5, 7)
 
 
 def test_where_nobody_is_behind_nobody_is_accused() -> None:
     """A message is lost, or a device does not finish; or the one rank that waits for nothing has the rest wait."""
     whole = [replace(one, waiting=True) for one in hang(Topology(dp=2), "1f1b", 0, -1)]
     level = [replace(one, channels=whole[0].channels) for one in whole]
-    assert find_departed(level).culprit is None and "a message is lost" in find_departed(level).words
+    assert diagnose_ranks(level).culprit is None and "a message is lost" in diagnose_ranks(level).message
     (waits, busy) = level[0], replace(level[1], waiting=False, phase="saving")
-    found = find_departed([waits, busy])
-    assert found.culprit == 1 and "saving" in found.words and found.waiting == (0,)
+    found = diagnose_ranks([waits, busy])
+    assert found.culprit == 1 and "saving" in found.message and found.waiting == (0,)
     idle = [replace(one, waiting=False) for one in level]
-    assert find_departed(idle).culprit is None and "wait for their devices" in find_departed(idle).words
+    assert diagnose_ranks(idle).culprit is None and "wait for their devices" in diagnose_ranks(idle).message
 
 
 def test_of_a_circle_the_message_is_named_that_was_left_out() -> None:
@@ -167,31 +167,31 @@ def test_of_a_circle_the_message_is_named_that_was_left_out() -> None:
     back, awaited = (Channel("pp_down", (2, 0), True, calls, "receive") for calls in (7, 8))
     products = [Channel("tp", (2, 3), False, calls, "all-reduce") for calls in (4, 5)]
     third = replace(rank(3, 3, products[1]), quiet_s=41.0)  # it got its message, and waits for the product of rank 2
-    found = find_departed([rank(0, 5, sums[0], sent, awaited), rank(1, 8, sums[1]), rank(2, 3, arrived, back, products[0]), third])
-    assert found.culprit == 0 and "did not enter message 8 from rank 0 to rank 2" in found.words
+    found = diagnose_ranks([rank(0, 5, sums[0], sent, awaited), rank(1, 8, sums[1]), rank(2, 3, arrived, back, products[0]), third])
+    assert found.culprit == 0 and "did not enter message 8 from rank 0 to rank 2" in found.message
 
 
 def test_the_watcher_of_the_first_node_hears_those_of_the_others(tmp_path: Path) -> None:
     """Two nodes with a rank each, played by this process: the rank of the second one is named, and its stacks are written there."""
     records, watchers, port = [], [], ""
     with (tmp_path / "stacks").open("w") as file:
-        faulthandler.register(STACKS, file)
+        faulthandler.register(STACK_SIGNAL, file)
         try:
             for node in range(2):
                 folder = tmp_path / f"node{node}"
                 folder.mkdir()
                 record = FlightRecord(folder / f"rank-{node}.record", node)
-                channel = record.channel("dp", (0, 1))
+                channel = record.add_channel("dp", (0, 1))
                 for name in ("in a step", "between steps", "in a step"):
-                    record.phase(name, 5)
+                    record.set_phase(name, 5)
                 for _ in range(2 - node):
-                    record.call(channel, 0)
+                    record.count_call(channel, 0)
                 if node == 0:
-                    record.wait(True)
+                    record.set_waiting(True)
                 records.append(record)
                 head = f"127.0.0.1:{port}" if node else None
-                orders = Orders(str(folder), 1, 2, 1.0, None, "secret", head, str(tmp_path / f"kept{node}"))
-                command, environment = module_start("megatron_lab.flight.watcher")
+                orders = WatcherConfig(str(folder), 1, 2, 1.0, None, "secret", head, str(tmp_path / f"kept{node}"))
+                command, environment = build_module_command("megatron_lab.flight.watcher")
                 watchers.append(
                     subprocess.Popen(
                         command,
@@ -213,11 +213,11 @@ def test_the_watcher_of_the_first_node_hears_those_of_the_others(tmp_path: Path)
                 time.sleep(0.05)
         finally:
             for record in records:
-                record.phase("ended")
+                record.set_phase("ended")
             for one in watchers:
                 one.stdin = None
                 one.communicate(timeout=30.0)
-            faulthandler.unregister(STACKS)
+            faulthandler.unregister(STACK_SIGNAL)
     assert [one.returncode for one in watchers] == [0, 0]
     assert not (tmp_path / "node0").exists() and not (tmp_path / "node1").exists()
 
@@ -229,7 +229,7 @@ def test_a_rank_is_not_named_by_what_is_older_than_the_stillness(
     """Rank 0 enters a call at 1.6 s. What its node has heard of rank 1 is older, and comes late, since the link is slow."""
     now = 0.0
     monkeypatch.setattr(watcher, "time", types.SimpleNamespace(monotonic=lambda: now))
-    watching = NodeWatcher(Orders("", 1, 2, 0.6, None, ""))
+    watching = NodeWatcher(WatcherConfig("", 1, 2, 0.6, None, ""))
 
     def rank(number: int, calls: int, quiet_s: float) -> Snapshot:
         channel = Channel("dp", (0, 1), False, calls, "all-reduce")
@@ -238,7 +238,7 @@ def test_a_rank_is_not_named_by_what_is_older_than_the_stillness(
     def judged(at: float) -> str:
         nonlocal now
         now = at
-        watching._judge_all([rank(0, 2, at - 1.6) if at >= 1.6 else rank(0, 1, 0.0)])
+        watching._check_all_nodes([rank(0, 2, at - 1.6) if at >= 1.6 else rank(0, 1, 0.0)])
         return capsys.readouterr().err
 
     for now in (0.5, 1.0, 1.5):
@@ -255,7 +255,7 @@ def test_a_rank_is_not_named_by_what_is_older_than_the_stillness(
     assert judged(4.2) == "", "said once"
     now = 7.5
     watching.receive("1", [rank(1, 3, 0.0)])
-    assert "the run goes on, after 5 s without a movement" in judged(7.5)
+    assert "the run continues after 5 s without progress" in judged(7.5)
 
 
 def test_a_node_that_stays_silent_is_told_though_what_it_said_is_old(
@@ -263,23 +263,23 @@ def test_a_node_that_stays_silent_is_told_though_what_it_said_is_old(
 ) -> None:
     now = 0.0
     monkeypatch.setattr(watcher, "time", types.SimpleNamespace(monotonic=lambda: now))
-    watching = NodeWatcher(Orders("", 1, 2, 0.6, None, ""))
+    watching = NodeWatcher(WatcherConfig("", 1, 2, 0.6, None, ""))
     one = Snapshot(0, "node0", 100, "in a step", 7, 3, "", 0, True, 0.0, 0.0, "", ())
     watching.receive("1", [replace(one, rank=1, host="node1")])
     said = []
     for now in (1.0, 1.9, 2.1, 3.0):
-        watching._judge_all([replace(one, quiet_s=now)])
+        watching._check_all_nodes([replace(one, quiet_s=now)])
         said.append(capsys.readouterr().err)
-    assert "node node1 (rank 1) has not been heard from for 2 s" in said[2] and said[:2] == ["", ""] and said[3] == ""
+    assert "node node1 (rank 1) has sent no report for 2 s" in said[2] and said[:2] == ["", ""] and said[3] == ""
 
 
 def test_a_stillness_that_has_happened_before_is_no_hang() -> None:
     """Nor the first step, or the first save, as long as they take no ten times the limit."""
-    judge, (one,) = Judge(10.0), hang(Topology(), "1f1b", 0, 3)
+    judge, (one,) = HangDetector(10.0), hang(Topology(), "1f1b", 0, 3)
 
     def limit(phase: str, iteration: int, quiet_s: float) -> float:
-        judge.look([replace(one, phase=phase, iteration=iteration, steps=max(0, iteration - 1), quiet_s=quiet_s)])
-        return judge.limit_s()
+        judge.update([replace(one, phase=phase, iteration=iteration, steps=max(0, iteration - 1), quiet_s=quiet_s)])
+        return judge.get_limit_s()
 
     assert limit("starting", 0, 0.0) == limit("starting", 0, 0.4) == limit("starting", 0, 0.0) == 100.0, "it only drew breath"
     assert limit("in a step", 1, 60.0) == 100.0
@@ -302,9 +302,9 @@ def test_what_killed_starts_left_is_removed(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         if pid:
             record = FlightRecord(tmp_path / name / "rank-0.record", 0)
-            record._who["pid"] = pid
-            record._describe()
+            record._identity["pid"] = pid
+            record._write_description()
         if name != "flight-new":
             os.utime(tmp_path / name, (0, 0))
-    watched._sweep(tmp_path)
+    watched._remove_stale_folders(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["flight-alive", "flight-new", "other"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_lab.inference.generate import Sampling, choose
+from megatron_lab.inference.generate import Sampling, sample_tokens
 
 SCORES = torch.tensor([[2.0, -1.0, 0.5, 1.5, -3.0, 0.0]], dtype=torch.float64)
 
@@ -13,7 +13,7 @@ SCORES = torch.tensor([[2.0, -1.0, 0.5, 1.5, -3.0, 0.0]], dtype=torch.float64)
 def shares(sampling: Sampling, scores: torch.Tensor = SCORES, count: int = 100_000) -> torch.Tensor:
     """How often each token is chosen, over evenly spread random numbers."""
     uniform = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    ids = choose(scores.expand(count, -1), sampling, uniform)
+    ids = sample_tokens(scores.expand(count, -1), sampling, uniform)
     return torch.bincount(ids, minlength=scores.shape[-1]) / count
 
 
@@ -57,9 +57,9 @@ def test_top_p_takes_the_token_with_which_the_sum_is_reached() -> None:
 def test_rows_are_chosen_apart() -> None:
     scores = torch.tensor([[0.0, 9.0, 1.0], [9.0, 0.0, 1.0], [1.0, 1.0, 0.0]])
     uniform = torch.tensor([0.5, 0.5, 0.999999], dtype=torch.float64)
-    assert choose(scores, Sampling(), uniform).tolist() == [1, 0, 2]
-    assert choose(scores, Sampling(top_k=2), uniform)[:2].tolist() == [1, 0]
-    assert choose(scores, Sampling(temperature=0), uniform)[:2].tolist() == [1, 0]
+    assert sample_tokens(scores, Sampling(), uniform).tolist() == [1, 0, 2]
+    assert sample_tokens(scores, Sampling(top_k=2), uniform)[:2].tolist() == [1, 0]
+    assert sample_tokens(scores, Sampling(temperature=0), uniform)[:2].tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_p=0.999), Sampling(top_k=3)])
@@ -67,14 +67,18 @@ def test_a_token_of_probability_0_is_never_drawn(sampling: Sampling) -> None:
     """At either end of what a random number can be."""
     scores = torch.tensor([[-1e6, 0.0, 0.0, -1e6]], dtype=torch.float32).expand(2, -1)
     ends = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
-    assert set(choose(scores, sampling, ends).tolist()) == {1, 2}
+    assert set(sample_tokens(scores, sampling, ends).tolist()) == {1, 2}
 
 
 def test_draws_follow_from_the_seed_and_the_numbers() -> None:
-    draws = Sampling(seed=7).draws(2, 5, 100)
+    draws = Sampling(seed=7).draw_uniform(2, 5, 100)
     assert draws.dtype == torch.float64 and bool(((draws >= 0) & (draws < 1)).all())
-    assert torch.equal(draws, Sampling(seed=7, temperature=0.1).draws(2, 5, 200)[:100])
-    for other in (Sampling(seed=8).draws(2, 5, 100), Sampling(seed=7).draws(5, 2, 100), Sampling(seed=7).draws(2, 4, 100)):
+    assert torch.equal(draws, Sampling(seed=7, temperature=0.1).draw_uniform(2, 5, 200)[:100])
+    for other in (
+        Sampling(seed=8).draw_uniform(2, 5, 100),
+        Sampling(seed=7).draw_uniform(5, 2, 100),
+        Sampling(seed=7).draw_uniform(2, 4, 100),
+    ):
         assert not torch.equal(draws, other)
 
 

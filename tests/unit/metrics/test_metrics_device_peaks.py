@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.metrics.measures import mixed_peak_flops, peak_flops
+from megatron.metrics.measures import get_mixed_peak_flops, get_peak_flops
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ from megatron.metrics.measures import mixed_peak_flops, peak_flops
     ],
 )
 def test_known_devices(name: str, dtype: str, teraflops: float) -> None:
-    assert peak_flops(name, dtype) == pytest.approx(teraflops * 1e12, rel=1e-12)
+    assert get_peak_flops(name, dtype) == pytest.approx(teraflops * 1e12, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -63,12 +63,12 @@ def test_known_devices(name: str, dtype: str, teraflops: float) -> None:
     ],
 )
 def test_unknown_devices_and_formats_have_no_peak(name: str, dtype: str) -> None:
-    assert peak_flops(name, dtype) is None
+    assert get_peak_flops(name, dtype) is None
 
 
 def test_a_peak_of_several_formats_is_that_of_the_time_they_take() -> None:
     """Half of 2 PFLOP in 8 bits, half in 16, each at its peak."""
-    half = mixed_peak_flops("NVIDIA B200", "bfloat16", 0.5)
+    half = get_mixed_peak_flops("NVIDIA B200", "bfloat16", 0.5)
     assert half == pytest.approx(2e15 / (1e15 / 4500e12 + 1e15 / 2250e12))
-    assert mixed_peak_flops("NVIDIA B200", "bfloat16", 0.0) == 2250e12
-    assert mixed_peak_flops("NVIDIA A100-SXM4-80GB", "bfloat16", 0.5) is None
+    assert get_mixed_peak_flops("NVIDIA B200", "bfloat16", 0.0) == 2250e12
+    assert get_mixed_peak_flops("NVIDIA A100-SXM4-80GB", "bfloat16", 0.5) is None

@@ -10,7 +10,13 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config.model import ModelConfig
-from megatron.spec.counts import attention_flops, count_parameters, flops_per_step, flops_per_token, layer_flops
+from megatron.spec.counts import (
+    count_attention_flops,
+    count_flops_per_step,
+    count_flops_per_token,
+    count_layer_flops,
+    count_parameters,
+)
 
 GPT2_SMALL = ModelConfig(num_layers=12, hidden_size=768, num_attention_heads=12, seq_length=1024)
 LLAMA = ModelConfig(
@@ -110,8 +116,8 @@ def test_flops_equal_the_products_of_a_plain_model(config: ModelConfig) -> None:
     size = config.kv_channels or config.hidden_size // config.num_attention_heads
     square = 3 * 2 * (2 * length * length * size) * config.num_attention_heads * config.num_layers * sequences
     expected = counter.get_total_flops() - square // 2
-    assert flops_per_step(config, VOCABULARY, sequences) == expected
-    assert flops_per_token(config, VOCABULARY) * sequences * length == expected
+    assert count_flops_per_step(config, VOCABULARY, sequences) == expected
+    assert count_flops_per_token(config, VOCABULARY) * sequences * length == expected
 
 
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
@@ -119,9 +125,9 @@ def test_attention_within_documents_is_counted_as_such(config: ModelConfig) -> N
     """Two sequences, of which one is two documents of a half each: its attention is half as much."""
     size = config.kv_channels or config.hidden_size // config.num_attention_heads
     causal = 3 * 2 * (2 * config.seq_length**2 * size) // 2 * config.num_attention_heads * config.num_layers
-    whole = flops_per_step(config, VOCABULARY, 2)
-    assert flops_per_step(config, VOCABULARY, 2, 2.0) == whole
-    assert flops_per_step(config, VOCABULARY, 2, 1.0 + 2 * 0.5**2) == whole - causal / 2
+    whole = count_flops_per_step(config, VOCABULARY, 2)
+    assert count_flops_per_step(config, VOCABULARY, 2, 2.0) == whole
+    assert count_flops_per_step(config, VOCABULARY, 2, 1.0 + 2 * 0.5**2) == whole - causal / 2
 
 
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
@@ -168,7 +174,7 @@ def test_flops_are_near_six_per_parameter_and_token() -> None:
     # 6 N per token plus attention (Kaplan et al. 2020); for Llama 2 7B: 6 x (parameters - embedding) + 6 x layers x hidden x s.
     embedding_and_norms = 32000 * 4096 + (2 * 32 + 1) * 4096
     products = count_parameters(LLAMA, 32000) - embedding_and_norms
-    assert flops_per_token(LLAMA, 32000) == 6 * products + 6 * 32 * 4096 * 4096
+    assert count_flops_per_token(LLAMA, 32000) == 6 * products + 6 * 32 * 4096 * 4096
 
 
 @pytest.mark.parametrize("query_rank", [None, 6])
@@ -179,5 +185,5 @@ def test_latent_attention_by_hand(query_rank: int | None) -> None:
     h, n, s = config.hidden_size, config.num_attention_heads, config.seq_length
     queries = h * n * 9 if query_rank is None else h * query_rank + query_rank * n * 9
     products = queries + h * (7 + 4) + 7 * n * (5 + 3) + n * 3 * h + 2 * h * config.ffn_size
-    assert attention_flops(config) == (n * (9 + 3) * s,) * config.num_layers  # causal: half of the square
-    assert layer_flops(config) == (2 * products + n * (9 + 3) * s,) * config.num_layers
+    assert count_attention_flops(config) == (n * (9 + 3) * s,) * config.num_layers  # causal: half of the square
+    assert count_layer_flops(config) == (2 * products + n * (9 + 3) * s,) * config.num_layers

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.metrics.history import HISTORY, HistoryFile, first_losses, read_history
+from megatron.metrics.history import HISTORY_FILE, HistoryFile, read_first_losses, read_history
 
 SEQUENCE = 16
 
@@ -28,20 +28,20 @@ def take(file: HistoryFile, iterations: range, *, loss: float = 1.0, batch: int 
     """Steps of one batch size, behind so many samples."""
     for number, iteration in enumerate(iterations, 1):
         numbers: dict[str, Any] = {"lm_loss": loss + iteration, "grad_norm": 0.5, "learning_rate": 1e-3, "seconds": 0.25}
-        file.step(iteration, before + number * batch, batch, **numbers)
+        file.add_step(iteration, before + number * batch, batch, **numbers)
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     """Steps by number, with tokens that follow a batch that grows; other lines in their places; a NaN is no number."""
     clock = Clock()
     file = HistoryFile(tmp_path, SEQUENCE, clock)
-    file.start(0, 0, 0, {"world_size": 2, "peak_flops": math.inf})
+    file.write_start(0, 0, 0, {"world_size": 2, "peak_flops": math.inf})
     take(file, range(1, 4))
     take(file, range(4, 6), batch=8, before=12)
-    file.line("log", 5, 28, {"lm_loss": 3.0, "spent": {"steps": 1.5, "saves": math.nan}})
-    file.line("evaluation", 5, 28, {"validation_loss": 2.5})
-    file.step(6, 36, 8, lm_loss=math.nan, grad_norm=None, learning_rate=1e-3, seconds=0.1)
-    file.line("event", 6, 36, {"event": "end", "words": "done"})
+    file.write_line("log", 5, 28, {"lm_loss": 3.0, "spent": {"steps": 1.5, "saves": math.nan}})
+    file.write_line("evaluation", 5, 28, {"validation_loss": 2.5})
+    file.add_step(6, 36, 8, lm_loss=math.nan, grad_norm=None, learning_rate=1e-3, seconds=0.1)
+    file.write_line("event", 6, 36, {"event": "end", "words": "done"})
     file.close()
     found = read_history(tmp_path)
     assert [(step.iteration, step.tokens // SEQUENCE, step.batch) for step in found.steps] == [
@@ -52,7 +52,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert found.starts[0]["world_size"] == 2 and found.starts[0]["peak_flops"] is None and found.starts[0]["format"] == 1
     assert found.logs[0]["spent"] == {"steps": 1.5, "saves": None} and found.logs[0]["tokens"] == 28 * SEQUENCE
     assert found.evaluations[0]["validation_loss"] == 2.5 and found.events[0]["words"] == "done"
-    assert all(json.loads(line)["time"] == 1000.0 for line in (tmp_path / HISTORY).read_text().splitlines())
+    assert all(json.loads(line)["time"] == 1000.0 for line in (tmp_path / HISTORY_FILE).read_text().splitlines())
 
 
 def test_steps_are_written_soon(tmp_path: Path) -> None:
@@ -65,48 +65,48 @@ def test_steps_are_written_soon(tmp_path: Path) -> None:
     take(file, range(3, 4))
     assert len(read_history(tmp_path).steps) == 3
     take(file, range(4, 5))
-    file.line("event", 4, 16, {"event": "save", "words": ""})
+    file.write_line("event", 4, 16, {"event": "save", "words": ""})
     assert len(read_history(tmp_path).steps) == 4
 
 
 def test_steps_that_are_made_again_count_once(tmp_path: Path) -> None:
     """After a restart from an earlier checkpoint with longer samples, half a line of the start that was killed, and a rewind."""
     file = HistoryFile(tmp_path, SEQUENCE)
-    file.start(0, 0, 0, {})
+    file.write_start(0, 0, 0, {})
     take(file, range(1, 8))
-    file.line("evaluation", 5, 20, {"validation_loss": 8.0})
-    file.line("evaluation", 7, 28, {"validation_loss": 9.0})
+    file.write_line("evaluation", 5, 20, {"validation_loss": 8.0})
+    file.write_line("evaluation", 7, 28, {"validation_loss": 9.0})
     file.close()
-    with (tmp_path / HISTORY).open("a") as text:
+    with (tmp_path / HISTORY_FILE).open("a") as text:
         text.write('{"kind": "steps", "iterat')
     file = HistoryFile(tmp_path, 2 * SEQUENCE)
-    file.start(5, 20, 20 * SEQUENCE, {})
+    file.write_start(5, 20, 20 * SEQUENCE, {})
     take(file, range(6, 10), loss=100.0, before=20)
-    file.line("event", 8, 32, {"event": "rewind", "words": "", "left": 9})
+    file.write_line("event", 8, 32, {"event": "rewind", "words": "", "left": 9})
     take(file, range(9, 11), loss=200.0, before=40)
     file.close()
-    found = read_history(tmp_path / HISTORY)
+    found = read_history(tmp_path / HISTORY_FILE)
     assert [step.iteration for step in found.steps] == [*range(1, 11)]
     assert [step.lm_loss for step in found.steps] == [2, 3, 4, 5, 6, 106, 107, 108, 209, 210]
     assert found.steps[4].tokens == 20 * SEQUENCE and found.steps[5].tokens == 20 * SEQUENCE + 4 * 2 * SEQUENCE
-    assert len(found.starts) == 2 and found.unreadable == 1
+    assert len(found.starts) == 2 and found.num_unreadable == 1
     assert [line["validation_loss"] for line in found.evaluations] == [8.0]
 
 
 def test_the_first_losses_are_found(tmp_path: Path) -> None:
     """Those of the run that goes on in the folder, not of one that began there before."""
-    assert first_losses(tmp_path, 5) == []
+    assert read_first_losses(tmp_path, 5) == []
     for loss in (1.0, 50.0):
         file = HistoryFile(tmp_path, SEQUENCE)
-        file.start(0, 0, 0, {})
+        file.write_start(0, 0, 0, {})
         for begin in (1, 3):
             take(file, range(begin, begin + 2), loss=loss)
             file.flush()
-        file.start(3, 12, 12 * SEQUENCE, {})
+        file.write_start(3, 12, 12 * SEQUENCE, {})
         file.close()
-    assert first_losses(tmp_path, 3) == [51.0, 52.0, 53.0]
+    assert read_first_losses(tmp_path, 3) == [51.0, 52.0, 53.0]
 
 
 def test_a_folder_without_a_record_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"history.jsonl is no file.*--save, or of --tensorboard-dir"):
+    with pytest.raises(ValueError, match=r"history.jsonl is not a file.*--save, or of --tensorboard-dir"):
         read_history(tmp_path)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron.config.outputs import LoggingConfig
-from megatron_lab.monitoring.loggers import MetricsFile, TensorBoard, WandB, curve_sinks
+from megatron_lab.monitoring.loggers import MetricsFile, TensorBoard, WandB, build_curve_sinks
 
 
 def strict_lines(path: Path) -> list[dict[str, Any]]:
@@ -30,9 +30,9 @@ def test_metrics_file_has_full_digits_and_is_flushed(tmp_path: Path) -> None:
     path = tmp_path / "new" / "metrics.jsonl"
     metrics = MetricsFile(path, append=False)
     loss = 2.718281828459045
-    metrics.scalars(10, 320, {"lm_loss": loss, "skipped": 0})
+    metrics.log_scalars(10, 320, {"lm_loss": loss, "skipped": 0})
     assert strict_lines(path) == [{"iteration": 10, "consumed_samples": 320, "lm_loss": loss, "skipped": 0}]
-    metrics.scalars(10, 320, {"validation_loss": 0.1 + 0.2})
+    metrics.log_scalars(10, 320, {"validation_loss": 0.1 + 0.2})
     metrics.close()
     assert strict_lines(path)[1] == {"iteration": 10, "consumed_samples": 320, "validation_loss": 0.30000000000000004}
 
@@ -40,7 +40,7 @@ def test_metrics_file_has_full_digits_and_is_flushed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_what_json_cannot_say_is_null_and_marked(tmp_path: Path, value: float) -> None:
     metrics = MetricsFile(tmp_path / "metrics.jsonl", append=False)
-    metrics.scalars(1, 2, {"lm_loss": value, "grad_norm": 1.0})
+    metrics.log_scalars(1, 2, {"lm_loss": value, "grad_norm": 1.0})
     metrics.close()
     expected = {"iteration": 1, "consumed_samples": 2, "lm_loss": None, "grad_norm": 1.0, "nonfinite": True}
     assert strict_lines(tmp_path / "metrics.jsonl") == [expected]
@@ -50,20 +50,20 @@ def test_resumed_run_appends_after_half_a_line_and_a_new_run_begins_anew(tmp_pat
     path = tmp_path / "metrics.jsonl"
     for iteration, append in ((1, True), (2, True)):
         metrics = MetricsFile(path, append=append)
-        metrics.scalars(iteration, 0, {})
+        metrics.log_scalars(iteration, 0, {})
         metrics.close()
     assert [record["iteration"] for record in strict_lines(path)] == [1, 2]
 
     with path.open("a") as file:
         file.write('{"iterat')  # killed while writing
     metrics = MetricsFile(path, append=True)
-    metrics.scalars(3, 0, {})
+    metrics.log_scalars(3, 0, {})
     metrics.close()
     lines = path.read_text().splitlines()
     assert lines[2] == '{"iterat' and json.loads(lines[3])["iteration"] == 3
 
     metrics = MetricsFile(path, append=False)
-    metrics.scalars(9, 0, {})
+    metrics.log_scalars(9, 0, {})
     metrics.close()
     assert [record["iteration"] for record in strict_lines(path)] == [9]
 
@@ -79,7 +79,7 @@ def test_a_line_is_whole_or_missing(tmp_path: Path, capsys: pytest.CaptureFixtur
     """On a disk that is full in the middle of a line, and then is not."""
     path = tmp_path / "metrics.jsonl"
     metrics = MetricsFile(path, append=False)
-    metrics.scalars(1, 0, {})
+    metrics.log_scalars(1, 0, {})
     real = metrics._file._file
 
     class Full:
@@ -99,14 +99,15 @@ def test_a_line_is_whole_or_missing(tmp_path: Path, capsys: pytest.CaptureFixtur
 
     for iteration in (2, 3):
         metrics._file._file = Full()  # type: ignore[assignment]
-        metrics.scalars(iteration, 0, {})
+        metrics.log_scalars(iteration, 0, {})
     metrics._file._file = real
-    metrics.scalars(4, 0, {})
+    metrics.log_scalars(4, 0, {})
     metrics.close()
     assert [record["iteration"] for record in strict_lines(path)] == [1, 4]
     said = capsys.readouterr().err.splitlines()
     assert said == [
-        f"--metrics-file {path} cannot be written (No space left on device): training goes on, what comes meanwhile is lost there",
+        f"--metrics-file {path} cannot be written (No space left on device): training continues, but its output there is lost "
+        "until writing works again",
         f"--metrics-file {path} is written again",
     ]
 
@@ -115,8 +116,8 @@ def test_tensorboard_has_the_tags_of_megatron(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = TensorBoard(str(tmp_path), "megatron")
-    board.scalars(10, 320, {"lm_loss": 4.0, "elapsed_ms": 250.0, "learning_rate": 0.5, "forward-time": 3.0})
-    board.scalars(10, 320, {"validation_loss": 0.0, "test_loss": 1.0})
+    board.log_scalars(10, 320, {"lm_loss": 4.0, "elapsed_ms": 250.0, "learning_rate": 0.5, "forward-time": 3.0})
+    board.log_scalars(10, 320, {"validation_loss": 0.0, "test_loss": 1.0})
     board.close()
     events = EventAccumulator(str(tmp_path)).Reload()
     points = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
@@ -143,8 +144,8 @@ def test_tensorboard_opens_on_the_loss(tmp_path: Path) -> None:
     names = (
         "lm_loss learning_rate tokens_per_s mfu memory_bytes busiest_expert busiest_expert/layers.0 forward-time compile_seconds"
     )
-    board.scalars(10, 320, dict.fromkeys(names.split(), 4.0) | {"elapsed_ms": 250.0})
-    board.scalars(10, 320, {"validation_loss": 1.0, "memory/parameters": 7.0, "grad-norm/layers.1": 1.0, "straggler_rank": 2})
+    board.log_scalars(10, 320, dict.fromkeys(names.split(), 4.0) | {"elapsed_ms": 250.0})
+    board.log_scalars(10, 320, {"validation_loss": 1.0, "memory/parameters": 7.0, "grad-norm/layers.1": 1.0, "straggler_rank": 2})
     board.close()
     tags = sorted(EventAccumulator(str(tmp_path)).Reload().Tags()["scalars"])
     assert tags == sorted(
@@ -180,7 +181,7 @@ def test_wandb_receives_values_and_ends(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     board = WandB("project", "name", {"lr": 0.1})
-    board.scalars(10, 320, {"lm_loss": 4.0})
+    board.log_scalars(10, 320, {"lm_loss": 4.0})
     board.close()
     settings = {"project": "project", "name": "name", "config": {"lr": 0.1}, "entity": None, "dir": None}
     assert calls == [settings, ({"lm_loss": 4.0, "consumed_samples": 320}, 10), "finished"]
@@ -195,10 +196,10 @@ def test_wandb_without_the_package_names_the_extra(monkeypatch: pytest.MonkeyPat
 def test_only_what_is_asked_for_is_opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     opened: list[Any] = []
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: opened.append(settings)))
-    assert curve_sinks(LoggingConfig()) == [] == opened
+    assert build_curve_sinks(LoggingConfig()) == [] == opened
     config = LoggingConfig(tensorboard_dir=str(tmp_path / "curves"), wandb_project="project", wandb_exp_name="name")
     config = replace(config, wandb_entity="team", wandb_save_dir=str(tmp_path / "files"))
-    sinks = curve_sinks(config, {"lr": 1.0})
+    sinks = build_curve_sinks(config, {"lr": 1.0})
     assert [type(sink) for sink in sinks] == [TensorBoard, WandB]
     where = {"entity": "team", "dir": str(tmp_path / "files")}
     assert opened == [{"project": "project", "name": "name", "config": {"lr": 1.0}, **where}]

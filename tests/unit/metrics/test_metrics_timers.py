@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.metrics.measures import Timers, TimingOption, format_times, times_of_ranks
+from megatron.metrics.measures import Timers, TimingOption, format_times, merge_rank_times
 
 
 class Clock:
@@ -28,8 +28,8 @@ def test_timer_adds_intervals_and_counts_anew_after_reading() -> None:
         with timers("forward"):
             clock.seconds += 0.25
         clock.seconds += 7.0
-    assert timers.elapsed_ms() == {"forward": 500.0}
-    assert timers.elapsed_ms() == {"forward": 0.0}
+    assert timers.reset_elapsed_ms() == {"forward": 500.0}
+    assert timers.reset_elapsed_ms() == {"forward": 0.0}
 
 
 def test_timers_above_the_level_do_nothing_and_never_wait_for_the_device() -> None:
@@ -39,13 +39,13 @@ def test_timers_above_the_level_do_nothing_and_never_wait_for_the_device() -> No
         for _ in range(2):
             with timers(f"level {level}", level):
                 clock.seconds += 1.0
-    assert timers.elapsed_ms() == {"level 0": 2000.0, "level 1": 2000.0}
+    assert timers.reset_elapsed_ms() == {"level 0": 2000.0, "level 1": 2000.0}
     assert clock.waits == 8
 
 
 def test_times_of_ranks_joins_different_timers() -> None:
     ranks = [{"forward": 2.0, "send": 3.0}, {"forward": 1.0, "loss": 5.0}]
-    assert times_of_ranks(ranks) == {"forward": [2.0, 1.0], "send": [3.0, 0.0], "loss": [0.0, 5.0]}
+    assert merge_rank_times(ranks) == {"forward": [2.0, 1.0], "send": [3.0, 0.0], "loss": [0.0, 5.0]}
 
 
 TIMES = {"forward-backward": [1234.567, 1000.0, 1100.0], "loss": [0.0, 0.0, 3.14159], "never": [0.0, 0.0, 0.0]}

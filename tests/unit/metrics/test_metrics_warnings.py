@@ -7,13 +7,13 @@ import random
 
 import pytest
 
-from megatron_lab.monitoring.run_warnings import Corpus, LossWarnings, rate_far_off, usual_rate
+from megatron_lab.monitoring.run_warnings import Corpus, LossWarnings, check_learning_rate, get_usual_learning_rate
 
 ORDERED = Corpus(1000, True)
 
 
 def told(watch: LossWarnings, losses: list[float]) -> list[str]:
-    return [words for at, loss in enumerate(losses, 1) if (words := watch.step(at, loss)) is not None]
+    return [words for at, loss in enumerate(losses, 1) if (words := watch.check_step(at, loss)) is not None]
 
 
 def test_a_loss_above_its_start_for_long() -> None:
@@ -24,25 +24,29 @@ def test_a_loss_above_its_start_for_long() -> None:
     for fine in (noise, falls, [10.8] * 5 + [13.0] * 30 + falls):
         assert not told(LossWarnings(1000, ORDERED), fine)
     (words,) = told(LossWarnings(1000, ORDERED), [10.8] * 5 + [12.0] * 400)
-    assert "above its start for 50 iterations: 10.80 at the start" in words and "a third of --lr" in words
+    assert "above its initial value for 50 iterations: 10.80 at the start" in words and "a third of --lr" in words
     assert not told(LossWarnings(8000, ORDERED), [10.8] * 5 + [12.0] * 395), "a longer run is given longer"
     assert len(told(LossWarnings(1000, ORDERED, [4.0, 3.0, 4.0, 4.0, 4.0]), [5.0] * 60)) == 1
 
 
 def test_a_validation_loss_far_above_training() -> None:
     """Each with the likely cause: the corpus is read again and again; a split in the order of the files; other data."""
-    causes = ((ORDERED, 5000, "read 5 times"), (ORDERED, 3000, "--shuffle-seed"), (Corpus(1000, False), 3000, "of another kind"))
-    for corpus, tokens, cause in (*causes, (Corpus(None, False), 10**9, "of another kind")):
+    causes = (
+        (ORDERED, 5000, "read 5 times"),
+        (ORDERED, 3000, "--shuffle-seed"),
+        (Corpus(1000, False), 3000, "differs from the training data"),
+    )
+    for corpus, tokens, cause in (*causes, (Corpus(None, False), 10**9, "differs from the training data")):
         watch = LossWarnings(1000, corpus)
-        assert watch.evaluation(9.0, tokens) is None, "nothing to compare with"
+        assert watch.check_evaluation(9.0, tokens) is None, "nothing to compare with"
         told(watch, [3.0] * 50)
-        assert watch.evaluation(3.4, tokens) is None and watch.evaluation(2.0, tokens) is None
-        words = watch.evaluation(3.6, tokens)
+        assert watch.check_evaluation(3.4, tokens) is None and watch.check_evaluation(2.0, tokens) is None
+        words = watch.check_evaluation(3.6, tokens)
         assert words is not None and "3.60, is far above that of training, 3.00" in words and cause in words
-        assert watch.evaluation(4.0, tokens) is None, "told once"
+        assert watch.check_evaluation(4.0, tokens) is None, "told once"
     watch = LossWarnings(1000, ORDERED)
     told(watch, [3.0] * 5 + [7.0] * 20)
-    assert watch.evaluation(9.0, 3000) is None, "a loss that rises has another cause"
+    assert watch.check_evaluation(9.0, 3000) is None, "a loss that rises has another cause"
 
 
 def test_learning_rates_of_published_runs_are_not_told() -> None:
@@ -52,9 +56,9 @@ def test_learning_rates_of_published_runs_are_not_told() -> None:
         *((3e-4, 6.7e9, 1e12), (1.5e-4, 65e9, 1.4e12), (5e-5, 530e9, 270e9), (8e-5, 405e9, 15.6e12)),
     ]
     for rate, parameters, tokens in published:
-        assert rate_far_off(rate, 6 * parameters * tokens) is None
-    assert usual_rate(1e20) == pytest.approx(0.3118 * 10**-2.5)
-    high, low = rate_far_off(0.1, 1e20), rate_far_off(1e-6, 1e20)
+        assert check_learning_rate(rate, 6 * parameters * tokens) is None
+    assert get_usual_learning_rate(1e20) == pytest.approx(0.3118 * 10**-2.5)
+    high, low = check_learning_rate(0.1, 1e20), check_learning_rate(1e-6, 1e20)
     assert high is not None and "--lr 0.1 is 101 times above" in high and "try --lr 1e-03" in high and "diverge" in high
     assert low is not None and "times below" in low and "hardly falls" in low
-    assert all(rate_far_off(*each) is None for each in itertools.product((0.0,), (0.0, 1e20)))
+    assert all(check_learning_rate(*each) is None for each in itertools.product((0.0,), (0.0, 1e20)))

@@ -10,7 +10,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.model import build
 from megatron.parallel.context import Group
-from megatron.parallel.overlap import Overlap, Pieces
+from megatron.parallel.overlap import Overlap, RingOverlap
 from megatron.parallel.topology import Topology
 from tests.support.lone_rank import lone_rank
 
@@ -26,10 +26,10 @@ def test_tensor_ranks_choose_together_how_products_overlap_with_their_messages(
 
     def choose(group: Group, device: torch.device) -> Overlap:
         asked.append(group)
-        return Pieces("a CPU")
+        return RingOverlap("a CPU")
 
-    monkeypatch.setattr("megatron.parallel.overlap.choose", choose)
+    monkeypatch.setattr("megatron.parallel.overlap.choose_overlap", choose)
     context = lone_rank(Topology(tp=2, dp=2), 1)
     parallel = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True, tp_comm_overlap=overlap)
-    build.model_of(Config(model=MODEL, parallel=parallel), context, 100)
+    build.build_model_from_config(Config(model=MODEL, parallel=parallel), context, 100)
     assert asked == [context.group("tp")] * chooses

@@ -14,7 +14,7 @@ def test_a_window_keeps_the_last_tokens_each_at_its_position_modulo_the_room() -
     room, heads, size = 4, 3, 2
     keys = torch.arange(9.0 * len(LENGTHS) * heads * size).view(9, len(LENGTHS), heads, size)  # [s, b, g, d]
     cache = KeyValueCache(12)
-    cache.expect(LENGTHS, keys.device)
+    cache.prepare_prefill(LENGTHS, keys.device)
     cache.append(0, keys, -keys, window=room - 1)
     stored, values = cache._layers[0]
     assert stored.shape == (len(LENGTHS), heads, room, size) and torch.equal(values, -stored)

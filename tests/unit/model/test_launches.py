@@ -11,12 +11,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatron.config.model import ModelConfig
 from megatron.model.block import Block
-from megatron.model.rope import rotary_table
+from megatron.model.rope import build_rotary_table
 from megatron.parallel.accumulate import GradSink
 from megatron.parallel.params import ParamTable, Scope
-from megatron.spec.layers import layers
-from megatron.spec.weights import model_weights, vocabulary
-from megatron.tensor_parallel.cross_entropy import LossForm, OutputLayer, chosen_chunk
+from megatron.spec.layers import build_layer_specs
+from megatron.spec.weights import build_vocab_weight, iter_weights
+from megatron.tensor_parallel.cross_entropy import LossOptions, OutputLayer, default_chunk_tokens
 from megatron_lab.planner.kernel_memory import CudaKernels
 from tests.support.launches import FusedNorms, Launches
 from tests.support.lone_rank import lone_rank
@@ -44,8 +44,8 @@ LLAMA = ModelConfig(
 
 def layer_launches(batch: int) -> list[Counter[str]]:
     """Of forward and backward of one layer in bfloat16, for a first microbatch and one whose gradients are added."""
-    table, (spec,) = ParamTable(), layers(LLAMA)
-    weights = {weight.name: weight for weight in model_weights(LLAMA, 32000)}
+    table, (spec,) = ParamTable(), build_layer_specs(LLAMA)
+    weights = {weight.name: weight for weight in iter_weights(LLAMA, 32000)}
     block = Block(Scope(lone_rank(), table, weights, torch.bfloat16, False).child("layers.0"), LLAMA, spec, 0)
     for entry in table:
         provide = partial(torch.empty, entry.param.shape, device=META)
@@ -54,7 +54,7 @@ def layer_launches(batch: int) -> list[Counter[str]]:
     for _ in range(2):
         x = torch.empty(SEQ, batch, LLAMA.hidden_size, dtype=torch.bfloat16, device=META, requires_grad=True)
         assert spec.attention.rotary is not None
-        rotary = rotary_table(torch.zeros(SEQ, batch, dtype=torch.int64, device=META), spec.attention.rotary, x.dtype)
+        rotary = build_rotary_table(torch.zeros(SEQ, batch, dtype=torch.int64, device=META), spec.attention.rotary, x.dtype)
         with CudaKernels(), Launches() as launches, FusedNorms(launches):
             out = block(x, rotary, None)
             torch.autograd.backward([get_gradient_edge(out)], [torch.empty_like(out)])
@@ -72,10 +72,10 @@ def test_a_llama_layer(batch: int) -> None:
         assert launches["aten::_fused_rms_norm"] == 2 and launches["aten::_scaled_dot_product_flash_attention"] == 1
 
 
-def loss_launches(vocab: int, form: LossForm) -> Counter[str]:
+def loss_launches(vocab: int, form: LossOptions) -> Counter[str]:
     """Of forward and backward of output layer and loss of one sample in bfloat16."""
     table, config = ParamTable(), ModelConfig(hidden_size=4096, untie_embeddings_and_output_weights=True)
-    weight = vocabulary("output.weight", config, vocab, "matrix")
+    weight = build_vocab_weight("output.weight", config, vocab, "matrix")
     layer = OutputLayer(Scope(lone_rank(), table, {weight.name: weight}, torch.bfloat16, False).child("output"), config, form)
     provide = partial(torch.empty, layer.weight.shape, device=META)
     layer.weight.grad_sink = GradSink(torch.float32, lambda: None, provide)  # type: ignore[attr-defined]
@@ -89,15 +89,15 @@ def loss_launches(vocab: int, form: LossForm) -> Counter[str]:
 @pytest.mark.parametrize("vocab", [32000, 128256])
 def test_a_cross_entropy(vocab: int) -> None:
     """Of a microbatch of 7B, beside the three products of its output layer."""
-    launches = loss_launches(vocab, LossForm(0))
+    launches = loss_launches(vocab, LossOptions(0))
     assert sum(number for name, number in launches.items() if "mm" in name) == 3
     assert launches.total() - 3 < 40, launches
 
 
 def test_a_loss_in_chunks() -> None:
     """Each of four chunks has four products and eleven operations beside them."""
-    size = chosen_chunk(SEQ, 128256)
+    size = default_chunk_tokens(SEQ, 128256)
     assert SEQ // size == 4
-    launches, fewer = (loss_launches(128256, LossForm(tokens)) for tokens in (size, 2 * size))
+    launches, fewer = (loss_launches(128256, LossOptions(tokens)) for tokens in (size, 2 * size))
     assert sum(number for name, number in launches.items() if "mm" in name) == 4 * 4
     assert launches.total() < 80 and launches.total() - fewer.total() <= 2 * (4 + 11), launches

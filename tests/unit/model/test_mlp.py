@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.model.mlp import _TRACED, FUNCTIONS, _swiglu_gradient
+from megatron.model.mlp import ACTIVATION_FUNCTIONS, TRACEABLE_ACTIVATION_FUNCTIONS, _swiglu_backward
 from megatron.spec.activations import ACTIVATIONS, Activation
 from megatron.spec.mlps import MLPSpec
 
@@ -34,13 +34,13 @@ def bounded(x: torch.Tensor, least: float) -> torch.Tensor:
 
 
 def function_of(activation: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
-    return FUNCTIONS[activation.name](MLPSpec(8, activation, bias=False, offset=1.0, clamp=0.5))
+    return ACTIVATION_FUNCTIONS[activation.name](MLPSpec(8, activation, bias=False, linear_offset=1.0, clamp_value=0.5))
 
 
 def test_each_equals_its_formula_and_keeps_its_input_alone() -> None:
     """So a linear layer after it may keep the same in place of its result."""
     for activation in ACTIVATIONS:
-        shape = (5, 3, 2, 8) if activation.gated else (5, 3, 8)
+        shape = (5, 3, 2, 8) if activation.is_gated else (5, 3, 8)
         for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             torch.manual_seed(0)
             x = torch.randn(shape, dtype=dtype, requires_grad=True)
@@ -66,18 +66,27 @@ def test_each_equals_its_formula_and_keeps_its_input_alone() -> None:
 
 def test_the_same_for_a_compiler() -> None:
     for activation in ACTIVATIONS:
-        x = torch.randn((5, 2, 8) if activation.gated else (5, 8), dtype=torch.float64)
-        spec = MLPSpec(8, activation, bias=False, offset=1.0, clamp=0.5)
-        torch.testing.assert_close(_TRACED[activation.name](spec)(x), FUNCTIONS[activation.name](spec)(x), rtol=1e-13, atol=1e-13)
+        x = torch.randn((5, 2, 8) if activation.is_gated else (5, 8), dtype=torch.float64)
+        spec = MLPSpec(8, activation, bias=False, linear_offset=1.0, clamp_value=0.5)
+        torch.testing.assert_close(
+            TRACEABLE_ACTIVATION_FUNCTIONS[activation.name](spec)(x),
+            ACTIVATION_FUNCTIONS[activation.name](spec)(x),
+            rtol=1e-13,
+            atol=1e-13,
+        )
 
 
 def test_at_a_bound_the_gradient_is_the_same_eager_and_compiled() -> None:
     """It is that of a value within the bounds, in every version of torch."""
-    spec = MLPSpec(8, next(one for one in ACTIVATIONS if one.name == "quick_geglu"), bias=False, offset=1.0, clamp=0.5)
+    spec = MLPSpec(8, next(one for one in ACTIVATIONS if one.name == "quick_geglu"), bias=False, linear_offset=1.0, clamp_value=0.5)
     values = torch.tensor([-0.6, -0.5, 0.1, 0.5, 0.6], dtype=torch.float64)
     pairs = torch.cartesian_prod(values, values).t().contiguous()  # of a gate and an up projection: [2, 25]
     grads = []
-    for function in (FUNCTIONS[spec.activation.name](spec), _TRACED[spec.activation.name](spec), PLAIN[spec.activation.name]):
+    for function in (
+        ACTIVATION_FUNCTIONS[spec.activation.name](spec),
+        TRACEABLE_ACTIVATION_FUNCTIONS[spec.activation.name](spec),
+        PLAIN[spec.activation.name],
+    ):
         x = pairs.clone().requires_grad_()
         function(x).sum().backward()
         assert x.grad is not None
@@ -98,5 +107,5 @@ def test_both_ways_to_the_gradient_of_a_gate(few_launches: bool) -> None:
         PLAIN["swiglu"](exact).backward(grad.double())
         rounding = 8 * torch.finfo(dtype).eps
         with torch.no_grad():
-            found = _swiglu_gradient(x, grad, few_launches=few_launches)
+            found = _swiglu_backward(x, grad, few_launches=few_launches)
         torch.testing.assert_close(found.double(), exact.grad, rtol=rounding, atol=rounding)

@@ -8,7 +8,7 @@ import torch
 from megatron.config.model import Normalization
 from megatron.parallel.params import ParamTable, Scope, materialize
 from megatron.spec.layers import NormSpec
-from megatron.spec.weights import norm as norm_weights
+from megatron.spec.weights import build_norm as norm_weights
 from megatron.tensor_parallel.layers import Norm
 from tests.support.lone_rank import CPU, lone_rank
 from tests.support.sinks import sink_over
@@ -22,7 +22,7 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 def run(kind: Normalization, dtype: torch.dtype, x: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
     table = ParamTable()
-    spec = NormSpec(kind, 1e-5, biased=kind == "LayerNorm")
+    spec = NormSpec(kind, 1e-5, has_bias=kind == "LayerNorm")
     weights = {weight.name: weight for weight in norm_weights("norm", spec, SIZE)}
     norm = Norm(Scope(lone_rank(), table, weights, dtype).child("norm"), spec, SIZE)
     materialize(norm, table, CPU)

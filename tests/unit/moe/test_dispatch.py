@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.moe import dispatch
-from megatron.moe.dispatch import _Dispatch
+from megatron.moe.dispatch import _Routes
 from megatron.parallel.context import Group
 from megatron.parallel.topology import Topology
 from tests.support.lone_rank import lone_rank
@@ -14,7 +14,7 @@ from tests.support.lone_rank import lone_rank
 
 def from_equal_ranks(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     """What this rank receives where all ranks have the same tensor."""
-    return tensor[group.index].expand_as(tensor)
+    return tensor[group.rank].expand_as(tensor)
 
 
 @pytest.mark.parametrize("experts", [2, 4])
@@ -23,12 +23,12 @@ def test_rows_are_moved_only_where_a_rank_has_several_experts(experts: int, monk
     monkeypatch.setattr(dispatch, "all_to_all", from_equal_ranks)
     group = lone_rank(Topology(dp=2, ep=2)).expert_group
     chosen = torch.tensor([[0], [1], [0], [experts - 1], [experts // 2]])
-    way = _Dispatch.of(chosen, group, experts, 1)
+    way = _Routes.of(chosen, group, experts, 1)
     each = chosen[chosen < experts // 2].sort().values
     rows = torch.cat([each, each]).unsqueeze(-1)
-    assert len(rows) == sum(way.comes) == sum(way.counts)
-    assert torch.equal(way.by_expert(rows), rows.sort(0).values)
-    assert torch.equal(way.as_arrived(way.by_expert(rows)), rows)
-    planned = _Dispatch.planned(chosen, group, experts // 2, 1, len(rows), len(chosen))
+    assert len(rows) == sum(way.receive_splits) == sum(way.rows_per_expert)
+    assert torch.equal(way.sort_by_expert(rows), rows.sort(0).values)
+    assert torch.equal(way.restore_arrival_order(way.sort_by_expert(rows)), rows)
+    planned = _Routes.assumed(chosen, group, experts // 2, 1, len(rows), len(chosen))
     for one in (way, planned):
-        assert (one.by_expert(rows) is rows) == (experts == 2)
+        assert (one.sort_by_expert(rows) is rows) == (experts == 2)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megatron.moe import grouped
-from megatron.moe.grouped import each_product, each_weight_product, grouped_linear
+from megatron.moe.grouped import compute_weight_grads_in_loop, grouped_linear, matmul_in_loop
 from megatron.parallel.accumulate import GradSink, deferring
 from tests.support.host_waits import host_waits
 from tests.support.launches import Launches
@@ -51,9 +51,9 @@ def test_the_kernel_of_torch_does_the_same(transposed: bool) -> None:
     """As far as its results are rounded the same."""
     x, weight = torch.randn(sum(COUNTS), 16).bfloat16(), torch.randn(4, 32, 16).bfloat16()
     x = x if transposed else torch.randn(sum(COUNTS), 32).bfloat16()
-    assert grouped._fits_kernel(x, weight)
-    found = grouped.in_one_kernel(x, weight, COUNTS, transposed=transposed)
-    torch.testing.assert_close(found, each_product(x, weight, COUNTS, transposed=transposed), rtol=2e-2, atol=2e-2)
+    assert grouped._kernel_supports(x, weight)
+    found = grouped.matmul_grouped(x, weight, COUNTS, transposed=transposed)
+    torch.testing.assert_close(found, matmul_in_loop(x, weight, COUNTS, transposed=transposed), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize(("width", "hidden"), [(8, 16), (16, 8), (12, 16), (16, 20), (5, 6), (7, 8)])
@@ -62,18 +62,18 @@ def test_it_is_asked_for_what_it_takes(width: int, hidden: int) -> None:
     weight = torch.empty(4, width, hidden, dtype=torch.bfloat16, device="meta")
     for transposed in (True, False):
         x = torch.empty(sum(COUNTS), hidden if transposed else width, dtype=torch.bfloat16, device="meta")
-        if not grouped._fits_kernel(x, weight):
+        if not grouped._kernel_supports(x, weight):
             assert width % 8 or hidden % 8
             continue
         with host_waits() as waits:
-            found = grouped.in_one_kernel(x, weight, COUNTS, transposed=transposed)
+            found = grouped.matmul_grouped(x, weight, COUNTS, transposed=transposed)
         assert found.shape == (len(x), width if transposed else hidden) and found.is_contiguous()
         assert not waits, waits
     plain = torch.empty(4, 8, 8)
-    assert not grouped._has_kernel(plain.device) and not grouped._fits_kernel(torch.empty(3, 8), plain)
-    assert not grouped._fits_kernel(torch.empty(0, 8, dtype=torch.bfloat16), plain.bfloat16())
+    assert not grouped._has_grouped_kernel(plain.device) and not grouped._kernel_supports(torch.empty(3, 8), plain)
+    assert not grouped._kernel_supports(torch.empty(0, 8, dtype=torch.bfloat16), plain.bfloat16())
     odd = torch.empty(4 * 64 + 1, dtype=torch.bfloat16)[1:].view(4, 8, 8)
-    assert not grouped._fits_kernel(torch.empty(3, 8, dtype=torch.bfloat16), odd)
+    assert not grouped._kernel_supports(torch.empty(3, 8, dtype=torch.bfloat16), odd)
 
 
 MANY = (3, 0, 5, 1, 0, 0, 0, 0, 17, 2, 8, 4)
@@ -91,21 +91,21 @@ def test_grouped_weight_gradients_are_those_of_a_loop(
     in_kernel: int, into_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for one rounding of each product to bfloat16. The kernel leaves experts without rows as they were: not a number here."""
-    kernel = grouped._grouped
+    kernel = grouped._call_grouped_mm
 
     def leaves_empty(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         products = kernel(a, b, ends)
         products[ends.diff(prepend=ends.new_zeros(1)) == 0] = torch.nan
         return products
 
-    monkeypatch.setattr(grouped, "_grouped", leaves_empty)
+    monkeypatch.setattr(grouped, "_call_grouped_mm", leaves_empty)
     grad_output, x = many_gradients()
     into = torch.full((len(MANY), 16, 24), torch.nan, dtype=into_dtype)
     exact = torch.full((len(MANY), 16, 24), torch.nan, dtype=torch.float64)
     for add in (False, True):
         before = exact.clone()
-        grouped.grouped_weight_products(grad_output, x, MANY, into, in_kernel, add=add)
-        each_weight_product(grad_output.double(), x.double(), MANY, exact, add=add)
+        grouped.compute_weight_grads_grouped(grad_output, x, MANY, into, in_kernel, add=add)
+        compute_weight_grads_in_loop(grad_output.double(), x.double(), MANY, exact, add=add)
         assert ((into - exact).abs() <= 2.0**-8 * (exact.abs() + (before.abs() if add else 0.0)) + 1e-4).all()
     assert (into[[index for index, rows in enumerate(MANY) if not rows]] == 0).all()
 
@@ -129,7 +129,7 @@ def test_as_many_launches_for_many_experts_as_for_few(experts: int, monkeypatch:
         torch.autograd.backward(out, torch.empty_like(out))
     assert not waits, waits
     grouped_bytes = experts * 64 * 32 * 2
-    monkeypatch.setattr(grouped, "GROUPED_BYTES", grouped_bytes // 4)
+    monkeypatch.setattr(grouped, "MAX_GROUPED_GRAD_BYTES", grouped_bytes // 4)
     with Launches() as launches:
         torch.autograd.backward(grouped_linear(x, weight, counts), torch.empty(len(x), 64, dtype=x.dtype, device="meta"))
     assert launches.by_name["aten::_grouped_mm"] == 1 + 4, "of the forward, and for each quarter"
@@ -154,11 +154,11 @@ def test_only_what_the_kernel_takes_is_grouped(
     dtype: torch.dtype, inputs: int, grouped_kernels: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that begin at no multiple of 16 bytes, and other dtypes, are multiplied one expert after the other, to the same bits."""
-    monkeypatch.setattr(grouped, "_has_kernel", lambda device: True)
+    monkeypatch.setattr(grouped, "_has_grouped_kernel", lambda device: True)
     grad_output, x = many_gradients(inputs, dtype=dtype)
     into, expected = (torch.empty(len(MANY), 16, inputs, dtype=dtype) for _ in range(2))
     with Launches() as launches:
-        grouped.weight_products(grad_output, x, MANY, into, add=False)
+        grouped.compute_weight_grads(grad_output, x, MANY, into, add=False)
     assert launches.by_name["aten::_grouped_mm"] == grouped_kernels
-    each_weight_product(grad_output, x, MANY, expected, add=False)
+    compute_weight_grads_in_loop(grad_output, x, MANY, expected, add=False)
     assert torch.equal(into, expected) or grouped_kernels

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from megatron.config.training import OptimizerConfig
-from megatron.optimizer.eight_bits import EightBitAdamW, _coded, _table, dynamic_codes
-from megatron.parallel.params import DividedParam, ParamRecord, Split
+from megatron.optimizer.eight_bits import EightBitAdamW, _code_values, _quantize, dynamic_codes
+from megatron.parallel.params import ParamPartition, ParamRecord, Split
 from megatron.parallel.topology import GRADIENT_AXES, Topology
-from megatron_lab.verification.reference.update_rules import rounded
+from megatron_lab.verification.reference.update_rules import quantize_moment
 from tests.support.lone_rank import lone_rank
 
 CPU = torch.device("cpu")
@@ -32,10 +32,10 @@ def test_the_nearest_value_is_taken(dtype: torch.dtype, signed: bool) -> None:
     x = torch.randn(7, 1000, generator=torch.Generator().manual_seed(1), dtype=torch.float64) ** 5
     x = x / x.abs().amax(-1, keepdim=True)
     x = x if signed else x.abs()
-    table = _table(dtype, CPU, signed=signed)
-    found = table[_coded(x.to(dtype), signed=signed)]
-    torch.testing.assert_close(found.double(), rounded(x, 1000, signed=signed), rtol=1e-6, atol=1e-12)
-    assert torch.equal(_coded(table, signed=signed), torch.arange(256, dtype=torch.int32))
+    table = _code_values(dtype, CPU, signed=signed)
+    found = table[_quantize(x.to(dtype), signed=signed)]
+    torch.testing.assert_close(found.double(), quantize_moment(x, 1000, signed=signed), rtol=1e-6, atol=1e-12)
+    assert torch.equal(_quantize(table, signed=signed), torch.arange(256, dtype=torch.int32))
 
 
 def test_the_state_takes_two_bytes_and_the_scales() -> None:
@@ -48,7 +48,7 @@ def test_the_state_takes_two_bytes_and_the_scales() -> None:
 def test_ranks_share_the_scale_of_each_cut_block_once(splits: tuple[Split, ...], cut_blocks: int) -> None:
     """Data ranks cut one block of each tensor rank's part. Where tensor ranks hold replicas, it is the same block."""
     record, topology = ParamRecord("w", (8, 8), splits), Topology(tp=2, dp=2)
-    param = DividedParam(record, torch.float32, (10,), GRADIENT_AXES, 2)
+    param = ParamPartition(record, torch.float32, (10,), GRADIENT_AXES, 2)
     rule = EightBitAdamW(OptimizerConfig(adam_8bit_block_size=4))
     ((statistic,),) = rule.statistics(param, lone_rank(topology))
     assert statistic.shape == (2, cut_blocks), "for both moments"

@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.training import OptimizerConfig, TrainingConfig
-from megatron.training.progress import BatchSizePlan, ScheduleLengths, learning_rate, schedule_lengths, weight_decay
+from megatron.training.progress import (
+    BatchSizePlan,
+    ScheduleLengths,
+    compute_learning_rate,
+    compute_schedule_lengths,
+    compute_weight_decay,
+)
 
 STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
@@ -18,7 +24,7 @@ WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 
 def rate(samples: int, lengths: ScheduleLengths, **settings: Any) -> float:
     config = OptimizerConfig(**{"lr": 1.0, "min_lr": 0.2, **settings})
-    return learning_rate(samples, config, lengths)
+    return compute_learning_rate(samples, config, lengths)
 
 
 @pytest.mark.parametrize(("samples", "expected"), [(0, 0.1), (25, 0.325), (50, 0.55), (100, 1.0)])
@@ -131,7 +137,7 @@ def batches_of(size: int) -> Callable[[int], int]:
 
 def test_iterations_count_as_global_batches() -> None:
     optimizer = OptimizerConfig(lr=1.0, lr_decay_iters=80, lr_warmup_iters=5, lr_wsd_decay_iters=7, lr_decay_style="WSD")
-    lengths = schedule_lengths(optimizer, TrainingConfig(train_iters=100), batches_of(32), total_samples=3200)
+    lengths = compute_schedule_lengths(optimizer, TrainingConfig(train_iters=100), batches_of(32), total_samples=3200)
     assert lengths == ScheduleLengths(warmup_samples=160, decay_samples=2560, wsd_decay_samples=224, total_samples=3200)
 
 
@@ -140,43 +146,43 @@ def test_iterations_of_a_ramp_up_count_as_the_samples_they_take() -> None:
     training = TrainingConfig(train_iters=6, micro_batch_size=2, global_batch_size=8, rampup_batch_size=(2, 2, 12))
     plan = BatchSizePlan(training, data_size=1, seq_length=8)
     sizes = [2, 2, 4, 6, 8, 8]
-    assert [plan.samples_after(n) for n in range(7)] == [sum(sizes[:n]) for n in range(7)]
+    assert [plan.consumed_samples_at(n) for n in range(7)] == [sum(sizes[:n]) for n in range(7)]
     optimizer = OptimizerConfig(lr=1.0, lr_warmup_iters=3, lr_wsd_decay_iters=2, lr_decay_style="WSD")
-    lengths = schedule_lengths(optimizer, training, plan.samples_after, plan.total_samples)
+    lengths = compute_schedule_lengths(optimizer, training, plan.consumed_samples_at, plan.total_samples)
     assert lengths == ScheduleLengths(warmup_samples=8, decay_samples=30, wsd_decay_samples=16, total_samples=30)
     late = OptimizerConfig(lr=1.0, lr_warmup_iters=5, lr_decay_style="linear")  # 5 whole batches would be more than the run has
-    assert schedule_lengths(late, training, plan.samples_after, plan.total_samples).warmup_samples == 22
+    assert compute_schedule_lengths(late, training, plan.consumed_samples_at, plan.total_samples).warmup_samples == 22
 
 
 def test_sample_flags_count_with_train_samples() -> None:
     optimizer = OptimizerConfig(
         lr=1.0, lr_decay_samples=900, lr_warmup_samples=33, lr_wsd_decay_samples=100, lr_decay_iters=1, lr_warmup_iters=1
     )
-    lengths = schedule_lengths(optimizer, TrainingConfig(train_samples=1000), batches_of(32), total_samples=1000)
+    lengths = compute_schedule_lengths(optimizer, TrainingConfig(train_samples=1000), batches_of(32), total_samples=1000)
     assert lengths == ScheduleLengths(warmup_samples=33, decay_samples=900, wsd_decay_samples=100, total_samples=1000)
 
 
 def test_decay_defaults_to_the_run_and_a_fraction_counts_of_it() -> None:
     optimizer = OptimizerConfig(lr=1.0, lr_warmup_fraction=0.015, lr_warmup_iters=3)
-    lengths = schedule_lengths(optimizer, TrainingConfig(train_iters=100), batches_of(1), total_samples=100)
+    lengths = compute_schedule_lengths(optimizer, TrainingConfig(train_iters=100), batches_of(1), total_samples=100)
     assert lengths == ScheduleLengths(warmup_samples=1.5, decay_samples=100, wsd_decay_samples=0, total_samples=100)
-    assert learning_rate(1, optimizer, lengths) == pytest.approx(1 / 1.5)
+    assert compute_learning_rate(1, optimizer, lengths) == pytest.approx(1 / 1.5)
 
 
 def test_wsd_without_a_length_names_the_flag() -> None:
     optimizer = OptimizerConfig(lr=1.0, lr_decay_style="WSD")
     with pytest.raises(ValueError, match=r"--lr-wsd-decay-iters \(often a tenth of the run, here 10\)"):
-        schedule_lengths(optimizer, TrainingConfig(train_iters=100), batches_of(4), total_samples=400)
+        compute_schedule_lengths(optimizer, TrainingConfig(train_iters=100), batches_of(4), total_samples=400)
     with pytest.raises(ValueError, match=r"--lr-wsd-decay-samples \(often a tenth of the run, here 40\)"):
-        schedule_lengths(optimizer, TrainingConfig(train_samples=400), batches_of(4), total_samples=400)
+        compute_schedule_lengths(optimizer, TrainingConfig(train_samples=400), batches_of(4), total_samples=400)
 
 
 def test_warmup_as_long_as_the_decay_is_refused_unless_constant() -> None:
     training = TrainingConfig(train_iters=10)
     with pytest.raises(ValueError, match="Lower --lr-warmup-iters"):
-        schedule_lengths(OptimizerConfig(lr=1.0, lr_warmup_iters=10), training, batches_of(4), total_samples=40)
+        compute_schedule_lengths(OptimizerConfig(lr=1.0, lr_warmup_iters=10), training, batches_of(4), total_samples=40)
     constant = OptimizerConfig(lr=1.0, lr_warmup_iters=10, lr_decay_style="constant")
-    assert schedule_lengths(constant, training, batches_of(4), total_samples=40).warmup_samples == 40
+    assert compute_schedule_lengths(constant, training, batches_of(4), total_samples=40).warmup_samples == 40
 
 
 def test_weight_decay_grows_from_start_to_end() -> None:
@@ -184,7 +190,7 @@ def test_weight_decay_grows_from_start_to_end() -> None:
 
     def decay(samples: int, style: Any) -> float:
         config = OptimizerConfig(weight_decay=0.3, start_weight_decay=0.1, end_weight_decay=0.5, weight_decay_incr_style=style)
-        return weight_decay(samples, config, lengths)
+        return compute_weight_decay(samples, config, lengths)
 
     assert [decay(n, "constant") for n in (0, 500, 2000)] == [0.3, 0.3, 0.3]
     assert [decay(n, "linear") for n in (0, 250, 500, 1000, 2000)] == pytest.approx([0.1, 0.2, 0.3, 0.5, 0.5], rel=1e-14)

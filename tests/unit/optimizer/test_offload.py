@@ -13,10 +13,10 @@ import torch
 from megatron.config.training import OptimizerConfig
 from megatron.optimizer import placement, rules
 from megatron.optimizer.optimizer import ShardedOptimizer
-from megatron.optimizer.placement import Link, choose_offloaded
-from megatron.parallel.boxes import FlatPiece
+from megatron.optimizer.placement import HostTransfer, select_offloaded
 from megatron.parallel.collectives import Pending
 from megatron.parallel.params import ParamRecord, Shard, ShardGroup
+from megatron.parallel.tensor_slice import FlatRange
 from tests.support import lazy_streams
 from tests.support.held import state_held_by
 from tests.support.lone_rank import lone_rank
@@ -34,14 +34,14 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that there are many."""
-    monkeypatch.setattr(placement, "_BATCH", 128)
+    monkeypatch.setattr(placement, "_BATCH_ELEMENTS", 128)
 
 
 @pytest.fixture(autouse=True)
 def two_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    def both(config: OptimizerConfig) -> rules.RuleOf:
+    def both(config: OptimizerConfig) -> rules.RuleSelector:
         adam, sgd = rules.AdamW(config), rules.SGD(config)
-        return lambda record: adam if record.decay else sgd
+        return lambda record: adam if record.has_weight_decay else sgd
 
     monkeypatch.setitem(rules.RULES, "both", both)
 
@@ -101,11 +101,11 @@ class Run:
             for size in sizes:
                 name = str(next(number))
                 weights = values(size, int(name), dtype)
-                record = ParamRecord(name, (size,), kind="matrix" if int(name) % 2 == 0 else "vector")
-                shards.append(Shard(record, FlatPiece(0, size), weights, torch.zeros(size, dtype=wide), range(size)))
+                record = ParamRecord(name, (size,), param_type="matrix" if int(name) % 2 == 0 else "vector")
+                shards.append(Shard(record, FlatRange(0, size), weights, torch.zeros(size, dtype=wide), range(size)))
             self.groups.append(ShardGroup(shards))
-            self.groups[-1].publish = lambda shards=shards: self.published.extend(s.weights.clone() for s in shards)  # type: ignore[misc]
-        self.optimizer = ShardedOptimizer(self.groups, config, lone_rank(), staged=staged)
+            self.groups[-1].gather_params = lambda shards=shards: self.published.extend(s.weights.clone() for s in shards)  # type: ignore[misc]
+        self.optimizer = ShardedOptimizer(self.groups, config, lone_rank(), uses_staging=staged)
         self.steps_done = 0
 
     def step(self, *, skipped: bool = False) -> None:
@@ -113,7 +113,7 @@ class Run:
         for group in reversed(self.groups):  # as backward completes them
             coming = Coming(group.shards, self.steps_done)
             if self.tells and group.on_reduced:
-                group.announce(coming)
+                group.notify_reduced(coming)
                 assert coming.waited_beside or torch.get_device_module("cpu") is not lazy_streams
             coming.wait()
         if not skipped:
@@ -122,7 +122,7 @@ class Run:
             shard.grad.fill_(torch.nan)  # the next backward
 
     def state(self) -> list[torch.Tensor]:
-        return [t for s in self.optimizer.shards for t in (s.weights, s.main, *s.moments.values())]
+        return [t for s in self.optimizer.shards for t in (s.weights, s.main_param, *s.moments.values())]
 
 
 def assert_equal(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> None:
@@ -137,7 +137,7 @@ SKIPPED = (1, 3)
 def not_offloading(config: OptimizerConfig, dtype: torch.dtype) -> Run:
     """After five steps."""
     plain = Run(config, dtype)
-    assert all((s.main is not s.weights) == (dtype == torch.bfloat16) for s in plain.optimizer.shards)
+    assert all((s.main_param is not s.weights) == (dtype == torch.bfloat16) for s in plain.optimizer.shards)
     for step in range(1, 6):
         plain.step(skipped=step in SKIPPED)
     return plain
@@ -160,7 +160,7 @@ def test_offloading_changes_no_bit(config: OptimizerConfig, dtype: torch.dtype, 
         run.step(skipped=step in SKIPPED)
     assert_equal(run.state(), plain.state())
     assert_equal(run.published, plain.published)
-    assert run.optimizer.num_updates == 3 and len(run.published) == 3 * len(run.optimizer.shards)
+    assert run.optimizer.num_steps == 3 and len(run.published) == 3 * len(run.optimizer.shards)
     assert not torch.equal(run.state()[0], Run(config, dtype).state()[0])
 
 
@@ -175,11 +175,11 @@ def test_state_goes_to_and_from_an_optimizer_that_offloads(config: OptimizerConf
         for _ in range(3):
             through.step()
         for old, new in zip(through.optimizer.shards, resumed.optimizer.shards, strict=True):
-            new.main.copy_(old.main)
+            new.main_param.copy_(old.main_param)
             for name, moment in old.moments.items():
                 new.moments[name].copy_(moment)
-        resumed.optimizer.num_updates = through.optimizer.num_updates
-        resumed.optimizer.publish()
+        resumed.optimizer.num_steps = through.optimizer.num_steps
+        resumed.optimizer.copy_main_to_model_params()
         resumed.steps_done = 3
         assert_equal(resumed.published, [shard.weights for shard in through.optimizer.shards])
         for _ in range(2):
@@ -193,17 +193,17 @@ def test_what_is_offloaded_lies_apart_from_the_weights(dtype: torch.dtype, stage
     """Also where dtypes agree, unless the device is the host; and its memory is counted as the host's."""
     optimizer = Run(offloading(ADAM, 0.5), dtype, staged=staged).optimizer
     numel = sum(itertools.chain(*SIZES))
-    names = choose_offloaded({s.record.name: s.main.numel() for s in optimizer.shards}, 0.5)
+    names = select_offloaded({s.record.name: s.main_param.numel() for s in optimizer.shards}, 0.5)
     taken = {index for index, s in enumerate(optimizer.shards) if s.record.name in names}
-    apart = [s.main.untyped_storage().data_ptr() != s.weights.untyped_storage().data_ptr() for s in optimizer.shards]
+    apart = [s.main_param.untyped_storage().data_ptr() != s.weights.untyped_storage().data_ptr() for s in optimizer.shards]
     assert apart == [dtype == torch.bfloat16 or (staged and index in taken) for index in range(len(apart))]
-    assert sum(optimizer.shards[index].main.numel() for index in taken) / numel == pytest.approx(0.5, abs=1e-3)
+    assert sum(optimizer.shards[index].main_param.numel() for index in taken) / numel == pytest.approx(0.5, abs=1e-3)
     device, host = state_held_by(optimizer, offloading(ADAM, 0.5))
     padded = {
-        where: sum(-(-s.main.numel() // 64) * 64 for i, s in enumerate(optimizer.shards) if (i in taken) == where)
+        where: sum(-(-s.main_param.numel() // 64) * 64 for i, s in enumerate(optimizer.shards) if (i in taken) == where)
         for where in (True, False)
     }
-    width = optimizer.shards[0].main.itemsize
+    width = optimizer.shards[0].main_param.itemsize
 
     assert sum(host.main_params) == (padded[True] * width if dtype == torch.bfloat16 or staged else 0)
     assert sum(host.moments) == 2 * padded[True] * width
@@ -221,9 +221,9 @@ def test_each_rule_of_a_group_waits_for_its_own_gradients() -> None:
 def test_copies_go_on_beside_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """It begins to copy gradients without waiting for them, and waits for weights only when both buffers are full."""
     monkeypatch.setattr(torch, "get_device_module", lambda device: lazy_streams)
-    link = Link(torch.device("cpu"))
+    link = HostTransfer(torch.device("cpu"))
     grads, arrived = torch.ones(3), torch.zeros(3)
-    wait = link.bring(Pending(grads), [grads], [arrived])
+    wait = link.copy_grads_to_host(Pending(grads), [grads], [arrived])
     assert not arrived.any()
     wait()
     assert arrived.all()
@@ -234,11 +234,11 @@ def test_copies_go_on_beside_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     link.reserve(4)
     there = []
     for main, weight in zip(main_params, weights, strict=True):
-        link.send([main], [weight])
+        link.copy_to_device([main], [weight])
         main.zero_()
         there.append([w.tolist() == [i, i] for i, w in enumerate(weights, start=1)])
     assert there == [[False] * 4, [False] * 4, [True, False, False, False], [True, True, False, False]]
-    link.finish()
+    link.wait_for_copies()
     assert [w.tolist() for w in weights] == [[i, i] for i in range(1, 5)]
 
 
@@ -249,8 +249,8 @@ def test_copies_go_on_beside_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("fraction", [0.0, 0.01, 0.25, 0.5, 0.6, 0.99, 1.0])
 def test_whole_shards_come_near_to_the_fraction(sizes: list[int], fraction: float) -> None:
     named = {str(index): size for index, size in enumerate(sizes)}
-    chosen = choose_offloaded(named, fraction)
-    assert chosen <= set(named) and chosen == choose_offloaded(dict(reversed(named.items())), fraction), "in any order"
+    chosen = select_offloaded(named, fraction)
+    assert chosen <= set(named) and chosen == select_offloaded(dict(reversed(named.items())), fraction), "in any order"
     taken, wanted = sum(named[name] for name in chosen), fraction * sum(sizes)
     assert abs(taken - wanted) <= max(sizes, default=0) / 2
     if fraction in (0.0, 1.0):
@@ -267,5 +267,5 @@ def test_a_model_of_equal_blocks_comes_within_a_percent() -> None:
     sizes = [50304 * 768, 1024 * 768, *(block * 12)]
     named = {str(index): size for index, size in enumerate(sizes)}
     for fraction in (0.05, 0.1, 0.25, 0.5, 0.75, 0.9):
-        taken = sum(named[name] for name in choose_offloaded(named, fraction))
+        taken = sum(named[name] for name in select_offloaded(named, fraction))
         assert taken / sum(sizes) == pytest.approx(fraction, abs=0.01)

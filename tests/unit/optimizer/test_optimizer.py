@@ -16,9 +16,9 @@ import torch
 from megatron.config.training import OptimizerConfig
 from megatron.optimizer import placement
 from megatron.optimizer.optimizer import ShardedOptimizer
-from megatron.optimizer.statistics import count_zeros, square_sums
-from megatron.parallel.boxes import FlatPiece
-from megatron.parallel.params import DividedParam, ParamRecord, Shard, ShardGroup
+from megatron.optimizer.statistics import count_zeros, squared_norms
+from megatron.parallel.params import ParamPartition, ParamRecord, Shard, ShardGroup
+from megatron.parallel.tensor_slice import FlatRange
 from tests.support.held import state_held_by
 from tests.support.lone_rank import CPU, lone_rank
 
@@ -37,8 +37,8 @@ def shards(dtype: torch.dtype = torch.float32, scale: float = 1.0) -> list[Shard
     for key, (name, shape) in enumerate(SHAPES.items()):
         weights = (values(*shape, key=key, dtype=torch.float64) * scale).to(dtype).view(-1)
         size = weights.numel()
-        record = ParamRecord(name, shape, kind="matrix" if name in DECAYING else "vector")
-        made.append(Shard(record, FlatPiece(0, size), weights, torch.zeros(size, dtype=wide), range(size)))
+        record = ParamRecord(name, shape, param_type="matrix" if name in DECAYING else "vector")
+        made.append(Shard(record, FlatRange(0, size), weights, torch.zeros(size, dtype=wide), range(size)))
     return made
 
 
@@ -92,7 +92,7 @@ def test_updates_equal_those_of_torch_on_scaled_gradients(
     """The factor, of unscaling and clipping, acts before momentum and moments; the learning rate changes every step."""
     made = shards(dtype)
     optimizer = make(made, config)
-    assert all(shard.main is shard.weights for shard in made), "the parameters are their own main parameters"
+    assert all(shard.main_param is shard.weights for shard in made), "the parameters are their own main parameters"
     params, expected = plain(config.optimizer, dtype, **changes)
     for step in range(4):
         set_grads(made, step)
@@ -102,8 +102,8 @@ def test_updates_equal_those_of_torch_on_scaled_gradients(
         tolerance = 2e-6 if dtype == torch.float32 else 1e-13
         for shard, param in zip(made, params, strict=True):
             torch.testing.assert_close(shard.weights, param.detach(), rtol=tolerance, atol=tolerance)
-            assert shard.main is shard.weights
-    assert optimizer.num_updates == 4
+            assert shard.main_param is shard.weights
+    assert optimizer.num_steps == 4
 
 
 def test_weight_decay_acts_on_records_that_decay_only() -> None:
@@ -112,7 +112,7 @@ def test_weight_decay_acts_on_records_that_decay_only() -> None:
         before = [shard.weights.clone() for shard in made]
         make(made, config).step(0.5, 0.1, 1.0)  # the gradients are zero
         for shard, old in zip(made, before, strict=True):
-            torch.testing.assert_close(shard.main, old * 0.95 if shard.record.name in DECAYING else old, rtol=1e-6, atol=0.0)
+            torch.testing.assert_close(shard.main_param, old * 0.95 if shard.record.name in DECAYING else old, rtol=1e-6, atol=0.0)
 
 
 def test_weight_decay_follows_its_schedule() -> None:
@@ -120,14 +120,14 @@ def test_weight_decay_follows_its_schedule() -> None:
     optimizer, old = make(made, ADAM), made[0].weights.clone()
     for decay in (0.0, 0.2):
         optimizer.step(0.5, decay, 1.0)
-    torch.testing.assert_close(made[0].main, old * 0.9, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(made[0].main_param, old * 0.9, rtol=1e-6, atol=0.0)
 
 
 def test_lamb_leaves_a_matrix_without_gradient_and_decay_as_it_is() -> None:
     """The update has length 0, by which the length of the matrix must not be divided."""
     shard = shards()[0]
     old = shard.weights.clone()
-    group = ShardGroup([shard], params=[DividedParam(shard.record, torch.float32)])
+    group = ShardGroup([shard], params=[ParamPartition(shard.record, torch.float32)])
     ShardedOptimizer([group], OptimizerConfig(optimizer="lamb"), lone_rank()).step(0.5, 0.0, 1.0)
     assert torch.equal(shard.weights, old)
 
@@ -138,7 +138,7 @@ def test_all_shards_may_be_of_one_kind(names: list[str]) -> None:
     set_grads(made, 0)
     old = [shard.weights.clone() for shard in made]
     make(made, ADAM).step(0.1, 0.1, 0.5)
-    assert all(not torch.equal(shard.main, before) for shard, before in zip(made, old, strict=True))
+    assert all(not torch.equal(shard.main_param, before) for shard, before in zip(made, old, strict=True))
 
 
 # ---- 16 bits
@@ -148,7 +148,7 @@ def test_all_shards_may_be_of_one_kind(names: list[str]) -> None:
 def test_main_parameters_are_updated_in_float32_and_published_rounded(dtype: torch.dtype) -> None:
     made = shards(dtype)
     optimizer = make(made, ADAM)
-    assert all(shard.main is not shard.weights for shard in made)
+    assert all(shard.main_param is not shard.weights for shard in made)
     params, expected = plain("adam", dtype)
     pointers = [shard.weights.data_ptr() for shard in made]
     for step in range(3):
@@ -156,22 +156,22 @@ def test_main_parameters_are_updated_in_float32_and_published_rounded(dtype: tor
         plain_step(params, expected, made, 0.5, lr=0.01)
         optimizer.step(0.01, 0.1, 0.5)
         for shard, param in zip(made, params, strict=True):
-            assert shard.main.dtype == torch.float32 and shard.weights.dtype == dtype
-            torch.testing.assert_close(shard.main, param.detach(), rtol=2e-6, atol=2e-6)
-            assert torch.equal(shard.weights, shard.main.to(dtype))
+            assert shard.main_param.dtype == torch.float32 and shard.weights.dtype == dtype
+            torch.testing.assert_close(shard.main_param, param.detach(), rtol=2e-6, atol=2e-6)
+            assert torch.equal(shard.weights, shard.main_param.to(dtype))
     assert [shard.weights.data_ptr() for shard in made] == pointers
 
 
 def test_updates_too_small_for_16_bits_add_up() -> None:
     """A hundred steps of 1e-4 from 1: in bfloat16, whose neighbours of 1 are 0.004 away, nothing would ever move."""
     weights = torch.ones(4, dtype=torch.bfloat16)
-    shard = Shard(ParamRecord("w", (4,)), FlatPiece(0, 4), weights, torch.ones(4), range(4))
+    shard = Shard(ParamRecord("w", (4,)), FlatRange(0, 4), weights, torch.ones(4), range(4))
     optimizer = make([shard], PLAIN_SGD)
     optimizer.step(1e-4, 0.0, 1.0)
     assert weights.tolist() == [1.0] * 4
     for _ in range(99):
         optimizer.step(1e-4, 0.0, 1.0)
-    torch.testing.assert_close(shard.main, torch.full((4,), 0.99), rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(shard.main_param, torch.full((4,), 0.99), rtol=1e-5, atol=0.0)
     assert weights.tolist() == torch.full((4,), 0.99).bfloat16().tolist()
 
 
@@ -181,7 +181,7 @@ def test_copies_of_a_group_lie_in_one_buffer() -> None:
     device, host = state_held_by(optimizer, ADAM)
     assert device.main_params == [4 * 3 * 64], "each padded to 64 elements"
     assert device.moments == [4 * 3 * 64] * 2 and not device.buffers
-    assert len({shard.main.untyped_storage().data_ptr() for shard in made}) == 1
+    assert len({shard.main_param.untyped_storage().data_ptr() for shard in made}) == 1
     assert not (host.main_params or host.moments or host.buffers)
     made = shards()
     device, _ = state_held_by(ShardedOptimizer([ShardGroup(made)], ADAM, lone_rank()), ADAM)
@@ -197,7 +197,7 @@ def test_each_group_is_published_once_its_weights_are_new(dtype: torch.dtype) ->
     made = shards(dtype)
     old = [shard.weights.clone() for shard in made]
     seen: list[list[bool]] = []
-    groups = [ShardGroup([shard], publish=lambda: seen.append(changed())) for shard in made]
+    groups = [ShardGroup([shard], gather_params=lambda: seen.append(changed())) for shard in made]
 
     def changed() -> list[bool]:
         return [not torch.equal(shard.weights, before) for shard, before in zip(made, old, strict=True)]
@@ -212,18 +212,18 @@ def test_each_group_is_published_once_its_weights_are_new(dtype: torch.dtype) ->
 def test_publish_carries_loaded_main_parameters_to_all_weights() -> None:
     made = shards(torch.bfloat16)
     published: list[str] = []
-    groups = [ShardGroup([shard], publish=partial(published.append, shard.record.name)) for shard in made]
+    groups = [ShardGroup([shard], gather_params=partial(published.append, shard.record.name)) for shard in made]
     optimizer = ShardedOptimizer(groups, ADAM, lone_rank())
     for shard in made:
-        shard.main.fill_(2.5)
-    optimizer.publish()
+        shard.main_param.fill_(2.5)
+    optimizer.copy_main_to_model_params()
     assert published == list(SHAPES) and all((shard.weights == 2.5).all() for shard in made)
-    assert optimizer.num_updates == 0
+    assert optimizer.num_steps == 0
 
 
 def test_a_group_may_be_empty_and_so_may_a_shard() -> None:
     """A rank whose slice of a bucket is padding; a dimension that has fewer indices than there are ranks."""
-    empty = Shard(ParamRecord("none", (0, 5)), FlatPiece(0, 0), torch.zeros(0), torch.zeros(0), range(0))
+    empty = Shard(ParamRecord("none", (0, 5)), FlatRange(0, 0), torch.zeros(0), torch.zeros(0), range(0))
     published: list[int] = []
     made = shards()
     groups = [ShardGroup([], lambda: published.append(0)), ShardGroup([empty]), ShardGroup([empty, *made])]
@@ -241,13 +241,13 @@ def test_updating_in_batches_changes_no_bit(
     """On a processor a large shard is updated and rounded part by part; where nothing is rounded, as a whole."""
     results = []
     for limit, count in zip((64, 128, 2**20), counts, strict=True):
-        monkeypatch.setattr(placement, "_BATCH", limit)
+        monkeypatch.setattr(placement, "_BATCH_ELEMENTS", limit)
         size = 1000
         wide = torch.promote_types(dtype, torch.float32)
         made = [
             Shard(
                 ParamRecord(str(key), (size,)),
-                FlatPiece(0, size),
+                FlatRange(0, size),
                 values(size, key=key, dtype=dtype),
                 torch.zeros(size, dtype=wide),
                 range(0),
@@ -259,7 +259,7 @@ def test_updating_in_batches_changes_no_bit(
         for step in range(3):
             set_grads(made, step)
             optimizer.step(0.01, 0.1, 0.3)
-        results.append([tensor for s in made for tensor in (s.weights, s.main, *s.moments.values())])
+        results.append([tensor for s in made for tensor in (s.weights, s.main_param, *s.moments.values())])
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
@@ -267,8 +267,8 @@ def test_updating_in_batches_changes_no_bit(
 @pytest.mark.parametrize("sizes", [[], [0], [64], [1], [100, 64, 1, 1, 300, 0, 7], [1000]])
 @pytest.mark.parametrize("limit", [64, 128, math.inf])
 def test_batches_cover_everything_in_order(sizes: list[int], limit: float) -> None:
-    made = placement.batches(sizes, limit)
-    assert [(b.index, i) for batch in made for b in batch for i in range(b.start, b.stop)] == [
+    made = placement.split_into_batches(sizes, limit)
+    assert [(b.param_index, i) for batch in made for b in batch for i in range(b.start, b.stop)] == [
         (index, i) for index, size in enumerate(sizes) for i in range(size)
     ]
     assert all(batch for batch in made)
@@ -290,7 +290,7 @@ def test_state_is_there_before_the_first_step() -> None:
         for shard in made:
             moments = before[shard.record.name]
             assert moments.keys() == names
-            assert all(m.shape == shard.main.shape and m.dtype == torch.float32 and not m.any() for m in moments.values())
+            assert all(m.shape == shard.main_param.shape and m.dtype == torch.float32 and not m.any() for m in moments.values())
         set_grads(made, 0)
         optimizer.step(0.1, 0.0, 1.0)
         for shard in made:
@@ -372,7 +372,7 @@ def test_apex_is_used_where_it_is_there_and_asked_for(apex: list[object], config
         plain_step(params, expected, made, 0.37, lr=0.01)
         optimizer.step(0.01, 0.1, 0.37)
         for shard, param in zip(made, params, strict=True):
-            torch.testing.assert_close(shard.main, param.detach(), rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(shard.main_param, param.detach(), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("config", [ADAM, SGD, APEX], ids=["adam", "sgd", "apex"])
@@ -390,14 +390,14 @@ def test_another_optimizer_goes_on_from_moments_and_the_number_of_updates(apex: 
     second = shards()
     resumed = make(second, config)
     for old, new in zip(first, second, strict=True):
-        new.main.copy_(old.main)
+        new.main_param.copy_(old.main_param)
         for name, moment in old.moments.items():
             new.moments[name].copy_(moment)
-    resumed.num_updates = through.num_updates
+    resumed.num_steps = through.num_steps
     train(through, first, range(3, 6))
     train(resumed, second, range(3, 6))
-    assert resumed.num_updates == through.num_updates == 6
-    assert all(torch.equal(a.main, b.main) for a, b in zip(first, second, strict=True))
+    assert resumed.num_steps == through.num_steps == 6
+    assert all(torch.equal(a.main_param, b.main_param) for a, b in zip(first, second, strict=True))
 
 
 # ---- sums over gradients
@@ -408,7 +408,7 @@ def test_sums_of_squares_are_exact_to_float32(numel: int) -> None:
     """One float32 reduction over 4.8 million elements came out 1e-3 low."""
     tensor = values(numel, key=numel)
     exact = tensor.double().square().sum().item()
-    found = square_sums([tensor, tensor.double()], CPU)
+    found = squared_norms([tensor, tensor.double()], CPU)
     assert found.dtype == torch.float64
     assert found[0].item() == pytest.approx(exact, rel=1e-6)
     assert found[1].item() == pytest.approx(exact, rel=1e-13)
@@ -417,13 +417,13 @@ def test_sums_of_squares_are_exact_to_float32(numel: int) -> None:
 def test_equal_numbers_are_the_worst_case() -> None:
     """All roundings of a row go one way."""
     tensor = torch.full((5_000_000,), 0.1)
-    assert square_sums([tensor], CPU)[0].item() == pytest.approx(tensor[:1].double().square().item() * 5e6, rel=1e-5)
+    assert squared_norms([tensor], CPU)[0].item() == pytest.approx(tensor[:1].double().square().item() * 5e6, rel=1e-5)
 
 
 def test_sums_have_a_place_for_each_tensor_of_any_shape() -> None:
     tensors = [torch.full((2, 3), 2.0), torch.tensor(3.0), torch.zeros(0), torch.full((5000, 2), 1.0).t()]
-    assert square_sums(tensors, CPU).tolist() == pytest.approx([24.0, 9.0, 0.0, 10_000.0], rel=1e-6)
-    assert square_sums([], CPU).shape == (0,)
+    assert squared_norms(tensors, CPU).tolist() == pytest.approx([24.0, 9.0, 0.0, 10_000.0], rel=1e-6)
+    assert squared_norms([], CPU).shape == (0,)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -431,11 +431,11 @@ def test_sums_have_a_place_for_each_tensor_of_any_shape() -> None:
 def test_sums_depend_on_the_elements_only(numel: int, dtype: torch.dtype) -> None:
     """Not on where in memory they begin, and not on what they are a part of: so sharding does not change the norm."""
     tensor = values(numel, key=numel, dtype=dtype)
-    alone = square_sums([tensor], CPU)
+    alone = squared_norms([tensor], CPU)
     for before in (*range(17), 31, 64):
         larger = torch.full((before + numel + 100,), 7.0, dtype=dtype)
         part = larger[before : before + numel].copy_(tensor)
-        assert torch.equal(square_sums([part], CPU), alone)
+        assert torch.equal(squared_norms([part], CPU), alone)
 
 
 @pytest.mark.parametrize("numel", [10, 10_000])
@@ -444,13 +444,15 @@ def test_what_is_not_finite_shows(numel: int, bad: float) -> None:
     for place in (0, numel // 2, numel - 1):
         tensor = torch.zeros(numel)
         tensor[place] = bad
-        assert not torch.isfinite(square_sums([tensor, torch.ones(3)], CPU)).tolist()[0]
-        assert square_sums([tensor, torch.ones(3)], CPU)[1].item() == pytest.approx(3.0)
+        assert not torch.isfinite(squared_norms([tensor, torch.ones(3)], CPU)).tolist()[0]
+        assert squared_norms([tensor, torch.ones(3)], CPU)[1].item() == pytest.approx(3.0)
 
 
 def test_large_finite_gradients_do_not_overflow_as_sums() -> None:
     """Gradients of 1e4 times a loss scale of 2^16, by the million."""
-    assert square_sums([torch.full((1_000_000,), 1e4 * 2**16)], CPU)[0].item() == pytest.approx(1e6 * (1e4 * 2**16) ** 2, rel=1e-5)
+    assert squared_norms([torch.full((1_000_000,), 1e4 * 2**16)], CPU)[0].item() == pytest.approx(
+        1e6 * (1e4 * 2**16) ** 2, rel=1e-5
+    )
 
 
 def test_zeros_are_counted() -> None:

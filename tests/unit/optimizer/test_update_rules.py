@@ -13,8 +13,8 @@ from megatron.config.training import OptimizerConfig
 from megatron.data_parallel.bucket_plan import plan_buckets
 from megatron.optimizer import placement
 from megatron.optimizer.optimizer import ShardedOptimizer
-from megatron.optimizer.rule import AdamW, Target, Update, Updater, UpdateRule, by_torch, param_groups
-from megatron.optimizer.rules import RULES, SGD, RuleOf, for_all
+from megatron.optimizer.rule import AdamW, Target, Update, Updater, UpdateRule, build_param_groups, wrap_torch_optimizer
+from megatron.optimizer.rules import RULES, SGD, RuleSelector, use_for_all
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry, ParamRecord, Shard, ShardGroup, Split
 from megatron.parallel.topology import Topology
@@ -22,12 +22,12 @@ from tests.support.lone_rank import lone_rank
 
 RECORDS = [
     ParamRecord("embedding", (46, 12), (Split(0, "tp", padded_size=48),)),
-    ParamRecord("norm", (24,), kind="vector"),
+    ParamRecord("norm", (24,), param_type="vector"),
     ParamRecord("square", (16, 16)),
     ParamRecord("gated", (2, 10, 8), (Split(1, "tp"),)),
     ParamRecord("tall", (33, 12), (Split(1, "tp"),)),
     ParamRecord("wide", (4, 96), (Split(0, "tp"),)),
-    ParamRecord("bias", (6,), kind="vector"),
+    ParamRecord("bias", (6,), param_type="vector"),
 ]
 STEPS = 4
 
@@ -41,7 +41,7 @@ class MomentumRule(UpdateRule):
     moments = ("momentum_buffer",)
 
     def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
-        return by_torch(targets, torch.optim.SGD(param_groups(targets), lr=0.0, momentum=0.9))
+        return wrap_torch_optimizer(targets, torch.optim.SGD(build_param_groups(targets), lr=0.0, momentum=0.9))
 
 
 class GreedyRule(UpdateRule):
@@ -55,17 +55,17 @@ class GreedyRule(UpdateRule):
         return step
 
 
-def mixed(config: OptimizerConfig) -> RuleOf:
+def mixed(config: OptimizerConfig) -> RuleSelector:
     """A rule for each kind of parameter: two of them share buckets."""
     matrix, table, vector = MomentumRule(), SGD(config), AdamW(config)
-    return lambda record: table if record.name == "embedding" else vector if record.kind == "vector" else matrix
+    return lambda record: table if record.name == "embedding" else vector if record.param_type == "vector" else matrix
 
 
 ACROSS_RANKS = ("adafactor", "lamb", "adam8bit", "muon")
 """Rules that put together what all ranks have, which are not there here: tests/proof/test_layouts.py is about
 them."""
 ALL = {name: rule for name, rule in RULES.items() if name not in ACROSS_RANKS} | {
-    "momentum": lambda config: for_all(MomentumRule()),
+    "momentum": lambda config: use_for_all(MomentumRule()),
     "mixed": mixed,
 }
 
@@ -100,22 +100,22 @@ def train(
         groups = []
         for plan in plan_buckets(entries(context), context, bucket_size=bucket_size):
             shards = []
-            for placed, piece in plan.pieces(context.group(*plan.axes).index):
+            for placed, piece in plan.params_in_slice(context.group(*plan.axes).rank):
                 record = placed.entry.record
                 weights = values(record.name, placed.entry.param.shape, 0).view(-1)[piece.start : piece.stop].clone()
                 shards.append(Shard(record, piece, weights, torch.zeros_like(weights), range(0)))
             groups.append(ShardGroup(shards))
-        optimizer = ShardedOptimizer(groups, config, context, staged=True)
+        optimizer = ShardedOptimizer(groups, config, context, uses_staging=True)
         for step in range(1, STEPS + 1):
             for shard in optimizer.shards:
                 grad = values(shard.record.name, shard.record.local_shape(context.axis_sizes), step)
-                shard.grad.copy_(grad.view(-1)[shard.piece.start : shard.piece.stop])  # type: ignore[union-attr]
+                shard.grad.copy_(grad.view(-1)[shard.flat_range.start : shard.flat_range.stop])  # type: ignore[union-attr]
             optimizer.step(0.01 * step, 0.1, 0.7)
         for shard in optimizer.shards:
             for kind, tensor in {"weights": shard.weights, **shard.moments}.items():
                 name, numel = f"{kind}.{shard.record.name}", math.prod(shard.record.local_shape(context.axis_sizes))
                 whole = found.setdefault(name, torch.full((numel,), math.nan, dtype=torch.float64))
-                part = whole[shard.piece.start : shard.piece.stop]  # type: ignore[union-attr]
+                part = whole[shard.flat_range.start : shard.flat_range.stop]  # type: ignore[union-attr]
                 assert part.isnan().all(), "held twice"
                 part.copy_(tensor)
     return found
@@ -153,7 +153,7 @@ def test_update_of_slices_equals_that_of_whole_parameters(rule: str, tp: int, dp
 @pytest.mark.parametrize("rule", ALL)
 def test_offloaded_slices_are_no_other(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
     """And in host memory those of rules that see elements are cut once more."""
-    monkeypatch.setattr(placement, "_BATCH", 64)
+    monkeypatch.setattr(placement, "_BATCH_ELEMENTS", 64)
     prove(rule, dp=3, offload=0.5)
 
 
@@ -161,12 +161,12 @@ def test_the_proof_is_about_something() -> None:
     """Each rank has some; parameters lie on several ranks."""
     context = lone_rank(Topology(dp=3))
     plans = plan_buckets(entries(context), context, bucket_size=None)
-    holders = [{placed.entry.record.name for plan in plans for placed, _ in plan.pieces(index)} for index in range(3)]
+    holders = [{placed.entry.record.name for plan in plans for placed, _ in plan.params_in_slice(index)} for index in range(3)]
     assert all(holders) and any(sum(record.name in held for held in holders) > 1 for record in RECORDS)
 
 
 def test_the_proof_fails_for_a_rule_that_asks_for_less_than_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RULES, "greedy", lambda config: for_all(GreedyRule()))
+    monkeypatch.setitem(RULES, "greedy", lambda config: use_for_all(GreedyRule()))
     with pytest.raises(AssertionError, match="differs"):
         prove("greedy", dp=3)
 

@@ -14,15 +14,15 @@ from megatron.parallel.accumulate import (
     GradSink,
     accumulate,
     accumulate_product,
-    accumulate_products,
+    accumulate_product_sum,
     accumulate_rows,
     accumulate_sum,
     deferring,
-    now_or_deferred,
-    sink_of,
-    through,
+    get_grad_sink,
+    route_grad,
+    run_or_defer,
 )
-from megatron.parallel.products import input_product, linear, product_into, weight_product, writes_wide_products
+from megatron.parallel.products import has_float32_output, input_product, linear, product_into, weight_product
 from megatron_lab.planner.storages import StorageLedger
 from tests.support.lone_rank import CPU
 from tests.support.sinks import sink_over, summed
@@ -43,15 +43,15 @@ def with_sink(param: nn.Parameter, dtype: torch.dtype | None = None) -> tuple[Gr
 
 def test_the_first_write_overwrites_and_the_next_ones_add() -> None:
     param = nn.Parameter(values(3, 4))
-    assert sink_of(param) is None
+    assert get_grad_sink(param) is None
     sink, writes = with_sink(param)
-    assert sink_of(param) is sink and not sink.written
+    assert get_grad_sink(param) is sink and not sink.is_written
     first, second = values(3, 4, key=1), values(3, 4, key=2)
     accumulate(param, first)
-    assert torch.equal(summed(sink), first) and sink.written
+    assert torch.equal(summed(sink), first) and sink.is_written
     accumulate(param, second)
     assert torch.equal(summed(sink), first + second)
-    sink.written = False  # the next step
+    sink.is_written = False  # the next step
     accumulate(param, second)
     assert torch.equal(summed(sink), second)
     assert len(writes) == 3 and param.grad is None
@@ -83,7 +83,7 @@ def test_pieces_of_a_product_are_one_write(with_a_sink: bool) -> None:
 
     for _ in range(2):
         with deferring() as deferred:
-            accumulate_products(param, pieces())
+            accumulate_product_sum(param, pieces())
         assert not len(deferred)
     found = summed(sink) if sink is not None else param.grad
     torch.testing.assert_close(found, 2 * grad_output.t() @ x, rtol=1e-14, atol=1e-14)
@@ -97,9 +97,9 @@ def test_a_sum_of_rows_is_made_in_the_dtype_of_its_place(dtype: torch.dtype) -> 
     with StorageLedger() as ledger:
         param, rows = nn.Parameter(torch.zeros(2, 3, dtype=dtype)), torch.ones(4096, 6, dtype=dtype)
         param.grad_sink = sink = sink_over(torch.full((2, 3), torch.nan, dtype=wide))  # type: ignore[attr-defined]
-        ledger.cut()
+        ledger.take_span()
         accumulate_sum(param, rows)
-        assert ledger.cut().peak == (0 if dtype == wide else 2 * rows.nbytes), "the CPU widens what it sums up"
+        assert ledger.take_span().peak_bytes == (0 if dtype == wide else 2 * rows.nbytes), "the CPU widens what it sums up"
     for times in (1, 2):
         assert torch.equal(summed(sink), torch.full((2, 3), 4096.0 * times, dtype=wide))
         accumulate_sum(param, rows)
@@ -123,7 +123,7 @@ def test_a_parameter_in_ordinary_operations(with_a_sink: bool) -> None:
     sink, writes = with_sink(param) if with_a_sink else (None, [])
     x = values(3, 4, key=1)
     for _ in range(2):
-        weight = through(param)
+        weight = route_grad(param)
         assert torch.equal(weight, param) and weight.data_ptr() == param.data_ptr()
         (x * weight + weight.square()).sum().backward()
     expected = 2 * (x.sum(0) + 3 * 2 * param.detach())
@@ -138,7 +138,7 @@ def test_without_a_sink_parameters_do_not_share_the_memory_of_a_gradient() -> No
     """Autograd gives both terms of a sum the same gradient tensor."""
     a, b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
     for gradient in (torch.ones(3), torch.full((3,), 10.0)):
-        (through(a) + through(b)).backward(gradient)
+        (route_grad(a) + route_grad(b)).backward(gradient)
     assert a.grad is not None and b.grad is not None
     assert a.grad.tolist() == b.grad.tolist() == [11.0] * 3
 
@@ -146,7 +146,7 @@ def test_without_a_sink_parameters_do_not_share_the_memory_of_a_gradient() -> No
 def test_without_a_sink_an_expanded_gradient_is_kept_as_a_whole_tensor() -> None:
     param = nn.Parameter(torch.zeros(3))
     for _ in range(2):
-        through(param).sum().backward()
+        route_grad(param).sum().backward()
     assert param.grad is not None and param.grad.tolist() == [2.0] * 3
 
 
@@ -176,7 +176,7 @@ def test_only_products_are_deferred_and_only_inside() -> None:
     with deferring() as put_off:
         accumulate_product(weight, dy, part, start)
         accumulate(bias, values(4, key=3))
-        through(bias).sum().backward()
+        route_grad(bias).sum().backward()
         assert len(put_off) == 1 and not writes and len(bias_writes) == 2 and not asked
     assert put_off.num_bytes == (5 * 6 + 3 * 4) * 8, "what it keeps: the output's gradient, and the input as this rank has it"
     accumulate_product(weight, dy, part, start)
@@ -198,12 +198,12 @@ def test_communication_of_the_next_piece_begins_before_this_one_is_finished() ->
 
     with deferring() as put_off:
         for name, rests in (("a", True), ("b", True), ("c", False), ("d", True)):
-            now_or_deferred(piece(name, rests), keeps=(torch.zeros(2),))
+            run_or_defer(piece(name, rests), inputs=(torch.zeros(2),))
     assert put_off.num_bytes == 4 * 8 and not heard
     put_off.run()
     assert heard == ["start a", "start b", "finish a", "start c", "finish b", "start d", "finish d"]
     assert put_off.num_bytes == 0
-    now_or_deferred(piece("now", True))
+    run_or_defer(piece("now", True))
     assert heard[-2:] == ["start now", "finish now"]
 
 
@@ -244,7 +244,7 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
 @pytest.fixture(params=[False, True])
 def fast_bfloat16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """A processor that multiplies bfloat16 fast, and one that does not."""
-    monkeypatch.setattr(products, "fast_bfloat16", lambda: request.param)
+    monkeypatch.setattr(products, "has_fast_bfloat16", lambda: request.param)
     return bool(request.param)
 
 
@@ -283,20 +283,22 @@ def test_a_product_in_other_bits_is_made_in_blocks(add: bool, fast_bfloat16: boo
     with StorageLedger() as ledger:
         grad_output, x, into = values(rows, 70, key=1).bfloat16(), values(rows, 4, key=2).bfloat16(), values(70, 4, key=3).float()
         exact = grad_output.double().t() @ x.double() + (into.double() if add else 0.0)
-        ledger.cut()
+        ledger.take_span()
         weight_product(grad_output, x, into, add=add)
         # What is made in blocks: the product in 16 bits; or the gradient in 32, beside the whole input.
-        assert ledger.cut().peak == (block * 2 if fast_bfloat16 else block * 4 + 2 * x.nbytes)
+        assert ledger.take_span().peak_bytes == (block * 2 if fast_bfloat16 else block * 4 + 2 * x.nbytes)
     assert error(into, exact) <= 2 * ROUNDING[torch.bfloat16]
 
 
 def test_few_rows_are_multiplied_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a token at a time, as when text is generated, widening the weight would take longer than its product."""
-    monkeypatch.setattr(products, "fast_bfloat16", lambda: False)
+    monkeypatch.setattr(products, "has_fast_bfloat16", lambda: False)
     for rows, widened in ((1, False), (31, False), (32, True)):
-        assert products.widens(torch.empty(rows, 3, dtype=torch.bfloat16)) == widened
-        assert products.widens(torch.empty(rows, 3, dtype=torch.float16))
-        assert not products.widens(torch.empty(rows, 3)) and not products.widens(torch.empty(rows, 3, device="meta").bfloat16())
+        assert products.should_widen(torch.empty(rows, 3, dtype=torch.bfloat16)) == widened
+        assert products.should_widen(torch.empty(rows, 3, dtype=torch.float16))
+        assert not products.should_widen(torch.empty(rows, 3)) and not products.should_widen(
+            torch.empty(rows, 3, device="meta").bfloat16()
+        )
 
 
 def test_on_a_gpu_a_wide_product_is_written_where_it_belongs() -> None:
@@ -305,8 +307,8 @@ def test_on_a_gpu_a_wide_product_is_written_where_it_belongs() -> None:
         with StorageLedger() as ledger:
             grad_output, x = (torch.empty(8, size, dtype=torch.bfloat16, device="meta") for size in (7, 4))
             into = torch.empty(7, 4, device="meta")
-            ledger.cut()
+            ledger.take_span()
             weight_product(grad_output, x, into, add=add)
-        assert ("aten::addmm.dtype_out" if add else "aten::mm.dtype_out") in ledger.kernels
-        assert ledger.cut().peak == 0
-    assert not writes_wide_products(CPU, torch.bfloat16)
+        assert ("aten::addmm.dtype_out" if add else "aten::mm.dtype_out") in ledger.op_names
+        assert ledger.take_span().peak_bytes == 0
+    assert not has_float32_output(CPU, torch.bfloat16)

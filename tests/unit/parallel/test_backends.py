@@ -10,8 +10,15 @@ import torch
 import torch.distributed as dist
 
 from megatron.config.parallel import ParallelConfig
-from megatron.parallel import context, meeting
-from megatron.parallel.context import MESSAGE_CHANNELS, Communicator, communicator, make_context, options, world_backend
+from megatron.parallel import context, rendezvous
+from megatron.parallel.context import (
+    MESSAGE_CHANNELS,
+    CommunicatorOptions,
+    build_nccl_options,
+    get_communicator_options,
+    get_world_backend,
+    make_context,
+)
 from megatron.parallel.topology import Topology
 from megatron_lab.verification.local_ranks import run_ranks
 from tests.support.lone_rank import CPU
@@ -28,29 +35,39 @@ class Options:
 
 
 def test_where_tensors_go_over_nccl_the_hosts_speak_gloo() -> None:
-    assert world_backend("nccl") == BOTH
-    assert world_backend("gloo") == "gloo"
-    assert communicator(("tp",), BOTH) == Communicator(high_priority=True) and communicator(("tp",), "gloo") == Communicator()
+    assert get_world_backend("nccl") == BOTH
+    assert get_world_backend("gloo") == "gloo"
+    assert (
+        get_communicator_options(("tp",), BOTH) == CommunicatorOptions(high_priority=True)
+        and get_communicator_options(("tp",), "gloo") == CommunicatorOptions()
+    )
     for name in (("pp",), ("dp",), ("tp", "cp", "dp"), ("tp", "cp", "dp", "pp"), ("ends",)):
-        assert communicator(name, BOTH) == Communicator(), f"{name} is made as the world is"
+        assert get_communicator_options(name, BOTH) == CommunicatorOptions(), f"{name} is made as the world is"
     for name in (("fsdp_shard",), ("fsdp_replica",)):
-        assert communicator(name, BOTH) == Communicator("nccl")
+        assert get_communicator_options(name, BOTH) == CommunicatorOptions("nccl")
     for name in (("pp_up",), ("pp_down",)):
-        assert communicator(name, BOTH) == Communicator("nccl", high_priority=True, max_channels=MESSAGE_CHANNELS)
-        assert communicator(name, "gloo") == communicator(name, "fake") == communicator(name, None) == Communicator()
+        assert get_communicator_options(name, BOTH) == CommunicatorOptions(
+            "nccl", high_priority=True, max_channels=MESSAGE_CHANNELS
+        )
+        assert (
+            get_communicator_options(name, "gloo")
+            == get_communicator_options(name, "fake")
+            == get_communicator_options(name, None)
+            == CommunicatorOptions()
+        )
 
 
 def test_options_are_what_was_decided(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert options(Communicator()) is None and options(Communicator("nccl")) is None
+    assert build_nccl_options(CommunicatorOptions()) is None and build_nccl_options(CommunicatorOptions("nccl")) is None
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
-    found = options(communicator(("pp_up",), BOTH))
+    found = build_nccl_options(get_communicator_options(("pp_up",), BOTH))
     assert found.is_high_priority_stream and found.config.max_ctas == MESSAGE_CHANNELS
 
 
 def test_options_of_a_torch_whose_nccl_has_no_config(monkeypatch: pytest.MonkeyPatch) -> None:
     old = SimpleNamespace(Options=lambda is_high_priority_stream: SimpleNamespace(high=is_high_priority_stream))
     monkeypatch.setattr(dist, "ProcessGroupNCCL", old, raising=False)
-    assert vars(options(Communicator("nccl", high_priority=True, max_channels=2))) == {"high": True}
+    assert vars(build_nccl_options(CommunicatorOptions("nccl", high_priority=True, max_channels=2))) == {"high": True}
 
 
 def test_every_group_of_a_job_on_cuda_but_those_of_tensors_alone_speaks_gloo_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,9 +125,9 @@ def test_objects_go_over_the_library_of_the_cpu_where_a_group_has_two() -> None:
 def test_a_job_on_cuda_makes_no_communicator_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Given the device, torch would make one for every new group. Without it, each is made where its group first sends a tensor."""
     joined: dict[str, Any] = {}
-    monkeypatch.setattr(context, "launched", lambda: SimpleNamespace(rank=1, local_rank=1, world_size=2))
+    monkeypatch.setattr(context, "read_process_info", lambda: SimpleNamespace(rank=1, local_rank=1, world_size=2))
     monkeypatch.setattr(context, "choose_device", lambda wanted, local_rank: torch.device("cuda", local_rank))
-    monkeypatch.setattr(meeting, "meet", lambda *_: None)
+    monkeypatch.setattr(rendezvous, "rendezvous", lambda *_: None)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **settings: joined.update(settings, backend=backend))
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(dist, "new_group", lambda ranks, **settings: made.append(settings))

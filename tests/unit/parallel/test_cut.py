@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from megatron.parallel.cut import Cut, balanced, mirrored, token_costs
+from megatron.parallel.sequence_split import SequenceSplit, compute_token_costs, split_balanced, split_zigzag
 
 
 def plain_costs(length: int, bounds: list[int], window: int | None) -> list[int]:
@@ -19,28 +19,30 @@ def plain_costs(length: int, bounds: list[int], window: int | None) -> list[int]
     return found
 
 
-def check(cut: Cut, length: int, ranks: int) -> None:
+def check(cut: SequenceSplit, length: int, ranks: int) -> None:
     """Every token has one holder, all holders have as many, and runs and places say the same."""
-    assert (cut.length, cut.ranks, cut.tokens) == (length, ranks, length // ranks)
+    assert (cut.length, cut.num_ranks, cut.tokens_per_rank) == (length, ranks, length // ranks)
     assert sorted(cut.order.tolist()) == list(range(length))
     for rank in range(ranks):
-        places = cut.places(rank)
-        assert places.tolist() == sorted(places.tolist()) and len(places) == cut.tokens
-        assert places.tolist() == cut.order[rank * cut.tokens : (rank + 1) * cut.tokens].tolist()
-        ends = [end for _, end in cut.runs(rank)]
-        assert all(first > end for (first, _), end in zip(cut.runs(rank)[1:], ends, strict=False)), "runs that touch are one"
+        places = cut.positions(rank)
+        assert places.tolist() == sorted(places.tolist()) and len(places) == cut.tokens_per_rank
+        assert places.tolist() == cut.order[rank * cut.tokens_per_rank : (rank + 1) * cut.tokens_per_rank].tolist()
+        ends = [end for _, end in cut.token_ranges(rank)]
+        assert all(first > end for (first, _), end in zip(cut.token_ranges(rank)[1:], ends, strict=False)), (
+            "runs that touch are one"
+        )
 
 
 def test_mirrored_pieces_share_causal_work_evenly() -> None:
     for ranks in (1, 2, 3, 4, 8):
         length = 12 * 2 * ranks
-        cut = mirrored(length, ranks)
+        cut = split_zigzag(length, ranks)
         check(cut, length, ranks)
-        costs = token_costs(length, {None: 1.0})
-        assert balanced(costs, ranks) == cut.weighed(costs) and cut.weighed(costs).imbalance == 1.0
-    assert mirrored(16, 4).runs(3) == ((6, 10),) and mirrored(16, 4).runs(0) == ((0, 2), (14, 16))
-    with pytest.raises(ValueError, match="20 tokens does not divide into 2 equal pieces for each of 4"):
-        mirrored(20, 4)
+        costs = compute_token_costs(length, {None: 1.0})
+        assert split_balanced(costs, ranks) == cut.with_imbalance(costs) and cut.with_imbalance(costs).imbalance == 1.0
+    assert split_zigzag(16, 4).token_ranges(3) == ((6, 10),) and split_zigzag(16, 4).token_ranges(0) == ((0, 2), (14, 16))
+    with pytest.raises(ValueError, match="20 tokens cannot be split over 4 context ranks.* divisible by 8"):
+        split_zigzag(20, 4)
 
 
 def test_costs_are_the_tokens_attended_to() -> None:
@@ -48,22 +50,24 @@ def test_costs_are_the_tokens_attended_to() -> None:
     for length, batch, window in ((16, 1, None), (16, 3, None), (24, 2, 5), (24, 2, 23)):
         inner = random.choice(np.arange(1, length * batch), size=5, replace=False)
         bounds = np.unique(np.concatenate([inner, np.arange(0, batch * length + 1, length)])).astype(np.int32)
-        costs = token_costs(length, {window: 1.0}, bounds)
+        costs = compute_token_costs(length, {window: 1.0}, bounds)
         plain = np.array(plain_costs(length, bounds.tolist(), window))
         assert np.array_equal(costs * int(plain[0]), plain * int(costs[0])), "the same but for one factor"
-    halves = token_costs(16, {None: 0.5, 3: 0.5})
-    assert abs(halves.sum() / token_costs(16, {None: 1.0}).sum() - 1) < 0.01, "each kind of layer counts by its share of the work"
+    halves = compute_token_costs(16, {None: 0.5, 3: 0.5})
+    assert abs(halves.sum() / compute_token_costs(16, {None: 1.0}).sum() - 1) < 0.01, (
+        "each kind of layer counts by its share of the work"
+    )
 
 
 def test_documents_are_dealt_by_what_they_cost() -> None:
     """One long document and many short ones: the zig-zag gives most work to few ranks."""
     length, ranks = 1024, 4
     for bounds in ([0, 300, *range(320, 1025, 16)], [*range(0, 725, 16), 720, 1024], [*range(0, 1025, 8)], [0, 512, 1024]):
-        costs = token_costs(length, {None: 1.0}, np.unique(np.array(bounds, dtype=np.int32)))
-        cut = balanced(costs, ranks)
+        costs = compute_token_costs(length, {None: 1.0}, np.unique(np.array(bounds, dtype=np.int32)))
+        cut = split_balanced(costs, ranks)
         check(cut, length, ranks)
-        zigzag = mirrored(length, ranks).weighed(costs).imbalance
+        zigzag = split_zigzag(length, ranks).with_imbalance(costs).imbalance
         assert cut.imbalance <= min(zigzag, 1.25), (bounds[:3], zigzag)
-        assert cut.imbalance == max(costs[cut.places(rank)].sum() for rank in range(ranks)) * ranks / costs.sum()
-    odd = token_costs(24, {None: 1.0}, np.array([0, 20, 24], dtype=np.int32))
-    assert balanced(odd, 4).piece == 3, "no finer cut divides it"
+        assert cut.imbalance == max(costs[cut.positions(rank)].sum() for rank in range(ranks)) * ranks / costs.sum()
+    odd = compute_token_costs(24, {None: 1.0}, np.array([0, 20, 24], dtype=np.int32))
+    assert split_balanced(odd, 4).segment_length == 3, "no finer cut divides it"

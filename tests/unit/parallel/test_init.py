@@ -74,13 +74,13 @@ def test_every_rank_holds_its_slice_of_the_same_values(config: ModelConfig, topo
     for rank in range(topology.world_size):
         context = lone_rank(topology, rank)
         for entry in build(config, topology, rank).params:
-            box = entry.record.held_box(context.axis_sizes, context.coordinates)
+            box = entry.record.local_slice(context.axis_sizes, context.coordinates)
             place = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
             assert torch.equal(entry.param.detach()[: box.sizes[0]], whole(config)[entry.record.name][place]), entry.record.name
             assert not entry.param.detach()[box.sizes[0] :].any(), "padding is zero"
             covered[entry.record.name][place] += 1
     for entry in build(config, Topology(), 0).params:
-        name, tied = entry.record.name, len(entry.holders) > 1 and topology.pp > 1
+        name, tied = entry.record.name, len(entry.owners) > 1 and topology.pp > 1
         copies = topology.dp * (1 if entry.record.splits else topology.tp) * (2 if tied else 1)
         assert (covered[name] == copies).all(), name
 
@@ -122,7 +122,7 @@ def whole_parameter(record: ParamRecord) -> torch.Tensor:
 def rank_part(record: ParamRecord, ranks: int, rank: int) -> tuple[torch.Tensor, tuple[slice, ...]]:
     """What a rank fills its part with, and where that lies in the whole."""
     context = lone_rank(Topology(tp=ranks), rank)
-    box = record.held_box(context.axis_sizes, context.coordinates)
+    box = record.local_slice(context.axis_sizes, context.coordinates)
     part = torch.full(box.sizes, torch.nan)
     initialize(part, record, context, SEED)
     return part, tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
@@ -134,7 +134,7 @@ def test_slices_fit_together_whatever_the_tiles(case: tuple[ParamRecord, int, in
     record, ranks, elements, columns = case
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(building, "_TILE_ELEMENTS", elements)
-        patch.setattr(building, "_TILE_COLUMNS", columns)
+        patch.setattr(building, "_MAX_TILE_COLUMNS", columns)
         full = whole_parameter(record)
         for rank in range(ranks):
             part, place = rank_part(record, ranks, rank)
@@ -151,7 +151,7 @@ CUT = {
 def differing(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     """Cuts, tensor sizes and ranks at which a part is not that of the whole."""
     monkeypatch.setattr(building, "_TILE_ELEMENTS", 21)
-    monkeypatch.setattr(building, "_TILE_COLUMNS", 7)  # divides no part
+    monkeypatch.setattr(building, "_MAX_TILE_COLUMNS", 7)  # divides no part
     return [
         (name, ranks, rank)
         for name, record in CUT.items()
@@ -169,17 +169,21 @@ def test_tensor_sizes_1_2_3_and_8_have_the_same_values(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("right", "wrong", "found"),
     [
-        ("low - origin : high - origin", "0 : high - low", "columns"),
-        ("tile_values(record, seed, down, across)", "tile_values(record, seed, down, across - left // columns)", "columns"),
-        ("wanted[start:end] - down * rows", "wanted[start:end] - wanted[start]", "rows"),
+        ("low - first_column : high - first_column", "0 : high - low", "columns"),
+        (
+            "tile_values(record, seed, tile_row, tile_column)",
+            "tile_values(record, seed, tile_row, tile_column - left // columns)",
+            "columns",
+        ),
+        ("target_rows[start:end] - tile_row * rows", "target_rows[start:end] - target_rows[start]", "rows"),
     ],
 )
 def test_a_planted_wrong_tile_offset_is_found(right: str, wrong: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = inspect.getsource(building._fill_box)
+    source = inspect.getsource(building._fill_slice)
     assert source.count(right) == 1
     faulty: dict[str, Any] = dict(vars(building))
     exec(source.replace(right, wrong), faulty)
-    monkeypatch.setattr(building, "_fill_box", faulty["_fill_box"])
+    monkeypatch.setattr(building, "_fill_slice", faulty["_fill_slice"])
     assert found in {name for name, _, _ in differing(monkeypatch)}
 
 
@@ -191,7 +195,7 @@ def test_a_rank_draws_only_the_tiles_that_it_needs(monkeypatch: pytest.MonkeyPat
         return tile_values(record, seed, down, across)
 
     monkeypatch.setattr(building, "_TILE_ELEMENTS", 16)
-    monkeypatch.setattr(building, "_TILE_COLUMNS", 8)
+    monkeypatch.setattr(building, "_MAX_TILE_COLUMNS", 8)
     monkeypatch.setattr(building, "tile_values", noted)
     record = ParamRecord("w", (2, 16, 8), (Split(1, "tp"),), init=Init(1.0))  # tiles of 2 rows, 8 a half
     initialize(torch.empty(2, 4, 8), record, lone_rank(Topology(tp=4), 1), SEED)
@@ -278,7 +282,7 @@ def test_seeds_are_what_they_always_were(parts: tuple[Any, ...], seed: int) -> N
 
 
 def test_a_dropout_site_has_the_seed_it_always_had() -> None:
-    assert DropoutKey(1234, step=64, first_sample=72).site(3, "mlp_output", 1) == 8752832656396060063
+    assert DropoutKey(1234, step=64, first_sample=72).get_site_seed(3, "mlp_output", 1) == 8752832656396060063
 
 
 def test_initial_values_are_what_they_always_were() -> None:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from megatron.parallel.boxes import Box
 from megatron.parallel.params import ParamRecord, ParamTable, Split, materialize
+from megatron.parallel.tensor_slice import TensorSlice
 
 
 def test_local_shapes() -> None:
@@ -29,11 +29,16 @@ def test_local_shapes() -> None:
 
 def test_held_boxes_by_hand() -> None:
     column = ParamRecord("up", (2, 48, 32), (Split(1, "tp"),))
-    assert column.held_box({"tp": 4}, {"tp": 2, "dp": 1}) == Box((0, 24, 0), (2, 12, 32))
+    assert column.local_slice({"tp": 4}, {"tp": 2, "dp": 1}) == TensorSlice((0, 24, 0), (2, 12, 32))
     vocabulary = ParamRecord("word", (50, 8), (Split(0, "tp", padded_size=80),))
-    boxes = [vocabulary.held_box({"tp": 4}, {"tp": rank}) for rank in range(4)]
-    assert boxes == [Box((0, 0), (20, 8)), Box((20, 0), (20, 8)), Box((40, 0), (10, 8)), Box((50, 0), (0, 8))]
-    assert ParamRecord("norm", (8,)).held_box({"tp": 4}, {"tp": 3}) == Box((0,), (8,)), "replicated"
+    boxes = [vocabulary.local_slice({"tp": 4}, {"tp": rank}) for rank in range(4)]
+    assert boxes == [
+        TensorSlice((0, 0), (20, 8)),
+        TensorSlice((20, 0), (20, 8)),
+        TensorSlice((40, 0), (10, 8)),
+        TensorSlice((50, 0), (0, 8)),
+    ]
+    assert ParamRecord("norm", (8,)).local_slice({"tp": 4}, {"tp": 3}) == TensorSlice((0,), (8,)), "replicated"
 
 
 @st.composite
@@ -58,7 +63,7 @@ def test_held_boxes_partition_the_tensor(case: tuple[ParamRecord, dict[str, int]
 
     seen: list[int] = []
     for ep, tp in itertools.product(range(sizes["ep"]), range(sizes["tp"])):
-        box = record.held_box(sizes, {"ep": ep, "tp": tp, "dp": 1})
+        box = record.local_slice(sizes, {"ep": ep, "tp": tp, "dp": 1})
         held = whole[tuple(slice(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True))]
         local = padded.chunk(sizes["ep"], 0)[ep].chunk(sizes["tp"], 2)[tp]
         assert tuple(local.shape) == record.local_shape(sizes)
@@ -122,7 +127,7 @@ def test_materialize_keeps_parameters_shared() -> None:
 def test_a_parameter_outside_the_table_is_our_mistake() -> None:
     model = Tied()
     model.stray = nn.Linear(2, 2, device="meta")
-    with pytest.raises(AssertionError, match="outside the table"):
+    with pytest.raises(AssertionError, match="without an entry in the table"):
         materialize(model, model.table, torch.device("cpu"))
 
 

@@ -10,33 +10,33 @@ import random
 import pytest
 import torch
 
-from megatron.checkpoint.manifest import tiles
-from megatron.parallel.boxes import Box, FlatPiece
-from megatron.parallel.state_shape import COLUMNS, ELEMENTS, ROWS, Blocks, StateShape
+from megatron.checkpoint.manifest import is_partition
+from megatron.parallel.state_shape import PER_COLUMN, PER_ELEMENT, PER_ROW, PerBlock, StateShape
+from megatron.parallel.tensor_slice import FlatRange, TensorSlice
 
 SHAPES = [
     *((5, 7), (1, 9), (6, 4), (2, 1, 6, 4), (8, 1)),
     *(pytest.param(shape, marks=pytest.mark.full("shapes of two and of four dimensions")) for shape in ((3, 4, 5), (2, 3, 8))),
 ]
 STATES = {
-    "elements": ELEMENTS,
-    "rows": ROWS,
-    "columns": COLUMNS,
-    "blocks of 1": Blocks(1),
-    "of 3": Blocks(3),
-    "of 4": Blocks(4),
-    "of 6": Blocks(6),
+    "elements": PER_ELEMENT,
+    "rows": PER_ROW,
+    "columns": PER_COLUMN,
+    "blocks of 1": PerBlock(1),
+    "of 3": PerBlock(3),
+    "of 4": PerBlock(4),
+    "of 6": PerBlock(6),
 }
 
 
 def lies_over(state: StateShape, shape: tuple[int, ...]) -> torch.Tensor:
     """For each element of a parameter, by itself, the flat number of the state that lies over it."""
     numbers = torch.arange(math.prod(state.shape(shape))).view(state.shape(shape))
-    if state is ROWS:
+    if state is PER_ROW:
         return numbers.unsqueeze(-1).expand(shape)
-    if state is COLUMNS:
+    if state is PER_COLUMN:
         return numbers.unsqueeze(-2).expand(shape)
-    return numbers.repeat_interleave(state.size, -1)[..., : shape[-1]] if isinstance(state, Blocks) else numbers
+    return numbers.repeat_interleave(state.block_size, -1)[..., : shape[-1]] if isinstance(state, PerBlock) else numbers
 
 
 @pytest.mark.parametrize("name", STATES)
@@ -53,23 +53,23 @@ def check_pieces(state: StateShape, shape: tuple[int, ...], ranks: int) -> None:
     numbers = torch.arange(math.prod(state.shape(shape))).view(state.shape(shape))
 
     @functools.cache
-    def numbers_in(box: Box) -> list[int]:
+    def numbers_in(box: TensorSlice) -> list[int]:
         return numbers[box.index].reshape(-1).tolist()
 
     most: dict[int, int] = {}
     for rank in range(ranks):
-        held = Box((*(0 for _ in shape[:-1]), rank * length), local)
+        held = TensorSlice((*(0 for _ in shape[:-1]), rank * length), local)
         over = lies_over(state, shape)[held.index].reshape(-1).tolist()
         for start, stop in itertools.combinations(range(held.numel + 1), 2):
-            boxes = [placed.box for placed in state.boxes(local, held, FlatPiece(start, stop))]
+            boxes = [placed.slice for placed in state.slices(local, held, FlatRange(start, stop))]
             covered = [number for box in boxes for number in numbers_in(box)]
             found, distinct = set(over[start:stop]), set(covered)
             assert len(distinct) == len(covered)
-            assert found <= distinct if state is COLUMNS else found == distinct  # a piece within a row has all columns
+            assert found <= distinct if state is PER_COLUMN else found == distinct  # a piece within a row has all columns
             most[stop - start] = max(most.get(stop - start, 0), len(covered))
-    rooms = {count: state.room(shape, local, count) for count in most}
-    assert all(rooms[count] >= needed for count, needed in most.items()) and state.room(shape, local, 0) == 0
-    assert all(rooms[count] <= most[count] + (state is COLUMNS) * length + 1 for count in most), "no more than needed"
+    rooms = {count: state.max_numel(shape, local, count) for count in most}
+    assert all(rooms[count] >= needed for count, needed in most.items()) and state.max_numel(shape, local, 0) == 0
+    assert all(rooms[count] <= most[count] + (state is PER_COLUMN) * length + 1 for count in most), "no more than needed"
 
 
 @pytest.mark.parametrize("name", STATES)
@@ -84,21 +84,21 @@ def test_boxes_of_all_ranks_make_up_the_state(name: str, shape: tuple[int, ...],
         if split is not None:
             local[split] = -(-shape[split] // ranks)
         cuts = sorted({0, math.prod(local), *(draw.randrange(math.prod(local)) for _ in range(3))})
-        boxes: list[Box] = []
+        boxes: list[TensorSlice] = []
         for rank in range(ranks):
             offsets, sizes = [0] * len(shape), list(shape)
             if split is not None:
                 low = min(rank * local[split], shape[split])
                 offsets[split], sizes[split] = low, min(low + local[split], shape[split]) - low
-            held = Box(tuple(offsets), tuple(sizes))
+            held = TensorSlice(tuple(offsets), tuple(sizes))
             numbers = torch.arange(math.prod(state.shape(shape))).view(state.shape(shape))
             for start, stop in itertools.pairwise(cuts):
-                placed = state.boxes(tuple(local), held, FlatPiece(start, stop))
-                room = torch.full((state.room(shape, tuple(local), stop - start),), -1)
+                placed = state.slices(tuple(local), held, FlatRange(start, stop))
+                room = torch.full((state.max_numel(shape, tuple(local), stop - start),), -1)
                 for one in placed:  # boxes do not overlap in memory
-                    view = room[one.start : one.start + one.box.numel]
+                    view = room[one.offset : one.offset + one.slice.numel]
                     assert (view == -1).all()
-                    view.copy_(numbers[one.box.index].reshape(-1))
-                    boxes.append(one.box)
+                    view.copy_(numbers[one.slice.index].reshape(-1))
+                    boxes.append(one.slice)
         distinct = list(dict.fromkeys(boxes))
-        assert tiles(state.shape(shape), distinct), "equal or disjoint, and together the whole"
+        assert is_partition(state.shape(shape), distinct), "equal or disjoint, and together the whole"

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from megatron.parallel import torch_private
-from megatron.parallel.torch_private import PRIVATE_MODULES, MissingTorchName, find_function, find_module, missing
-from megatron.parallel.torch_private import symmetric_memory_operation as operation
+from megatron.parallel.torch_private import PRIVATE_MODULES, MissingTorchName, find_function, find_module, list_missing
+from megatron.parallel.torch_private import find_symmetric_memory_op as operation
 
 ROOT = Path(__file__).resolve().parents[3]
 MODULE = Path(torch_private.__file__)
@@ -28,7 +28,7 @@ SOURCES = [
 @pytest.fixture
 def _restored() -> Iterator[None]:
     """Remove planted names from the report."""
-    before = missing()
+    before = list_missing()
     yield
     torch_private._missing[:] = before
 
@@ -106,14 +106,14 @@ def test_private_names_are_seen(source: str, names: list[str]) -> None:
 
 
 def test_this_torch_lacks_nothing() -> None:
-    assert missing() == []
+    assert list_missing() == []
 
 
 @pytest.mark.usefixtures("_restored")
 @pytest.mark.parametrize("path", ["torch._planted", "torch.ops.aten._planted", "torch.cpu._planted", "torch._planted.function"])
 def test_a_missing_function_is_reported_and_raises_when_it_is_called(path: str) -> None:
     function = find_function(path, "the planted feature")
-    assert missing() == [(path, "the planted feature")]
+    assert list_missing() == [(path, "the planted feature")]
     message = f"torch {torch.__version__} has no {path}, so this is unavailable: the planted feature"
     with pytest.raises(MissingTorchName, match=message.replace("+", r"\+")):
         function(torch.zeros(2), alpha=1)
@@ -121,10 +121,10 @@ def test_a_missing_function_is_reported_and_raises_when_it_is_called(path: str) 
 
 @pytest.mark.usefixtures("_restored")
 def test_a_missing_module_is_reported() -> None:
-    assert torch_private.missing_note() == []
+    assert torch_private.format_missing_note() == []
     find_module("torch.utils._planted", "plans")
-    assert missing() == [("torch.utils._planted", "plans")]
-    (line,) = torch_private.missing_note()
+    assert list_missing() == [("torch.utils._planted", "plans")]
+    (line,) = torch_private.format_missing_note()
     assert line.endswith("lacks private names. Unavailable: plans (torch.utils._planted)")
 
 

@@ -14,20 +14,20 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron.pipeline_parallel.balance import balance
-from megatron.spec.operations import loop, v_shape
+from megatron.spec.operations import assign_chunks_round_robin, assign_chunks_v_shape
 
 SMALL_PLACES = [
-    loop(1),
-    loop(2),
-    loop(3),
-    loop(5),
-    loop(1, 3),
-    loop(2, 2),
-    loop(3, 2),
-    loop(2, 3),
-    v_shape(1),
-    v_shape(2),
-    v_shape(3),
+    assign_chunks_round_robin(1),
+    assign_chunks_round_robin(2),
+    assign_chunks_round_robin(3),
+    assign_chunks_round_robin(5),
+    assign_chunks_round_robin(1, 3),
+    assign_chunks_round_robin(2, 2),
+    assign_chunks_round_robin(3, 2),
+    assign_chunks_round_robin(2, 3),
+    assign_chunks_v_shape(1),
+    assign_chunks_v_shape(2),
+    assign_chunks_v_shape(3),
 ]
 
 
@@ -35,7 +35,7 @@ SMALL_PLACES = [
 class Case:
     """A small problem in whole numbers."""
 
-    costs: list[int]
+    op_costs: list[int]
     places: tuple[int, ...]
     embedding: int
     loss: int
@@ -44,7 +44,7 @@ class Case:
 
     def solve(self) -> list[int]:
         return balance(
-            self.costs,
+            self.op_costs,
             self.places,
             embedding_cost=self.embedding,
             loss_cost=self.loss,
@@ -53,7 +53,7 @@ class Case:
         )
 
     def chunk_loads(self, counts: list[int]) -> list[int]:
-        return add_up(self.costs, counts, self.embedding, self.loss)
+        return add_up(self.op_costs, counts, self.embedding, self.loss)
 
     def stage_loads(self, counts: list[int]) -> list[int]:
         return by_stage(self.places, self.chunk_loads(counts))
@@ -65,8 +65,8 @@ class Case:
 
     def splits(self) -> Iterator[list[int]]:
         """All that keep within bounds."""
-        for bounds in itertools.combinations_with_replacement(range(len(self.costs) + 1), len(self.places) - 1):
-            counts = [stop - start for start, stop in zip((0, *bounds), (*bounds, len(self.costs)), strict=True)]
+        for bounds in itertools.combinations_with_replacement(range(len(self.op_costs) + 1), len(self.places) - 1):
+            counts = [stop - start for start, stop in zip((0, *bounds), (*bounds, len(self.op_costs)), strict=True)]
             inside = all(low <= n <= high for low, n, high in zip(self.low, counts, self.high, strict=True))
             if inside:
                 yield counts
@@ -113,7 +113,7 @@ def test_equal_layers_are_split_as_well_as_can_be(case: Case) -> None:
     assert case.quality(case.solve()) == min(map(case.quality, case.splits()))
 
 
-@given(cases(equal=False, places=[loop(stages) for stages in range(1, 6)]))
+@given(cases(equal=False, places=[assign_chunks_round_robin(stages) for stages in range(1, 6)]))
 def test_one_chunk_a_stage_is_split_as_well_as_can_be(case: Case) -> None:
     assert case.quality(case.solve()) == min(map(case.quality, case.splits()))
 
@@ -144,10 +144,10 @@ def test_no_exchange_of_a_layer_helps(case: Case) -> None:
 @pytest.mark.parametrize(
     ("costs", "places", "loss", "counts"),
     [
-        ([6, 5, 9, 3], loop(3), 0, [2, 1, 1]),  # 11, 9, 3; the sum of squares is less for 6, 5, 12
-        ([9, 6, 6, 1, 8, 8], loop(3), 0, [2, 3, 1]),  # 15, 15, 8; the sum of squares is less for 9, 13, 16
-        ([4, 3, 7, 6, 4, 8, 7, 8, 1], loop(2, 3), 3, [3, 1, 1, 1, 1, 2]),
-        ([1, 1, 4, 5], v_shape(2), 12, [1, 1, 1, 1]),
+        ([6, 5, 9, 3], assign_chunks_round_robin(3), 0, [2, 1, 1]),  # 11, 9, 3; the sum of squares is less for 6, 5, 12
+        ([9, 6, 6, 1, 8, 8], assign_chunks_round_robin(3), 0, [2, 3, 1]),  # 15, 15, 8; the sum of squares is less for 9, 13, 16
+        ([4, 3, 7, 6, 4, 8, 7, 8, 1], assign_chunks_round_robin(2, 3), 3, [3, 1, 1, 1, 1, 2]),
+        ([1, 1, 4, 5], assign_chunks_v_shape(2), 12, [1, 1, 1, 1]),
     ],
 )
 def test_the_dearest_stage_counts_first(costs: list[int], places: tuple[int, ...], loss: int, counts: list[int]) -> None:
@@ -159,7 +159,15 @@ def test_several_chunks_of_unequal_layers_are_mostly_split_as_well_as_can_be() -
     numbers = random.Random(0)
     ratios = []
     for _ in range(60):
-        place = numbers.choice([loop(2, 2), v_shape(2), v_shape(3), loop(3, 2), loop(2, 3)])
+        place = numbers.choice(
+            [
+                assign_chunks_round_robin(2, 2),
+                assign_chunks_v_shape(2),
+                assign_chunks_v_shape(3),
+                assign_chunks_round_robin(3, 2),
+                assign_chunks_round_robin(2, 3),
+            ]
+        )
         costs = [numbers.randint(1, 9) for _ in range(9)]
         case = Case(costs, place, 0, numbers.randint(0, 20), [1] * len(place), [9] * len(place))
         ratios.append(max(case.stage_loads(case.solve())) / min(map(case.quality, case.splits()))[0])
@@ -170,12 +178,18 @@ def test_several_chunks_of_unequal_layers_are_mostly_split_as_well_as_can_be() -
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(min_layers=[3, 3]), "4 layers do not go into 2 chunks that hold at least 6 and at most 8 together"),
-        (dict(max_layers=[1, 2]), "4 layers do not go into 2 chunks that hold at least 2 and at most 3 together"),
-        (dict(loss_cost=-1), "costs must be finite and not negative"),
-        (dict(embedding_cost=math.nan), "costs must be finite and not negative"),
+        (
+            dict(min_layers=[3, 3]),
+            "4 layers cannot be split into 2 model chunks, which together hold at least 6 and at most 8 layers",
+        ),
+        (
+            dict(max_layers=[1, 2]),
+            "4 layers cannot be split into 2 model chunks, which together hold at least 2 and at most 3 layers",
+        ),
+        (dict(loss_cost=-1), "the costs of layers, embedding and loss must be finite and at least 0"),
+        (dict(embedding_cost=math.nan), "the costs of layers, embedding and loss must be finite and at least 0"),
     ],
 )
 def test_what_makes_no_sense_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        balance([1] * 4, loop(2), **change)
+        balance([1] * 4, assign_chunks_round_robin(2), **change)

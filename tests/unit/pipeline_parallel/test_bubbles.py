@@ -15,40 +15,40 @@ from hypothesis import strategies as st
 
 from megatron.pipeline_parallel.simulate import simulate
 from megatron.pipeline_parallel.validate import peak_live_activations
-from megatron.spec.operations import Costs, with_recompute
+from megatron.spec.operations import OpCosts, add_recompute
 from megatron.spec.schedules import SCHEDULES
-from megatron_lab.schedule_plots.formulas import expected
-from megatron_lab.schedule_plots.table import idle_inside
+from megatron_lab.schedule_plots.formulas import compute_expected
+from megatron_lab.schedule_plots.table import compute_idle_times
 from tests.unit.pipeline_parallel.test_generators import CHUNKS, MICROBATCHES, STAGES, make
 
 WHOLE = 12
 """Divides by every number of chunks a stage."""
-DURATIONS = st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(0, 9)).map(lambda t: Costs(*(WHOLE * d for d in t)))
+DURATIONS = st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(0, 9)).map(lambda t: OpCosts(*(WHOLE * d for d in t)))
 DELAYS = st.integers(0, 20)
-EQUAL = Costs(WHOLE, WHOLE, WHOLE)
+EQUAL = OpCosts(WHOLE, WHOLE, WHOLE)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @given(STAGES, MICROBATCHES, CHUNKS, DURATIONS, st.integers(1, 9), DELAYS)
 def test_recompute_ahead_of_the_gradient_hides_in_the_bubble(
-    name: str, p: int, m: int, v: int, costs: Costs, again: int, p2p: int
+    name: str, p: int, m: int, v: int, costs: OpCosts, again: int, p2p: int
 ) -> None:
     """Against the same work within backward. The gradient of a microbatch comes to the first stage through all others, so what
     each of them has done before saves (p - 1) times this work at least; where there is one stage, nobody waits."""
     plain, v = make(name, p, m, v)
-    schedule, extra = with_recompute(plain, range(p * v)), float(WHOLE * again)
-    ahead = simulate(schedule, replace(costs, recompute=extra, p2p=v * p2p).divided(v)).step_time
-    within = simulate(plain, replace(costs, input_grad=costs.input_grad + extra, p2p=v * p2p).divided(v)).step_time
+    schedule, extra = add_recompute(plain, range(p * v)), float(WHOLE * again)
+    ahead = simulate(schedule, replace(costs, recompute=extra, p2p=v * p2p).divide_by_chunks(v)).step_time
+    within = simulate(plain, replace(costs, input_grad=costs.input_grad + extra, p2p=v * p2p).divide_by_chunks(v)).step_time
     assert ahead < within if p > 1 else ahead == within
 
 
-def step_time(name: str, stages: int, microbatches: int, chunks: int, costs: Costs, p2p: float = 0) -> float:
+def step_time(name: str, stages: int, microbatches: int, chunks: int, costs: OpCosts, p2p: float = 0) -> float:
     """Of a step where these are the costs of a whole stage."""
     schedule, chunks = make(name, stages, microbatches, chunks)
-    return simulate(schedule, Costs(costs.forward / chunks, costs.input_grad / chunks, costs.weight_grad / chunks, p2p)).step_time
+    return simulate(schedule, OpCosts(costs.forward / chunks, costs.input_grad / chunks, costs.weight_grad / chunks, p2p)).step_time
 
 
-def bubble(name: str, stages: int, microbatches: int, chunks: int, costs: Costs) -> float:
+def bubble(name: str, stages: int, microbatches: int, chunks: int, costs: OpCosts) -> float:
     """The step without the work of a stage."""
     work = microbatches * (costs.forward + costs.input_grad + costs.weight_grad)
     return step_time(name, stages, microbatches, chunks, costs) - work
@@ -56,13 +56,13 @@ def bubble(name: str, stages: int, microbatches: int, chunks: int, costs: Costs)
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @given(STAGES, MICROBATCHES, DURATIONS)
-def test_whole_backwards(name: str, p: int, m: int, costs: Costs) -> None:
+def test_whole_backwards(name: str, p: int, m: int, costs: OpCosts) -> None:
     """Narayanan et al. 2021, section 2.2.1: (p - 1)(F + I + W), for any number of microbatches."""
     assert bubble(name, p, m, 1, costs) == (p - 1) * (costs.forward + costs.input_grad + costs.weight_grad)
 
 
 @given(STAGES, MICROBATCHES, CHUNKS, DURATIONS)
-def test_interleaved(p: int, m: int, v: int, costs: Costs) -> None:
+def test_interleaved(p: int, m: int, v: int, costs: OpCosts) -> None:
     """Narayanan et al. 2021, section 2.2.2: that of 1F1B divided by v; here for any m >= p, which need not divide by p.
 
     With fewer microbatches than stages there is one round, and p - m more waits of a chunk for each further chunk.
@@ -73,7 +73,7 @@ def test_interleaved(p: int, m: int, v: int, costs: Costs) -> None:
 
 
 @given(STAGES, MICROBATCHES, DURATIONS)
-def test_zb_h1(p: int, m: int, costs: Costs) -> None:
+def test_zb_h1(p: int, m: int, costs: OpCosts) -> None:
     """Qi et al. 2023, section 2.1: (p - 1)(F + I - W). Exact where a weight gradient takes no longer than the other two.
 
     A longer one fills its gap and more: then waits of the longer of forward and input gradient remain.
@@ -95,8 +95,8 @@ def test_zb_v_does_not_wait(p: int, more: int) -> None:
     m = 2 * p - 2 + more
     schedule, _ = make("zb-v", p, m, 2)
     timeline = simulate(schedule)
-    assert idle_inside(timeline) == (0.0,) * p
-    assert timeline.busy == (6.0 * m,) * p
+    assert compute_idle_times(timeline) == (0.0,) * p
+    assert timeline.busy_times == (6.0 * m,) * p
     # In units of a whole stage's F = I = W = 1: m microbatches, and the way down.
     assert timeline.step_time / 2 == 3 * m + (p - 1) / 2
 
@@ -116,23 +116,23 @@ def test_zb_v_saves_a_quarter_of_1f1b() -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @given(STAGES, MICROBATCHES, CHUNKS, st.one_of(DURATIONS, st.just(EQUAL)))
-def test_what_the_table_expects(name: str, p: int, m: int, v: int, costs: Costs) -> None:
+def test_what_the_table_expects(name: str, p: int, m: int, v: int, costs: OpCosts) -> None:
     """Where it has a formula it is the simulator's time and the validator's memory; and it has them where the papers do."""
     schedule, v = make(name, p, m, v)
-    table = expected(name, p, m, v, costs)
+    table = compute_expected(name, p, m, v, costs)
     short = costs.weight_grad <= min(costs.forward, costs.input_grad)
     known = {"interleaved": m >= p, "zb-h1": m >= p and short, "zb-v": m >= 2 * p - 1 and costs == EQUAL}.get(name, True)
     assert table.bubble_time is not None or not known
     assert table.bubble_time in (None, bubble(name, p, m, v, costs))
-    assert table.peak_live is not None or (name == "zb-v" and m < 2 * p - 1)
-    assert table.peak_live in (None, peak_live_activations(schedule))
+    assert table.max_activations is not None or (name == "zb-v" and m < 2 * p - 1)
+    assert table.max_activations in (None, peak_live_activations(schedule))
 
 
 # ---- messages that take time
 
 
 @given(STAGES, MICROBATCHES, DURATIONS, DELAYS)
-def test_messages_of_gpipe(p: int, m: int, costs: Costs, p2p: int) -> None:
+def test_messages_of_gpipe(p: int, m: int, costs: OpCosts, p2p: int) -> None:
     """Once down and once up: messages of later microbatches travel while others compute."""
     whole = costs.forward + costs.input_grad + costs.weight_grad
     assert step_time("gpipe", p, m, 1, costs, p2p) == (m + p - 1) * whole + 2 * (p - 1) * p2p
@@ -140,7 +140,7 @@ def test_messages_of_gpipe(p: int, m: int, costs: Costs, p2p: int) -> None:
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1"])
 @given(STAGES, CHUNKS, DURATIONS, DELAYS)
-def test_one_microbatch_waits_for_every_message(name: str, p: int, v: int, costs: Costs, p2p: int) -> None:
+def test_one_microbatch_waits_for_every_message(name: str, p: int, v: int, costs: OpCosts, p2p: int) -> None:
     v = SCHEDULES[name].chunks_per_stage or v
     f, i, w = costs.forward, costs.input_grad, costs.weight_grad
     hops = 2 * (p * v - 1) if p > 1 else 0
@@ -150,7 +150,7 @@ def test_one_microbatch_waits_for_every_message(name: str, p: int, v: int, costs
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @given(STAGES, MICROBATCHES, CHUNKS, DURATIONS, DELAYS)
-def test_messages_cost_time(name: str, p: int, m: int, v: int, costs: Costs, p2p: int) -> None:
+def test_messages_cost_time(name: str, p: int, m: int, v: int, costs: OpCosts, p2p: int) -> None:
     """At least one way down or back; at most every message of every microbatch."""
     schedule, _ = make(name, p, m, v)
     extra = step_time(name, p, m, v, costs, p2p) - step_time(name, p, m, v, costs)
@@ -160,7 +160,7 @@ def test_messages_cost_time(name: str, p: int, m: int, v: int, costs: Costs, p2p
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @given(STAGES, MICROBATCHES, CHUNKS, DURATIONS, DELAYS)
-def test_another_microbatch_never_saves_time(name: str, p: int, m: int, v: int, costs: Costs, p2p: int) -> None:
+def test_another_microbatch_never_saves_time(name: str, p: int, m: int, v: int, costs: OpCosts, p2p: int) -> None:
     # Another microbatch may give interleaved another round or longer ones, which hide messages better: so without them there.
     p2p = 0 if name == "interleaved" else p2p
     assert step_time(name, p, m + 1, v, costs, p2p) >= step_time(name, p, m, v, costs, p2p)

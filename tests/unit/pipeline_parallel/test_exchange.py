@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline_parallel import validate as validating
-from megatron.pipeline_parallel.exchange import channels, plan_exchanges, plan_receives
-from megatron.pipeline_parallel.simulate import simulate, walk
+from megatron.pipeline_parallel.exchange import list_channels, plan_exchanges, plan_receives
+from megatron.pipeline_parallel.simulate import iterate_runnable_ops, simulate
 from megatron.pipeline_parallel.validate import validate
-from megatron.spec.operations import Message, Op, Schedule, forward_only
-from megatron.spec.schedules import SCHEDULES, make_schedule, one_f_one_b
+from megatron.spec.operations import Message, Op, Schedule, extract_forwards
+from megatron.spec.schedules import SCHEDULES, build_1f1b, build_schedule
 from tests.support.schedule_examples import B, R, generated_schedules, greedy, random_schedules
 
 # ---- the plan of receives
@@ -21,7 +21,7 @@ from tests.support.schedule_examples import B, R, generated_schedules, greedy, r
 
 def messages_between(schedule: Schedule, source: int, stage: int) -> list[Message]:
     """What a stage sends to another, in its order."""
-    given = [schedule.gives(op) for op in schedule.ops[source]]
+    given = [schedule.get_sent_message(op) for op in schedule.ops[source]]
     return [message for message in given if message and schedule.stage_of_chunk[message.chunk] == stage and source != stage]
 
 
@@ -31,9 +31,9 @@ schedules = st.one_of(random_schedules(), generated_schedules())
 @given(schedules, st.integers(0, 3))
 def test_every_message_is_posted_once_in_the_senders_order_and_in_time(schedule: Schedule, ahead: int) -> None:
     for stage, ops in enumerate(schedule.ops):
-        plan = plan_receives(schedule, ahead=ahead)[stage]
-        assert len(plan.before) == len(ops)
-        posted = [(message, source, i) for i, due in enumerate(plan.before) for message, source in due]
+        plan = plan_receives(schedule, lookahead=ahead)[stage]
+        assert len(plan.posts) == len(ops)
+        posted = [(message, source, i) for i, due in enumerate(plan.posts) for message, source in due]
         expected = [(message, s) for s in range(schedule.num_stages) for message in messages_between(schedule, s, stage)]
         assert Counter((message, source) for message, source, _ in posted) == Counter(expected)
         for source in range(schedule.num_stages):
@@ -41,7 +41,7 @@ def test_every_message_is_posted_once_in_the_senders_order_and_in_time(schedule:
             assert in_order == messages_between(schedule, source, stage)
         place = {message: i for message, _, i in posted}
         for i, op in enumerate(ops):
-            needed = schedule.needs(op)
+            needed = schedule.get_received_message(op)
             assert needed not in place or place[needed] <= max(0, i - ahead), "posted `ahead` operations before it is needed"
 
 
@@ -50,18 +50,18 @@ def test_what_is_not_needed_soon_is_not_posted_soon(schedule: Schedule) -> None:
     """Each posted message is needed by this or the next two operations, or comes in its channel before one that is: few buffers.
     A recompute counts with the operation behind it."""
     for stage, ops in enumerate(schedule.ops):
-        for i, due in enumerate(plan_receives(schedule)[stage].before):
-            wanted = {schedule.needs(op) for op in [op for op in ops[i:] if op.kind is not R][:3]}
+        for i, due in enumerate(plan_receives(schedule)[stage].posts):
+            wanted = {schedule.get_received_message(op) for op in [op for op in ops[i:] if op.type is not R][:3]}
             last_of_channel = {source: message for message, source in due}
             assert set(last_of_channel.values()) <= wanted
 
 
 def ancestors(schedule: Schedule) -> dict[Op, set[Op]]:
     """For each operation, all that must have ended before it begins."""
-    giver = {schedule.gives(op): op for ops in schedule.ops for op in ops}
+    giver = {schedule.get_sent_message(op): op for ops in schedule.ops for op in ops}
     found: dict[Op, set[Op]] = {}
     before: dict[int, Op] = {}
-    for stage, (op, needed, _) in walk(schedule):
+    for stage, (op, needed, _) in iterate_runnable_ops(schedule):
         direct = [other for other in (before.get(stage), giver[needed] if needed else None) if other is not None]
         found[op] = set(direct).union(*(found[other] for other in direct))
         before[stage] = op
@@ -70,12 +70,12 @@ def ancestors(schedule: Schedule) -> dict[Op, set[Op]]:
 
 @given(schedules)
 def test_a_message_is_settled_once_and_only_when_it_is_used_or_cannot_hold_that_up(schedule: Schedule) -> None:
-    user = {schedule.needs(op): op for ops in schedule.ops for op in ops}
+    user = {schedule.get_received_message(op): op for ops in schedule.ops for op in ops}
     time = {span.op: span for spans in simulate(schedule).spans for span in spans}
     known = ancestors(schedule)
     for (stage, ops), plan in zip(enumerate(schedule.ops), plan_receives(schedule), strict=True):
-        mine = {schedule.gives(op): i for i, op in enumerate(ops)}
-        settled = [(message, i) for i, messages in enumerate(plan.arrived) for message in messages]
+        mine = {schedule.get_sent_message(op): i for i, op in enumerate(ops)}
+        settled = [(message, i) for i, messages in enumerate(plan.completed_sends) for message in messages]
         assert len({message for message, _ in settled}) == len(settled)
         for message, i in settled:
             assert mine[message] < i and schedule.stage_of_chunk[message.chunk] != stage
@@ -88,13 +88,13 @@ def test_sent_messages_do_not_pile_up(name: str, evaluates: bool) -> None:
     """However many microbatches there are, and if no answer ever comes."""
     most = []
     for microbatches in (24, 48):
-        schedule = make_schedule(name, 4, microbatches, SCHEDULES[name].chunks_per_stage or 2)
-        schedule = forward_only(schedule) if evaluates else schedule
+        schedule = build_schedule(name, 4, microbatches, SCHEDULES[name].chunks_per_stage or 2)
+        schedule = extract_forwards(schedule) if evaluates else schedule
         kept = []
         for (stage, ops), plan in zip(enumerate(schedule.linked_ops), plan_receives(schedule), strict=True):
             sent = [gives is not None and schedule.stage_of_chunk[gives.chunk] != stage for _, _, gives in ops]
             leaving = [0]
-            for sends, settled in zip(sent, plan.arrived, strict=True):
+            for sends, settled in zip(sent, plan.completed_sends, strict=True):
                 leaving.append(leaving[-1] + sends - len(settled))
             kept.append(max(leaving))
         most.append(max(kept))
@@ -102,8 +102,8 @@ def test_sent_messages_do_not_pile_up(name: str, evaluates: bool) -> None:
 
 
 def test_one_f_one_b_learns_of_each_activation_when_its_gradient_comes() -> None:
-    plan = plan_receives(one_f_one_b(2, 5))[0]
-    known = [(op, arrived) for op, arrived in zip(one_f_one_b(2, 5).ops[0], plan.arrived, strict=True) if arrived]
+    plan = plan_receives(build_1f1b(2, 5))[0]
+    known = [(op, arrived) for op, arrived in zip(build_1f1b(2, 5).ops[0], plan.completed_sends, strict=True) if arrived]
     assert known == [(Op(B, 0, m), [Message(False, 1, m)]) for m in range(5)]
 
 
@@ -136,7 +136,7 @@ def hangs(schedule: Schedule, *, shared: bool = False) -> bool:
 
     There is one for each pair of stages and direction, or, if they are shared, one for all upward messages and one for the others.
     """
-    source = {message: s for s, ops in enumerate(schedule.ops) for message in map(schedule.gives, ops) if message}
+    source = {message: s for s, ops in enumerate(schedule.ops) for message in map(schedule.get_sent_message, ops) if message}
     destination = {message: schedule.stage_of_chunk[message.chunk] for message in source}
     plans = plan_receives(schedule)
     made: dict[tuple[int, int] | bool, Channel] = {}
@@ -154,9 +154,9 @@ def hangs(schedule: Schedule, *, shared: bool = False) -> bool:
                 continue
             if entered[stage] < i:
                 entered[stage] = i
-                for message, _ in plans[stage].before[i]:
+                for message, _ in plans[stage].posts[i]:
                     channel(message).queues[stage].append(message)
-            needed, given = schedule.needs(ops[i]), schedule.gives(ops[i])
+            needed, given = schedule.get_received_message(ops[i]), schedule.get_sent_message(ops[i])
             if needed and source[needed] != stage and needed not in channel(needed).done[stage]:
                 continue
             if given and destination[given] != stage:
@@ -185,9 +185,9 @@ def test_exchanges_that_wait_for_both_ends_do_not_lock_up(schedule: Schedule) ->
     validate(schedule)
     for (stage, ops), plan in zip(enumerate(schedule.ops), plan_exchanges(schedule), strict=True):
         posted: set[Message] = set()
-        for op, due in zip(ops, plan.before, strict=True):
+        for op, due in zip(ops, plan.posts, strict=True):
             posted |= {message for message, _ in due}
-            needed = schedule.needs(op)
+            needed = schedule.get_received_message(op)
             assert needed is None or needed in posted or schedule.stage_of_chunk[_giver(needed)] == stage
         expected = {message for s in range(schedule.num_stages) for message in messages_between(schedule, s, stage)}
         assert posted == expected
@@ -200,15 +200,15 @@ def _giver(message: Message) -> int:
 
 def test_exchanges_of_one_f_one_b() -> None:
     """The second stage of three takes an activation when the first has ended one, not sooner, and gradients likewise."""
-    plan = plan_exchanges(one_f_one_b(3, 4))[1]
-    words = [" ".join("g" * message.is_gradient or "a" for message, _ in due) for due in plan.before]
+    plan = plan_exchanges(build_1f1b(3, 4))[1]
+    words = [" ".join("g" * message.is_gradient or "a" for message, _ in due) for due in plan.posts]
     assert words == ["a", "a", "a g", "", "g", "a", "g", "g"]
 
 
 def test_receives_just_before_they_are_needed_would_lock_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Why the exchanges are planned: where a stage posts what an operation needs right before it, and both ends of a message wait,
     1F1B locks up already. Each of two neighbours would send first."""
-    monkeypatch.setattr(validating, "plan_exchanges", lambda schedule: plan_receives(schedule, ahead=0))
+    monkeypatch.setattr(validating, "plan_exchanges", lambda schedule: plan_receives(schedule, lookahead=0))
     late = [
         schedule
         for schedule in (greedy((0, 1, 2, 0, 1, 2), 3, split=False, seed=seed) for seed in range(20))
@@ -221,22 +221,22 @@ def _locks_up(schedule: Schedule) -> bool:
     try:
         validate(schedule)
     except ValueError as error:
-        assert "locks up when sends and receives wait for each other" in str(error)
+        assert "deadlocks if each send and receive blocks until the other rank posts the matching call" in str(error)
         return True
     return False
 
 
 def test_ends_that_do_not_agree_on_the_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    schedule = one_f_one_b(2, 3)
+    schedule = build_1f1b(2, 3)
     plans = list(plan_exchanges(schedule))
-    plans[1] = plans[1]._replace(before=list(reversed(plans[1].before)))
+    plans[1] = plans[1]._replace(posts=list(reversed(plans[1].posts)))
     monkeypatch.setattr(validating, "plan_exchanges", lambda schedule: plans)
-    with pytest.raises(ValueError, match="stage 1 does not receive what is sent to it, in the order"):
+    with pytest.raises(ValueError, match="stage 1 does not receive its messages in the order"):
         validate(schedule)
 
 
 def test_channels_go_where_messages_go() -> None:
-    assert channels(one_f_one_b(3, 1)) == [(0, 1), (1, 0), (1, 2), (2, 1)]
-    assert channels(make_schedule("interleaved", 3, 3, 2)) == [(0, 1), (1, 0), (1, 2), (2, 1), (0, 2), (2, 0)]
-    assert channels(one_f_one_b(5, 1))[:4] == [(0, 1), (1, 0), (2, 3), (3, 2)], "pairs that share no stage, so all at once"
-    assert channels(make_schedule("zb-v", 1, 3, 2)) == []
+    assert list_channels(build_1f1b(3, 1)) == [(0, 1), (1, 0), (1, 2), (2, 1)]
+    assert list_channels(build_schedule("interleaved", 3, 3, 2)) == [(0, 1), (1, 0), (1, 2), (2, 1), (0, 2), (2, 0)]
+    assert list_channels(build_1f1b(5, 1))[:4] == [(0, 1), (1, 0), (2, 3), (3, 2)], "pairs that share no stage, so all at once"
+    assert list_channels(build_schedule("zb-v", 1, 3, 2)) == []

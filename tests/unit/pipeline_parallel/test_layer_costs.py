@@ -14,10 +14,10 @@ from megatron.config.errors import ConfigError
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline_layout import LayerCosts, read_layer_costs
-from megatron.pipeline_parallel.partition import table_of
+from megatron.pipeline_parallel.partition import build_layer_table
 from megatron.pipeline_parallel.simulate import OpSpan
-from megatron.spec.operations import Op, OpKind
-from megatron_lab.monitoring.profiler import EMBEDDING, layer_costs
+from megatron.spec.operations import Op, OpType
+from megatron_lab.monitoring.profiler import EMBEDDING, compute_layer_costs
 
 MODEL = ModelConfig(num_layers=8, hidden_size=64, num_attention_heads=4, seq_length=32)
 EVEN = LayerCosts((1.0,) * 8, 0.0, 0.0)
@@ -26,7 +26,7 @@ EVEN = LayerCosts((1.0,) * 8, 0.0, 0.0)
 def lengths(path: Path, costs: LayerCosts, model: ModelConfig = MODEL, stages: int = 2, **settings: Any) -> list[int]:
     costs.write(path)
     split = ParallelConfig(pipeline_model_parallel_size=stages, pipeline_split="balanced", layer_costs=str(path), **settings)
-    return [len(chunk.layers) for chunk in table_of(model, split, 1000)]
+    return [len(chunk.layers) for chunk in build_layer_table(model, split, 1000)]
 
 
 def test_slow_parts_move_the_cut(tmp_path: Path) -> None:
@@ -44,21 +44,21 @@ def test_slow_parts_move_the_cut(tmp_path: Path) -> None:
 def test_layers_of_one_kind_cost_the_same(tmp_path: Path) -> None:
     """Noise moves nothing: only the mean of a kind is known well."""
     assert lengths(tmp_path / "c", LayerCosts((3.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5), 0.0, 0.0)) == [4, 4]
-    assert LayerCosts((1.0, 2.0, 3.0), 0.0, 0.0).of_kinds("aba") == (2.0, 2.0, 2.0)
+    assert LayerCosts((1.0, 2.0, 3.0), 0.0, 0.0).average_by_type("aba") == (2.0, 2.0, 2.0)
 
 
 def test_a_profile_is_shared_by_forwards() -> None:
     """The operations of a chunk take what they take; its parts share that as they share its forward."""
-    table = table_of(MODEL, ParallelConfig(pipeline_model_parallel_size=2), 1000)
+    table = build_layer_table(MODEL, ParallelConfig(pipeline_model_parallel_size=2), 1000)
     spans = [
         OpSpan(Op(kind, chunk, microbatch), 0.0, seconds)
         for chunk, forward in ((0, 5.0), (1, 8.0))
         for microbatch in range(2)
-        for kind, seconds in ((OpKind.FORWARD, forward), (OpKind.BACKWARD, 2 * forward))
+        for kind, seconds in ((OpType.FORWARD, forward), (OpType.BACKWARD, 2 * forward))
     ]
     # Of the first chunk's forwards (10 s) 0.5 s belong to no part; of the second's (16 s) 8 s are the loss.
     forwards = {EMBEDDING: 1.5, **dict.fromkeys(range(4), 2.0), **dict.fromkeys(range(4, 8), 2.0)}
-    costs = layer_costs(table, spans, forwards, 2)
+    costs = compute_layer_costs(table, spans, forwards, 2)
     assert costs.embedding == pytest.approx(15_000 * 1.5 / 9.5)
     assert costs.layers == pytest.approx([15_000 * 2 / 9.5] * 4 + [24_000 * 2 / 16] * 4)
     assert costs.loss == pytest.approx(24_000 * 8 / 16)
@@ -68,12 +68,12 @@ def test_a_profile_is_shared_by_forwards() -> None:
     ("text", "words"),
     [
         (None, "cannot be read: No such file"),
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("[]", "does not hold"),
         ('{"layers": [1], "embedding": 0}', "does not hold"),
-        ('{"layers": [1, -1], "embedding": 0, "loss": 0}', "no number from 0 on"),
-        ('{"layers": [1, true], "embedding": 0, "loss": 0}', "no number from 0 on"),
-        ('{"layers": [0, 0], "embedding": 0, "loss": 0}', "no layer that takes time"),
+        ('{"layers": [1, -1], "embedding": 0, "loss": 0}', "not a number of at least 0"),
+        ('{"layers": [1, true], "embedding": 0, "loss": 0}', "not a number of at least 0"),
+        ('{"layers": [0, 0], "embedding": 0, "loss": 0}', "no layer with a time above 0"),
         (json.dumps({"layers": [1.0] * 4, "embedding": 0, "loss": 0}), "has 4 layers, but --num-layers is 8"),
     ],
 )

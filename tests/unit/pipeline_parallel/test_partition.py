@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.pipeline_layout import LayoutChunk, parse_layout
-from megatron.pipeline_parallel.partition import Chunk, format_layer_table, layer_table
-from megatron.spec.operations import loop, v_shape
+from megatron.pipeline_parallel.partition import Chunk, format_layer_table, partition_layers
+from megatron.spec.operations import assign_chunks_round_robin, assign_chunks_v_shape
 
-PLACES = st.builds(loop, st.integers(1, 16), st.integers(1, 4)) | st.builds(v_shape, st.integers(1, 16))
+PLACES = st.builds(assign_chunks_round_robin, st.integers(1, 16), st.integers(1, 4)) | st.builds(
+    assign_chunks_v_shape, st.integers(1, 16)
+)
 
 
 @st.composite
@@ -36,8 +38,8 @@ def check_complete(table: list[Chunk], num_layers: int, places: tuple[int, ...])
     assert tuple(chunk.stage for chunk in table) == places
     assert [chunk.index for chunk in table] == list(range(len(places)))
     assert {chunk.num_chunks for chunk in table} == {len(places)}
-    assert [chunk.first for chunk in table] == [True] + [False] * (len(places) - 1)
-    assert [chunk.last for chunk in table] == [False] * (len(places) - 1) + [True]
+    assert [chunk.is_first for chunk in table] == [True] + [False] * (len(places) - 1)
+    assert [chunk.is_last for chunk in table] == [False] * (len(places) - 1) + [True]
 
 
 # ---- even splits
@@ -46,7 +48,7 @@ def check_complete(table: list[Chunk], num_layers: int, places: tuple[int, ...])
 @given(sizes())
 def test_every_layer_stands_once_in_order(case: tuple[int, tuple[int, ...]]) -> None:
     num_layers, places = case
-    table = layer_table(num_layers, places)
+    table = partition_layers(num_layers, places)
     check_complete(table, num_layers, places)
     assert min(lengths(table)) >= 1
 
@@ -55,7 +57,7 @@ def test_every_layer_stands_once_in_order(case: tuple[int, tuple[int, ...]]) -> 
 def test_sizes_differ_by_at_most_one_layer_and_the_ends_get_fewer(case: tuple[int, tuple[int, ...]]) -> None:
     """Stages against each other, and the chunks of one stage."""
     num_layers, places = case
-    table = layer_table(num_layers, places)
+    table = partition_layers(num_layers, places)
     stages = stage_lengths(table)
     assert max(stages) - min(stages) <= 1
     for stage in set(places):
@@ -70,38 +72,38 @@ def test_sizes_differ_by_at_most_one_layer_and_the_ends_get_fewer(case: tuple[in
 @pytest.mark.parametrize(
     ("num_layers", "places", "expected"),
     [
-        (30, loop(4), [7, 8, 8, 7]),
-        (80, loop(16), [5] * 16),
-        (10, loop(4), [2, 3, 3, 2]),
-        (11, loop(4), [3, 3, 3, 2]),
-        (5, loop(4), [1, 2, 1, 1]),
-        (3, loop(2), [2, 1]),
-        (4, loop(4), [1, 1, 1, 1]),
-        (7, loop(1), [7]),
-        (80, loop(16, 2), [2] + [3] * 16 + [2] * 15),
-        (30, loop(4, 2), [3, 4, 4, 4, 4, 4, 4, 3]),
-        (30, v_shape(4), [4, 4, 4, 4, 4, 4, 3, 3]),
-        (7, v_shape(3), [1, 2, 1, 1, 1, 1]),
-        (5, loop(1, 2), [3, 2]),
-        (8, loop(3, 2), [1, 2, 1, 2, 1, 1]),
+        (30, assign_chunks_round_robin(4), [7, 8, 8, 7]),
+        (80, assign_chunks_round_robin(16), [5] * 16),
+        (10, assign_chunks_round_robin(4), [2, 3, 3, 2]),
+        (11, assign_chunks_round_robin(4), [3, 3, 3, 2]),
+        (5, assign_chunks_round_robin(4), [1, 2, 1, 1]),
+        (3, assign_chunks_round_robin(2), [2, 1]),
+        (4, assign_chunks_round_robin(4), [1, 1, 1, 1]),
+        (7, assign_chunks_round_robin(1), [7]),
+        (80, assign_chunks_round_robin(16, 2), [2] + [3] * 16 + [2] * 15),
+        (30, assign_chunks_round_robin(4, 2), [3, 4, 4, 4, 4, 4, 4, 3]),
+        (30, assign_chunks_v_shape(4), [4, 4, 4, 4, 4, 4, 3, 3]),
+        (7, assign_chunks_v_shape(3), [1, 2, 1, 1, 1, 1]),
+        (5, assign_chunks_round_robin(1, 2), [3, 2]),
+        (8, assign_chunks_round_robin(3, 2), [1, 2, 1, 2, 1, 1]),
     ],
 )
 def test_tables_by_hand(num_layers: int, places: tuple[int, ...], expected: list[int]) -> None:
-    assert lengths(layer_table(num_layers, places)) == expected
+    assert lengths(partition_layers(num_layers, places)) == expected
 
 
 @pytest.mark.parametrize(
     ("num_layers", "places", "message"),
     [
-        (3, loop(4), "3 layers cannot fill 4 pipeline stages: each needs at least one"),
-        (0, loop(1), "0 layers cannot fill 1 pipeline stages: each needs at least one"),
-        (3, loop(2, 2), "3 layers cannot fill 2 pipeline stages with 2 chunks each: each needs at least one"),
-        (5, v_shape(3), "5 layers cannot fill 3 pipeline stages with 2 chunks each: each needs at least one"),
+        (3, assign_chunks_round_robin(4), "3 layers cannot fill 4 pipeline stages: each needs at least one"),
+        (0, assign_chunks_round_robin(1), "0 layers cannot fill 1 pipeline stages: each needs at least one"),
+        (3, assign_chunks_round_robin(2, 2), "3 layers cannot fill 2 pipeline stages with 2 chunks each: each needs at least one"),
+        (5, assign_chunks_v_shape(3), "5 layers cannot fill 3 pipeline stages with 2 chunks each: each needs at least one"),
     ],
 )
 def test_a_chunk_without_a_layer_is_refused(num_layers: int, places: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        layer_table(num_layers, places)
+        partition_layers(num_layers, places)
 
 
 # ---- embedding and loss as cost
@@ -110,7 +112,7 @@ def test_a_chunk_without_a_layer_is_refused(num_layers: int, places: tuple[int, 
 @given(sizes(), st.integers(0, 3), st.integers(0, 12))
 def test_counted_embedding_and_loss_take_the_place_of_layers(case: tuple[int, tuple[int, ...]], embedding: int, loss: int) -> None:
     num_layers, places = case
-    table = layer_table(num_layers, places, embedding_cost=embedding, loss_cost=loss)
+    table = partition_layers(num_layers, places, embedding_cost=embedding, loss_cost=loss)
     check_complete(table, num_layers, places)
     inner = table[1:-1]
     assert all(len(chunk.layers) for chunk in inner)
@@ -121,42 +123,42 @@ def test_counted_embedding_and_loss_take_the_place_of_layers(case: tuple[int, tu
     costs[places[0]] += embedding
     costs[places[-1]] += loss
     for stage in set(places):
-        least = sum(not ((chunk.first and embedding) or (chunk.last and loss)) for chunk in table if chunk.stage == stage)
+        least = sum(not ((chunk.is_first and embedding) or (chunk.is_last and loss)) for chunk in table if chunk.stage == stage)
         assert stage_lengths(table)[stage] == least or costs[stage] <= min(costs) + 1
 
 
 @pytest.mark.parametrize(
     ("num_layers", "places", "expected"),
     [
-        (30, loop(4), [7, 8, 8, 7]),
-        (6, loop(8), [0, 1, 1, 1, 1, 1, 1, 0]),
-        (30, loop(4, 2), [3, 4, 4, 4, 4, 4, 4, 3]),
-        (30, loop(4, 4), [1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 1]),
-        (14, v_shape(4), [1, 2, 2, 2, 2, 2, 2, 1]),
-        (1, loop(1), [1]),
+        (30, assign_chunks_round_robin(4), [7, 8, 8, 7]),
+        (6, assign_chunks_round_robin(8), [0, 1, 1, 1, 1, 1, 1, 0]),
+        (30, assign_chunks_round_robin(4, 2), [3, 4, 4, 4, 4, 4, 4, 3]),
+        (30, assign_chunks_round_robin(4, 4), [1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 1]),
+        (14, assign_chunks_v_shape(4), [1, 2, 2, 2, 2, 2, 2, 1]),
+        (1, assign_chunks_round_robin(1), [1]),
     ],
 )
 def test_embedding_and_loss_counted_as_a_layer_each(num_layers: int, places: tuple[int, ...], expected: list[int]) -> None:
-    assert lengths(layer_table(num_layers, places, embedding_cost=1, loss_cost=1)) == expected
+    assert lengths(partition_layers(num_layers, places, embedding_cost=1, loss_cost=1)) == expected
 
 
 def test_ends_may_be_empty_but_no_other_chunk() -> None:
     with pytest.raises(ValueError, match="0 layers cannot fill 1 pipeline stages"):
-        layer_table(0, loop(1), embedding_cost=1, loss_cost=1)
+        partition_layers(0, assign_chunks_round_robin(1), embedding_cost=1, loss_cost=1)
     with pytest.raises(ValueError, match="5 layers cannot fill 8 pipeline stages: 6 of these need at least one"):
-        layer_table(5, loop(8), embedding_cost=1, loss_cost=1)
+        partition_layers(5, assign_chunks_round_robin(8), embedding_cost=1, loss_cost=1)
     with pytest.raises(ValueError, match="6 layers cannot fill 8 pipeline stages: 7 of these need at least one"):
-        layer_table(6, loop(8), loss_cost=1)
-    assert lengths(layer_table(7, loop(8), loss_cost=1)) == [1, 1, 1, 1, 1, 1, 1, 0]
+        partition_layers(6, assign_chunks_round_robin(8), loss_cost=1)
+    assert lengths(partition_layers(7, assign_chunks_round_robin(8), loss_cost=1)) == [1, 1, 1, 1, 1, 1, 1, 0]
 
 
 def test_unequal_layers() -> None:
     """3+1+1+1 | 6 | 2+2+2: any other cut has a dearer stage. With a loss of 3: 3+1+1+1 | 6+2 | 2+2 and 3."""
     costs = [3, 1, 1, 1, 6, 2, 2, 2]
-    assert lengths(layer_table(8, loop(3), layer_costs=costs)) == [4, 1, 3]
-    assert lengths(layer_table(8, loop(3), layer_costs=costs, loss_cost=3)) == [4, 2, 2]
-    with pytest.raises(ValueError, match="costs are given for 8 layers, but there are 9"):
-        layer_table(9, loop(3), layer_costs=costs)
+    assert lengths(partition_layers(8, assign_chunks_round_robin(3), layer_costs=costs)) == [4, 1, 3]
+    assert lengths(partition_layers(8, assign_chunks_round_robin(3), layer_costs=costs, loss_cost=3)) == [4, 2, 2]
+    with pytest.raises(ValueError, match="there are costs for 8 layers, but the model has 9 layers"):
+        partition_layers(9, assign_chunks_round_robin(3), layer_costs=costs)
 
 
 # ---- sizes of the first and the last stage
@@ -166,7 +168,7 @@ def test_unequal_layers() -> None:
 def given_ends(draw: st.DrawFn) -> tuple[int, tuple[int, ...], int | None, int | None]:
     """Layers, stage of each chunk, and sizes of the ends that leave enough for the others."""
     stages, chunks = draw(st.integers(2, 8)), draw(st.integers(1, 3))
-    places = draw(st.sampled_from([loop(stages, chunks), v_shape(stages)]))
+    places = draw(st.sampled_from([assign_chunks_round_robin(stages, chunks), assign_chunks_v_shape(stages)]))
     chunks = len(places) // stages
     first, last = (draw(st.none() | st.integers(1, 6).map(lambda each: each * chunks)) for _ in range(2))
     free = stages - (first is not None) - (last is not None)
@@ -177,7 +179,7 @@ def given_ends(draw: st.DrawFn) -> tuple[int, tuple[int, ...], int | None, int |
 @given(given_ends())
 def test_given_sizes_of_the_ends_are_kept_and_the_rest_is_even(case: tuple[int, tuple[int, ...], int | None, int | None]) -> None:
     num_layers, places, first, last = case
-    table = layer_table(num_layers, places, first_stage_layers=first, last_stage_layers=last)
+    table = partition_layers(num_layers, places, first_stage_layers=first, last_stage_layers=last)
     check_complete(table, num_layers, places)
     stages = stage_lengths(table)
     for size, stage in ((first, 0), (last, len(stages) - 1)):
@@ -191,54 +193,64 @@ def test_given_sizes_of_the_ends_are_kept_and_the_rest_is_even(case: tuple[int, 
 @pytest.mark.parametrize(
     ("places", "first", "last", "message"),
     [
-        (loop(4), 17, None, "the first pipeline stage cannot hold 17 of 16 layers"),
-        (loop(4), 0, None, "the first pipeline stage cannot hold 0 of 16 layers"),
-        (loop(4), None, -1, "the last pipeline stage cannot hold -1 of 16 layers"),
-        (loop(4, 2), 3, None, "the first pipeline stage cannot hold 3 of 16 layers in 2 virtual stages of the same size"),
-        (loop(4), 8, 7, "15 of 16 layers on the first and last pipeline stage leave 1 for the other chunks, which need at least 2"),
+        (assign_chunks_round_robin(4), 17, None, "the first pipeline stage cannot hold 17 of 16 layers"),
+        (assign_chunks_round_robin(4), 0, None, "the first pipeline stage cannot hold 0 of 16 layers"),
+        (assign_chunks_round_robin(4), None, -1, "the last pipeline stage cannot hold -1 of 16 layers"),
         (
-            loop(4, 2),
+            assign_chunks_round_robin(4, 2),
+            3,
             None,
-            12,
-            "12 of 16 layers on the first and last pipeline stage leave 4 for the other chunks, which need at least 6",
+            "the first pipeline stage cannot hold 3 of 16 layers: they must be divided equally among its 2 virtual stages",
         ),
         (
-            loop(2),
+            assign_chunks_round_robin(4),
             8,
             7,
-            "15 of 16 layers on the first and last pipeline stage leave 1 for the other chunks, of which there are none",
+            "the first and last pipeline stage take 15 of 16 layers, so 1 remain, but the other stages need at least 2",
         ),
         (
-            loop(1),
+            assign_chunks_round_robin(4, 2),
+            None,
+            12,
+            "the first and last pipeline stage take 12 of 16 layers, so 4 remain, but the other stages need at least 6",
+        ),
+        (
+            assign_chunks_round_robin(2),
+            8,
+            7,
+            "the first and last pipeline stage take 15 of 16 layers, so 1 remain, but no other stage can take them",
+        ),
+        (
+            assign_chunks_round_robin(1),
             15,
             None,
-            "15 of 16 layers on the first and last pipeline stage leave 1 for the other chunks, of which there are none",
+            "the first and last pipeline stage take 15 of 16 layers, so 1 remain, but no other stage can take them",
         ),
-        (loop(1), 16, 15, "the last pipeline stage cannot hold 15 of 16 layers"),
+        (assign_chunks_round_robin(1), 16, 15, "the last pipeline stage cannot hold 15 of 16 layers"),
     ],
 )
 def test_sizes_that_leave_no_table_are_refused(places: tuple[int, ...], first: int | None, last: int | None, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        layer_table(16, places, first_stage_layers=first, last_stage_layers=last)
+        partition_layers(16, places, first_stage_layers=first, last_stage_layers=last)
 
 
 # ---- layouts
 
 
 def test_a_layout_is_taken_as_it_is() -> None:
-    table = layer_table(9, loop(4, 2), layout=parse_layout("E|t*4||(t|)*3,t|tL"))
-    check_complete(table, 9, loop(4, 2))
+    table = partition_layers(9, assign_chunks_round_robin(4, 2), layout=parse_layout("E|t*4||(t|)*3,t|tL"))
+    check_complete(table, 9, assign_chunks_round_robin(4, 2))
     assert lengths(table) == [0, 4, 0, 1, 1, 1, 1, 1]
 
 
 def test_a_layout_that_does_not_fit_is_refused() -> None:
     layout = [LayoutChunk(True, 3, False), LayoutChunk(False, 4, True)]
-    with pytest.raises(ValueError, match=re.escape("does not fit: it places 7 layers (t), but the model has 8.")):
-        layer_table(8, loop(2), layout=layout)
+    with pytest.raises(ValueError, match=re.escape("does not match the model: it has 7 layers (t), but the model has 8.")):
+        partition_layers(8, assign_chunks_round_robin(2), layout=layout)
     with pytest.raises(ValueError, match=r"it has 2 chunks, but the schedule has 3\."):
-        layer_table(7, loop(3), layout=layout)
+        partition_layers(7, assign_chunks_round_robin(3), layout=layout)
     with pytest.raises(ValueError, match=r"it has 2 chunks, but the schedule has 4\."):
-        layer_table(7, loop(2, 2), layout=layout)
+        partition_layers(7, assign_chunks_round_robin(2, 2), layout=layout)
 
 
 @pytest.mark.parametrize("wrong", [[2, 3, 2], [3, 4, 2], [2, 2, 2, 2], [4, 4], [9, -1, 0]])
@@ -246,37 +258,40 @@ def test_a_table_that_is_wrong_goes_no_further(wrong: list[int], monkeypatch: py
     """Whatever went wrong in the search: one layer too few or too many, a chunk too many or too few, one of less than none."""
     monkeypatch.setattr("megatron.pipeline_parallel.balance.balance", lambda *args, **kwargs: wrong)
     with pytest.raises(RuntimeError, match="the layer table is wrong"):
-        layer_table(8, loop(3))
+        partition_layers(8, assign_chunks_round_robin(3))
 
 
 # ---- what is printed
 
 
 def test_the_printed_table() -> None:
-    assert format_layer_table(layer_table(10, loop(4))) == [
+    assert format_layer_table(partition_layers(10, assign_chunks_round_robin(4))) == [
         "stage  layers",
         "    0  embedding, 0-1 (2)",
         "    1  2-4 (3)",
         "    2  5-7 (3)",
         "    3  8-9 (2), norm, output, loss",
     ]
-    assert format_layer_table(layer_table(1, loop(1))) == ["stage  layers", "    0  embedding, 0-0 (1), norm, output, loss"]
+    assert format_layer_table(partition_layers(1, assign_chunks_round_robin(1))) == [
+        "stage  layers",
+        "    0  embedding, 0-0 (1), norm, output, loss",
+    ]
 
 
 def test_the_printed_table_of_several_chunks_a_stage() -> None:
-    assert format_layer_table(layer_table(13, loop(3, 2))) == [
+    assert format_layer_table(partition_layers(13, assign_chunks_round_robin(3, 2))) == [
         "stage  layers",
         "    0  embedding, 0-1 (2) | 7-8 (2)",
         "    1  2-4 (3)            | 9-10 (2)",
         "    2  5-6 (2)            | 11-12 (2), norm, output, loss",
     ]
-    in_a_v = layer_table(5, v_shape(2), layout=parse_layout("Ett|tt|t|L"))
+    in_a_v = partition_layers(5, assign_chunks_v_shape(2), layout=parse_layout("Ett|tt|t|L"))
     assert format_layer_table(in_a_v) == [
         "stage  layers",
         "    0  embedding, 0-1 (2) | norm, output, loss",
         "    1  2-3 (2)            | 4-4 (1)",
     ]
-    assert format_layer_table(layer_table(2, loop(2, 2), layout=parse_layout("E||tt|L"))) == [
+    assert format_layer_table(partition_layers(2, assign_chunks_round_robin(2, 2), layout=parse_layout("E||tt|L"))) == [
         "stage  layers",
         "    0  embedding | 0-1 (2)",
         "    1  no layer  | norm, output, loss",

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.pipeline_layout import LayoutChunk, layout_problems, parse_layout
+from megatron.config.pipeline_layout import LayoutChunk, find_layout_problems, parse_layout
 
 Written = tuple[str, str]
 """A text and what it stands for without repeats and brackets."""
@@ -72,9 +72,9 @@ def test_what_is_written_is_read(parts: list[Written]) -> None:
 def test_layouts_by_hand(text: str, layers: list[int]) -> None:
     chunks = parse_layout(text)
     assert [chunk.num_layers for chunk in chunks] == layers
-    assert [chunk.embedding for chunk in chunks] == [True] + [False] * (len(layers) - 1)
-    assert [chunk.loss for chunk in chunks] == [False] * (len(layers) - 1) + [True]
-    assert [chunk.depths for chunk in chunks] == [0] * (len(layers) - 1) + [3 if "m*3" in text else text.count("m")]
+    assert [chunk.has_embedding for chunk in chunks] == [True] + [False] * (len(layers) - 1)
+    assert [chunk.has_loss for chunk in chunks] == [False] * (len(layers) - 1) + [True]
+    assert [chunk.num_depths for chunk in chunks] == [0] * (len(layers) - 1) + [3 if "m*3" in text else text.count("m")]
 
 
 @pytest.mark.parametrize(
@@ -86,23 +86,23 @@ def test_layouts_by_hand(text: str, layers: list[int]) -> None:
         ("Et|(t|L", "The bracket at character 4 is not closed."),
         ("Et|((t|)*2L", "The bracket at character 4 is not closed."),
         ("Et|t)*2L", "Character 5 closes a bracket that was not opened."),
-        ("Et()*2|L", "The bracket at character 3 holds nothing."),
+        ("Et()*2|L", "The bracket at character 3 is empty."),
         ("Et*|L", "Character 3 is '*' without a number after it"),
         ("Et* 3|L", "Character 3 is '*' without a number after it"),
-        ("*3EtL", "Character 1 is '*' without one symbol or bracket before it"),
-        ("Et*2*3|L", "Character 5 is '*' without one symbol or bracket before it"),
-        ("Et(*2)|L", "Character 4 is '*' without one symbol or bracket before it"),
-        ("Et(t|)29L", "Character 7 is '2' (a number stands only after *)"),
-        ("Et*1,0|L", "Character 6 is '0' (a number stands only after *)"),
+        ("*3EtL", "Character 1 is '*' without a symbol or bracket before it"),
+        ("Et*2*3|L", "Character 5 is '*' without a symbol or bracket before it"),
+        ("Et(*2)|L", "Character 4 is '*' without a symbol or bracket before it"),
+        ("Et(t|)29L", "Character 7 is '2' (a number is allowed only after *)"),
+        ("Et*1,0|L", "Character 6 is '0' (a number is allowed only after *)"),
         ("[Et|L]", "Character 1 is '['"),
-        ("Et*100001L", "With character 3 there are more than 100,000 symbols."),
-        ("E((((t*99)*99)*99)*99)*99L", "With character 15 there are more than 100,000 symbols."),
-        ("Et*" + "9" * 5000 + "L", "With character 3 there are more than 100,000 symbols."),
+        ("Et*100001L", "At character 3 the layout exceeds 100,000 symbols."),
+        ("E((((t*99)*99)*99)*99)*99L", "At character 15 the layout exceeds 100,000 symbols."),
+        ("Et*" + "9" * 5000 + "L", "At character 3 the layout exceeds 100,000 symbols."),
         ("(" * 5000, "The bracket at character 5000 is not closed."),
     ],
 )
 def test_what_cannot_be_read(text: str, problem: str) -> None:
-    (only,) = layout_problems(text)
+    (only,) = find_layout_problems(text)
     assert only.startswith(problem)
     with pytest.raises(ValueError) as caught:
         parse_layout(text)
@@ -115,34 +115,34 @@ def test_what_cannot_be_read(text: str, problem: str) -> None:
         (
             "",
             [
-                "There is no E: the embedding stands first in the first chunk.",
-                "There is no L: the loss stands last in the last chunk.",
+                "There is no E: the embedding must be first in the first chunk.",
+                "There is no L: the loss must be last in the last chunk.",
             ],
         ),
-        ("t|tL", ["There is no E: the embedding stands first in the first chunk."]),
-        ("tE|L", ["E is at character 2, but the embedding stands first in the first chunk."]),
-        ("|EtL", ["E is at character 2, but the embedding stands first in the first chunk."]),
-        ("Et|Lt", ["L is at character 4, but the loss stands last in the last chunk."]),
-        ("Et|tL|", ["L is at character 5, but the loss stands last in the last chunk."]),
+        ("t|tL", ["There is no E: the embedding must be first in the first chunk."]),
+        ("tE|L", ["E is at character 2, but the embedding must be first in the first chunk."]),
+        ("|EtL", ["E is at character 2, but the embedding must be first in the first chunk."]),
+        ("Et|Lt", ["L is at character 4, but the loss must be last in the last chunk."]),
+        ("Et|tL|", ["L is at character 5, but the loss must be last in the last chunk."]),
         ("Et|E,tL", ["There are 2 E (characters 1, 4) but one embedding."]),
         ("(Et|)*3L", ["There are 3 E (character 2) but one embedding."]),
         ("Et|L*2", ["There are 2 L (character 4) but one loss."]),
         (
             "Et*3|(tt|)*29,m|m|mL",
-            ["m (multi-token prediction) is at characters 15, 17, but it stands in front of L, in the last chunk."],
+            ["m (multi-token prediction) is at characters 15, 17, but it must be before L, in the last chunk."],
         ),
         (
             "tE|m|Lt",
             [
-                "m (multi-token prediction) is at character 4, but it stands in front of L, in the last chunk.",
-                "E is at character 2, but the embedding stands first in the first chunk.",
-                "L is at character 6, but the loss stands last in the last chunk.",
+                "m (multi-token prediction) is at character 4, but it must be before L, in the last chunk.",
+                "E is at character 2, but the embedding must be first in the first chunk.",
+                "L is at character 6, but the loss must be last in the last chunk.",
             ],
         ),
     ],
 )
 def test_all_that_is_misplaced_is_told(text: str, problems: list[str]) -> None:
-    assert layout_problems(text) == problems
+    assert find_layout_problems(text) == problems
     with pytest.raises(ValueError) as caught:
         parse_layout(text)
     assert all(problem in str(caught.value) for problem in problems)

@@ -10,8 +10,14 @@ import pytest
 
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.pipeline_parallel.partition import Chunk, imbalance, layer_table, split_advice, table_of
-from megatron.spec.operations import loop, v_shape
+from megatron.pipeline_parallel.partition import (
+    Chunk,
+    build_layer_table,
+    compute_imbalance,
+    partition_layers,
+    suggest_balanced_split,
+)
+from megatron.spec.operations import assign_chunks_round_robin, assign_chunks_v_shape
 
 VOCABULARY = 50257
 GPT = ModelConfig(num_layers=24, hidden_size=1024, num_attention_heads=16, seq_length=1024)
@@ -49,12 +55,14 @@ def settings(stages: int, **changes: Any) -> ParallelConfig:
     ],
 )
 def test_tables_of_settings(parallel: ParallelConfig, expected: list[int]) -> None:
-    table = table_of(GPT, parallel, VOCABULARY)
+    table = build_layer_table(GPT, parallel, VOCABULARY)
     assert lengths(table) == expected
     assert sum(expected) == 24
     in_a_v = parallel.schedule == "zb-v"
     stages = parallel.pipeline_model_parallel_size
-    assert tuple(chunk.stage for chunk in table) == (v_shape(stages) if in_a_v else loop(stages, len(table) // stages))
+    assert tuple(chunk.stage for chunk in table) == (
+        assign_chunks_v_shape(stages) if in_a_v else assign_chunks_round_robin(stages, len(table) // stages)
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,23 +71,23 @@ def test_tables_of_settings(parallel: ParallelConfig, expected: list[int]) -> No
         (24, settings(25), "24 layers cannot fill 25 pipeline stages: each needs at least one"),
         (3, settings(2, num_virtual_stages_per_pipeline_rank=2), "3 layers cannot fill 2 pipeline stages with 2 chunks each"),
         (24, settings(4, num_layers_per_virtual_pipeline_stage=5), "24 layers do not divide among 4 pipeline stages"),
-        (24, settings(4, pipeline_model_parallel_layout="Et*9|(t*5|)*2,t*4,L"), "it places 23 layers (t), but the model has 24."),
+        (24, settings(4, pipeline_model_parallel_layout="Et*9|(t*5|)*2,t*4,L"), "it has 23 layers (t), but the model has 24."),
         (
             24,
             settings(4, pipeline_model_parallel_layout="Et*9|t*15|L"),
             "3 chunks of the layout do not divide among 4 pipeline stages",
         ),
-        (24, settings(2, pipeline_model_parallel_layout="Et*24|L|"), "L is at character 7, but the loss stands last"),
+        (24, settings(2, pipeline_model_parallel_layout="Et*24|L|"), "L is at character 7, but the loss must be last"),
         (
             24,
             settings(4, pipeline_schedule="1f1b", pipeline_model_parallel_layout="Et*3|(t*3|)*6t*3L"),
-            "1f1b has 1 chunk a stage, not 2",
+            "1f1b requires 1 chunk per stage, not 2",
         ),
     ],
 )
 def test_settings_without_a_table_are_refused(layers: int, parallel: ParallelConfig, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        table_of(dataclasses.replace(GPT, num_layers=layers), parallel, VOCABULARY)
+        build_layer_table(dataclasses.replace(GPT, num_layers=layers), parallel, VOCABULARY)
 
 
 @pytest.mark.parametrize(
@@ -95,34 +103,36 @@ def test_settings_without_a_table_are_refused(layers: int, parallel: ParallelCon
 )
 def test_reported_losses_of_layers(layers: int, parallel: ParallelConfig) -> None:
     """80 layers on 16 stages of 2 chunks once trained 64, and 30 layers on 4 stages 28."""
-    table = table_of(dataclasses.replace(GPT, num_layers=layers), parallel, VOCABULARY)
+    table = build_layer_table(dataclasses.replace(GPT, num_layers=layers), parallel, VOCABULARY)
     assert [layer for chunk in table for layer in chunk.layers] == list(range(layers))
 
 
 def test_a_large_vocabulary_takes_layers_from_the_last_stage() -> None:
     """The output layer's products against a layer's: 2 h v / (24 h^2 + 2 h s)."""
     for vocabulary, expected in ((8, [6, 6, 6, 6]), (VOCABULARY, [7, 7, 7, 3]), (200_000, [8, 8, 8, 0])):
-        assert lengths(table_of(GPT, settings(4, pipeline_split="balanced"), vocabulary)) == expected
+        assert lengths(build_layer_table(GPT, settings(4, pipeline_split="balanced"), vocabulary)) == expected
 
 
 # ---- what is said about them
 
 
 def test_imbalance_is_the_slowest_stage_over_the_mean() -> None:
-    table = layer_table(12, loop(4))
-    assert imbalance(table, [1] * 12, 0, 0) == 1
-    assert imbalance(table, [2] * 12, 0, 8) == pytest.approx(14 / 8)  # 6, 6, 6, 14
-    assert imbalance(table, [0] * 12, 5, 0) == 4
-    assert imbalance(layer_table(8, v_shape(2)), [1, 1, 2, 2, 2, 2, 1, 1], 1, 3) == 1  # 1+1+1+1 and 1+3; 2+2+2+2
+    table = partition_layers(12, assign_chunks_round_robin(4))
+    assert compute_imbalance(table, [1] * 12, 0, 0) == 1
+    assert compute_imbalance(table, [2] * 12, 0, 8) == pytest.approx(14 / 8)  # 6, 6, 6, 14
+    assert compute_imbalance(table, [0] * 12, 5, 0) == 4
+    assert (
+        compute_imbalance(partition_layers(8, assign_chunks_v_shape(2)), [1, 1, 2, 2, 2, 2, 1, 1], 1, 3) == 1
+    )  # 1+1+1+1 and 1+3; 2+2+2+2
 
 
 def test_advice_says_what_a_balanced_split_would_gain() -> None:
     """On four stages the last has 6 layers and the loss, 9.77 of 27.77 units; balanced, the slowest has 7."""
-    assert split_advice(GPT, settings(4), VOCABULARY) == (
+    assert suggest_balanced_split(GPT, settings(4), VOCABULARY) == (
         "stage 3 is the slowest, with 1.41 times the mean work (the loss costs as much as 3.8 layers): "
         "--pipeline-split balanced would shorten it by 28 %"
     )
-    in_a_v = split_advice(GPT, settings(4, pipeline_schedule="zb-v"), VOCABULARY)
+    in_a_v = suggest_balanced_split(GPT, settings(4, pipeline_schedule="zb-v"), VOCABULARY)
     assert in_a_v is not None and in_a_v.startswith("stage 0 is the slowest, with 1.41 times")
 
 
@@ -147,7 +157,7 @@ def test_advice_says_what_a_balanced_split_would_gain() -> None:
 )
 def test_advice_can_be_followed(parallel: ParallelConfig, asking: str) -> None:
     """Flags that a balanced split excludes are named, and the number of chunks stays."""
-    line = split_advice(GPT, parallel, VOCABULARY)
+    line = suggest_balanced_split(GPT, parallel, VOCABULARY)
     assert line is not None and f": {asking} would shorten it by" in line
 
 
@@ -164,4 +174,4 @@ def test_advice_can_be_followed(parallel: ParallelConfig, asking: str) -> None:
     ],
 )
 def test_no_advice_without_gain_or_where_sizes_are_given(parallel: ParallelConfig, vocabulary: int) -> None:
-    assert split_advice(GPT, parallel, vocabulary) is None
+    assert suggest_balanced_split(GPT, parallel, vocabulary) is None

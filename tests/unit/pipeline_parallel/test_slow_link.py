@@ -13,9 +13,9 @@ from megatron.data_parallel import bucket
 from megatron.parallel import collectives
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import Group
-from megatron.spec.operations import Op, OpKind
+from megatron.spec.operations import Op, OpType
 from megatron_lab.benchmarks import slow_link, unit_times
-from megatron_lab.benchmarks.overlap_bound import BucketTimes, shortest_step
+from megatron_lab.benchmarks.overlap_bound import BucketTimes, simulate_shortest_step
 from megatron_lab.benchmarks.slow_link import SlowLink
 from megatron_lab.benchmarks.unit_times import UnitClock, UnitTimes
 
@@ -63,7 +63,7 @@ def test_a_collective_takes_bytes_over_bandwidth(name: str, seconds: float, cloc
     pending = link.start(name, real, torch.zeros(16), DATA)
     assert clock.now == 100.0, "starting takes no time"
     assert pending.wait().tolist() == [1.0] * 16
-    assert clock.now == 100.0 + seconds and link.sent == 8 * seconds
+    assert clock.now == 100.0 + seconds and link.sent_bytes == 8 * seconds
     pending.wait()
     assert clock.now == 100.0 + seconds, "it is through"
 
@@ -87,7 +87,7 @@ def test_only_collectives_of_the_data_ranks_are_slowed(clock: Clock) -> None:
     link.bandwidth = 1.0
     for group in (Group("tp-cp-dp-pp", (0, 1), 0), Group("tp", (0, 1), 0), Group("cp-dp", (0,), 0)):
         link.start("start_all_reduce", real, torch.zeros(16), group).wait()
-    assert clock.now == 100.0 and link.sent == 0.0
+    assert clock.now == 100.0 and link.sent_bytes == 0.0
 
 
 def test_without_a_connection_nothing_is_sent_but_counted(clock: Clock) -> None:
@@ -95,23 +95,23 @@ def test_without_a_connection_nothing_is_sent_but_counted(clock: Clock) -> None:
         raise AssertionError("sent")
 
     link, out = SlowLink(), torch.empty(4)
-    link.connected = False
+    link.is_connected = False
     given = torch.zeros(8)
     assert link.start("start_all_reduce", refuse, given, DATA).wait() is given
     assert link.start("start_reduce_scatter", refuse, given, DATA, out=out).wait() is out
     assert link.start("start_all_gather", refuse, given, DATA).wait().shape == (32,)
     assert link.start("start_reduce_scatter", refuse, given, DATA).wait().shape == (2,)
-    assert link.sent == 48 + 24 + 96 + 24 and clock.now == 100.0
+    assert link.sent_bytes == 48 + 24 + 96 + 24 and clock.now == 100.0
 
 
 def test_the_link_is_there_for_a_while_in_every_module() -> None:
     names = ("start_all_reduce", "start_reduce_scatter", "start_all_gather")
     before = {name: getattr(collectives, name) for name in names}
     link = SlowLink()
-    link.connected = False  # so no process group is needed
+    link.is_connected = False  # so no process group is needed
     with link.installed():
         collectives.all_reduce(torch.zeros(16), DATA)
-        assert link.sent == 96.0, "plain collectives go over the link too"
+        assert link.sent_bytes == 96.0, "plain collectives go over the link too"
         for name in names:
             assert getattr(bucket, name) is getattr(collectives, name) is not before[name]
     for name in names:
@@ -153,15 +153,15 @@ def test_unit_times_are_the_fastest_of_each_unit(clock: Clock) -> None:
     assert train.executor.recorder is found
     for microbatch, slower in enumerate((2.0, 1.0, 3.0)):
         pace.append(slower)
-        forward, backward = (Op(kind, 0, microbatch) for kind in (OpKind.FORWARD, OpKind.BACKWARD))
+        forward, backward = (Op(kind, 0, microbatch) for kind in (OpType.FORWARD, OpType.BACKWARD))
         clock.now += 64.0
-        found.begin(forward)
+        found.start(forward)
         x = torch.zeros((), requires_grad=True)
         for unit in units:
             x = unit(x)
         found.end(forward)
         clock.now += 64.0
-        found.begin(backward)
+        found.start(backward)
         x.backward()  # type: ignore[no-untyped-call]
         found.end(backward)
     assert found.times() == wanted
@@ -189,4 +189,4 @@ UNITS = [UnitTimes(0.0, 0.0), UnitTimes(1.0, 2.0), UnitTimes(1.0, 2.0)]
 )
 def test_perfect_overlap(reduce: float, gather: float, microbatches: int, every: bool, step: float) -> None:
     buckets = [BucketTimes(unit, reduce, gather) for unit in (2, 1, 0)]
-    assert shortest_step(UNITS, 0.6, buckets, microbatches, every_microbatch=every) == pytest.approx(step)
+    assert simulate_shortest_step(UNITS, 0.6, buckets, microbatches, every_microbatch=every) == pytest.approx(step)

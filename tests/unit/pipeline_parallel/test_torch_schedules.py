@@ -16,8 +16,8 @@ from unittest.mock import Mock, patch
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from megatron.spec.operations import OpKind, Schedule
-from megatron.spec.schedules import SCHEDULES, make_schedule
+from megatron.spec.operations import OpType, Schedule
+from megatron.spec.schedules import SCHEDULES, build_schedule
 
 Order = list[list[tuple[str, int, int | None]]]
 """For each stage: kind, chunk, microbatch."""
@@ -33,7 +33,7 @@ SIZES = sorted({(p, m) for p in (1, 2, 3, 4, 8) for m in (1, p - 1, p, p + 1, 2 
 
 
 def order(schedule: Schedule) -> Order:
-    return [[(op.kind.value, op.chunk, op.microbatch) for op in ops] for ops in schedule.ops]
+    return [[(op.type.value, op.chunk, op.microbatch) for op in ops] for ops in schedule.ops]
 
 
 def stages_of_first_rank(stages: int, chunks: int) -> list[Any]:
@@ -75,7 +75,7 @@ def test_whole_backwards(name: str) -> None:
             with pytest.raises(ValueError, match="must be greater than or equal to the number of stages"):
                 run(name, stages, microbatches)
         else:
-            ours = order(make_schedule(name, stages, microbatches))
+            ours = order(build_schedule(name, stages, microbatches))
             assert run(name, stages, microbatches) == ours, (stages, microbatches)
 
 
@@ -86,7 +86,7 @@ def test_interleaved_and_zero_bubble(name: str, chunks: int) -> None:
             with pytest.raises(ValueError, match="multiple of the number of rounds"):
                 listed(name, stages, microbatches, chunks)
         else:
-            schedule = make_schedule(name, stages, microbatches, chunks)
+            schedule = build_schedule(name, stages, microbatches, chunks)
             ours = order(schedule), schedule.stage_of_chunk
             assert listed(name, stages, microbatches, chunks) == ours, (stages, microbatches)
 
@@ -98,11 +98,11 @@ def test_every_schedule_is_compared() -> None:
 @pytest.mark.parametrize("stages, microbatches, chunks", [(3, 7, 2), (4, 9, 3), (8, 17, 4)])
 def test_torch_accepts_the_rounds_that_it_does_not_make(stages: int, microbatches: int, chunks: int) -> None:
     """Its own check and its own dry run with sends and receives, on interleaved schedules of uneven rounds."""
-    schedule = make_schedule("interleaved", stages, microbatches, chunks)
-    known = [kind for kind in OpKind if kind is not OpKind.RECOMPUTE]  # which torch has not
-    kinds: dict[OpKind, Any] = {kind: torch_schedules._ComputationType(kind.value) for kind in known}
+    schedule = build_schedule("interleaved", stages, microbatches, chunks)
+    known = [kind for kind in OpType if kind is not OpType.RECOMPUTE]  # which torch has not
+    kinds: dict[OpType, Any] = {kind: torch_schedules._ComputationType(kind.value) for kind in known}
     actions: dict[int, list[Any]] = {
-        stage: [torch_schedules._Action(op.chunk, kinds[op.kind], op.microbatch) for op in ops]
+        stage: [torch_schedules._Action(op.chunk, kinds[op.type], op.microbatch) for op in ops]
         for stage, ops in enumerate(schedule.ops)
     }
     place = torch_schedules._validate_schedule(actions, stages, stages * chunks, microbatches)

@@ -44,7 +44,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_the_result_is_that_of_the_library_each_time(
     operation: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_kernels, "_known", {})
+    monkeypatch.setattr(cpu_kernels, "_cache", {})
 
     def results(mode: FakeTensorMode) -> list[Described]:
         with mode:
@@ -56,7 +56,7 @@ def test_the_result_is_that_of_the_library_each_time(
 
 @pytest.mark.usefixtures("compiles_before_forks")
 def test_the_second_time_the_library_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_kernels, "_known", {})
+    monkeypatch.setattr(cpu_kernels, "_cache", {})
     asked: list[str] = []
     dispatch = FakeTensorMode.__torch_dispatch__
 

@@ -8,12 +8,12 @@ import shlex
 import pytest
 
 from megatron.config.cli import load
-from megatron.pipeline_parallel.partition import table_of
+from megatron.pipeline_parallel.partition import build_layer_table
 from megatron.spec.counts import count_parameters
-from megatron.spec.schedules import make_schedule
+from megatron.spec.schedules import build_schedule
 from megatron_lab.planner import advice as room
-from megatron_lab.planner.advice import advice, bubble_share, num_microbatches
-from megatron_lab.planner.plan import step_work
+from megatron_lab.planner.advice import build_advice, count_microbatches, simulate_bubble_share
+from megatron_lab.planner.plan import count_step_flops
 
 BASE = (
     "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --micro-batch-size 1 --lr 1e-4 --train-iters 10 "
@@ -45,7 +45,7 @@ CASES = {
 
 
 def told(extra: str, world_size: int, vocab_size: int = VOCABULARY, gpus_per_node: int = 8) -> list[str]:
-    return advice(load(shlex.split(BASE + extra), world_size).config, world_size, gpus_per_node, vocab_size)
+    return build_advice(load(shlex.split(BASE + extra), world_size).config, world_size, gpus_per_node, vocab_size)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -83,7 +83,7 @@ def test_good_settings_get_no_advice(extra: str, world_size: int) -> None:
 
 
 def test_the_thresholds_are_those_of_the_text() -> None:
-    assert (room.MOST_IDLE, room.MOST_PADDING) == (0.2, 0.05)
+    assert (room.MAX_BUBBLE_SHARE, room.MAX_PADDING_SHARE) == (0.2, 0.05)
     # p - 1 of m + p - 1, where stages have as much to do: 3 of 15 is 20 %, and a last stage with a little more makes it more.
     assert not any("idle" in line for line in told(f"{PP} 4 --global-batch-size 13", 4, 128))
     assert any("idle" in line for line in told(f"{PP} 4 --global-batch-size 12", 4, 128))
@@ -98,10 +98,10 @@ def test_the_bubble_is_that_at_the_head_of_the_plan(schedule: str, batch: int) -
     chunks = 2 if schedule in ("interleaved", "zb-v") else 1
     virtual = "--num-virtual-stages-per-pipeline-rank 2" if schedule == "interleaved" else ""
     config = load(shlex.split(f"{BASE} {PP} 4 --pipeline-schedule {schedule} {virtual} --global-batch-size {batch}"), 4).config
-    assert num_microbatches(config, 4) == batch
-    table = table_of(config.model, config.parallel, VOCABULARY)
-    work = step_work(config.model, VOCABULARY, table, make_schedule(schedule, 4, batch, chunks), batch)
-    assert bubble_share(config, 4, VOCABULARY) == work.bubble > 0.05
+    assert count_microbatches(config, 4) == batch
+    table = build_layer_table(config.model, config.parallel, VOCABULARY)
+    work = count_step_flops(config.model, VOCABULARY, table, build_schedule(schedule, 4, batch, chunks), batch)
+    assert simulate_bubble_share(config, 4, VOCABULARY) == work.bubble_share > 0.05
 
 
 ISSUE = (
@@ -120,7 +120,7 @@ def test_who_follows_an_advice_gets_the_idle_time_that_it_promised(extra: str) -
     assert promised and any("--pipeline-split balanced" in change for change, _ in promised)
     for change, share in promised:
         config = load(shlex.split(f"{BASE} {extra} {change}"), 4).config
-        assert f"{bubble_share(config, 4, GPT2):.0%}" == f"{share}%"
+        assert f"{simulate_bubble_share(config, 4, GPT2):.0%}" == f"{share}%"
         assert not any("idle" in other for other in told(f"{extra} {change}", 4, GPT2))
 
 
@@ -142,10 +142,10 @@ def test_settings_that_a_split_by_work_excludes_are_taken_back() -> None:
 
 
 def test_a_step_of_too_many_operations_is_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "_MOST_FORWARDS", 15)
+    monkeypatch.setattr(room, "_MAX_FORWARDS", 15)
     assert not any("idle" in line for line in told(ISSUE, 4, GPT2))
-    monkeypatch.setattr(room, "_MOST_FORWARDS", 16)
-    monkeypatch.setattr(room, "_QUICK_FORWARDS", 0)
+    monkeypatch.setattr(room, "_MAX_FORWARDS", 16)
+    monkeypatch.setattr(room, "_MAX_PROPOSAL_FORWARDS", 0)
     assert "global-batch-size" not in told(ISSUE, 4, GPT2)[0]
 
 

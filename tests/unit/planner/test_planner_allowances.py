@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lab.planner.allowances import allowances
+from megatron_lab.planner.allowances import estimate_allowances
 from megatron_lab.planner.plan import Plan, plan_to_json
 from megatron_lab.planner.plan_text import format_plan
 from tests.support.planned import plans_of, settings
@@ -16,7 +16,7 @@ MIB = 2**20
 
 
 def nccl(rings: dict[str, int], num_peers: int) -> int:
-    return sum(one.bytes for one in allowances(rings, num_peers) if one.name == "NCCL buffers")
+    return sum(one.bytes for one in estimate_allowances(rings, num_peers) if one.name == "NCCL buffers")
 
 
 def test_nccl_takes_what_its_sources_say() -> None:
@@ -47,7 +47,7 @@ CP: dict[str, Any] = {"context_parallel_size": 2, "data_parallel_sharding_strate
 def test_a_group_that_sends_no_tensors_has_no_communicator(changes: dict[str, Any], groups: list[str], peers: int) -> None:
     """Groups of the same ranks have one; the ring of context ranks has two of its own, and a pair of stages has two."""
     (plan,) = plans_of([settings(8, **{**changes, "global_batch_size": 16}, device=None)])
-    counts = {one.communicators for kind in plan.kinds for one in kind.allowances if one.name == "NCCL buffers"}
+    counts = {one.communicators for kind in plan.profiles for one in kind.allowances if one.name == "NCCL buffers"}
     assert counts == {len(groups) + 2 * peers}
 
 
@@ -56,13 +56,13 @@ def test_they_are_a_part_of_their_own_of_a_rank_on_cuda() -> None:
     grid: dict[str, Any] = {"pipeline_model_parallel_size": 4, "num_layers": 4, "global_batch_size": 16}
     jobs = [settings(8, **grid, device=device) for device in ("cpu", None)]
     on_cpu, on_cuda = plans_of(jobs)
-    assert all(kind.memory.cuda.total == 0 and not kind.allowances for kind in on_cpu.kinds)
+    assert all(kind.memory.cuda.total == 0 and not kind.allowances for kind in on_cpu.profiles)
 
     def taken(plan: Plan, stage: int) -> int:
-        (kind,) = {kind.memory.cuda.device: kind for kind in plan.kinds if stage in kind.stages}.values()
+        (kind,) = {kind.memory.cuda.device: kind for kind in plan.profiles if stage in kind.stages}.values()
         assert kind.memory.cuda.device == sum(one.bytes for one in kind.allowances) > 500 * MIB
         assert kind.memory.total.device - kind.memory.cuda.device == sum(
-            part.device for name, part in kind.memory.parts.items() if name != "cuda"
+            part.device for name, part in kind.memory.by_purpose.items() if name != "cuda"
         )
         return kind.memory.cuda.device
 
@@ -80,16 +80,16 @@ def test_products_that_overlap_take_more() -> None:
         settings(8, gpus_per_node=2, **grid, tp_comm_overlap=True),
     ]
     plans = plans_of(jobs)
-    turns, inside, across = ({one.name: one.bytes for one in plan.kinds[0].allowances} for plan in plans)
+    turns, inside, across = ({one.name: one.bytes for one in plan.profiles[0].allowances} for plan in plans)
     config = jobs[0].config
     part = config.training.micro_batch_size * config.model.hidden_size * config.model.seq_length * torch.bfloat16.itemsize // 4
     assert inside == {**turns, "symmetric memory": 2 * part}
     assert across == {**turns, "NCCL buffers of a tensor ring": 32 * 14 * MIB}
-    way = "tensor ranks are taken to communicate beside products by pieces that "
+    way = "tensor communication is assumed to overlap by "
     assert [[note.removeprefix(way) for note in plan.notes if note.startswith(way)] for plan in plans] == [
         [],
-        ["are read out of the peers' memory (torch's symmetric memory)"],
-        ["go round a ring: tensor groups cross nodes"],
+        ["reads of the peers' memory (torch's symmetric memory)"],
+        ["a ring of sends and receives: tensor groups cross nodes"],
     ]
 
 

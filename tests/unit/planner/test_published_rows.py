@@ -12,8 +12,8 @@ import pytest
 
 from megatron.config.cli import load
 from megatron.config.config import Config
-from megatron.spec.counts import flops_per_step
-from megatron_lab.planner.cluster import cluster_names, load_cluster
+from megatron.spec.counts import count_flops_per_step
+from megatron_lab.planner.cluster import list_cluster_names, load_cluster
 
 FOLDER = Path(__file__).parents[2] / "data" / "published"
 COMMON = "--mock-data --tokenizer-type NullTokenizer --device cuda --lr 1e-4 --train-iters 10".split()
@@ -52,13 +52,13 @@ def _model_flops_share(row: Row) -> float:
     )
     busy = passes / (passes + stages - 1)
     dtype = "float8" if config.precision.fp8_format else "float16" if config.precision.fp16 else "bfloat16"
-    flops = flops_per_step(config.model, _vocabulary(row["flags"]), training.global_batch_size)
-    return flops / (row["seconds"] * busy * row["gpus"] * load_cluster(row["cluster"]).peak(dtype))
+    flops = count_flops_per_step(config.model, _vocabulary(row["flags"]), training.global_batch_size)
+    return flops / (row["seconds"] * busy * row["gpus"] * load_cluster(row["cluster"]).peak_flops(dtype))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_rows_are_jobs_that_the_program_takes_in_a_time_that_their_devices_can(path: Path) -> None:
-    file, clusters = _file(path), cluster_names()
+    file, clusters = _file(path), list_cluster_names()
     assert file["source"] and file["derived"], "a file says where its rows are from, and how times follow"
     assert all(isinstance(count, int) and count > 0 for count in file["left_out"].values())
     rows: list[Row] = file["rows"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lab.planner.simple_ops import simple_result
+from megatron_lab.planner.simple_ops import infer_result
 
 aten = torch.ops.aten
 
@@ -66,22 +66,22 @@ def look(out: Any) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("name", CASES)
 def test_results_are_those_of_torch(name: str) -> None:
     func, args, kwargs = CASES[name]
-    assert look(simple_result(func, args, kwargs)) == look(func(*args, **kwargs))
+    assert look(infer_result(func, args, kwargs)) == look(func(*args, **kwargs))
 
 
 def test_what_is_written_into_is_given_back() -> None:
     """With a name, or in place."""
     out = meta(6, 1, 4)
-    assert simple_result(aten.mul.out, (X, X), {"out": out}) is out
-    assert simple_result(aten.exp_.default, (out,), {}) is out
-    assert simple_result(aten.mul.out, (X, X), {"out": meta(0)}) is None, "torch makes it larger"
+    assert infer_result(aten.mul.out, (X, X), {"out": out}) is out
+    assert infer_result(aten.exp_.default, (out,), {}) is out
+    assert infer_result(aten.mul.out, (X, X), {"out": meta(0)}) is None, "torch makes it larger"
 
 
 def test_torch_is_asked_for_all_else() -> None:
     """Views, tensors with memory, what torch may lay out otherwise, and what is not known."""
-    assert simple_result(aten.view.default, (X, [24]), {}) is None
-    assert simple_result(aten.add.Tensor, (torch.ones(2), torch.ones(2)), {}) is None
-    assert simple_result(aten.cat.default, ([TURNED, TURNED],), {}) is None
-    assert simple_result(aten.cat.default, ([X, X.float()],), {}) is None
-    assert simple_result(aten.clone.default, (TURNED,), {"memory_format": torch.contiguous_format}) is None
-    assert simple_result(aten.mm.default, (meta(6, 4), meta(4, 5)), {}) is None
+    assert infer_result(aten.view.default, (X, [24]), {}) is None
+    assert infer_result(aten.add.Tensor, (torch.ones(2), torch.ones(2)), {}) is None
+    assert infer_result(aten.cat.default, ([TURNED, TURNED],), {}) is None
+    assert infer_result(aten.cat.default, ([X, X.float()],), {}) is None
+    assert infer_result(aten.clone.default, (TURNED,), {"memory_format": torch.contiguous_format}) is None
+    assert infer_result(aten.mm.default, (meta(6, 4), meta(4, 5)), {}) is None

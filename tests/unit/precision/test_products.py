@@ -9,20 +9,20 @@ import torch
 
 from megatron.config.precision import Fp8, Fp8Format, Fp8Recipe, PrecisionConfig
 from megatron.parallel.accumulate import GradSink
-from megatron.precision.fp8_products import E4M3, Fp8Products, Grain, Quantised, magnitudes, scaled_product_into
-from megatron.precision.products import check_device, why_not
-from megatron.tensor_parallel.linear import Form, linear_of
+from megatron.precision.fp8_gemms import E4M3, Fp8Gemms, QuantizedMatrix, ScaleGranularity, compute_amax, scaled_matmul_into
+from megatron.precision.gemms import check_fp8_support, find_fp8_problem
+from megatron.tensor_parallel.linear import LinearConfig, apply_linear_config
 from megatron_lab.planner.kernel_memory import CudaKernels
 from megatron_lab.planner.storages import StorageLedger
-from megatron_lab.verification.reference.eight_bits import EightBits, product
+from megatron_lab.verification.reference.eight_bits import Fp8Spec, fp8_linear
 from tests.support.launches import Launches
 from tests.support.lone_rank import lone_rank
 
 ALL = [(recipe, format_) for recipe in get_args(Fp8Recipe) for format_ in get_args(Fp8Format)]
 
 
-def products_of(recipe: Fp8Recipe, format_: Fp8Format) -> Fp8Products:
-    return Fp8Products(Fp8(format_, recipe), lone_rank().group("tp"), "outputs")
+def products_of(recipe: Fp8Recipe, format_: Fp8Format) -> Fp8Gemms:
+    return Fp8Gemms(Fp8(format_, recipe), lone_rank().group("tp"), "outputs")
 
 
 def matrices(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -40,7 +40,7 @@ def distances(recipe: Fp8Recipe, format_: Fp8Format, dtype: torch.dtype) -> list
     x, w, dy = matrices(dtype)
     bias = torch.linspace(-1, 1, 384, dtype=torch.float64).to(dtype)
     exact_x, exact_w = (tensor.double().requires_grad_() for tensor in (x, w))
-    y = product(EightBits(recipe, format_ == "hybrid"), exact_x.transpose(0, 1), exact_w).transpose(0, 1)
+    y = fp8_linear(Fp8Spec(recipe, format_ == "hybrid"), exact_x.transpose(0, 1), exact_w).transpose(0, 1)
     y.backward(dy.double())
 
     weight = torch.nn.Parameter(w)
@@ -48,7 +48,9 @@ def distances(recipe: Fp8Recipe, format_: Fp8Format, dtype: torch.dtype) -> list
     buffer = torch.empty(w.shape, dtype=wide)
     weight.grad_sink = GradSink(wide, lambda: None, lambda: buffer)  # type: ignore[attr-defined]
     x.requires_grad_()
-    found = linear_of(Form(lone_rank().group("tp"), products=products_of(recipe, format_)), x, weight, torch.nn.Parameter(bias))
+    found = apply_linear_config(
+        LinearConfig(lone_rank().group("tp"), gemms=products_of(recipe, format_)), x, weight, torch.nn.Parameter(bias)
+    )
     found.backward(dy)
     assert x.grad is not None and exact_x.grad is not None and exact_w.grad is not None
     assert found.dtype == x.grad.dtype == dtype
@@ -66,15 +68,15 @@ def test_products_are_those_of_the_reference(recipe: Fp8Recipe, format_: Fp8Form
 
 def test_faults_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scales along the wrong dimension, of matrices before, and of the other format. (Others are planted in whole runs.)"""
-    kept: dict[Grain, torch.Tensor] = {}
+    kept: dict[ScaleGranularity, torch.Tensor] = {}
     faults: dict[str, tuple[Fp8Recipe, str, Any]] = {
-        "wrong dimension": ("rowwise", "magnitudes", lambda x, grain: magnitudes(x.t(), grain).t()),
-        "stale": ("tensorwise", "magnitudes", lambda x, grain: kept.setdefault(grain, magnitudes(x, grain))),
+        "wrong dimension": ("rowwise", "compute_amax", lambda x, grain: compute_amax(x.t(), grain).t()),
+        "stale": ("tensorwise", "compute_amax", lambda x, grain: kept.setdefault(grain, compute_amax(x, grain))),
         "wrong format": ("blockwise", "E5M2", E4M3),
     }
     for name, (recipe, what, fault) in faults.items():
         with monkeypatch.context() as patch:
-            patch.setattr(f"megatron.precision.fp8_products.{what}", fault)
+            patch.setattr(f"megatron.precision.fp8_gemms.{what}", fault)
             assert max(distances(recipe, "hybrid", torch.float64)) > 1e-3, name
 
 
@@ -84,14 +86,14 @@ def test_kernels_accept_what_they_are_given(recipe: Fp8Recipe, format_: Fp8Forma
     products = products_of(recipe, format_)
     with torch.device("meta"), CudaKernels(), Launches() as launches:
         x, w = torch.empty(96, 4, 256, dtype=torch.bfloat16), torch.empty(640, 256, dtype=torch.bfloat16)
-        y = products.output(x, w, torch.empty(640, dtype=torch.bfloat16))
+        y = products.compute_output(x, w, torch.empty(640, dtype=torch.bfloat16))
         assert (y.shape, y.dtype) == ((96, 4, 640), torch.bfloat16)
-        dx = products.input_gradient(y, w)
+        dx = products.compute_input_grad(y, w)
         assert (dx.shape, dx.dtype) == (x.shape, torch.bfloat16)
         into = torch.empty(640, 256)
         for add in (False, True):
-            products.weight_gradient(y.flatten(0, 1), x.flatten(0, 1), into, add=add)
-        assert products.output(x.double(), w.double()).dtype == torch.float64, "emulated"
+            products.compute_weight_grad(y.flatten(0, 1), x.flatten(0, 1), into, add=add)
+        assert products.compute_output(x.double(), w.double()).dtype == torch.float64, "emulated"
     assert not launches.by_name["aten::cat"], "a rank alone has no scales to put together for others"
 
 
@@ -100,35 +102,35 @@ def test_a_large_weight_gradient_takes_at_most_128_mib_beside() -> None:
     for rows, columns in ((1 << 14, 1 << 13), (1 << 13, 1 << 15)):
         with torch.device("meta"), CudaKernels(), StorageLedger() as ledger:
             scale = torch.empty(1, 1)
-            a, b = (Quantised(torch.empty(size, 16, dtype=E4M3.dtype), scale, "tensor") for size in (rows, columns))
+            a, b = (QuantizedMatrix(torch.empty(size, 16, dtype=E4M3.dtype), scale, "tensor") for size in (rows, columns))
             into = torch.empty(rows, columns)
-            ledger.cut()
-            scaled_product_into(into, a, b, add=True)
-            assert 0 < ledger.cut().peak <= 128 << 20 < into.nbytes
+            ledger.take_span()
+            scaled_matmul_into(into, a, b, add=True)
+            assert 0 < ledger.take_span().peak_bytes <= 128 << 20 < into.nbytes
 
 
 def test_what_a_gpu_lacks_is_said() -> None:
     tensorwise, rowwise, blockwise = (Fp8("hybrid", recipe) for recipe in get_args(Fp8Recipe))
-    assert "8.9" in str(why_not(tensorwise, (8, 6), "12.8"))
-    assert "--fp8-format e4m3" in str(why_not(blockwise, (9, 0), "12.9"))
+    assert "8.9" in str(find_fp8_problem(tensorwise, (8, 6), "12.8"))
+    assert "--fp8-format e4m3" in str(find_fp8_problem(blockwise, (9, 0), "12.9"))
     blockwise = Fp8("e4m3", "blockwise")
-    assert "9.0" in str(why_not(blockwise, (10, 0), "13.0"))
-    assert "12.9" in str(why_not(blockwise, (9, 0), "12.8"))
+    assert "9.0" in str(find_fp8_problem(blockwise, (10, 0), "13.0"))
+    assert "12.9" in str(find_fp8_problem(blockwise, (9, 0), "12.8"))
     able = [
         (tensorwise, (8, 9), "12.4"),
         (rowwise, (8, 9), "12.4"),
         (rowwise, (10, 0), "13.0"),
         (blockwise, (9, 0), "12.9"),
     ]
-    assert not any(why_not(*case) for case in able)
+    assert not any(find_fp8_problem(*case) for case in able)
 
 
 def test_a_gpu_that_cannot_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, precision = torch.device("cuda"), PrecisionConfig(bf16=True, fp8_format="e4m3")
-    check_device(precision, torch.device("cpu"))
+    check_fp8_support(precision, torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    check_device(PrecisionConfig(bf16=True), cuda)
+    check_fp8_support(PrecisionConfig(bf16=True), cuda)
     with pytest.raises(ValueError, match=r"tensorwise needs compute capability 8\.9 .* A100-SXM4-80GB has 8\.0"):
-        check_device(precision, cuda)
-    check_device(PrecisionConfig(fp64=True, fp8_format="e4m3"), cuda)  # emulated
+        check_fp8_support(precision, cuda)
+    check_fp8_support(PrecisionConfig(fp64=True, fp8_format="e4m3"), cuda)  # emulated

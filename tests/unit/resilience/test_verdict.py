@@ -6,9 +6,9 @@ import signal
 
 import pytest
 
-from megatron.training.signals import LOST_CONTACT
-from megatron_lab.resilience.roll import Life
-from megatron_lab.resilience.verdict import NodePlaces, blamed, is_of_its_place, judge
+from megatron.training.signals import EXIT_LOST_CONTACT
+from megatron_lab.resilience.roll import RankProgress
+from megatron_lab.resilience.verdict import NodeSlots, build_report, find_failed_rank, is_slot_failure
 
 STOP = 85
 KILLED, TERMINATED = -signal.SIGKILL, -signal.SIGTERM
@@ -24,7 +24,7 @@ KILLED, TERMINATED = -signal.SIGKILL, -signal.SIGTERM
         ([KILLED], 1, False, "failed", 128 + 9),
         ([2], 1, False, "refused", 2),
         ([1, 2], 0, True, "refused", 2),
-        ([LOST_CONTACT, 88], 0, False, "refused", 88),
+        ([EXIT_LOST_CONTACT, 88], 0, False, "refused", 88),
         ([STOP], 1, True, None, 0),
         ([STOP, STOP], 0, False, "stopped", STOP),
         ([STOP, 1], 0, True, "stopped", STOP),
@@ -35,46 +35,46 @@ KILLED, TERMINATED = -signal.SIGKILL, -signal.SIGTERM
     ],
 )
 def test_ends(codes: list[int], running: int, stopping: bool, kind: str | None, code: int) -> None:
-    found = judge(dict(enumerate(codes)), running, STOP, stopping=stopping)
+    found = build_report(dict(enumerate(codes)), running, STOP, is_stopping=stopping)
     assert (found and found.kind, found.code if found else 0) == (kind, code)
 
 
 def test_a_stop_that_counts_as_success() -> None:
     """--exit-signal-code 0."""
-    found = judge({0: 0, 1: 0}, 0, 0, stopping=True)
+    found = build_report({0: 0, 1: 0}, 0, 0, is_stopping=True)
     assert found is not None and found.kind == "done"
 
 
 def test_who_is_to_blame() -> None:
     """A rank that a signal ended: the others lost contact with it, even if they were seen first."""
-    assert blamed({3: 1, 1: KILLED, 2: 1}, STOP) == 1
-    assert blamed({3: 1, 2: 7}, STOP) == 3
-    assert blamed({3: LOST_CONTACT, 2: 7}, STOP) == 2
-    assert blamed({3: LOST_CONTACT, 2: LOST_CONTACT}, STOP) == 3 and not is_of_its_place(LOST_CONTACT)
-    assert blamed({0: 0, 1: STOP}, STOP) is None
+    assert find_failed_rank({3: 1, 1: KILLED, 2: 1}, STOP) == 1
+    assert find_failed_rank({3: 1, 2: 7}, STOP) == 3
+    assert find_failed_rank({3: EXIT_LOST_CONTACT, 2: 7}, STOP) == 2
+    assert find_failed_rank({3: EXIT_LOST_CONTACT, 2: EXIT_LOST_CONTACT}, STOP) == 3 and not is_slot_failure(EXIT_LOST_CONTACT)
+    assert find_failed_rank({0: 0, 1: STOP}, STOP) is None
 
 
 def test_a_place_that_fails_twice_without_a_step_is_left_out() -> None:
-    places = NodePlaces(4)
-    assert places.ended(Life(0, 7), [2], may_lose=1) == []
-    assert places.ended(Life(4, 4), [2], may_lose=1) == [2] and places.available() == [0, 1, 3]
-    assert places.ended(Life(4, 4), [3], may_lose=0) == []
-    assert places.ended(Life(4, 4), [3], may_lose=0) == [], "the job cannot do without"
+    places = NodeSlots(4)
+    assert places.record_end(RankProgress(0, 7), [2], num_spare_slots=1) == []
+    assert places.record_end(RankProgress(4, 4), [2], num_spare_slots=1) == [2] and places.get_available() == [0, 1, 3]
+    assert places.record_end(RankProgress(4, 4), [3], num_spare_slots=0) == []
+    assert places.record_end(RankProgress(4, 4), [3], num_spare_slots=0) == [], "the job cannot do without"
 
 
 def test_a_step_between_clears_a_place() -> None:
-    places = NodePlaces(2)
-    places.ended(Life(), [1], may_lose=1)
-    assert places.ended(Life(0, 1), [1], may_lose=1) == []
+    places = NodeSlots(2)
+    places.record_end(RankProgress(), [1], num_spare_slots=1)
+    assert places.record_end(RankProgress(0, 1), [1], num_spare_slots=1) == []
 
 
 def test_a_place_that_was_left_out_is_tried_again_after_a_step() -> None:
-    places = NodePlaces(2)
+    places = NodeSlots(2)
     for _ in range(2):
-        places.ended(Life(), [1], may_lose=1)
-    assert places.available() == [0]
-    places.ended(Life(), [0], may_lose=0)
-    assert places.available() == [0]
-    places.ended(Life(0, 3), [0], may_lose=0)
-    assert places.available() == [0, 1]
-    assert places.ended(Life(), [1], may_lose=1) == [1], "one failure is enough now"
+        places.record_end(RankProgress(), [1], num_spare_slots=1)
+    assert places.get_available() == [0]
+    places.record_end(RankProgress(), [0], num_spare_slots=0)
+    assert places.get_available() == [0]
+    places.record_end(RankProgress(0, 3), [0], num_spare_slots=0)
+    assert places.get_available() == [0, 1]
+    assert places.record_end(RankProgress(), [1], num_spare_slots=1) == [1], "one failure is enough now"

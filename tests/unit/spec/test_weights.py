@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron.config.model import ModelConfig
 from megatron.model.build import build_model
-from megatron.parallel.params import global_records
+from megatron.parallel.params import build_global_records
 from megatron.parallel.topology import Topology
 from megatron.spec.activations import ACTIVATIONS
 from megatron.spec.counts import count_parameters
@@ -42,7 +42,7 @@ def _with_latents(draw: st.DrawFn, heads: int, flag: str | None) -> ModelConfig:
 def models(draw: st.DrawFn) -> ModelConfig:
     """Any shape whose heads and widths two tensor ranks can share."""
     groups, queries, size = 2 * draw(st.integers(1, 2)), draw(st.integers(1, 3)), 2 * draw(st.integers(1, 4))
-    flag = draw(st.sampled_from(ACTIVATIONS)).flag
+    flag = draw(st.sampled_from(ACTIVATIONS)).config_field
     if draw(st.integers(0, 3)) == 0:
         return _with_latents(draw, 2 * groups, flag)
     switches = ("untie_embeddings_and_output_weights", "disable_bias_linear", "add_qkv_bias", "qk_layernorm")
@@ -78,13 +78,13 @@ def test_built_models_hold_what_the_spec_says(model: ModelConfig, layout: tuple[
             records[record.name] = record
             split = topology.tp > 1 and bool(record.splits)
             if (split or context.coordinates["tp"] == 0) and built.layer_table[min(record.chunks)].index in built.chunks:
-                held = math.prod(record.held_box(context.axis_sizes, context.coordinates).sizes)
+                held = math.prod(record.local_slice(context.axis_sizes, context.coordinates).sizes)
                 found[record.name] = found.get(record.name, 0) + held
-    alone = global_records(model, vocab_size)
+    alone = build_global_records(model, vocab_size)
     assert sum(found.values()) == count_parameters(model, vocab_size)
     assert list(records) == list(alone) or topology.pp * topology.tp > 1
     for name, record in alone.items():
         there = records[name]
         assert found[name] == math.prod(record.shape), name
-        same = ("shape", "init", "kind", "tied")
+        same = ("shape", "init", "param_type", "tied")
         assert all(getattr(record, field) == getattr(there, field) for field in same), name

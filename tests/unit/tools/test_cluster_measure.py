@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from megatron_lab.cluster import measurement, probes
-from megatron_lab.cluster.cluster_file import text_of
-from megatron_lab.cluster.measurement import Layers, Measured, Sizes, measure_rank, of_all
-from megatron_lab.cluster.probes import Beside, Sent, Timed
-from megatron_lab.cluster.rates import cluster_of, fit, hidden, line
+from megatron_lab.cluster.cluster_file import format_cluster_file
+from megatron_lab.cluster.measurement import LayerTimes, Measurement, MeasurementSizes, measure_rank, merge_measurements
+from megatron_lab.cluster.probes import CollectiveTiming, OverlapTiming, WorkTiming
+from megatron_lab.cluster.rates import build_cluster, compute_hidden_share, fit_line, fit_rates
 from megatron_lab.commands import check_cluster
-from megatron_lab.commands.against_runs import order_right
-from megatron_lab.planner.cluster import Cluster, Reached, load_cluster
-from megatron_lab.planner.durations import Durations, Ranks
-from megatron_lab.planner.work import AttentionWork, DeviceWork, MatrixProduct
+from megatron_lab.commands.against_runs import count_ordered_pairs
+from megatron_lab.planner.cluster import Cluster, Efficiency, load_cluster
+from megatron_lab.planner.durations import CommGroup, Durations
+from megatron_lab.planner.work import AttentionWork, DeviceWork, Gemm
 from megatron_lab.verification.local_ranks import run_ranks
 
 TRUE = Cluster(
@@ -30,7 +30,9 @@ TRUE = Cluster(
     gpus_per_node=4,
     node_gb_s=2.0,
     network_gb_s=0.5,
-    reached=Reached(products={"float32": 1.0}, attention=0.4, attention_backward=0.3, memory=1.5, state=0.5, node=1.0, network=1.0),
+    reached=Efficiency(
+        products={"float32": 1.0}, attention=0.4, attention_backward=0.3, memory=1.5, state=0.5, node=1.0, network=1.0
+    ),
     peak_tflops={"float32": 0.1},
     node_us=100.0,
     network_us=300.0,
@@ -50,7 +52,7 @@ def works() -> list[tuple[str, DeviceWork, int]]:
     """What a measurement has, of many sizes: kind, work, fresh memory."""
     found = []
     for size in (64, 128, 256, 512, 1024):
-        product = MatrixProduct(1, size, 2 * size, size, "float32")
+        product = Gemm(1, size, 2 * size, size, "float32")
         found.append(("products", DeviceWork(Counter({product: 1})), 0))
         forward, back = (AttentionWork(size * size, 128, size, backward, "float32") for backward in (False, True))
         found.append(("attention", DeviceWork(attention=Counter({forward: 1})), 0))
@@ -61,7 +63,7 @@ def works() -> list[tuple[str, DeviceWork, int]]:
     return found
 
 
-def made_up(noise: float = 0.0) -> Measured:
+def made_up(noise: float = 0.0) -> Measurement:
     """What a machine with the figures of `TRUE` would measure."""
     times = Durations(TRUE)
     randoms = random.Random(0)
@@ -69,40 +71,40 @@ def made_up(noise: float = 0.0) -> Measured:
     def samples(seconds: float) -> tuple[float, ...]:
         return tuple(seconds * (1 + noise * randoms.random()) for _ in range(9))
 
-    timed = [Timed(what, work, samples(times.of(work, fresh).total), fresh) for what, work, fresh in works()]
-    found = Measured("cpu", "2.0", 4, 4, 1, 32 * 10**9, 2, "2026-01-01")
-    found.at_once = {1: samples(1.0), 2: samples(1.0), 4: samples(2.0)}
-    found.timed = [one for one in timed if one.what != "layers"]
+    timed = [WorkTiming(what, work, samples(times.device_time(work, fresh).total), fresh) for what, work, fresh in works()]
+    found = Measurement("cpu", "2.0", 4, 4, 1, 32 * 10**9, 2, "2026-01-01")
+    found.concurrent_gemms = {1: samples(1.0), 2: samples(1.0), 4: samples(2.0)}
+    found.work_timings = [one for one in timed if one.name != "layers"]
     moved = 3 * 2**26
-    found.timed.append(Timed("memory", DeviceWork(moved=moved), samples(moved / 20e9)))
-    for i, one in enumerate(each for each in timed if each.what == "layers"):
+    found.work_timings.append(WorkTiming("memory", DeviceWork(memory_bytes=moved), samples(moved / 20e9)))
+    for i, one in enumerate(each for each in timed if each.name == "layers"):
         state = (i + 1) * 10**7
-        found.layers.append(Layers((one,), samples(0.002 + times.update(state)), state))
-    found.kernels = samples(1e-7)
-    found.copies = [(size, samples(size / 10e9)) for size in (1 << 20, 1 << 24)]
+        found.layers.append(LayerTimes((one,), samples(0.002 + times.optimizer_time(state)), state))
+    found.empty_kernel = samples(1e-7)
+    found.host_copies = [(size, samples(size / 10e9)) for size in (1 << 20, 1 << 24)]
     for size in (2, 4):
         for what in ("all-reduce", "all-gather", "reduce-scatter", "send"):
             for sent in (1e3, 1e5, 1e6, 1e7):
-                seconds = times.sending(sent, 1, Ranks(size, size), what) * max(1.0, size / 2)
-                found.sent.append(Sent(what, size, size, sent, samples(seconds)))
-                seconds = times.sending(sent, 1, Ranks(size, 1), what)
-                found.sent.append(Sent(what, size, 1, sent, samples(seconds)))
-    found.beside = Beside(samples(2.0), samples(1.0), samples(2.5))
+                seconds = times.collective_time(sent, 1, CommGroup(size, size), what) * max(1.0, size / 2)
+                found.collectives.append(CollectiveTiming(what, size, size, sent, samples(seconds)))
+                seconds = times.collective_time(sent, 1, CommGroup(size, 1), what)
+                found.collectives.append(CollectiveTiming(what, size, 1, sent, samples(seconds)))
+    found.overlap = OverlapTiming(samples(2.0), samples(1.0), samples(2.5))
     return found
 
 
 def test_figures_come_out_again(tmp_path: Path) -> None:
     """Of what is foretold; how a sum is shared among constants of one kind of work is free."""
-    found, figures = cluster_of(made_up(), "made up")
+    found, figures = build_cluster(made_up(), "made up")
     assert found.shared_by == 2 and found.hidden == pytest.approx(0.5)
     for name in ("memory_gb_s", "node_gb_s", "network_gb_s", "node_us", "network_us", "host_gb_s", "step_ms"):
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=0.05), name
     assert found.operations == pytest.approx(TRUE.operations, rel=0.05)
     times, truth = Durations(found), Durations(TRUE)
     for _, work, fresh in works():
-        assert times.of(work, fresh).total == pytest.approx(truth.of(work, fresh).total, rel=0.05)
+        assert times.device_time(work, fresh).total == pytest.approx(truth.device_time(work, fresh).total, rel=0.05)
     path = tmp_path / "made-up.yaml"
-    path.write_text(text_of(found, made_up(), figures))
+    path.write_text(format_cluster_file(found, made_up(), figures))
     assert load_cluster(str(path)) == found
     said = path.read_text()
     assert (
@@ -113,73 +115,77 @@ def test_figures_come_out_again(tmp_path: Path) -> None:
 def test_disturbed_samples_change_little() -> None:
     """A third of the pieces take up to twice as long; the fit goes by the others."""
     measured = made_up()
-    measured.timed = [
-        replace(one, seconds=tuple(2 * s for s in one.seconds)) if i % 3 == 0 else one for i, one in enumerate(measured.timed)
+    measured.work_timings = [
+        replace(one, durations=tuple(2 * s for s in one.durations)) if i % 3 == 0 else one
+        for i, one in enumerate(measured.work_timings)
     ]
-    found, _ = cluster_of(measured, "made up")
+    found, _ = build_cluster(measured, "made up")
     layers = [(work, fresh) for what, work, fresh in works() if what == "layers"]
     for work, fresh in layers:
-        assert Durations(found).of(work, fresh).total == pytest.approx(Durations(TRUE).of(work, fresh).total, rel=0.15)
+        assert Durations(found).device_time(work, fresh).total == pytest.approx(
+            Durations(TRUE).device_time(work, fresh).total, rel=0.15
+        )
 
 
 def test_a_fit_has_nothing_below_zero() -> None:
-    rates, logs = fit([({"a": 1.0, "b": amount}, 5.0 - amount) for amount in (1.0, 2.0, 3.0)])
+    rates, logs = fit_rates([({"a": 1.0, "b": amount}, 5.0 - amount) for amount in (1.0, 2.0, 3.0)])
     assert rates["b"] == 0.0 and rates["a"] > 0 and len(logs) == 3
-    assert line([(0.0, 1.0), (10.0, 2.0), (20.0, 3.0)]) == pytest.approx((1.0, 0.1))
+    assert fit_line([(0.0, 1.0), (10.0, 2.0), (20.0, 3.0)]) == pytest.approx((1.0, 0.1))
 
 
 @pytest.mark.parametrize(("both", "share"), [(3.0, 0.0), (2.0, 1.0), (2.5, 0.5), (4.0, 0.0), (1.0, 1.0)])
 def test_hidden_share(both: float, share: float) -> None:
-    assert hidden(Beside((2.0,) * 4, (1.0,) * 4, (both,) * 4)) == pytest.approx(share)
+    assert compute_hidden_share(OverlapTiming((2.0,) * 4, (1.0,) * 4, (both,) * 4)) == pytest.approx(share)
 
 
 def test_the_slowest_rank_counts_in_layers() -> None:
     """And products have the samples of all."""
     one = made_up()
     slow = [
-        replace(each, timed=tuple(replace(t, seconds=tuple(2 * s for s in t.seconds)) for t in each.timed)) for each in one.layers
+        replace(each, timings=tuple(replace(t, durations=tuple(2 * s for s in t.durations)) for t in each.timings))
+        for each in one.layers
     ]
-    idle = Measured("cpu", "2.0", 4, 4, 1, 1, 2)
-    joined = of_all([one, replace(one, layers=slow), idle])
-    assert joined.layers[0].timed[0].seconds == slow[0].timed[0].seconds
-    assert len(joined.timed[0].seconds) == 2 * len(one.timed[0].seconds) and joined.sent == one.sent
+    idle = Measurement("cpu", "2.0", 4, 4, 1, 1, 2)
+    joined = merge_measurements([one, replace(one, layers=slow), idle])
+    assert joined.layers[0].timings[0].durations == slow[0].timings[0].durations
+    assert len(joined.work_timings[0].durations) == 2 * len(one.work_timings[0].durations) and joined.collectives == one.collectives
 
 
 def test_order_counts_pairs_that_are_apart() -> None:
-    assert order_right([(1.0, 1.0), (2.0, 1.05), (3.0, 2.0), (0.5, 3.0)]) == (2, 5)
+    assert count_ordered_pairs([(1.0, 1.0), (2.0, 1.05), (3.0, 2.0), (0.5, 3.0)]) == (2, 5)
 
 
-TINY = Sizes(
-    layers=((32, 16, 1, 64), (64, 16, 1, 128)),
-    squares=(16, 32),
+TINY = MeasurementSizes(
+    model_shapes=((32, 16, 1, 64), (64, 16, 1, 128)),
+    gemm_sizes=(16, 32),
     dtypes=("float32", "bfloat16"),
-    attention=((1, 2, 16, 16),),
-    memory=(1 << 10, 1 << 12),
-    sent=(1 << 10, 1 << 18),
-    bucket=1 << 12,
-    most_flops=1e8,
+    attention_shapes=((1, 2, 16, 16),),
+    elementwise_sizes=(1 << 10, 1 << 12),
+    message_bytes=(1 << 10, 1 << 18),
+    bucket_bytes=1 << 12,
+    max_gemm_flops=1e8,
 )
 
 
 def test_a_real_measurement_makes_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks, tiny sizes, few repeats: everything has samples, and the file loads."""
-    monkeypatch.setattr(measurement, "_STEPS", measurement._UNTIMED + 2)
-    monkeypatch.setattr(measurement, "_MOST_SHAPES", 6)
-    monkeypatch.setattr(probes, "_SAMPLES", 3)
-    monkeypatch.setattr(probes, "_LONG_S", 0.0)
-    monkeypatch.setattr(probes.Stopwatch.of, "__defaults__", (None, 0.0))
-    monkeypatch.setattr(measurement, "_work_of", functools.cache(measurement._work_of))
-    for i, shape in enumerate(TINY.layers):  # plan the models here, and not in each rank
-        measurement._work_of(measurement._model("cpu", TINY, *shape, llama=bool(i % 2)), 1)
-    found: Measured = run_ranks(2, lambda _: measure_rank("cpu", [], 1, TINY), init=False)[0]
-    assert set(found.at_once) == {1, 2} and found.ranks == found.per_node == 2
-    assert {one.what for one in found.timed} == {"products", "attention", "attention backward", "memory"}
-    assert {one.what for one in found.sent} == {"all-reduce", "all-gather", "reduce-scatter", "send"}
-    assert len(found.layers) == 2 and all(len(each.timed) == 2 and each.rest for each in found.layers)
-    cluster, figures = cluster_of(found, "here")
+    monkeypatch.setattr(measurement, "_NUM_STEPS", measurement._NUM_WARMUP_STEPS + 2)
+    monkeypatch.setattr(measurement, "_MAX_GEMM_SHAPES", 6)
+    monkeypatch.setattr(probes, "_NUM_SAMPLES", 3)
+    monkeypatch.setattr(probes, "_MIN_COLLECTIVE_SAMPLE_S", 0.0)
+    monkeypatch.setattr(probes.Stopwatch.time_repeated, "__defaults__", (None, 0.0))
+    monkeypatch.setattr(measurement, "_compute_step_work", functools.cache(measurement._compute_step_work))
+    for i, shape in enumerate(TINY.model_shapes):  # plan the models here, and not in each rank
+        measurement._compute_step_work(measurement._build_config("cpu", TINY, *shape, llama=bool(i % 2)), 1)
+    found: Measurement = run_ranks(2, lambda _: measure_rank("cpu", [], 1, TINY), init=False)[0]
+    assert set(found.concurrent_gemms) == {1, 2} and found.num_ranks == found.ranks_per_node == 2
+    assert {one.name for one in found.work_timings} == {"products", "attention", "attention backward", "memory"}
+    assert {one.operation for one in found.collectives} == {"all-reduce", "all-gather", "reduce-scatter", "send"}
+    assert len(found.layers) == 2 and all(len(each.timings) == 2 and each.remaining for each in found.layers)
+    cluster, figures = build_cluster(found, "here")
     path = tmp_path / "here.yaml"
-    path.write_text(text_of(cluster, found, figures))
-    assert load_cluster(str(path)) == cluster and cluster.peak("float32") > 0 and cluster.peak("bfloat16") > 0
+    path.write_text(format_cluster_file(cluster, found, figures))
+    assert load_cluster(str(path)) == cluster and cluster.peak_flops("float32") > 0 and cluster.peak_flops("bfloat16") > 0
 
 
 @pytest.mark.parametrize(

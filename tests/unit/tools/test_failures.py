@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lab.cluster.failures import Job, best_of, daly_s, intervals, play, young_s
+from megatron_lab.cluster.failures import (
+    Job,
+    compute_daly_interval_s,
+    compute_young_interval_s,
+    find_best_interval,
+    list_intervals,
+    simulate,
+)
 from megatron_lab.commands import simulate_failures
 
 JOB = Job(mtbf_s=10_000.0, step_s=1.0, save_stall_s=20.0, save_s=0.0, detect_s=10.0, restart_s=90.0)
@@ -19,7 +26,7 @@ JOB = Job(mtbf_s=10_000.0, step_s=1.0, save_stall_s=20.0, save_s=0.0, detect_s=1
 def test_the_shares_are_all_of_the_time(copies: int) -> None:
     job = replace(JOB, save_s=300.0, copy_interval=copies, copy_stall_s=0.5, copy_survives=0.8, copy_restart_s=20.0)
     for interval in (50, 200, 3000):
-        one = play(job, interval, days=20, draws=20, seed=3)
+        one = simulate(job, interval, days=20, num_draws=20, seed=3)
         assert one.ettr + one.again + one.saving + one.down == pytest.approx(1, abs=1e-9)
         assert one.low <= one.ettr <= one.high
 
@@ -30,24 +37,26 @@ def test_it_is_what_daly_derived(interval: int) -> None:
     may fail while it starts again as well: M exp(r / M) (exp((t + w) / M) - 1) (Daly 2006, equation 13)."""
     stretch, mtbf = interval * JOB.step_s, JOB.mtbf_s
     takes = mtbf * math.exp((JOB.detect_s + JOB.restart_s) / mtbf) * (math.exp((stretch + JOB.save_stall_s) / mtbf) - 1)
-    one = play(JOB, interval, days=200, draws=30, seed=1)
+    one = simulate(JOB, interval, days=200, num_draws=30, seed=1)
     assert one.ettr == pytest.approx(stretch / takes, rel=0.01)
 
 
 def test_without_failures_only_saves_cost() -> None:
-    one = play(replace(JOB, mtbf_s=1e15), 80, days=10, draws=2, seed=1)
+    one = simulate(replace(JOB, mtbf_s=1e15), 80, days=10, num_draws=2, seed=1)
     assert one.failures == one.again == one.down == 0
     assert one.ettr == pytest.approx(0.8, rel=1e-3)
 
 
 def test_the_best_interval_is_near_the_formulas_and_copies_help() -> None:
-    found = {number: play(JOB, number, days=100, draws=20, seed=2) for number in intervals(JOB)}
-    best = best_of(found)
-    assert 0.5 * young_s(JOB) < best < 2 * young_s(JOB) and daly_s(JOB) == pytest.approx(young_s(JOB), rel=0.1)
+    found = {number: simulate(JOB, number, days=100, num_draws=20, seed=2) for number in list_intervals(JOB)}
+    best = find_best_interval(found)
+    assert 0.5 * compute_young_interval_s(JOB) < best < 2 * compute_young_interval_s(JOB) and compute_daly_interval_s(
+        JOB
+    ) == pytest.approx(compute_young_interval_s(JOB), rel=0.1)
     copied = replace(JOB, copy_interval=10, copy_stall_s=0.1, copy_survives=0.95, copy_restart_s=30.0)
-    assert play(copied, best, days=100, draws=20, seed=2).ettr > found[best].ettr + 0.02
+    assert simulate(copied, best, days=100, num_draws=20, seed=2).ettr > found[best].ettr + 0.02
     slow = replace(JOB, save_s=5000.0)  # the next save waits for it
-    assert play(slow, 1000, days=50, draws=5, seed=2).saving > 0.4
+    assert simulate(slow, 1000, days=50, num_draws=5, seed=2).saving > 0.4
 
 
 def test_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,12 +11,12 @@ from xml.etree import ElementTree
 import matplotlib
 import pytest
 
-from megatron.spec.operations import OpKind
+from megatron.spec.operations import OpType
 from megatron_lab.schedule_plots.files import write_picture
-from megatron_lab.schedule_plots.panel import NUM_SHADES, Colour, Panel, colour_of
+from megatron_lab.schedule_plots.panel import NUM_SHADES, Colour, Panel, get_colour
 from tests.support.timelines import panel
 
-F, R, B, I, W = OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD
+F, R, B, I, W = OpType.FORWARD, OpType.RECOMPUTE, OpType.BACKWARD, OpType.INPUT_GRAD, OpType.WEIGHT_GRAD
 
 
 # ---- colours
@@ -47,9 +47,9 @@ def seen(colour: Colour, sight: str) -> tuple[float, float, float]:
     [((F, B), NUM_SHADES), ((F, R, B), 3), ((F, R, I, W), 2)],
     ids=["F B, 4 chunks", "F R B, 3 chunks", "F R I W, 2 chunks"],
 )
-def test_colours_of_a_schedule_can_be_told_apart(kinds: tuple[OpKind, ...], shades: int, sight: str) -> None:
+def test_colours_of_a_schedule_can_be_told_apart(kinds: tuple[OpType, ...], shades: int, sight: str) -> None:
     """A difference of about 2 in CIELAB can just be seen side by side."""
-    colours = [seen(colour_of(kind, depth), sight) for kind in kinds for depth in range(shades)]
+    colours = [seen(get_colour(kind, depth), sight) for kind in kinds for depth in range(shades)]
     distances = [sum((p - q) ** 2 for p, q in zip(a, b, strict=True)) ** 0.5 for a, b in itertools.combinations(colours, 2)]
     assert min(distances) > 12
 
@@ -62,8 +62,8 @@ def test_text_on_a_colour_can_be_read() -> None:
         linear = (level / 12.92 if level <= 0.04045 else ((level + 0.055) / 1.055) ** 2.4 for level in levels)
         return sum(a * b for a, b in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
-    for kind, depth in itertools.product(OpKind, range(NUM_SHADES)):
-        colour = colour_of(kind, depth)
+    for kind, depth in itertools.product(OpType, range(NUM_SHADES)):
+        colour = get_colour(kind, depth)
         text = Colour(255, 255, 255) if colour.is_dark else Colour(0, 0, 0)
         dark, bright = sorted((light(colour), light(text)))
         assert (bright + 0.05) / (dark + 0.05) >= 3, (kind, depth)
@@ -114,14 +114,14 @@ def test_a_figure_has_every_operation_its_number_and_its_words(tmp_path: Path) -
         "2nd chunk of a stage",
     }
     assert drawn.caption == "zb-v: step 190 ms, bubble 5.3%"
-    assert {colour for _, _, colour in boxes_of(svg)} == {colour_of(kind, depth).hex for kind in (F, I, W) for depth in (0, 1)}
+    assert {colour for _, _, colour in boxes_of(svg)} == {get_colour(kind, depth).hex for kind in (F, I, W) for depth in (0, 1)}
 
 
 def test_recompute_has_its_colour_and_its_word(tmp_path: Path) -> None:
     svg = draw_svg([panel("1f1b", 2, 3, recompute=5)], tmp_path)
     assert [text for text in texts_of(svg) if text in ("forward", "recompute", "backward")] == ["forward", "recompute", "backward"]
     widths = {colour: {round(width, 1) for _, width, of in boxes_of(svg) if of == colour} for *_, colour in boxes_of(svg)}
-    (again,), (forward,) = (widths[colour_of(kind, 0).hex] for kind in (R, F))
+    (again,), (forward,) = (widths[get_colour(kind, 0).hex] for kind in (R, F))
     assert again == pytest.approx(forward / 2, abs=0.1)
 
 
@@ -129,9 +129,9 @@ def test_panels_of_a_figure_share_one_axis(tmp_path: Path) -> None:
     """The same operation is at the same place and as wide in a panel that is shorter."""
     both = draw_svg([panel("gpipe", 2, 3), panel("gpipe", 2, 2)], tmp_path)
     boxes = [(round(left, 2), round(width, 2), colour) for left, width, colour in boxes_of(both)]
-    lengths = {width for _, width, colour in boxes if colour == colour_of(F, 0).hex}
+    lengths = {width for _, width, colour in boxes if colour == get_colour(F, 0).hex}
     assert len(boxes) == 20 and len(lengths) == 1
-    forwards = sorted(left for left, _, colour in boxes if colour == colour_of(F, 0).hex)
+    forwards = sorted(left for left, _, colour in boxes if colour == get_colour(F, 0).hex)
     assert forwards.count(forwards[0]) == 2 and forwards.count(forwards[-1]) == 1
 
 

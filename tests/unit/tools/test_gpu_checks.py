@@ -13,18 +13,18 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.attention import core, documents, flash_parts
+from megatron.attention import core, documents, flash_range_pairs
 from megatron.moe import grouped
 from megatron.parallel import products
-from megatron.precision.fp8_products import Fp8Products
-from megatron.spec.counts import attention_flops, count_parameters, flops_per_token
+from megatron.precision.fp8_gemms import Fp8Gemms
+from megatron.spec.counts import count_attention_flops, count_flops_per_token, count_parameters
 from megatron.tensor_parallel import cross_entropy
 from megatron_lab.benchmarks import single
-from megatron_lab.benchmarks.plain_models import plain_model
+from megatron_lab.benchmarks.plain_models import build_plain_model
 from megatron_lab.benchmarks.shapes import SHAPES
 from megatron_lab.gpu import kernels, profiles, speed, steps, trace
 from megatron_lab.gpu.context import CheckContext, CheckFailed, DoesNotFit, Outcome, require_at_most
-from megatron_lab.gpu.profile_text import short_name
+from megatron_lab.gpu.profile_text import shorten_kernel_name
 from megatron_lab.gpu.scripts import rank
 from megatron_lab.gpu.worker import run_check
 from tests.support import flash_attention
@@ -33,7 +33,7 @@ from tests.support import flash_attention
 @pytest.fixture
 def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckContext:
     """On the CPU, with smaller models, and as few steps as there may be."""
-    monkeypatch.setattr(speed, "_SECONDS_OF_STEPS", 0.0)
+    monkeypatch.setattr(speed, "_MAX_TIMED_S", 0.0)
     monkeypatch.setattr(speed, "_WARM_UP_STEPS", 1)
     for name in speed._CPU_SHAPES.values():
         monkeypatch.setitem(SHAPES, name, replace(SHAPES[name], layers=1, hidden=64, seq=32, vocab=256))
@@ -46,9 +46,9 @@ def _plant(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
         whole = products.weight_product
         monkeypatch.setattr(products, "weight_product", lambda grad, x, into, add: whole(grad[1:], x[1:], into, add=add))
     elif fault == "experts":
-        monkeypatch.setattr(grouped, "_products", _one_off(grouped._products))
+        monkeypatch.setattr(grouped, "_matmul_per_expert", _one_off(grouped._matmul_per_expert))
     elif fault == "cross-entropy":
-        monkeypatch.setattr(cross_entropy, "_lower_padding", lambda logits, columns: None)
+        monkeypatch.setattr(cross_entropy, "_mask_padding", lambda logits, columns: None)
     elif fault == "deterministic-counts":
         adds = products.add_rows
         monkeypatch.setattr(products, "add_rows", lambda into, ids, rows: adds(into, ids.clamp(max=400), rows))
@@ -102,13 +102,13 @@ def test_an_error_of_one_kernel_does_not_hide_the_others(context: CheckContext, 
     with pytest.raises(CheckFailed, match="math failed at s=320 r=1 d=128: RuntimeError: cuDNN Frontend error: no plan"):
         kernels.attention(context)
 
-    class Broken(Fp8Products):
-        def weight_gradient(self, *args: Any, **options: Any) -> None:
-            if self._of_tokens == "row":
+    class Broken(Fp8Gemms):
+        def compute_weight_grad(self, *args: Any, **options: Any) -> None:
+            if self._token_granularity == "row":
                 raise ValueError("Only bf16 high precision output types are supported")
-            super().weight_gradient(*args, **options)
+            super().compute_weight_grad(*args, **options)
 
-    monkeypatch.setattr("megatron.precision.fp8_products.Fp8Products", Broken)
+    monkeypatch.setattr("megatron.precision.fp8_gemms.Fp8Gemms", Broken)
     with pytest.raises(CheckFailed, match=r"rowwise e4m3: ValueError: Only bf16.*tensorwise e4m3: \d"):
         kernels.fp8_products(context)
 
@@ -116,8 +116,8 @@ def test_an_error_of_one_kernel_does_not_hide_the_others(context: CheckContext, 
 @pytest.mark.parametrize("planted", [False, True], ids=["right", "planted"])
 def test_attention_of_two_runs(planted: bool, context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
     """With stand-ins for the kernels of CUDA. A planted fault takes the log-sums of another run."""
-    monkeypatch.setattr(flash_parts, "flash_forward", flash_attention.plain_forward)
-    monkeypatch.setattr(flash_parts, "flash_backward", flash_attention.plain_backward)
+    monkeypatch.setattr(flash_range_pairs, "varlen_forward", flash_attention.plain_forward)
+    monkeypatch.setattr(flash_range_pairs, "varlen_backward", flash_attention.plain_backward)
     if not planted:
         assert "at most" in kernels.flash_parts(context).figure
         return
@@ -126,20 +126,26 @@ def test_attention_of_two_runs(planted: bool, context: CheckContext, monkeypatch
         grad, q, k, v, out, sums, *rest = args
         return flash_attention.plain_backward(grad, q, k, v, out, sums + 0.1, *rest)
 
-    monkeypatch.setattr(flash_parts, "flash_backward", wrong)
+    monkeypatch.setattr(flash_range_pairs, "varlen_backward", wrong)
     with pytest.raises(CheckFailed):
         kernels.flash_parts(context)
 
 
 def test_attention_within_documents(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
     """With products block by block in place of the kernel of CUDA; a kernel that leaves documents is found."""
-    from megatron.attention.blocks import Call, Reach, block_attention
+    from megatron.attention.blocks import BlockAttentionOptions, CausalMask, block_attention
     from megatron.attention.documents import Documents
     from megatron.spec.layers import ScoreSpec
 
     def stand_in(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Any, longest: int, *, window: int | None) -> Any:
         inside = Documents(bounds.numpy(), bounds, q.shape[1])
-        return block_attention(q.unflatten(2, (k.shape[2], -1)), k, v, None, Call(ScoreSpec(window=window), Reach(window, inside)))
+        return block_attention(
+            q.unflatten(2, (k.shape[2], -1)),
+            k,
+            v,
+            None,
+            BlockAttentionOptions(ScoreSpec(window=window), CausalMask(window, inside)),
+        )
 
     monkeypatch.setattr(documents, "flash_attention", stand_in)
     assert "at most" in kernels.varlen(context).figure
@@ -160,7 +166,7 @@ def test_a_value_that_is_no_number_fails() -> None:
 
 def test_a_step_that_differs_from_the_cpu_is_found(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "at most" in steps.same_as_cpu(context, "latent").figure
-    factors, right = iter((1.0, 1.0001)), steps.train_step_of
+    factors, right = iter((1.0, 1.0001)), steps.build_train_step
 
     @contextlib.contextmanager
     def with_other_weights(*args: Any) -> Iterator[Any]:
@@ -171,7 +177,7 @@ def test_a_step_that_differs_from_the_cpu_is_found(context: CheckContext, monkey
                     entry.param.mul_(factor)
             yield step
 
-    monkeypatch.setattr(steps, "train_step_of", with_other_weights)
+    monkeypatch.setattr(steps, "build_train_step", with_other_weights)
     with pytest.raises(CheckFailed, match="relative error"):
         steps.same_as_cpu(context, "latent")
 
@@ -179,8 +185,8 @@ def test_a_step_that_differs_from_the_cpu_is_found(context: CheckContext, monkey
 def test_losses_that_differ_are_found(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "equal in all digits" in steps.same_twice(context).figure
     seeds = iter(range(100))
-    right = steps.random_batch
-    monkeypatch.setattr(steps, "random_batch", lambda job, step: right(job, step)[next(seeds) % 2 :])
+    right = steps.create_random_batch
+    monkeypatch.setattr(steps, "create_random_batch", lambda job, step: right(job, step)[next(seeds) % 2 :])
     with pytest.raises(CheckFailed, match="losses differ"):
         steps.same_twice(context)
 
@@ -192,13 +198,13 @@ def test_losses_that_differ_are_found(context: CheckContext, monkeypatch: pytest
 def test_the_plain_loop_trains_the_same_model(name: str) -> None:
     """As many parameters, and as many FLOPs in products. torch counts the whole square of attention's scores."""
     shape = SHAPES[name]
-    model = plain_model(shape)
+    model = build_plain_model(shape)
     config = shape.model
     assert sum(param.numel() for param in model.parameters()) == count_parameters(config, shape.vocab)
     tokens = torch.randint(shape.vocab, (shape.batch, shape.seq))
     with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         model(tokens, tokens)
-    forward = flops_per_token(config, shape.vocab) / 3 + sum(attention_flops(config))
+    forward = count_flops_per_token(config, shape.vocab) / 3 + sum(count_attention_flops(config))
     assert counter.get_total_flops() == forward * tokens.numel()
 
 
@@ -227,7 +233,7 @@ def test_a_loop_without_memory_does_not_take_the_other_away(context: CheckContex
     monkeypatch.setattr(speed, "measure_plain", fails)
     outcome = speed.eager(context, "350m")
     assert len(outcome.data["rows"]) == 1 and outcome.data["errors"] == ["plain eager: out of memory"]
-    monkeypatch.setattr(speed, "measure_ours", fails)
+    monkeypatch.setattr(speed, "measure_framework", fails)
     with pytest.raises(CheckFailed, match="ours eager: out of memory"):
         speed.eager(context, "350m")
 
@@ -253,7 +259,7 @@ def test_a_loop_that_crashes_does_not_take_the_other_away(context: CheckContext,
     def fails(*args: Any) -> Any:
         raise TypeError("no such kernel")
 
-    monkeypatch.setattr(speed, "measure_ours", fails)
+    monkeypatch.setattr(speed, "measure_framework", fails)
     with pytest.raises(CheckFailed, match="ours eager: TypeError: no such kernel"):
         speed.eager(context, "350m")
     assert [row["loop"] for row in reports[-1].data["rows"]] == ["plain"]
@@ -266,7 +272,7 @@ def test_speed_is_measured_where_the_profiler_does_not_work(context: CheckContex
     monkeypatch.setattr(profiles, "profile_step", lambda step, folder, device: trace.StepProfile())
     with pytest.raises(CheckFailed, match="no kernels"):
         profiles.profiler_works(context)
-    monkeypatch.setattr(speed, "attention_of", lambda step, device: 1 / 0)
+    monkeypatch.setattr(speed, "detect_attention_kernels", lambda step, device: 1 / 0)
     without = CheckContext("cpu", context.folder, {"profiler": {"works": False}})
     assert [row["attention"] for row in speed.eager(without, "350m").data["rows"]] == ["unknown"] * 2
 
@@ -285,11 +291,13 @@ def test_the_benchmark_keeps_few_models_in_memory(device: str, most: int, monkey
             numbers.append(len(alive))
             return 1.0
 
-    monkeypatch.setattr(single, "steps_of", lambda *args, **options: dict.fromkeys(("ours", "plain", "pure", "compiled"), Loop))
+    monkeypatch.setattr(
+        single, "get_step_builders", lambda *args, **options: dict.fromkeys(("ours", "plain", "pure", "compiled"), Loop)
+    )
     comparison = single._compare(SHAPES["tiny"], torch.float32, torch.device(device), 3, 1, compiled=True)
-    assert max(numbers) == most and set(comparison.seconds) == {"plain", "pure", "compiled"}
-    assert all(len(comparison.ratios(peer)) == 3 for peer in comparison.seconds)
-    assert set(comparison.all_seconds) == {"ours", "plain", "pure", "compiled"} == set(comparison.losses)
+    assert max(numbers) == most and set(comparison.peer_times) == {"plain", "pure", "compiled"}
+    assert all(len(comparison.ratios(peer)) == 3 for peer in comparison.peer_times)
+    assert set(comparison.all_times) == {"ours", "plain", "pure", "compiled"} == set(comparison.losses)
 
 
 # ---- the kernel table
@@ -344,7 +352,7 @@ def test_kernels_have_the_work_of_their_operations() -> None:
     ],
 )
 def test_attention_kernels_are_known_by_their_names(name: str, kernel: str) -> None:
-    assert trace.attention_in([name, "elementwise"]) == kernel
+    assert trace.find_attention_kernels([name, "elementwise"]) == kernel
 
 
 def test_the_slowest_models_are_profiled(tmp_path: Path) -> None:
@@ -354,7 +362,7 @@ def test_the_slowest_models_are_profiled(tmp_path: Path) -> None:
 
     data = {"speed-350m": rows("350m", 90.0), "speed-8b": rows("8b", 150.0), "speed-experts": rows("experts", 120.0)}
     context = CheckContext("cpu", tmp_path, data)
-    assert profiles.slowest_models(context) == ["8b", "experts", "350m", "1.3b"]
+    assert profiles.rank_models(context) == ["8b", "experts", "350m", "1.3b"]
     outcome = profiles.profile(context, "2")
     assert outcome.data["model"] == "experts" and len(outcome.data["profile"]["kernels"]) == profiles.NUM_KERNELS
 
@@ -380,7 +388,7 @@ def test_idle_time_is_that_of_a_step_without_the_profiler(tmp_path: Path) -> Non
     ],
 )
 def test_names_of_kernels_are_shortened(kernel: str, name: str) -> None:
-    assert short_name(kernel) == name
+    assert shorten_kernel_name(kernel) == name
 
 
 # ---- how a check ends
@@ -407,7 +415,7 @@ def test_a_rank_that_does_not_fit_says_so(context: CheckContext, monkeypatch: py
 
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Small)
-    with pytest.raises(DoesNotFit, match=r"planned [\d.]+ GB, the device has 10.0 GB"):
+    with pytest.raises(DoesNotFit, match=r"the rank needs [\d.]+ GB by the plan, but the device has only 10.0 GB"):
         rank(CheckContext("cuda", context.folder), "train_8gpu_llama_7b")
 
 

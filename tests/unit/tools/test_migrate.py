@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron_lab.commands import migrate
-from megatron_lab.migration.shell import Script, shown
+from megatron_lab.migration.shell import Script, remove_marks
 from tests.support.cli import ROOT
 
 FOREIGN = ROOT / "tests/support/foreign"
@@ -82,7 +82,7 @@ CASES: dict[str, tuple[list[str], int, dict[str, Any], list[str]]] = {
         {"num_experts": 2, "position_embedding_type": "rope", "eval_iters": 10, "wandb_project": None, "lr_decay_style": "linear"},
         [
             "#   --no-position-embedding\n#     with rotary embeddings it does nothing",
-            "condition [ -n ${WANDB_API_KEY} ] cannot be told",
+            "condition [ -n ${WANDB_API_KEY} ] cannot be evaluated",
         ],
     ),
     "llama2_deepspeed.sh": (
@@ -114,7 +114,7 @@ CASES: dict[str, tuple[list[str], int, dict[str, Any], list[str]]] = {
             "pipeline_model_parallel_size": 2,
             "init_method_std": 0.013,
         },
-        ["ds_config.json: give it as the file", "current_time: it is $(date", "for loop cannot be told"],
+        ["ds_config.json: give it as FILE", "current_time: it is $(date", "for loop cannot be evaluated"],
     ),
     "llama3_8b.toml": (
         ["--world-size", "64"],
@@ -257,13 +257,13 @@ def test_a_deepspeed_configuration_beside_a_launch_line(tmp_path: Path, capsys: 
     assert (found.training.micro_batch_size, found.training.global_batch_size) == (1, 16)
     assert found.precision.fp16 and found.precision.initial_loss_scale == 2**15 and found.parallel.sharding == "optim_grads_params"
     assert found.parallel.sharding == "optim_grads_params" and found.logging.timing_log_level == 1
-    assert "train_micro_batch_size_per_gpu 2\n#     The launch line says --micro-batch-size 1, which is taken." in said
+    assert "train_micro_batch_size_per_gpu 2\n#     The launch script sets --micro-batch-size 1, which is used." in said
     _, said = migrated(capsys, str(FOREIGN / "zero2.json"), code=1)
     assert "mystery.depth 2" in said and "the model, data and rates: --with SCRIPT" in said and "--num-layers is missing" in said
     (tmp_path / "ds.json").write_text((FOREIGN / "zero2.json").read_text())
     words, said = migrated(capsys, str(line))  # the file that the line names, beside the script
     assert config_of(words, 8).training.global_batch_size == 96 and config_of(words, 8).parallel.sharding == "optim_grads"
-    assert "optimizer.params.lr 0.00015\n#     --lr 0.001 is taken" in said
+    assert "optimizer.params.lr 0.00015\n#     --lr 0.001 is used" in said
 
 
 def test_nothing_of_a_script_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,8 +296,8 @@ SHELL = {
 
 def test_words_of_scripts() -> None:
     for text, wanted in SHELL.items():
-        (launch,) = Script().read(text).launches
-        assert [shown(word) for word in launch.argv] == list(shlex.split(wanted)), text
+        (launch,) = Script().interpret(text).launches
+        assert [remove_marks(word) for word in launch.argv] == list(shlex.split(wanted)), text
 
 
 @settings(max_examples=150, deadline=None)
@@ -310,7 +310,7 @@ def test_words_of_scripts() -> None:
 )
 def test_any_text_is_read_or_refused(pieces: list[str]) -> None:
     with contextlib.suppress(ValueError):
-        Script().read("".join(pieces))
+        Script().interpret("".join(pieces))
 
 
 @pytest.mark.parametrize(
@@ -318,17 +318,17 @@ def test_any_text_is_read_or_refused(pieces: list[str]) -> None:
     [
         ("a.sh", "echo hello\n", "No command was found that starts a Python program"),
         ("a.sh", 'python pretrain_gpt.py "--a 1\n', 'line 1: a " is not closed'),
-        ("a.toml", "[model\n", "is no TOML"),
-        ("a.yaml", "- 1\n", "is no YAML mapping"),
-        ("a.json", "{", "is no JSON"),
-        ("a.json", "[]", "is no JSON object"),
+        ("a.toml", "[model\n", "is not valid TOML"),
+        ("a.yaml", "- 1\n", "is not a YAML mapping"),
+        ("a.json", "{", "is not valid JSON"),
+        ("a.json", "[]", "is not a JSON object"),
     ],
 )
 def test_what_cannot_be_read_is_told(name: str, text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / name).write_text(text)
     assert migrate.main([str(tmp_path / name)]) == 2
     assert said in capsys.readouterr().err
-    assert migrate.main([str(tmp_path / "missing")]) == 2 and "is no file" in capsys.readouterr().err
+    assert migrate.main([str(tmp_path / "missing")]) == 2 and "is not a file" in capsys.readouterr().err
     assert migrate.main([str(tmp_path / name), "--set", "x"]) == 2 and "takes NAME=VALUE" in capsys.readouterr().err
 
 

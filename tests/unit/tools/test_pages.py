@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from megatron.parallel.topology import Topology
-from megatron_lab.pages.figures import Bar, stacked_bars
-from megatron_lab.pages.html import Section, page, table, write_page
-from megatron_lab.pages.plan_page import plan_page
-from megatron_lab.pages.rank_grid import rank_grid
+from megatron_lab.pages.figures import Bar, build_stacked_bars
+from megatron_lab.pages.html import Section, build_page, build_table, write_page
+from megatron_lab.pages.plan_page import build_plan_page
+from megatron_lab.pages.rank_grid import build_rank_grid
 from megatron_lab.planner.plan_text import format_plan
-from megatron_lab.planner.state_report import amount
+from megatron_lab.planner.state_report import format_bytes
 from tests.support.planned import kind_of, plans_of, settings
 
 _EMPTY = {"meta", "rect", "line"}
@@ -57,7 +57,7 @@ def test_a_plan_as_a_page_draws_every_rank_with_the_memory_of_its_kind(order: bo
     loaded = settings(16, gpus_per_node=4, use_tp_pp_dp_mapping=order, **flags)
     (plan,) = plans_of([loaded])
     topology = Topology.of(loaded.config.parallel, 16)
-    text = plan_page(plan, topology, notes=["a <note>"])
+    text = build_plan_page(plan, topology, notes=["a <note>"])
     found = Checked(text)
     assert not found.addresses and "http" not in text and "@import" not in text and "url(" not in text
     ranks = {}
@@ -70,11 +70,11 @@ def test_a_plan_as_a_page_draws_every_rank_with_the_memory_of_its_kind(order: bo
     for rank, (node, pipeline, data, context, tensor, memory) in ranks.items():
         assert int(node) == rank // 4
         assert topology.rank(tp=int(tensor), cp=int(context), dp=int(data), pp=int(pipeline)) == rank
-        assert memory == amount(kind_of(plan.kinds, topology, rank).memory.total.device)
-    for kind in plan.kinds:
-        for name, part in kind.memory.parts.items():
+        assert memory == format_bytes(kind_of(plan.profiles, topology, rank).memory.total.device)
+    for kind in plan.profiles:
+        for name, part in kind.memory.by_purpose.items():
             if part.device > 0.01 * kind.memory.total.device:
-                assert any(f"{name.replace('_', ' ')}: {amount(part.device)}" in title for title in found.titles), name
+                assert any(f"{name.replace('_', ' ')}: {format_bytes(part.device)}" in title for title in found.titles), name
     assert "a &lt;note&gt;" in text and all(escape(line) in text for line in format_plan(plan))
 
 
@@ -84,23 +84,23 @@ def lines(text: str) -> int:
 
 def test_a_grid_parts_nodes_and_leaves_out_the_middle_of_large_jobs() -> None:
     # 2 stages x 2 data ranks x 2 tensor ranks: nodes of 2 part data ranks (2 lines) and stages (4 cells).
-    assert lines(rank_grid(Topology(tp=2, dp=2, pp=2), 2, float, str, "x")) == 2 + 4
-    assert lines(rank_grid(Topology(tp=2, dp=2, pp=2), 8, float, str, "x")) == 0
-    large = rank_grid(Topology(tp=8, dp=48, pp=100), 8, lambda rank: 1.0, str, "x")
+    assert lines(build_rank_grid(Topology(tp=2, dp=2, pp=2), 2, float, str, "x")) == 2 + 4
+    assert lines(build_rank_grid(Topology(tp=2, dp=2, pp=2), 8, float, str, "x")) == 0
+    large = build_rank_grid(Topology(tp=8, dp=48, pp=100), 8, lambda rank: 1.0, str, "x")
     drawn = large.count("<rect ") - 1  # one is the frame
     assert drawn == 64 * 64 and f"{38_400 - drawn:,} of 38,400 ranks are left out in the middle" in large
     assert "x: 1.0 on all ranks" in large and ">stage 99<" in large and ">stage 98<" not in large
 
 
 def test_bars_are_shares_of_the_longest_and_text_is_escaped() -> None:
-    drawn = stacked_bars([Bar("<a>", {"p": 30.0, "q": 20.0}), Bar("b", {"q": 10.0})], str, limit=100.0)
+    drawn = build_stacked_bars([Bar("<a>", {"p": 30.0, "q": 20.0}), Bar("b", {"q": 10.0})], str, limit=100.0)
     widths = [float(width) for width in re.findall(r'<rect x="[\d.]+%" y="\d+" width="([\d.]+)%"', drawn)]
     assert [width * 1.02 for width in widths] == pytest.approx([30, 20, 10], abs=0.01)
     assert "&lt;a&gt;: 50.0" in drawn and "<a>" not in drawn and 'x1="98.039%"' in drawn
 
 
 def test_a_page_is_written_into_new_folders_or_refused(tmp_path: Path) -> None:
-    text = page("T & U", [Section("one", table(["a", "b"], [["<1>", "2"]], numbers=[1]))])
+    text = build_page("T & U", [Section("one", build_table(["a", "b"], [["<1>", "2"]], numeric_columns=[1]))])
     Checked(text)
     write_page("--x", str(tmp_path / "new" / "page.html"), text)
     assert "T &amp; U" in (tmp_path / "new" / "page.html").read_text() and "&lt;1&gt;" in text

@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 
 from megatron.pipeline_parallel.simulate import OpSpan, Timeline, simulate
 from megatron.pipeline_parallel.validate import peak_live_activations
-from megatron.spec.operations import Costs, Op, OpKind, forward_only
-from megatron.spec.schedules import SCHEDULES, make_schedule
+from megatron.spec.operations import Op, OpCosts, OpType, extract_forwards
+from megatron.spec.schedules import SCHEDULES, build_schedule
 from megatron_lab.commands.plot_schedule import Terminal
-from megatron_lab.schedule_plots.files import WRITERS, check_output, chrome_trace, write_picture
-from megatron_lab.schedule_plots.formulas import expected
-from megatron_lab.schedule_plots.panel import Panel, number, tick_step
-from megatron_lab.schedule_plots.table import TimelineRow, draw_table, idle_inside, peak_live
-from megatron_lab.schedule_plots.text import draw_text
+from megatron_lab.schedule_plots.files import WRITERS, build_chrome_trace, check_output, write_picture
+from megatron_lab.schedule_plots.formulas import compute_expected
+from megatron_lab.schedule_plots.panel import Panel, choose_tick_step, format_number
+from megatron_lab.schedule_plots.table import TimelineRow, compute_idle_times, compute_max_activations, format_table
+from megatron_lab.schedule_plots.text import render_text
 from tests.support.timelines import chunks_of, moved, panel, timeline
 
-F, R, B, I, W = OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD, OpKind.INPUT_GRAD, OpKind.WEIGHT_GRAD
+F, R, B, I, W = OpType.FORWARD, OpType.RECOMPUTE, OpType.BACKWARD, OpType.INPUT_GRAD, OpType.WEIGHT_GRAD
 
 names = st.sampled_from(list(SCHEDULES))
 
@@ -39,7 +39,7 @@ def rows_of(text: str) -> list[str]:
 
 def test_a_timeline_by_hand() -> None:
     """1F1B of 2 stages and 3 microbatches: a column is 10/3 ms."""
-    text = draw_text([Panel("1f1b", timeline("1f1b", 2, 3))], width=45, ascii_only=True)
+    text = render_text([Panel("1f1b", timeline("1f1b", 2, 3))], width=45, ascii_only=True)
     assert text.splitlines() == [
         "1f1b: step 120 ms, bubble 25.0%",
         "stage 0  F0-F1-......B0----F2-B1----...B2----",
@@ -52,25 +52,25 @@ def test_a_timeline_by_hand() -> None:
 
 def test_recompute_by_hand() -> None:
     """It runs before the gradient has come, where the stage would wait; and a column of text and a row of the table say so."""
-    drawn = Panel("1f1b", timeline("1f1b", 2, 3, costs=Costs(10, 10, 10, recompute=10)))
-    text = draw_text([drawn], width=58, ascii_only=True)
+    drawn = Panel("1f1b", timeline("1f1b", 2, 3, costs=OpCosts(10, 10, 10, recompute=10)))
+    text = render_text([drawn], width=58, ascii_only=True)
     assert text.splitlines()[1:3] == [
         "stage 0  F0-F1-R0-......B0----F2-R1-B1----R2-...B2----",
         "stage 1  ...F0-R0-B0----F1-R1-B1----F2-R2-B2----......",
     ]
     assert "F forward, R recompute, B backward, . waiting" in text
-    told = draw_table([TimelineRow(drawn, expected("1f1b", 2, 3, 1, Costs(10, 10, 10, recompute=10)))])
+    told = format_table([TimelineRow(drawn, compute_expected("1f1b", 2, 3, 1, OpCosts(10, 10, 10, recompute=10)))])
     assert told.splitlines()[1].split()[:5] == ["1f1b", "150", "150", "20.0%", "20.0%"]
-    note = "where layers are run again (R), an activation is only what they keep until then"
-    assert note in told and note not in draw_table([TimelineRow(panel("1f1b", 2, 3))])
+    note = "with recomputation (R), an activation is only what the layers keep until they are recomputed"
+    assert note in told and note not in format_table([TimelineRow(panel("1f1b", 2, 3))])
 
 
 @given(names, st.integers(1, 5), st.integers(1, 12), st.integers(1, 4), st.integers(40, 250), st.sampled_from([0, 10]))
 def test_every_operation_stands_where_it_runs(
     name: str, stages: int, microbatches: int, chunks: int, width: int, recompute: int
 ) -> None:
-    drawn = timeline(name, stages, microbatches, chunks, Costs(10, 10, 10, recompute=recompute))
-    text = draw_text([Panel(name, drawn)], width=width)
+    drawn = timeline(name, stages, microbatches, chunks, OpCosts(10, 10, 10, recompute=recompute))
+    text = render_text([Panel(name, drawn)], width=width)
     assert all(len(line) <= width for line in text.splitlines() if line.startswith(("stage", " ")))
     lines = rows_of(text)
     parts = len(lines) // stages
@@ -79,7 +79,7 @@ def test_every_operation_stands_where_it_runs(
         return
     for stage, spans in enumerate(drawn.spans):
         row = "".join(lines[part * stages + stage] for part in range(parts))
-        upper = [span.op.kind.value + str(span.op.microbatch) for span in spans]
+        upper = [span.op.type.value + str(span.op.microbatch) for span in spans]
         assert re.findall(r"[A-Z]\d+", row.upper()) == upper
         first_chunk = min(span.op.chunk for span in spans)
         second = {span.op.chunk for span in spans} - {first_chunk}
@@ -92,23 +92,23 @@ def test_every_operation_stands_where_it_runs(
         # Equal costs are whole columns, so waiting has its exact share of the row (but for the end of the last part).
         busy = len(row.rstrip("·")) - row.rstrip("·").count("·")
         waits_inside = row.strip("·").count("·")
-        assert waits_inside / busy == pytest.approx(idle_inside(drawn)[stage] / drawn.busy[stage])
+        assert waits_inside / busy == pytest.approx(compute_idle_times(drawn)[stage] / drawn.busy_times[stage])
 
 
-@pytest.mark.parametrize("costs", [Costs(10, 10, 10, 5 / 3), Costs(0.1, 0.1, 0.1), Costs(0.7, 0.7, 0.7, 0.1)])
-def test_equal_operations_are_equally_long_wherever_they_fall(costs: Costs) -> None:
+@pytest.mark.parametrize("costs", [OpCosts(10, 10, 10, 5 / 3), OpCosts(0.1, 0.1, 0.1), OpCosts(0.7, 0.7, 0.7, 0.1)])
+def test_equal_operations_are_equally_long_wherever_they_fall(costs: OpCosts) -> None:
     """Half a column later, or off by the last digit of a number that is not exact."""
     drawn = timeline("zb-h1", 4, 12, costs=costs)
-    rows = rows_of(draw_text([Panel("zb-h1", drawn)], width=400))
+    rows = rows_of(render_text([Panel("zb-h1", drawn)], width=400))
     lengths = {len(found) for row in rows for found in re.findall(r"[A-Z]\d+─*", row)}
     assert len(rows) == 4 and len(lengths) == 1
     assert sum(len(re.findall(r"[A-Z]\d+", row)) for row in rows) == 4 * 12 * 3
 
 
 def test_a_folded_timeline_is_the_long_one_in_parts() -> None:
-    long, folded = draw_text([panel("zb-v", 3, 9)], width=400), draw_text([panel("zb-v", 3, 9)], width=120)
+    long, folded = render_text([panel("zb-v", 3, 9)], width=400), render_text([panel("zb-v", 3, 9)], width=120)
     assert "(part 2 of 2)" in folded
-    lines, cells = rows_of(folded), [row.rstrip("·") for row in rows_of(draw_text([panel("zb-v", 3, 9)], width=175))]
+    lines, cells = rows_of(folded), [row.rstrip("·") for row in rows_of(render_text([panel("zb-v", 3, 9)], width=175))]
     assert [(lines[stage] + lines[3 + stage]).rstrip("·") for stage in range(3)] == cells
     assert len(rows_of(long)) == 3
     # The axis goes on where it was.
@@ -117,7 +117,7 @@ def test_a_folded_timeline_is_the_long_one_in_parts() -> None:
 
 
 def test_the_axis_says_when() -> None:
-    text = draw_text([panel("1f1b", 4, 8)], width=140)
+    text = render_text([panel("1f1b", 4, 8)], width=140)
     row, axis = rows_of(text)[0], next(line for line in text.splitlines() if line.startswith(" "))[len("stage 0  ") :]
     per_ms = row.index("F2") / 20
     for tick in re.finditer(r"\|(\d+) ms", axis):
@@ -125,13 +125,13 @@ def test_the_axis_says_when() -> None:
 
 
 def test_what_has_no_room_is_coarse_and_says_so() -> None:
-    text = draw_text([panel("1f1b", 16, 64)], width=60)
+    text = render_text([panel("1f1b", 16, 64)], width=60)
     row = rows_of(text)[0]
     assert len(row) <= 60 and not re.search(r"\d", row)
     assert set(row) == set("FB·") and row.startswith("FFF") and row.endswith("B")
     wide = int(re.search(r"numbers need ([\d,]+) columns", text)[1].replace(",", ""))  # type: ignore[index]
-    assert "coarse" not in draw_text([panel("1f1b", 16, 64)], width=wide)
-    assert "F63" in draw_text([panel("1f1b", 16, 64)], width=wide)
+    assert "coarse" not in render_text([panel("1f1b", 16, 64)], width=wide)
+    assert "F63" in render_text([panel("1f1b", 16, 64)], width=wide)
 
 
 def test_a_coarse_column_shows_what_took_most_of_it() -> None:
@@ -139,22 +139,22 @@ def test_a_coarse_column_shows_what_took_most_of_it() -> None:
     spans = [OpSpan(Op(F, 0, m), 10.0 * m, 10.0 * m + 9) for m in range(500)]
     spans += [OpSpan(Op(B, 0, m), 10.0 * (m + 500), 10.0 * (m + 500) + 4) for m in range(500)]
     wide = [Panel(str(n), Timeline("long", (tuple(spans),) * 30)) for n in range(2)]
-    row = rows_of(draw_text(wide, width=50))[0]
+    row = rows_of(render_text(wide, width=50))[0]
     assert re.fullmatch(r"F{20}·{20}", row)
 
 
 def test_operations_too_short_to_be_seen_are_counted() -> None:
-    costs = Costs(10, 10, 0.01)
-    text = draw_text([Panel("zb-h1", timeline("zb-h1", 4, 8, 1, costs))])
+    costs = OpCosts(10, 10, 0.01)
+    text = render_text([Panel("zb-h1", timeline("zb-h1", 4, 8, 1, costs))])
     assert "of 96 operations are too short to be seen here" in text and "coarse" not in text
-    assert "too short" not in draw_text([panel("zb-h1", 4, 8)])
+    assert "too short" not in render_text([panel("zb-h1", 4, 8)])
 
 
 def test_a_measured_timeline_is_drawn_from_its_own_start() -> None:
     planned = panel("zb-v", 2, 4)
     late = Panel("zb-v", moved(planned.timeline, 123456.0))
-    assert draw_text([late]) == draw_text([planned])
-    assert chrome_trace([late]) == chrome_trace([planned])
+    assert render_text([late]) == render_text([planned])
+    assert build_chrome_trace([late]) == build_chrome_trace([planned])
 
 
 def test_panels_share_one_axis() -> None:
@@ -162,19 +162,19 @@ def test_panels_share_one_axis() -> None:
     planned = timeline("1f1b", 2, 3)
     last = planned.spans[1][-1]
     slow = Timeline("1f1b", (planned.spans[0], (*planned.spans[1][:-1], OpSpan(last.op, last.start, 160))))
-    lines = rows_of(draw_text([Panel("planned", planned), Panel("measured", slow)]))
+    lines = rows_of(render_text([Panel("planned", planned), Panel("measured", slow)]))
     assert lines[0] == lines[2]
     assert lines[3].startswith(lines[1].rstrip("·")) and lines[3].endswith("B2" + "─" * (len(lines[3]) - lines[3].index("B2") - 2))
 
 
 def test_an_empty_stage_is_an_empty_row() -> None:
     only = timeline("gpipe", 1, 2)
-    assert set(rows_of(draw_text([Panel("half", Timeline("half", (*only.spans, ())))]))[1]) == {"·"}
+    assert set(rows_of(render_text([Panel("half", Timeline("half", (*only.spans, ())))]))[1]) == {"·"}
 
 
 def test_colours_change_nothing_but_colours() -> None:
     panels = [panel("zb-v", 2, 4), panel("1f1b", 2, 4)]
-    plain, coloured = draw_text(panels), draw_text(panels, colour=True)
+    plain, coloured = render_text(panels), render_text(panels, uses_colour=True)
     assert "\x1b" not in plain
     assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == plain
     codes = set(re.findall(r"48;5;(\d+)m", coloured))
@@ -183,18 +183,18 @@ def test_colours_change_nothing_but_colours() -> None:
 
 
 def test_ascii_terminals_get_ascii() -> None:
-    text = draw_text([panel("zb-v", 2, 4)], ascii_only=True)
+    text = render_text([panel("zb-v", 2, 4)], ascii_only=True)
     assert text.isascii()
     assert (
         text.translate(str.maketrans("-.", "─·")).split("\n\n")[0].splitlines()[1:]
-        == draw_text([panel("zb-v", 2, 4)]).split("\n\n")[0].splitlines()[1:]
+        == render_text([panel("zb-v", 2, 4)]).split("\n\n")[0].splitlines()[1:]
     )
 
 
 def test_nothing_cannot_be_drawn() -> None:
-    for nothing in ([], [Panel("free", timeline("gpipe", 1, 1, 1, Costs(0, 0, 0)))]):
+    for nothing in ([], [Panel("free", timeline("gpipe", 1, 1, 1, OpCosts(0, 0, 0)))]):
         with pytest.raises(ValueError, match="nothing takes any time"):
-            draw_text(nothing)
+            render_text(nothing)
 
 
 class _Stream(io.TextIOWrapper):
@@ -210,14 +210,14 @@ def test_colour_only_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None
     for name in ("NO_COLOR", "TERM"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "77")
-    assert Terminal.of(_Stream("utf-8", tty=True)) == Terminal(77, colour=True, ascii_only=False)
-    assert Terminal.of(_Stream("ascii", tty=False)) == Terminal(77, colour=False, ascii_only=True)
-    assert Terminal.of(io.StringIO()).colour is False
+    assert Terminal.of(_Stream("utf-8", tty=True)) == Terminal(77, uses_colour=True, ascii_only=False)
+    assert Terminal.of(_Stream("ascii", tty=False)) == Terminal(77, uses_colour=False, ascii_only=True)
+    assert Terminal.of(io.StringIO()).uses_colour is False
     monkeypatch.setenv("TERM", "dumb")
-    assert not Terminal.of(_Stream("utf-8", tty=True)).colour
+    assert not Terminal.of(_Stream("utf-8", tty=True)).uses_colour
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not Terminal.of(_Stream("utf-8", tty=True)).colour
+    assert not Terminal.of(_Stream("utf-8", tty=True)).uses_colour
 
 
 # ---- traces
@@ -226,7 +226,7 @@ def test_colour_only_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_trace_has_every_operation_when_it_ran(tmp_path: Path) -> None:
     panels = [
         Panel("planned", timeline("zb-v", 2, 3)),
-        Panel("measured", moved(timeline("zb-v", 2, 3, costs=Costs(9, 8, 7, recompute=6)), 55.5)),
+        Panel("measured", moved(timeline("zb-v", 2, 3, costs=OpCosts(9, 8, 7, recompute=6)), 55.5)),
     ]
     write_picture(panels, tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -240,12 +240,12 @@ def test_a_trace_has_every_operation_when_it_ran(tmp_path: Path) -> None:
             assert called[pid, tid, "thread_sort_index"] == {"sort_index": stage}
             ran = [event for event in events if (event["ph"], event["pid"], event["tid"]) == ("X", pid, tid)]
             assert [event["name"] for event in ran] == [
-                f"{span.op.kind.value}{span.op.microbatch} chunk {span.op.chunk}" for span in spans
+                f"{span.op.type.value}{span.op.microbatch} chunk {span.op.chunk}" for span in spans
             ]
             for event, span in zip(ran, spans, strict=True):
                 assert event["ts"] / 1000 == pytest.approx(span.start - drawn.timeline.start)
                 assert event["dur"] / 1000 == pytest.approx(span.end - span.start)
-                assert event["cat"] == {F: "forward", R: "recompute", I: "input gradient", W: "weight gradient"}[span.op.kind]
+                assert event["cat"] == {F: "forward", R: "recompute", I: "input gradient", W: "weight gradient"}[span.op.type]
 
 
 # ---- tables
@@ -253,27 +253,27 @@ def test_a_trace_has_every_operation_when_it_ran(tmp_path: Path) -> None:
 
 @given(names, st.integers(1, 8), st.integers(1, 20), st.integers(1, 4))
 def test_live_activations_of_a_timeline_are_those_of_its_schedule(name: str, stages: int, microbatches: int, chunks: int) -> None:
-    schedule = make_schedule(name, stages, microbatches, chunks_of(name, chunks))
-    assert peak_live(simulate(schedule)) == peak_live_activations(schedule)
+    schedule = build_schedule(name, stages, microbatches, chunks_of(name, chunks))
+    assert compute_max_activations(simulate(schedule)) == peak_live_activations(schedule)
 
 
 def test_forwards_alone_keep_nothing() -> None:
-    drawn = Panel("evaluation", simulate(forward_only(make_schedule("1f1b", 2, 3))))
-    assert peak_live(drawn.timeline) is None
-    assert draw_table([TimelineRow(drawn)]).splitlines()[1].split() == ["evaluation", "4", "25.0%", "0", "-", "-"]
+    drawn = Panel("evaluation", simulate(extract_forwards(build_schedule("1f1b", 2, 3))))
+    assert compute_max_activations(drawn.timeline) is None
+    assert format_table([TimelineRow(drawn)]).splitlines()[1].split() == ["evaluation", "4", "25.0%", "0", "-", "-"]
 
 
 def test_measured_timelines_alone_have_no_columns_of_papers() -> None:
-    assert "paper" not in draw_table([TimelineRow(panel("1f1b", 2, 2)), TimelineRow(panel("zb-v", 2, 2))])
+    assert "paper" not in format_table([TimelineRow(panel("1f1b", 2, 2)), TimelineRow(panel("zb-v", 2, 2))])
 
 
 def test_a_table_by_hand() -> None:
     rows = [
-        TimelineRow(panel(name, 4, 8), expected(name, 4, 8, chunks_of(name, 2), Costs(10, 10, 10)))
+        TimelineRow(panel(name, 4, 8), compute_expected(name, 4, 8, chunks_of(name, 2), OpCosts(10, 10, 10)))
         for name in ("1f1b", "interleaved", "zb-h1", "zb-v")
     ]
     rows.append(TimelineRow(panel("1f1b", 6, 8), None))
-    lines = draw_table(rows).splitlines()
+    lines = format_table(rows).splitlines()
     cells = [re.split(r"  +", line) for line in lines]
     assert cells[1] == ["1f1b", "330", "330", "27.3%", "27.3%", "90 60 30 0", "4 3 2 1", "4 3 2 1", "4 3 2 1"]
     assert cells[2] == ["interleaved", "285", "285", "15.8%", "15.8%", "45 30 15 0", "11 9 7 5", "11 9 7 5", "5.5 4.5 3.5 2.5"]
@@ -285,9 +285,9 @@ def test_a_table_by_hand() -> None:
 
 
 def test_a_row_without_a_formula_that_holds_says_so() -> None:
-    costs = Costs(10, 12, 8)
-    row = TimelineRow(Panel("zb-v", timeline("zb-v", 4, 8, 2, costs)), expected("zb-v", 4, 8, 2, costs))
-    assert draw_table([row]).splitlines()[1].split()[2] == "-"
+    costs = OpCosts(10, 12, 8)
+    row = TimelineRow(Panel("zb-v", timeline("zb-v", 4, 8, 2, costs)), compute_expected("zb-v", 4, 8, 2, costs))
+    assert format_table([row]).splitlines()[1].split()[2] == "-"
 
 
 # ---- files, numbers
@@ -317,18 +317,18 @@ def test_a_picture_of_every_kind_is_written(suffix: str, tmp_path: Path) -> None
     write_picture([panel("1f1b", 2, 2)], path)
     assert path.stat().st_size > 100
     if suffix == ".txt":
-        assert path.read_text() == draw_text([panel("1f1b", 2, 2)], width=200) + "\n"
+        assert path.read_text() == render_text([panel("1f1b", 2, 2)], width=200) + "\n"
 
 
 @pytest.mark.parametrize(
     ("value", "text"), [(0, "0"), (12, "12"), (12.3456, "12.35"), (0.012345, "0.01235"), (1234.5, "1,234"), (1e6, "1,000,000")]
 )
 def test_numbers_have_four_digits(value: float, text: str) -> None:
-    assert number(value) == text
+    assert format_number(value) == text
 
 
 @given(st.fractions(Fraction(1, 1000), 10**6))
 def test_ticks_are_round_and_far_enough_apart(least: Fraction) -> None:
-    step = tick_step(float(least))
+    step = choose_tick_step(float(least))
     assert float(least) * (1 - 1e-6) <= step <= float(least) * 2.5 * (1 + 1e-6)
     assert f"{step:e}"[0] in "125"

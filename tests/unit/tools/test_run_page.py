@@ -15,8 +15,8 @@ from megatron.config.cli import load
 from megatron.config.save import to_dict
 from megatron.metrics.history import HistoryFile, read_history
 from megatron_lab.commands import report
-from megatron_lab.pages.curves import MOST_POINTS, Curve, chart
-from megatron_lab.pages.run_page import changed, shares, step_parts
+from megatron_lab.pages.curves import MAX_POINTS, Curve, build_chart
+from megatron_lab.pages.run_page import compute_step_times, format_shares, list_changed_settings
 from tests.support.runs import arguments
 from tests.unit.tools.test_pages import Checked
 
@@ -31,18 +31,18 @@ def record(folder: Path, losses: Sequence[float | None], *, lr: float = 1e-3, **
     facts |= {"device": "cpu", "peak_flops": 1e12, "config": config, "command": ["--lr", str(lr)], "total_samples": 99}
     file, middle = HistoryFile(folder, 64), len(losses) // 2
     for begin, end in ((0, middle + 1), (middle, len(losses))):
-        file.start(begin, begin * 2, begin * 128, facts | {"seq_length": 64})
+        file.write_start(begin, begin * 2, begin * 128, facts | {"seq_length": 64})
         for iteration in range(begin + 1, end + 1):
             loss = losses[iteration - 1]
             norm = None if loss is None else 1.0
-            file.step(iteration, 2 * iteration, 2, lm_loss=loss, grad_norm=norm, learning_rate=lr, seconds=0.1)
+            file.add_step(iteration, 2 * iteration, 2, lm_loss=loss, grad_norm=norm, learning_rate=lr, seconds=0.1)
             spent = {"steps": 10.0 * iteration, "start-up": 1.0, "saves": 2.0}
             timers = {"batch-generator": 5.0, "forward-backward": 60.0, "grads-reduce": 20.0, "grad-norm": 3.0, "optimizer": 7.0}
             log = {"tokens_per_s": 1500.0, "goodput": 0.9, "elapsed_ms": 100.0, "memory_bytes": 2e9, "tflops_per_device": 0.25}
-            file.line("log", iteration, 2 * iteration, {**log, "spent": spent, "timers_ms": timers})
-    file.line("evaluation", middle, 2 * middle, {"validation_loss": 3.25})
-    file.line("event", middle, 2 * middle, {"event": "spike", "words": HOSTILE})
-    file.line("event", len(losses), 2 * len(losses), {"event": "end", "words": "done"})
+            file.write_line("log", iteration, 2 * iteration, {**log, "spent": spent, "timers_ms": timers})
+    file.write_line("evaluation", middle, 2 * middle, {"validation_loss": 3.25})
+    file.write_line("event", middle, 2 * middle, {"event": "spike", "words": HOSTILE})
+    file.write_line("event", len(losses), 2 * len(losses), {"event": "end", "words": "done"})
     file.close()
     (folder / "iter_0000004").mkdir()
     (folder / "iter_0000004" / "weights").write_bytes(b"x" * 5000)
@@ -87,16 +87,16 @@ def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "--lr 0.001 0.002" in text and "--num-layers" not in text, "only what differs"
     assert report.main([str(runs[0]), "--expect-lower-loss", "--no-plan"]) == 0
     assert "Planned" not in (runs[0] / "report.html").read_text()
-    assert report.main([str(tmp_path)]) == 1 and "history.jsonl is no file" in capsys.readouterr().err
+    assert report.main([str(tmp_path)]) == 1 and "history.jsonl is not a file" in capsys.readouterr().err
 
 
 def test_shares_add_up_as_they_are_printed(tmp_path: Path) -> None:
     for parts in ([1.0, 1.0, 1.0], [2.0, 1.0, 1e-9], [0.335, 0.335, 0.33], [1 / 7] * 7):
-        told = shares(dict(zip("abcdefg", parts, strict=False)))
+        told = format_shares(dict(zip("abcdefg", parts, strict=False)))
         assert math.isclose(math.fsum(float(share.split()[0]) for share in told.values()), 100.0, abs_tol=1e-9), told
-    assert shares({"a": 0.0}) == {"a": "-"}
+    assert format_shares({"a": 0.0}) == {"a": "-"}
     history = read_history(record(tmp_path / "a", [4.0, 3.0]))
-    assert step_parts(history) == {
+    assert compute_step_times(history) == {
         "data": 5.0,
         "forward and backward": 40.0,
         "reducing gradients": 20.0,
@@ -106,22 +106,22 @@ def test_shares_add_up_as_they_are_printed(tmp_path: Path) -> None:
     }
     for line in history.logs:
         line["elapsed_ms"] = 60.0  # the slowest rank of each part is another one
-    assert math.isclose(math.fsum(step_parts(history).values()), 60.0)
+    assert math.isclose(math.fsum(compute_step_times(history).values()), 60.0)
 
 
 def test_only_what_was_changed_is_told(tmp_path: Path) -> None:
     start = read_history(record(tmp_path / "a", [4.0, 3.0], adam_beta2=0.95)).starts[-1]
-    found = {flag: (value, default) for flag, value, default in changed(start["config"])}
+    found = {flag: (value, default) for flag, value, default in list_changed_settings(start["config"])}
     assert found["--adam-beta2"] == ("0.95", "0.999") and "--adam-beta1" not in found and "--lora-targets" not in found
 
 
 def test_a_long_curve_is_thinned() -> None:
-    n = 3 * MOST_POINTS
-    figure = chart("x", [Curve("y", "#000", range(n), range(n), [1.0, 2.0, 3.0] * MOST_POINTS)])
+    n = 3 * MAX_POINTS
+    figure = build_chart("x", [Curve("y", "#000", range(n), range(n), [1.0, 2.0, 3.0] * MAX_POINTS)])
     (data,) = re.findall(r'<script type="application/json">(.*?)</script>', figure)
     (curve,) = json.loads(data)["curves"]
     assert (
-        curve["y"] == [2.0] * MOST_POINTS
+        curve["y"] == [2.0] * MAX_POINTS
         and curve["iteration"][:2] == [2, 5]
-        and chart("x", [Curve("y", "#000", [], [], [])]) == ""
+        and build_chart("x", [Curve("y", "#000", [], [], [])]) == ""
     )

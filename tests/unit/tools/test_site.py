@@ -17,20 +17,20 @@ from tools.site import hooks
 
 def test_the_menu_names_every_page_once_and_pages_to_come_too(tmp_path: Path) -> None:
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
-    written = [*hooks._named(nav)]
+    written = [*hooks._named_pages(nav)]
     assert len(written) == len(set(written)) and all((ROOT / "docs" / name).exists() for name in written if name != "index.md")
     config: Any = SimpleNamespace(docs_dir=str(tmp_path), nav=[{"Home": "index.md"}, {"Begin": ["a.md"]}])
     for name in ("a.md", "new.md"):
         (tmp_path / name).write_text("# A page\n")
     hooks.on_config(config)
-    found = [*hooks._named(config.nav)]
+    found = [*hooks._named_pages(config.nav)]
     assert found.count("new.md") == found.count("a.md") == 1
     assert {"CONTRIBUTING.md", "CHANGELOG.md", "AGENTS.md"} < set(found)
 
 
 def test_public_modules_can_be_imported_and_say_what_they_are() -> None:
-    assert len(set(hooks.PUBLIC)) == len(hooks.PUBLIC)
-    for name in hooks.PUBLIC:
+    assert len(set(hooks.PUBLIC_MODULES)) == len(hooks.PUBLIC_MODULES)
+    for name in hooks.PUBLIC_MODULES:
         assert (importlib.import_module(name).__doc__ or "").strip(), name
 
 
@@ -56,7 +56,7 @@ def test_links_out_of_docs_lead_to_copies() -> None:
     ],
 )
 def test_a_list_is_parted_from_the_text_above(written: str, read: str) -> None:
-    assert "\n".join(hooks._parted(written.split("\n"))) == read
+    assert "\n".join(hooks._separate_lists(written.split("\n"))) == read
 
 
 def test_groups_of_ranks_are_no_links() -> None:

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from megatron.attention.backends import backend_in_use
-from megatron.model.compiled import BlockCompiler, cache_tag
-from megatron_lab.monitoring.compiler_facts import compiler_facts, describe_differences
+from megatron.model.compiled import BlockCompiler, compute_cache_tag
+from megatron_lab.monitoring.compiler_facts import collect_compiler_inputs, describe_differences
 
 
 def test_a_graph_of_another_kernel_of_attention_is_not_taken_from_the_cache() -> None:
@@ -16,7 +16,7 @@ def test_a_graph_of_another_kernel_of_attention_is_not_taken_from_the_cache() ->
     tags = []
     for backend in ("auto", "cudnn", "math"):
         with backend_in_use(backend):  # type: ignore[arg-type]
-            BlockCompiler().compile([], torch.device("cpu"))
+            BlockCompiler().compile_blocks([], torch.device("cpu"))
             tags.append(torch.compiler.config.cache_key_tag)
     assert len(set(tags)) == 3
 
@@ -32,8 +32,8 @@ def test_a_second_model_in_a_process_gets_graphs_of_its_own_kernel() -> None:
     for backend in ("flash", "math"):
         with backend_in_use(backend), torch.profiler.profile() as profile:  # type: ignore[arg-type]
             compiler = BlockCompiler(backend="aot_eager")
-            compiler.compile([], q.device)
-            compiler.compiled(attend)(q)
+            compiler.compile_blocks([], q.device)
+            compiler.compile_function(attend)(q)
         names.append({event.name for event in profile.events() if "_flash_attention" in event.name})
     assert names[0] and not names[1]
 
@@ -41,7 +41,7 @@ def test_a_second_model_in_a_process_gets_graphs_of_its_own_kernel() -> None:
 def test_the_tag_of_the_environment_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_COMPILE_CACHE_KEY_TAG", "mine")
     with backend_in_use("math"):
-        assert cache_tag() == "mine/math"
+        assert compute_cache_tag() == "mine/math"
 
 
 def test_deterministic_runs_choose_no_kernel_by_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +49,7 @@ def test_deterministic_runs_choose_no_kernel_by_its_time(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch, "compile", lambda function, **named: options.append(named["options"] or {}))
     for deterministic in (False, True):
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda deterministic=deterministic: deterministic)
-        BlockCompiler().compiled(len)
+        BlockCompiler().compile_function(len)
     assert [each.get("deterministic", False) for each in options] == [False, True]
     assert hasattr(torch._inductor.config, "deterministic"), "torch knows the option"
 
@@ -57,9 +57,9 @@ def test_deterministic_runs_choose_no_kernel_by_its_time(monkeypatch: pytest.Mon
 def test_ranks_that_compile_otherwise_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/a/folder")
     monkeypatch.delenv("TORCHINDUCTOR_MAX_AUTOTUNE", raising=False)
-    plain = compiler_facts(torch.device("cpu"))
+    plain = collect_compiler_inputs(torch.device("cpu"))
     assert plain["torch"] and plain["device"] == "cpu" and "TORCHINDUCTOR_CACHE_DIR" not in plain
     assert not list(describe_differences([plain, plain]))
     monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
-    (line,) = describe_differences([plain, plain, compiler_facts(torch.device("cpu"))])
+    (line,) = describe_differences([plain, plain, collect_compiler_inputs(torch.device("cpu"))])
     assert "TORCHINDUCTOR_MAX_AUTOTUNE is not set on 2 ranks, such as 0; 1 on 1 ranks, such as 2" in line

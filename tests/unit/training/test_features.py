@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron.config.cli import load
-from megatron.config.flags import flag_of
+from megatron.config.flags import find_flag
 from megatron.training import features
 from megatron.training.failure import Explanations
 from megatron.training.features import FEATURES, Feature, Features
@@ -17,7 +17,7 @@ from tests.support.runs import arguments
 def wanted(ranks: int, **settings: Any) -> set[str]:
     """The flags of the features that a run has; a feature of every run has none."""
     config = load(arguments(train_iters=2, **settings), ranks).config
-    return {row.flag for row in FEATURES if row.wanted(config, ranks)}
+    return {row.flag for row in FEATURES if row.is_enabled(config, ranks)}
 
 
 def test_a_plain_run_has_only_its_description() -> None:
@@ -28,7 +28,7 @@ def test_every_row_is_a_feature_and_a_flag() -> None:
     for row in FEATURES:
         made: Any = row.load()
         assert issubclass(made, Feature), row.class_path
-        assert not row.flag or flag_of(row.flag.removeprefix("--")) is not None, row.flag
+        assert not row.flag or find_flag(row.flag.removeprefix("--")) is not None, row.flag
 
 
 @pytest.mark.parametrize(
@@ -61,6 +61,6 @@ def test_exhausted_memory_is_told_though_nothing_more_can_be_imported(monkeypatc
 
     explanations = Explanations()
     Features(load(arguments(train_iters=2), 1).config, 1, explanations)
-    monkeypatch.setattr(features, "named", no_memory)
-    words = explanations.find(MemoryError("no more"))
-    assert words == "out of memory: no more\n  (more cannot be said: MemoryError)"
+    monkeypatch.setattr(features, "import_object", no_memory)
+    words = explanations.explain(MemoryError("no more"))
+    assert words == "out of memory: no more\n  (no further explanation: MemoryError)"

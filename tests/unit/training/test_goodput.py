@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.training.progress import Progress
-from megatron_lab.monitoring.goodput import USES, Goodput, GoodputWatcher, Use
+from megatron_lab.monitoring.goodput import TIME_USES, Goodput, GoodputCallback, TimeUse
 
 
 class Clock:
@@ -24,10 +24,10 @@ class Clock:
         return self.now
 
 
-def _spend(account: Goodput, clock: Clock, *spans: tuple[Use, float]) -> None:
+def _spend(account: Goodput, clock: Clock, *spans: tuple[TimeUse, float]) -> None:
     for use, passed in spans:
         clock.now += passed
-        account.enter(use)
+        account.record(use)
 
 
 def test_a_run_of_two_starts() -> None:
@@ -38,7 +38,7 @@ def test_a_run_of_two_starts() -> None:
     saved = json.loads(json.dumps(first.to_json()))
     _spend(first, clock, ("saves", 5.0), ("steps", 15.0))  # lost
     clock.now += 10.0
-    second = Goodput(saved, began=clock.now - 2.0, clock=clock)
+    second = Goodput(saved, start_time=clock.now - 2.0, clock=clock)
     _spend(second, clock, ("start-up", 8.0), ("steps", 50.0), ("evaluations", 20.0), ("steps that do not count", 10.0))
     assert second.seconds == {
         "steps": 110.0,
@@ -49,7 +49,7 @@ def test_a_run_of_two_starts() -> None:
         "between starts": 28.0,
     }
     assert math.fsum(second.seconds.values()) == clock.now - 1000.0 and second.share == 110.0 / 188.0
-    assert second.words() == (
+    assert second.format_summary() == (
         "goodput 58.5% of 0.0522 hours since the first start; start-up 10.6%, evaluations 10.6%, steps that do not count 5.3%, "
         "between starts 14.9%"
     )
@@ -62,14 +62,14 @@ def test_what_a_rewind_undid_does_not_count() -> None:
     saved = account.to_json()
     _spend(account, clock, ("saves", 4.0), ("steps", 30.0))
     clock.now += 6.0
-    account.went_back(saved)
+    account.rewind(saved)
     assert account.seconds["steps"] == 60.0 and account.seconds["steps that do not count"] == 36.0
     assert account.share == 0.6 and math.fsum(account.seconds.values()) == 100.0
-    account.went_back(None)
+    account.rewind(None)
     assert account.seconds["steps"] == 60.0, "an older checkpoint does not say"
 
 
-@given(st.lists(st.tuples(st.sampled_from(USES), st.floats(-1.0, 1e4)), max_size=20))
+@given(st.lists(st.tuples(st.sampled_from(TIME_USES), st.floats(-1.0, 1e4)), max_size=20))
 def test_no_time_is_lost_and_no_share_is_above_one(spans: list[tuple[Any, float]]) -> None:
     """Also with a clock that is set back."""
     clock, before = Clock(), 0.0
@@ -77,7 +77,7 @@ def test_no_time_is_lost_and_no_share_is_above_one(spans: list[tuple[Any, float]
     assert account.share == 0.0
     for use, passed in spans:
         clock.now += passed
-        account.enter(use)
+        account.record(use)
         total = math.fsum(account.seconds.values())
         assert total >= before and 0.0 <= account.share <= 1.0
         before = total
@@ -92,15 +92,15 @@ def test_no_time_is_lost_and_no_share_is_above_one(spans: list[tuple[Any, float]
         {"at": True},
         {"seconds": {}},
         {"seconds": 3},
-        {"seconds": dict.fromkeys(USES, -1.0)},
-        {"seconds": dict.fromkeys(USES, math.inf)},
-        {"seconds": dict.fromkeys(USES, "1")},
+        {"seconds": dict.fromkeys(TIME_USES, -1.0)},
+        {"seconds": dict.fromkeys(TIME_USES, math.inf)},
+        {"seconds": dict.fromkeys(TIME_USES, "1")},
     ],
 )
 def test_an_account_that_is_none_is_begun_anew(change: dict[str, Any]) -> None:
-    saved = {"at": 900.0, "seconds": dict.fromkeys(USES, 1.0)}
+    saved = {"at": 900.0, "seconds": dict.fromkeys(TIME_USES, 1.0)}
     assert Goodput(saved, clock=Clock()).seconds["steps"] == 1.0
-    assert Goodput({**saved, **change}, clock=Clock()).seconds == dict.fromkeys(USES, 0.0)
+    assert Goodput({**saved, **change}, clock=Clock()).seconds == dict.fromkeys(TIME_USES, 0.0)
 
 
 class Told:
@@ -115,7 +115,7 @@ def test_the_phases_of_a_run_are_accounted_for() -> None:
     clock, said = Clock(), list[str]()
     account, progress = Goodput(clock=clock), Progress()
     saved: dict[str, Any] = {}
-    watcher = GoodputWatcher(account, lambda: saved, said.append)
+    watcher = GoodputCallback(account, lambda: saved, said.append)
 
     def step(seconds: float, result: Any) -> None:
         watcher.on_phase("reading data", 1)

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.attention.documents import Documents, samples
+from megatron.attention.documents import Documents, build_unpacked_documents
 from megatron.config.config import Config
-from megatron.memory.host import HostMemory
+from megatron.memory.host import HostBufferPool
 from megatron.model.inputs import ModelInputs
 from megatron.moe.dispatch import Dispatcher
 from megatron.parallel.context import connect_fake, disconnect
-from megatron.parallel.cut import mirrored
 from megatron.parallel.random import DropoutKey
+from megatron.parallel.sequence_split import split_zigzag
 from megatron.parallel.topology import Topology
 from megatron.training.step import TrainStep
-from megatron_lab.audit.digests import Likeness
-from megatron_lab.audit.sentinel import FirstGradients
+from megatron_lab.audit.digests import DigestComparer
+from megatron_lab.audit.sentinel import FirstMicrobatchGrads
 from megatron_lab.planner.kernel_memory import CudaKernels
 from tests.support.activation_runs import settings
 from tests.support.host_waits import host_waits
@@ -166,7 +166,7 @@ def _inputs(config: Config, number: int) -> ModelInputs:
         bounds = np.arange(0, length * batch + 1, length // 4, dtype=np.int32)
         documents = Documents(bounds, torch.zeros(len(bounds), dtype=torch.int32, device=META), batch)
     elif ranks > 1:
-        documents = samples(length * ranks, batch, mirrored(length * ranks, ranks), META)
+        documents = build_unpacked_documents(length * ranks, batch, split_zigzag(length * ranks, ranks), META)
     return ModelInputs(torch.zeros_like(ids), ids, ids, torch.ones(length, batch, device=META), key, documents)
 
 
@@ -204,7 +204,7 @@ class _Stream:
 @pytest.fixture(autouse=True)
 def meta_has_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: _Streams)
-    monkeypatch.setattr(HostMemory, "allocate", lambda self, size: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(HostBufferPool, "allocate", lambda self, size: torch.empty(size, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -218,7 +218,7 @@ def test_a_step_waits_once(case: str) -> None:
     for rank in {0, topology.world_size - 1} if topology.pp > 1 else {0}:
         first, *one, second, other = _waits(config, rank)
         assert (first, second) == ("step 1", "step 2")
-        assert len(one) == 1 and one[0].startswith("_to_copy to the host (training/step.py:") and "_sums" in one[0], one
+        assert len(one) == 1 and one[0].startswith("_to_copy to the host (training/step.py:") and "_reduce_totals" in one[0], one
         assert other == one[0]
 
 
@@ -230,13 +230,16 @@ def test_nobody_waits_for_digests_of_gradients(band: float | None) -> None:
     try:
         step = TrainStep.of(config, real_model(config, context), context)
         step.prepare(MICROBATCHES)
-        gradients, batch = FirstGradients(step, Likeness(band)), [_inputs(config, number) for number in range(MICROBATCHES)]
+        gradients, batch = (
+            FirstMicrobatchGrads(step, DigestComparer(band)),
+            [_inputs(config, number) for number in range(MICROBATCHES)],
+        )
         for _ in range(2):
-            gradients.begin()
+            gradients.start()
             with CudaKernels(), host_waits() as found:
                 step.run(batch, iteration=1, learning_rate=1e-3, weight_decay=0.1)
-            _, writes = gradients.end()
-        assert len(found) == 1 and "_sums" in found[0], found
+            _, writes = gradients.stop()
+        assert len(found) == 1 and "_reduce_totals" in found[0], found
         assert writes == [[(0, 0)]] * len(writes), "those of the first microbatch alone"
     finally:
         disconnect()
@@ -248,7 +251,7 @@ def test_a_layer_of_experts_waits_once_for_its_counts(ep: int, gathers: bool) ->
     """In its forward, where tokens have values; never in its backward, nor where it runs again."""
     context = connect_fake(Topology(dp=2, ep=ep), 0)
     try:
-        dispatcher = dataclasses.replace(Dispatcher.of(context, 4, gathers=gathers), planned=None)
+        dispatcher = dataclasses.replace(Dispatcher.of(context, 4, uses_allgather=gathers), assumed_imbalance=None)
         x, weights = torch.ones(6, 8, device=META, requires_grad=True), torch.ones(6, 2, device=META, requires_grad=True)
         chosen = torch.zeros(6, 2, dtype=torch.int64, device=META)
         with host_waits() as found:

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.config.version import how_to_install
+from megatron.config.version import get_extra_install_command
 from megatron.metrics.history import HistoryFile, read_history
 from megatron_lab.commands import plot_loss
 from megatron_lab.monitoring import loss_picture
-from megatron_lab.monitoring.loss_picture import PICTURE, LossPicture, missing_library
+from megatron_lab.monitoring.loss_picture import PICTURE_FILE, LossPicture, describe_missing_library
 
 
 def program(code: str) -> list[str]:
@@ -37,7 +37,7 @@ def until(path: Path, size: int) -> None:
 def test_it_is_drawn_at_intervals_and_at_the_end(tmp_path: Path) -> None:
     marks = tmp_path / "marks"
     draw = program(f"open({str(marks)!r}, 'a').write(sys.argv[-1][-1])")
-    picture = LossPicture(draw, tmp_path / "x", every_s=0.01, first_s=0.0)
+    picture = LossPicture(draw, tmp_path / "x", interval_s=0.01, first_delay_s=0.0)
     picture.start()
     until(marks, 2)
     picture.close()
@@ -46,11 +46,11 @@ def test_it_is_drawn_at_intervals_and_at_the_end(tmp_path: Path) -> None:
     LossPicture(draw, tmp_path / "x").close()  # a run that never began
     assert count(marks) == drawn
 
-    picture = LossPicture(draw, tmp_path / "x", first_s=1e6)
+    picture = LossPicture(draw, tmp_path / "x", first_delay_s=1e6)
     picture.start()
     picture.close()
     assert count(marks) == drawn + 1
-    picture.leave()
+    picture.close_without_waiting()
     until(marks, drawn + 2)
 
 
@@ -63,31 +63,31 @@ def test_what_goes_wrong_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixt
         (program("time.sleep(100)"), "it took more than 0.2 s"),
     ):
         if "0.2" in reason:
-            monkeypatch.setattr(loss_picture, "_AT_MOST_S", 0.2)
-        picture = LossPicture(command, tmp_path, first_s=1e6)
-        picture._draw(PICTURE)
-        picture._draw(PICTURE)
+            monkeypatch.setattr(loss_picture, "_PROCESS_TIMEOUT_S", 0.2)
+        picture = LossPicture(command, tmp_path, first_delay_s=1e6)
+        picture._make_file(PICTURE_FILE)
+        picture._make_file(PICTURE_FILE)
         said = capsys.readouterr().err.splitlines()
-        assert len(said) == 1 and reason in said[0] and said[0].endswith("training goes on without it")
+        assert len(said) == 1 and reason in said[0] and said[0].endswith("training continues without it")
 
 
 def test_the_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert missing_library() is None
+    assert describe_missing_library() is None
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert how_to_install("matplotlib") in (missing_library() or "")
+    assert get_extra_install_command("matplotlib") in (describe_missing_library() or "")
 
 
 def record(folder: Path, steps: int) -> None:
     """A run that was started again in its middle, with NaN, a spike and evaluations."""
     file = HistoryFile(folder, 64)
     for begin, end in ((0, steps // 2 + 1), (steps // 2, steps)):
-        file.start(begin, begin * 2, begin * 128, {"total_iterations": 2 * steps})
+        file.write_start(begin, begin * 2, begin * 128, {"total_iterations": 2 * steps})
         for iteration in range(begin + 1, end + 1):
             loss = float("nan") if iteration == 2 else 2.0 + 8 / iteration
-            file.step(iteration, 2 * iteration, 2, lm_loss=loss, grad_norm=1.0, learning_rate=1e-3, seconds=0.1)
+            file.add_step(iteration, 2 * iteration, 2, lm_loss=loss, grad_norm=1.0, learning_rate=1e-3, seconds=0.1)
             if iteration % 3 == 0 and iteration < 30:
-                file.line("evaluation", iteration, 2 * iteration, {"validation_loss": loss})
-    file.line("event", 3, 6, {"event": "spike", "words": ""})
+                file.write_line("evaluation", iteration, 2 * iteration, {"validation_loss": loss})
+    file.write_line("event", 3, 6, {"event": "spike", "words": ""})
     file.close()
 
 
@@ -95,7 +95,7 @@ def test_records_of_any_length_are_drawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More than have a point each, some, and one step; a file that was there is replaced or left as it is."""
-    monkeypatch.setattr(plot_loss, "_MOST_POINTS", 200)
+    monkeypatch.setattr(plot_loss, "_MAX_POINTS", 200)
     for steps in (201, 150, 7, 1):
         folder = tmp_path / str(steps)
         record(folder, steps)
@@ -107,7 +107,7 @@ def test_records_of_any_length_are_drawn(
     assert plot_loss.main([str(folder), "--output", str(tmp_path / "taken.svg")]) == 1
     assert "Is a directory" in capsys.readouterr().err and not [*tmp_path.glob(".taken*")]
     (tmp_path / "new").mkdir()
-    assert plot_loss.main([str(tmp_path / "new")]) == 1 and "is no file" in capsys.readouterr().err
+    assert plot_loss.main([str(tmp_path / "new")]) == 1 and "is not a file" in capsys.readouterr().err
     HistoryFile(tmp_path / "new", 1).close()
     assert plot_loss.main([str(tmp_path / "new")]) == 0 and "no steps yet" in capsys.readouterr().out
 
@@ -115,5 +115,5 @@ def test_records_of_any_length_are_drawn(
 def test_the_smoothed_curve_is_a_mean_of_neighbours() -> None:
     """Over as many on both sides at the beginning; over those that there are at the end; without what is not a number."""
     values = np.array([10.0, 4.0, 1.0, np.nan, 3.0, 2.0])
-    assert plot_loss.smoothed(values, 1).tolist() == [10.0, 5.0, 2.5, 2.0, 2.5, 2.5]
-    assert plot_loss.smoothed(values, 2)[1] == 5.0
+    assert plot_loss.smooth(values, 1).tolist() == [10.0, 5.0, 2.5, 2.0, 2.5, 2.5]
+    assert plot_loss.smooth(values, 2)[1] == 5.0

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from megatron.parallel.context import check_error_handling
 from megatron.training import failure
-from megatron.training.failure import Explanations, lost_contact
+from megatron.training.failure import Explanations, describe_lost_contact
 
 STACK = """
 Exception raised from checkTimeout at /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:632 (most recent call first):
@@ -72,28 +72,28 @@ OTHERS = [
 
 @pytest.mark.parametrize("text", LOST, ids=lambda text: text[:40])
 def test_a_lost_rank_is_recognised_and_told_in_one_line(text: str) -> None:
-    assert lost_contact(text) == LOST[text]
+    assert describe_lost_contact(text) == LOST[text]
 
 
 def test_what_is_no_lost_rank_keeps_its_traceback() -> None:
-    assert [lost_contact(text) for text in OTHERS] == [None] * len(OTHERS)
+    assert [describe_lost_contact(text) for text in OTHERS] == [None] * len(OTHERS)
 
 
 def test_a_rank_that_lost_contact_says_so_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch raises it in the main thread. The same text from a file system is no such thing."""
-    monkeypatch.setattr(failure, "_parallel", lambda: True)
+    monkeypatch.setattr(failure, "_is_parallel", lambda: True)
     monkeypatch.setenv("RANK", "3")
 
     def words(kind: type[Exception], text: str, known: Explanations | None = None) -> str:
         try:
             raise kind(text)
         except kind as error:
-            return failure._words(error, known or Explanations())
+            return failure._format_error(error, known or Explanations())
 
     told = words(dist.DistBackendError, ABORTED + STACK)
     assert told.startswith("rank 3: lost contact with another rank, at test_lost_contact.py:") and "frame #" not in told
     assert told.endswith("before timing out. The rank that failed first says why.") and "\n" not in told
-    known = Explanations(lost=lambda reason: "rank 5 (node b)" if "timing out" in reason else None)
+    known = Explanations(find_lost_rank=lambda reason: "rank 5 (node b)" if "timing out" in reason else None)
     assert "rank 3: lost contact with rank 5 (node b), at " in words(dist.DistBackendError, ABORTED + STACK, known)
     assert "Traceback" in words(dist.DistBackendError, OTHERS[1])
     assert "Traceback" in words(KeyError, "connection refused")
@@ -102,7 +102,11 @@ def test_a_rank_that_lost_contact_says_so_in_words(monkeypatch: pytest.MonkeyPat
 def test_nccl_must_be_allowed_to_end_a_rank() -> None:
     check_error_handling({})
     check_error_handling({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "NCCL_ASYNC_ERROR_HANDLING": "1"})
-    with pytest.raises(ValueError, match="TORCH_NCCL_ASYNC_ERROR_HANDLING=0 in the environment: a lost rank leaves all others"):
+    with pytest.raises(
+        ValueError, match="TORCH_NCCL_ASYNC_ERROR_HANDLING=0 in the environment: after a rank is lost, all other ranks wait"
+    ):
         check_error_handling({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"})
-    with pytest.raises(ValueError, match="NCCL_ASYNC_ERROR_HANDLING=2 in the environment: a failed message is computed on with"):
+    with pytest.raises(
+        ValueError, match="NCCL_ASYNC_ERROR_HANDLING=2 in the environment: after an NCCL error, ranks compute with undefined data"
+    ):
         check_error_handling({"NCCL_ASYNC_ERROR_HANDLING": "2"})

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from megatron.config.cli import load
-from megatron.data_parallel.provider import HeldTensors
-from megatron.spec.operations import Op, OpKind
+from megatron.data_parallel.provider import PersistentTensors
+from megatron.spec.operations import Op, OpType
 from megatron.training.failure import is_out_of_memory
-from megatron_lab.monitoring.memory_report import MemoryAccount, measure, report
-from megatron_lab.monitoring.out_of_memory import Exhaustion
+from megatron_lab.monitoring.memory_report import MemoryAccount, gather_report, measure_memory
+from megatron_lab.monitoring.out_of_memory import OutOfMemoryReport
 from megatron_lab.planner.state_layout import Bytes
 from tests.support.runs import arguments
 
@@ -37,28 +37,30 @@ class Card:
 def step_of(current: Op | None = None) -> Any:
     """A training step whose state is on the meta device, played by tensors that say that they are elsewhere."""
     weights, grads = torch.zeros(1000), torch.zeros(1000)
-    shard = SimpleNamespace(main=torch.zeros(1000), moments={"exp_avg": torch.zeros(1000)}, average=None, on_host=True)
-    provider = SimpleNamespace(held=lambda: HeldTensors([weights[:500], weights[500:]], [grads], [grads[3:], torch.zeros(7)]))
-    optimizer = SimpleNamespace(shards=[shard], offloaded=[shard], staging=[torch.zeros(10)], buffers=[])
+    shard = SimpleNamespace(main_param=torch.zeros(1000), moments={"exp_avg": torch.zeros(1000)}, average=None, on_host=True)
+    provider = SimpleNamespace(
+        persistent_tensors=lambda: PersistentTensors([weights[:500], weights[500:]], [grads], [grads[3:], torch.zeros(7)])
+    )
+    optimizer = SimpleNamespace(shards=[shard], offloaded_shards=[shard], staging_buffers=[torch.zeros(10)], buffers=[])
     topology = SimpleNamespace(pp=2)
     context = SimpleNamespace(device=torch.device("cuda", 0), topology=topology, coordinates={"pp": 1})
-    executor = SimpleNamespace(current=current, host=SimpleNamespace(num_bytes=123_000))
+    executor = SimpleNamespace(current_op=current, host=SimpleNamespace(num_bytes=123_000))
     return SimpleNamespace(context=context, providers=[provider], optimizer=optimizer, executor=executor)
 
 
 def test_storages_count_once_and_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     Card(monkeypatch)
-    found = measure(step_of(), before=5)
+    found = measure_memory(step_of(), baseline=5)
     assert found.state.parameters == Bytes(host=4000) and found.state.gradients == Bytes(host=4000), "a CPU is no CUDA device"
     assert found.state.moments == Bytes(host=4000) and found.state.main_params == Bytes(host=4000)
     assert found.state.buffers == Bytes(host=28 + 40), "without the one that gradients lie in"
-    assert found.activations == found.peak == 60 * 10**9 and found.reserved == 70 * 10**9 and found.used == 72 * 10**9
+    assert found.activations == found.peak == 60 * 10**9 and found.reserved == 70 * 10**9 and found.device_used == 72 * 10**9
 
 
 def test_a_report_on_cuda_has_the_allocators_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     Card(monkeypatch)
     world: Any = SimpleNamespace(world=SimpleNamespace(size=1))
-    lines, most = report(MemoryAccount(step=step_of()), world, "after iteration 7")
+    lines, most = gather_report(MemoryAccount(step=step_of()), world, "after iteration 7")
     text = "\n".join(lines)
     assert most["memory/reserved-at-the-peak"] == 70e9 and most["memory/parameters-on-the-host"] == 4000
     assert text.startswith("  memory after iteration 7, of this process")
@@ -93,25 +95,27 @@ def test_gaps_of_the_allocator_are_told_with_their_cure(monkeypatch: pytest.Monk
     """Unless it is applied already. The flags that follow are those of this job."""
     Card(monkeypatch)
     config = load(arguments(train_iters=1, num_layers=4, micro_batch_size=8, seq_length=2048, device="cuda"), 1).config
-    account = MemoryAccount(step=step_of(Op(OpKind.RECOMPUTE, 1, 2)))
+    account = MemoryAccount(step=step_of(Op(OpType.RECOMPUTE, 1, 2)))
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    said = Exhaustion(config, account, vocab_size=61).words(ENDED[0]).splitlines()
-    assert said[0] == "out of memory in the second run of layers of chunk 1, microbatch 2 on stage 1: 1.50 GiB more were asked for."
-    assert said[2] == "  of 70 GB that torch's allocator has from the device, 15 GB are in no use"
+    said = OutOfMemoryReport(config, account, vocab_size=61).format_message(ENDED[0]).splitlines()
+    assert (
+        said[0] == "out of memory in the recomputation of layers of chunk 1, microbatch 2 on stage 1: 1.50 GiB more were requested."
+    )
+    assert said[2] == "  torch's allocator has reserved 70 GB of the device, of which 15 GB are unused"
     assert said[4].startswith("    1. PYTORCH_ALLOC_CONF=expandable_segments:True in the environment")
     flags = "\n".join(said[5:])
     assert "--recompute-granularity full" in flags and "--micro-batch-size 2" in flags and "--loss-chunk-tokens" in flags
     assert "--sequence-parallel" not in flags and "sharding" not in flags, "one rank"
-    assert said[-1].endswith("--world-size 1 --gpus-per-node 1 --device-memory-gb 80 say which of it is enough.")
+    assert said[-1].endswith("--world-size 1 --gpus-per-node 1 --device-memory-gb 80 show whether a change is enough.")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    again = Exhaustion(config, account, vocab_size=61).words(ENDED[0])
-    assert "in no use" in again and "PYTORCH_ALLOC_CONF" not in again
+    again = OutOfMemoryReport(config, account, vocab_size=61).format_message(ENDED[0])
+    assert "are unused" in again and "PYTORCH_ALLOC_CONF" not in again
 
 
 def test_a_message_survives_what_cannot_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory may be gone for good: then there is less of the message."""
     account = MemoryAccount(step=step_of())
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: 1 / 0)
-    said = Exhaustion(load(arguments(train_iters=1), 1).config, account).words(MemoryError())
-    assert said.splitlines()[1] == "  (more cannot be said: ZeroDivisionError)" and "--dry-run" in said
+    said = OutOfMemoryReport(load(arguments(train_iters=1), 1).config, account).format_message(MemoryError())
+    assert said.splitlines()[1] == "  (no further explanation: ZeroDivisionError)" and "--dry-run" in said

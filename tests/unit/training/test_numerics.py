@@ -9,7 +9,7 @@ import torch
 
 from megatron.config.config import Config
 from megatron.config.precision import PrecisionConfig
-from megatron.precision.products import describe_precision
+from megatron.precision.gemms import format_precision
 from megatron.training.startup import set_numerics
 
 
@@ -28,5 +28,5 @@ def test_float32_products() -> None:
         set_numerics(Config(precision=config))
         assert torch.get_float32_matmul_precision() == asked
         assert torch.backends.cuda.matmul.allow_tf32 == (asked == "high")
-        told = [describe_precision(config, 4, torch.device(device)) for device in ("cuda", "cpu")]
+        told = [format_precision(config, 4, torch.device(device)) for device in ("cuda", "cpu")]
         assert [" ".join(lines).count("TensorFloat32") for lines in told] == [asked == "high", 0]

@@ -7,8 +7,8 @@ from typing import Any
 
 from megatron.config.cli import load
 from megatron.training.progress import BatchSizePlan
-from megatron.training.startup import describe_outputs, tensorboard_command
-from megatron_lab.monitoring.start_up_log import describe_rate
+from megatron.training.startup import build_tensorboard_command, describe_outputs
+from megatron_lab.monitoring.start_up_log import describe_learning_rate
 from tests.support.runs import arguments
 
 
@@ -20,8 +20,8 @@ def test_the_command_of_tensorboard_names_the_run(tmp_path: Path) -> None:
         ("a b", f"--logdir_spec 'a b:{tmp_path}/a b'"),
         ("lr=1,2", f"--logdir {tmp_path}/lr=1,2"),
     ):
-        assert tensorboard_command(str(tmp_path / folder)) == f"tensorboard {told}"
-    assert tensorboard_command("s3://bucket/run") == "tensorboard --logdir s3://bucket/run"
+        assert build_tensorboard_command(str(tmp_path / folder)) == f"tensorboard {told}"
+    assert build_tensorboard_command("s3://bucket/run") == "tensorboard --logdir s3://bucket/run"
 
 
 def test_where_a_run_is_kept() -> None:
@@ -29,10 +29,10 @@ def test_where_a_run_is_kept() -> None:
 
     def told(*, draws: bool = True, **settings: Any) -> str:
         config = load(arguments(train_iters=1, no_loss_picture=False, **settings), 1).config
-        return "\n".join(describe_outputs(config, draws=draws))
+        return "\n".join(describe_outputs(config, draw_record=draws))
 
     assert told(save="run", tensorboard_dir="b") == (
-        f"TensorBoard: {tensorboard_command('b')}\nthe record of the run is run/history.jsonl, its picture is loss.png there"
+        f"TensorBoard: {build_tensorboard_command('b')}\nthe record of the run is run/history.jsonl, its picture is loss.png there"
     )
     assert "the record of the run is b/history.jsonl" in told(save="s3://bucket/run", tensorboard_dir="b")
     assert told(save="run", draws=False) == "the record of the run is run/history.jsonl"
@@ -44,4 +44,4 @@ def test_the_rule_of_the_rate_is_for_adam() -> None:
     for told, settings in ((True, {}), (False, {"lr": 1e-2}), (False, {"optimizer": "sgd"}), (False, {"mup_base_width": 16})):
         config = load(arguments(**{"train_iters": 10, "lr": 5.0, **settings}), 1).config
         plan = BatchSizePlan(config.training, 1, config.model.seq_length)
-        assert ([*describe_rate(config, plan, 61)] != []) is told, settings
+        assert ([*describe_learning_rate(config, plan, 61)] != []) is told, settings

@@ -55,7 +55,7 @@ def test_off_writes_nothing(config: LoggingConfig, tmp_path: Path, monkeypatch: 
 
 def test_a_folder_that_cannot_be_made_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"--profile-dir .* cannot be made"):
+    with pytest.raises(ValueError, match=r"--profile-dir .* cannot be created"):
         StepProfiler(LoggingConfig(profile=True, profile_dir=str(tmp_path / "file")), 0, CPU)
 
 

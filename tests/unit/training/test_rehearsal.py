@@ -14,10 +14,10 @@ import torch
 from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.config.given import DryRun
-from megatron_lab.monitoring.rehearsal import Rehearsal, full_plan, with_device_facts
+from megatron_lab.monitoring.rehearsal import PlanProcess, build_full_plan, resolve_device_facts
 from megatron_lab.planner.cluster import load_cluster
 from megatron_lab.planner.plan import Plan
-from megatron_lab.planner.step_time import cluster_of
+from megatron_lab.planner.step_time import load_plan_cluster
 from megatron_lab.verification.local_ranks import run_ranks
 from tests.support.lone_rank import lone_rank
 from tests.support.runs import arguments
@@ -55,14 +55,14 @@ def settings(**changes: Any) -> Config:
 
 
 def plan_of(config: Config) -> Plan | str:
-    rehearsal = Rehearsal(full_plan)
-    rehearsal.begin(config)
-    return rehearsal.plan(lone_rank())
+    rehearsal = PlanProcess(build_full_plan)
+    rehearsal.send_config(config)
+    return rehearsal.receive_plan(lone_rank())
 
 
 def cluster_name(config: Config, job: DryRun, vocab_size: int) -> tuple[str, str | None]:
     """What a plan would take its times from, and the devices that its process sees."""
-    cluster = cluster_of(config)
+    cluster = load_plan_cluster(config)
     assert cluster is not None
     return cluster.name, os.environ.get("CUDA_VISIBLE_DEVICES")
 
@@ -72,7 +72,7 @@ def program(config: Config, job: DryRun, vocab_size: int) -> str:
 
 
 def plan_and_program(config: Config, job: DryRun, vocab_size: int) -> tuple[Plan, str]:
-    return full_plan(config, job, vocab_size), program(config, job, vocab_size)
+    return build_full_plan(config, job, vocab_size), program(config, job, vocab_size)
 
 
 def long_answer(config: Config, job: DryRun, vocab_size: int) -> str:
@@ -83,7 +83,7 @@ def long_answer(config: Config, job: DryRun, vocab_size: int) -> str:
 def test_the_plan_is_of_the_device_that_the_run_has() -> None:
     plan = plan_of(settings())
     assert isinstance(plan, Plan), plan
-    assert (plan.limit, plan.job.device) == (H200_BYTES, "cuda")
+    assert (plan.device_memory, plan.job.device) == (H200_BYTES, "cuda")
 
 
 @pytest.mark.usefixtures("_one_gpu")
@@ -91,33 +91,33 @@ def test_a_plan_that_does_not_fit_says_what_to_change() -> None:
     """That compares times of steps, which depend on the kind of GPU."""
     plan = plan_of(settings(device_memory_gb=0.0004, micro_batch_size=8))
     assert isinstance(plan, Plan), plan
-    assert plan.limit == 400_000 and plan.advice[0].startswith("the fullest rank needs")
+    assert plan.device_memory == 400_000 and plan.advice[0].startswith("the fullest rank needs")
 
 
 @pytest.mark.usefixtures("_one_gpu")
 def test_the_plan_takes_times_of_the_kind_of_gpu_and_sees_no_device() -> None:
-    rehearsal = Rehearsal(cluster_name)
-    rehearsal.begin(settings())
-    assert rehearsal.plan(lone_rank()) == (load_cluster("h200").name, "")
+    rehearsal = PlanProcess(cluster_name)
+    rehearsal.send_config(settings())
+    assert rehearsal.receive_plan(lone_rank()) == (load_cluster("h200").name, "")
 
 
 @pytest.mark.usefixtures("_one_gpu")
 def test_each_of_two_plans_is_made() -> None:
     """As with --log-memory and --plan-report: both are forked before CUDA is asked."""
-    both: list[Rehearsal[Any]] = [Rehearsal(full_plan), Rehearsal(cluster_name)]
+    both: list[PlanProcess[Any]] = [PlanProcess(build_full_plan), PlanProcess(cluster_name)]
     for rehearsal in both:
-        rehearsal.begin(settings())
-    first, second = (rehearsal.plan(lone_rank()) for rehearsal in both)
+        rehearsal.send_config(settings())
+    first, second = (rehearsal.receive_plan(lone_rank()) for rehearsal in both)
     assert isinstance(first, Plan) and isinstance(second, tuple)
 
 
 def test_a_plan_does_not_wait_for_a_later_one() -> None:
     """The later process holds the pipe of the earlier one's request. An answer longer than a pipe would make all three wait."""
     config = settings(device="cpu")
-    both: list[Rehearsal[Any]] = [Rehearsal(program), Rehearsal(long_answer)]
+    both: list[PlanProcess[Any]] = [PlanProcess(program), PlanProcess(long_answer)]
     for rehearsal in both:
-        rehearsal.begin(config)
-    assert [rehearsal.plan(lone_rank()) for rehearsal in both] == [sys.argv[0], "x" * LONGER_THAN_A_PIPE]
+        rehearsal.send_config(config)
+    assert [rehearsal.receive_plan(lone_rank()) for rehearsal in both] == [sys.argv[0], "x" * LONGER_THAN_A_PIPE]
 
 
 @pytest.mark.usefixtures("_one_gpu")
@@ -130,7 +130,7 @@ def test_facts_that_cannot_be_had_are_a_reason(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_on_cpus_there_is_nothing_to_write_out() -> None:
-    config = with_device_facts(settings(device="cpu"))
+    config = resolve_device_facts(settings(device="cpu"))
     assert config == settings(device="cpu")
 
 
@@ -144,9 +144,9 @@ def test_where_cuda_was_used_before_a_fresh_process_plans(full: bool) -> None:
         owner = os.getpid()
         torch.cuda._is_in_bad_fork = lambda: os.getpid() != owner
         torch.cuda.device_count = lambda: 1
-        rehearsal = Rehearsal(plan_and_program)
-        rehearsal.begin(config)
-        return rehearsal.plan(lone_rank())
+        rehearsal = PlanProcess(plan_and_program)
+        rehearsal.send_config(config)
+        return rehearsal.receive_plan(lone_rank())
 
     answer = run_ranks(1, rank, init=False)[0]
     assert isinstance(answer, tuple), answer

@@ -23,7 +23,7 @@ def problems(saved: str, here: str) -> str:
     """What is said against going on with other words than those of the checkpoint."""
     record = {"config": to_dict(load(shlex.split(f"{BASE} {saved}"), 1).config), "vocab_size": 61}
     try:
-        check_model(load(shlex.split(f"{BASE} {here}"), 1).config, record, 61, Path("saved"), goes_on=True)
+        check_model(load(shlex.split(f"{BASE} {here}"), 1).config, record, 61, Path("saved"), continues_run=True)
     except CheckpointError as error:
         return str(error)
     return ""

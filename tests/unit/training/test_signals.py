@@ -20,11 +20,11 @@ def test_a_signal_is_noted_and_the_old_handler_comes_back(number: signal.Signals
     def body(_: int) -> None:
         seen: list[int] = []
         signal.signal(number, lambda got, frame: seen.append(got))
-        with pytest.raises(KeyError), ExitSignals(85) as exits, exits.noted():
-            assert exits.seen is None and exits.words() == "on a signal to another rank"
+        with pytest.raises(KeyError), ExitSignals(85) as exits, exits.deferred():
+            assert exits.received is None and exits.describe() == "on a signal to another rank"
             for _ in range(2):
                 os.kill(os.getpid(), number)
-            assert exits.seen is number and exits.words() == f"on {number.name}"
+            assert exits.received is number and exits.describe() == f"on {number.name}"
             time.sleep(0.1)  # the other thread has heard of it too
             raise KeyError
         assert seen == []

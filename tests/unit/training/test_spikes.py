@@ -12,9 +12,9 @@ import pytest
 
 from megatron.checkpoint.save_folder import check_counts
 from megatron.config.training import SpikeConfig
-from megatron.data.history import Phase, describe_phases, go_on, pass_over, read_before, readings
+from megatron.data.history import Phase, continue_phases, describe_phases, find_earlier_periods, merge_batch_phases, skip_samples
 from megatron.training.progress import Progress
-from megatron_lab.resilience.spikes import SpikeJudge, window_with
+from megatron_lab.resilience.spikes import SpikeDetector, update_window
 from tests.unit.data.test_data_history import A, phase
 
 CONFIG = SpikeConfig(spike_policy="skip", spike_window=8, spike_threshold=6.0)
@@ -23,7 +23,7 @@ CALM = [(4.0 + 0.1 * (-1) ** step, 1.0 + 0.02 * step) for step in range(8)]
 
 
 def _judged(loss: float, norm: float, recent: list[tuple[float, float]] = CALM, **changed: Any) -> bool:
-    return SpikeJudge(replace(CONFIG, **changed), recent)(loss, norm) is not None
+    return SpikeDetector(replace(CONFIG, **changed), recent)(loss, norm) is not None
 
 
 @pytest.mark.parametrize(
@@ -51,12 +51,12 @@ def test_a_new_level_is_accepted_after_half_of_the_window() -> None:
     recent, told = list(CALM), []
     for _ in range(12):
         told.append(_judged(9.0, 1.0, recent))
-        recent = window_with(recent, 9.0, 1.0, CONFIG)
+        recent = update_window(recent, 9.0, 1.0, CONFIG)
     assert told == [True] * 4 + [False] * 8 and len(recent) == 8
 
 
 def test_what_is_no_number_is_not_remembered() -> None:
-    assert window_with(CALM, 4.0, math.inf, CONFIG) == window_with(CALM, math.nan, 1.0, CONFIG) == CALM
+    assert update_window(CALM, 4.0, math.inf, CONFIG) == update_window(CALM, math.nan, 1.0, CONFIG) == CALM
 
 
 def test_the_window_survives_a_checkpoint_bit_for_bit() -> None:
@@ -80,16 +80,16 @@ def test_a_forged_window_is_refused(recent: Any) -> None:
 
 def test_samples_passed_over_count_as_given() -> None:
     """A dataset that goes on in a later phase goes on behind them."""
-    passed = pass_over([phase(0, {A: 1.0})], 5, 20, 12)
+    passed = skip_samples([phase(0, {A: 1.0})], 5, 20, 12)
     assert [(each.first_iteration, each.first_sample, each.passed_over) for each in passed] == [(0, 0, 0), (5, 32, 12)]
-    assert len(readings(passed)) == 1, "the order is read on"
-    later = go_on(passed, phase(40, {A: 1.0}, seq_length=16))
-    assert [stretch.num_samples for stretch in read_before(later, A)] == [40]
-    assert describe_phases(passed) == ["samples 20 to 31 were passed over after a loss spike (behind iteration 5)"]
+    assert len(merge_batch_phases(passed)) == 1, "the order is read on"
+    later = continue_phases(passed, phase(40, {A: 1.0}, seq_length=16))
+    assert [stretch.num_samples for stretch in find_earlier_periods(later, A)] == [40]
+    assert describe_phases(passed) == ["samples 20 to 31 were skipped after a loss spike (after iteration 5)"]
 
 
 def test_a_run_goes_on_behind_samples_passed_over(tmp_path: Path) -> None:
     """Resumed with the same settings it stays in the phase, which a checkpoint holds."""
-    passed = pass_over([phase(0, {A: 1.0})], 5, 20, 12)
+    passed = skip_samples([phase(0, {A: 1.0})], 5, 20, 12)
     saved = [Phase.from_json(json.loads(json.dumps(each.to_json()))) for each in passed]
-    assert go_on(saved, phase(36, {A: 1.0})) == passed
+    assert continue_phases(saved, phase(36, {A: 1.0})) == passed

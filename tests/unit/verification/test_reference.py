@@ -15,26 +15,26 @@ from torch import Tensor
 
 import megatron_lab.verification.reference
 from megatron_lab.verification.reference.model import (
-    Rules,
+    EodRules,
     attention,
-    logits,
-    losses_with_rules,
+    compute_logits,
+    compute_packed_losses,
+    compute_token_losses,
     mlp,
     norm,
     rotate,
-    token_losses,
 )
-from megatron_lab.verification.reference.rotary import RotaryStretch, rotary_frequencies
-from megatron_lab.verification.reference.shape import ReferenceShape, decays, random_weights, weight_shapes
-from megatron_lab.verification.reference.training import Rule, State, update
-from megatron_lab.verification.reference.update_rules import Numbers
+from megatron_lab.verification.reference.rotary import RotaryScaling, compute_rotary_frequencies
+from megatron_lab.verification.reference.shape import ReferenceShape, build_random_weights, build_weight_shapes, has_weight_decay
+from megatron_lab.verification.reference.training import ReferenceUpdateRule, State, update_weights
+from megatron_lab.verification.reference.update_rules import RuleOptions
 from tests.support.reference_runs import gpt2_like, llama_like, loss_and_gradients, mean_loss, random_batches, train
 
 # Every option occurs in one of these.
 SHAPES = {
     "gpt2": gpt2_like(),
     "llama": llama_like(),
-    "llama-3.1": llama_like(stretch=RotaryStretch("llama3", 8.0, 8192), rotary_base=500000.0),
+    "llama-3.1": llama_like(rope_scaling=RotaryScaling("llama3", 8.0, 8192), rotary_base=500000.0),
     "half-rotary": llama_like(rotary_percent=0.5, qk_norm=True, qkv_bias=True, tied=True),
     "layer-norm-heads": gpt2_like(qk_norm=True, activation="squared_relu", tied=False, kv_heads=1, positions="none"),
     "gated-bias": gpt2_like(activation="swiglu", num_positions=24),
@@ -58,10 +58,10 @@ def assert_close(a: Tensor, b: Tensor, tolerance: float = 1e-12) -> None:
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_the_gradient_is_that_of_z_loss_and_smoothed_labels_too_and_the_value_is_not(smoothing: float) -> None:
     shape = replace(gpt2_like(), z_loss=0.3, smoothing=smoothing)
-    weights, (tokens, labels, mask) = random_weights(shape, seed=1), random_batches(shape, 1, 4, 1, seed=2)[0]
+    weights, (tokens, labels, mask) = build_random_weights(shape, seed=1), random_batches(shape, 1, 4, 1, seed=2)[0]
 
     def minimised(shape: ReferenceShape, weights: dict[str, Tensor], batch: object) -> Tensor:
-        scores = logits(shape, weights, tokens)
+        scores = compute_logits(shape, weights, tokens)
         each = F.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing)
         return ((each.view(labels.shape) + 0.3 * scores.exp().sum(-1).log() ** 2) * mask).sum() / mask.sum()
 
@@ -106,9 +106,9 @@ def test_model_solved_by_hand() -> None:
     # MLP: relu(4)^2 / 8 = 2 for the positive one, 0 for the other: 9 and -5.5; the final norm times 7: 7 and -7.
     expected = torch.tensor([[[0.0, 7.0], [0.0, -7.0]]], dtype=torch.float64)
     tokens = torch.tensor([[0, 1]])
-    assert_close(logits(shape, weights, tokens), expected)
+    assert_close(compute_logits(shape, weights, tokens), expected)
     losses = [math.log(1 + math.exp(7)) - 7, math.log(1 + math.exp(-7)) + 7]  # of label 1
-    assert_close(token_losses(shape, weights, tokens, torch.tensor([[1, 1]])), torch.tensor([losses], dtype=torch.float64))
+    assert_close(compute_token_losses(shape, weights, tokens, torch.tensor([[1, 1]])), torch.tensor([losses], dtype=torch.float64))
 
 
 def test_windows_caps_and_sinks_by_the_sums_of_their_definition() -> None:
@@ -125,7 +125,7 @@ def test_windows_caps_and_sinks_by_the_sums_of_their_definition() -> None:
         "seq": seq,
     }
     shape = ReferenceShape(**sizes, positions="none", windows=(None, window), score_cap=0.7, score_scale=0.4, sink="learned")
-    layer = {name[9:]: w for name, w in random_weights(shape, 1, std=0.5).items() if name.startswith("layers.1.")}
+    layer = {name[9:]: w for name, w in build_random_weights(shape, 1, std=0.5).items() if name.startswith("layers.1.")}
     layer["attention.output.weight"], layer["attention.output.bias"] = torch.eye(n * d).double(), torch.zeros(n * d).double()
     x = randn(1, seq, n * d)
     heads = F.linear(x[0], layer["attention.qkv.weight"], layer["attention.qkv.bias"]).view(seq, 2, 4, d)
@@ -143,7 +143,7 @@ def test_windows_caps_and_sinks_by_the_sums_of_their_definition() -> None:
 
 def test_attention_is_that_of_torch(shape: ReferenceShape) -> None:
     n, g, d = shape.heads, shape.kv_heads, shape.head_size
-    layer = {name[9:]: w for name, w in random_weights(shape, 1, std=0.5).items() if name.startswith("layers.0.")}
+    layer = {name[9:]: w for name, w in build_random_weights(shape, 1, std=0.5).items() if name.startswith("layers.0.")}
     x = randn(2, shape.seq, shape.hidden)
     product = F.linear(x, layer["attention.qkv.weight"], layer.get("attention.qkv.bias"))
     per_group = n // g + 2
@@ -164,7 +164,7 @@ def test_attention_is_that_of_torch(shape: ReferenceShape) -> None:
 
 def test_grouped_queries_equal_full_heads_with_repeated_keys_and_values() -> None:
     grouped = llama_like(heads=4, kv_heads=2)
-    weights = random_weights(grouped, 2)
+    weights = build_random_weights(grouped, 2)
     repeated = dict(weights)
     d = grouped.head_size
     for i in range(grouped.num_layers):
@@ -172,15 +172,15 @@ def test_grouped_queries_equal_full_heads_with_repeated_keys_and_values() -> Non
         q0, q1, k0, v0, q2, q3, k1, v1 = weights[name].split(d)
         repeated[name] = torch.cat([q0, k0, v0, q1, k0, v0, q2, k1, v1, q3, k1, v1])
     tokens = random_batches(grouped, 1, 2, 1, seed=3)[0][0]
-    assert_close(logits(grouped, weights, tokens), logits(replace(grouped, kv_heads=4), repeated, tokens))
+    assert_close(compute_logits(grouped, weights, tokens), compute_logits(replace(grouped, kv_heads=4), repeated, tokens))
 
 
 def test_causal(shape: ReferenceShape) -> None:
-    weights = random_weights(shape, 1)
+    weights = build_random_weights(shape, 1)
     tokens = torch.arange(shape.seq)[None]
     changed = tokens.clone()
     changed[0, 10] = 50
-    before, after = logits(shape, weights, tokens), logits(shape, weights, changed)
+    before, after = compute_logits(shape, weights, tokens), compute_logits(shape, weights, changed)
     assert_close(before[:, :10], after[:, :10])
     assert ((before - after)[:, 10:].abs().amax(dim=-1) > 1e-6).all()
 
@@ -211,7 +211,7 @@ ACTIVATED: dict[str, Any] = {
 @pytest.mark.parametrize("activation", ACTIVATED)
 def test_mlps_are_those_of_torch(activation: str) -> None:
     shape = gpt2_like(activation=activation, offset=0.5 if activation == "quick_geglu" else 0.0)
-    layer = {name[9:]: w for name, w in random_weights(shape, 1, std=0.5).items() if name.startswith("layers.0.")}
+    layer = {name[9:]: w for name, w in build_random_weights(shape, 1, std=0.5).items() if name.startswith("layers.0.")}
     x = randn(2, 3, shape.hidden)
     weight, bias = layer["mlp.up.weight"], layer["mlp.up.bias"]
     if weight.dim() == 3:
@@ -222,10 +222,12 @@ def test_mlps_are_those_of_torch(activation: str) -> None:
 
 
 def test_losses_are_torchs_cross_entropy(shape: ReferenceShape) -> None:
-    weights = random_weights(shape, 1)
+    weights = build_random_weights(shape, 1)
     tokens, labels, mask = batch = random_batches(shape, 1, 4, 1, seed=2)[0]
-    expected = F.cross_entropy(logits(shape, weights, tokens).flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
-    assert_close(token_losses(shape, weights, tokens, labels), expected)
+    expected = F.cross_entropy(compute_logits(shape, weights, tokens).flatten(0, 1), labels.flatten(), reduction="none").view(
+        labels.shape
+    )
+    assert_close(compute_token_losses(shape, weights, tokens, labels), expected)
     assert_close(mean_loss(shape, weights, batch), expected[mask.bool()].mean())
 
 
@@ -261,8 +263,8 @@ def test_rotated_products_depend_on_the_distance_only(percent: float) -> None:
 def test_llama_3_frequencies() -> None:
     """Base 500,000 and 128 channels: short wavelengths stay, long ones are stretched, between them the published mix."""
     rotated = 128
-    plain = rotary_frequencies(500000.0, rotated, None, 1)
-    scaled = rotary_frequencies(500000.0, rotated, RotaryStretch("llama3", 8.0, 8192), 1)
+    plain = compute_rotary_frequencies(500000.0, rotated, None, 1)
+    scaled = compute_rotary_frequencies(500000.0, rotated, RotaryScaling("llama3", 8.0, 8192), 1)
     kinds = set()
     for before, after in zip(plain, scaled, strict=True):
         wavelength = 2 * math.pi / before
@@ -280,7 +282,7 @@ def test_llama_3_frequencies() -> None:
 
 def test_interpolated_positions_are_positions_divided() -> None:
     """At position 12 with a factor of 4 a head is turned as at position 3."""
-    plain, stretched = llama_like(), llama_like(stretch=RotaryStretch("linear", 4.0))
+    plain, stretched = llama_like(), llama_like(rope_scaling=RotaryScaling("linear", 4.0))
     x = randn(1, 16, 2, 8)
     x[:, 12] = x[:, 3]
     assert_close(rotate(stretched, x)[:, 12], rotate(plain, x)[:, 3])
@@ -289,11 +291,11 @@ def test_interpolated_positions_are_positions_divided() -> None:
 
 def test_what_layers_give_is_seen(shape: ReferenceShape) -> None:
     """The parts add up to the residual stream, and the last of it gives the logits."""
-    weights = random_weights(shape, 1)
+    weights = build_random_weights(shape, 1)
     tokens, labels, mask = random_batches(shape, 1, 2, 1, seed=2)[0]
     seen: dict[str, Tensor] = {}
-    rules = Rules(eod=0, positions=False, attention=False, loss=False)
-    losses, kept = losses_with_rules(shape, weights, (tokens, labels, mask), rules, seen.__setitem__)
+    rules = EodRules(eod=0, resets_positions=False, resets_attention=False, masks_loss=False)
+    losses, kept = compute_packed_losses(shape, weights, (tokens, labels, mask), rules, seen.__setitem__)
     parts = (".scores", ".attention", ".mlp", "")
     assert list(seen) == ["embedding", *(f"layers.{i}{part}" for i in range(2) for part in parts)]
     stream = seen["embedding"]
@@ -301,17 +303,17 @@ def test_what_layers_give_is_seen(shape: ReferenceShape) -> None:
         stream = stream + seen[f"layers.{i}.attention"] + seen[f"layers.{i}.mlp"]
         assert_close(stream, seen[f"layers.{i}"])
     scores = norm(shape, weights, "final_norm", stream) @ weights["embedding.word.weight" if shape.tied else "output.weight"].T
-    assert_close(scores, logits(shape, weights, tokens))
-    assert_close(losses, token_losses(shape, weights, tokens, labels))
+    assert_close(scores, compute_logits(shape, weights, tokens))
+    assert_close(losses, compute_token_losses(shape, weights, tokens, labels))
     assert torch.equal(kept, mask)
 
 
 def test_gradients_agree_with_finite_differences(shape: ReferenceShape) -> None:
     """Along a random direction of each weight, by central differences."""
-    weights = random_weights(shape, 1, std=0.3)
+    weights = build_random_weights(shape, 1, std=0.3)
     batch = random_batches(shape, 1, 2, 1, seed=2)[0]
     _, gradients = loss_and_gradients(shape, weights, batch)
-    assert list(gradients) == list(weight_shapes(shape))
+    assert list(gradients) == list(build_weight_shapes(shape))
     for seed, (name, gradient) in enumerate(gradients.items()):
         direction = randn(*gradient.shape, seed=seed)
         step = 1e-5 * direction
@@ -322,18 +324,20 @@ def test_gradients_agree_with_finite_differences(shape: ReferenceShape) -> None:
 
 def test_the_loss_weighs_every_token_equally_over_unequal_microbatches() -> None:
     shape = gpt2_like()
-    weights = random_weights(shape, 1)
+    weights = build_random_weights(shape, 1)
     tokens, labels, mask = random_batches(shape, 1, 8, 2, seed=2)[0]
     counts = sorted(mask.view(4, -1).sum(dim=1).tolist())
     assert counts == [0.0, 1.0, shape.seq, 2 * shape.seq]
-    sums = [(token_losses(shape, weights, tokens[i : i + 2], labels[i : i + 2]) * mask[i : i + 2]).sum() for i in range(0, 8, 2)]
+    sums = [
+        (compute_token_losses(shape, weights, tokens[i : i + 2], labels[i : i + 2]) * mask[i : i + 2]).sum() for i in range(0, 8, 2)
+    ]
     assert_close(mean_loss(shape, weights, (tokens, labels, mask)), torch.stack(sums).sum() / sum(counts))
 
 
 def test_key_bias_has_no_gradient() -> None:
     """A constant added to all keys shifts all scores of a query alike: the case for which equality has an absolute scale."""
     shape = gpt2_like(heads=1, kv_heads=1, head_size=32)
-    _, gradients = loss_and_gradients(shape, random_weights(shape, 1), random_batches(shape, 1, 2, 1, seed=2)[0])
+    _, gradients = loss_and_gradients(shape, build_random_weights(shape, 1), random_batches(shape, 1, 2, 1, seed=2)[0])
     query, key, value = gradients["layers.0.attention.qkv.bias"].split(32)
     assert key.norm() < 1e-12 * query.norm() < value.norm()
 
@@ -343,15 +347,15 @@ def test_key_bias_has_no_gradient() -> None:
 def test_training_is_that_of_torch(optimizer: str, clip: float | None) -> None:
     """Five steps by torch.optim and clip_grad_norm_ on the same gradients."""
     shape = llama_like(qkv_bias=True, qk_norm=True)
-    start = random_weights(shape, 1)
+    start = build_random_weights(shape, 1)
     batches, rates = random_batches(shape, 5, 4, 1, seed=2), [0.01, 0.02, 0.015, 0.01, 0.005]
-    rule: dict[str, Any] = {"optimizer": optimizer, "betas": (0.8, 0.95), "eps": 1e-6, "numbers": Numbers(momentum=0.9)}
+    rule: dict[str, Any] = {"optimizer": optimizer, "betas": (0.8, 0.95), "eps": 1e-6, "numbers": RuleOptions(momentum=0.9)}
     run = train(shape, start, batches, lr=rates, weight_decay=0.1, clip=clip, **rule)
 
     params = {name: w.clone().requires_grad_() for name, w in start.items()}
     groups = [
-        {"params": [p for name, p in params.items() if decays(name)], "weight_decay": 0.1},
-        {"params": [p for name, p in params.items() if not decays(name)], "weight_decay": 0.0},
+        {"params": [p for name, p in params.items() if has_weight_decay(name)], "weight_decay": 0.1},
+        {"params": [p for name, p in params.items() if not has_weight_decay(name)], "weight_decay": 0.0},
     ]
     if optimizer == "adam":
         theirs: torch.optim.Optimizer = torch.optim.AdamW(groups, betas=(0.8, 0.95), eps=1e-6)
@@ -375,7 +379,7 @@ def test_training_is_that_of_torch(optimizer: str, clip: float | None) -> None:
 
 def test_first_gradients_are_before_clipping_and_start_weights_stay() -> None:
     shape = gpt2_like()
-    start = random_weights(shape, 1)
+    start = build_random_weights(shape, 1)
     copies = {name: w.clone() for name, w in start.items()}
     batches = random_batches(shape, 2, 2, 1, seed=2)
     run = train(shape, start, batches, lr=0.01, clip=1e-3)
@@ -386,15 +390,15 @@ def test_first_gradients_are_before_clipping_and_start_weights_stay() -> None:
 
 
 def test_decay_goes_to_matrices_and_embeddings_only() -> None:
-    names = weight_shapes(replace(gpt2_like(), qk_norm=True, tied=False))
+    names = build_weight_shapes(replace(gpt2_like(), qk_norm=True, tied=False))
     matrices = {name for name, size in names.items() if len(size) > 1}
-    assert {name for name in names if decays(name)} == matrices
-    gated = weight_shapes(gpt2_like(activation="swiglu"))
-    assert gated["layers.0.mlp.up.bias"] == (2, 64) and not decays("layers.0.mlp.up.bias")
+    assert {name for name in names if has_weight_decay(name)} == matrices
+    gated = build_weight_shapes(gpt2_like(activation="swiglu"))
+    assert gated["layers.0.mlp.up.bias"] == (2, 64) and not has_weight_decay("layers.0.mlp.up.bias")
 
 
 def test_weight_names_and_shapes() -> None:
-    assert weight_shapes(llama_like(num_layers=1, ffn=48)) == {
+    assert build_weight_shapes(llama_like(num_layers=1, ffn=48)) == {
         "embedding.word.weight": (64, 32),
         "layers.0.attention_norm.weight": (32,),
         "layers.0.attention.qkv.weight": (64, 32),
@@ -405,7 +409,7 @@ def test_weight_names_and_shapes() -> None:
         "final_norm.weight": (32,),
         "output.weight": (64, 32),
     }
-    gpt2 = weight_shapes(gpt2_like(num_layers=1, num_positions=20, qk_norm=True))
+    gpt2 = build_weight_shapes(gpt2_like(num_layers=1, num_positions=20, qk_norm=True))
     assert gpt2["embedding.position.weight"] == (20, 32)
     assert gpt2["layers.0.attention.qkv.bias"] == (96,)
     assert gpt2["layers.0.attention.k_norm.bias"] == (8,)
@@ -414,7 +418,7 @@ def test_weight_names_and_shapes() -> None:
 
 def test_random_inputs_follow_from_the_seed() -> None:
     shape = gpt2_like()
-    first, again, other = random_weights(shape, 1), random_weights(shape, 1), random_weights(shape, 2)
+    first, again, other = build_random_weights(shape, 1), build_random_weights(shape, 1), build_random_weights(shape, 2)
     assert all(torch.equal(first[name], again[name]) and not torch.equal(first[name], other[name]) for name in first)
     batches, more = random_batches(shape, 2, 8, 2, seed=3), random_batches(shape, 2, 8, 2, seed=3)
     assert all(torch.equal(a, b) for one, two in zip(batches, more, strict=True) for a, b in zip(one, two, strict=True))
@@ -427,5 +431,11 @@ def test_an_expert_chosen_as_often_as_the_mean_is_not_moved() -> None:
     """What autograd adds up of fractions is 0 but for rounding; random lines found it."""
     name = "layers.0.mlp.router.bias"
     state = State({name: torch.zeros(4, dtype=torch.float64)})
-    update(state, {name: torch.tensor([-5.5e-17, 1e-16, 0.25, -1e-3], dtype=torch.float64)}, Rule(bias_step=0.5), 1.0, 0.0)
+    update_weights(
+        state,
+        {name: torch.tensor([-5.5e-17, 1e-16, 0.25, -1e-3], dtype=torch.float64)},
+        ReferenceUpdateRule(bias_update_rate=0.5),
+        1.0,
+        0.0,
+    )
     assert state.weights[name].tolist() == [0.0, 0.0, -0.5, 0.5]

@@ -6,13 +6,13 @@ import math
 
 import pytest
 
-from megatron_lab.verification.reference.training import Course, batch_size
+from megatron_lab.verification.reference.training import ScalarSchedule, compute_batch_size
 
 
 def test_warm_up_goes_in_a_line_from_its_start_to_the_highest_rate() -> None:
-    course = Course(high=1.0, start=0.2, warmup=8, style="constant")
-    assert [course.at(samples) for samples in (0, 2, 8, 9, 10**9)] == pytest.approx([0.2, 0.4, 1.0, 1.0, 1.0])
-    assert Course(high=1.0, start=0.2, style="constant").at(0) == 1.0, "without warm-up the start is not seen"
+    course = ScalarSchedule(peak=1.0, initial=0.2, warmup=8, style="constant")
+    assert [course.value_at(samples) for samples in (0, 2, 8, 9, 10**9)] == pytest.approx([0.2, 0.4, 1.0, 1.0, 1.0])
+    assert ScalarSchedule(peak=1.0, initial=0.2, style="constant").value_at(0) == 1.0, "without warm-up the start is not seen"
 
 
 @pytest.mark.parametrize(
@@ -28,26 +28,26 @@ def test_warm_up_goes_in_a_line_from_its_start_to_the_highest_rate() -> None:
 )
 def test_decays(style: str, quarter: float, half: float, final: bool) -> None:
     """From 10 at 40 samples down to 2 at 80: after a warm-up of 40, or as the final decay of WSD."""
-    course = Course(10.0, 2.0, warmup=40, style=style, end=80)
+    course = ScalarSchedule(10.0, 2.0, warmup=40, style=style, end=80)
     if final:
-        course = Course(10.0, 2.0, style="WSD", end=80, final=40, final_style=style)
+        course = ScalarSchedule(10.0, 2.0, style="WSD", end=80, final_decay=40, final_decay_style=style)
     for samples, left in ((40, 1.0), (50, quarter), (60, half), (80, 0.0), (81, 0.0)):
-        assert course.at(samples) == pytest.approx(2 + 8 * left, rel=1e-14)
-    assert course.at(39) == pytest.approx(10.0 if final else 10 * 39 / 40)
+        assert course.value_at(samples) == pytest.approx(2 + 8 * left, rel=1e-14)
+    assert course.value_at(39) == pytest.approx(10.0 if final else 10 * 39 / 40)
 
 
 def test_inverse_square_root() -> None:
-    course = Course(1.0, 0.3, warmup=4, style="inverse-square-root", end=100)
-    assert [course.at(samples) for samples in (4, 16, 25, 100, 101)] == pytest.approx([1.0, 0.5, 0.4, 0.3, 0.3])
-    assert Course(1.0, style="inverse-square-root", end=100).at(0) == 1.0
+    course = ScalarSchedule(1.0, 0.3, warmup=4, style="inverse-square-root", end=100)
+    assert [course.value_at(samples) for samples in (4, 16, 25, 100, 101)] == pytest.approx([1.0, 0.5, 0.4, 0.3, 0.3])
+    assert ScalarSchedule(1.0, style="inverse-square-root", end=100).value_at(0) == 1.0
 
 
 def test_weight_decay_grows_over_the_run() -> None:
-    assert Course(0.1, style="constant").at(17) == 0.1
-    linear = Course(0.1, 0.3, style="linear", end=40)
-    assert [linear.at(samples) for samples in (0, 10, 40, 50)] == pytest.approx([0.1, 0.15, 0.3, 0.3])
-    cosine = Course(0.0, 1.0, style="cosine", end=40)
-    assert [cosine.at(samples) for samples in (0, 10, 20, 40)] == pytest.approx([0, (1 - math.sqrt(0.5)) / 2, 0.5, 1.0])
+    assert ScalarSchedule(0.1, style="constant").value_at(17) == 0.1
+    linear = ScalarSchedule(0.1, 0.3, style="linear", end=40)
+    assert [linear.value_at(samples) for samples in (0, 10, 40, 50)] == pytest.approx([0.1, 0.15, 0.3, 0.3])
+    cosine = ScalarSchedule(0.0, 1.0, style="cosine", end=40)
+    assert [cosine.value_at(samples) for samples in (0, 10, 20, 40)] == pytest.approx([0, (1 - math.sqrt(0.5)) / 2, 0.5, 1.0])
 
 
 def test_sizes_of_a_ramp_share_its_samples_equally() -> None:
@@ -55,8 +55,8 @@ def test_sizes_of_a_ramp_share_its_samples_equally() -> None:
     sizes: list[int] = []
     consumed = 0
     while not sizes or sizes[-1] < 16:
-        sizes.append(batch_size(consumed, 16, (4, 4, 30)))
+        sizes.append(compute_batch_size(consumed, 16, (4, 4, 30)))
         consumed += sizes[-1]
     assert sizes == [4, 4, 4, 8, 12, 16]
-    assert [batch_size(consumed, 16, (4, 4, 30)) for consumed in (9, 10, 19, 20, 29, 30)] == [4, 8, 8, 12, 12, 16]
-    assert batch_size(10**6, 16, (4, 4, 30)) == 16 and batch_size(0, 16, None) == 16
+    assert [compute_batch_size(consumed, 16, (4, 4, 30)) for consumed in (9, 10, 19, 20, 29, 30)] == [4, 8, 8, 12, 12, 16]
+    assert compute_batch_size(10**6, 16, (4, 4, 30)) == 16 and compute_batch_size(0, 16, None) == 16

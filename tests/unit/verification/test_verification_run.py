@@ -91,7 +91,7 @@ def test_the_framework_does_what_the_reference_does(observation: Observation) ->
 
 
 def test_every_step_and_every_evaluation_is_there(observation: Observation) -> None:
-    training, plain = observation.config.training, observation.plain
+    training, plain = observation.config.training, observation.reference
     made = [step.iteration for step in plain.steps]
     assert made == [i for i in range(1, 6 if training.train_samples else 3) if i not in training.iterations_to_skip]
     assert len(plain.evaluations) == len(made) + 1 == len(set(plain.evaluations)), "every update changes the loss"
@@ -102,7 +102,7 @@ def test_every_step_and_every_evaluation_is_there(observation: Observation) -> N
 def test_each_sample_and_position_is_seen_once_by_each_layer(observation: Observation) -> None:
     model, tp = observation.config.model, observation.config.parallel.tensor_model_parallel_size
     split = tp if observation.config.parallel.sequence_parallel else 1
-    batch = len(observation.plain.microbatches) * observation.config.training.micro_batch_size
+    batch = len(observation.reference.microbatches) * observation.config.training.micro_batch_size
     seen: Counter[tuple[str, int, int]] = Counter()
     for rank in observation.ranks:
         if split > 1 or rank.coordinates["tp"] == 0:
@@ -113,11 +113,11 @@ def test_each_sample_and_position_is_seen_once_by_each_layer(observation: Observ
     parts = ("", ".attention", ".mlp")
     names = ["embedding", *(f"layers.{layer}{part}" for layer in range(model.num_layers) for part in parts)]
     assert seen == Counter((name, i, j) for name in names for i in range(batch) for j in range(model.seq_length))
-    assert observation.plain.activations.keys() == set(names)
+    assert observation.reference.activations.keys() == set(names)
 
 
 def test_contributions_add_up(observation: Observation) -> None:
-    plain = observation.plain
+    plain = observation.reference
     data = {rank.coordinates["dp"] for rank in observation.ranks}
     assert set(plain.microbatches) == {(rank, index) for rank in data for index in range(len(plain.microbatches) // len(data))}
     assert sum(plain.microbatch_tokens) == plain.steps[0].token_count
@@ -128,19 +128,19 @@ def test_contributions_add_up(observation: Observation) -> None:
 
 
 def test_what_ranks_count_is_the_whole(observation: Observation) -> None:
-    for number, step in enumerate(observation.plain.steps):
+    for number, step in enumerate(observation.reference.steps):
         shares = [rank.steps[number] for rank in observation.ranks]
         assert sum(share.token_count for share in shares) == step.token_count
         assert sum(share.loss_sum for share in shares) == pytest.approx(step.loss_sum, rel=1e-12)
-        squares = sum(square for share in shares for square in share.counted_squares.values())
+        squares = sum(square for share in shares for square in share.squared_norms.values())
         assert squares == pytest.approx(step.grad_norm**2, rel=1e-12)
 
 
 def test_what_is_replaced_is_said() -> None:
-    whole = observed("one rank").replaced
+    whole = observed("one rank").replaced_settings
     assert any(line.startswith("dtype") for line in whole) and any(line.startswith("--adam-eps: 1e-06") for line in whole)
     assert observed("one rank").config.model.attention_dropout == 0.1, "so that evaluation is seen to be without"
-    assert not any("adam" in line for line in observed("tensor, pipeline, packed samples, float16, SGD").replaced)
+    assert not any("adam" in line for line in observed("tensor, pipeline, packed samples, float16, SGD").replaced_settings)
 
 
 def test_steps_end_a_longer_run() -> None:
@@ -150,8 +150,8 @@ def test_steps_end_a_longer_run() -> None:
 
 
 def test_a_wrong_learning_rate_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = megatron.training.loop.learning_rate
-    monkeypatch.setattr(megatron.training.loop, "learning_rate", lambda *args: 1.01 * right(*args))
+    right = megatron.training.loop.compute_learning_rate
+    monkeypatch.setattr(megatron.training.loop, "compute_learning_rate", lambda *args: 1.01 * right(*args))
     trace = tmp_path / "trace"
     found = diagnose(prove(config_of(1, f"--save-trace {trace}"), 1))
     assert not found.equal and found.findings[0].step == 1
@@ -162,18 +162,18 @@ def test_initial_weights_that_depend_on_the_layout_are_seen(monkeypatch: pytest.
     right = megatron.model.build.fill
 
     def by_box(flat, record, boxes, seed):  # type: ignore[no-untyped-def]
-        right(flat, record, boxes, seed + sum(box.box.offsets[0] for box in boxes))
+        right(flat, record, boxes, seed + sum(box.slice.offsets[0] for box in boxes))
 
     monkeypatch.setattr("megatron.training.providers.fill", by_box)
     observation = prove(config_of(2, "--tensor-model-parallel-size 2"), 2, steps=1)
     assert not diagnose(observation).equal
-    assert all(step.loss == observation.plain.steps[0].loss for step in observation.plain.steps), (
+    assert all(step.loss == observation.reference.steps[0].loss for step in observation.reference.steps), (
         "the start weights are as they were"
     )
 
 
 def samples_of(**changes: int | bool) -> RandomSamples:
-    return dataclasses.replace(RandomSamples(3, 64, 100, 99, 2, empty_masks=True), **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(RandomSamples(3, 64, 100, 99, 2, allows_empty_masks=True), **changes)  # type: ignore[arg-type]
 
 
 def test_samples_are_functions_of_their_number() -> None:
@@ -194,7 +194,7 @@ def test_samples_have_all_tokens_and_some_ends(eod: int) -> None:
 def test_masks_differ_and_leave_something_to_predict() -> None:
     masks = samples_of().masks(0, 16)
     assert masks.sum(axis=1).tolist() == [64, 64, 32, 32, 1, 0, 0, 0] * 2
-    assert samples_of(empty_masks=False).masks(6, 2).sum(axis=1).tolist() == [17, 17]
+    assert samples_of(allows_empty_masks=False).masks(6, 2).sum(axis=1).tolist() == [17, 17]
     tokens = samples_of(vocab_size=2, eod=1, seq_length=2).samples(0, 40)[:, :-1]
     kept = samples_of(vocab_size=2, eod=1, seq_length=2).masks(0, 40)
     assert (((kept > 0) & (tokens != 1)).any(axis=1) == (kept > 0).any(axis=1)).all()

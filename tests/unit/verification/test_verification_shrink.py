@@ -12,11 +12,18 @@ import pytest
 from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.config.model import ModelConfig
-from megatron.config.rules import violations
-from megatron.spec.layers import LayerSpec, NormSpec, layers
-from megatron_lab.proofs.shrink import Reduced, shrink
-from megatron_lab.proofs.small_layout import Pattern, RankSizes, pattern_of, reduced_pattern, reduced_sizes, sizes_of
-from megatron_lab.proofs.small_model import Cuts, padded, padding_of, reduced_vocabulary
+from megatron.config.rules import find_violations
+from megatron.spec.layers import LayerSpec, NormSpec, build_layer_specs
+from megatron_lab.proofs.shrink import ReducedRun, shrink
+from megatron_lab.proofs.small_layout import (
+    AxisSizes,
+    LayerSplit,
+    get_axis_sizes,
+    get_layer_split,
+    reduce_axis_sizes,
+    reduce_layer_split,
+)
+from megatron_lab.proofs.small_model import Divisors, compute_padded_rows, compute_padding, reduce_vocab
 from megatron_lab.verification.diagnosis import diagnose
 from tests.support.verify_observations import prove_warm
 
@@ -41,10 +48,10 @@ def config_of(world_size: int, flags: str, common: str = COMMON) -> Config:
 
 
 @functools.cache
-def shrunk(world_size: int, flags: str, vocab_size: int = 50257, **limits: int) -> list[Reduced]:
+def shrunk(world_size: int, flags: str, vocab_size: int = 50257, **limits: int) -> list[ReducedRun]:
     """Of `COMMON` with some flags."""
     found = shrink(config_of(world_size, flags), world_size, vocab_size, **limits)
-    assert all(violations(each.config, each.world_size) == [] for each in found)
+    assert all(find_violations(each.config, each.world_size) == [] for each in found)
     return found
 
 
@@ -129,10 +136,10 @@ def test_small_settings_are_valid_and_small(case: str, max_ranks: int) -> None:
     world_size, flags = CASES[case]
     for each in shrunk(world_size, flags, max_ranks=max_ranks):
         model, training = each.config.model, each.config.training
-        assert each.world_size <= max_ranks and sizes_of(each.config, each.world_size).world_size == each.world_size
+        assert each.world_size <= max_ranks and get_axis_sizes(each.config, each.world_size).world_size == each.world_size
         assert model.num_layers <= 24 and model.hidden_size <= 512 and model.ffn_size <= 4 * 512 and model.seq_length <= 32
         assert training.micro_batch_size <= 2 and (training.global_batch_size or 0) <= 64
-        assert each.kept and each.changed
+        assert each.preserved and each.reduced
 
 
 def test_a_kernel_of_a_gpu_stays_though_small_heads_are_not_for_it() -> None:
@@ -158,7 +165,7 @@ def test_settings_that_choose_stay() -> None:
     (first, *_) = shrunk(*CASES["WSD"])
     assert first.config.optimizer.lr_decay_style == "WSD" and first.config.optimizer.optimizer == "sgd"
     assert first.config.training.iterations_to_skip == (2,) and first.config.data.eod_mask_loss
-    assert "--optimizer sgd" in first.kept and "--iterations-to-skip 77 -> 2" in first.changed
+    assert "--optimizer sgd" in first.preserved and "--iterations-to-skip 77 -> 2" in first.reduced
     (first, *_) = shrunk(*CASES["odd"])
     assert first.config.parallel.use_tp_pp_dp_mapping and first.config.optimizer.optimizer_cpu_offload
     assert first.config.data.reset_attention_mask and not first.config.data.reset_position_ids
@@ -203,12 +210,12 @@ def test_a_loss_in_chunks_stays_one(flags: str, chunks: int | None) -> None:
     ],
 )
 def test_layouts_of_few_ranks(whole: tuple[int, int, int], max_ranks: int, expected: list[tuple[int, int, int]]) -> None:
-    assert reduced_sizes(RankSizes(*whole), max_ranks, hybrid=False) == [RankSizes(*sizes) for sizes in expected]
+    assert reduce_axis_sizes(AxisSizes(*whole), max_ranks, is_hybrid=False) == [AxisSizes(*sizes) for sizes in expected]
 
 
 def test_copies_of_a_sharded_model_take_four_data_ranks() -> None:
-    assert reduced_sizes(RankSizes(1, 1, 96), 8, hybrid=True) == [RankSizes(1, 1, 4)]
-    assert reduced_sizes(RankSizes(4, 1, 96), 2, hybrid=True) == [RankSizes(2, 1, 1), RankSizes(1, 1, 2)]
+    assert reduce_axis_sizes(AxisSizes(1, 1, 96), 8, is_hybrid=True) == [AxisSizes(1, 1, 4)]
+    assert reduce_axis_sizes(AxisSizes(4, 1, 96), 2, is_hybrid=True) == [AxisSizes(2, 1, 1), AxisSizes(1, 1, 2)]
     (each,) = shrunk(*CASES["sharded in copies"])
     assert each.world_size == 4 and each.config.parallel.fsdp_shard_size == 2
     (each,) = shrunk(*CASES["sharded in copies"], max_ranks=2)
@@ -232,7 +239,7 @@ def test_ranks_keep_several_experts_and_tokens_their_choice_in_groups() -> None:
 
 def test_every_pair_of_axes_is_in_some_run() -> None:
     for tp, pp, dp, max_ranks in product((1, 2, 8), (1, 2, 3, 64), (1, 2, 6), (4, 6, 8, 16)):
-        found = reduced_sizes(RankSizes(tp, pp, dp), max_ranks, hybrid=False)
+        found = reduce_axis_sizes(AxisSizes(tp, pp, dp), max_ranks, is_hybrid=False)
         for one, other in ((0, 1), (0, 2), (1, 2)):
             wanted = (tp, pp, dp)[one] > 1 and (tp, pp, dp)[other] > 1
             sizes = [(each.tp, each.pp, each.dp) for each in found]
@@ -254,31 +261,31 @@ def test_every_pair_of_axes_is_in_some_run() -> None:
     ],
 )
 def test_chunks_that_differ_in_length_still_do(sizes: list[int], stages: int, expected: list[int]) -> None:
-    assert reduced_pattern(Pattern(sizes, tuple(range(len(sizes)))), "1f1b", stages).sizes == expected
+    assert reduce_layer_split(LayerSplit(sizes, tuple(range(len(sizes)))), "1f1b", stages).chunk_sizes == expected
 
 
 def test_chunks_of_a_stage_keep_their_pattern() -> None:
-    interleaved = Pattern([0, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 1], (0, 1, 2, 3) * 3)
-    assert str(reduced_pattern(interleaved, "interleaved", 2)) == "0+2+2 2+2+1"
-    many = Pattern([1] * 48, (0, 1, 2, 3, 4, 5, 6, 7) * 6)
-    assert str(reduced_pattern(many, "interleaved", 4)) == "1+1+1 1+1+1 1+1+1 1+1+1"
-    v = Pattern([3, 4, 4, 4, 4, 4, 4, 2], (0, 1, 2, 3, 3, 2, 1, 0))
-    assert reduced_pattern(v, "zb-v", 2) == Pattern([3, 4, 4, 2], (0, 1, 1, 0))
+    interleaved = LayerSplit([0, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 1], (0, 1, 2, 3) * 3)
+    assert str(reduce_layer_split(interleaved, "interleaved", 2)) == "0+2+2 2+2+1"
+    many = LayerSplit([1] * 48, (0, 1, 2, 3, 4, 5, 6, 7) * 6)
+    assert str(reduce_layer_split(many, "interleaved", 4)) == "1+1+1 1+1+1 1+1+1 1+1+1"
+    v = LayerSplit([3, 4, 4, 4, 4, 4, 4, 2], (0, 1, 2, 3, 3, 2, 1, 0))
+    assert reduce_layer_split(v, "zb-v", 2) == LayerSplit([3, 4, 4, 2], (0, 1, 1, 0))
 
 
 def test_layers_of_every_kind_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model whose every sixth layer is another, at any pipeline size."""
 
     def every_sixth(model: ModelConfig) -> tuple[LayerSpec, ...]:
-        found = layers(model)
+        found = build_layer_specs(model)
         other = dataclasses.replace(found[0], norm=NormSpec("RMSNorm", 0.5))
         return tuple(other if number % 6 == 5 else each for number, each in enumerate(found))
 
-    monkeypatch.setattr("megatron_lab.proofs.small_layout.layers", every_sixth)
+    monkeypatch.setattr("megatron_lab.proofs.small_layout.build_layer_specs", every_sixth)
     for case in ("3D", "interleaved", "balanced", "by hand", "sharded in copies"):
         for each in shrunk.__wrapped__(*CASES[case]):
-            assert len(set(every_sixth(each.config.model))) == 2, (case, each.changed)
-            assert each.config.model.num_layers <= 12, (case, each.changed)
+            assert len(set(every_sixth(each.config.model))) == 2, (case, each.reduced)
+            assert each.config.model.num_layers <= 12, (case, each.reduced)
 
 
 @pytest.mark.parametrize(
@@ -297,7 +304,7 @@ def test_layers_attend_to_as_much_of_the_sequence(flags: str, window: str, windo
         for each in shrunk(world_size, f"{text} {layout}"):
             model = each.config.model
             assert model.window_size == window and model.seq_length == 16
-            kinds = [(spec.attention.scores.reach(16), spec.attention.rotary) for spec in layers(model)]
+            kinds = [(spec.attention.scores.get_effective_window(16), spec.attention.rotary) for spec in build_layer_specs(model)]
             assert len(set(kinds)) == len(set(zip(windowed, rotated, strict=True)))
             for (reach, rotary), has_window, has_rotary in zip(kinds, windowed, rotated, strict=False):
                 assert (reach is not None) == (has_window == "1" and window != "1023,0")
@@ -310,11 +317,11 @@ def test_small_settings_make_the_pattern_in_the_given_way(case: str) -> None:
     config = config_of(world_size, flags)
     for each in shrunk(world_size, flags):
         small = each.config
-        before = pattern_of(config.model, config.parallel, 50257)
-        after = pattern_of(small.model, small.parallel, 64)
-        assert after == reduced_pattern(before, config.parallel.schedule, small.parallel.pipeline_model_parallel_size)
+        before = get_layer_split(config.model, config.parallel, 50257)
+        after = get_layer_split(small.model, small.parallel, 64)
+        assert after == reduce_layer_split(before, config.parallel.schedule, small.parallel.pipeline_model_parallel_size)
         assert small.parallel.schedule == config.parallel.schedule
-        told = "the way in which layers are spread over stages" in each.kept
+        told = "the way in which layers are spread over stages" in each.preserved
         assert told == (small.parallel.pipeline_model_parallel_layout is None) or "layout" in flags
 
 
@@ -322,10 +329,10 @@ def test_a_split_that_small_numbers_do_not_make_is_written_by_hand() -> None:
     """Of virtual stages that differ in length; by the settings alone the last would be the short one."""
     config = config_of(64, "--pipeline-model-parallel-size 8 --pipeline-split balanced --num-virtual-stages-per-pipeline-rank 3")
     found = shrink(config, 64, 2_000_000)
-    before = pattern_of(config.model, config.parallel, 2_000_000)
+    before = get_layer_split(config.model, config.parallel, 2_000_000)
     for each in found:
         stages = each.config.parallel.pipeline_model_parallel_size
-        assert pattern_of(each.config.model, each.config.parallel, 64) == reduced_pattern(before, "interleaved", stages)
+        assert get_layer_split(each.config.model, each.config.parallel, 64) == reduce_layer_split(before, "interleaved", stages)
     assert any(each.config.parallel.pipeline_model_parallel_layout is not None for each in found)
 
 
@@ -333,12 +340,15 @@ def test_a_split_that_small_numbers_do_not_make_is_written_by_hand() -> None:
 @pytest.mark.parametrize("multiple", [1, 2, 7, 128])
 @pytest.mark.parametrize("parts", [1, 2, 3])
 def test_padding_of_the_vocabulary_is_of_the_same_kind(tp: int, multiple: int, parts: int) -> None:
-    cuts = Cuts(min(tp, 3), parts, sequence=False)
+    cuts = Divisors(min(tp, 3), parts, sequence_parallel=False)
     for rows in (*range(250, 300), 31999, 32000, 50257, 128256):
-        small, unit = reduced_vocabulary(rows, multiple, tp, cuts)
-        padding, after = padding_of(rows, multiple, tp), padding_of(small, unit, cuts.tp)
+        small, unit = reduce_vocab(rows, multiple, tp, cuts)
+        padding, after = compute_padding(rows, multiple, tp), compute_padding(small, unit, cuts.tp)
         assert 1 < small <= 160 and unit % parts == 0
-        alone, alone_after = padding // (padded(rows, multiple, tp) // tp), after // (padded(small, unit, cuts.tp) // cuts.tp)
+        alone, alone_after = (
+            padding // (compute_padded_rows(rows, multiple, tp) // tp),
+            after // (compute_padded_rows(small, unit, cuts.tp) // cuts.tp),
+        )
         assert alone_after == (min(alone, cuts.tp - 1) if cuts.tp > 1 else 0)
         if (cuts.tp, unit) != (1, 1):  # there nothing is padded
             assert (after > 0) == (padding > 0), (rows, small)
@@ -401,9 +411,9 @@ def test_a_run_of_any_length_is_valid(case: str, steps: int) -> None:
 
 def test_a_small_world_keeps_its_layout_and_rates() -> None:
     (each,) = shrunk(6, "--tensor-model-parallel-size 3 --pipeline-model-parallel-size 2 --lr 0.01 --min-lr 0 --num-layers 9")
-    assert sizes_of(each.config, 6) == RankSizes(3, 2, 1) and each.config.optimizer.lr == 0.01
-    assert {"tensor size 3", "pipeline size 2", "--lr 0.01"} <= set(each.kept)
-    assert "layers by stage 5 4 -> 3 2" in each.changed
+    assert get_axis_sizes(each.config, 6) == AxisSizes(3, 2, 1) and each.config.optimizer.lr == 0.01
+    assert {"tensor size 3", "pipeline size 2", "--lr 0.01"} <= set(each.preserved)
+    assert "layers by stage 5 4 -> 3 2" in each.reduced
 
 
 def test_several_buckets_stay_several() -> None:
@@ -432,6 +442,6 @@ def test_small_settings_run(case: str, steps: int) -> None:
 
 def test_a_layout_of_which_nothing_would_run_is_refused() -> None:
     for whole in ((2, 1, 1), (1, 4, 1), (8, 64, 6)):
-        with pytest.raises(ValueError, match="--max-ranks 1 runs nothing of this layout"):
-            reduced_sizes(RankSizes(*whole), 1, hybrid=False)
-    assert reduced_sizes(RankSizes(1, 1, 1), 1, hybrid=False) == [RankSizes(1, 1, 1)]
+        with pytest.raises(ValueError, match="--max-ranks 1 is too small to test any axis of this layout"):
+            reduce_axis_sizes(AxisSizes(*whole), 1, is_hybrid=False)
+    assert reduce_axis_sizes(AxisSizes(1, 1, 1), 1, is_hybrid=False) == [AxisSizes(1, 1, 1)]

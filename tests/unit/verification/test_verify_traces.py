@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lab.audit.signature import named, signature_of
+from megatron_lab.audit.signature import compute_signature, to_trace_signature
 from megatron_lab.audit.trace_file import Signature, TraceHeader, TraceRun, TraceStep
 from megatron_lab.commands.verify_layout import main
-from megatron_lab.proofs.traces import TraceComparison, compare, compare_files, format_traces, read_whole, traces_json
-from megatron_lab.proofs.verify import trace_of, write_trace
+from megatron_lab.proofs.traces import TraceComparison, build_traces_json, compare, compare_files, format_traces, read_run
+from megatron_lab.proofs.verify import build_trace, write_trace
 from tests.support.verify_observations import DATA, STAGES, observed
 
 SHAPES = {
@@ -35,7 +35,7 @@ def tensors(seed: int, noise: float = 0.0, noise_seed: int = 99) -> dict[str, to
 
 
 def signed(values: dict[str, torch.Tensor]) -> dict[str, Signature]:
-    return {name: named(signature_of(name, value)) for name, value in values.items()}
+    return {name: to_trace_signature(compute_signature(name, value)) for name, value in values.items()}
 
 
 def settings(dropout: float = 0.0, micro_batch_size: int = 2, lr: float = 1e-3) -> dict[str, dict[str, Any]]:
@@ -82,21 +82,21 @@ def verdict(found: TraceComparison) -> str:
 @pytest.mark.parametrize(("dtype", "noise"), [("float64", 1e-14), ("float32", 1e-5), ("bfloat16", 1e-2)])
 def test_rounding_is_equal(dtype: str, noise: float) -> None:
     found = compare(trace(noise=[noise] * STEPS, dtype=dtype), trace(dtype=dtype))
-    assert not found.parts and not found.first and found.steps == (1, 2, 3, 4, 5)
+    assert not found.differs and not found.first and found.steps == (1, 2, 3, 4, 5)
     assert verdict(found) == "EQUAL to rounding: steps 1 to 5 of A and B"
-    assert found.largest is not None and 0.1 * noise < found.largest.relative < 10 * noise
+    assert found.max_difference is not None and 0.1 * noise < found.max_difference.relative < 10 * noise
 
 
 @pytest.mark.parametrize(("dtype", "noise"), [("float64", 1e-7), ("float32", 1e-1), ("bfloat16", 3.0)])
 def test_the_first_step_that_jumps_is_found(dtype: str, noise: float) -> None:
     found = compare(trace(noise=[0, 0, noise, noise, noise], dtype=dtype), trace(dtype=dtype))
-    assert found.parts and {part.step for part in found.first} == {3}
+    assert found.differs and {part.step for part in found.first} == {3}
     assert found.first[0].name == "final_norm.weight"  # the first in the order of backward
 
 
 def test_what_grows_bit_by_bit_is_rounding() -> None:
     found = compare(trace(noise=[0.02, 0.08, 0.3, 1.0, 3.0], dtype="bfloat16"), trace(dtype="bfloat16"))
-    assert found.first and not found.parts and verdict(found).startswith("DRIFT apart as rounding does")
+    assert found.first and not found.differs and verdict(found).startswith("DRIFT apart slowly, as rounding does")
 
 
 def test_a_factor_is_told() -> None:
@@ -105,7 +105,7 @@ def test_a_factor_is_told() -> None:
     doubled["layers.1.mlp.up.weight"] = tuple(2 * number for number in doubled["layers.1.mlp.up.weight"])
     found = compare(changed(run, 1, gradients=doubled), trace())
     assert [part.name for part in found.first] == ["layers.1.mlp.up.weight"]
-    assert verdict(found).startswith("PART: step 2: gradient of layers.1.mlp.up.weight differs by 1.0e+00")
+    assert verdict(found).startswith("DIVERGE: step 2: gradient of layers.1.mlp.up.weight differs by 1.0e+00")
     assert verdict(found).endswith("layer 1: 2.0x the other")
 
 
@@ -124,7 +124,7 @@ def test_a_factor_is_told() -> None:
 )
 def test_what_differs_is_named(changes: dict[str, object], says: str) -> None:
     found = compare(changed(trace(), 2, **changes), trace())
-    assert found.parts and found.first[0].step == 3 and says in verdict(found)
+    assert found.differs and found.first[0].step == 3 and says in verdict(found)
 
 
 OVERFLOWED: dict[str, Any] = {"skipped": True, "grad_norm": math.nan, "gradients": {}}
@@ -137,10 +137,10 @@ def test_a_step_that_both_skipped_has_no_gradient_to_compare(tmp_path: Path) -> 
     write_trace(run, str(tmp_path / "t"))
     for found in (compare(run, run), compare_files(str(tmp_path / "t"), str(tmp_path / "t"))):
         lines = format_traces(found, "A", "B")
-        assert not found.first and found.skipped == (1, 2) and not found.blind and lines[0].startswith("EQUAL")
+        assert not found.first and found.skipped == (1, 2) and not found.nonfinite_steps and lines[0].startswith("EQUAL")
         assert "  both skipped the update of 2 steps, for a gradient that overflowed and is not compared: steps 1 and 2" in lines
-    assert compare(changed(run, 1, loss=2.0), run).parts  # what a skipped step does have is compared
-    assert compare(changed(run, 1, weights=signed(tensors(7))), run).parts
+    assert compare(changed(run, 1, loss=2.0), run).differs  # what a skipped step does have is compared
+    assert compare(changed(run, 1, weights=signed(tensors(7))), run).differs
 
 
 @pytest.mark.parametrize("first_skips", [True, False])
@@ -149,7 +149,7 @@ def test_a_step_that_one_run_skipped_is_told_as_such(first_skips: bool) -> None:
     found = compare(*(pair if first_skips else pair[::-1]))
     skipped, other = ("the first", "the reference") if first_skips else ("the reference", "the first")
     assert verdict(found).endswith(f": {skipped} skipped it, for a gradient that overflowed, and {other} did not")
-    assert found.parts and [part.what for part in found.first] == ["the update"] and not found.skipped
+    assert found.differs and [part.quantity for part in found.first] == ["the update"] and not found.skipped
 
 
 def spoilt(tensors: dict[str, Signature], name: str, *numbers: int) -> dict[str, Signature]:
@@ -168,8 +168,8 @@ def test_what_is_not_finite_in_both_is_equal_and_told() -> None:
     ):
         both = changed(run, 2, **changes)
         found = compare(both, both)
-        assert not found.first and found.blind == (3,), changes
-        assert "  not finite in either, which counts as equal: something in step 3" in format_traces(found, "A", "B")
+        assert not found.first and found.nonfinite_steps == (3,), changes
+        assert "  not finite in either trace, which counts as equal: a value in step 3" in format_traces(found, "A", "B")
         for pair in ((both, run), (run, both)):
             assert {part.step for part in compare(*pair).first} == {3}, changes
 
@@ -198,7 +198,7 @@ def test_steps_that_only_one_has_are_told() -> None:
     run = trace()
     cut, late = dataclasses.replace(run, steps=run.steps[:2]), dataclasses.replace(run, steps=[run.steps[0], *run.steps[2:]])
     found = compare(cut, run)
-    assert not found.parts and found.alone == ((), (3, 4, 5))
+    assert not found.differs and found.unmatched_steps == ((), (3, 4, 5))
     lines = format_traces(found, "A", "B")
     assert "  only B (the reference) has steps 3 to 5: not compared" in lines and not any("only A" in line for line in lines)
     lines = format_traces(compare(cut, late), "A", "B")
@@ -209,31 +209,31 @@ def test_steps_that_only_one_has_are_told() -> None:
 def test_as_json() -> None:
     run = trace()
     cut = changed(changed(dataclasses.replace(run, steps=run.steps[:4]), 0, **OVERFLOWED), 2, loss=math.inf)
-    made = traces_json(compare(cut, changed(run, 0, **OVERFLOWED)), "A", "B")
+    made = build_traces_json(compare(cut, changed(run, 0, **OVERFLOWED)), "A", "B")
     assert json.loads(json.dumps(made, allow_nan=False)) == made
     assert (made["equal"], made["drifts"], made["traces"], made["steps"]) == (False, False, ["A", "B"], [1, 2, 3, 4])
     assert made["steps_of_one"] == [[], [5]] and made["skipped_in_both"] == [1]
     assert made["first"] == [{"step": 3, "what": "the loss", "parameter": None, "relative": None, "allowed": 1e-10}]
-    equal = traces_json(compare(run, run), "A", "A")
+    equal = build_traces_json(compare(run, run), "A", "A")
     assert equal["equal"] and equal["first"] == [] and equal["largest"]["relative"] == 0.0
 
 
 @pytest.mark.parametrize(
     ("line", "name", "value", "says"),
     [
-        (2, "loss", "abc", "loss: 'abc' is no number"),
-        (2, "tokens", True, "tokens: True is no number"),
-        (2, "iteration", None, "iteration: None is no whole number"),
-        (2, "samples", 1.5, "samples: 1.5 is no whole number"),
+        (2, "loss", "abc", "loss: 'abc' is not a number"),
+        (2, "tokens", True, "tokens: True is not a number"),
+        (2, "iteration", None, "iteration: None is not an integer"),
+        (2, "samples", 1.5, "samples: 1.5 is not an integer"),
         (2, "skipped", "no", "skipped: 'no' is neither true nor false"),
         (2, "grad_norm", 10**400, "OverflowError"),
-        (2, "weights", {"final_norm.weight": [1, 2, 3, 4, "5"]}, "final_norm.weight: '5' is no number"),
-        (2, "gradients", {"final_norm.weight": [1]}, "final_norm.weight has 1 numbers and not 5"),
+        (2, "weights", {"final_norm.weight": [1, 2, 3, 4, "5"]}, "final_norm.weight: '5' is not a number"),
+        (2, "gradients", {"final_norm.weight": [1]}, "final_norm.weight has 1 numbers instead of 5"),
         (2, "colour", 3, "KeyError('colour')"),
-        (1, "iteration", "0", "iteration: '0' is no whole number"),
-        (1, "weights", {"final_norm.weight": [[], 2, 3, 4, 5]}, "final_norm.weight: [] is no number"),
-        (0, "parameters", {"final_norm.weight": ["8"]}, "final_norm.weight: '8' is no whole number"),
-        (0, "layout", {"tp": "2"}, "tp: '2' is no whole number"),
+        (1, "iteration", "0", "iteration: '0' is not an integer"),
+        (1, "weights", {"final_norm.weight": [[], 2, 3, 4, 5]}, "final_norm.weight: [] is not a number"),
+        (0, "parameters", {"final_norm.weight": ["8"]}, "final_norm.weight: '8' is not an integer"),
+        (0, "layout", {"tp": "2"}, "tp: '2' is not an integer"),
     ],
 )
 def test_a_file_whose_numbers_are_none_is_told_in_words(
@@ -246,19 +246,19 @@ def test_a_file_whose_numbers_are_none_is_told_in_words(
     bad.write_text("".join(json.dumps(each) + "\n" for each in lines))
     assert main(["--trace", str(bad), "--trace", str(good)]) == 2
     told = capsys.readouterr()
-    assert not told.out and f"trace {bad}, line {line + 1}: not as --save-trace writes it" in told.err and says in told.err
+    assert not told.out and f"trace {bad}, line {line + 1}: not in the format of --save-trace" in told.err and says in told.err
 
 
 def test_start_weights_that_differ_come_first() -> None:
     run = trace()
     other = dataclasses.replace(run, weights=signed(tensors(1)))
     found = compare(other, run)
-    assert verdict(found).startswith("PART: step 0: start weight of embedding.word.weight differs")
+    assert verdict(found).startswith("DIVERGE: step 0: start weight of embedding.word.weight differs")
 
 
 def test_a_batch_that_differs_comes_before_its_loss() -> None:
     found = compare(changed(trace(), 0, tokens=50.0, loss=9.0), trace())
-    assert [part.what for part in found.first] == ["the count of tokens", "the loss"]
+    assert [part.quantity for part in found.first] == ["the count of tokens", "the loss"]
 
 
 def test_weights_in_few_bits_may_be_a_whole_step_apart() -> None:
@@ -266,8 +266,8 @@ def test_weights_in_few_bits_may_be_a_whole_step_apart() -> None:
     apart = signed({name: t + 0.8 * torch.ones_like(t) for name, t in tensors(50).items()})
     for dtype, parts in (("bfloat16", False), ("float64", True)):
         run = changed(trace(dtype=dtype), 0, learning_rate=0.5)
-        assert compare(changed(run, 0, weights=apart), run).parts is parts
-        assert compare(changed(run, 0, weights=signed({name: 4 * t for name, t in tensors(50).items()})), run).parts
+        assert compare(changed(run, 0, weights=apart), run).differs is parts
+        assert compare(changed(run, 0, weights=signed({name: 4 * t for name, t in tensors(50).items()})), run).differs
 
 
 def test_other_models_and_other_steps_are_refused() -> None:
@@ -295,18 +295,18 @@ def test_a_resumed_run_is_one_run(tmp_path: Path) -> None:
     write_trace(changed(run, 4, loss=7.0), str(tmp_path / "a"))
     write_trace(again, str(tmp_path / "b"))
     (tmp_path / "a").write_text((tmp_path / "a").read_text() + (tmp_path / "b").read_text() + '{"kind": "st')
-    whole = read_whole(str(tmp_path / "a"))
+    whole = read_run(str(tmp_path / "a"))
     assert [step.iteration for step in whole.steps] == [1, 2, 3, 4, 5, 6, 7, 8] and whole.steps[4].loss != 7.0
     write_trace(run, str(tmp_path / "c"))
-    assert compare_files(str(tmp_path / "a"), str(tmp_path / "c")).parts  # from step 4 on
+    assert compare_files(str(tmp_path / "a"), str(tmp_path / "c")).differs  # from step 4 on
 
 
 def test_the_traces_of_two_layouts_are_equal(tmp_path: Path) -> None:
     for name, flags in (("stages", STAGES), ("data", DATA)):
-        write_trace(trace_of(observed(flags)), str(tmp_path / name))
+        write_trace(build_trace(observed(flags)), str(tmp_path / name))
     found = compare_files(str(tmp_path / "stages"), str(tmp_path / "data"))
     lines = format_traces(found, "stages", "data")
-    assert not found.parts and lines[0].startswith("EQUAL"), lines
+    assert not found.differs and lines[0].startswith("EQUAL"), lines
     assert any("layout differs" in line and "pp 2" in line for line in lines)
 
 
@@ -318,7 +318,7 @@ def test_runs_with_other_dropout_masks_are_not_compared() -> None:
         )
         return dataclasses.replace(made, header=header)
 
-    assert not compare(run(0.0, 2, 4), run(0.0, 1)).parts and not compare(run(0.1, 2), run(0.1, 2)).parts
+    assert not compare(run(0.0, 2, 4), run(0.0, 1)).differs and not compare(run(0.1, 2), run(0.1, 2)).differs
     with pytest.raises(ValueError, match=r"dropout, which draws other masks at another tensor size \(2 and 1\)"):
         compare(run(0.1, 2), run(0.1, 1))
     with pytest.raises(ValueError, match=r"another micro-batch size \(2 and 4\). Repeat both with --attention-dropout 0"):

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron.config.launcher import Launched, Place, adopt_launcher, missing_rank, read_place
-from megatron.parallel import meeting
+from megatron.config.launcher import ProcessInfo, Rendezvous, adopt_launcher, describe_missing_rank, parse_init_method
+from megatron.parallel import rendezvous
 
 SIZE = 4
 
@@ -29,7 +29,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
 
 
 def begin(pool: ThreadPoolExecutor, ranks: range, timeout_s: float = 20.0) -> list[Future[dist.Store]]:
-    return [pool.submit(meeting.meet, Launched(rank, rank, SIZE), timeout_s) for rank in ranks]
+    return [pool.submit(rendezvous.rendezvous, ProcessInfo(rank, rank, SIZE), timeout_s) for rank in ranks]
 
 
 def test_each_start_has_a_store_of_its_own(server: dist.TCPStore) -> None:
@@ -47,8 +47,8 @@ def test_who_is_missing_is_told(
     server: dist.TCPStore, late: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The others wait for it, also where a meeting of before was complete, or was left by its first rank."""
-    monkeypatch.setattr(meeting, "TELL_AFTER_S", 0.1)
-    monkeypatch.setattr(meeting, "TELL_EVERY_S", 0.05)
+    monkeypatch.setattr(rendezvous, "FIRST_LOG_AFTER_S", 0.1)
+    monkeypatch.setattr(rendezvous, "LOG_EVERY_S", 0.05)
     said = ""
     with ThreadPoolExecutor(2 * SIZE) as pool:
         [future.result() for future in begin(pool, range(SIZE))]
@@ -59,7 +59,7 @@ def test_who_is_missing_is_told(
                 said += capfd.readouterr().err
                 time.sleep(0.05)
         else:  # nobody knows yet who has come
-            time.sleep(4 * meeting.TELL_AFTER_S)
+            time.sleep(4 * rendezvous.FIRST_LOG_AFTER_S)
         assert not any(future.done() for future in first)
         last = begin(pool, range(late, late + 1))
         stores = [future.result() for future in (*first, *last)]
@@ -90,7 +90,7 @@ def test_variables_that_are_not_sound(variables: dict[str, str | None], said: st
     given = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "RANK": "0", **variables}
     found = {name: value for name, value in given.items() if value is not None}
     with pytest.raises(ValueError, match=re.escape(said)):
-        meeting.address(found, Launched(int(found["RANK"]), 0, SIZE))
+        rendezvous.read_master_address(found, ProcessInfo(int(found["RANK"]), 0, SIZE))
 
 
 @pytest.mark.parametrize("kind", ["file", "tcp"])
@@ -99,8 +99,8 @@ def test_ranks_meet_at_a_place_of_their_own(
 ) -> None:
     """One after the other, with more and with fewer ranks: what an earlier start left in a file is nothing to the next. Who is
     missing is told."""
-    monkeypatch.setattr(meeting, "TELL_AFTER_S", 0.3)
-    monkeypatch.setattr(meeting, "TELL_EVERY_S", 0.1)
+    monkeypatch.setattr(rendezvous, "FIRST_LOG_AFTER_S", 0.3)
+    monkeypatch.setattr(rendezvous, "LOG_EVERY_S", 0.1)
     where = f"file://{tmp_path}/meeting"
     if kind == "tcp":
         with socket.socket() as probe:
@@ -108,13 +108,13 @@ def test_ranks_meet_at_a_place_of_their_own(
             where = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
     for size in (2, 3, 3, 2):
         with ThreadPoolExecutor(size) as pool:
-            jobs = [Launched(rank, rank, size) for rank in range(size)]
-            first = [pool.submit(meeting.meet, job, 20.0, where) for job in jobs[:-1]]
+            jobs = [ProcessInfo(rank, rank, size) for rank in range(size)]
+            first = [pool.submit(rendezvous.rendezvous, job, 20.0, where) for job in jobs[:-1]]
             said = ""
             while f"waiting for rank {size - 1} of {size} to start" not in said:
                 said += capfd.readouterr().err
                 time.sleep(0.02)
-            stores = [future.result() for future in (*first, pool.submit(meeting.meet, jobs[-1], 20.0, where))]
+            stores = [future.result() for future in (*first, pool.submit(rendezvous.rendezvous, jobs[-1], 20.0, where))]
             stores[0].set("address", str(size))
             assert all(store.get("address") == str(size).encode() for store in stores)
             assert not any(store.check([f"address of {other}"]) for store in stores for other in (2, 3))
@@ -125,10 +125,10 @@ def test_ranks_meet_at_a_place_of_their_own(
 def test_who_waits_for_the_first_rank_at_a_file_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(meeting, "TELL_AFTER_S", 0.1)
+    monkeypatch.setattr(rendezvous, "FIRST_LOG_AFTER_S", 0.1)
     with pytest.raises(ValueError, match="^rank 1: not all ranks of 2 started in time"):
-        meeting.meet(Launched(1, 0, 2), 0.6, f"file://{tmp_path}/meeting")
-    assert f"rank 1 waits for the first rank, and for all others, to meet at {tmp_path}/meeting" in capfd.readouterr().err
+        rendezvous.rendezvous(ProcessInfo(1, 0, 2), 0.6, f"file://{tmp_path}/meeting")
+    assert f"rank 1 waits for rank 0 and all other ranks at {tmp_path}/meeting" in capfd.readouterr().err
 
 
 def test_a_file_that_cannot_be_a_meeting(tmp_path: Path) -> None:
@@ -137,24 +137,26 @@ def test_a_file_that_cannot_be_a_meeting(tmp_path: Path) -> None:
     data.write_bytes(b"tokens")
     (tmp_path / "empty").touch()
     for place, said in (
-        (data, "the file holds something else, which stays as it is"),
+        (data, "the file exists, and is not a rendezvous file of torch. It was not changed"),
         (tmp_path, "it is a folder"),
         (tmp_path / "no/where", f"there is no folder {tmp_path}/no on this node"),
     ):
-        with pytest.raises(ValueError, match=re.escape(f"rank 0 cannot meet the others by --init-method file://{place}: {said}")):
-            meeting.meet(Launched(0, 0, 2), 1.0, f"file://{place}")
+        with pytest.raises(
+            ValueError, match=re.escape(f"rank 0 cannot join the rendezvous at --init-method file://{place}: {said}")
+        ):
+            rendezvous.rendezvous(ProcessInfo(0, 0, 2), 1.0, f"file://{place}")
     assert data.read_bytes() == b"tokens" and len([*tmp_path.iterdir()]) == 2
     with pytest.raises(ValueError, match="^rank 1 of 2 did not start in time"):
-        meeting.meet(Launched(0, 0, 2), 0.3, f"file://{tmp_path}/empty")
+        rendezvous.rendezvous(ProcessInfo(0, 0, 2), 0.3, f"file://{tmp_path}/empty")
     with pytest.raises(ValueError, match="RANK in the environment is '2'. It must be a number from 0 to 1"):
-        meeting.meet(Launched(2, 0, 2), 0.3, f"file://{tmp_path}/empty")
+        rendezvous.rendezvous(ProcessInfo(2, 0, 2), 0.3, f"file://{tmp_path}/empty")
 
 
 def test_looks_at_the_store_are_early_and_then_rare() -> None:
     """Whoever waits looks again before he has waited half as long again, and a few times a second however long it takes."""
-    first, most = meeting._PAUSES_S
+    first, most = rendezvous._POLL_INTERVALS_S
     waited = 0.0
-    for pause in itertools.islice(meeting._pauses(), 50):
+    for pause in itertools.islice(rendezvous._poll_intervals(), 50):
         assert first <= pause <= min(first + waited / 2 + 1e-9, most)
         waited += pause
     assert pause == most
@@ -165,15 +167,20 @@ def test_a_host_that_is_not_there(server: dist.TCPStore, monkeypatch: pytest.Mon
     with pytest.raises(
         ValueError, match=r"^rank 1 did not reach the store of the job at 127.0.0.1:1: .*--init-method tcp://127.0.0.1:1 must"
     ):
-        meeting.meet(Launched(1, 1, SIZE), 1.0, "tcp://127.0.0.1:1")
+        rendezvous.rendezvous(ProcessInfo(1, 1, SIZE), 1.0, "tcp://127.0.0.1:1")
     with pytest.raises(ValueError, match=rf"^rank 0 cannot open .*--init-method tcp://127.0.0.1:{server.port} must name"):
-        meeting.meet(Launched(0, 0, SIZE), 1.0, f"tcp://127.0.0.1:{server.port}")
+        rendezvous.rendezvous(ProcessInfo(0, 0, SIZE), 1.0, f"tcp://127.0.0.1:{server.port}")
 
 
 def test_places_and_who_is_there() -> None:
     """srun and mpirun say it as torchrun does; for env:// they are not asked."""
-    assert read_place("tcp://node-1.cluster:29500") == Place("node-1.cluster", 29500) and read_place("env://") == Place()
-    assert read_place("tcp://[fe80::1]:5") == Place("fe80::1", 5) and read_place("file:///shared/a b") == Place(file="/shared/a b")
+    assert (
+        parse_init_method("tcp://node-1.cluster:29500") == Rendezvous("node-1.cluster", 29500)
+        and parse_init_method("env://") == Rendezvous()
+    )
+    assert parse_init_method("tcp://[fe80::1]:5") == Rendezvous("fe80::1", 5) and parse_init_method(
+        "file:///shared/a b"
+    ) == Rendezvous(file="/shared/a b")
     wrong = (
         "",
         "tcp://a",
@@ -186,7 +193,7 @@ def test_places_and_who_is_there() -> None:
         "gloo://a",
         "tcp://a:5/b",
     )
-    assert not any(map(read_place, wrong))
+    assert not any(map(parse_init_method, wrong))
     slurm = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4"}
     found = dict(slurm)
     adopt_launcher(["--init-method", "tcp://a:5"], found)
@@ -202,8 +209,8 @@ def test_places_and_who_is_there() -> None:
     found = {**slurm, "RANK": "0", "WORLD_SIZE": "1"}
     adopt_launcher(["--init-method", "file:///a"], found)
     assert found == {**slurm, "RANK": "0", "WORLD_SIZE": "1"}, "torchrun, started by srun"
-    assert missing_rank("env://", {}) is None and missing_rank("file:///a", found) is None
-    said = missing_rank("tcp://a:5", {"RANK": "0"})
+    assert describe_missing_rank("env://", {}) is None and describe_missing_rank("file:///a", found) is None
+    said = describe_missing_rank("tcp://a:5", {"RANK": "0"})
     assert said is not None and said.startswith("--init-method tcp://a:5: WORLD_SIZE is not set in the environment. Set RANK")
 
 
@@ -213,9 +220,9 @@ def test_a_store_that_is_not_there(server: dist.TCPStore, monkeypatch: pytest.Mo
     with pytest.raises(
         ValueError, match=rf"^rank 0 cannot open the store of the job at 127.0.0.1:{server.port}: .*MASTER_PORT must"
     ):
-        meeting.meet(Launched(0, 0, SIZE), 1.0)
+        rendezvous.rendezvous(ProcessInfo(0, 0, SIZE), 1.0)
     monkeypatch.setenv("MASTER_PORT", "1")
     began = time.monotonic()
     with pytest.raises(ValueError, match=r"^rank 1 did not reach the store of the job at 127.0.0.1:1: .*MASTER_ADDR"):
-        meeting.meet(Launched(1, 1, SIZE), 1.0)
+        rendezvous.rendezvous(ProcessInfo(1, 1, SIZE), 1.0)
     assert time.monotonic() - began < 30
