@@ -210,7 +210,7 @@ def test_a_tokenizer_that_transformers_reads_otherwise_is_told_and_stops_verify(
         (["import", "{hf}", "{new}", "--embedding-rows", "5"], "--embedding-rows has no effect"),
         (["export", "{hf}", "{new}", "--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"], "is not its tokenizer"),
         (["import", "{hf}", "{new}", "--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"], "is not its tokenizer"),
-        (["import", "{hf}", "{new}", "--tokenizer-type", "NullTokenizer", "--vocab-size", "100"], "NullTokenizer 101 ids"),
+        (["import", "{hf}", "{new}", "--tokenizer-type", "NullTokenizer", "--vocab-size", "100"], "NullTokenizer has 101 ids"),
         (["export", "{hf}", "{new}", "--vocab-file", "x"], "--vocab-file does not belong"),
         (["export", "{hf}", "{new}", "--tokenizer-model", "{nothing}"], "there is no such file or folder"),
     ],
