@@ -1,4 +1,6 @@
-"""Everything around the training core `megatron`: plans, proofs, monitoring, restarts, conversion, checks and benchmarks.
+"""Everything around the training core `megatron`: predictions of memory and time, tests that two layouts train alike, monitoring,
+restarts, conversion of checkpoints and launch scripts, checks of clusters and benchmarks.
 
-This package imports the core; the core never imports it.
+This package imports the core. Outside of `megatron/api`, the core has no import statement for this package: it loads the few
+functions that it needs from here by name, at run time.
 """

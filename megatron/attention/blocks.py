@@ -343,12 +343,12 @@ def _dropout_mask(probs: torch.Tensor, options: BlockAttentionOptions, block_ind
 
 
 def _flatten_queries(x: torch.Tensor) -> torch.Tensor:
-    """Reshape queries or gradients [q, b, g, r, d] to [B, q * r, d]."""
+    """Reshape queries or gradients [q, b, g, r, d] to [B, q * r, d], with B = b * g (samples times key-value heads)."""
     return x.permute(1, 2, 0, 3, 4).flatten(2, 3).flatten(0, 1)
 
 
 def _flatten_heads(x: torch.Tensor) -> torch.Tensor:
-    """Reshape keys or values [k, b, g, d] to [B, k, d]."""
+    """Reshape keys or values [k, b, g, d] to [B, k, d], with B = b * g (samples times key-value heads)."""
     return x.permute(1, 2, 0, 3).flatten(0, 1)
 
 

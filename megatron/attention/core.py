@@ -111,7 +111,12 @@ def _attention_without_fused_kernel(
     sinks: torch.Tensor | None,
     seed: int | None,
 ) -> torch.Tensor:
-    """Compute attention with a window, a softcap or sinks, by flash attention or blockwise."""
+    """Compute attention with a window, a softcap or sinks, for which torch has no fused kernel on every device
+    (`has_fused_kernel`).
+
+    Flash attention computes it if the scores only add a window, flash attention supports the call (`name_kernel`), and there are at
+    most `MAX_SEQUENCES_PER_CALL` samples or documents. Otherwise it is computed block by block (`block_attention`).
+    """
     from megatron.attention.documents import MAX_SEQUENCES_PER_CALL, flash_attention
 
     length, batch_size = q.shape[:2]

@@ -314,8 +314,8 @@ def merge_tensors(entries: Iterable[tuple[str, StoredTensor]]) -> dict[str, Stor
     """Merge the entries that several ranks have written for each tensor: concatenate their slices and combine their content hashes.
 
     Args:
-        entries: pairs of a tensor's name and the entry of one rank, which lists only the slices that this rank has written. New
-            entries always have content hashes.
+        entries: pairs of a tensor's name and the entry of one rank, which lists only the slices that this rank has written. Every
+            entry must have a content hash, as all entries of a checkpoint that is being saved do.
     """
     first_entries: dict[str, StoredTensor] = {}
     slices: dict[str, list[StoredSlice]] = defaultdict(list)

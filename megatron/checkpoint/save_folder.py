@@ -8,7 +8,7 @@ files, and removes old checkpoints. Needs no torch.
 
     <save>/iter_0000100/                        complete checkpoint
     <save>/latest_checkpointed_iteration.txt    iteration of the last completed save
-    <save>/run.json                             settings and token of the last run that started to save in this folder
+    <save>/run.json                             settings and identity (random digits) of the last run that began to save here
     <save>/run.alive                            heartbeat of that run while it is alive (`owner.py`)
 
 During its save or removal, a checkpoint has another name (`local_storage.py`, `object_storage.py`).

@@ -187,10 +187,11 @@ def _assemble(
     add choices to flags.
 
     Args:
-        stray: arguments that belong to no flag.
-        own_settings: settings of the command line, which take precedence.
-        requests: values of each request, which name a model and files.
-        problems: problems so far.
+        stray: arguments of the command line that belong to no flag.
+        own_settings: settings of the command line, which take precedence over those of files.
+        requests: values of the flags that are not settings (`REQUESTS`), by flag name. Of these, --model names a model and
+            --config names YAML files whose settings are read here.
+        problems: problems of the command line that were detected before this call.
 
     Returns:
         the settings, and the parsed flags with all problems.

@@ -138,8 +138,14 @@ class _Effect(IntEnum):
 
 
 def _classify(change: Change, config: Config, world_size: int, counts_before: list[int], counts_after: list[int]) -> _Effect | None:
-    """Return the effect of a change, from the number of violations of each rule before and after it. Return None if the change only
-    replaces violations by others."""
+    """Classify a change of the settings by its effect on the violations and on whether the world size fits the layout. Return None
+    if the change only replaces violations by others.
+
+    Args:
+        change: proposed change of the settings or of the world size.
+        counts_before: number of violations of each rule in `RULES` before the change.
+        counts_after: number of violations of each rule in `RULES` after the change.
+    """
     is_divisible = get_data_parallel_size(*change.apply(config, world_size)) is not None
     if all(new <= old for new, old in zip(counts_after, counts_before, strict=True)):
         return _Effect.CLEAN if is_divisible else _Effect.HIDING

@@ -79,8 +79,10 @@ class DocumentRules:
     """Rules for the end of a document within a sample: whether positions restart, attention stops, and the next token counts in the
     loss.
 
-    A document ends with the end-of-document token. If the data has marks (--data-loss-mask), it ends with the token that is marked
-    as the end instead. This token belongs to the document that it ends.
+    Without --data-loss-mask, a document ends with each end-of-document token. With it, the data has a mark byte for each token, and
+    the marks decide: a token with `DOCUMENT_END` ends a document, and an end-of-document token ends a document only if it has the
+    mark `DOCUMENT_END_IF_EOD`, as all tokens of datasets without a mask do. The token that ends a document belongs to this
+    document.
     """
 
     eod: int

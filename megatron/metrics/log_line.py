@@ -83,7 +83,10 @@ class LogLineValues:
 
     @property
     def logged_context_imbalance(self) -> float | None:
-        """The context imbalance if it is greater than 1 and therefore logged, else None."""
+        """Imbalance of the attention computation between context-parallel ranks (largest / mean), or None if it is not logged.
+
+        It is not logged if it is 1 or if there is no context parallelism.
+        """
         return self.context_imbalance if self.context_imbalance is not None and self.context_imbalance > 1.0 else None
 
 

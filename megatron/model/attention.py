@@ -1,8 +1,7 @@
 """Causal self-attention with heads split over the tensor group.
 
 Shapes: `s` sequence, `b` microbatch, `h` hidden size, `g` local key-value heads, `r` query heads per key-value head, `n = g * r`
-local query heads, `d` head size. In [s/n, b, h], the shape of hidden states under sequence parallelism, `n` is the number of tensor
-ranks.
+local query heads, `d` head size, `tp` tensor ranks.
 """
 
 from __future__ import annotations
@@ -229,8 +228,14 @@ class Attention(CoreAttention):
         documents: Documents | None,
         cache: KeyValueCache | None,
     ) -> torch.Tensor:
-        """Map hidden states [s, b, h] (or [s/n, b, h] under sequence parallelism) to the input of the output projection, [s, b, n *
-        d]."""
+        """Map hidden states to the input of the output projection.
+
+        Args:
+            x: hidden states [s, b, h], or [s/tp, b, h] under sequence parallelism.
+
+        Returns:
+            [s, b, n * d], the outputs of this rank's n query heads.
+        """
         return self.attend(*self.project_qkv(x, rotary), key, documents, cache)
 
     def project_qkv(

@@ -40,14 +40,16 @@ if TYPE_CHECKING:
 # ---- Dropout with one seed per mask, so that eager and compiled code draw the same masks.
 
 Seeds = Sequence[int] | torch.Tensor
-"""Seeds of several dropout masks. A compiled graph receives the handle of a `GraphSeeds`, so that the values are not constants
-of the graph."""
+"""Seeds of several dropout masks. A compiled graph receives the handle of a `GraphSeeds` instead of the numbers, because the
+numbers would become constants of the graph."""
 
 
 class GraphSeeds:
-    """Seeds of the dropout masks in one call of a compiled graph. They are freed after the call.
+    """Seeds of the dropout masks in one call of a compiled graph.
 
-    The host needs the values to seed the device. So the values stay in Python, and the graph receives a handle.
+    Seeds are Python numbers, because a Python number seeds the generator of a device. They change with every call, so they must
+    not be constants of the graph. The graph therefore receives `handle`, an int64 tensor by which the dropout operation finds
+    this object and its seeds. The object is freed after the call.
     """
 
     def __init__(self, values: Sequence[int], device: torch.device) -> None:

@@ -131,7 +131,11 @@ class MatrixPlan:
 
     @cached_property
     def max_returned(self) -> int:
-        """Largest number of result elements that a rank receives in a round, over ranks and rounds."""
+        """Largest number of elements that any rank receives in a round as results, the shards of the matrices that owners have
+        computed.
+
+        Elements that a rank receives from itself count too.
+        """
         return max((max(row) for row in self._round_loads(2)), default=0)
 
     @property
@@ -347,7 +351,8 @@ class _RoundExchange:
 
 
 class MatrixExchange:
-    """Carries out a `MatrixPlan` on this rank: exchanges shards and results between the ranks of a stage.
+    """Executor of a `MatrixPlan` on this rank: sends the shards of each matrix to the rank that owns the matrix, and sends what the
+    owner computes from the full matrix back to the ranks that hold the shards. All of them are ranks of the same pipeline stage.
 
     Args:
         local_shards: shards of this rank by the global name of their parameter.

@@ -1,13 +1,15 @@
 """Muon: momentum whose matrices are approximately orthogonalized, so that an update changes all directions equally.
 
 Jordan et al. 2024 (kellerjordan.github.io/posts/muon), with the decoupled weight decay and the scales of Liu et al. 2025 ("Muon is
-scalable for LLM training", arXiv 2502.16982). For a matrix W [outputs, inputs] with gradient G:
+scalable for LLM training", arXiv 2502.16982). For a matrix W [outputs, inputs] with gradient G and momentum M:
 
-    M = momentum M + (1 - momentum) G          (Nesterov: U = momentum M + (1 - momentum) G, else U = M)
-    W = (1 - rate decay) W - rate scale NS(U)
+    M = momentum * M + (1 - momentum) * G
+    U = momentum * M + (1 - momentum) * G      with Nesterov momentum, otherwise U = M
+    W = (1 - lr * decay) * W - lr * scale * NS(U)
 
 NS is the Newton-Schulz iteration, which moves all singular values close to 1. It needs the full matrix. The momentum stays sharded
-like the gradient, at any granularity. The shards of U are exchanged (`matrix_plan.py`).
+like the gradient, and a shard may begin and end anywhere in a matrix. Before the iteration, the ranks exchange their shards of U
+(`matrix_plan.py`).
 
 The two halves of a gated MLP's weight are two matrices. Queries, keys and values, fused in one weight, are three matrices, as in
 both papers and in Megatron-LM. --muon-no-split-qkv treats the fused weight as one matrix. --muon-split-heads treats each head of

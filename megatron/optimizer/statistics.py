@@ -134,7 +134,7 @@ class ParamStatistics:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """The flat buffers of all statistics."""
+        """Flat buffers that hold the statistics of all parameters, such as the row sums of matrices, for all rounds."""
         return [buffer.data for buffers in self._rounds for buffer in buffers]
 
     def of(self, param_name: str) -> Mapping[str, torch.Tensor]:

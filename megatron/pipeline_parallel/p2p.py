@@ -70,7 +70,11 @@ class Messenger:
         self._receives[message] = (buffers, works)
 
     def receive(self, message: Message) -> Tensors:
-        """Wait for a message that was posted, or that a chunk on this rank sent, and return its tensors."""
+        """Return the tensors of a message.
+
+        If the message comes from another rank, its receive must have been posted before (`post_receive`), and this call waits
+        until it is complete. If it comes from another chunk on this rank, the tensors are those that `send` stored.
+        """
         buffers, works = self._receives.pop(message)
         for work in works:
             work.wait()

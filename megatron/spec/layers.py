@@ -218,7 +218,11 @@ def _build_attention_spec(model: ModelConfig, has_window: bool, has_rotary: bool
 
 
 def build_score_spec(model: ModelConfig, *, has_window: bool) -> ScoreSpec:
-    """Build the score spec of a layer with or without the attention window."""
+    """Build the specification of how an attention layer computes its scores: scale, softcap, window and type of softmax.
+
+    Args:
+        has_window: whether the layer uses the attention window of the model (--window-size).
+    """
     scale = model.softmax_scale
     if model.mup_base_kv_channels is not None:
         scale = model.mup_base_kv_channels**0.5 / model.head_size  # Yang et al. 2022, definition 4.1

@@ -30,7 +30,8 @@ class TensorDifference:
     max_difference: Element
     """Element with the largest absolute difference. The difference between NaN and a number counts as infinite."""
     max_abs_difference: float
-    """Absolute difference of the two values of `max_difference`."""
+    """Largest absolute difference between two elements at the same position, which is the position in `max_difference`. Infinite if
+    only one of the two elements is NaN."""
     relative_norm: float
     """Norm of the difference divided by the norm of the first tensor. Infinite if that norm is 0, or if a difference is not
     finite."""

@@ -64,7 +64,8 @@ class Outcome:
     again: float
     """Fraction of the time spent on steps that are lost and therefore repeated."""
     saving: float
-    """Fraction of the time in which saves and copies block training."""
+    """Fraction of the time in which training is blocked by saves of checkpoints and by copies of the state into the memory of other
+    nodes."""
     down: float
     """Fraction of the time spent on the detection of failures and on restarts."""
     failures: float

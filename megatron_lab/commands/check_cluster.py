@@ -164,7 +164,10 @@ def _write_measured_cluster(args: argparse.Namespace) -> int:
 
 
 def _write_calibrated_cluster(args: argparse.Namespace) -> int:
-    """Scale a cluster file to the reports of measured runs for --calibrate, write it and return the exit status."""
+    """Run --calibrate: scale the speeds in a cluster file so that predictions fit the step times in the reports of measured runs.
+
+    Write the new cluster file and return the exit status.
+    """
     if args.cluster is None or args.output is None:
         print("check_cluster: --calibrate needs --cluster NAME|FILE and --output FILE", file=sys.stderr)
         return 2

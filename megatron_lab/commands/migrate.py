@@ -81,7 +81,10 @@ def _parse_variable(text: str) -> tuple[str, str]:
 
 
 def _convert(args: argparse.Namespace, variables: Mapping[str, str]) -> LaunchCommand:
-    """Read the file (and the script of --with) and convert it to a command line of this project.
+    """Read the file and convert it to a command line of this project.
+
+    If the file is a DeepSpeed configuration, the launch script that --with names is read too. It has the flags that the
+    configuration lacks, such as those of the model and the data.
 
     Args:
         variables: values that --set gives to variables of the script.

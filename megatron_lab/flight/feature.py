@@ -35,8 +35,11 @@ class HangFeature(Feature):
         )
 
     def callbacks(self, run: RunComponents) -> list[Callback]:
-        """Build the callbacks that write phases and operations into the record, and that compare ranks if --straggler-interval is
-        set."""
+        """Build the callbacks that write the current phase into this rank's flight record, which the watcher process of the node
+        reads, and that compare ranks if --straggler-interval is set.
+
+        The method also makes the pipeline executor write the start of each operation into the flight record.
+        """
         run.step.executor.on_op_start = self._flight.start_op
         interval = run.config.parallel.straggler_interval
         reports = [] if interval is None else [StragglerCallback(run.context, self._flight, interval, run.reporter)]

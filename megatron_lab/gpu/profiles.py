@@ -59,7 +59,8 @@ def _require_kernels(result: StepProfile) -> None:
 
 
 def profile(context: CheckContext, position: str) -> Outcome:
-    """Profile one eager step of the slowest model (`position` "1"), or of the second slowest ("2")."""
+    """Profile one eager step of one of the models in `rank_models`: of those that the speed checks measured, the model whose step
+    in this framework is slowest relative to the plain loop (`position` "1"), or the second slowest ("2")."""
     model, device = rank_models(context)[int(position) - 1], get_torch_device(context.device)
     job, _ = speed.build_job(model, context.device)
     with speed.build_framework_step(job, device) as step:

@@ -41,7 +41,8 @@ class MeasuredStep:
     """Bytes in use from each time of `times` on."""
     spans: tuple[OpSpan, ...]
     last_layer_grad_ms: float | None
-    """Time at which the first gradient arrives at the last layer of the model; None if this rank does not have that layer."""
+    """Milliseconds from the start of the first operation until backward reaches the last layer of the model for the first time;
+    None if this rank does not have that layer."""
     host_bytes: int = 0
     """Bytes of the buffers for tensors that are offloaded to host memory. `allocated` does not contain them, although on a CPU rank
     they are in the same memory."""

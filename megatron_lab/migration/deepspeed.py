@@ -14,10 +14,11 @@ _STRATEGIES = {0: "no_shard", 1: "optim", 2: "optim_grads", 3: "optim_grads_para
 
 
 def convert_flags(command: LaunchCommand, values_by_flag: dict[str, tuple[str, ...]]) -> None:
-    """Convert the flags of a launch script that configure DeepSpeed.
+    """Convert the flags of a launch script that configure DeepSpeed, and add the result to a launch command.
 
     Args:
-        values_by_flag: values of these flags, by name without the leading dashes.
+        command: command of this project. It receives the corresponding flags, and messages about the flags without a counterpart.
+        values_by_flag: values of the DeepSpeed flags, by name without the leading dashes.
     """
     stage_values = values_by_flag.get("zero-stage", ())
     if stage_values and stage_values[0].isdigit():
@@ -32,9 +33,11 @@ def convert_flags(command: LaunchCommand, values_by_flag: dict[str, tuple[str, .
 
 
 def convert_config(command: LaunchCommand, text: str) -> None:
-    """Convert a DeepSpeed configuration.
+    """Convert a DeepSpeed configuration, and add the result to a launch command.
 
     Args:
+        command: command of this project. It receives the flags that correspond to the configuration, and messages about the entries
+            that have no effect in this project or cannot be converted.
         text: configuration in JSON.
 
     Raises:

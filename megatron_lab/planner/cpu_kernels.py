@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 class _ViewOfFirstArgument(NamedTuple):
-    """Cached output that is a view of the operation's first argument."""
+    """Cache entry of an operation whose output is a view of its first argument."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -28,14 +28,14 @@ class _ViewOfFirstArgument(NamedTuple):
 
 
 class _MutatedArgument(NamedTuple):
-    """Cached output that is the argument into which the operation wrote."""
+    """Cache entry of an operation whose output is the argument into which it wrote."""
 
     name: str | None
     """Name of the keyword argument; None for the first positional argument."""
 
 
 class _NewTensors(NamedTuple):
-    """Cached output of one or several tensors with new storages."""
+    """Cache entry of an operation whose output is one tensor or several tensors with new storages."""
 
     is_tuple: bool
     tensors: tuple[NewTensor, ...]

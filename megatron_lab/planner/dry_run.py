@@ -286,8 +286,8 @@ class Planner:
     def step_work(self) -> StepWork:
         """Return the work of a step: FLOPs, memory traffic and communication, from which the step's duration is predicted.
 
-        Of several equal stages, only the first and the last get rank profiles. The rank with the largest memory is on one of these
-        two stages.
+        Of several stages with equal layers, only the first and the last are analysed rank by rank (`RankProfile`: memory and
+        traffic). The rank with the largest memory is on one of these two stages.
         """
         work, _ = self._compute_step_work(
             {stage for equal_stages in self._group_equal_stages() for stage in (equal_stages[0], equal_stages[-1])}

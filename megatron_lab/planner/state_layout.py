@@ -182,7 +182,7 @@ class FsdpState:
     """Dtype in which parameters are gathered before they are used."""
 
     def group(self, context: ParallelContext) -> Group:
-        """Return the process group whose ranks share the parameters."""
+        """Return the process group over which the parameters are sharded."""
         return context.fsdp_shard_group(self.axes)
 
     def rank_state(self, rank: int) -> RankState:

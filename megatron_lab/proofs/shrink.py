@@ -55,7 +55,7 @@ class ReducedRun:
     config: Config
     world_size: int
     preserved: list[str]
-    """Lines about settings that did not change."""
+    """Lines of the report, each about settings that have the same values in the small run as in the user's run."""
     reduced: list[str]
     """Lines about settings that were reduced or replaced."""
 

@@ -172,8 +172,14 @@ class Comparison:
         return format_location(name, self.layer_table, stages=self.find_stages(name))
 
     def find_stages(self, name: str) -> tuple[int, ...]:
-        """Return the pipeline stages whose ranks hold a parameter. For a module, return the stages that the layer table assigns it
-        to."""
+        """Return the pipeline stages of a parameter or module.
+
+        For a parameter, these are the stages whose ranks store it. For a module, they are the stages to which `layer_table`, the
+        assignment of layers to stages, assigns it.
+
+        Args:
+            name: name of the parameter or module.
+        """
         actual = self.start.actual.get(name)
         if actual is not None:
             return tuple(sorted({rank_tensor.coordinates["pp"] for rank_tensor in actual.rank_tensors}))

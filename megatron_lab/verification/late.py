@@ -97,9 +97,15 @@ def late_delivery() -> Iterator[list[str]]:
 
 
 def _delay_collective(name: str, start_collective: Callable[..., Any], overwritten: list[str]) -> Callable[..., LateWork]:
-    """Return a function that starts an all-gather or reduce-scatter with late delivery.
+    """Return a function that starts an all-gather or reduce-scatter whose result appears in the output tensor only when the caller
+    calls `wait`, so that code without this wait computes wrong values.
 
     Input and output may be separate tensors, or one may be a slice of the other.
+
+    Args:
+        name: name of the collective in the descriptions, with its article.
+        start_collective: function that starts the real collective.
+        overwritten: list to which `wait` adds a description if the input tensor was changed between the start and the wait.
     """
 
     def start_late(out: torch.Tensor, tensor: torch.Tensor, *, group: Any, async_op: bool) -> LateWork:

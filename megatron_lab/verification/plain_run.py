@@ -277,8 +277,10 @@ def _parse_layer_flags(pattern: str, num_layers: int) -> list[bool]:
 
 
 def build_experts_shape(model: ModelConfig, micro_batch_size: int) -> ExpertsShape:
-    """Build the sizes and options of the experts. A number N as --moe-layer-freq selects the first layer and every N-th layer after
-    it."""
+    """Build the sizes and options of the experts, including the layers that have experts.
+
+    If --moe-layer-freq is a number N, the layers 0, N, 2N, ... have experts. If it is a list, it has an entry for each layer.
+    """
     assert model.num_experts is not None
     freq, num_layers = model.moe_layer_freq, model.num_layers
     layers = _parse_layer_flags(freq, num_layers) if "[" in freq else [layer % int(freq) == 0 for layer in range(num_layers)]

@@ -56,8 +56,8 @@ def check_split_datasets(config: Config, world_size: int) -> Iterator[Finding]:
 
 @rule("whole_documents", "data_order", depends_on=("mock_data",))
 def check_whole_documents(config: Config, world_size: int) -> Iterator[Finding]:
-    """Whole documents need the sample order epoch: Megatron-LM's order cuts the concatenated documents into windows. Samples of
-    mock data have no documents."""
+    """--whole-documents needs --data-order epoch, because --data-order megatron cuts the concatenated documents into windows. It
+    cannot be used with --mock-data, because samples of mock data have no documents."""
     data = config.data
     if data.whole_documents and data.data_order != "epoch":
         yield Finding("--whole-documents cannot be used with --data-order megatron.", [change(data_order="epoch")])

@@ -20,7 +20,7 @@ check_offload_num_layers = require_not_above("cpu_offloading_num_layers", "num_l
 
 @rule(_PER_STAGE, "pipeline_model_parallel_size", depends_on=("num_layers",))
 def check_recompute_layers_per_stage(config: Config, world_size: int) -> Iterator[Finding]:
-    """The value must have one number of layers for each pipeline stage."""
+    """--recompute-layers-per-stage must list exactly one number of layers for each pipeline stage, unless it is auto."""
     memory, num_stages, max_layers = config.memory, config.parallel.pipeline_model_parallel_size, config.model.num_layers
     layers_per_stage = memory.recompute_counts
     if memory.recompute_layers_per_stage in (None, AUTO) or (

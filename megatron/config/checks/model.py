@@ -138,7 +138,8 @@ check_single_rope_scaling = require_exclusive(
 
 @rule("rope_low_freq_factor", "rope_high_freq_factor")
 def check_llama3_rope_bounds(config: Config, world_size: int) -> Iterator[Finding]:
-    """Between the two bounds, scaled and unscaled frequencies are interpolated."""
+    """Llama 3's RoPE scaling interpolates between scaled and unscaled frequencies for channel pairs whose number of turns lies
+    between --rope-low-freq-factor and --rope-high-freq-factor, so the first must be below the second."""
     low, high = config.model.rope_low_freq_factor, config.model.rope_high_freq_factor
     if low >= high:
         yield Finding(
