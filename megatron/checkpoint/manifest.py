@@ -382,7 +382,9 @@ def parse_manifest(data: bytes, path: str, name: str) -> Manifest:
     if invalid_names := sorted(
         name for name in used_files | manifest.files.keys() if name not in manifest.files or Path(name).name != name
     ):
-        raise DamagedCheckpointError(f"{file} names files that are not in its list or not in its folder: {invalid_names[:3]}")
+        raise DamagedCheckpointError(
+            f"{file} names files that are missing from its file list, or outside the checkpoint folder: {invalid_names[:3]}"
+        )
     return manifest
 
 

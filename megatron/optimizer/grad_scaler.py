@@ -101,8 +101,8 @@ class DynamicGradScaler(GradScaler):
         if self.scale <= self.min_scale:
             raise LossScaleError(
                 f"The loss scale is at its minimum --min-loss-scale {self.min_scale:g} and the gradient still overflows: "
-                "a smaller scale would not help. Look for a NaN or infinity in the loss (learning rate, data, initial weights), "
-                "or train in --bf16, whose range is that of float32; to go on with smaller scales, lower --min-loss-scale."
+                "probably the loss itself is NaN or infinite (learning rate, data, initial weights). If the gradients are really "
+                "that large, train in --bf16, whose range is that of float32, or lower --min-loss-scale."
             )
         self._clean_steps = 0
         self._hysteresis_left = max(self._hysteresis_left - 1, 0)

@@ -218,11 +218,6 @@ def _run_and_wait(start: Callable[[torch.Tensor, Group], Pending], tensor: torch
     return lambda: start(tensor, group).wait()
 
 
-def _in_turn(*actions: Callable[[], object]) -> None:
-    for action in actions:
-        action()
-
-
 def _build_matmul(gemm: Gemm, device: torch.device) -> Callable[[], object]:
     dtype = getattr(torch, gemm.dtype)
     a, b = (torch.randn(shape, device=device).to(dtype) for shape in ((gemm.m, gemm.k), (gemm.k, gemm.n)))

@@ -160,7 +160,7 @@ class _PickleInterpreter:
         """Replace the function name and the arguments on top of the stack with a `CallRecord`."""
         args, function = self._stack.pop(), self._stack.pop()
         if not isinstance(function, GlobalName) or not isinstance(args, tuple):
-            raise ValueError("an object without a name is called")
+            raise ValueError("the pickle calls an object that is not a named function or class")
         if function.name in _GETATTR:
             function, *args = args
             if not isinstance(function, GlobalName) or list(map(type, args)) != [str]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from megatron.config.checks.finding import MODEL_PARALLEL_SIZES
 from megatron.config.cli import load
 from megatron.config.errors import ConfigError, Violation
-from megatron.config.flags import flags
 from megatron.config.given import split_argv
 
 _MAX_WIDTH = 110
@@ -60,10 +59,6 @@ class LaunchCommand:
         self.flags[flag] = tuple(map(_format_value, values))
         if source:
             self.changes.append((source, f"{_format_flag(flag, self.flags[flag])}{f': {reason}' if reason else ''}"))
-
-    def pop_flag(self, flag: str) -> tuple[str, ...] | None:
-        """Remove a flag and return its values, or None if the command does not contain the flag."""
-        return self.flags.pop(flag, None)
 
     def get_number(self, flag: str) -> float | None:
         """Return the value of a flag as a number, or None if the flag is missing or does not have one numeric value."""
@@ -177,11 +172,6 @@ def _group_by_reason(pairs: Sequence[tuple[str, str]]) -> list[str]:
 def parse_argv(argv: Sequence[str]) -> list[tuple[str, tuple[str, ...], str]]:
     """Split a command line into flags, and return (name, values, spelling) for each flag."""
     return [(item.name, item.values, item.spelling) for item in split_argv(argv)[1]]
-
-
-def is_setting(name: str) -> bool:
-    """Return whether a flag is a setting of this project."""
-    return name in flags()
 
 
 def add_flags(command: LaunchCommand, argv: Sequence[str]) -> None:

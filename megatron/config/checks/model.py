@@ -150,7 +150,8 @@ def check_llama3_rope_bounds(config: Config, world_size: int) -> Iterator[Findin
 
 @rule("beta_slow", "beta_fast")
 def check_yarn_bounds(config: Config, world_size: int) -> Iterator[Finding]:
-    """Between the two bounds, scaled and unscaled frequencies are interpolated."""
+    """YaRN interpolates between scaled and unscaled frequencies for channel pairs whose number of turns lies between
+    --beta-slow and --beta-fast, so the first must be below the second."""
     slow, fast = config.model.beta_slow, config.model.beta_fast
     if slow >= fast:
         yield Finding(
