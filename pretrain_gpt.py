@@ -16,8 +16,8 @@ import time
 from typing import TYPE_CHECKING
 
 from megatron.config.cli import PROGRAM, LoadedConfig, load_or_exit
-from megatron.config.given import DryRun, check_output, fill_plan_defaults
 from megatron.config.launcher import read_process_info
+from megatron.config.parsed_flags import DryRun, check_output, fill_plan_defaults
 from megatron.training.signals import ExitSignals
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> None:
     if settings.dry_run is None:
         check_trace_file(settings.config.debug.save_trace)
     else:
-        from megatron_lab.planner.garbage import collect_garbage_rarely
+        from megatron_lab.planner.garbage_collection import collect_garbage_rarely
 
         collect_garbage_rarely()
 
@@ -88,7 +88,7 @@ def plan_run(settings: LoadedConfig, job: DryRun) -> None:
     from megatron_lab.planner.plan import write_plan
     from megatron_lab.planner.plan_text import format_plan
     from megatron_lab.planner.step_time import get_dtype_name, load_plan_cluster, predict_from_work
-    from megatron_lab.resilience.ahead import check_resume
+    from megatron_lab.resilience.resume_check import check_resume
 
     if read_process_info().rank > 0:
         return

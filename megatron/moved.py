@@ -16,23 +16,22 @@ from types import CodeType, ModuleType
 _MOVED_MODULES = {
     ("megatron", "megatron_lab"): "audit flight inference planner proofs resilience verification",
     ("megatron.checkpoint", "megatron_lab.foreign"): (
-        "adapters as_used dist_buffers dist_checkpoint distcp_files flat_buffers folded_source huggingface inert_pickle "
+        "adapters dist_buffers dist_checkpoint distcp_files flat_buffers huggingface inert_pickle "
         "legacy_checkpoint legacy_files legacy_optimizer legacy_settings megatron_source source torch_file"
     ),
     ("megatron.checkpoint", "megatron_lab.node_memory"): "keeper node_link node_storage",
     ("megatron.data", "megatron_lab.data_tools"): "megatron_order preprocess",
     ("megatron.data", "megatron_lab"): "tokenizers",
     ("megatron.training", "megatron_lab.monitoring"): (
-        "compilation compiler_facts goodput live_lines loss_picture memory_report out_of_memory plan_report profiler rehearsal"
+        "compilation goodput live_lines loss_picture memory_report out_of_memory plan_report profiler rehearsal"
     ),
     ("megatron.training", "megatron_lab.flight"): "stragglers",
-    ("megatron.training", "megatron_lab.node_memory"): "kept_state",
-    ("megatron.data_parallel", "megatron_lab.planner"): "passing state_layout",
+    ("megatron.data_parallel", "megatron_lab.planner"): "state_layout",
     ("megatron.optimizer", "megatron_lab.planner"): "state_size",
     ("megatron.parallel", "megatron_lab.monitoring"): "forks",
     ("megatron.metrics", "megatron_lab.monitoring"): "loggers run_warnings",
     ("megatron.training", "megatron_lab.audit"): "nonfinite sentinel",
-    ("megatron.training", "megatron_lab.resilience"): "ahead rewind spikes",
+    ("megatron.training", "megatron_lab.resilience"): "rewind spikes",
     ("megatron.config", "megatron_lab.migration"): "compat",
     ("megatron.checkpoint", "megatron_lab.migration"): "checkpoint_args",
 }
@@ -40,30 +39,39 @@ _MOVED_MODULES = {
 packages."""
 _MERGED_MODULES = {
     "megatron.config": "lora>model experts>model speed>precision batch_steps>training layer_costs>pipeline_layout "
-    "module_start>launcher",
+    "module_start>launcher given>parsed_flags settle>resolve extras>optional_packages",
+    "megatron.config.checks": "each>single_settings",
     "megatron.attention": "parts>range_pairs flash_parts>flash_range_pairs largest>max_logits",
     "megatron.context_parallel": "travel>attention",
-    "megatron.checkpoint": "agreement>savers content_sums>manifest",
+    "megatron.checkpoint": "agreement>savers content_sums>manifest rank_parts>save_plan folder_kinds>folder_types "
+    "storage_kinds>storage_url owner>heartbeat",
     "megatron.data": "loss_mask>indexed_dataset mock>samples order>samples pieces>windows packed_dataset>gpt_dataset "
     "index_cache>indexed_writer",
     "megatron.data_parallel": "frozen>buckets",
-    "megatron.memory": "kept>recompute",
+    "megatron.memory": "kept>recompute host>host_buffers",
     "megatron.metrics": "output>log_line timers>measures device_peaks>measures",
     "megatron.model": "init>build dropout>block treatment>block shared_heads>all_heads_norm",
     "megatron.moe": "capacity>dispatch choice>balance",
     "megatron.optimizer": "norms>statistics matrix_exchange>matrix_plan qk_clip>matrices elementwise>rules",
-    "megatron.parallel": "backends>context shards>params scope>params boxes>tensor_slice cut>sequence_split meeting>rendezvous",
+    "megatron.parallel": "backends>context shards>params scope>params boxes>tensor_slice cut>sequence_split meeting>rendezvous "
+    "products>matmul",
     "megatron.pipeline_parallel": "returns>executor queues>exchange",
     "megatron.precision": "formats>fp8_gemms scaling>fp8_gemms scaled_product>fp8_gemms device>gemms products>gemms "
     "fp8_products>fp8_gemms",
     "megatron.spec": "registered>activations",
     "megatron.tensor_parallel": "embedding>layers",
-    "megatron.training": "lost_contact>failure effective_model>resume own_metrics>watch attention_kernel>startup "
-    "saved_schedule>progress life>signals",
+    "megatron.training": "lost_contact>failure effective_model>resume own_metrics>callbacks watch>callbacks "
+    "attention_kernel>startup saved_schedule>progress life>signals",
 }
 """Modules that were merged into other modules or renamed within their package, by package, as `former>current`."""
 NEW_NAMES = {f"{old}.{name}": f"{new}.{name}" for (old, new), names in _MOVED_MODULES.items() for name in names.split()} | {
     "megatron.training.foreign_run": "megatron_lab.foreign.runs",
+    "megatron.checkpoint.as_used": "megatron_lab.foreign.inference_source",
+    "megatron.checkpoint.folded_source": "megatron_lab.foreign.mup_folding",
+    "megatron.training.compiler_facts": "megatron_lab.monitoring.compiler_inputs",
+    "megatron.training.kept_state": "megatron_lab.node_memory.node_memory",
+    "megatron.training.ahead": "megatron_lab.resilience.resume_check",
+    "megatron.data_parallel.passing": "megatron_lab.planner.transient_buffers",
     "megatron.context_parallel.cost": "megatron_lab.planner.context_cost",
     "megatron.config.help": "megatron_lab.pages.flag_help",
     "megatron.data.tokenizers.tokenizer": "megatron.data.tokenizer",

@@ -55,7 +55,7 @@ def float32_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
     A CPU that multiplies bfloat16 itself uses up to 1.4 MB of scratch memory for a product, which no plan counts.
     """
-    monkeypatch.setattr("megatron.parallel.products.has_fast_bfloat16", lambda: False)
+    monkeypatch.setattr("megatron.parallel.matmul.has_fast_bfloat16", lambda: False)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -11,11 +11,11 @@ from megatron.model.mlp import register_activation
 from megatron.optimizer.rule import StateSpec, Target, TensorLists, Update, UpdateRule, scaled
 from megatron.optimizer.rules import register_optimizer
 from megatron.parallel.context import ParallelContext, disconnect
+from megatron.training.callbacks import Callback, register_metric
 from megatron.training.failure import NonFiniteError, SetupError
 from megatron.training.inputs import RunData, open_data
 from megatron.training.progress import Progress
 from megatron.training.step import StepResult, TrainStep
-from megatron.training.watch import Callback, register_metric
 from megatron_lab.inference.generate import Sampling
 from megatron_lab.inference.language_model import LanguageModel
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.attention.documents import Documents
-from megatron.parallel.products import has_float32_output
+from megatron.parallel.matmul import has_float32_output
 from megatron.parallel.random import seed_device
 from megatron.spec.layers import ScoreSpec
 

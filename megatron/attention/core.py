@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.attention.backends import BLOCKWISE_KERNEL_NAME
-from megatron.parallel.products import is_slow_half
+from megatron.parallel.matmul import is_slow_half
 from megatron.parallel.random import seed_device
 from megatron.spec.layers import DEFAULT_SCORES, ScoreSpec
 

@@ -28,7 +28,7 @@ from megatron.checkpoint.manifest import EMPTY_HASH, ContentHash, Manifest, Stor
 from megatron.checkpoint.save_folder import load_manifest
 from megatron.checkpoint.savers import coordinate
 from megatron.checkpoint.storage import PathOrUrl, Storage
-from megatron.checkpoint.storage_kinds import open_storage
+from megatron.checkpoint.storage_url import open_storage
 from megatron.parallel.context import Group
 from megatron.parallel.tensor_slice import BufferSlice, TensorSlice, cover_flat_range
 

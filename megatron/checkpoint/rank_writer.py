@@ -17,8 +17,8 @@ from typing import IO
 import torch
 
 from megatron.checkpoint.global_tensor import GlobalTensor, torch_dtype
-from megatron.checkpoint.rank_parts import SavePlan
 from megatron.checkpoint.save_folder import Retention
+from megatron.checkpoint.save_plan import SavePlan
 from megatron.checkpoint.storage import Storage
 from megatron.checkpoint.writer_messages import (
     CommitResult,

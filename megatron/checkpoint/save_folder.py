@@ -9,7 +9,7 @@ files, and removes old checkpoints. Needs no torch.
     <save>/iter_0000100/                        complete checkpoint
     <save>/latest_checkpointed_iteration.txt    iteration of the last completed save
     <save>/run.json                             settings and identity (random digits) of the last run that began to save here
-    <save>/run.alive                            heartbeat of that run while it is alive (`owner.py`)
+    <save>/run.alive                            heartbeat of that run while it is alive (`heartbeat.py`)
 
 During its save or removal, a checkpoint has another name (`local_storage.py`, `object_storage.py`).
 """
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, format_list
 from megatron.checkpoint.manifest import Checksum, Manifest, StoredFile, checksums_match, merge_tensors, parse_manifest
 from megatron.checkpoint.storage import CONFIG, MANIFEST, PROGRESS_COUNTS, RECENT_STEPS, STATE, Draft, PathOrUrl, Storage
-from megatron.checkpoint.storage_kinds import open_storage
+from megatron.checkpoint.storage_url import open_storage
 
 LATEST = "latest_checkpointed_iteration.txt"
 RUN = "run.json"

@@ -30,13 +30,13 @@ import torch.distributed as dist
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, format_list, format_ranks
 from megatron.checkpoint.global_tensor import GlobalTensor, tensor_bytes
 from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.rank_parts import LocalTensorSpec, SavePlan, WriteItem, plan_save, write_rank_files
 from megatron.checkpoint.rank_writer import PATIENCE_S, RankWriter
 from megatron.checkpoint.save_folder import Retention, checkpoint_name, claim_folder, commit, encode_json_files, read_latest
+from megatron.checkpoint.save_plan import LocalTensorSpec, SavePlan, WriteItem, plan_save, write_rank_files
 from megatron.checkpoint.storage import Draft, Storage
 from megatron.checkpoint.writer_messages import CommitResult
 from megatron.parallel.context import Group
-from megatron.parallel.products import dtype_name
+from megatron.parallel.matmul import dtype_name
 
 # ---- Coordination of the ranks: either all ranks continue or all ranks fail.
 

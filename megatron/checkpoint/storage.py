@@ -1,7 +1,7 @@
 """Interfaces of the storage of checkpoints: folders, files, and drafts of checkpoints. They know nothing of tensors.
 
 The implementations are a local folder (`local_storage.py`), an object store through fsspec (`object_storage.py`) and the memory of
-the nodes (`node_storage.py`). `open_storage` in `storage_kinds.py` selects one by the path or URL.
+the nodes (`node_storage.py`). `open_storage` in `storage_url.py` selects one by the path or URL.
 """
 
 from __future__ import annotations

@@ -24,10 +24,10 @@ from multiprocessing.connection import Connection
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, format_list
 from megatron.checkpoint.manifest import Manifest, parse_manifest
-from megatron.checkpoint.rank_parts import write_rank_files
 from megatron.checkpoint.save_folder import apply_retention, checkpoint_name, commit
+from megatron.checkpoint.save_plan import write_rank_files
 from megatron.checkpoint.storage import Draft
-from megatron.checkpoint.storage_kinds import open_storage
+from megatron.checkpoint.storage_url import open_storage
 from megatron.checkpoint.writer_messages import (
     CommitResult,
     FailureMark,

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron.checkpoint.rank_parts import SavePlan
 from megatron.checkpoint.save_folder import Retention
+from megatron.checkpoint.save_plan import SavePlan
 
 
 class WriterSetup(NamedTuple):

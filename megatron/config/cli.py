@@ -16,12 +16,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from megatron.config.checks.each import list_idle_settings, list_plan_caveats
+from megatron.config.checks.single_settings import list_idle_settings, list_plan_caveats
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
-from megatron.config.extras import find_missing_packages, import_optional, note_missing_packages
 from megatron.config.flags import find_flag, flags
-from megatron.config.given import (
+from megatron.config.imports import import_modules, import_object
+from megatron.config.launcher import adopt_launcher, is_first_rank, read_process_info
+from megatron.config.model_files import LIST_NAME, format_model_table, get_model_file
+from megatron.config.optional_packages import find_missing_packages, import_optional, note_missing_packages
+from megatron.config.parsed_flags import (
     DryRun,
     GivenFlag,
     ParsedFlags,
@@ -33,12 +36,9 @@ from megatron.config.given import (
     split_argv,
     split_requests,
 )
-from megatron.config.imports import import_modules, import_object
-from megatron.config.launcher import adopt_launcher, is_first_rank, read_process_info
-from megatron.config.model_files import LIST_NAME, format_model_table, get_model_file
+from megatron.config.resolve import assume_vocab_size, resolve_settings
 from megatron.config.rules import find_violations, is_harmless
 from megatron.config.save import to_yaml
-from megatron.config.settle import assume_vocab_size, resolve_settings
 
 PROGRAM = "pretrain_gpt.py"
 

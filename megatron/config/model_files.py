@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 
 from megatron.config.errors import ConfigError, Violation
-from megatron.config.extras import import_optional
 from megatron.config.flags import suggest_names
-from megatron.config.given import parse_flags
+from megatron.config.optional_packages import import_optional
+from megatron.config.parsed_flags import parse_flags
 
 FOLDER = Path(__file__).resolve().with_name("models")
 LIST_NAME = "list"

@@ -8,7 +8,6 @@ from typing import Any
 
 from megatron.config.checks import (
     data,
-    each,
     experts,
     groups,
     lora,
@@ -18,6 +17,7 @@ from megatron.config.checks import (
     pipeline,
     precision,
     sharding,
+    single_settings,
     training,
 )
 from megatron.config.checks.finding import (
@@ -32,7 +32,7 @@ from megatron.config.errors import Violation
 from megatron.config.setting import flag_name
 
 RULES = collect_rules(
-    *(each, model, parallel, experts, pipeline, sharding, memory, training, groups, precision),
+    *(single_settings, model, parallel, experts, pipeline, sharding, memory, training, groups, precision),
     *(data, lora),
 )
 """All rules. They are independent: each is evaluated, whatever the other rules report."""
@@ -54,13 +54,14 @@ def find_violations(
         explicit_fields: fields that the user set, to distinguish an explicit 0 from a missing setting.
         fixed_fields: fields whose values come from a checkpoint. No other value is suggested for them.
     """
-    if world_size > each.MAX_WORLD_SIZE:  # rules that factorize it would take long, and their messages would not help
-        return [_to_violation(finding, ()) for finding in each.check_world_size(config, world_size)]
+    if world_size > single_settings.MAX_WORLD_SIZE:  # rules that factorize it would take long, and their messages would not help
+        return [_to_violation(finding, ()) for finding in single_settings.check_world_size(config, world_size)]
     findings_by_rule = _evaluate_rules(config, world_size)
     counts = [len(findings) for findings in findings_by_rule]
-    required_index = RULES.index(each.check_required_settings)
+    required_index = RULES.index(single_settings.check_required_settings)
     findings_by_rule[required_index] = [
-        each.report_explicit_zero(finding, config, world_size, explicit_fields) for finding in findings_by_rule[required_index]
+        single_settings.report_explicit_zero(finding, config, world_size, explicit_fields)
+        for finding in findings_by_rule[required_index]
     ]
     return [
         _to_violation(finding, _select_suggestions(finding, index, counts, config, world_size, fixed_fields))

@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
-from megatron.config.extras import PACKAGES, import_optional
 from megatron.config.flags import build_config, flags, topics
+from megatron.config.optional_packages import PACKAGES, import_optional
 from megatron.config.version import DISTRIBUTION, __version__
 
 _PACKAGES = ("torch", "numpy", *(package.distribution for package in PACKAGES.values()), "wandb")

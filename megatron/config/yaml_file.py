@@ -16,8 +16,8 @@ import yaml
 
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import find_flag, flags, topics
-from megatron.config.given import REQUESTS, GivenFlag, get_compat
 from megatron.config.param_groups import format_entry
+from megatron.config.parsed_flags import REQUESTS, GivenFlag, get_compat
 
 _MAPPING_SOURCE = "settings"
 """Source of settings that a program gives as a mapping, for messages."""

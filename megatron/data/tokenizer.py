@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.data import DataConfig, TokenizerType
-from megatron.config.extras import import_optional
 from megatron.config.imports import import_object
+from megatron.config.optional_packages import import_optional
 
 # ---- Base class of tokenizers, and simple tokenizers: raw bytes, ids as text, sentencepiece models.
 

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron.memory.host import HostBuffer, HostBufferPool, StreamEvent
+from megatron.memory.host_buffers import HostBuffer, HostBufferPool, StreamEvent
 from megatron.memory.recompute import ActivationStore, current_store, get_storage_key
 
 _MIN_RELATIVE_SIZE = 1 / 16

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron.memory.host import HostBufferPool
+from megatron.memory.host_buffers import HostBufferPool
 
 # ---- Activations of one microbatch that autograd does not store itself: regions to recompute, and offloaded layers.
 #

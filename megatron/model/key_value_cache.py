@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from megatron.attention.backends import without_cudnn
 from megatron.attention.blocks import single_token_attention
-from megatron.parallel.products import is_slow_half
+from megatron.parallel.matmul import is_slow_half
 from megatron.spec.layers import DEFAULT_SCORES, ScoreSpec
 
 

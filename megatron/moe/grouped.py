@@ -17,7 +17,7 @@ from torch import nn
 
 from megatron.memory import recompute
 from megatron.parallel.accumulate import accumulate_grouped, run_or_defer
-from megatron.parallel.products import product_into, weight_product
+from megatron.parallel.matmul import product_into, weight_product
 
 MAX_GROUPED_GRAD_BYTES = 64 << 20
 """Largest buffer of bfloat16 weight gradients that one grouped kernel writes, in addition to the float32 gradients."""

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from megatron.parallel.products import add_rows, weight_product
+from megatron.parallel.matmul import add_rows, weight_product
 
 WorkFunction = Callable[[], Callable[[], None] | None]
 """Deferred computation. It either completes, or starts the communication that it needs and returns a function that completes it."""

@@ -24,7 +24,7 @@ import torch
 
 from megatron.parallel.collectives import Pending, all_gather, gather_objects, reduce_scatter, start_ring_shift
 from megatron.parallel.context import Group
-from megatron.parallel.products import product_into
+from megatron.parallel.matmul import product_into
 from megatron.parallel.torch_private import find_symmetric_memory_op, unsafe_view
 
 

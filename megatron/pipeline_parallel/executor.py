@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron.memory.host import HostBufferPool
+from megatron.memory.host_buffers import HostBufferPool
 from megatron.memory.recompute import ActivationStore, BeforeRecompute, storing_activations
 from megatron.parallel.accumulate import DeferredWork, deferring
 from megatron.parallel.context import ParallelContext

@@ -14,7 +14,7 @@ import torch
 from megatron.config.imports import import_object
 from megatron.config.precision import Fp8, PrecisionConfig
 from megatron.parallel.context import Group
-from megatron.parallel.products import input_product, linear, weight_product
+from megatron.parallel.matmul import input_product, linear, weight_product
 
 GemmSplit = Literal["nothing", "outputs", "inputs", "tokens"]
 """Dimension of a linear layer's matrices that the tensor-parallel group splits: outputs or inputs of the weight, or the tokens."""

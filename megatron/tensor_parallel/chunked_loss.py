@@ -22,7 +22,7 @@ from torch import nn
 
 from megatron.parallel.accumulate import accumulate_product_sum
 from megatron.parallel.collectives import Pending, all_gather, start_all_reduce, start_reduce_scatter
-from megatron.parallel.products import product_into
+from megatron.parallel.matmul import product_into
 from megatron.tensor_parallel.cross_entropy import (
     LogitGradTerms,
     LogitStatistics,

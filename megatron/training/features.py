@@ -21,13 +21,13 @@ from megatron.config.imports import import_object
 from megatron.config.outputs import get_run_folder
 from megatron.metrics.measures import get_peak_host_bytes
 from megatron.parallel.context import ParallelContext
+from megatron.training.callbacks import Callback
 from megatron.training.failure import Explanations, is_out_of_memory
 from megatron.training.inputs import RunData
 from megatron.training.loop import Control
 from megatron.training.progress import BatchSizePlan, Progress, ResumePoint
 from megatron.training.reporter import Reporter
 from megatron.training.step import TrainStep
-from megatron.training.watch import Callback
 
 if TYPE_CHECKING:
     from megatron.attention.timing import KernelChoice
@@ -139,9 +139,9 @@ FEATURES = (
         f"{_LAB}.monitoring.rehearsal:RecomputeFeature",
         lambda c, ranks: c.memory.recompute_layers_per_stage == "auto",
     ),
-    FeatureRow("--save-trace", f"{_LAB}.audit.watchers:TraceFeature", lambda c, ranks: c.debug.save_trace is not None),
+    FeatureRow("--save-trace", f"{_LAB}.audit.callbacks:TraceFeature", lambda c, ranks: c.debug.save_trace is not None),
     FeatureRow(
-        "--check-replicas-every", f"{_LAB}.audit.watchers:ChecksFeature", lambda c, ranks: c.debug.check_replicas_every is not None
+        "--check-replicas-every", f"{_LAB}.audit.callbacks:ChecksFeature", lambda c, ranks: c.debug.check_replicas_every is not None
     ),
     FeatureRow(
         "--log-memory", f"{_LAB}.monitoring.memory_report:MemoryFeature", lambda c, ranks: c.logging.memory_interval is not None

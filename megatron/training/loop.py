@@ -15,6 +15,7 @@ from megatron.metrics.measures import Timers
 from megatron.model.inputs import ModelInputs
 from megatron.optimizer.grad_scaler import LossScaleError
 from megatron.parallel.context import ParallelContext
+from megatron.training.callbacks import METRICS, Callback, find_overriding_methods
 from megatron.training.failure import SharedError
 from megatron.training.inputs import Batches, RunBatches
 from megatron.training.progress import (
@@ -28,7 +29,6 @@ from megatron.training.progress import (
 from megatron.training.reporter import Reporter
 from megatron.training.signals import ExitSignals, ProgressFile
 from megatron.training.step import EvaluationSums, StepResult, TrainStep
-from megatron.training.watch import METRICS, Callback, find_overriding_methods
 
 if TYPE_CHECKING:
     from megatron.training.saver import Saver

@@ -30,9 +30,9 @@ from megatron.model.build import Model
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.spec.counts import count_flops_per_step
+from megatron.training.callbacks import METRICS
 from megatron.training.progress import Progress
 from megatron.training.step import StepResult
-from megatron.training.watch import METRICS
 
 if TYPE_CHECKING:
     from megatron.metrics.history import HistoryFile

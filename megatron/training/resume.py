@@ -9,12 +9,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, MismatchError
-from megatron.checkpoint.folder_kinds import check_not_foreign
+from megatron.checkpoint.folder_types import check_not_foreign
 from megatron.checkpoint.global_tensor import EMA, WEIGHT
 from megatron.checkpoint.load import LoadResult, load_tensors
 from megatron.checkpoint.save_folder import find_checkpoint, read_config, read_state, record_damage
 from megatron.checkpoint.storage import MANIFEST, PathOrUrl
-from megatron.checkpoint.storage_kinds import NODE_MEMORY_URL, open_storage
+from megatron.checkpoint.storage_url import NODE_MEMORY_URL, open_storage
 from megatron.config.config import Config
 from megatron.config.imports import import_object
 from megatron.config.model import (
@@ -112,7 +112,7 @@ def resume(
 
     Args:
         schedule: schedules of the command line.
-        uses_node_memory: whether the nodes keep copies of the state in memory (`kept_state.py`). A run that continues in its own
+        uses_node_memory: whether the nodes keep copies of the state in memory (`node_memory.py`). A run that continues in its own
             save folder loads such a copy if it is newer than the newest checkpoint.
 
     Raises:
@@ -128,7 +128,7 @@ def resume(
 
         def select(damaged: dict[int, str]) -> SelectedCheckpoint | None:
             is_newer_in_memory = (
-                import_object("megatron_lab.node_memory.kept_state:is_memory_newer") if takes_node_memory else lambda *_: False
+                import_object("megatron_lab.node_memory.node_memory:is_memory_newer") if takes_node_memory else lambda *_: False
             )
             source = NODE_MEMORY_URL if is_newer_in_memory(open_storage(folder), damaged) else folder
             return select_checkpoint(config, source, iteration, vocab_size, damaged, continues_run=not checkpoint.finetune)

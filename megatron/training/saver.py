@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.global_tensor import EMA, WEIGHT, GlobalTensor
-from megatron.checkpoint.owner import Heartbeat, check_no_live_owner
+from megatron.checkpoint.heartbeat import Heartbeat, check_no_live_owner
 from megatron.checkpoint.rank_writer import PATIENCE_S
 from megatron.checkpoint.save_folder import (
     RUN,
@@ -28,7 +28,7 @@ from megatron.checkpoint.save_folder import (
 )
 from megatron.checkpoint.savers import AsyncSaver, LogFunction, SyncSaver
 from megatron.checkpoint.storage import Storage
-from megatron.checkpoint.storage_kinds import NODE_MEMORY_URL, open_storage
+from megatron.checkpoint.storage_url import NODE_MEMORY_URL, open_storage
 from megatron.config.imports import import_object
 from megatron.config.outputs import CheckpointConfig
 from megatron.optimizer.grad_scaler import GradScaler
@@ -115,7 +115,7 @@ class Saver:
             self._async_saver = AsyncSaver(self._storage, context.world, self._retention, patience_s)
         run_on_all_ranks(context, lambda: self._prepare() if context.rank == 0 else None)
         if config.memory_save_interval is not None:
-            self._node_memory = import_object("megatron_lab.node_memory.kept_state:start_keepers")(
+            self._node_memory = import_object("megatron_lab.node_memory.node_memory:start_keepers")(
                 self._storage.location, config.replicate_state, context
             )
             token = (self._async_saver or self._sync_saver).token

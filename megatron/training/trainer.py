@@ -29,6 +29,7 @@ from megatron.data.samples import DocumentSpan, SampleSource
 from megatron.model.build import Model, build_model_from_config
 from megatron.parallel.context import ParallelContext, connect, disconnect
 from megatron.training import startup
+from megatron.training.callbacks import Callback
 from megatron.training.failure import Explanations
 from megatron.training.features import PICTURE_FEATURE, Features, RunComponents
 from megatron.training.inputs import Batches, RunData, open_data
@@ -37,7 +38,6 @@ from megatron.training.progress import BatchSizePlan, Progress, ResumePoint
 from megatron.training.signals import ExitSignals
 from megatron.training.startup import choose_attention_kernel
 from megatron.training.step import StepResult, TrainStep
-from megatron.training.watch import Callback
 
 if TYPE_CHECKING:
     from megatron.training.saver import Saver

@@ -29,11 +29,11 @@ from megatron.parallel.collectives import all_reduce, gather_objects, ring_shift
 from megatron.parallel.params import ParamEntry, Shard
 from megatron.parallel.sequence_split import SequenceSplit
 from megatron.spec.operations import OpType
+from megatron.training.callbacks import Callback
 from megatron.training.features import Feature, RunComponents
 from megatron.training.progress import Progress
 from megatron.training.reporter import Reporter
 from megatron.training.step import StepResult, TrainStep
-from megatron.training.watch import Callback
 from megatron_lab.audit.digests import DigestComparer, compute_bit_digest, get_rounding_tolerance
 from megatron_lab.audit.replicas import raise_audit
 from megatron_lab.audit.votes import Dispute, DisputeResolver, build_model_replicas, count_data_ranks_per_replica, get_extra_shifts

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron.memory.host import HostBufferPool
+from megatron.memory.host_buffers import HostBufferPool
 from megatron.memory.offload import create_offloader
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology

@@ -21,7 +21,7 @@ from megatron.checkpoint.global_tensor import GlobalTensor, tensor_bytes
 from megatron.checkpoint.load import load_tensors
 from megatron.checkpoint.save_folder import checkpoint_name
 from megatron.checkpoint.savers import SyncSaver
-from megatron.checkpoint.storage_kinds import open_storage
+from megatron.checkpoint.storage_url import open_storage
 from megatron.parallel.tensor_slice import BufferSlice, TensorSlice
 from megatron_lab.benchmarks.checkpoint_save import create_tensors
 from megatron_lab.benchmarks.runner import (

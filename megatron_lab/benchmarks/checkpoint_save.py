@@ -26,7 +26,7 @@ import torch.distributed as dist
 from megatron.checkpoint.global_tensor import GlobalTensor, tensor_bytes
 from megatron.checkpoint.save_folder import Retention
 from megatron.checkpoint.savers import AsyncSaver, SyncSaver
-from megatron.checkpoint.storage_kinds import open_storage
+from megatron.checkpoint.storage_url import open_storage
 from megatron.parallel.context import SELF_GROUP
 from megatron.parallel.tensor_slice import BufferSlice, TensorSlice
 from megatron_lab.benchmarks.runner import (

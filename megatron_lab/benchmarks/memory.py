@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from megatron.config.cli import LoadedConfig, load
-from megatron.config.given import DryRun
+from megatron.config.parsed_flags import DryRun
 from megatron.data.tokenizer import predict_embedding_rows
 from megatron.spec.counts import count_flops_per_token, count_output_flops
 from megatron_lab.benchmarks.runner import run_in_turns

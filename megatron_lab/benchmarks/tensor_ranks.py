@@ -20,9 +20,9 @@ import torch
 
 from megatron.parallel import overlap
 from megatron.parallel.context import make_context
+from megatron.parallel.matmul import product_into
 from megatron.parallel.overlap import Overlap, RingOverlap
 from megatron.parallel.params import ParamTable, Scope, materialize
-from megatron.parallel.products import product_into
 from megatron.parallel.topology import Topology
 from megatron.precision.gemms import DEFAULT_GEMMS, LinearGemms
 from megatron.spec.weights import build_column_parallel_linear, build_row_parallel_linear

@@ -13,8 +13,8 @@ import torch
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.config.data import DataConfig
-from megatron.config.extras import import_optional
 from megatron.config.model import ModelConfig
+from megatron.config.optional_packages import import_optional
 from megatron.data.tokenizer import build_tokenizer
 from megatron.parallel.context import make_context
 from megatron.parallel.tensor_slice import TensorSlice

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand `diff`: compare two folders and print the result. Returns the exit status: 0 if they are equal, otherwise
     1."""
-    from megatron_lab.foreign.opening import open_source
+    from megatron_lab.foreign.open_source import open_source
 
     if not args.tolerance >= 0:
         raise ValueError(f"--tolerance {args.tolerance}: it must not be negative")

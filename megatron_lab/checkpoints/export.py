@@ -94,14 +94,14 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from megatron.data.tokenizer import build_tokenizer
-    from megatron_lab.checkpoints.exported import Export
+    from megatron_lab.checkpoints.export_result import Export
     from megatron_lab.checkpoints.huggingface_writer import SpecialTokens, export
     from megatron_lab.checkpoints.model_card import UNKNOWN, TrainingSummary, build_model_card, format_next_steps
     from megatron_lab.data_tools.huggingface_tokenizer import has_qwen2_pattern, write_huggingface_tokenizer
-    from megatron_lab.foreign.as_used import build_inference_source
-    from megatron_lab.foreign.folded_source import fold_mup_scaling
     from megatron_lab.foreign.huggingface.families import select_family
-    from megatron_lab.foreign.opening import open_source
+    from megatron_lab.foreign.inference_source import build_inference_source
+    from megatron_lab.foreign.mup_folding import fold_mup_scaling
+    from megatron_lab.foreign.open_source import open_source
 
     checkpoint = open_source(args.source, args.step, average=args.ema)
     if args.format == "peft":

@@ -21,9 +21,9 @@ from megatron.checkpoint.errors import CheckpointError, format_list
 from megatron.checkpoint.global_tensor import tensor_bytes
 from megatron.checkpoint.local_storage import sync_folder
 from megatron.checkpoint.safetensors_file import TensorEntry, encode_header, split_into_files
-from megatron.checkpoint.storage_kinds import open_storage
-from megatron.parallel.products import dtype_name
-from megatron_lab.checkpoints.exported import Export
+from megatron.checkpoint.storage_url import open_storage
+from megatron.parallel.matmul import dtype_name
+from megatron_lab.checkpoints.export_result import Export
 from megatron_lab.checkpoints.model_card import UNKNOWN, build_model_card
 from megatron_lab.foreign.huggingface.families import select_family
 from megatron_lab.foreign.huggingface.family import Family

@@ -161,7 +161,7 @@ def _open_source_and_tokenizer(args: argparse.Namespace) -> tuple[WeightSource, 
     from megatron.data.tokenizer import build_tokenizer
     from megatron_lab.foreign.adapters import merge_adapters
     from megatron_lab.foreign.megatron_source import MegatronSource
-    from megatron_lab.foreign.opening import open_source
+    from megatron_lab.foreign.open_source import open_source
 
     source = merge_adapters(open_source(args.source, args.step, average=args.ema))
     from_megatron = isinstance(source, MegatronSource)

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand `inspect`: print a description of the checkpoint or folder. Returns the exit status."""
-    from megatron_lab.foreign.opening import open_source
+    from megatron_lab.foreign.open_source import open_source
 
     description = describe_source(open_source(args.source, args.step))
     print(json.dumps(description, indent=1) if args.json else "\n".join(format_lines(description)))

@@ -14,7 +14,7 @@ from megatron.config.version import DISTRIBUTION
 from megatron.metrics.history import read_history
 from megatron.parallel.topology import Topology
 from megatron.training.progress import Progress
-from megatron_lab.checkpoints.exported import Export
+from megatron_lab.checkpoints.export_result import Export
 from megatron_lab.checkpoints.text import format_bytes
 from megatron_lab.foreign.source import StoredCheckpoint, WeightSource
 

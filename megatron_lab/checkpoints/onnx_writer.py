@@ -22,16 +22,16 @@ import torch
 from torch import nn
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.config.extras import import_optional
 from megatron.config.model import ModelConfig
+from megatron.config.optional_packages import import_optional
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
-from megatron_lab.foreign.as_used import build_inference_source
+from megatron_lab.foreign.inference_source import build_inference_source
 from megatron_lab.foreign.source import WeightSource
 from megatron_lab.inference.forward import compute_sequence_logits
 from megatron_lab.inference.model_from_source import load_model
-from megatron_lab.verification.plain_run import build_reference_shape
 from megatron_lab.verification.reference.model import compute_logits
+from megatron_lab.verification.reference_run import build_reference_shape
 
 MODEL = "model.onnx"
 TOKENS, LOGITS = "input_ids", "logits"

@@ -19,7 +19,7 @@ import torch
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.local_storage import sync_folder
 from megatron.checkpoint.safetensors_file import TensorEntry
-from megatron.parallel.products import dtype_name
+from megatron.parallel.matmul import dtype_name
 from megatron.spec.weights import split_layer_name
 from megatron_lab.checkpoints.huggingface_writer import write_shard
 from megatron_lab.foreign.adapters import get_adapter_names, remove_lora_settings

@@ -42,10 +42,10 @@ def run(args: argparse.Namespace) -> int:
     """Run the subcommand `reshard`: write the checkpoint and print a summary. Returns the exit status."""
     from megatron.checkpoint.errors import CheckpointError
     from megatron.checkpoint.save_folder import checkpoint_name, parse_iteration
-    from megatron.checkpoint.storage_kinds import open_storage
+    from megatron.checkpoint.storage_url import open_storage
     from megatron_lab.checkpoints.layout_files import plan_layout_files
     from megatron_lab.checkpoints.stream import write_checkpoint
-    from megatron_lab.foreign.opening import open_source
+    from megatron_lab.foreign.open_source import open_source
     from megatron_lab.foreign.source import StoredCheckpoint
 
     source = open_source(args.source, args.step)

@@ -10,10 +10,10 @@ import torch
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.global_tensor import tensor_bytes
-from megatron.checkpoint.rank_parts import LocalTensorSpec, WriteItem, plan_save, write_rank_files
 from megatron.checkpoint.save_folder import checkpoint_name, commit, encode_json_files, merge_manifests
-from megatron.checkpoint.storage_kinds import open_storage
-from megatron.parallel.products import dtype_name
+from megatron.checkpoint.save_plan import LocalTensorSpec, WriteItem, plan_save, write_rank_files
+from megatron.checkpoint.storage_url import open_storage
+from megatron.parallel.matmul import dtype_name
 from megatron.parallel.tensor_slice import TensorSlice
 from megatron_lab.foreign.source import TensorInfo
 

@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the subcommand `verify`: print one line per checkpoint, and one line per problem. Returns the exit status: 1 if there is
     a problem, otherwise 0."""
     from megatron_lab.checkpoints.text import format_bytes
-    from megatron_lab.checkpoints.verified import verify_checkpoint
+    from megatron_lab.checkpoints.verification import verify_checkpoint
 
     num_problems = 0
     for checkpoint in _find_checkpoints(args.source, args.step):
@@ -53,7 +53,7 @@ def _find_checkpoints(source: str, step: int | None) -> Iterator[Storage | str]:
     from megatron.checkpoint.errors import CheckpointError
     from megatron.checkpoint.save_folder import LATEST, checkpoint_name, list_iterations, read_latest
     from megatron.checkpoint.storage import MANIFEST
-    from megatron.checkpoint.storage_kinds import open_storage
+    from megatron.checkpoint.storage_url import open_storage
 
     folder = open_storage(source)
     if folder.file_size(MANIFEST) is not None:

@@ -16,8 +16,8 @@ import torch
 from megatron.checkpoint.storage import is_url
 from megatron.config.config import Config
 from megatron_lab.cluster import verdict
-from megatron_lab.cluster.facts import NodeInfo, collect_node_info
-from megatron_lab.cluster.meeting import Meeting
+from megatron_lab.cluster.node_exchange import NodeExchange
+from megatron_lab.cluster.node_info import NodeInfo, collect_node_info
 from megatron_lab.cluster.ranks import PROGRAM, RankEnd, run_ranks
 from megatron_lab.cluster.verdict import Verdict
 
@@ -60,9 +60,11 @@ def run_check(job: Job, config: Config, program: Sequence[str] = PROGRAM) -> lis
         MeetingError: this node and the head node cannot connect.
     """
     node_info = collect_node_info(config, job.ranks_per_node)
-    check = _Check(job, config, program, node_info, Meeting(job.head, job.port, job.num_nodes, node_info.host, job.join_timeout_s))
+    check = _Check(
+        job, config, program, node_info, NodeExchange(job.head, job.port, job.num_nodes, node_info.host, job.join_timeout_s)
+    )
     problems = check.check_node_info() or check.check_clocks_and_folder() or check.check_links()
-    check.meeting.leave(_MARGIN_S)
+    check.exchange.leave(_MARGIN_S)
     return problems
 
 
@@ -74,7 +76,7 @@ class _Check:
     config: Config
     program: Sequence[str]
     node_info: NodeInfo
-    meeting: Meeting
+    exchange: NodeExchange
     hosts: dict[int, str] = field(default_factory=dict)
     """Unique names of the nodes that have joined, by node index. Only set on the head."""
 
@@ -82,9 +84,9 @@ class _Check:
         """Check that all nodes join, that no node has reported a problem of its own, and that all nodes have equal versions of
         software and hardware."""
         job, result = self.job, Verdict()
-        self.meeting.put("facts", asdict(self.node_info))
-        if self.meeting.is_head:
-            messages = self.meeting.gather("facts", time.monotonic() + job.join_timeout_s)
+        self.exchange.put("facts", asdict(self.node_info))
+        if self.exchange.is_head:
+            messages = self.exchange.gather("facts", time.monotonic() + job.join_timeout_s)
             info_by_node = {node: NodeInfo(**node_info) for node, node_info in messages.items()}
             host_counts = Counter(node_info.host for node_info in info_by_node.values())
             for node, node_info in info_by_node.items():
@@ -101,16 +103,16 @@ class _Check:
 
     def check_clocks_and_folder(self) -> list[str]:
         """Compare the clocks of all nodes. Check that a file that the head writes into the save folder is visible on every node."""
-        result, marker, is_head = Verdict(), self._get_marker_path(), self.meeting.is_head
+        result, marker, is_head = Verdict(), self._get_marker_path(), self.exchange.is_head
         if is_head and marker is not None:
             marker.touch()
         try:
             if is_head:
-                self.meeting.broadcast("clock", time.time())
-            offset_s = -self.meeting.receive("clock", _MARGIN_S) + time.time()
-            self.meeting.put("sees", {"ahead": offset_s, "marker": marker is None or _wait_for_file(marker)})
+                self.exchange.broadcast("clock", time.time())
+            offset_s = -self.exchange.receive("clock", _MARGIN_S) + time.time()
+            self.exchange.put("sees", {"ahead": offset_s, "marker": marker is None or _wait_for_file(marker)})
             if is_head:
-                reports = self.meeting.gather("sees", time.monotonic() + _MARGIN_S)
+                reports = self.exchange.gather("sees", time.monotonic() + _MARGIN_S)
                 blind_hosts = [self.hosts[node] for node, report in reports.items() if not report["marker"]]
                 result.problems += self._find_missing_nodes(reports, _MARGIN_S)
                 result.problems += verdict.find_skewed_clocks(
@@ -128,7 +130,7 @@ class _Check:
         """Check that all ranks reach each other, that an all-reduce gives the correct result, and that no node is slow."""
         job, device_type, result = self.job, select_device_type(self.config.parallel.device), Verdict()
         ends = run_ranks(
-            self.meeting.index,
+            self.exchange.index,
             job.ranks_per_node,
             job.num_nodes,
             job.head,
@@ -137,9 +139,9 @@ class _Check:
             job.ranks_timeout_s,
             program=self.program,
         )
-        self.meeting.put("ends", [end.__dict__ for end in ends])
-        if self.meeting.is_head:
-            ends_by_node = self.meeting.gather("ends", time.monotonic() + _MARGIN_S)
+        self.exchange.put("ends", [end.__dict__ for end in ends])
+        if self.exchange.is_head:
+            ends_by_node = self.exchange.gather("ends", time.monotonic() + _MARGIN_S)
             by_host = {self.hosts[node]: [RankEnd(**end) for end in ends_by_node[node]] for node in sorted(ends_by_node)}
             result.problems += self._find_missing_nodes(ends_by_node, job.ranks_timeout_s + _MARGIN_S)
             result.problems += verdict.find_link_problems(by_host, job.ranks_timeout_s) + verdict.find_memory_problems(
@@ -157,9 +159,9 @@ class _Check:
 
     def _share_verdict(self, key: str, result: Verdict, timeout_s: float) -> list[str]:
         """Send the head node's result to all nodes, and return its problems. The head node also prints the result."""
-        if not self.meeting.is_head:
-            return self.meeting.receive(key, timeout_s + _MARGIN_S)  # type: ignore[no-any-return]
-        self.meeting.broadcast(key, result.problems)
+        if not self.exchange.is_head:
+            return self.exchange.receive(key, timeout_s + _MARGIN_S)  # type: ignore[no-any-return]
+        self.exchange.broadcast(key, result.problems)
         for message in result.notes:
             print(f"check_cluster: {message}", flush=True)
         for message in result.problems:

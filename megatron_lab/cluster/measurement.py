@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from megatron.config.cli import load
 from megatron.config.config import Config
-from megatron.config.given import DryRun
 from megatron.config.launcher import read_process_info
+from megatron.config.parsed_flags import DryRun
 from megatron.data.tokenizer import predict_embedding_rows
 from megatron.model.build import build_model_from_config
 from megatron.parallel.collectives import broadcast_object, gather_objects
@@ -32,7 +32,7 @@ from megatron.spec.operations import OpType
 from megatron.training.inputs import open_data
 from megatron.training.progress import BatchSizePlan, Progress
 from megatron.training.step import TrainStep
-from megatron_lab.cluster.facts import count_cores
+from megatron_lab.cluster.node_info import count_cores
 from megatron_lab.cluster.probes import (
     CollectiveTiming,
     Durations,
@@ -48,10 +48,10 @@ from megatron_lab.cluster.probes import (
     time_overlap,
 )
 from megatron_lab.monitoring.profiler import SpanRecorder
+from megatron_lab.planner.device_work import Gemm
 from megatron_lab.planner.dry_run import Planner
 from megatron_lab.planner.step_time import count_update_bytes
 from megatron_lab.planner.step_work import StepWork
-from megatron_lab.planner.work import Gemm
 from megatron_lab.verification.local_ranks import run_ranks
 
 _NUM_STEPS = 12

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from megatron.parallel.collectives import Pending, gather_objects, start_all_gather, start_all_reduce, start_reduce_scatter
 from megatron.parallel.context import Group
-from megatron_lab.planner.work import AttentionWork, DeviceWork, Gemm
+from megatron_lab.planner.device_work import AttentionWork, DeviceWork, Gemm
 
 Durations = tuple[float, ...]
 """Seconds of one call, in several samples."""

@@ -20,8 +20,8 @@ from megatron.metrics.measures import get_peak_flops
 from megatron_lab.cluster.measurement import Measurement
 from megatron_lab.cluster.probes import CollectiveTiming, Durations, OverlapTiming, WorkTiming
 from megatron_lab.planner.cluster import Cluster, Efficiency
+from megatron_lab.planner.device_work import DeviceWork
 from megatron_lab.planner.durations import count_gemm_bytes, get_peak_name
-from megatron_lab.planner.work import DeviceWork
 
 _NUM_ITERATIONS = 30
 _MIN_ERROR = 0.03

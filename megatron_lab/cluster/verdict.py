@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_lab.cluster.facts import NodeInfo
+from megatron_lab.cluster.node_info import NodeInfo
 from megatron_lab.cluster.ranks import RankEnd
 
 MAX_CLOCK_SKEW_S = 2.0

@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from megatron.config.cli import load
-from megatron.config.given import DryRun
+from megatron.config.parsed_flags import DryRun
 from megatron_lab.commands.parser import ToolParser
 from megatron_lab.planner.cluster import load_cluster
 from megatron_lab.planner.dry_run import Planner

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megatron.config.cli import load
 from megatron.config.config import Config
-from megatron.config.given import DryRun
+from megatron.config.parsed_flags import DryRun
 from megatron.data.tokenizer import predict_embedding_rows
 from megatron_lab.commands.parser import ToolParser
 from megatron_lab.memory_plots.measure import prepare_step

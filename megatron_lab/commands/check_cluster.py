@@ -33,7 +33,7 @@ from pathlib import Path
 
 from megatron.config.cli import load
 from megatron.config.errors import ConfigError
-from megatron.config.given import check_output
+from megatron.config.parsed_flags import check_output
 from megatron_lab.commands.parser import ToolParser
 
 
@@ -130,14 +130,14 @@ def main(arguments: list[str] | None = None, program: tuple[str, ...] | None = N
         return 2
 
     from megatron_lab.cluster.check import Job, run_check
-    from megatron_lab.cluster.meeting import MeetingError
+    from megatron_lab.cluster.node_exchange import NodeExchangeError
     from megatron_lab.cluster.ranks import PROGRAM
 
     head, port = args.head
     job = Job(args.nodes, args.ranks_per_node, head, port, args.expect, args.device_bytes, args.wait, args.limit)
     try:
         problems = run_check(job, config, program or PROGRAM)
-    except MeetingError as error:
+    except NodeExchangeError as error:
         print(f"check_cluster: {error}", file=sys.stderr)
         return 1
     return 1 if problems else 0

@@ -26,7 +26,7 @@ import json
 from typing import Any
 
 from megatron_lab.commands.parser import ToolParser
-from megatron_lab.evaluation.opened import (
+from megatron_lab.evaluation.open_model import (
     OpenedModel,
     add_computing_flags,
     add_model_flags,

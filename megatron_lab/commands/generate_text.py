@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_lab.commands.parser import ToolParser
-from megatron_lab.evaluation.opened import (
+from megatron_lab.evaluation.open_model import (
     OpenedModel,
     add_computing_flags,
     add_model_flags,

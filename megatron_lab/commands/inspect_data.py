@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.config.extras import import_optional
+from megatron.config.optional_packages import import_optional
 from megatron_lab.commands.parser import ToolParser
 from megatron_lab.data_tools.tokenizer_flags import add_tokenizer_flags, build_tokenizer_config
 

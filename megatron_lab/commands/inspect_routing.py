@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     from megatron.parallel.context import connect, disconnect
-    from megatron_lab.foreign.opening import open_source
+    from megatron_lab.foreign.open_source import open_source
     from megatron_lab.schedule_plots.figure import require_matplotlib, save_figure
 
     if args.output is not None:

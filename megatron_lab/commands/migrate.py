@@ -20,8 +20,8 @@ from pathlib import Path
 
 from megatron_lab.commands.parser import ToolParser
 from megatron_lab.migration import deepspeed, megatron, nanotron, torchtitan
+from megatron_lab.migration.launch_command import LaunchCommand, add_flags, format_report
 from megatron_lab.migration.launcher import convert_launcher, set_default_launcher
-from megatron_lab.migration.line import LaunchCommand, add_flags, format_report
 from megatron_lab.migration.shell import Launch, Script, is_resolved, remove_marks
 
 PROGRAM = "migrate.py"

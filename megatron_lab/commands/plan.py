@@ -19,11 +19,11 @@ from typing import Any
 from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
-from megatron.config.given import DryRun, check_output
-from megatron.config.settle import assume_vocab_size
+from megatron.config.parsed_flags import DryRun, check_output
+from megatron.config.resolve import assume_vocab_size
 from megatron_lab.commands.parser import ToolParser
 from megatron_lab.planner.cluster import DEFAULT_CLUSTER, list_cluster_names, load_cluster
-from megatron_lab.planner.garbage import collect_garbage_rarely
+from megatron_lab.planner.garbage_collection import collect_garbage_rarely
 
 PROGRAM = "plan.py"
 _DAY = 86_400

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatron.config.cli import load
 from megatron.config.config import Config
-from megatron.config.given import check_output, is_count
+from megatron.config.parsed_flags import check_output, is_count
 from megatron.config.rules import find_violations
 from megatron.config.version import format_version
 

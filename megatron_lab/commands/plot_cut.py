@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.config.extras import import_optional
+from megatron.config.optional_packages import import_optional
 from megatron_lab.commands.parser import ToolParser
 
 _EXAMPLE_LENGTHS = (300, 28, 60, 12, 500, 40, 84)

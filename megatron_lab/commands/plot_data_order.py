@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from megatron.config.data import DataOrder
-from megatron.config.extras import import_optional
+from megatron.config.optional_packages import import_optional
 from megatron_lab.commands.parser import ToolParser
 
 if TYPE_CHECKING:

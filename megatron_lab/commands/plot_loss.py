@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.extras import import_optional
+from megatron.config.optional_packages import import_optional
 from megatron.metrics.history import HISTORY_FILE, History, read_history
 from megatron.metrics.log_line import format_compact
 from megatron_lab.commands.parser import ToolParser

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megatron.config.checks.each import MAX_WORLD_SIZE
+from megatron.config.checks.single_settings import MAX_WORLD_SIZE
 from megatron.config.cli import load, parse
 from megatron.config.config import Config
-from megatron.config.given import check_output, is_count
+from megatron.config.parsed_flags import check_output, is_count
 
 PROGRAM = "plot_memory.py"
 HELP = """\
@@ -114,7 +114,7 @@ def _run(run_argv: Sequence[str], options: ToolOptions) -> int:
     }
 
     from megatron_lab.memory_plots.figure import write_figure
-    from megatron_lab.memory_plots.over_step import build_panel, format_panel_table
+    from megatron_lab.memory_plots.step_memory import build_panel, format_panel_table
     from megatron_lab.schedule_plots.figure import require_matplotlib
 
     if options.output is not None:

@@ -303,7 +303,7 @@ def _preprocess(args: argparse.Namespace, config: DataConfig, screen: Screen) ->
 
 def _build_index(args: argparse.Namespace, prefixes: Sequence[str], screen: Screen) -> None:
     """Build the sample indexes of the datasets and write them to the cache, for --build-index."""
-    from megatron_lab.data_tools.index_making import build_index
+    from megatron_lab.data_tools.index_builder import build_index
 
     for prefix in prefixes:
         messages = build_index(

@@ -26,7 +26,7 @@ def build_plan_html(history: History) -> tuple[str, str]:
     """
     from html import escape
 
-    from megatron.config.given import DryRun
+    from megatron.config.parsed_flags import DryRun
     from megatron.config.save import from_dict
     from megatron.data.tokenizer import predict_embedding_rows
     from megatron.parallel.topology import Topology

@@ -24,12 +24,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron.config.checks.each import MAX_WORLD_SIZE
 from megatron.config.checks.finding import MODEL_PARALLEL_SIZES
+from megatron.config.checks.single_settings import MAX_WORLD_SIZE
 from megatron.config.cli import LoadedConfig, load, parse
 from megatron.config.errors import ConfigError, Violation
-from megatron.config.given import check_output, is_count, split_argv
-from megatron.config.settle import assume_vocab_size
+from megatron.config.parsed_flags import check_output, is_count, split_argv
+from megatron.config.resolve import assume_vocab_size
 
 PROGRAM = "verify_layout.py"
 HELP = """\

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron.config.extras import import_optional
+from megatron.config.optional_packages import import_optional
 from megatron.data.indexed_writer import write_atomically
 from megatron_lab.data_tools.preprocess.errors import DamagedFileError
 from megatron_lab.data_tools.preprocess.input_shards import find_sources, split_into_shards

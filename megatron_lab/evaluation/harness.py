@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.config.extras import import_optional
+from megatron.config.optional_packages import import_optional
 from megatron.data.tokenizer import Tokenizer
 from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext

@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from megatron.parallel.context import ParallelContext
+from megatron.training.callbacks import Callback
 from megatron.training.failure import Explanations
 from megatron.training.features import Feature, RunComponents
-from megatron.training.watch import Callback
+from megatron_lab.flight.rank_monitor import Flight, get_stack_folder, watch_rank
 from megatron_lab.flight.stragglers import StragglerCallback
-from megatron_lab.flight.watched import Flight, get_stack_folder, watch_rank
 
 
 class _PhaseCallback(Callback):

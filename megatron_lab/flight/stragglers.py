@@ -17,11 +17,11 @@ import torch
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.collectives import all_gather, gather_objects
 from megatron.parallel.context import ParallelContext
+from megatron.training.callbacks import Callback
 from megatron.training.progress import Progress
 from megatron.training.reporter import Reporter
 from megatron.training.step import StepResult
-from megatron.training.watch import Callback
-from megatron_lab.flight.watched import Flight
+from megatron_lab.flight.rank_monitor import Flight
 
 _MIN_RATIO, _MIN_DEVIATIONS = 1.1, 4.0
 """A rank is slow if its time is more than `_MIN_RATIO` times the median of its peers, and exceeds the median by more than

@@ -3,11 +3,11 @@ progress.
 
     python -P -m megatron_lab.flight.watcher < CONFIG
 
-The first rank of the node starts the process (`watched.py`), which does not import torch. The watchers of the other nodes send the
-state of their ranks to the watcher of the first node, over TCP and independently of the training's process groups. The watcher of
-the first node finds the culprit and reports it once. Then it sends commands to the other watchers: first to write the stack traces
-of their ranks, and later to end the ranks. If a node sends no reports during a stall, the node itself is reported as the cause. If
-a node receives no answer from the first node, its own watcher diagnoses only the ranks of this node.
+The first rank of the node starts the process (`rank_monitor.py`), which does not import torch. The watchers of the other nodes send
+the state of their ranks to the watcher of the first node, over TCP and independently of the training's process groups. The watcher
+of the first node finds the culprit and reports it once. Then it sends commands to the other watchers: first to write the stack
+traces of their ranks, and later to end the ranks. If a node sends no reports during a stall, the node itself is reported as the
+cause. If a node receives no answer from the first node, its own watcher diagnoses only the ranks of this node.
 
 A *stall* is a time in which no rank makes progress. It counts as a hang if it lasts longer than --hang-warn-s, and longer than
 three times the longest earlier stall in the same phase after which the run continued. A phase that no rank has completed yet (the

@@ -20,7 +20,7 @@ from megatron.checkpoint.global_tensor import EMA, WEIGHT, tensor_bytes, torch_d
 from megatron.checkpoint.manifest import hash_content
 from megatron.checkpoint.save_folder import load_manifest, read_json
 from megatron.checkpoint.storage import CONFIG, STATE, PathOrUrl
-from megatron.checkpoint.storage_kinds import open_storage
+from megatron.checkpoint.storage_url import open_storage
 from megatron.config.config import Config
 from megatron.config.data import TOKENIZER_SETTINGS, DataConfig
 from megatron.config.model import ModelConfig

@@ -38,7 +38,7 @@ def weight_gradients(context: CheckContext) -> Outcome:
 
     On CUDA the product is torch's `addmm` with `out_dtype`.
     """
-    from megatron.parallel.products import has_float32_output, should_widen, weight_product
+    from megatron.parallel.matmul import has_float32_output, should_widen, weight_product
 
     device, generator = get_torch_device(context.device), torch.Generator().manual_seed(1)
     outputs, inputs, rows = (8192, 8192, 2048) if context.on_cuda else (64, 48, 96)
@@ -376,7 +376,7 @@ def deterministic_counts(context: CheckContext) -> Outcome:
 
     The counts use `scatter_add_` on two dimensions.
     """
-    from megatron.parallel.products import add_rows
+    from megatron.parallel.matmul import add_rows
 
     device, generator = get_torch_device(context.device), torch.Generator().manual_seed(1)
     expert_ids = torch.randint(64, (8, 8192), generator=generator)

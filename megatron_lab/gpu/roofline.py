@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.config.extras import PACKAGES, is_missing
+from megatron.config.optional_packages import PACKAGES, is_missing
 from megatron.metrics.measures import get_peak_flops
 from megatron.parallel import torch_private
 from megatron_lab.gpu.context import CheckContext, Outcome

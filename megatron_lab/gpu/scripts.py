@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.config.given import DryRun
+from megatron.config.parsed_flags import DryRun
 from megatron.metrics.measures import get_peak_flops
 from megatron.pipeline_parallel.partition import build_layer_table
 from megatron.spec.counts import count_flops_per_step

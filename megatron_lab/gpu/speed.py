@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from megatron.config.given import DryRun
+from megatron.config.parsed_flags import DryRun
 from megatron.metrics.measures import get_mixed_peak_flops
 from megatron.spec.counts import count_flops_per_step, count_fp8_flops, count_parameters
 from megatron_lab.benchmarks.peers import CLIP, LR, WEIGHT_DECAY, Step, build_plain_step

@@ -14,7 +14,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext, connect, disconnect
-from megatron_lab.foreign.opening import open_source
+from megatron_lab.foreign.open_source import open_source
 from megatron_lab.inference.continuation import Continuation, encode_prompt, generate_texts, select_max_new_tokens
 from megatron_lab.inference.forward import compute_sequence_logits
 from megatron_lab.inference.generate import GenerationRequest, Sampling, check_request

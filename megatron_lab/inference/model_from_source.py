@@ -13,7 +13,7 @@ from megatron.model.build import Model, build_model
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import materialize
 from megatron.spec.layers import resolve_cp_comm_types
-from megatron_lab.foreign.as_used import build_inference_source
+from megatron_lab.foreign.inference_source import build_inference_source
 from megatron_lab.foreign.source import WeightSource, find_mismatches
 
 _TENSOR_PARALLEL_CHECKS = (

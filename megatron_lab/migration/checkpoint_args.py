@@ -10,7 +10,7 @@ from typing import Any
 from megatron.checkpoint.manifest import Checksum, checksums_match
 from megatron.checkpoint.save_folder import checkpoint_name, list_iterations, read_latest
 from megatron.checkpoint.storage import CONFIG, MANIFEST, Storage
-from megatron.checkpoint.storage_kinds import open_storage
+from megatron.checkpoint.storage_url import open_storage
 from megatron.config.config import Config
 from megatron.config.data import TOKENIZER_FILE_SETTINGS, TOKENIZER_SETTINGS
 from megatron.config.errors import ConfigError, Violation

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from megatron_lab.migration.keys import ConfigSection
-from megatron_lab.migration.line import LaunchCommand
+from megatron_lab.migration.config_section import ConfigSection
+from megatron_lab.migration.launch_command import LaunchCommand
 
 _STRATEGIES = {0: "no_shard", 1: "optim", 2: "optim_grads", 3: "optim_grads_params"}
 """Sharding strategy of each ZeRO stage."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_lab.migration.line import LaunchCommand, parse_argv
+from megatron_lab.migration.launch_command import LaunchCommand, parse_argv
 
 _NUM_NODES_FLAGS = ("nnodes", "num-nodes", "num_nodes")
 """Flags of launchers for the number of nodes."""

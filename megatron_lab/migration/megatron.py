@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from megatron.config.flags import find_flag
-from megatron.config.given import REQUESTS
+from megatron.config.parsed_flags import REQUESTS
 from megatron_lab.migration.compat import COMPAT_FLAGS, TRANSLATIONS, NoEffectFlag, match_flag_pattern
-from megatron_lab.migration.line import LaunchCommand, parse_argv
+from megatron_lab.migration.launch_command import LaunchCommand, parse_argv
 
 
 class SourceFlag(NamedTuple):

@@ -6,8 +6,8 @@ from typing import Any
 
 import yaml
 
-from megatron_lab.migration.keys import ConfigSection
-from megatron_lab.migration.line import LaunchCommand
+from megatron_lab.migration.config_section import ConfigSection
+from megatron_lab.migration.launch_command import LaunchCommand
 
 _MODEL_FLAGS = {
     "num_hidden_layers": "num-layers",

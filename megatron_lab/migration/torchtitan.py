@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tomllib
 
-from megatron_lab.migration.keys import ConfigSection
-from megatron_lab.migration.line import LaunchCommand
+from megatron_lab.migration.config_section import ConfigSection
+from megatron_lab.migration.launch_command import LaunchCommand
 
 _FRAMEWORK = "torchtitan"
 """Name of the framework in messages."""

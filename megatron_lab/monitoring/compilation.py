@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch._dynamo.utils import calculate_time_spent, counters
 
 from megatron.config.precision import SpeedConfig
+from megatron.training.callbacks import Callback
 from megatron.training.features import Feature, RunComponents
 from megatron.training.progress import Progress
 from megatron.training.reporter import Reporter
 from megatron.training.step import StepResult
-from megatron.training.watch import Callback
 
 
 def get_cache_folder() -> str:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
+from megatron.training.callbacks import Callback
 from megatron.training.features import Feature, RunComponents
 from megatron.training.progress import Progress
 from megatron.training.step import StepResult
-from megatron.training.watch import Callback
 
 TimeUse = Literal["steps", "start-up", "saves", "evaluations", "steps that do not count", "between starts"]
 TIME_USES: tuple[TimeUse, ...] = ("steps", "start-up", "saves", "evaluations", "steps that do not count", "between starts")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron.config.extras import import_optional
+from megatron.config.optional_packages import import_optional
 from megatron.config.outputs import LoggingConfig
 from megatron.config.version import get_extra_install_command
 from megatron.metrics.log_line import LineFile, MetricSink, OutputStatus, perplexity

@@ -16,11 +16,11 @@ from megatron.config.config import Config
 from megatron.metrics.measures import get_peak_host_bytes
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
+from megatron.training.callbacks import Callback
 from megatron.training.features import Feature, RunComponents
 from megatron.training.progress import Progress
 from megatron.training.reporter import Reporter
 from megatron.training.step import StepResult, TrainStep
-from megatron.training.watch import Callback
 from megatron_lab.monitoring.rehearsal import PlanProcess, build_full_plan
 from megatron_lab.planner.plan import Plan, RankMemory
 from megatron_lab.planner.plan_text import format_table

@@ -11,9 +11,9 @@ from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import Shard
 from megatron.spec.weights import split_layer_name
+from megatron.training.callbacks import Callback
 from megatron.training.features import Feature, RunComponents
 from megatron.training.step import StepResult, TrainStep
-from megatron.training.watch import Callback
 
 
 def get_module_name(name: str) -> str:

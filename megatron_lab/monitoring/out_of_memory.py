@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.config.config import Config
-from megatron.config.given import get_current_job
+from megatron.config.parsed_flags import get_current_job
 from megatron.spec.operations import OpType
 from megatron.training.features import Feature
 from megatron.training.step import TrainStep

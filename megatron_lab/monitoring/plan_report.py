@@ -17,15 +17,15 @@ from typing import Any
 import torch
 
 from megatron.config.config import Config
-from megatron.config.given import DryRun, check_output, get_current_job
 from megatron.config.launcher import read_process_info
+from megatron.config.parsed_flags import DryRun, check_output, get_current_job
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
+from megatron.training.callbacks import Callback
 from megatron.training.features import Feature, RunComponents
 from megatron.training.progress import Progress
 from megatron.training.step import StepResult, TrainStep
-from megatron.training.watch import Callback
 from megatron_lab.monitoring.memory_report import MemoryAccount, measure_memory
 from megatron_lab.monitoring.profiler import SpanRecorder
 from megatron_lab.monitoring.rehearsal import PlanProcess

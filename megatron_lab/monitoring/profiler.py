@@ -27,11 +27,11 @@ from megatron.parallel.torch_private import dump_snapshot, record_memory_history
 from megatron.pipeline_parallel.partition import Chunk
 from megatron.pipeline_parallel.simulate import OpSpan, Timeline, simulate
 from megatron.spec.operations import Op, OpType
+from megatron.training.callbacks import Callback
 from megatron.training.failure import run_on_all_ranks
 from megatron.training.features import Feature, RunComponents
 from megatron.training.step import TrainStep
-from megatron.training.watch import Callback
-from megatron_lab.schedule_plots.of_run import RunPictures
+from megatron_lab.schedule_plots.run_pictures import RunPictures
 
 logger = logging.getLogger(__name__)
 

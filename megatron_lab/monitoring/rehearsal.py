@@ -22,9 +22,9 @@ import torch
 from megatron.config.checks.memory import AUTO
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
-from megatron.config.given import DryRun, get_current_job
 from megatron.config.imports import import_modules
 from megatron.config.launcher import build_module_command, read_process_info
+from megatron.config.parsed_flags import DryRun, get_current_job
 from megatron.data.tokenizer import predict_embedding_rows
 from megatron.parallel.collectives import broadcast_object
 from megatron.parallel.context import ParallelContext

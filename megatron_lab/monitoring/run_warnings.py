@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 
 from megatron.config.imports import import_object
 from megatron.config.outputs import get_run_folder
+from megatron.training.callbacks import Callback
 from megatron.training.features import Feature, RunComponents
 from megatron.training.inputs import Corpus
 from megatron.training.progress import Progress
 from megatron.training.reporter import Reporter
 from megatron.training.step import StepResult
-from megatron.training.watch import Callback
 
 MAX_RATE_RATIO = 10.0
 """A learning rate is reported if it differs from the usual rate by more than this factor. Published runs stay within it: GPT-3

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron.config.config import Config
-from megatron.config.given import get_current_job
+from megatron.config.parsed_flags import get_current_job
 from megatron.model.build import Model
 from megatron.model.gpt import residual_dtype
 from megatron.parallel import torch_private
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.products import dtype_name
+from megatron.parallel.matmul import dtype_name
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.exchange import describe_receive_plans
 from megatron.pipeline_parallel.partition import describe_offload, describe_recompute, format_layer_table
@@ -121,7 +121,7 @@ def describe_run(
 
 def _describe_compiler_differences(context: ParallelContext) -> list[str]:
     """Return warnings about differences between the ranks that affect compiled kernels."""
-    from megatron_lab.monitoring.compiler_facts import collect_compiler_inputs, describe_differences
+    from megatron_lab.monitoring.compiler_inputs import collect_compiler_inputs, describe_differences
 
     return [*describe_differences(gather_objects(collect_compiler_inputs(context.device), context.world))]
 

@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.heartbeat import process_identity
 from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.owner import process_identity
 from megatron.checkpoint.save_folder import (
     LATEST,
     RUN,
@@ -42,7 +42,7 @@ from megatron.checkpoint.save_folder import (
     read_latest,
 )
 from megatron.checkpoint.storage import CONFIG, MANIFEST, STATE, Draft, Storage
-from megatron.checkpoint.storage_kinds import NODE_MEMORY_URL, open_storage
+from megatron.checkpoint.storage_url import NODE_MEMORY_URL, open_storage
 from megatron.config.launcher import build_module_command
 from megatron_lab.node_memory.node_link import CHUNK_BYTES, serve
 from megatron_lab.node_memory.node_storage import FOLDER_VARIABLE, STATE_FOLDER, Nodes, NodeStorage

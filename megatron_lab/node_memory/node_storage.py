@@ -24,7 +24,7 @@ from typing import Any
 
 from megatron.checkpoint.local_storage import LocalDraft, LocalStorage
 from megatron.checkpoint.storage import Draft, FileReader, FileWriter, Storage
-from megatron.checkpoint.storage_kinds import NODE_MEMORY_URL
+from megatron.checkpoint.storage_url import NODE_MEMORY_URL
 from megatron_lab.node_memory.node_link import NodeLink, NodeUnreachableError, RemoteFileReader, ReplicatedFileWriter
 
 FOLDER_VARIABLE = "MEGATRON_KEEPER_FOLDER"

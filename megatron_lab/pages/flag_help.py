@@ -14,9 +14,9 @@ from typing import Annotated, Any
 
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
-from megatron.config.extras import is_missing, note_missing_packages
 from megatron.config.flags import Flag, find_flag, flags, suggest_names, topics
-from megatron.config.given import COUNT, GPUS_PER_NODE, NO_VALUE, REQUESTS
+from megatron.config.optional_packages import is_missing, note_missing_packages
+from megatron.config.parsed_flags import COUNT, GPUS_PER_NODE, NO_VALUE, REQUESTS
 from megatron.config.rules import RULES
 from megatron.config.setting import flag_name
 from megatron_lab.migration.compat import COMPAT_FLAGS, TRANSLATIONS, NoEffectFlag, match_flag_pattern

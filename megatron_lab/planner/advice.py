@@ -13,9 +13,9 @@ from typing import get_args
 
 from megatron.config.checks.finding import Change, change, format_setting, get_data_parallel_size, reset
 from megatron.config.config import Config
-from megatron.config.given import fill_plan_defaults
 from megatron.config.imports import import_object
 from megatron.config.parallel import CpCommType
+from megatron.config.parsed_flags import fill_plan_defaults
 from megatron.config.rules import find_violations
 from megatron.pipeline_parallel.partition import build_layer_table, find_recomputed_chunks, suggest_balanced_split
 from megatron.spec.counts import count_parameters

@@ -6,7 +6,7 @@ recorded by running the chunk (`ChunkRun`) on meta or fake tensors (shapes witho
 Among equal segments (mostly single layers), all segments with equal neighbors behave alike. Only the first two and the last of them
 run, and the second represents those in between. This is exact, because memory is in the same state at the start and end of each of
 these segments. Two other repetitions are shortened in the same way: the token chunks of a loss that is computed in chunks
-(`sample_iterations`), and operations on shapes that ran before (`known_ops.py`).
+(`sample_iterations`), and operations on shapes that ran before (`op_cache.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron.config.parallel import CpCommType
 from megatron.config.precision import Fp8, PrecisionConfig
 from megatron.data_parallel.bucket import main_grad_dtype
 from megatron.data_parallel.traffic import format_axes
-from megatron.memory.host import HostBuffer, HostBufferPool
+from megatron.memory.host_buffers import HostBuffer, HostBufferPool
 from megatron.memory.recompute import ActivationStore, storing_activations
 from megatron.model.build import Model
 from megatron.model.experts import MoELayer

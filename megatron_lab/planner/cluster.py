@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from megatron.config.errors import ConfigError, Violation
-from megatron.config.extras import import_optional
+from megatron.config.optional_packages import import_optional
 from megatron.config.regular_file import read_text
 from megatron.metrics.measures import get_peak_flops
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from megatron_lab.planner.known_ops import NewTensor, build_op_key, describe_new_tensors
+from megatron_lab.planner.op_cache import NewTensor, build_op_key, describe_new_tensors
 
 aten = torch.ops.aten
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from megatron.attention.backends import backend_in_use
 from megatron.config.checks.memory import check_attention_backend_on_device
 from megatron.config.config import Config
-from megatron.config.given import DryRun
+from megatron.config.parsed_flags import DryRun
 from megatron.data_parallel.traffic import NUM_SCALARS, count_noise_traffic
 from megatron.model.build import Model, build_model_from_config, model_dtype, overlaps_tp_communication
 from megatron.parallel.context import ParallelContext, connect_fake, disconnect
@@ -34,7 +34,16 @@ from megatron_lab.planner.chunk_trace import ChunkTrace, TraceCache, build_chunk
 from megatron_lab.planner.context_cost import count_max_buffer_bytes
 from megatron_lab.planner.costs import compute_chunk_costs, recomputes_logits
 from megatron_lab.planner.experts import build_experts_plan, get_worst_imbalance
-from megatron_lab.planner.kinds import (
+from megatron_lab.planner.peak import (
+    OpMemory,
+    build_receive_plans,
+    compute_peak_activations,
+    count_message_bytes,
+    iter_op_memory,
+    sum_transfers,
+)
+from megatron_lab.planner.plan import ExpertsPlan, Job, Plan, RankProfile, RankRange, count_step_flops
+from megatron_lab.planner.rank_profiles import (
     Links,
     RankContent,
     StagePlan,
@@ -46,15 +55,6 @@ from megatron_lab.planner.kinds import (
     find_shared_communicators,
     group_ranks_by_content,
 )
-from megatron_lab.planner.peak import (
-    OpMemory,
-    build_receive_plans,
-    compute_peak_activations,
-    count_message_bytes,
-    iter_op_memory,
-    sum_transfers,
-)
-from megatron_lab.planner.plan import ExpertsPlan, Job, Plan, RankProfile, RankRange, count_step_flops
 from megatron_lab.planner.state_layout import Bytes
 from megatron_lab.planner.state_report import build_stage_layout, format_bytes
 from megatron_lab.planner.state_size import OptimizerState, count_checkpoint_bytes

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_lab.planner.cluster import Cluster
-from megatron_lab.planner.work import AttentionWork, DeviceWork, Gemm
+from megatron_lab.planner.device_work import AttentionWork, DeviceWork, Gemm
 
 _ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8": 1}
 _UNFUSED_FORWARD, _UNFUSED_BACKWARD = 13, 17

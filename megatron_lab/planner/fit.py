@@ -19,8 +19,8 @@ import torch
 from megatron.config.checks.finding import Change, change, get_data_parallel_size, reset
 from megatron.config.checks.memory import AUTO
 from megatron.config.config import Config
-from megatron.config.extras import get_install_command, is_missing
-from megatron.config.given import DryRun, fill_plan_defaults
+from megatron.config.optional_packages import get_install_command, is_missing
+from megatron.config.parsed_flags import DryRun, fill_plan_defaults
 from megatron.config.rules import find_violations
 from megatron.pipeline_parallel.partition import build_layer_table
 from megatron_lab.planner.advice import MIN_EFFICIENT_TOKENS

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron.config.config import Config
-from megatron.memory.host import get_buffer_size
+from megatron.memory.host_buffers import get_buffer_size
 from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext
 from megatron.pipeline_parallel.exchange import ReceivePlan, choose_receive_plans, plan_exchanges

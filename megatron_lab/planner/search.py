@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron.config.checks.finding import Change, change, reset
 from megatron.config.config import Config
-from megatron.config.given import DryRun
+from megatron.config.parsed_flags import DryRun
 from megatron.config.rules import find_violations
 from megatron.spec.operations import OpType
 from megatron.spec.schedules import SCHEDULES

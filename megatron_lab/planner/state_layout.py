@@ -401,13 +401,13 @@ def build_state_layout(
     num_reductions, main = [1] * len(plans), main_grad_dtype(dtype)
     reduce_dtypes = [select_reduce_dtype(plan, context, in_bf16=config.grad_reduce_in_bf16) for plan in plans]
     if sharding == "optim_grads":
-        buffer_use = import_object("megatron_lab.planner.passing:simulate_steps")(
+        buffer_use = import_object("megatron_lab.planner.transient_buffers:simulate_steps")(
             plans, grad_writes, main, overlap=config.overlap_grad_reduce, reduce_dtypes=reduce_dtypes
         )
         num_reductions = buffer_use.num_reductions
         buffers += Bytes(buffer_use.grad_numel * main.itemsize)
     else:
-        buffer_use = import_object("megatron_lab.planner.passing:simulate_reductions")(
+        buffer_use = import_object("megatron_lab.planner.transient_buffers:simulate_reductions")(
             plans, list(grad_writes), num_microbatches, overlap=config.overlap_grad_reduce, reduce_dtypes=reduce_dtypes
         )
     buffers += Bytes(buffer_use.reduce_numel * torch.bfloat16.itemsize)

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from megatron.config.config import Config
-from megatron.config.extras import is_missing
-from megatron.config.given import DryRun
+from megatron.config.optional_packages import is_missing
+from megatron.config.parsed_flags import DryRun
 from megatron.pipeline_parallel.simulate import Timeline, simulate
 from megatron.spec.counts import count_flops_per_step
 from megatron.spec.operations import Op, OpType

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron.spec.operations import OpType, Schedule
-from megatron_lab.planner.kinds import CrossingMask
 from megatron_lab.planner.plan import RankProfile
+from megatron_lab.planner.rank_profiles import CrossingMask
 from megatron_lab.planner.storages import MemorySpan
 
 

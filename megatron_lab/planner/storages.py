@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_lab.planner.device_work import DeviceWork, WorkCounter, sum_work
 from megatron_lab.planner.kernel_memory import count_gathered_bytes, count_scattered_bytes, count_temporary_bytes, resolve_group
-from megatron_lab.planner.known_ops import run_op
-from megatron_lab.planner.work import DeviceWork, WorkCounter, sum_work
+from megatron_lab.planner.op_cache import run_op
 
 CommType = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_lab.verification.comparison import ComparisonRow, ProofFinding
 from megatron_lab.verification.diagnosis import Diagnosis
-from megatron_lab.verification.wording import TOLERANCE, format_factor
+from megatron_lab.verification.difference_text import TOLERANCE, format_factor
 
 NUM_ROWS = 8
 """Rows of the table, if a run differs."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron_lab.audit.trace_file import Signature, TraceHeader, TraceRun, TraceStep, read_trace
-from megatron_lab.verification.wording import NEGLIGIBLE, compute_relative, format_factor, format_integers, get_layer_index
+from megatron_lab.verification.difference_text import NEGLIGIBLE, compute_relative, format_factor, format_integers, get_layer_index
 
 MAX_LISTED = 8
 _JUMP_FACTOR = 10.0

@@ -27,7 +27,7 @@ from megatron_lab.proofs.traces import compare, format_traces, read_run
 from megatron_lab.verification.comparison import Comparison
 from megatron_lab.verification.diagnosis import diagnose
 from megatron_lab.verification.findings import check_layer_table
-from megatron_lab.verification.joined import GatheredTensor
+from megatron_lab.verification.gathered_tensors import GatheredTensor
 from megatron_lab.verification.local_ranks import RanksError
 from megatron_lab.verification.observation import Observation
 from megatron_lab.verification.prove import ReferenceType, check_reference_support, prove

@@ -23,7 +23,7 @@ from megatron.config.cli import PROGRAM, load
 from megatron.config.errors import ConfigError
 from megatron.training.signals import EXIT_REFUSED
 from megatron_lab.resilience import layouts
-from megatron_lab.resilience.book import StateStore, StoreUnavailableError, update_state
+from megatron_lab.resilience.job_state import JobState, NodeOffer, RankProgress, StartPlan
 from megatron_lab.resilience.messages import (
     EndRanksCommand,
     EnvoyConfig,
@@ -38,7 +38,7 @@ from megatron_lab.resilience.messages import (
     SupervisorMessage,
 )
 from megatron_lab.resilience.ranks import exit_with_parent, reset_signal_handlers, set_process_name
-from megatron_lab.resilience.roll import JobState, NodeOffer, RankProgress, StartPlan
+from megatron_lab.resilience.state_store import StateStore, StoreUnavailableError, update_state
 
 _POLL_INTERVAL_S = 0.2
 _LOG_DELAY_S, _LOG_INTERVAL_S = 10.0, 60.0

@@ -170,7 +170,7 @@ def check_memory(config: Config, world_size: int, ranks_per_node: int) -> str | 
 
     Never call this function in a process that forks ranks, because it may initialize CUDA.
     """
-    from megatron.config.given import DryRun, fill_plan_defaults
+    from megatron.config.parsed_flags import DryRun, fill_plan_defaults
     from megatron.data.tokenizer import predict_embedding_rows
     from megatron_lab.planner.dry_run import Planner
     from megatron_lab.planner.fit import get_device_memory, get_usable_bytes, resolve_auto_recompute_layers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lab.resilience.roll import JobLimits, NodeReport, StartPlan
+from megatron_lab.resilience.job_state import JobLimits, NodeReport, StartPlan
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from megatron.config.extras import PACKAGES
+from megatron.config.optional_packages import PACKAGES
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that ask the supervisor to stop the job."""

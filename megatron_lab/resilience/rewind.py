@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.save_folder import find_checkpoint, parse_iteration, record_damage
 from megatron.checkpoint.storage import PathOrUrl
-from megatron.checkpoint.storage_kinds import NODE_MEMORY_URL
+from megatron.checkpoint.storage_url import NODE_MEMORY_URL
 from megatron.config.config import Config
 from megatron.optimizer.grad_scaler import GradScaler
 from megatron.optimizer.optimizer import ShardedOptimizer

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.config.training import SpikeConfig
+from megatron.training.callbacks import Callback
 from megatron.training.features import Feature, RunComponents
 from megatron.training.progress import Progress
 from megatron.training.step import Spike, StepResult
-from megatron.training.watch import Callback
 from megatron_lab.resilience.rewind import Rewinder
 
 _MIN_RELATIVE_STD = 1e-3

@@ -6,8 +6,8 @@ r"""Launcher that starts the ranks of a node, and restarts them in place with sp
     python -m megatron_lab.resilience.supervisor --serve PORT                                                 the store, on any host
 
 docs/survival.md describes when ranks are restarted. This module contains the work of one node: it forks the ranks, observes how
-they end, and follows the state of the job (`JobState` in `roll.py`). The node's envoy process (`envoy.py`) reads and changes that
-state.
+they end, and follows the state of the job (`JobState` in `job_state.py`). The node's envoy process (`envoy.py`) reads and changes
+that state.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from megatron.config.config import Config
 from megatron.config.errors import ConfigError
 from megatron.training.signals import EXIT_REFUSED, PROGRESS_FILE_VARIABLE, read_progress_file
 from megatron_lab.resilience.command import parse_command_line
+from megatron_lab.resilience.job_state import JobLimits, NodeReport, RankProgress
 from megatron_lab.resilience.messages import (
     EndRanksCommand,
     EnvoyConfig,
@@ -51,7 +52,6 @@ from megatron_lab.resilience.ranks import (
     select_visible_devices,
     set_process_name,
 )
-from megatron_lab.resilience.roll import JobLimits, NodeReport, RankProgress
 from megatron_lab.resilience.verdict import NodeSlots, build_report, find_failed_rank, has_stopped_rank, is_slot_failure
 
 PROGRAM = "supervisor"
@@ -74,7 +74,7 @@ class Supervisor:
     def __init__(self, args: argparse.Namespace, stop_code: int) -> None:
         from megatron.parallel.rendezvous import find_address_towards
         from megatron_lab.resilience.envoy import start_envoy
-        from megatron_lab.resilience.point import open_state_store
+        from megatron_lab.resilience.store_server import open_state_store
 
         self._args, self._stop_code = args, stop_code
         self._slots = NodeSlots(args.nproc_per_node)
@@ -356,7 +356,7 @@ def can_resume(program: str, config: Config, world_size: int) -> bool:
         code = 0
         with suppress(BaseException):  # the ranks report other errors better
             from megatron_lab.monitoring.forks import has_lost_devices
-            from megatron_lab.resilience.ahead import find_resume_problem
+            from megatron_lab.resilience.resume_check import find_resume_problem
 
             has_lost_cuda = config.parallel.device != "cpu" and has_lost_devices()
             problem = _CUDA_USED_MESSAGE if has_lost_cuda else find_resume_problem(config, world_size)
@@ -379,7 +379,7 @@ def main(argv: Sequence[str]) -> int:
     if args.nproc_per_node > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # like torchrun; must be set before torch is imported
     if args.serve is not None:
-        from megatron_lab.resilience.point import serve_until_signal
+        from megatron_lab.resilience.store_server import serve_until_signal
 
         return serve_until_signal(args.serve)
     try:

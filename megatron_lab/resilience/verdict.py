@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron.training.signals import EXIT_DIVERGED, EXIT_LOST_CONTACT, EXIT_REFUSED
-from megatron_lab.resilience.roll import NodeReport, RankProgress
+from megatron_lab.resilience.job_state import NodeReport, RankProgress
 
 EXIT_HANG = 86
 """Exit code of all ranks after a hang, whichever rank caused it."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.extras import import_optional
+from megatron.config.optional_packages import import_optional
 from megatron.data.tokenizer import Tokenizer
 from megatron_lab.tokenizers.bpe_rules import ByteVocabulary, NotExactError, split_into_pretokens
 

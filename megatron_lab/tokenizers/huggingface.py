@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.extras import import_optional
+from megatron.config.optional_packages import import_optional
 from megatron.data.tokenizer import Tokenizer
 from megatron_lab.tokenizers.bpe_rules import NotExactError
 from megatron_lab.tokenizers.byte_bpe import ByteBPETokenizer, TiktokenEncoder

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from megatron_lab.verification.comparison import ComparedTensors, Comparison, FindingType, ProofFinding
-from megatron_lab.verification.joined import (
+from megatron_lab.verification.difference_text import TOLERANCE, Factor, compute_relative, explain_factor, format_integers
+from megatron_lab.verification.gathered_tensors import (
     AXIS_NAMES,
     GatheredTensor,
     RankTensor,
@@ -28,7 +29,6 @@ from megatron_lab.verification.joined import (
     solve_combination,
 )
 from megatron_lab.verification.observation import ReferenceRun
-from megatron_lab.verification.wording import TOLERANCE, Factor, compute_relative, explain_factor, format_integers
 
 MAX_LISTED_NAMES = 5
 """Maximum number of further names that a finding lists."""

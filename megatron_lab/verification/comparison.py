@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megatron.pipeline_parallel.partition import Chunk
 from megatron.spec.activations import get_choice_settings
-from megatron_lab.verification.joined import (
+from megatron_lab.verification.difference_text import NEGLIGIBLE, ROUNDING, Factor, build_factors, find_stages, format_location
+from megatron_lab.verification.gathered_tensors import (
     AXIS_NAMES,
     GatheredTensor,
     TensorDifference,
@@ -23,7 +24,6 @@ from megatron_lab.verification.joined import (
     measure_difference,
 )
 from megatron_lab.verification.observation import LocalTensor, Observation, RankObservation, RankStep, ReferenceStep
-from megatron_lab.verification.wording import NEGLIGIBLE, ROUNDING, Factor, build_factors, find_stages, format_location
 
 
 @dataclass(frozen=True)

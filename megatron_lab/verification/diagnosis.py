@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_lab.verification.comparison import Comparison, ComparisonRow, FindingType, ProofFinding
+from megatron_lab.verification.difference_text import format_integers
 from megatron_lab.verification.findings import (
     check_dropout_masks,
     check_evaluations,
@@ -22,7 +23,6 @@ from megatron_lab.verification.findings import (
     check_update,
 )
 from megatron_lab.verification.observation import Observation
-from megatron_lab.verification.wording import format_integers
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from megatron_lab.verification.causes import (
     join_clauses,
 )
 from megatron_lab.verification.comparison import Comparison, FindingType, ProofFinding
-from megatron_lab.verification.joined import AXIS_NAMES, GatheredTensor, compute_norm
-from megatron_lab.verification.wording import (
+from megatron_lab.verification.difference_text import (
     NEGLIGIBLE,
     TOLERANCE,
     compute_relative,
@@ -34,6 +33,7 @@ from megatron_lab.verification.wording import (
     get_layer_index,
     list_activations,
 )
+from megatron_lab.verification.gathered_tensors import AXIS_NAMES, GatheredTensor, compute_norm
 
 _EVERYTHING = "all parameters"
 

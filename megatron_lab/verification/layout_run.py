@@ -22,8 +22,8 @@ from megatron.training.progress import BatchSizePlan, Progress
 from megatron.training.reporter import Reporter
 from megatron.training.saver import Saver
 from megatron.training.step import TrainStep
-from megatron_lab.verification.joined import AXIS_NAMES
-from megatron_lab.verification.late import late_delivery
+from megatron_lab.verification.gathered_tensors import AXIS_NAMES
+from megatron_lab.verification.late_collectives import late_delivery
 from megatron_lab.verification.observation import EVALUATED_BATCHES, DropoutMask, LocalTensor, ProofTask, RankObservation
 from megatron_lab.verification.recording import StepRecorder, record_shards, set_weights
 

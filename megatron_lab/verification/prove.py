@@ -23,10 +23,10 @@ from megatron.spec.attention_backends import get_kernels
 from megatron_lab.verification.layout_run import observe_rank
 from megatron_lab.verification.local_ranks import run_ranks
 from megatron_lab.verification.observation import Observation, ProofTask
-from megatron_lab.verification.own_run import perturb_weights, run_single_process
-from megatron_lab.verification.plain_run import build_reference_shape, run_reference
 from megatron_lab.verification.random_samples import RandomSamples
 from megatron_lab.verification.reference.shape import build_random_weights
+from megatron_lab.verification.reference_run import build_reference_shape, run_reference
+from megatron_lab.verification.single_process_run import perturb_weights, run_single_process
 
 _START_SEED, _SAMPLES_SEED, _EVAL_SEED = 1, 2, 3
 DROPOUT = 0.1

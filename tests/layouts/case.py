@@ -23,11 +23,11 @@ from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.data.samples import DocumentRules
 from megatron.model.compiled import BlockCompiler
 from megatron.spec.schedules import SCHEDULES
-from megatron_lab.verification.plain_run import build_rule_options
 from megatron_lab.verification.reference.experts import ExpertsShape
 from megatron_lab.verification.reference.model import Batch, EodRules
 from megatron_lab.verification.reference.rotary import RotaryScaling
 from megatron_lab.verification.reference.shape import LatentShape, ReferenceShape, build_random_weights
+from megatron_lab.verification.reference_run import build_rule_options
 from tests.support.covering import Case
 from tests.support.layout import Layout, Recipe, model_config, optimizer_config, parallel_config
 from tests.support.reference_runs import (

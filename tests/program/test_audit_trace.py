@@ -12,7 +12,7 @@ import torch
 
 import megatron.data_parallel.fsdp  # imported here once, not in every forked rank
 import megatron.training.trainer
-import megatron_lab.audit.watchers
+import megatron_lab.audit.callbacks
 import pretrain_gpt
 from megatron.training.step import TrainStep
 from megatron_lab.audit.signature import compute_signature, to_trace_signature
@@ -150,8 +150,8 @@ def test_off_it_costs_nothing() -> None:
 
     def before(rank: int) -> None:
         for name in ("TraceCallback", "ReplicaChecks"):
-            assert hasattr(megatron_lab.audit.watchers, name)
-            setattr(megatron_lab.audit.watchers, name, None)
+            assert hasattr(megatron_lab.audit.callbacks, name)
+            setattr(megatron_lab.audit.callbacks, name, None)
         step = TrainStep.run
 
         def looking(self: TrainStep, *args: Any, **named: Any) -> Any:

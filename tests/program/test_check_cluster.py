@@ -16,11 +16,10 @@ from typing import Any
 
 import pytest
 
-from megatron_lab.cluster import facts as room
+from megatron_lab.cluster import node_info, verdict
 from megatron_lab.cluster import ranks as started
-from megatron_lab.cluster import verdict
-from megatron_lab.cluster.facts import NodeInfo
 from megatron_lab.cluster.links import plan_exchange_rounds
+from megatron_lab.cluster.node_info import NodeInfo
 from megatron_lab.cluster.ranks import RankEnd, run_ranks
 from megatron_lab.commands import check_cluster
 from tests.support.byte_dataset import FLAGS, write_bytes
@@ -106,7 +105,7 @@ def test_room_without_a_size_to_compare_it_with(tmp_path: Path, capfd: pytest.Ca
 
 
 def test_too_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(room.shutil, "disk_usage", lambda _: room.shutil._ntuple_diskusage(10**12, 10**12 - 10**5, 10**5))
+    monkeypatch.setattr(node_info.shutil, "disk_usage", lambda _: node_info.shutil._ntuple_diskusage(10**12, 10**12 - 10**5, 10**5))
     assert check_cluster.main(command(save=tmp_path), program=("false",)) == 1
     assert "has 0.0 GB free, but a checkpoint takes 0.0 GB" in capfd.readouterr().err
 
@@ -115,8 +114,8 @@ def test_more_ranks_than_the_cores_can_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Refused in words, and none is started; what counts are the cores that the check may use."""
-    monkeypatch.setattr(room.os, "sched_getaffinity", lambda _: {0, 5}, raising=False)
-    assert room.check_num_ranks(128, "cpu") == []
+    monkeypatch.setattr(node_info.os, "sched_getaffinity", lambda _: {0, 5}, raising=False)
+    assert node_info.check_num_ranks(128, "cpu") == []
     flags = command(ranks=129, micro_batch_size=1, global_batch_size=129)
     assert check_cluster.main(flags, program=("touch", str(tmp_path / "was started"))) == 1
     assert "129 ranks for 2 CPU cores: at most 128 (64 per core) start in reasonable time" in capfd.readouterr().err
@@ -125,11 +124,11 @@ def test_more_ranks_than_the_cores_can_start(
 
 def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs count where there are any, and cores where the run takes a CPU."""
-    monkeypatch.setattr(room.torch.cuda, "device_count", lambda: 8)
-    assert room.check_num_ranks(8, "auto") == [] == room.check_num_ranks(9, "cpu")
-    assert room.check_num_ranks(9, "auto") == room.check_num_ranks(9, "cuda") != []
-    monkeypatch.setattr(room.torch.cuda, "device_count", lambda: 0)
-    assert room.check_num_ranks(9, "auto") == [] and room.check_num_ranks(1, "cuda")[0].startswith("0 GPUs for 1 ranks")
+    monkeypatch.setattr(node_info.torch.cuda, "device_count", lambda: 8)
+    assert node_info.check_num_ranks(8, "auto") == [] == node_info.check_num_ranks(9, "cpu")
+    assert node_info.check_num_ranks(9, "auto") == node_info.check_num_ranks(9, "cuda") != []
+    monkeypatch.setattr(node_info.torch.cuda, "device_count", lambda: 0)
+    assert node_info.check_num_ranks(9, "auto") == [] and node_info.check_num_ranks(1, "cuda")[0].startswith("0 GPUs for 1 ranks")
 
 
 class Rank:

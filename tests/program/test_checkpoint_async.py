@@ -17,16 +17,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint import rank_parts, rank_writer, savers, writer_main
+from megatron.checkpoint import rank_writer, save_plan, savers, writer_main
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.global_tensor import GlobalTensor
 from megatron.checkpoint.local_storage import LocalDraft, LocalStorage
 from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.rank_parts import SavePlan, plan_save
 from megatron.checkpoint.rank_writer import WriterProcess
 from megatron.checkpoint.save_folder import LATEST, RUN, Retention, find_checkpoint, list_checkpoints, read_config, read_state
+from megatron.checkpoint.save_plan import SavePlan, plan_save
 from megatron.checkpoint.savers import AsyncSaver, SyncSaver, build_data_reader, build_specs
-from megatron.checkpoint.storage_kinds import open_storage
+from megatron.checkpoint.storage_url import open_storage
 from megatron.checkpoint.writer_messages import (
     CommitResult,
     LogLine,
@@ -433,12 +433,12 @@ def test_a_writer_that_is_slow_is_waited_for(tmp_path: Path, monkeypatch: pytest
 
 
 def test_progress_is_told_while_a_part_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_parts, "_SYNC_BYTES", 1 << 20)
+    monkeypatch.setattr(save_plan, "_SYNC_BYTES", 1 << 20)
     tensors = [whole(f"t{index}", torch.ones(1 << 19)) for index in range(4)]  # 2 MiB each
     draft = LocalStorage(tmp_path).draft("iter_0000001", "ab")
     draft.create_folder()
     calls: list[int] = []
-    rank_parts.write_rank_files(draft, plan_save([build_specs(tensors)])[0], build_data_reader(tensors), lambda: calls.append(1))
+    save_plan.write_rank_files(draft, plan_save([build_specs(tensors)])[0], build_data_reader(tensors), lambda: calls.append(1))
     assert len(calls) == 8
 
 

@@ -21,7 +21,7 @@ from megatron.data.tokenizer import ByteTokenizer, build_tokenizer
 from megatron_lab.checkpoints.model_card import strip_folders
 from megatron_lab.commands.checkpoint import main
 from megatron_lab.foreign.huggingface.folder import HuggingFaceFolder
-from megatron_lab.foreign.opening import open_source
+from megatron_lab.foreign.open_source import open_source
 from megatron_lab.foreign.source import StoredCheckpoint
 from tests.support.byte_dataset import FLAGS, write_bytes
 from tests.support.huggingface_models import logits, opened, saved, some_ids

@@ -15,7 +15,7 @@ import pytest
 
 from megatron.checkpoint.save_folder import checkpoint_name, find_checkpoint, list_iterations, read_latest
 from megatron.checkpoint.storage import MANIFEST
-from megatron.checkpoint.storage_kinds import open_storage
+from megatron.checkpoint.storage_url import open_storage
 from megatron_lab.verification.local_ranks import set_parent_death_signal
 from tests.support.runs import (
     Ended,

@@ -12,7 +12,7 @@ import torch
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.save_folder import Retention, apply_retention, checkpoint_name, find_checkpoint, read_latest, read_state
 from megatron.checkpoint.savers import SyncSaver
-from megatron.checkpoint.storage_kinds import open_storage
+from megatron.checkpoint.storage_url import open_storage
 from tests.support.checkpoint_worlds import group_of, load_tensors, whole
 from tests.support.runs import arguments, digest, run
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.global_tensor import tensor_bytes
-from megatron.checkpoint.storage_kinds import open_storage
-from megatron_lab.checkpoints.verified import verify_checkpoint
+from megatron.checkpoint.storage_url import open_storage
+from megatron_lab.checkpoints.verification import verify_checkpoint
 from megatron_lab.foreign.source import StoredCheckpoint
 from tests.support.equality import number_differences
 from tests.support.runs import arguments, checkpoint, losses, read_metrics, run

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.cli import load
-from megatron.config.given import DryRun
+from megatron.config.parsed_flags import DryRun
 from megatron_lab.benchmarks import memory
 from megatron_lab.commands import plot_memory
 from megatron_lab.planner.dry_run import Planner

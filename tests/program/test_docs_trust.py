@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_lab.commands import verify_layout
-from megatron_lab.verification.wording import NEGLIGIBLE
+from megatron_lab.verification.difference_text import NEGLIGIBLE
 from tests.program.test_readme import commands, proof
 from tests.program.test_run_curves import PRECISIONS
 from tests.program.test_verify_faults import FAULTS

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from megatron.config.config import Config
-from megatron.config.given import check_output
 from megatron.config.memory import MemoryConfig
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.config.parsed_flags import check_output
 from megatron.model import build
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import Chunk, build_layer_table, partition_layers
@@ -385,7 +385,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path
     (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="broken is not a folder"):
         check_output("--dry-run-json", str(tmp_path / "broken" / "plan.json"))
-    monkeypatch.setattr("megatron.config.given.os.access", lambda *_: False)  # root may write anywhere
+    monkeypatch.setattr("megatron.config.parsed_flags.os.access", lambda *_: False)  # root may write anywhere
     for path in (new, tmp_path / "other" / "plan.json"):
         with pytest.raises(ValueError, match="permission denied"):
             check_output("--dry-run-json", str(path))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config.extras import PACKAGES
+from megatron.config.optional_packages import PACKAGES
 from tests.support.cli import ROOT, spawn_cli
 from tests.support.runs import Ended, arguments, launch, report
 from tests.support.warm_python import warm_python
@@ -21,7 +21,7 @@ from tests.support.warm_python import warm_python
 FORKS = {
     "megatron_lab/data_tools/preprocess/engines.py": "workers on text; no torch",
     "megatron_lab/resilience/envoy.py": "from the supervisor, before it has ranks; it forks nothing that uses CUDA",
-    "megatron_lab/resilience/point.py": "serves a store",
+    "megatron_lab/resilience/store_server.py": "serves a store",
     "megatron_lab/resilience/ranks.py": "from the supervisor, which never calls CUDA",
     "megatron_lab/resilience/supervisor.py": "looks at a checkpoint and ends",
     "megatron_lab/monitoring/rehearsal.py": "before the run uses CUDA, else as a fresh process",

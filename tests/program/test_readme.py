@@ -21,7 +21,7 @@ import pytest
 from examples.make_corpus import write_corpus
 from megatron.config.cli import load
 from megatron.config.flags import flags
-from megatron.config.given import REQUESTS
+from megatron.config.parsed_flags import REQUESTS
 from megatron.parallel.topology import Topology
 from megatron.spec.schedules import build_1f1b
 from megatron_lab.commands import checkpoint, draw_step, evaluate, generate_text, plot_coordinates, plot_memory, verify_layout

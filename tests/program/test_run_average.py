@@ -11,7 +11,7 @@ import torch
 from megatron.checkpoint.errors import CheckpointError
 from megatron_lab.commands.checkpoint import main
 from megatron_lab.commands.generate_text import main as generate
-from megatron_lab.foreign.opening import open_source
+from megatron_lab.foreign.open_source import open_source
 from tests.support.equality import assert_equal_tensors
 from tests.support.runs import arguments, at_iteration, run, saved_tensors, spoil
 

@@ -22,7 +22,7 @@ from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.checkpoint.manifest import Checksum, Manifest, StoredFile
 from megatron.checkpoint.save_folder import LATEST, load_manifest, record_damage
 from megatron.checkpoint.storage import MANIFEST
-from megatron.checkpoint.storage_kinds import open_storage
+from megatron.checkpoint.storage_url import open_storage
 from megatron.config.cli import load
 from megatron.training.resume import select_checkpoint
 from megatron_lab.verification.local_ranks import run_ranks

@@ -23,8 +23,8 @@ from megatron.pipeline_parallel.p2p import Messenger
 from megatron.spec.operations import Op, OpType
 from megatron.training.step import TrainStep
 from megatron_lab.flight import stragglers
+from megatron_lab.flight.rank_monitor import Flight
 from megatron_lab.flight.stragglers import StragglerCallback
-from megatron_lab.flight.watched import Flight
 from megatron_lab.flight.watcher import HANG_EXIT_CODE
 from tests.support import network
 from tests.support.runs import Ended, arguments, launch, read_metrics, report, run

@@ -55,7 +55,7 @@ def test_a_plain_run_imports_little(tmp_path: Path) -> None:
 def test_a_part_is_imported_where_a_setting_asks_for_it(tmp_path: Path) -> None:
     words = command_words({"num_experts": 2, "disable_bias_linear": True, "sentinel_interval": 2, "save_trace": tmp_path / "trace"})
     found = imported(tmp_path, *words)
-    assert {EXPERTS, "megatron_lab.audit.sentinel", "megatron_lab.audit.watchers"} <= {*found}
+    assert {EXPERTS, "megatron_lab.audit.sentinel", "megatron_lab.audit.callbacks"} <= {*found}
 
 
 MAX_FILES = 30

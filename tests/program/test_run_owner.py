@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint import owner
+from megatron.checkpoint import heartbeat
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.owner import ALIVE_FILE, Heartbeat, check_no_live_owner
+from megatron.checkpoint.heartbeat import ALIVE_FILE, Heartbeat, check_no_live_owner
 from megatron.checkpoint.save_folder import RUN
-from megatron.checkpoint.storage_kinds import open_storage
+from megatron.checkpoint.storage_url import open_storage
 from tests.support.forked_modules import fork_modules
 from tests.support.runs import Ended, arguments, complete_checkpoints, launch, on_rank, report, run
 
@@ -81,8 +81,8 @@ def test_a_run_that_is_taken_over_ends_and_says_by_whom(tmp_path: Path) -> None:
     """At the next step after a beat."""
 
     def before(rank: int) -> None:
-        owner.Heartbeat.__init__.__kwdefaults__ = None
-        owner.Heartbeat.__init__.__defaults__ = (0.05,)  # type: ignore[attr-defined]
+        heartbeat.Heartbeat.__init__.__kwdefaults__ = None
+        heartbeat.Heartbeat.__init__.__defaults__ = (0.05,)  # type: ignore[attr-defined]
         on_rank(0, 5, lambda _: taken())(rank)
 
     def taken() -> None:

@@ -24,9 +24,9 @@ from megatron_lab.proofs.isolation import build_single_process_variant, isolate,
 from megatron_lab.proofs.report import Proof, build_report_json, format_report
 from megatron_lab.proofs.verify import build_trace, get_vocab_size, write_trace
 from megatron_lab.verification.diagnosis import diagnose
+from megatron_lab.verification.difference_text import build_factors, explain_factor
 from megatron_lab.verification.local_ranks import RanksError
 from megatron_lab.verification.observation import Observation
-from megatron_lab.verification.wording import build_factors, explain_factor
 from tests.support.cli import ROOT
 from tests.support.runs import launch
 from tests.support.verify_observations import FLAGS, TENSOR, observed, scale_gradients

@@ -18,7 +18,7 @@ from megatron.checkpoint.local_storage import LocalStorage
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.save_folder import LATEST, check_writable, find_checkpoint, read_state
 from megatron.checkpoint.storage import Draft
-from megatron.checkpoint.storage_kinds import open_storage
+from megatron.checkpoint.storage_url import open_storage
 from megatron_lab.verification.local_ranks import run_ranks
 from tests.support.checkpoint_worlds import load_tensors, save_checkpoint, whole
 

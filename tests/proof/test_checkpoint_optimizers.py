@@ -17,8 +17,8 @@ import torch.distributed as dist
 from megatron.config.training import OptimizerConfig
 from megatron.parallel.context import ParallelContext
 from megatron.training.step import TrainStep
-from megatron_lab.verification.plain_run import build_rule_options
 from megatron_lab.verification.reference.shape import build_random_weights
+from megatron_lab.verification.reference_run import build_rule_options
 from tests.support.checkpoint_worlds import read_manifest
 from tests.support.covering import full_but
 from tests.support.equality import assert_equal_tensors, number_differences

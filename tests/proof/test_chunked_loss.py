@@ -217,7 +217,7 @@ def test_by_default_memory_does_not_grow_with_the_vocabulary(monkeypatch: pytest
     monkeypatch.setattr(cross_entropy, "_MAX_LOGITS", 1 << 16)
     monkeypatch.setattr(cross_entropy, "_CHUNK_MULTIPLE", 1)
     monkeypatch.setattr("megatron.tensor_parallel.cross_entropy._BLOCK_ELEMENTS", 1 << 16)
-    monkeypatch.setattr("megatron.parallel.products._BLOCK_ELEMENTS", 1 << 14)
+    monkeypatch.setattr("megatron.parallel.matmul._BLOCK_ELEMENTS", 1 << 14)
 
     def peak(vocab: int, form: LossOptions, dtype: torch.dtype) -> int:
         table, config = ParamTable(), ModelConfig(hidden_size=HIDDEN, untie_embeddings_and_output_weights=True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron.parallel.topology import GRADIENT_AXES, Topology
-from megatron_lab.planner.kinds import CrossingMask, Links
+from megatron_lab.planner.rank_profiles import CrossingMask, Links
 from tests.support.planned import kind_of, plans_of, settings
 
 WORLDS = [

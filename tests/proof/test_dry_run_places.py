@@ -11,8 +11,8 @@ from megatron.config.cli import LoadedConfig
 from megatron.parallel.context import connect_fake, disconnect
 from megatron.parallel.topology import Topology
 from megatron.spec.schedules import build_schedule
-from megatron_lab.planner.kinds import RankContent, group_ranks_by_content
 from megatron_lab.planner.plan import RankRange
+from megatron_lab.planner.rank_profiles import RankContent, group_ranks_by_content
 from megatron_lab.planner.state_layout import StateMemory
 from megatron_lab.planner.state_report import build_stage_layout
 from megatron_lab.planner.state_size import OptimizerState

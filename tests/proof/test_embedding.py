@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config.model import ModelConfig
 from megatron.parallel.context import ParallelContext, make_context
+from megatron.parallel.matmul import add_rows
 from megatron.parallel.params import ParamTable, Scope, materialize
-from megatron.parallel.products import add_rows
 from megatron.parallel.topology import Topology
 from megatron.spec.weights import WORD_EMBEDDING, Init, build_vocab_weight, pad_vocab_size
 from megatron.tensor_parallel.layers import VocabParallelEmbedding, lookup_rows

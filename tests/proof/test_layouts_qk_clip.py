@@ -9,9 +9,9 @@ import torch
 
 from megatron.config.memory import MemoryConfig
 from megatron.config.training import OptimizerConfig
-from megatron_lab.verification.plain_run import build_rule_options
 from megatron_lab.verification.reference.qk_clip import QkClip
 from megatron_lab.verification.reference.shape import LatentShape, ReferenceShape, build_random_weights
+from megatron_lab.verification.reference_run import build_rule_options
 from tests.support.equality import assert_equal_runs
 from tests.support.layout import Layout, Recipe, run_layout
 from tests.support.reference_runs import ReferenceRun, gpt2_like, llama_like, mean_loss, random_batches, train

@@ -15,7 +15,7 @@ from megatron.checkpoint.save_folder import read_config, read_state
 from megatron.parallel.tensor_slice import TensorSlice
 from megatron_lab.commands import checkpoint as tool
 from megatron_lab.foreign.megatron_source import MOMENTS, MegatronSource
-from megatron_lab.foreign.opening import open_source
+from megatron_lab.foreign.open_source import open_source
 from megatron_lab.verification.reference.shape import ReferenceShape, build_random_weights
 from tests.support.dist_checkpoints import write_dist
 from tests.support.equality import assert_equal_tensors, number_differences

@@ -12,8 +12,8 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from megatron.parallel import collectives, overlap
 from megatron.parallel.collectives import all_gather, gather_objects, reduce_scatter
 from megatron.parallel.context import Group, make_context
+from megatron.parallel.matmul import linear
 from megatron.parallel.overlap import Overlap, RingOverlap, SymmetricMemoryOverlap, choose_overlap
-from megatron.parallel.products import linear
 from megatron.parallel.topology import Topology
 from megatron_lab.verification.local_ranks import run_ranks
 from tests.support.lone_rank import CPU

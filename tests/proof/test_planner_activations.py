@@ -19,7 +19,7 @@ from megatron.pipeline_parallel.exchange import plan_receives
 from megatron.spec.attention_backends import AttentionCall
 from megatron.spec.operations import OpType
 from megatron.spec.schedules import build_schedule
-from megatron_lab.planner import chunk_trace, cpu_kernels, known_ops, storages
+from megatron_lab.planner import chunk_trace, cpu_kernels, op_cache, storages
 from megatron_lab.planner.context_cost import count_attention_traffic, count_max_buffer_bytes
 from megatron_lab.planner.peak import iter_message_counts
 from megatron_lab.planner.storages import MemorySpan, StorageLedger
@@ -159,7 +159,7 @@ def test_operations_that_ran_before_give_what_they_gave(device_type: str, full: 
     """In one plan, and all of them in the next: to the byte and the operation as if each ran again. For CUDA operations in place
     and views do run again."""
     longer = {"bf16": True, "context_parallel_size": 2, "z_loss_coeff": 1e-4, **LLAMA}
-    known = known_ops if device_type == "cuda" else cpu_kernels
+    known = op_cache if device_type == "cuda" else cpu_kernels
     for changes in (*(CHANGES[:3] if full else CHANGES[:1]), longer):
         config = settings(8, num_layers=4, **PP2, **{**TP2, **changes})
         monkeypatch.setattr(known, "_cache", {})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.given import DryRun
+from megatron.config.parsed_flags import DryRun
 from megatron.model.build import Model
 from megatron_lab.planner.dry_run import build_plan
 from megatron_lab.planner.plan import Plan, plan_to_json

@@ -16,7 +16,7 @@ from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel import p2p
 from megatron.pipeline_parallel.p2p import Messenger, TensorSpec
 from megatron.spec.operations import Message
-from megatron_lab.verification.late import late_delivery
+from megatron_lab.verification.late_collectives import late_delivery
 from megatron_lab.verification.local_ranks import run_ranks
 from tests.support.lone_rank import CPU
 

@@ -17,7 +17,7 @@ from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.data.samples import DocumentRules
 from megatron.data.tokenizer import predict_embedding_rows
-from megatron.memory.host import HostBufferPool
+from megatron.memory.host_buffers import HostBufferPool
 from megatron.model.build import Model
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import connect_fake, disconnect

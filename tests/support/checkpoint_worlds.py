@@ -15,11 +15,11 @@ from megatron.checkpoint import load
 from megatron.checkpoint.global_tensor import GlobalTensor
 from megatron.checkpoint.load import LoadResult, check_requests, plan_load, read_slices
 from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.rank_parts import plan_save, write_rank_files
 from megatron.checkpoint.save_folder import checkpoint_name, commit, encode_json_files, load_manifest
+from megatron.checkpoint.save_plan import plan_save, write_rank_files
 from megatron.checkpoint.savers import SyncSaver, build_data_reader, build_specs
 from megatron.checkpoint.storage import PathOrUrl
-from megatron.checkpoint.storage_kinds import open_storage
+from megatron.checkpoint.storage_url import open_storage
 from megatron.parallel.context import SELF_GROUP, Group
 from megatron.parallel.params import ParamRecord, Split
 from megatron.parallel.tensor_slice import BufferSlice, FlatRange, TensorSlice, map_flat_range

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatron_lab.verification.joined import compute_joint_norm, measure_difference
-from megatron_lab.verification.wording import TOLERANCE, format_relative_difference
+from megatron_lab.verification.difference_text import TOLERANCE, format_relative_difference
+from megatron_lab.verification.gathered_tensors import compute_joint_norm, measure_difference
 from tests.support.reference_runs import ReferenceRun
 
 LISTED = 10

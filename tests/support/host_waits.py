@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_lab.planner.known_ops import run_op
+from megatron_lab.planner.op_cache import run_op
 
 _READS = ("_local_scalar_dense", "is_nonzero", "equal")
 _COUNTS = ("nonzero", "argwhere", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount")

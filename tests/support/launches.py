@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_lab.planner.known_ops import run_op
+from megatron_lab.planner.op_cache import run_op
 
 _NO_LAUNCH = {"aten::_unsafe_view", "aten::detach", "aten::promote_types"}
 

@@ -17,7 +17,7 @@ import hypothesis
 from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 
-from megatron.config.given import split_argv
+from megatron.config.parsed_flags import split_argv
 from megatron.spec.schedules import SCHEDULES
 from tests.support.cli import command_words
 from tests.support.random_draws import Draw, chance, number, one_of, options

@@ -70,8 +70,8 @@ ABOVE["training"] = set(ABOVE)
 ABOVE["api"] = set(ABOVE)
 
 CHECKPOINT_WITHOUT_TORCH = (
-    *("errors", "safetensors_file", "manifest", "storage", "local_storage", "object_storage", "storage_kinds"),
-    *("save_folder", "rank_parts", "writer_messages", "writer_main"),
+    *("errors", "safetensors_file", "manifest", "storage", "local_storage", "object_storage", "storage_url"),
+    *("save_folder", "save_plan", "writer_messages", "writer_main"),
 )
 """What the process that writes checkpoints needs, and the command line."""
 WITHOUT_TORCH = [
@@ -84,7 +84,7 @@ WITHOUT_TORCH = [
     "megatron/training/signals.py",
     *(
         f"megatron_lab/resilience/{name}.py"
-        for name in ("roll", "verdict", "layouts", "ranks", "command", "messages", "supervisor")
+        for name in ("job_state", "verdict", "layouts", "ranks", "command", "messages", "supervisor")
     ),
     *(f"megatron_lab/flight/{name}.py" for name in ("record", "diagnosis", "watcher")),
     *(f"megatron/checkpoint/{name}.py" for name in CHECKPOINT_WITHOUT_TORCH),
@@ -188,7 +188,7 @@ def test_the_loop_knows_no_feature() -> None:
     assert len(FEATURES) > 12
     for row in FEATURES:
         module = row.class_path.partition(":")[0].rpartition(".")[2]
-        words = {module, row.flag.lstrip("-").replace("-", "_")} - {"", "watchers", "feature"}  # which are words of the interface
+        words = {module, row.flag.lstrip("-").replace("-", "_")} - {"", "callbacks", "feature"}  # which are words of the interface
         assert not [word for word in words if word in loop], row
 
 

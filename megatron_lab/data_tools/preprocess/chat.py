@@ -26,7 +26,7 @@ import numpy as np
 from jinja2 import nodes
 from numpy.typing import NDArray
 
-from megatron.config.extras import import_optional
+from megatron.config.optional_packages import import_optional
 from megatron.data.indexed_dataset import MARK_TYPE
 from megatron.data.samples import IN_LOSS
 from megatron_lab.data_tools.preprocess.errors import BadRecordError

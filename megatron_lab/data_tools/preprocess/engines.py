@@ -19,7 +19,7 @@ from multiprocessing.context import ForkProcess
 from typing import Any, Literal
 
 from megatron.config.data import TOKENIZER_FILE_SETTINGS
-from megatron.config.extras import import_optional
+from megatron.config.optional_packages import import_optional
 from megatron_lab.data_tools.preprocess.input_shards import InputShard
 from megatron_lab.data_tools.preprocess.part_files import JobFolder, ShardCounts, ShardReport
 from megatron_lab.data_tools.preprocess.shard_work import PreprocessJob, get_tokenizer, run_shard

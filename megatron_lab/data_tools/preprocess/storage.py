@@ -18,7 +18,7 @@ from typing import BinaryIO, cast
 
 import xxhash
 
-from megatron.config.extras import open_filesystem
+from megatron.config.optional_packages import open_filesystem
 from megatron.data.indexed_writer import write_atomically
 
 BUFFER_BYTES = 1 << 20

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal, cast
 
-from megatron.config.extras import import_optional
+from megatron.config.optional_packages import import_optional
 from megatron_lab.data_tools.preprocess import csv_records, storage
 from megatron_lab.data_tools.preprocess.errors import BadRecordError, DamagedFileError
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, format_list
-from megatron.checkpoint.storage_kinds import open_storage
+from megatron.checkpoint.storage_url import open_storage
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
 from megatron.config.regular_file import read_text

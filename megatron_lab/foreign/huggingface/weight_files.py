@@ -21,9 +21,9 @@ import torch
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, format_list
 from megatron.checkpoint.safetensors_file import DTYPES
-from megatron.config.extras import import_optional
+from megatron.config.optional_packages import import_optional
 from megatron.config.regular_file import read_text
-from megatron.parallel.products import dtype_name
+from megatron.parallel.matmul import dtype_name
 from megatron_lab.foreign.source import TensorInfo
 
 INDEX = ".index.json"

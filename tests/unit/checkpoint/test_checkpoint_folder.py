@@ -21,7 +21,7 @@ from megatron.checkpoint.save_folder import (
     read_latest,
     select_retained,
 )
-from megatron.checkpoint.storage_kinds import open_storage
+from megatron.checkpoint.storage_url import open_storage
 from tests.support.checkpoint_worlds import save_checkpoint, whole
 
 

@@ -16,7 +16,7 @@ from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.manifest import digest_entries
 from megatron.checkpoint.safetensors_file import Header, TensorEntry
 from megatron.checkpoint.save_folder import read_state
-from megatron.checkpoint.storage_kinds import open_storage
+from megatron.checkpoint.storage_url import open_storage
 from megatron_lab.checkpoints.stream import write_checkpoint
 from megatron_lab.foreign.source import TensorInfo
 from tests.support.checkpoint_worlds import (

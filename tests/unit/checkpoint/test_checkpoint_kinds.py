@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.folder_kinds import FolderType, detect_folder_type
-from megatron.checkpoint.storage_kinds import open_storage
+from megatron.checkpoint.folder_types import FolderType, detect_folder_type
+from megatron.checkpoint.storage_url import open_storage
 from megatron.parallel.tensor_slice import TensorSlice
-from megatron_lab.foreign.opening import open_source
+from megatron_lab.foreign.open_source import open_source
 from megatron_lab.foreign.source import StoredCheckpoint
 from tests.support.checkpoint_worlds import save_checkpoint, whole
 

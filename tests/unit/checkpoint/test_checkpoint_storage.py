@@ -23,7 +23,7 @@ from megatron.checkpoint.local_storage import LocalStorage
 from megatron.checkpoint.object_storage import ObjectStorage
 from megatron.checkpoint.save_folder import check_writable
 from megatron.checkpoint.storage import Storage, is_url
-from megatron.checkpoint.storage_kinds import open_storage
+from megatron.checkpoint.storage_url import open_storage
 
 fsspec = pytest.importorskip("fsspec")
 from fsspec.implementations.memory import MemoryFileSystem  # noqa: E402
@@ -646,7 +646,7 @@ def test_no_bucket_is_made(memory: ObjectStorage, monkeypatch: pytest.MonkeyPatc
 def test_storages_load_neither_torch_nor_numpy_nor_fsspec() -> None:
     code = (
         "import sys\n"
-        "from megatron.checkpoint.storage_kinds import open_storage\n"
+        "from megatron.checkpoint.storage_url import open_storage\n"
         "open_storage('/a').list_names()\n"
         "assert not {'torch', 'numpy', 'fsspec'} & set(sys.modules)\n"
     )

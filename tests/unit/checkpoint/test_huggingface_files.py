@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron_lab.checkpoints.huggingface_writer import export
 from megatron_lab.foreign.huggingface.folder import HuggingFaceFolder
-from megatron_lab.foreign.opening import open_source
+from megatron_lab.foreign.open_source import open_source
 from tests.support.huggingface_models import saved
 
 SMALL: dict[str, Any] = {"vocab_size": 64}

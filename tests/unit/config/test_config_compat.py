@@ -9,7 +9,7 @@ import pytest
 from megatron.config.cli import load, parse
 from megatron.config.errors import ConfigError
 from megatron.config.flags import find_flag, flags
-from megatron.config.given import TRANSLATED_SETTINGS
+from megatron.config.parsed_flags import TRANSLATED_SETTINGS
 from megatron_lab.migration.compat import (
     _NO_EFFECT,
     _REFUSED,

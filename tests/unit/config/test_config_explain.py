@@ -14,7 +14,7 @@ from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
 from megatron.config.flags import flags, topics
-from megatron.config.given import REQUESTS
+from megatron.config.parsed_flags import REQUESTS
 from megatron.config.rules import RULES
 from megatron_lab.migration.compat import COMPAT_FLAGS, TRANSLATIONS
 from megatron_lab.pages.flag_help import explain, find_rules, read_field_docs

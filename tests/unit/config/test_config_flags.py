@@ -15,7 +15,7 @@ from megatron.config.cli import load, load_or_exit, parse
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import Flag, flags, topics
-from megatron.config.given import DryRun, GivenFlag, split_argv
+from megatron.config.parsed_flags import DryRun, GivenFlag, split_argv
 
 ROOT = Path(__file__).resolve().parents[3]
 

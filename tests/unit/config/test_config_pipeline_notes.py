@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config.checks.each import list_idle_settings
+from megatron.config.checks.single_settings import list_idle_settings
 from tests.support.rule_cases import config_of
 
 PP, COUNT = "--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.checks.each import check_strict_conditions, list_idle_settings
 from megatron.config.checks.finding import divisors, get_value, is_set, multiples_near
+from megatron.config.checks.single_settings import check_strict_conditions, list_idle_settings
 from megatron.config.cli import load, parse
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.config.checks.each import list_idle_settings
 from megatron.config.checks.sharding import list_bucketed_params
+from megatron.config.checks.single_settings import list_idle_settings
 from megatron.config.cli import parse
 from megatron.config.config import Config
 from megatron.data_parallel.fsdp_plan import is_fully_sharded

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from megatron.config.cli import load, parse
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import find_flag, flags
-from megatron.config.given import REQUESTS
+from megatron.config.parsed_flags import REQUESTS
 from megatron.config.save import run_record
 from megatron.data.tokenizer import predict_embedding_rows
 from megatron_lab.commands.verify_layout import ToolOptions

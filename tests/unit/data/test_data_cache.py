@@ -24,7 +24,7 @@ from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.history import LengthPeriod
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexCache, open_index_cache, write_dataset
-from megatron_lab.data_tools.index_making import build_index
+from megatron_lab.data_tools.index_builder import build_index
 
 NAMES = ("order", "starts")
 LARGE = 1 << 30

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron.data_parallel.bucket_plan import BucketParam, BucketPlan
-from megatron_lab.planner.passing import simulate_reductions
+from megatron_lab.planner.transient_buffers import simulate_reductions
 
 SIZES = (1024, 64, 64, 64, 64)
 

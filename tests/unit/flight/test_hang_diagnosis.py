@@ -22,7 +22,7 @@ import pytest
 from megatron.config.launcher import build_module_command
 from megatron.parallel.topology import GRADIENT_AXES, Topology
 from megatron.spec.schedules import build_schedule
-from megatron_lab.flight import watched, watcher
+from megatron_lab.flight import rank_monitor, watcher
 from megatron_lab.flight.diagnosis import diagnose_ranks
 from megatron_lab.flight.record import Channel, FlightRecord, Snapshot
 from megatron_lab.flight.watcher import STACK_SIGNAL, HangDetector, NodeWatcher, WatcherConfig
@@ -306,5 +306,5 @@ def test_what_killed_starts_left_is_removed(tmp_path: Path) -> None:
             record._write_description()
         if name != "flight-new":
             os.utime(tmp_path / name, (0, 0))
-    watched._remove_stale_folders(tmp_path)
+    rank_monitor._remove_stale_folders(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["flight-alive", "flight-new", "other"]

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron.memory.host import HostBuffer, HostBufferPool, get_buffer_size
+from megatron.memory.host_buffers import HostBuffer, HostBufferPool, get_buffer_size
 from megatron.memory.offload import create_offloader
 from megatron.memory.recompute import ActivationStore, run_with_recompute, storing_activations
 from megatron.parallel.accumulate import route_grad

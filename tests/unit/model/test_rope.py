@@ -17,8 +17,8 @@ from megatron.config.model import ModelConfig
 from megatron.model import rope
 from megatron.model.rope import build_rotary_table, compute_frequencies, rotate
 from megatron.spec.rotary import RotarySpec, build_rotary_spec
-from megatron_lab.verification.plain_run import build_rotary_scaling
 from megatron_lab.verification.reference.rotary import compute_rotary_frequencies as reference_frequencies
+from megatron_lab.verification.reference_run import build_rotary_scaling
 from tests.support.lone_rank import CPU
 
 SEQ, BATCH, HEADS = 7, 2, 3

@@ -11,7 +11,7 @@ from megatron.optimizer.matrix_plan import Matrix, plan_matrices
 from megatron.optimizer.muon import matrix_flops, newton_schulz
 from megatron.parallel.params import ParamPartition, ParamRecord, Split
 from megatron.parallel.topology import GRADIENT_AXES, Topology
-from megatron_lab.planner.kinds import Links
+from megatron_lab.planner.rank_profiles import Links
 from megatron_lab.planner.storages import StorageLedger
 from tests.support.lone_rank import lone_rank
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.parallel import products
+from megatron.parallel import matmul
 from megatron.parallel.accumulate import (
     GradSink,
     accumulate,
@@ -22,7 +22,7 @@ from megatron.parallel.accumulate import (
     route_grad,
     run_or_defer,
 )
-from megatron.parallel.products import has_float32_output, input_product, linear, product_into, weight_product
+from megatron.parallel.matmul import has_float32_output, input_product, linear, product_into, weight_product
 from megatron_lab.planner.storages import StorageLedger
 from tests.support.lone_rank import CPU
 from tests.support.sinks import sink_over, summed
@@ -244,7 +244,7 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
 @pytest.fixture(params=[False, True])
 def fast_bfloat16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """A processor that multiplies bfloat16 fast, and one that does not."""
-    monkeypatch.setattr(products, "has_fast_bfloat16", lambda: request.param)
+    monkeypatch.setattr(matmul, "has_fast_bfloat16", lambda: request.param)
     return bool(request.param)
 
 
@@ -254,7 +254,7 @@ def test_products_are_within_rounding(dtype: torch.dtype, fast_bfloat16: bool, m
     x, weight, bias = values(20, 2, 4000).to(dtype), values(6, 4000, key=1).to(dtype), values(6, key=2).to(dtype)
     exact = x.double() @ weight.double().t()
     for block in (1 << 25, 4 * 4000):
-        monkeypatch.setattr(products, "_BLOCK_ELEMENTS", block)
+        monkeypatch.setattr(matmul, "_BLOCK_ELEMENTS", block)
         assert error(linear(x, weight), exact) <= ROUNDING[dtype]
         assert error(linear(x, weight, bias), exact + bias.double()) <= ROUNDING[dtype]
         into = torch.empty(40, 6, dtype=dtype)
@@ -279,7 +279,7 @@ def test_weight_products_write_or_add(dtype: torch.dtype, wide: bool, add: bool,
 def test_a_product_in_other_bits_is_made_in_blocks(add: bool, fast_bfloat16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which take no more memory than they may, and give what the whole gives."""
     rows, block = 40, 3 * 40
-    monkeypatch.setattr(products, "_BLOCK_ELEMENTS", block)
+    monkeypatch.setattr(matmul, "_BLOCK_ELEMENTS", block)
     with StorageLedger() as ledger:
         grad_output, x, into = values(rows, 70, key=1).bfloat16(), values(rows, 4, key=2).bfloat16(), values(70, 4, key=3).float()
         exact = grad_output.double().t() @ x.double() + (into.double() if add else 0.0)
@@ -292,11 +292,11 @@ def test_a_product_in_other_bits_is_made_in_blocks(add: bool, fast_bfloat16: boo
 
 def test_few_rows_are_multiplied_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a token at a time, as when text is generated, widening the weight would take longer than its product."""
-    monkeypatch.setattr(products, "has_fast_bfloat16", lambda: False)
+    monkeypatch.setattr(matmul, "has_fast_bfloat16", lambda: False)
     for rows, widened in ((1, False), (31, False), (32, True)):
-        assert products.should_widen(torch.empty(rows, 3, dtype=torch.bfloat16)) == widened
-        assert products.should_widen(torch.empty(rows, 3, dtype=torch.float16))
-        assert not products.should_widen(torch.empty(rows, 3)) and not products.should_widen(
+        assert matmul.should_widen(torch.empty(rows, 3, dtype=torch.bfloat16)) == widened
+        assert matmul.should_widen(torch.empty(rows, 3, dtype=torch.float16))
+        assert not matmul.should_widen(torch.empty(rows, 3)) and not matmul.should_widen(
             torch.empty(rows, 3, device="meta").bfloat16()
         )
 

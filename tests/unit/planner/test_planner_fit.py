@@ -12,7 +12,7 @@ import pytest
 
 from megatron.config.checks.finding import Change, change
 from megatron.config.cli import LoadedConfig, load
-from megatron.config.given import DryRun
+from megatron.config.parsed_flags import DryRun
 from megatron.config.rules import find_violations
 from megatron.data.tokenizer import predict_embedding_rows
 from megatron.spec.operations import OpType, Schedule

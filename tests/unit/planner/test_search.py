@@ -8,7 +8,7 @@ import pytest
 
 from megatron.config.cli import load
 from megatron.config.errors import ConfigError
-from megatron.config.given import DryRun
+from megatron.config.parsed_flags import DryRun
 from megatron.config.rules import find_violations
 from megatron_lab.planner.cluster import load_cluster
 from megatron_lab.planner.search import LayoutSearch, Limits, explain_difference

@@ -10,15 +10,15 @@ import pytest
 
 from megatron.config.cli import load
 from megatron.config.errors import ConfigError
-from megatron.config.given import DryRun
+from megatron.config.parsed_flags import DryRun
 from megatron.spec.counts import count_flops_per_token
 from megatron.spec.operations import OpType
 from megatron_lab.planner.cluster import list_cluster_names, load_cluster
+from megatron_lab.planner.device_work import AttentionWork, DeviceWork, Gemm
 from megatron_lab.planner.dry_run import Planner
 from megatron_lab.planner.durations import CommGroup, Durations
 from megatron_lab.planner.step_time import StepTime, predict_step_time
 from megatron_lab.planner.step_work import StepWork
-from megatron_lab.planner.work import AttentionWork, DeviceWork, Gemm
 
 VOCAB = 1024
 SMALL = (

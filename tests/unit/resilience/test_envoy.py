@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron_lab.resilience.book import LocalStateStore, StoreUnavailableError, TCPStateStore, serve_store, update_state
 from megatron_lab.resilience.envoy import Envoy, plan_start
+from megatron_lab.resilience.job_state import JobLimits, JobState, NodeOffer, NodeReport, RankProgress, StartPlan
 from megatron_lab.resilience.messages import (
     EndRanksCommand,
     EnvoyConfig,
@@ -21,7 +21,7 @@ from megatron_lab.resilience.messages import (
     StartCommand,
     StopRequest,
 )
-from megatron_lab.resilience.roll import JobLimits, JobState, NodeOffer, NodeReport, RankProgress, StartPlan
+from megatron_lab.resilience.state_store import LocalStateStore, StoreUnavailableError, TCPStateStore, serve_store, update_state
 from tests.support.runs import arguments
 
 LIMITS = JobLimits(nodes=(1, 2), ranks=(1, 4), max_restarts=1, last_call_s=30.0)

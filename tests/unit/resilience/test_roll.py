@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from megatron_lab.resilience.roll import (
+from megatron_lab.resilience.job_state import (
     EndType,
     JobLimits,
     JobState,

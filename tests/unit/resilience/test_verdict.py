@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from megatron.training.signals import EXIT_LOST_CONTACT
-from megatron_lab.resilience.roll import RankProgress
+from megatron_lab.resilience.job_state import RankProgress
 from megatron_lab.resilience.verdict import NodeSlots, build_report, find_failed_rank, is_slot_failure
 
 STOP = 85

@@ -18,8 +18,8 @@ from megatron_lab.cluster.rates import build_cluster, compute_hidden_share, fit_
 from megatron_lab.commands import check_cluster
 from megatron_lab.commands.against_runs import count_ordered_pairs
 from megatron_lab.planner.cluster import Cluster, Efficiency, load_cluster
+from megatron_lab.planner.device_work import AttentionWork, DeviceWork, Gemm
 from megatron_lab.planner.durations import CommGroup, Durations
-from megatron_lab.planner.work import AttentionWork, DeviceWork, Gemm
 from megatron_lab.verification.local_ranks import run_ranks
 
 TRUE = Cluster(

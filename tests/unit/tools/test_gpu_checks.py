@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.attention import core, documents, flash_range_pairs
 from megatron.moe import grouped
-from megatron.parallel import products
+from megatron.parallel import matmul
 from megatron.precision.fp8_gemms import Fp8Gemms
 from megatron.spec.counts import count_attention_flops, count_flops_per_token, count_parameters
 from megatron.tensor_parallel import cross_entropy
@@ -43,15 +43,15 @@ def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckContext:
 def _plant(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     """Make one function of the framework wrong."""
     if fault == "weight-gradients":
-        whole = products.weight_product
-        monkeypatch.setattr(products, "weight_product", lambda grad, x, into, add: whole(grad[1:], x[1:], into, add=add))
+        whole = matmul.weight_product
+        monkeypatch.setattr(matmul, "weight_product", lambda grad, x, into, add: whole(grad[1:], x[1:], into, add=add))
     elif fault == "experts":
         monkeypatch.setattr(grouped, "_matmul_per_expert", _one_off(grouped._matmul_per_expert))
     elif fault == "cross-entropy":
         monkeypatch.setattr(cross_entropy, "_mask_padding", lambda logits, columns: None)
     elif fault == "deterministic-counts":
-        adds = products.add_rows
-        monkeypatch.setattr(products, "add_rows", lambda into, ids, rows: adds(into, ids.clamp(max=400), rows))
+        adds = matmul.add_rows
+        monkeypatch.setattr(matmul, "add_rows", lambda into, ids, rows: adds(into, ids.clamp(max=400), rows))
 
 
 def _one_off(function: Any) -> Any:

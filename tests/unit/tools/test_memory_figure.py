@@ -12,7 +12,7 @@ from megatron.pipeline_parallel.simulate import OpSpan
 from megatron.spec.operations import Op, OpType
 from megatron_lab.memory_plots.figure import MemoryPanel, write_figure
 from megatron_lab.memory_plots.measure import MeasuredStep
-from megatron_lab.memory_plots.over_step import format_panel_table
+from megatron_lab.memory_plots.step_memory import format_panel_table
 from megatron_lab.planner.peak import OpMemory
 from megatron_lab.schedule_plots.panel import get_colour
 

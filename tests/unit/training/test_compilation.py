@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from megatron.attention.backends import backend_in_use
 from megatron.model.compiled import BlockCompiler, compute_cache_tag
-from megatron_lab.monitoring.compiler_facts import collect_compiler_inputs, describe_differences
+from megatron_lab.monitoring.compiler_inputs import collect_compiler_inputs, describe_differences
 
 
 def test_a_graph_of_another_kernel_of_attention_is_not_taken_from_the_cache() -> None:

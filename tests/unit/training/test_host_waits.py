@@ -13,7 +13,7 @@ import torch
 
 from megatron.attention.documents import Documents, build_unpacked_documents
 from megatron.config.config import Config
-from megatron.memory.host import HostBufferPool
+from megatron.memory.host_buffers import HostBufferPool
 from megatron.model.inputs import ModelInputs
 from megatron.moe.dispatch import Dispatcher
 from megatron.parallel.context import connect_fake, disconnect

@@ -13,7 +13,7 @@ import torch
 
 from megatron.config.cli import load
 from megatron.config.config import Config
-from megatron.config.given import DryRun
+from megatron.config.parsed_flags import DryRun
 from megatron_lab.monitoring.rehearsal import PlanProcess, build_full_plan, resolve_device_facts
 from megatron_lab.planner.cluster import load_cluster
 from megatron_lab.planner.plan import Plan

@@ -117,7 +117,7 @@ def open_model(
     """
     from megatron.data.tokenizer import build_tokenizer
     from megatron.parallel.context import connect, disconnect
-    from megatron_lab.foreign.opening import open_source
+    from megatron_lab.foreign.open_source import open_source
     from megatron_lab.inference.model_from_source import load_model
 
     if problems := list(import_modules(args.imports)):

@@ -9,9 +9,9 @@ import time
 
 import torch.distributed as dist
 
-from megatron_lab.resilience.book import LocalStateStore, StateStore, TCPStateStore, connect, is_local_host, serve_store
+from megatron_lab.resilience.job_state import JobState, from_json, to_json
 from megatron_lab.resilience.ranks import reset_signal_handlers, set_process_name
-from megatron_lab.resilience.roll import JobState, from_json, to_json
+from megatron_lab.resilience.state_store import LocalStateStore, StateStore, TCPStateStore, connect, is_local_host, serve_store
 
 _CONNECT_TIMEOUT_S = 2.0
 _IDLE_TIMEOUT_S = 30.0

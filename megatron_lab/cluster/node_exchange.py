@@ -15,11 +15,11 @@ import torch.distributed as dist
 _POLL_INTERVAL_S = 0.05
 
 
-class MeetingError(Exception):
+class NodeExchangeError(Exception):
     """The nodes of a job cannot connect to each other. The message names the missing node, or the address that was tried."""
 
 
-class Meeting:
+class NodeExchange:
     """Connection of one node to a key-value store, through which the nodes of a cluster check exchange messages. One node, the head
     node, serves the store.
 
@@ -47,20 +47,20 @@ class Meeting:
                 self.store = store(True)
             except (RuntimeError, ValueError) as error:
                 if num_nodes == 1:
-                    raise MeetingError(f"{host}: cannot listen at port {port}: {str(error).splitlines()[0]}") from error
+                    raise NodeExchangeError(f"{host}: cannot listen at port {port}: {str(error).splitlines()[0]}") from error
                 self.is_head = False  # another node of the job on this machine serves the store already
         if not self.is_head:
             _wait_for_listener(head, port, host, timeout_s)
             try:
                 self.store = store(False)
             except (RuntimeError, ValueError) as error:
-                raise MeetingError(
+                raise NodeExchangeError(
                     f"{host}: the process that listens at port {port} of {head} does not belong to this job; choose another port"
                 ) from error
         self.index = 0 if self.is_head else self.store.add("joined", 1)
         """Index of this node; the head has 0."""
         if self.index >= num_nodes:
-            raise MeetingError(
+            raise NodeExchangeError(
                 f"{host}: more than {num_nodes} nodes connected to port {port} of {head}; another job may use this port"
             )
 
@@ -98,12 +98,13 @@ class Meeting:
             self.store.wait([key], datetime.timedelta(seconds=timeout_s))
             return json.loads(self.store.get(key))
         except (RuntimeError, ValueError) as error:
-            raise MeetingError(
+            raise NodeExchangeError(
                 f"{self.host}: no message from the head node within {timeout_s:.0f} s; its process may have ended"
             ) from error
 
     def leave(self, timeout_s: float) -> None:
-        """Leave the meeting. The head node waits until all nodes have left, because the store ends with its process."""
+        """Leave the exchange of messages. The head node waits until all nodes have left, because the store ends
+        with the head node's process."""
         with contextlib.suppress(RuntimeError):
             self.store.add("left", 1)
             deadline = time.monotonic() + timeout_s
@@ -117,7 +118,7 @@ def _resolve_addresses(head: str, host: str) -> list[str]:
             dict.fromkeys(str(address_info[4][0]) for address_info in socket.getaddrinfo(head, None, type=socket.SOCK_STREAM))
         )
     except OSError as error:
-        raise MeetingError(f"{host}: the name of the head, {head}, does not resolve: {error.strerror}") from error
+        raise NodeExchangeError(f"{host}: the name of the head, {head}, does not resolve: {error.strerror}") from error
 
 
 def _is_local_address(address: str) -> bool:
@@ -148,7 +149,7 @@ def _wait_for_listener(head: str, port: int, host: str, timeout_s: float) -> Non
         except OSError as error:
             reason = error.strerror or str(error)
             time.sleep(0.5)
-    raise MeetingError(
+    raise NodeExchangeError(
         f"{host}: no answer from {head} at port {port} for {timeout_s:.0f} s ({reason}): was the job started there, and may nodes "
         "reach that port?"
     )

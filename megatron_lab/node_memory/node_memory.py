@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.checkpoint.save_folder import find_checkpoint, parse_iteration, read_latest
 from megatron.checkpoint.storage import Storage
-from megatron.checkpoint.storage_kinds import NODE_MEMORY_URL
+from megatron.checkpoint.storage_url import NODE_MEMORY_URL
 from megatron.parallel.collectives import broadcast_object, gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.rendezvous import get_node_address

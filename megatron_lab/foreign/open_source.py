@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megatron.checkpoint.errors import CheckpointError, format_list
-from megatron.checkpoint.folder_kinds import FOREIGN_TYPES, FolderType, detect_folder_type
+from megatron.checkpoint.folder_types import FOREIGN_TYPES, FolderType, detect_folder_type
 from megatron.checkpoint.save_folder import LATEST, checkpoint_name, find_checkpoint
 from megatron.checkpoint.storage import CONFIG, MANIFEST, PathOrUrl
-from megatron.checkpoint.storage_kinds import open_storage
+from megatron.checkpoint.storage_url import open_storage
 from megatron_lab.foreign.dist_checkpoint import DistCheckpoint
 from megatron_lab.foreign.huggingface.folder import HuggingFaceFolder
 from megatron_lab.foreign.legacy_checkpoint import LegacyCheckpoint

@@ -9,13 +9,13 @@ import torch
 from megatron.config.config import Config
 from megatron.config.save import to_dict
 from megatron.model.gpt import ModelInputs
+from megatron.parallel.matmul import dtype_name
 from megatron.parallel.params import build_global_records
-from megatron.parallel.products import dtype_name
+from megatron.training.callbacks import Callback
 from megatron.training.failure import run_on_all_ranks
 from megatron.training.features import Feature, RunComponents
 from megatron.training.progress import Progress
 from megatron.training.step import StepResult, TrainStep
-from megatron.training.watch import Callback
 from megatron_lab.audit.reductions import LocalGradients, audit
 from megatron_lab.audit.replicas import Replicas, find_replicated_tensors, raise_audit
 from megatron_lab.audit.signature import TraceRecorder

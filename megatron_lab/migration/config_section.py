@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.config.flags import flags
-from megatron_lab.migration.line import LaunchCommand
+from megatron_lab.migration.launch_command import LaunchCommand
 
 
 class ConfigSection:

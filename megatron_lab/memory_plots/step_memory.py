@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.config.config import Config
-from megatron.config.given import DryRun
+from megatron.config.parsed_flags import DryRun
 from megatron.data.tokenizer import predict_embedding_rows
 from megatron.parallel.topology import Topology
 from megatron_lab.memory_plots.figure import MemoryPanel

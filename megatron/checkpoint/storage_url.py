@@ -7,8 +7,8 @@ from pathlib import Path
 
 from megatron.checkpoint.local_storage import LocalStorage
 from megatron.checkpoint.storage import Storage, is_url
-from megatron.config.extras import open_filesystem
 from megatron.config.imports import import_object
+from megatron.config.optional_packages import open_filesystem
 
 NODE_MEMORY_URL = "nodes://state"
 """URL of the memory of all nodes, the same on every rank. Each rank takes the folder of its node from an environment variable."""

@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 
-from megatron_lab.resilience.roll import JobState, from_json, to_json
+from megatron_lab.resilience.job_state import JobState, from_json, to_json
 
 HEARTBEAT_INTERVAL_S = 1.0
 _REFRESH_INTERVAL_S = 2.0

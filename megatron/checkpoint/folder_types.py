@@ -11,7 +11,7 @@ from enum import StrEnum
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.save_folder import checkpoint_name, list_iterations
 from megatron.checkpoint.storage import CONFIG, MANIFEST, Storage
-from megatron.checkpoint.storage_kinds import open_storage
+from megatron.checkpoint.storage_url import open_storage
 
 
 class FolderType(StrEnum):

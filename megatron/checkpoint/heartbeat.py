@@ -22,7 +22,7 @@ from typing import Any
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.save_folder import RUN
 from megatron.checkpoint.storage import Storage
-from megatron.checkpoint.storage_kinds import open_storage
+from megatron.checkpoint.storage_url import open_storage
 
 ALIVE_FILE = "run.alive"
 BEAT_S = 10.0

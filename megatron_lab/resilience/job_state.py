@@ -1,7 +1,7 @@
 """Shared state of a job: its nodes, which of them train, and what happens when ranks end or nodes are lost. Does not import torch.
 
-All nodes read and change one `JobState`, which is kept in a store (`book.py`). Each change is a pure function from one state to the
-next. Phases:
+All nodes read and change one `JobState`, which is kept in a store (`state_store.py`). Each change is a pure function from one state
+to the next. Phases:
 
 gathering   No new ranks start. Nodes become ready, until the first node starts the ranks according to a plan.
 running     The nodes in `order` run their ranks. Other ready nodes are spares.

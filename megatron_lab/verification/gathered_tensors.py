@@ -12,8 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from megatron_lab.verification.observation import LocalTensor, RankObservation
-from megatron_lab.verification.wording import (
+from megatron_lab.verification.difference_text import (
     NEGLIGIBLE,
     ROUNDING,
     TOLERANCE,
@@ -21,6 +20,7 @@ from megatron_lab.verification.wording import (
     format_factor,
     format_relative_difference,
 )
+from megatron_lab.verification.observation import LocalTensor, RankObservation
 
 AXIS_NAMES = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline"}
 """Names of the axes in findings and reports."""

@@ -18,7 +18,6 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.spec.activations import ActivationName, get_activation
 from megatron_lab.verification.observation import EVALUATED_BATCHES, EVALUATED_STEPS, ProofTask, ReferenceRun, ReferenceStep
-from megatron_lab.verification.plain_groups import build_param_updates
 from megatron_lab.verification.random_samples import RandomSamples
 from megatron_lab.verification.reference.eight_bits import Fp8Spec
 from megatron_lab.verification.reference.experts import ExpertsShape
@@ -37,6 +36,7 @@ from megatron_lab.verification.reference.training import (
     update_weights,
 )
 from megatron_lab.verification.reference.update_rules import RuleOptions
+from megatron_lab.verification.reference_param_groups import build_param_updates
 
 
 def run_reference(task: ProofTask) -> ReferenceRun:

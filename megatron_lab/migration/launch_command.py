@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from megatron.config.checks.finding import MODEL_PARALLEL_SIZES
 from megatron.config.cli import load
 from megatron.config.errors import ConfigError, Violation
-from megatron.config.given import split_argv
+from megatron.config.parsed_flags import split_argv
 
 _MAX_WIDTH = 110
 """Width in characters at which the printed command continues on the next line."""

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron.config.checks.each import MAX_WORLD_SIZE
+from megatron.config.checks.single_settings import MAX_WORLD_SIZE
 from megatron.config.config import Config
 from megatron.config.data import is_number, list_path_settings
 from megatron.config.errors import Violation
 from megatron.config.flags import Flag, build_config, find_flag, flags, suggest_names
 from megatron.config.launcher import read_process_info
-from megatron.config.settle import format_no_effect_note
+from megatron.config.resolve import format_no_effect_note
 
 _FLAG = re.compile(r"--[A-Za-z]|-[A-Za-z]")
 
