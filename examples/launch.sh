@@ -1,69 +1,73 @@
-# What the launch scripts of this folder share. Each sources this file, fills the lists model, layout, batch, optimizer and data
-# with flags of pretrain_gpt.py (and `telling`, if it wants other intervals than those below), and calls `launch`.
+# Functions that the launch scripts of this folder share. Each script sources this file, fills the lists model, layout, batch,
+# optimizer and data with flags of pretrain_gpt.py, and calls `launch`. A script that wants other intervals for logs, evaluation and
+# checkpoints than those below also sets the list logging.
 #
-# A start has these parts:
-#   1. a dry run of the very command line: wrong settings, and those that do not go with the checkpoint in RUN, end here, with exit
-#      status 2, and the log says what the job takes;
-#   2. a health check of all nodes, tools/check_cluster.py;
-#   3. a supervisor on every node (launch_node.sh). It starts all ranks again when one fails, up to MAX_RESTARTS times in a row
-#      without a newer state, and where MIN_NODES or MIN_RANKS allow it with fewer;
-#   4. if it gives up, 2 and 3 again, as long as each attempt leaves a newer checkpoint than the one before. What another start
-#      would meet again ends the job: wrong settings (2), numbers that are not finite (88).
-# A start always goes on from the newest checkpoint of RUN.
+# `launch` does the following:
+#   1. a dry run of the command line. It reports the memory and the schedule of the job. Invalid settings, and settings that do not
+#      fit the checkpoint in RUN, end the script here with exit status 2;
+#   2. a health check of all nodes (tools/check_cluster.py);
+#   3. a supervisor on every node (launch_node.sh). If a rank fails, the supervisor restarts all ranks, at most MAX_RESTARTS times
+#      in a row without a newer checkpoint. MIN_NODES and MIN_RANKS allow a restart with fewer nodes or ranks;
+#   4. if the supervisor gives up, steps 2 and 3 again, as long as each attempt saved a newer checkpoint than the attempt before.
+#      Faults that a restart cannot mend end the job: invalid settings (exit status 2) and a loss or gradient that is not
+#      finite (exit status 88).
+# A run always resumes from the newest checkpoint in RUN.
 #
-# SIGTERM, SIGUSR1 and Ctrl-C make the ranks save and exit; a second one ends them at once. Under Slurm, SIGUSR1 (which
-# `#SBATCH --signal=B:USR1@600` sends ten minutes before the time limit) also puts the job back into the queue.
+# On SIGTERM, SIGUSR1 and Ctrl-C the ranks save a checkpoint and exit. A second signal ends the ranks at once. In a Slurm job,
+# SIGUSR1 also requeues the job; `#SBATCH --signal=B:USR1@600` sends it ten minutes before the time limit.
 #
-# Variables of all scripts:
-#   RUN            folder for checkpoints and curves, on a file system that all nodes see (runs/NAME)
-#   NNODES         number of nodes, if it is not that of the script; under Slurm it is that of the job
-#   HEAD, PORT     several nodes without Slurm: the name of one of them, the same on all, and a port on it (29500; the health check
-#                  takes the next one)
-#   DRY_RUN=1      only say what the job takes: needs no GPU, no data, and no other variable
-#   PLAN=1         only look for faster layouts of the job, on CLUSTER (h100; tools/plan.py --cluster list); --plan says the same
-#   SKIP_CHECK=1   no health check
-#   MAX_RESTARTS   (3)
-#   MIN_NODES      of several nodes, so many are enough to go on with when others are lost (all)
-#   MIN_RANKS      on one node, so many ranks are (all)
-#   LAUNCHER       supervisor, or torchrun (supervisor)
-#   PYTHON         the Python to run (python, or that of the project's .venv where python lacks what is needed)
+# Variables of all scripts (defaults in parentheses):
+#   RUN            folder for checkpoints and curves, on a file system that all nodes can access (runs/NAME)
+#   NNODES         number of nodes (the number of the script; in a Slurm job, the number of nodes of the job)
+#   HEAD, PORT     for several nodes without Slurm: the host name of one of the nodes, the same on all nodes, and a free port on it
+#                  (29500; the health check uses the next port)
+#   DRY_RUN=1      only print the memory and the schedule of the job; needs no GPU, no data, and no other variable
+#   PLAN=1         only search for faster layouts of the job on the cluster CLUSTER (h100; tools/plan.py --cluster list);
+#                  the flag --plan has the same effect
+#   SKIP_CHECK=1   skip the health check
+#   MAX_RESTARTS   restarts in a row without a newer checkpoint (3)
+#   MIN_NODES      minimum number of nodes with which a job of several nodes continues after a node is lost (all)
+#   MIN_RANKS      minimum number of ranks with which a job of one node continues after a rank is lost (all)
+#   LAUNCHER       supervisor or torchrun (supervisor)
+#   PYTHON         the Python to use (python, or that of the project's .venv if python lacks a required package)
 
-telling=(--log-interval 10 --log-throughput --eval-interval 1000 --eval-iters 10 --save-interval 1000)
-missing=() wrong=() stops=0 requeue="" attempt=0
+logging=(--log-interval 10 --log-throughput --eval-interval 1000 --eval-iters 10 --save-interval 1000)
+missing=() invalid=() stops=0 requeue="" attempt=0
 
-# need NAME WHAT: the variable NAME must be set, and is WHAT. All that are not set are told together, by `launch`.
+# need NAME DESCRIPTION: require that the variable NAME is set. `launch` reports all missing variables together.
 need() {
     [[ -z ${!1-} ]] || return 0
     missing+=("$1 is not set: $2")
     printf -v "$1" '%s' "$1" # a dry run reads no file
 }
 
-# whole NAME LEAST MOST: the variable NAME, if it is set, must be such a whole number. All that are not are told together, by
-# `launch`. (In arithmetic, bash takes a word for the name of a variable, and 010 for 8.)
-whole() {
+# check_integer NAME MIN MAX: if the variable NAME is set, require an integer from MIN to MAX. `launch` reports all invalid values
+# together. The pattern is strict, because in arithmetic bash would read a word as the name of a variable, and 010 as 8.
+check_integer() {
     local value=${!1-}
     [[ -z $value || ($value =~ ^(0|[1-9][0-9]{0,8})$ && $value -ge $2 && $value -le $3) ]] ||
-        wrong+=("$1 must be a whole number from $2 to $3, but is '$value'")
+        invalid+=("$1 must be a whole number from $2 to $3, but is '$value'")
 }
 
-# launch NODES RANKS_PER_NODE NAME [flags that are added to those of the lists, or count instead of them]
+# launch NODES RANKS_PER_NODE NAME [FLAG...]: start the job. The flags are added to the flags of the lists, or override them.
 launch() {
     nodes=${SLURM_JOB_NUM_NODES:-${NNODES:-$1}} per_node=$2 run=${RUN:-runs/$3}
     shift 3
     [[ ${1-} != -h && ${1-} != --help ]] || usage
-    whole NNODES 1 1000000
-    whole MAX_RESTARTS 0 1000000
-    whole MIN_NODES 1 "$nodes"
-    whole MIN_RANKS 1 "$per_node"
+    check_integer NNODES 1 1000000
+    check_integer MAX_RESTARTS 0 1000000
+    check_integer MIN_NODES 1 "$nodes"
+    check_integer MIN_RANKS 1 "$per_node"
     [[ ${LAUNCHER:-supervisor} =~ ^(supervisor|torchrun)$ ]] ||
-        wrong+=("LAUNCHER must be supervisor or torchrun, but is '$LAUNCHER'")
-    whole PORT 1 65534 # the health check takes the next one
-    ((${#wrong[@]} == 0)) || fail 2 "$(printf '%s\n' "${wrong[@]}")"
+        invalid+=("LAUNCHER must be supervisor or torchrun, but is '$LAUNCHER'")
+    [[ -z ${telling+set} ]] || invalid+=("the list telling of this script has a new name: logging")
+    check_integer PORT 1 65534 # the health check uses the next port
+    ((${#invalid[@]} == 0)) || fail 2 "$(printf '%s\n' "${invalid[@]}")"
     root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
     source "$root/tools/find_python.sh"
     python=$(find_python "$root") || exit 2
     flags=("${model[@]}" "${layout[@]}" "${batch[@]}" "${optimizer[@]}" "${data[@]}"
-        "${telling[@]}" --tensorboard-dir "$run/tensorboard" --metrics-file "$run/metrics.jsonl"
+        "${logging[@]}" --tensorboard-dir "$run/tensorboard" --metrics-file "$run/metrics.jsonl"
         --save "$run/checkpoints" --load "$run/checkpoints" --keep-last 3 --async-save "$@")
     program=("$python" "$root/pretrain_gpt.py" "${flags[@]}")
     dry_run=("${program[@]}" --dry-run --world-size $((nodes * per_node)) --gpus-per-node "$per_node")
@@ -81,24 +85,24 @@ launch() {
 
 say() { echo "${0##*/}: $1" >&2; }
 
-fail() { # STATUS WORDS
+fail() { # STATUS MESSAGE
     say "$2"
     exit "$1"
 }
 
-usage() { # the comment at the top of the script
+usage() { # print the comment at the top of the script
     awk 'NR > 1 && !/^#/ { exit } NR > 1 && !/^#SBATCH/ { sub(/^# ?/, ""); print }' "$0"
     exit 0
 }
 
-# The batch script of a Slurm job starts things on the nodes with srun. Anywhere else this is the only node, or one of several on
-# which the same script is started.
+# Find the head node and the port. The batch script of a Slurm job starts commands on the nodes with srun. Without Slurm, this node
+# is the only node, or one of several nodes on which the same script is started.
 find_head() {
     hosts="" batch_job="" port=${PORT:-29500}
     if [[ -n ${SLURM_JOB_ID-} && -z ${SLURM_STEP_NUM_NODES-} ]]; then
         batch_job=$SLURM_JOB_ID
         hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
-        head=${hosts%%$'\n'*} port=${PORT:-$((20000 + batch_job % 10000 * 2))} # jobs that share a node need ports of their own
+        head=${hosts%%$'\n'*} port=${PORT:-$((20000 + batch_job % 10000 * 2))} # jobs that share a node need different ports
     elif ((nodes == 1)); then
         head=localhost
     else
@@ -107,28 +111,28 @@ find_head() {
     fi
 }
 
-# Run a command on every node of the job, or on this one.
+# Run a command on every node of a Slurm job; without Slurm, on this node.
 on_nodes() {
     if [[ -n $batch_job ]]; then
-        # Where fewer nodes are enough, Slurm must not end the others with one that is lost.
-        local alone=(--kill-on-bad-exit=1)
-        ((${MIN_NODES:-$nodes} == nodes)) || alone=(--kill-on-bad-exit=0 --no-kill)
-        interruptible srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --cpu-bind=none "${alone[@]}" "$@"
+        # If the job may continue with fewer nodes, Slurm must not end the remaining nodes when one is lost.
+        local on_loss=(--kill-on-bad-exit=1)
+        ((${MIN_NODES:-$nodes} == nodes)) || on_loss=(--kill-on-bad-exit=0 --no-kill)
+        interruptible srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --cpu-bind=none "${on_loss[@]}" "$@"
     else
         interruptible "$@"
     fi
 }
 
-# Run a command and pass on every request to stop. (While a command is in the foreground, bash would not hear of one.)
+# Run a command in the background and forward every signal to stop. bash handles no signal while a command runs in the foreground.
 interruptible() {
-    local child told=$stops status
+    local child forwarded=$stops status
     "$@" &
     child=$!
     while true; do
         status=0
         wait "$child" || status=$?
-        ((stops > told)) || return "$status"
-        told=$stops
+        ((stops > forwarded)) || return "$status"
+        forwarded=$stops
         if [[ -n $batch_job ]]; then
             scancel --signal=TERM "$batch_job" || true # all job steps, but not this script
         else
@@ -137,11 +141,11 @@ interruptible() {
     done
 }
 
-# The dry run, which also tells the memory that a GPU must have.
+# Run the dry run. It also determines the GPU memory that the job needs, for the health check.
 rehearse() {
     local plan
     plan=$(mktemp)
-    "${dry_run[@]}" --dry-run-json "$plan" || exit # not worth a second try
+    "${dry_run[@]}" --dry-run-json "$plan" || exit # a retry would fail in the same way
     device_bytes=$("$python" -c 'import json, sys; print(json.load(open(sys.argv[1]))["device_bytes"])' "$plan")
     rm -f "$plan"
 }
@@ -152,11 +156,11 @@ check() {
         --head "$head:$((port + 1))" --expect "${hosts//$'\n'/,}" --device-bytes "$device_bytes" -- "${flags[@]}"
 }
 
-newest() { # the number of the newest checkpoint, if there is one
+newest() { # print the iteration of the newest checkpoint, or nothing if there is no checkpoint
     cat "$run/checkpoints/latest_checkpointed_iteration.txt" 2> /dev/null || true
 }
 
-# Attempts, until the run is done, was asked to stop, or gets nowhere.
+# Start the job again and again, until it is complete, a signal stops it, or an attempt saves no newer checkpoint.
 train() {
     local before status
     while true; do
@@ -166,15 +170,15 @@ train() {
         ((status == 0)) || fail "$status" "the health check found faults; SKIP_CHECK=1 starts without it"
         on_nodes bash "$root/examples/launch_node.sh" "$nodes" "$per_node" "$head:$port" "$run-$attempt" \
             "${program[@]}" || status=$?
-        ((stops == 0 && status != 0 && status != 85)) || break # 85: the ranks were asked to stop
-        ((status != 2 && status != 88)) || fail "$status" "another start would end in the same way: not started again"
+        ((stops == 0 && status != 0 && status != 85)) || break # 85: a signal stopped the ranks
+        ((status != 2 && status != 88)) || fail "$status" "a restart would fail in the same way: not restarted"
         [[ $(newest) != "$before" ]] ||
-            fail "$status" "failed (exit status $status) before it saved a checkpoint: not started again"
-        say "failed (exit status $status) after checkpoint $(newest) was saved: starting again from there"
+            fail "$status" "failed (exit status $status) before it saved a checkpoint: not restarted"
+        say "failed (exit status $status) after checkpoint $(newest) was saved: restarting from that checkpoint"
     done
     if [[ -n $requeue && -n $batch_job ]]; then
-        [[ $(newest) != "$before" ]] || fail 1 "the time limit came before a checkpoint was saved: not put back into the queue"
-        say "the time limit is near: back into the queue, to go on from checkpoint $(newest)"
+        [[ $(newest) != "$before" ]] || fail 1 "the time limit was reached before a checkpoint was saved: the job is not requeued"
+        say "the time limit is near: the job is requeued and will resume from checkpoint $(newest)"
         scontrol requeue "$batch_job"
     fi
     exit "$status"

@@ -17,10 +17,10 @@ _SKIPPED_FILES = {"html/entities.py"}
 
 
 def list_source_files(folder: Path) -> list[Path]:
-    """Return the files to read, in a reproducible random order.
+    """Return the Python files of a folder in a reproducible random order, without tests, installed packages and tables.
 
-    The split into training and validation documents follows this order. Without the shuffle, a split would contain complete
-    packages.
+    The corpus keeps this order, and training takes consecutive documents as its training and its validation split. Without the
+    shuffle, a split would consist of complete packages.
     """
     paths = sorted(path for path in folder.rglob("*.py") if _is_source_file(path.relative_to(folder)))
     random.Random(0).shuffle(paths)
@@ -41,10 +41,11 @@ def read_documents(paths: list[Path]) -> Iterator[str]:
 
 
 def write_corpus(folder: Path, output: Path) -> tuple[int, int]:
-    """Write the documents as JSON lines with the key "text". The file appears only when it is complete.
+    """Write the Python files of a folder as JSON lines with the key "text", one file per line. The output file appears only when it
+    is complete.
 
     Returns:
-        numbers of documents and of characters.
+        number of documents, and number of characters.
 
     Raises:
         ValueError: the folder contains no Python source.
@@ -64,7 +65,7 @@ def write_corpus(folder: Path, output: Path) -> tuple[int, int]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the tool. Returns the exit status."""
+    """Write the corpus that the command line requests. Returns the exit status: 0, or 1 if the corpus could not be written."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON-lines file to write")
     stdlib = Path(sysconfig.get_path("stdlib"))

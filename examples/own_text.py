@@ -1,7 +1,8 @@
 """Inspect a user's text for quickstart.sh: its size, and a suitable vocabulary and document length.
 
 Print four values for the script: a vocabulary size, a larger size to try if training the vocabulary fails, the maximum number of
-characters of a document, and a digest of the files. With the digest the next call recognises the files.
+characters of a document, and a digest of the files. The script stores the digest: if its next call gets an equal digest, it reuses
+the vocabulary and the dataset.
 """
 
 from __future__ import annotations
@@ -25,14 +26,18 @@ _VOCAB_SIZES = ((2_000_000, 4096), (500_000, 2048), (100_000, 1024), (0, 512))
 
 
 def describe_text(path: str, column: str) -> tuple[str, str]:
-    """Return lines for the user about the text, and the values that quickstart.sh needs.
+    """Measure a text, and choose a vocabulary size and a document length that suit its size.
 
     Args:
         path: file or folder with the text.
         column: name of the column or key that holds the text.
 
+    Returns:
+        Lines for the user (size of the text, number of files by format), and the four values that quickstart.sh needs, separated by
+        spaces: vocabulary size, a larger size to try if that fails, maximum characters of a document, and digest of the files.
+
     Raises:
-        ValueError: the text does not exist or is too short.
+        ValueError: the text does not exist or is shorter than `MIN_BYTES`.
     """
     sources, notes = find_sources([path])
     num_bytes = sum(source.num_bytes for source in sources)
@@ -49,7 +54,8 @@ def describe_text(path: str, column: str) -> tuple[str, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the tool. Returns the exit status."""
+    """Inspect the text that the command line names; print notes to stderr and the four values to stdout. Returns the exit status:
+    0, or 2 for an error."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("text", metavar="FILE|FOLDER", help="what tools/preprocess_data.py --input takes")
     parser.add_argument("--column", default="text", metavar="NAME", help="column or key of the text (text)")

@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# From nothing to a trained model on this machine's CPU: a corpus, a vocabulary, a dataset, a small GPT on 8 processes
-# (tensor 2 x pipeline 2 x data 2), a checkpoint, a resume from it, a sample of what the model writes, and what to do next.
+# Train a small GPT on the CPU of this machine, from text to model: corpus, vocabulary, dataset, training on 8 processes
+# (tensor 2 x pipeline 2 x data 2), a checkpoint, a resume from the checkpoint, a sample of generated text, and next steps.
 #
 #   bash examples/quickstart.sh [--text FILE|FOLDER [--column NAME]] [--short] [--folder DIR]
 #
-#   --text PLACE     your own text: .txt .md .jsonl .csv .parquet, source code and others, alone or in a folder; what cannot be read
-#                    is passed over and counted. Without it the corpus is the source of this Python's standard library.
-#   --column NAME    the column (.csv, .parquet) or key (.jsonl) that holds the text (text)
-#   --short          a few iterations, to see that everything works
-#   --folder DIR     where to put everything (./quickstart-data; with --text ./quickstart-NAME)
+#   --text PATH      file or folder with your own text: .txt, .md, .jsonl, .csv, .parquet, source code and other text files. Files
+#                    that cannot be read are skipped and counted. The default corpus is the source code of Python's standard library.
+#   --column NAME    column (.csv, .parquet) or key (.jsonl) that contains the text (text)
+#   --short          train only a few iterations, to check that everything works
+#   --folder DIR     folder for all files (./quickstart-data; with --text ./quickstart-NAME)
 #
-# Nothing is downloaded but the requirements, once, into .venv (tools/setup_env.sh says how to choose the Python or to use the
-# environment that is active).
+# The first start downloads the required packages into .venv. Nothing else is downloaded. tools/setup_env.sh describes how to select
+# the Python, or how to use the active environment.
 set -euo pipefail
 
 say() { printf '\n== %s\n' "$1"; }
 
-wrong() { echo "quickstart.sh: $1" >&2 && exit 2; }
+fail() { echo "quickstart.sh: $1" >&2 && exit 2; }
 
 folder="" text="" column="" iterations=150 more=20 log_interval=10
 while (($#)); do
@@ -26,12 +26,12 @@ while (($#)); do
         --text) text=${2:?--text needs a file or a folder} && shift ;;
         --column) column=${2:?--column needs a name} && shift ;;
         -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0" && exit 0 ;;
-        *) wrong "unknown argument $1 (--text PLACE, --column NAME, --short, --folder DIR, --help)" ;;
+        *) fail "unknown argument $1 (--text PATH, --column NAME, --short, --folder DIR, --help)" ;;
     esac
     shift
 done
-[[ -z $column || -n $text ]] || wrong "--column $column is that of --text, which is not given"
-[[ -z $text || -e $text ]] || wrong "--text $text: there is no such file or folder"
+[[ -z $column || -n $text ]] || fail "--column $column applies only to --text, which is not set"
+[[ -z $text || -e $text ]] || fail "--text $text: there is no such file or folder"
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/tools/setup_env.sh"
 if [[ -n $text ]]; then
@@ -39,13 +39,13 @@ if [[ -n $text ]]; then
     name=$(basename "$text")
     folder=${folder:-quickstart-${name%.*}} column=${column:-text}
     say "Text: $text"
-    facts=$(python "$root/examples/own_text.py" "$text" --column "$column") || exit 2 # before anything is made
+    facts=$(python "$root/examples/own_text.py" "$text" --column "$column") || exit 2 # before anything is written
 fi
 mkdir -p "${folder:=quickstart-data}"
 folder=$(cd "$folder" && pwd) run=$folder/run
 cd "$root"
 
-# The corpus, vocabulary and dataset of the standard library.
+# Build the corpus, vocabulary and dataset from the standard library.
 prepare_library() {
     local corpus=$folder/corpus.jsonl vocabulary=$folder/vocabulary.model
     dataset=$folder/stdlib_text_document split=95,5,0 prompt='def read(self,'
@@ -72,15 +72,15 @@ prepare_library() {
     fi
 }
 
-# The same of the user's text: as many tokens as it has words for, documents in a random order, so that validation is a choice of
-# all, and long ones cut, so that a book can be divided at all.
+# Build the vocabulary and dataset from the user's text. The size of the vocabulary depends on the text. Documents are shuffled, so
+# that the validation set is a random sample. Long documents are split, so that a single book also yields a validation set.
 prepare_own() {
     local vocabulary=$folder/own.model size larger most digest said
     read -r size larger most digest <<< "$facts"
     dataset=$folder/own_text_document split=90,10,0 prompt=''
     tokenizer=(--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model "$vocabulary")
     if [[ $(cat "$folder/own.made-of" 2> /dev/null) == "$digest" ]]; then
-        say "Vocabulary and dataset: made of these files already"
+        say "Vocabulary and dataset: built from these files already"
         [[ -f $vocabulary ]] || tokenizer=(--tokenizer-type ByteTokenizer)
         return
     fi
@@ -91,7 +91,7 @@ prepare_own() {
     if said=$("${train[@]}" --vocab-size "$size" 2>&1) || said=$("${train[@]}" --vocab-size "$larger" 2>&1); then
         echo "$said"
     else
-        printf '%s\n' "$said" "So the tokens are the 256 bytes."
+        printf '%s\n' "$said" "Therefore the tokens are the 256 byte values."
         tokenizer=(--tokenizer-type ByteTokenizer)
     fi
     say "Dataset: the text as tokens, in a file of tokens (.bin) and an index (.idx)"
@@ -105,13 +105,13 @@ last=$((iterations + more)) past=$(cat "$run/checkpoints/latest_checkpointed_ite
 if [[ -e $run/made-by-quickstart && ${past:-0} -gt $last ]]; then
     kept=$run-$past
     while [[ -e $kept ]]; do kept+=+; done
-    say "Starting afresh: the run of an earlier call was made longer, and is now $kept"
+    say "Starting a new run: the earlier run in this folder was extended, and is now in $kept"
     mv "$run" "$kept"
 elif [[ -e $run/made-by-quickstart ]]; then
-    say "Starting afresh: removing the run of an earlier call, $run"
+    say "Starting a new run: removing the earlier run, $run"
     rm -r "$run"
 fi
-mkdir "$run" || exit 1 # what is there and not ours stays
+mkdir "$run" || exit 1 # a folder that this script did not create stays as it is
 touch "$run/made-by-quickstart"
 
 export OMP_NUM_THREADS=1 # 8 processes share the cores of one machine
@@ -120,7 +120,7 @@ model=(--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 256
     --normalization RMSNorm --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.06)
 data=(--data-path "$dataset" --split "$split" "${tokenizer[@]}")
 layout=(--device cpu --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel)
-# The learning rate falls over both runs together, so it is told the length of both.
+# The learning rate decays over both runs together.
 optimizer=(--lr 5e-3 --min-lr 5e-4 --lr-decay-style cosine --lr-warmup-iters 10 --lr-decay-iters "$last" --adam-beta2 0.95)
 training=(--micro-batch-size 2 --global-batch-size 8 --eval-interval "$iterations" --eval-iters 8
     --log-interval "$log_interval" --metrics-file "$run/metrics.jsonl" --save "$run/checkpoints")
@@ -129,22 +129,22 @@ flags=("${model[@]}" "${data[@]}" "${layout[@]}" "${optimizer[@]}" "${training[@
 say "Training: $iterations iterations on 8 processes, tensor 2 x pipeline 2 x data 2"
 "${launch[@]}" "${flags[@]}" --train-iters "$iterations"
 
-say "Resuming from the checkpoint for $more iterations more"
+say "Resuming from the checkpoint for $more more iterations"
 "${launch[@]}" "${flags[@]}" --train-iters "$last" --load "$run/checkpoints" --exit-on-missing-checkpoint
 
-say "Sample: the model $([[ -n $prompt ]] && echo "goes on with a line of Python" || echo "writes a document")"
+say "Sample: the model $([[ -n $prompt ]] && echo "continues a line of Python" || echo "writes a document")"
 python tools/generate_text.py --load "$run/checkpoints" --device cpu --prompt "$prompt" --max-new-tokens 60 --temperature 0.7 |
     tee "$run/sample.txt"
 
 say "Done"
 python tools/report.py "$run/checkpoints" --expect-lower-loss
 curves=$(cd "$folder" && ls run/checkpoints/report.html run/checkpoints/loss.png 2>/dev/null | paste -sd' ' | sed 's/ / and /' || true)
-echo "Everything is in $folder: the curves in ${curves:-run/checkpoints/history.jsonl}, the checkpoints beside it, the numbers in"
+echo "Everything is in $folder: the curves in ${curves:-run/checkpoints/history.jsonl}, the checkpoints in the same folder, the metrics in"
 echo "run/metrics.jsonl, the sample in run/sample.txt."
 
-# Commands that can be pasted into any shell, in any folder. The settings are in a file, so that they are short.
+# Print commands that can be pasted into any shell, in any folder. They are short, because the settings are in a file.
 quote() { printf '%q ' "$@" | sed 's/ $//'; }
-next() { # WHAT COMMAND, of several words or of one
+next() { # DESCRIPTION COMMAND, as one or several words
     printf '\n# %s\n' "$1" && shift
     quote "$@"
     echo
@@ -154,14 +154,14 @@ python pretrain_gpt.py "${flags[@]}" --train-iters "$last" --print-config > "$se
 start=(env OMP_NUM_THREADS=1 "$python" -m torch.distributed.run --standalone --nproc-per-node 8 "$root/pretrain_gpt.py"
     --config "$settings" --train-iters "$longer" --lr-decay-iters "$longer")
 say "Next steps"
-next "Longer: $longer iterations in all, over which the learning rate falls (--resume-schedule new)." \
+next "Longer: $longer iterations in total; the learning rate decays over all of them (--resume-schedule new)." \
     "${start[@]}" --load "$run/checkpoints" --resume-schedule new
-next "Bigger: twice as deep and twice as wide, in a run of its own. The same command goes on with it." \
+next "Bigger: twice as deep and twice as wide, in a separate run. The same command resumes it." \
     "${start[@]}" --num-layers 8 --hidden-size 256 --num-attention-heads 8 --lr 3e-3 --min-lr 3e-4 \
     --save "$folder/bigger/checkpoints" --load "$folder/bigger/checkpoints" --metrics-file "$folder/bigger/metrics.jsonl"
-next "More of what the model writes, after a beginning that you choose." \
+next "More generated text, after a prompt that you choose." \
     "$python" "$root/tools/generate_text.py" --load "$run/checkpoints" --device cpu --prompt "$prompt" --max-new-tokens 200
-next "The model as a folder for Hugging Face's tools." \
+next "Export the model to a folder for Hugging Face's tools." \
     "$python" "$root/tools/checkpoint.py" export "$run/checkpoints" "$folder/exported"
-next "These tools, once." "$python" -m pip install -e "$root[transformers]"
-next "Up to the Hugging Face hub, into a repository of yours; 'hf auth login' first, once." hf upload "${name//[^A-Za-z0-9._-]/-}" "$folder/exported"
+next "Install these tools once." "$python" -m pip install -e "$root[transformers]"
+next "Upload it to a repository of yours on the Hugging Face hub; run 'hf auth login' once before." hf upload "${name//[^A-Za-z0-9._-]/-}" "$folder/exported"

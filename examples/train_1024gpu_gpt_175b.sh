@@ -4,26 +4,26 @@
 # GPT-3 175B (Brown et al. 2020, table 2.1) on 128 nodes of 8 GPUs of 80 GB: tensor 8 x pipeline 8 (each with 3 virtual stages) x
 # data 16.
 #
-# Under Slurm, from the repository (with --partition and --account as your cluster wants them), or once on each of the 128 nodes:
+# Start it with sbatch from the repository (add --partition and --account if your cluster needs them), or on each of the 128 nodes:
 #
 #   DATA=/shared/corpus_text_document sbatch examples/train_1024gpu_gpt_175b.sh
 #   HEAD=node0 DATA=/shared/corpus_text_document bash examples/train_1024gpu_gpt_175b.sh
 #
-#   DATA             prefix of the dataset, as tools/preprocess_data.py writes it, on a file system that all nodes see
+#   DATA             prefix of the dataset, as tools/preprocess_data.py writes it, on a file system that all nodes can access
 #   VOCAB, MERGES    files of the GPT-2 tokenizer (vocab.json, merges.txt)
 #   MODEL            another model of that size (python pretrain_gpt.py --model list)
-#   Flags behind the name are added, or count instead of those here. More variables: examples/launch.sh.
+#   Flags after the script's name are added to the flags below, or override them. More variables: examples/launch.sh.
 #
-# By the dry run (DRY_RUN=1):
+# Result of the dry run (DRY_RUN=1):
 #   memory per GPU       33.6 GB
 #   tokens per step      3,145,728
 #   pipeline idle        4.6 %
 set -euo pipefail
 
 here=$(dirname "${BASH_SOURCE[0]}")
-[[ -f $here/launch.sh ]] || here=$SLURM_SUBMIT_DIR/examples # sbatch runs a copy that lies elsewhere
+[[ -f $here/launch.sh ]] || here=$SLURM_SUBMIT_DIR/examples # sbatch runs a copy of this script in another folder
 source "$here/launch.sh"
-need DATA "the prefix of a dataset, as tools/preprocess_data.py writes it, on a file system that all nodes see"
+need DATA "the prefix of a dataset, as tools/preprocess_data.py writes it, on a file system that all nodes can access"
 
 model=(--model "${MODEL:-gpt3-175b}")
 layout=(--device cuda --bf16 --tensor-model-parallel-size 8 --sequence-parallel

@@ -3,31 +3,31 @@
 #SBATCH --time=24:00:00 --signal=B:USR1@600 --requeue --open-mode=append
 # Llama 2 70B (Touvron et al. 2023) on 16 nodes of 8 GPUs of 80 GB: tensor 8 x pipeline 2 x data 8.
 #
-# Under Slurm, from the repository (with --partition and --account as your cluster wants them), or once on each of the 16 nodes:
+# Start it with sbatch from the repository (add --partition and --account if your cluster needs them), or on each of the 16 nodes:
 #
 #   DATA=/shared/corpus_text_document sbatch examples/train_16nodes_llama_70b.sh
 #   HEAD=node0 DATA=/shared/corpus_text_document bash examples/train_16nodes_llama_70b.sh
 #
-#   DATA         prefix of the dataset, as tools/preprocess_data.py writes it, on a file system that all nodes see
-#   TOKENIZER    its sentencepiece model (tokenizer.model)
+#   DATA         prefix of the dataset, as tools/preprocess_data.py writes it, on a file system that all nodes can access
+#   TOKENIZER    sentencepiece model of the tokenizer (tokenizer.model)
 #   MODEL        another model of that size (python pretrain_gpt.py --model list)
-#   Flags behind the name are added, or count instead of those here. More variables: examples/launch.sh.
+#   Flags after the script's name are added to the flags below, or override them. More variables: examples/launch.sh.
 #
-# By the dry run (DRY_RUN=1):
+# Result of the dry run (DRY_RUN=1):
 #   memory per GPU       45.4 GB
 #   tokens per step      4,194,304
 #   pipeline idle        1.1 %
 set -euo pipefail
 
 here=$(dirname "${BASH_SOURCE[0]}")
-[[ -f $here/launch.sh ]] || here=$SLURM_SUBMIT_DIR/examples # sbatch runs a copy that lies elsewhere
+[[ -f $here/launch.sh ]] || here=$SLURM_SUBMIT_DIR/examples # sbatch runs a copy of this script in another folder
 source "$here/launch.sh"
-need DATA "the prefix of a dataset, as tools/preprocess_data.py writes it, on a file system that all nodes see"
+need DATA "the prefix of a dataset, as tools/preprocess_data.py writes it, on a file system that all nodes can access"
 
 model=(--model "${MODEL:-llama2-70b}")
 layout=(--device cuda --bf16 --tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 2
     --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather)
-# 2 trillion tokens, 4 million in a step (section 2.2).
+# 2 trillion tokens, 4 million per step (section 2.2).
 batch=(--micro-batch-size 1 --global-batch-size 1024 --train-iters 476837 --manual-gc --manual-gc-interval 100)
 optimizer=(--lr 1.5e-4 --min-lr 1.5e-5 --lr-decay-style cosine --lr-warmup-iters 2000
     --weight-decay 0.1 --adam-beta2 0.95 --adam-eps 1e-5)

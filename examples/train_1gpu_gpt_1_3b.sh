@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# GPT-3 XL, 1.3B parameters (Brown et al. 2020, table 2.1; with 16 heads of 128, which make up the hidden size), on one GPU.
+# GPT-3 XL, 1.3B parameters (Brown et al. 2020, table 2.1; with 16 heads of 128 channels, which fit the hidden size), on one GPU.
 #
-#   DATA=data/corpus_text_document bash examples/train_1gpu_gpt_1_3b.sh [flags that are added, or count instead of those here]
+#   DATA=data/corpus_text_document bash examples/train_1gpu_gpt_1_3b.sh [flags that are added to those below, or override them]
 #
 #   DATA             prefix of the dataset, as tools/preprocess_data.py writes it
 #   VOCAB, MERGES    files of the GPT-2 tokenizer (vocab.json, merges.txt)
 #   MODEL            another model of that size (python pretrain_gpt.py --model list)
 #   More variables: examples/launch.sh.
 #
-# By the dry run (DRY_RUN=1):
+# Result of the dry run (DRY_RUN=1):
 #   memory per GPU       50.7 GB
 #   tokens per step      1,048,576
 #   pipeline idle        0.0 %

@@ -241,7 +241,7 @@ def test_the_help_is_the_header(script: str) -> None:
     done = subprocess.run(["bash", str(EXAMPLES / script), "--help"], capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
     assert f"examples/{script}" in done.stdout and "SBATCH" not in done.stdout and "set -e" not in done.stdout
-    assert any(line.startswith("By the dry run") for line in lines) and lines[-1].startswith("  pipeline idle")
+    assert any(line.startswith("Result of the dry run") for line in lines) and lines[-1].startswith("  pipeline idle")
 
 
 def bare(folder: Path, script: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -272,7 +272,7 @@ def test_scripts_find_the_environment_of_the_project(tree: Path, tmp_path: Path)
     script, python = tree / "examples" / SINGLE, tree / ".venv/bin/python"
     none = bare(tmp_path, script, DRY_RUN="1", PATH=str(bare_path(tmp_path)))
     assert none.returncode == 2 and none.stdout == "" and none.stderr.count("\n") == 1
-    assert f"Make one: bash {tree}/tools/setup_env.sh (or name one: PYTHON=" in none.stderr
+    assert f"Create an environment: bash {tree}/tools/setup_env.sh (or select a Python: PYTHON=" in none.stderr
     python.parent.mkdir(parents=True)
     for path in (python, tmp_path / "mine"):
         path.write_text('#!/bin/sh\n[ "$1" = -c ] || echo "$0 $*"\n')
@@ -382,8 +382,8 @@ def test_failures_are_tried_again_while_there_is_progress(tmp_path: Path) -> Non
     started = start(EXAMPLES / SINGLE, tmp_path, training)
     status, said = started.ended()
     assert status == 7 and len(started.noted("resilience.supervisor")) == 3 == len(started.noted("check_cluster"))
-    assert "failed (exit status 7) after checkpoint 1 was saved: starting again from there" in said
-    assert said.splitlines()[-1].endswith("failed (exit status 7) before it saved a checkpoint: not started again")
+    assert "failed (exit status 7) after checkpoint 1 was saved: restarting from that checkpoint" in said
+    assert said.splitlines()[-1].endswith("failed (exit status 7) before it saved a checkpoint: not restarted")
 
 
 @pytest.mark.parametrize("code", [2, 88])
@@ -392,7 +392,7 @@ def test_what_would_fail_again_is_not_tried(tmp_path: Path, code: int) -> None:
     started = start(EXAMPLES / SINGLE, tmp_path, f"{SAVES}exit {code}\n")
     status, said = started.ended()
     assert status == code and len(started.noted("resilience.supervisor")) == 1
-    assert said.endswith("another start would end in the same way: not started again\n")
+    assert said.endswith("a restart would fail in the same way: not restarted\n")
 
 
 def test_torchrun_is_ended_where_another_start_would_fail(tmp_path: Path) -> None:
@@ -405,7 +405,7 @@ printf '{number}' >> "$MEGATRON_LIFE_FILE"
 """
     started = start(EXAMPLES / SINGLE, tmp_path, training, LAUNCHER="torchrun", SKIP_CHECK="1", TMPDIR=str(tmp_path))
     status, said = started.ended()
-    assert status == 88 and said.endswith("another start would end in the same way: not started again\n")
+    assert status == 88 and said.endswith("a restart would fail in the same way: not restarted\n")
     assert len(started.noted("torch.distributed.run")) == 1 and not list(tmp_path.glob("tmp.*"))
 
 
@@ -439,7 +439,7 @@ def test_near_the_time_limit_the_job_goes_back_into_the_queue(tmp_path: Path) ->
     started.wait_for("rank is up")
     started.process.send_signal(signal.SIGUSR1)
     status, said = started.ended()
-    assert status == 0 and "back into the queue, to go on from checkpoint 7" in said
+    assert status == 0 and "the job is requeued and will resume from checkpoint 7" in said
     assert started.noted("^sc")[1:] == ["scancel --signal=TERM 42", "scontrol requeue 42"]
 
 
@@ -449,7 +449,7 @@ def test_a_job_that_gets_nowhere_does_not_go_back(tmp_path: Path) -> None:
     started.wait_for("rank is up")
     started.process.send_signal(signal.SIGUSR1)
     status, said = started.ended()
-    assert status == 1 and "not put back into the queue" in said and not started.noted("requeue")
+    assert status == 1 and "the job is not requeued" in said and not started.noted("requeue")
 
 
 # ---- the real thing

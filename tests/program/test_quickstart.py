@@ -152,8 +152,8 @@ def test_set_up_prefers_a_python_that_was_built_with_optimization(
         (tmp_path / "others" / program).symlink_to(shutil.which(program) or program)
     monkeypatch.setenv("PATH", os.pathsep.join(str(tmp_path / folder) for folder in ("one", "two", "others")))
     finished = set_up(repository, "")
-    assert finished.stderr.startswith(f"setup: {tmp_path / taken if '/' in taken else taken} cannot make environments"), finished
-    said = f"setup: taking {tmp_path}/two/python3, since {tmp_path}/one/python3 was built without optimization"
+    assert finished.stderr.startswith(f"setup: {tmp_path / taken if '/' in taken else taken} cannot create environments"), finished
+    said = f"setup: using {tmp_path}/two/python3, because {tmp_path}/one/python3 was built without optimization"
     assert (said in finished.stdout) == (taken == "two/python3")
 
 
@@ -215,22 +215,22 @@ def test_ones_own_text_and_what_comes_next(own: Path, tmp_path: Path, capsys: py
     written = re.sub(r"\d+ tokens in .* a second\n", "", said)  # it may stand amid the sample, which comes by way of a pipe
     assert "".join((tmp_path / "my run/run/sample.txt").read_text().split()) in "".join(written.split())
     steps = dict(re.findall(r"^# (\w+).*\n(.+)$", said.partition("== Next steps")[2], re.MULTILINE))
-    assert list(steps) == ["Longer", "Bigger", "More", "The", "These", "Up"]
+    assert list(steps) == ["Longer", "Bigger", "More", "Export", "Install", "Upload"]
     # The path of modules is only for the warm Python, which runs none of another tree.
     longer = shell(f"cd {tmp_path} && {steps['Longer']}", tmp_path, PYTHONPATH=str(ROOT))
     assert "resuming from" in longer and "done after 48 iterations" in longer
     program = next(word for word in shlex.split(steps["Bigger"]) if word.endswith("pretrain_gpt.py"))
     bigger = shlex.split(steps["Bigger"].partition(program)[2])
     assert load(bigger, 8).config.model.num_layers == 8 and program == f"{ROOT}/pretrain_gpt.py"
-    for step, main in (("More", generate_text.main), ("The", checkpoint.main)):
+    for step, main in (("More", generate_text.main), ("Export", checkpoint.main)):
         assert main(shlex.split(steps[step])[2:]) == 0, capsys.readouterr().err
-    exported = shlex.split(steps["Up"])[-1]
-    assert (Path(exported) / "config.json").exists() and shlex.split(steps["Up"])[:3] == ["hf", "upload", "my-run"]
-    assert shlex.split(steps["These"])[-5:] == ["-m", *shlex.split(get_extra_install_command("transformers"))]
+    exported = shlex.split(steps["Upload"])[-1]
+    assert (Path(exported) / "config.json").exists() and shlex.split(steps["Upload"])[:3] == ["hf", "upload", "my-run"]
+    assert shlex.split(steps["Install"])[-5:] == ["-m", *shlex.split(get_extra_install_command("transformers"))]
 
     write_program(tmp_path / "python", f'#!/bin/sh\n[ "${{1##*/}}" != own_text.py ] || exec {sys.executable} "$@"\n')
     again = shell(call, tmp_path)
-    assert "made of these files already" in again and f"is now {tmp_path}/my run/run-48" in again
+    assert "built from these files already" in again and f"is now in {tmp_path}/my run/run-48" in again
     assert (tmp_path / "my run/run-48/checkpoints/latest_checkpointed_iteration.txt").read_text().strip() == "48"
 
 
@@ -269,8 +269,8 @@ def test_what_suits_a_text(own: Path, tmp_path: Path) -> None:
     ("words", "told"),
     [
         (["--text", "none"], "--text none: there is no such file or folder"),
-        (["--column", "body"], "--column body is that of --text, which is not given"),
-        (["--texts", "x"], "unknown argument --texts (--text PLACE, "),
+        (["--column", "body"], "--column body applies only to --text, which is not set"),
+        (["--texts", "x"], "unknown argument --texts (--text PATH, "),
     ],
 )
 def test_wrong_words_of_the_quick_start(words: list[str], told: str, tmp_path: Path) -> None:
