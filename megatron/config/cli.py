@@ -1,11 +1,11 @@
 """The command line: flags in Megatron-LM's spelling, generated from the settings dataclasses, with YAML files whose settings the
 flags override.
 
-The flags are parsed with the table in `flags`, not with the library that prints the help. All problems can therefore be reported at
-once, each with its location: invalid values, refused flags and violated rules.
+This package parses the flags itself, with the table in `flags`; the library tyro only formats the help. Parsing continues after a
+problem. So all problems are reported together, each with its location: invalid values, refused flags and violated rules.
 
-Programs call ``load``, which reports every problem of the settings at once, or ``load_or_exit``, which also prints the problems. No
-module of this package imports torch, so that ``--help`` and errors in settings are answered immediately.
+Programs call ``load``, which reports all problems of the settings in one error, or ``load_or_exit``, which prints them and exits.
+No module of this package imports torch, so that ``--help`` and errors in settings are answered immediately.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from megatron.config.checks.single_settings import list_idle_settings, list_plan_caveats
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
-from megatron.config.flags import find_flag, flags
+from megatron.config.flags import find_flag, get_flags
 from megatron.config.imports import import_modules, import_object
 from megatron.config.launcher import adopt_launcher, is_first_rank, read_process_info
 from megatron.config.model_files import LIST_NAME, format_model_table, get_model_file
@@ -49,9 +49,9 @@ class LoadedConfig:
 
     config: Config
     notes: tuple[str, ...]
-    """One line for each flag that has no effect, with the reason."""
+    """Lines for the start-up log: flags that have no effect, settings that were derived or overridden, and missing packages."""
     dry_run: DryRun | None = None
-    """Request to plan the run instead of running it (--dry-run); None for a normal run."""
+    """Options of --dry-run, which plans the run instead of executing it; None for a normal run."""
 
 
 def parse(argv: Sequence[str]) -> Config:
@@ -69,7 +69,7 @@ def parse(argv: Sequence[str]) -> Config:
 
 
 def load(argv: Sequence[str], world_size: int) -> LoadedConfig:
-    """Parse a command line and check all rules for a world size.
+    """Parse a command line into settings and check them with all rules, for a given number of ranks.
 
     Args:
         argv: the arguments after the program's name.
@@ -77,20 +77,21 @@ def load(argv: Sequence[str], world_size: int) -> LoadedConfig:
 
     Raises:
         ConfigError: with all problems together: those of `parse` and the violated rules.
-        SystemExit: 0 after ``--help``, ``--version``, ``--explain`` or ``--print-config``.
+        SystemExit: 0 after ``--help``, ``--version``, ``--model list``, ``--explain`` or ``--print-config``.
     """
     config, requests, parsed = _read_command_line(argv)
     return _validate(config, parsed, world_size, build_dry_run(requests, world_size))
 
 
 def load_values(values: Mapping[str, Any], world_size: int, *overrides: Mapping[str, Any]) -> LoadedConfig:
-    """Build settings from the values of a program, with the names, defaults and rules of the command line.
+    """Build and check settings from a mapping instead of a command line, with the same names, defaults and rules.
 
     Args:
-        values: values by the names of flags or fields, flat or under topics. `model` may name a model and `config` files; all other
-            values override their settings.
+        values: values by flag or field name, either flat, ``{"num-layers": 12}``, or by topic, ``{"model": {"num_layers": 12}}``.
+            The key `model` may name a model, and `config` YAML files, as --model and --config do; all other values override the
+            settings in these files.
         world_size: number of ranks.
-        overrides: further values; later ones override earlier ones.
+        overrides: further mappings in the format of `values`; later ones override earlier ones.
 
     Raises:
         ConfigError: with all problems together.
@@ -119,7 +120,11 @@ _FILE_REQUESTS = ("model", "config")
 
 
 def _validate(config: Config, parsed: ParsedFlags, world_size: int, dry_run: DryRun | None) -> LoadedConfig:
-    """Check the rules and return the settings with their notes.
+    """Derive missing settings, check all rules, and return the settings with lines for the start-up log.
+
+    Args:
+        parsed: parsed flags, with the problems of parsing. Violated rules about flags with such problems are not reported.
+        world_size: number of ranks, unless `dry_run` has another one.
 
     Raises:
         ConfigError: with all problems together, those of parsing and the violated rules.
@@ -146,7 +151,7 @@ def _validate(config: Config, parsed: ParsedFlags, world_size: int, dry_run: Dry
 
 
 def load_or_exit(argv: Sequence[str]) -> LoadedConfig:
-    """Load the settings in a program's main function, with the launcher's world size. If there are problems, rank 0 prints them,
+    """Parse the command line of a program and check it for the launcher's world size. If there are problems, rank 0 prints them,
     and every rank exits with code 2."""
     adopt_launcher(argv)
     try:
@@ -158,11 +163,18 @@ def load_or_exit(argv: Sequence[str]) -> LoadedConfig:
 
 
 def _read_command_line(argv: Sequence[str]) -> tuple[Config, dict[str, list[str]], ParsedFlags]:
-    """Read a command line and the files that it names. Returns the settings, the values of each request (a flag such as --dry-run
-    that is not a setting), and the parsed flags with their problems."""
+    """Read a command line and the files that it names, without checking rules.
+
+    Returns:
+        the settings, the values of the flags that are not settings (such as --dry-run) by flag name, and the parsed flags with
+        their problems.
+
+    Raises:
+        SystemExit: 0 after flags that print a text, such as ``--help``.
+    """
     stray, given_flags = split_argv(argv)
     if any(item.name in ("help", "h") for item in given_flags):
-        help_text = import_object("megatron_lab.pages.flag_help:help_text")
+        help_text = import_object("megatron_lab.pages.flag_help:format_help")
 
         _write_and_exit(help_text(PROGRAM))
     own_settings, requests, problems = split_requests(given_flags)
@@ -203,7 +215,7 @@ def _assemble(
     import_problems = list(import_modules(modules[-1] if modules else ()))
     parsed = parse_flags(stray, given_flags)
     if import_problems:  # choices that these modules would register are not reported as unknown
-        extensible_flags = {f"--{flag.name}" for flag in flags().values() if flag.metadata.is_extensible}
+        extensible_flags = {f"--{flag.name}" for flag in get_flags().values() if flag.metadata.is_extensible}
         parsed.problems = [problem for problem in parsed.problems if not extensible_flags.intersection(problem.flags)]
         file_problems += import_problems
     if file_problems:
@@ -223,7 +235,12 @@ def _assemble(
 
 
 def _explain_and_exit(names: Sequence[str], given_flags: Sequence[GivenFlag], problems: Sequence[Violation]) -> NoReturn:
-    """Print the answers to all --explain flags and exit. Missing and invalid settings are not reported, but unknown flags are."""
+    """Print the explanation of each flag in `names` (the values of --explain) and exit.
+
+    Raises:
+        ConfigError: a value of --explain is invalid, or another flag of the command line is unknown. Missing and invalid settings
+            are not reported.
+    """
     explain = import_object("megatron_lab.pages.flag_help:explain")  # it parses the source of the settings, which takes time
 
     problems = [problem for problem in problems if "--explain" in problem.flags]
@@ -240,7 +257,7 @@ def _read_files(models: Sequence[str], paths: Sequence[str]) -> tuple[list[Given
     """Read the model file that ``--model`` names (the last one) and the ``--config`` files. Returns their settings and the problems
     of the files.
 
-    The settings come before the settings of the command line, which take precedence.
+    The caller puts the settings of its command line after these, so that they override the files.
     """
     settings: list[GivenFlag] = []
     problems: list[Violation] = []
@@ -256,7 +273,8 @@ def _read_files(models: Sequence[str], paths: Sequence[str]) -> tuple[list[Given
 
 
 def _expand_param_group_files(given_flags: Sequence[GivenFlag]) -> tuple[list[GivenFlag], list[Violation]]:
-    """Replace the names of --param-groups files by the entries of the files. Returns the flags and the problems of the files."""
+    """Replace each --param-groups flag that names a file by one with the entries of the file. Returns the flags and the problems of
+    the files."""
     expanded: list[GivenFlag] = []
     problems: list[Violation] = []
     for item in given_flags:

@@ -16,7 +16,7 @@ from megatron.config.training import OptimizerConfig, SpikeConfig, TrainingConfi
 
 @dataclass(frozen=True)
 class Config:
-    """All settings of a run. Pass each function only the topics that it needs."""
+    """All settings of a run, by topic. A function should take only the topics that it needs, instead of the whole `Config`."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -31,9 +31,9 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
 
-    def values(self) -> dict[str, dict[str, Any]]:
-        """Return the value of every setting by topic and name. (`dataclasses.asdict` would copy every value, which takes
-        milliseconds.)"""
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Return the value of every setting by topic and name: ``to_dict()["model"]["num_layers"]``. (`dataclasses.asdict` would
+        copy every value, which takes milliseconds.)"""
         return {topic: {**vars(topic_config)} for topic, topic_config in vars(self).items()}
 
     @property

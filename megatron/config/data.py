@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron.config.regular_file import read_text
-from megatron.config.setting import IS_SET, Condition, condition, flag_name, idle_condition, setting
+from megatron.config.setting import IS_SET, Condition, condition, get_flag_name, idle_condition, setting
 
 TokenizerType = Literal[
     "GPT2BPETokenizer",
@@ -58,12 +58,12 @@ TOKENIZER_SETTINGS = tuple(
 
 
 def get_tokenizer_settings(tokenizer_type: str) -> tuple[str, ...]:
-    """Return the fields that a tokenizer of this type reads."""
+    """Return the names of the settings that a tokenizer of this type reads, such as `vocab_file`."""
     return TOKENIZER_REQUIRED[tokenizer_type] + TOKENIZER_OPTIONAL.get(tokenizer_type, ())
 
 
 def get_run_tokenizer_settings(tokenizer_type: str) -> tuple[str, ...]:
-    """Return the fields that have an effect on a run with a tokenizer of this type.
+    """Return the names of the settings that have an effect on a run with a tokenizer of this type.
 
     For tokenizers read from files they include `vocab_size`, which sets the rows of the word embedding.
     """
@@ -71,13 +71,13 @@ def get_run_tokenizer_settings(tokenizer_type: str) -> tuple[str, ...]:
     return settings if "vocab_size" in settings or tokenizer_type == "ByteTokenizer" else (*settings, "vocab_size")
 
 
-def _tokenizer_condition(field: str) -> Condition:
+def _build_tokenizer_condition(field: str) -> Condition:
     """Build the condition under which a tokenizer setting has an effect: a tokenizer type that uses the setting.
 
-    The type None fulfills the condition, because the type is unknown until it is read from a checkpoint.
+    A missing tokenizer type also meets the condition, because the type may still be read from a checkpoint.
 
     Args:
-        field: field of the setting.
+        field: name of the tokenizer setting, such as `vocab_file`.
     """
     types = [type_name for type_name in TOKENIZER_REQUIRED if field in get_run_tokenizer_settings(type_name)]
     return condition(f"with --tokenizer-type {' or '.join(types)}", fix={}, tokenizer_type=(None, *types))
@@ -121,7 +121,7 @@ class DataConfig:
             ),
         ),
     )
-    """Fractions of the documents for training, validation and test, in any unit."""
+    """Relative sizes of training, validation and test, by which the documents are divided. Their sum may be any number."""
     data_order: DataOrder = setting("epoch", active_if=_USES_DATASET)
     """Order of the samples: epoch shuffles each epoch separately, so a longer run starts with the same samples; megatron is
     Megatron-LM's order, which changes with the length of the run."""
@@ -145,24 +145,25 @@ class DataConfig:
     """Fill each sample with as many complete documents, such as conversations, as fit; only documents longer than a sample are cut.
     The padding at the end of a sample does not count in the loss."""
     tokenizer_type: TokenizerType | None = setting(None, required=True)
-    """Tokenizer type. Required."""
-    tokenizer_model: str | None = setting(None, active_if=_tokenizer_condition("tokenizer_model"))
+    """Type of the tokenizer. Required, unless other tokenizer flags determine it."""
+    tokenizer_model: str | None = setting(None, active_if=_build_tokenizer_condition("tokenizer_model"))
     """File of a sentencepiece or tiktoken tokenizer, or tokenizer.json (or its folder) for HuggingFaceTokenizer."""
-    vocab_file: str | None = setting(None, active_if=_tokenizer_condition("vocab_file"))
+    vocab_file: str | None = setting(None, active_if=_build_tokenizer_condition("vocab_file"))
     """Vocabulary file vocab.json (or encoder.json) of a GPT-2 BPE tokenizer."""
-    merge_file: str | None = setting(None, active_if=_tokenizer_condition("merge_file"))
+    merge_file: str | None = setting(None, active_if=_build_tokenizer_condition("merge_file"))
     """Merges file merges.txt (or vocab.bpe) of a GPT-2 BPE tokenizer."""
-    vocab_size: int | None = setting(None, min_value=1, unit="rows", active_if=_tokenizer_condition("vocab_size"))
+    vocab_size: int | None = setting(None, min_value=1, unit="rows", active_if=_build_tokenizer_condition("vocab_size"))
     """Vocabulary size of NullTokenizer (without its end-of-document id), or the size to which TikTokenizer truncates its file. For
     the other tokenizers with files: rows of the word embedding, for models with more rows than token ids."""
-    tiktoken_pattern: TiktokenPattern = setting("v2", active_if=_tokenizer_condition("tiktoken_pattern"))
-    """Pattern by which TikTokenizer splits text before BPE: v1 (digits and words as GPT-4) or v2 (letters by case)."""
+    tiktoken_pattern: TiktokenPattern = setting("v2", active_if=_build_tokenizer_condition("tiktoken_pattern"))
+    """Pattern by which TikTokenizer splits text before BPE. v1 keeps words together; v2 also splits a word where a capital
+    letter follows a small one. Both split numbers into single digits."""
     tiktoken_num_special_tokens: int = setting(
-        1000, min_value=0, unit="tokens", active_if=_tokenizer_condition("tiktoken_num_special_tokens")
+        1000, min_value=0, unit="tokens", active_if=_build_tokenizer_condition("tiktoken_num_special_tokens")
     )
     """Number of special tokens of TikTokenizer, which have the first ids."""
     tiktoken_special_tokens: tuple[str, ...] = setting(
-        ("<unk>", "<s>", "</s>"), active_if=_tokenizer_condition("tiktoken_special_tokens")
+        ("<unk>", "<s>", "</s>"), active_if=_build_tokenizer_condition("tiktoken_special_tokens")
     )
     """Names of TikTokenizer's first special tokens."""
 
@@ -176,7 +177,7 @@ SPLIT_NAMES = ("training", "validation", "test")
 
 @dataclass(frozen=True)
 class WeightedPrefix:
-    """Dataset of a blend: its prefix and its weight."""
+    """Dataset of a blend (a weighted mixture of datasets): the path prefix of its files, and its weight."""
 
     weight: float | None
     """Weight as given; None in a blend that is weighted by the sizes of its datasets."""
@@ -184,10 +185,11 @@ class WeightedPrefix:
 
 
 def parse_blend(texts: Sequence[str], flag: str = "--data-path") -> list[WeightedPrefix]:
-    """Parse a blend: one prefix, several prefixes, or alternating weights and prefixes.
+    """Parse the value of a flag into the datasets of a blend. The value is one path prefix, several prefixes, or alternating
+    weights and prefixes.
 
     Args:
-        texts: the values of the flag.
+        texts: the words of the value.
         flag: the flag, for error messages.
 
     Raises:
@@ -210,14 +212,17 @@ def parse_blend(texts: Sequence[str], flag: str = "--data-path") -> list[Weighte
     for dataset in blend:
         assert dataset.weight is not None
         if not (math.isfinite(dataset.weight) and dataset.weight >= 0):
-            raise ValueError(f"{flag}: the weight of {dataset.prefix} is {dataset.weight}.\n  Weights are numbers of 0 or more.")
+            raise ValueError(
+                f"{flag}: the weight of {dataset.prefix} is {dataset.weight}.\n  A weight must be a finite number of 0 or more."
+            )
     if not any(dataset.weight for dataset in blend):
         raise ValueError(f"{flag} {' '.join(texts)}: all weights are 0.\n  Give at least one dataset a weight above 0.")
     return blend
 
 
 def read_split_blends(data: DataConfig) -> tuple[bool, list[list[WeightedPrefix]]]:
-    """Return the blends of training, validation and test from the flags or from the files that the flags name.
+    """Return the datasets and weights (blends) of training, validation and test, from the flags or from the files that the flags
+    name.
 
     Returns:
         whether each split has its own datasets (otherwise the three blends are equal and --split divides them), and the three
@@ -233,7 +238,7 @@ def read_split_blends(data: DataConfig) -> tuple[bool, list[list[WeightedPrefix]
         if data.per_split_data_args_path:
             paths_per_split = _read_paths_per_split(Path(data.per_split_data_args_path))
         return True, [
-            parse_blend(texts, flag_name(field)) if texts else []
+            parse_blend(texts, get_flag_name(field)) if texts else []
             for texts, field in zip(paths_per_split, SPLIT_FIELDS, strict=True)
         ]
     flag, texts = "--data-path", data.data_path
@@ -270,7 +275,7 @@ def _read_text(path: Path, flag: str) -> str:
 
 
 def list_path_settings(data: DataConfig) -> list[str]:
-    """Return the fields that name datasets and are set."""
+    """Return the names of the settings that name datasets and are not empty, such as `data_path`."""
     return [field for field in PATH_FIELDS if getattr(data, field)]
 
 

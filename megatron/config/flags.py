@@ -26,13 +26,13 @@ class Flag:
     """Flag of the command line, and the settings field that it sets."""
 
     topic: str
-    """Field of `Config`, such as ``model``."""
+    """Topic of the setting: name of a field of `Config`, such as ``model``."""
     field: str
-    """Field of the topic's dataclass, such as ``num_layers``."""
+    """Name of the setting: name of a field of the topic's dataclass, such as ``num_layers``."""
     value_type: type
     """Type of each value: bool, int, float or str."""
     builtin_choices: tuple[str, ...]
-    """The allowed values, or empty if they are not restricted; see `choices`."""
+    """The allowed values without those that user modules register; empty if the values are not restricted to choices."""
     is_optional: bool
     """Whether the field may be None."""
     num_values: int | None
@@ -60,7 +60,7 @@ class Flag:
 
     @property
     def expected(self) -> str:
-        """Description of the allowed values, for messages: "an integer", "one of a, b"."""
+        """Description of the allowed values, for messages: "a whole number", "one of a, b"."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
         if self.metadata.is_extensible:
@@ -81,12 +81,13 @@ class Flag:
         """
         if self.value_type is bool:
             if texts:
-                raise ValueError("is a switch and takes no value (in a file: true or false)")
+                raise ValueError("is a switch and takes no value. Give the flag alone (in a file: true or false)")
             return name == self.name
         if self.is_optional and tuple(texts) == ("None",):
             return None
         if self.num_values is not None and len(texts) != self.num_values:
-            raise ValueError(f"takes {self.expected}, not {len(texts) or 'none'}")
+            actual = f"{len(texts)} value{'s' * (len(texts) > 1)}" if texts else "no value"
+            raise ValueError(f"takes {self.expected}, but has {actual}")
         if not all(map(self._accepts, texts)):
             is_too_large = self.value_type is int and all(re.fullmatch(r"[+-]?\d+", text) for text in texts)
             raise ValueError(f"takes {self.expected}{' below 10^15' if is_too_large else ''}")
@@ -106,8 +107,8 @@ class Flag:
         return self.value_type is float or -_MAX_INT < value < _MAX_INT
 
     def from_json(self, value: Any) -> Any:
-        """Convert a value of JSON types to the value of the field: lists become tuples, and integers become floats for float
-        fields.
+        """Convert a value that was read from JSON to the type of the field: lists become tuples, and integers become floats for
+        float fields.
 
         Raises:
             ValueError: the value has another type.
@@ -148,16 +149,16 @@ def _build_flag(topic: str, field: dataclasses.Field[Any], hint: Any) -> Flag:
 
 
 @functools.cache
-def topics() -> dict[str, type]:
+def get_topics() -> dict[str, type]:
     """Return the dataclass of each topic of `Config`, by the name of the topic."""
     return typing.get_type_hints(Config)
 
 
 @functools.cache
-def flags() -> dict[str, Flag]:
-    """Return all flags by their names without leading dashes."""
+def get_flags() -> dict[str, Flag]:
+    """Return all flags, by name without leading dashes."""
     result = []
-    for topic, config_class in topics().items():
+    for topic, config_class in get_topics().items():
         hints = typing.get_type_hints(config_class)
         result += [_build_flag(topic, field, hints[field.name]) for field in dataclasses.fields(config_class)]
     return {flag.name: flag for flag in result}
@@ -165,19 +166,19 @@ def flags() -> dict[str, Flag]:
 
 @functools.cache
 def get_flag(field: str) -> Flag:
-    """Return the flag that sets a field."""
-    return flags()[field.replace("_", "-")]
+    """Return the flag that sets the field of this name: the flag `num-layers` for `num_layers`."""
+    return get_flags()[field.replace("_", "-")]
 
 
 def build_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
-    """Build a `Config` from values by topic and field. All other fields have their defaults."""
-    return Config(**{topic: config_class(**values.get(topic, {})) for topic, config_class in topics().items()})
+    """Build a `Config` from values by topic and name of the setting. All other settings have their defaults."""
+    return Config(**{topic: config_class(**values.get(topic, {})) for topic, config_class in get_topics().items()})
 
 
 def find_flag(name: str) -> Flag | None:
     """Return the flag with this name, or None if the name is not a setting. For a switch ``x``, the name ``no-x`` is found too."""
-    switch = flags().get(name.removeprefix("no-"))
-    return flags().get(name) or (switch if switch is not None and switch.value_type is bool else None)
+    switch = get_flags().get(name.removeprefix("no-"))
+    return get_flags().get(name) or (switch if switch is not None and switch.value_type is bool else None)
 
 
 def suggest_names(name: str, names: Iterable[str]) -> list[str]:

@@ -1,4 +1,5 @@
-"""Imports by name: the user's modules (--imports), and objects that few runs need, imported from tables of names."""
+"""Imports by name: the user's modules (--imports), and objects that few runs need, whose modules other runs therefore do not
+import."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def import_object(path: str) -> Any:
 
 
 def import_modules(names: Iterable[str]) -> Iterator[Violation]:
-    """Import the user's modules, each once per process, and yield a violation for each that fails.
+    """Import the user's modules, each once per process, and yield a problem for each module that cannot be imported.
 
     Args:
         names: dotted module names, also searched in the current folder, or paths of .py files.
@@ -52,7 +53,7 @@ def _import_file(path: str) -> None:
     if imported is not None and os.path.realpath(imported.__file__ or "") == os.path.realpath(path):
         return
     if imported is not None:
-        raise ImportError(f"another module is already called {name}; rename the file")
+        raise ImportError(f"another module with the name {name} is already imported; rename the file {path}")
     _add_to_path(os.path.dirname(os.path.abspath(path)))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, "the name ends in .py"

@@ -26,7 +26,8 @@ class ProcessInfo:
 
 
 def read_process_info() -> ProcessInfo:
-    """Read rank, local rank and world size from the environment.
+    """Read rank, local rank and world size from the environment variables RANK, LOCAL_RANK and WORLD_SIZE. Without them, the
+    process is the only one.
 
     Raises:
         ConfigError: the value of a variable is not an integer.
@@ -56,8 +57,8 @@ def is_first_rank() -> bool:
 
 
 class Rendezvous(NamedTuple):
-    """Address at which the ranks of a job meet: a host and a port, or a file. If all fields are empty, the environment defines
-    it."""
+    """Address at which the ranks of a job meet: a host and a port, or a file. If all fields are empty, the address is read from
+    MASTER_ADDR and MASTER_PORT in the environment."""
 
     host: str = ""
     port: int = 0
@@ -65,7 +66,7 @@ class Rendezvous(NamedTuple):
 
 
 def parse_init_method(init_method: str) -> Rendezvous | None:
-    """Parse the value of --init-method. Returns None if it is invalid."""
+    """Parse the value of --init-method: env://, tcp://HOST:PORT or file:///PATH. Returns None if the value is invalid."""
     if init_method == "env://":
         return Rendezvous()
     if match := re.fullmatch(r"tcp://(\[[0-9a-fA-F:.]+\]|[\w.-]+):(\d{1,5})", init_method):
@@ -82,11 +83,15 @@ _LAUNCHER_VARIABLES = (
 
 
 def adopt_launcher(argv: Sequence[str], env: MutableMapping[str, str] = os.environ) -> None:
-    """Set RANK, LOCAL_RANK and WORLD_SIZE from the variables of srun or mpirun, if they are not set and --init-method is not
-    env://.
+    """Set RANK, LOCAL_RANK and WORLD_SIZE from the variables of srun or mpirun, unless the launcher has set them. Set MASTER_ADDR
+    and MASTER_PORT from a tcp:// address.
 
-    With env://, the variables stay unset: programs that srun starts once per node, to start the ranks there, would otherwise take
-    the node's variables for those of a rank.
+    With --init-method env:// (the default), nothing is set, because srun may then have started one launcher per node. This launcher
+    would take the node's variables for those of a rank.
+
+    Args:
+        argv: command line, from which --init-method is read.
+        env: environment variables to read and change.
     """
     rendezvous = _find_rendezvous(argv)
     if rendezvous is None or rendezvous == Rendezvous():
@@ -129,11 +134,15 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def build_module_command(module: str, *args: object) -> tuple[list[str], dict[str, str]]:
-    """Return the command and the environment with which a child process runs a module.
+    """Return the command and the environment variables that run a module of this project in a child process.
 
-    -P prevents Python from importing a file of the working directory, or of another program there, as a module. It also hides a
-    checkout that is not installed, so PYTHONPATH contains it. An installed package is not added: it would come before Python's own
-    modules.
+    Python's option -P keeps files of the working directory from being imported as modules. With -P, Python does not find a source
+    tree that is not installed either, so its folder is put into PYTHONPATH. The folder of an installed package is not: all packages
+    in it would precede Python's own modules.
+
+    Args:
+        module: dotted name of the module.
+        args: arguments of the command, converted to text.
     """
     is_installed = str(_ROOT) in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
     paths = [*([] if is_installed else [str(_ROOT)]), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -12,13 +12,13 @@ RecomputeMethod = Literal["uniform", "block"]
 RecomputeModule = Literal["core_attn", "mlp", "layernorm", "mlp_act"]
 
 
-def _idle_with_flash_attention(**values: Any) -> tuple[Condition, ...]:
+def _build_flash_attention_idle_conditions(**values: Any) -> tuple[Condition, ...]:
     """Return the conditions under which selective recompute of attention saves no memory, because flash attention runs.
 
     Flash attention runs on a GPU in 16 bits, and on a CPU without dropout. It stores no attention probabilities.
 
     Args:
-        values: further settings that each condition requires.
+        values: further settings, by name, and the values that they must have in every condition.
     """
     reason = (
         "flash attention, which runs on a GPU in 16 bits and on a CPU without dropout, stores none; --recompute-modules can name "
@@ -67,7 +67,7 @@ class MemoryConfig:
     """Recompute and offload of activations, and the loss in chunks."""
 
     recompute_granularity: RecomputeGranularity | None = setting(
-        None, idle_if=_idle_with_flash_attention(recompute_granularity="selective")
+        None, idle_if=_build_flash_attention_idle_conditions(recompute_granularity="selective")
     )
     """Activations to recompute in the backward pass instead of storing them. full: whole layers, of which only the input is stored;
     selective: the modules that --recompute-modules names."""
@@ -75,14 +75,15 @@ class MemoryConfig:
         False,
         idle_if=(
             idle_condition("--recompute-granularity selective already requests it", recompute_granularity="selective"),
-            *_idle_with_flash_attention(),
+            *_build_flash_attention_idle_conditions(),
         ),
     )
     """Equivalent to --recompute-granularity selective."""
     recompute_method: RecomputeMethod = setting("uniform", active_if=condition(recompute_granularity="full"))
-    """Layers that full recompute covers. uniform: all layers, in groups of --recompute-num-layers, of which each stores its input;
-    block: the first --recompute-num-layers layers of each chunk, each separately. The layers of --mtp-num-layers are recomputed,
-    each separately, if the last layer of their chunk is; selective recompute and offload treat them as that layer too."""
+    """Layers that full recompute covers. uniform: all layers, in groups of --recompute-num-layers, each of which stores only
+    the input of its first layer; block: the first --recompute-num-layers layers of each chunk, each separately. The layers of
+    --mtp-num-layers are recomputed, each separately, if the last layer of their chunk is; selective recompute and offload also
+    treat them like this last layer."""
     recompute_num_layers: int = setting(
         1,
         min_value=1,
@@ -122,27 +123,32 @@ class MemoryConfig:
     )
     """Equivalent to --cpu-offload-activations."""
     cpu_offloading_num_layers: int = setting(0, min_value=0, unit="layers, 0 for all", idle_if=_ON_CPU)
-    """Offload the activations of only the first layers of each chunk, this many of them. A value above 0 implies
+    """Number of layers at the start of each chunk whose activations are offloaded. A value above 0 implies
     --cpu-offload-activations."""
 
     @property
     def has_offload(self) -> bool:
-        """Whether saved tensors of some layers are offloaded to host memory."""
+        """Whether activations of any layers are offloaded to host memory between forward and backward."""
         return bool(self.cpu_offload_activations or self.cpu_offloading or self.cpu_offloading_num_layers)
 
     def select_offloaded(self, layers: range) -> range:
-        """Return the layers of a chunk whose saved tensors are offloaded to host memory."""
+        """Return the layers of a chunk whose activations are offloaded to host memory between forward and backward.
+
+        Args:
+            layers: indices of the chunk's layers.
+        """
         return layers[: self.cpu_offloading_num_layers or len(layers)] if self.has_offload else layers[:0]
 
     @property
     def recompute_counts(self) -> tuple[int, ...] | None:
-        """Recomputed layers of each stage from --recompute-layers-per-stage. None without the flag, or if its value is not a list
-        of numbers."""
+        """Number of recomputed layers of each pipeline stage, parsed from --recompute-layers-per-stage. None without the flag, or
+        if its value is not a list of numbers (such as auto)."""
         text = self.recompute_layers_per_stage
         counts = [] if text is None else text.replace(",", " ").split()
         return tuple(map(int, counts)) if counts and all(count.isdecimal() for count in counts) else None
 
     @property
     def effective_granularity(self) -> RecomputeGranularity | None:
-        """Recompute granularity that --recompute-granularity and --recompute-activations request together."""
+        """Granularity of recompute after both flags are applied: --recompute-granularity, else selective with
+        --recompute-activations, else None (no recompute)."""
         return self.recompute_granularity or ("selective" if self.recompute_activations else None)

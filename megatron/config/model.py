@@ -59,8 +59,9 @@ class ExpertFields:
     moe_router_dtype: RouterDtype | None = setting(None, active_if=_EXPERTS)
     """Dtype of the router's matrix product; by default the model's dtype. The operations after it run in at least float32."""
     moe_router_load_balancing_type: Balancing = setting("aux_loss", active_if=_EXPERTS)
-    """Load-balancing loss: aux_loss balances the tokens of each microbatch, seq_aux_loss those of each sequence, global_aux_loss
-    those of the global batch (with the experts' shares of the previous update), none has no such loss."""
+    """Load-balancing loss: aux_loss balances the tokens of each microbatch, seq_aux_loss those of each sequence,
+    global_aux_loss those of the global batch (with each expert's share of the tokens in the previous update), none adds no
+    loss."""
     moe_aux_loss_coeff: float = setting(
         0.0,
         min_value=0,
@@ -82,11 +83,11 @@ class ExpertFields:
     )
     """Amount by which one update increases or decreases the biases of --moe-router-enable-expert-bias."""
     moe_expert_capacity_factor: float | None = setting(None, min_value=1, unit="multiple of the mean", active_if=_EXPERTS)
-    """Capacity of an expert, as a multiple of its mean share of the assignments in a sequence. Assignments beyond the capacity are
-    dropped. By default the capacity is unlimited."""
+    """Capacity of an expert: the maximum number of tokens of a sequence that it processes, as a multiple of the mean over the
+    experts. Further tokens that the router assigns to the expert are dropped there. By default the capacity is unlimited."""
     moe_token_drop_policy: DropPolicy = setting("probs", active_if=_CAPACITY)
-    """Assignments to drop beyond the capacity: those with the smallest probabilities (probs), or those of the last tokens
-    (position)."""
+    """Tokens that an expert drops if the router assigns more to it than its capacity: those with the smallest probabilities
+    (probs), or the last ones (position)."""
     moe_pad_expert_input_to_capacity: bool = setting(False, active_if=_CAPACITY)
     """Pad the input of each expert with zeros to the capacity, so that its matrix products always have the same shape."""
     moe_input_jitter_eps: float | None = setting(None, above=0, below=1, unit="fraction", active_if=_EXPERTS)
@@ -106,8 +107,8 @@ class LoraFields:
     """Low-rank adapters of linear layers, whose weights are then frozen."""
 
     lora_rank: int | None = setting(None, min_value=1, unit="channels")
-    """Rank of the LoRA adapters (Hu et al. 2021). Only the adapters are trained: a linear layer multiplies by weight + alpha / rank
-    x B A, with A [rank, inputs] and B [outputs, rank], which is initialized to zero."""
+    """Rank of the LoRA adapters (Hu et al. 2021). Only the adapters are trained: a linear layer multiplies by weight + (alpha /
+    rank) B A, with A [rank, inputs] and B [outputs, rank], which is initialized to zero."""
     lora_alpha: float | None = setting(None, above=0, unit="dimensionless", active_if=_LORA)
     """Numerator of the adapters' scale, --lora-alpha / --lora-rank; by default equal to the rank."""
     lora_targets: tuple[LoraTarget, ...] = setting(("attention.qkv", "attention.output", "mlp.up", "mlp.down"), active_if=_LORA)
@@ -241,9 +242,10 @@ class ShapeFields:
     rope_scaling_factor: float = setting(8.0, above=0, unit="factor", active_if=_LLAMA3)
     """Scaling factor of --use-rope-scaling."""
     rope_low_freq_factor: float = setting(1.0, above=0, unit="turns", active_if=_LLAMA3)
-    """Pairs of channels that make fewer turns than this within the original context are scaled by the full factor."""
+    """Channel pairs whose rotation makes fewer turns than this within the original context are scaled by the full
+    --rope-scaling-factor."""
     rope_high_freq_factor: float = setting(4.0, above=0, unit="turns", active_if=_LLAMA3)
-    """Pairs of channels that make more turns than this within the original context are not scaled."""
+    """Channel pairs whose rotation makes more turns than this within the original context are not scaled."""
     rope_type: RopeType = setting("rope", active_if=_ROPE)
     """Scaling of rotary frequencies for longer sequences: rope for none (but see --use-rope-scaling and
     --rotary-seq-len-interpolation-factor), yarn for YaRN, dynamic for a base that grows with the sequence length, or longrope for
@@ -259,15 +261,17 @@ class ShapeFields:
     """Context length for which the rotary frequencies were chosen before scaling; by default 8192 with --use-rope-scaling, else
     4096."""
     beta_fast: float = setting(32.0, above=0, unit="turns", active_if=_YARN)
-    """Pairs of channels that make more turns than this within the original context are not scaled by YaRN."""
+    """Channel pairs whose rotation makes more turns than this within the original context are not scaled by YaRN."""
     beta_slow: float = setting(1.0, above=0, unit="turns", active_if=_YARN)
-    """Pairs of channels that make fewer turns than this within the original context are scaled by YaRN's full factor."""
+    """Channel pairs whose rotation makes fewer turns than this within the original context are scaled by YaRN's full factor."""
     yarn_correction_range_round_to_int: bool = setting(True, active_if=_YARN)
     """Round the indices of the channel pairs at which --beta-fast and --beta-slow are reached to integers."""
     mscale: float = setting(1.0, min_value=0, unit="dimensionless", active_if=_YARN)
-    """Weight of ln(factor) in the numerator of YaRN's factor for rotated queries and keys, 0.1 x weight x ln(factor) + 1."""
+    """Weight m in YaRN's factor on rotated queries and keys, (0.1 x m x ln(factor) + 1) / (0.1 x n x ln(factor) + 1), with n =
+    --mscale-all-dim and factor = --rotary-scaling-factor."""
     mscale_all_dim: float = setting(0.0, min_value=0, unit="dimensionless", active_if=_YARN)
-    """Weight of ln(factor) in the denominator of YaRN's factor for rotated queries and keys, 0.1 x weight x ln(factor) + 1."""
+    """Weight n in the denominator of YaRN's factor on rotated queries and keys, 0.1 x n x ln(--rotary-scaling-factor) + 1; see
+    --mscale."""
     rope_attention_factor: float | None = setting(
         None, above=0, unit="factor", active_if=condition(rope_type=("yarn", "longrope"), strict=True)
     )
@@ -278,8 +282,8 @@ class ShapeFields:
     rope_long_factors: tuple[float, ...] = setting((), above=0, unit="factors", active_if=_LONGROPE)
     """Divisors of the rotary frequencies for sequences longer than the original context, one for each pair of channels."""
     no_rope_freq: str | None = setting(None, active_if=_ROPE)
-    """Layers without rotary positions: N for every N-th layer, or a list with 1 for each such layer, such as [0,0,0,1] or
-    ([0]*3+[1])*4."""
+    """Layers without rotary positions: N for every N-th layer, or a list with 1 for each such layer and 0 for the others, such
+    as [0,0,0,1] or ([0]*3+[1])*4."""
     rotary_base_local: float | None = setting(
         None,
         above=0,
@@ -299,10 +303,10 @@ class ShapeFields:
     attn_logit_softcapping: float | None = setting(None, above=0, unit="dimensionless")
     """Soft cap on the attention scores: cap x tanh(score / cap), as in Gemma 2."""
     softmax_type: SoftmaxType = "vanilla"
-    """Attention sink, an extra term in the denominator of attention's softmax: nothing (vanilla), exp(0) = 1 (off-by-one), or the
-    exponential of a weight of each head (learnable, GPT-OSS)."""
+    """Attention sink, an extra term in the denominator of attention's softmax: no term (vanilla), exp(0) = 1 (off-by-one), or
+    the exponential of a trained weight of each head (learnable, GPT-OSS)."""
     normalization: Normalization = "LayerNorm"
-    """Type of all norms."""
+    """Type of all norms of the model."""
     norm_epsilon: float = setting(1e-5, above=0, max_value=1, unit="dimensionless")
     """Constant added to the variance (or mean square) in every norm."""
     norm_placement: NormPlacement = "pre"
@@ -413,14 +417,14 @@ class ShapeFields:
 
     @property
     def ffn_size(self) -> int:
-        """Hidden size of the MLP, after the default is applied."""
+        """Hidden size of the MLP: --ffn-hidden-size, or its default."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         return 8 * self.hidden_size // 3 // 64 * 64 if get_activation(self).is_gated else 4 * self.hidden_size
 
     @property
     def num_positions(self) -> int:
-        """Rows of the learned position table, after the default is applied."""
+        """Rows of the learned position table: --max-position-embeddings, or its default."""
         return self.max_position_embeddings or self.seq_length
 
     @property
@@ -435,8 +439,11 @@ class ModelConfig(LoraFields, ExpertFields, ShapeFields):
 
 
 def get_changeable_from_weights(saved: ModelConfig) -> frozenset[str]:
-    """Return the fields of the model that may differ from those of a saved model when a run starts from its weights.
+    """Return the names of the model settings that a run may change when it starts from the weights of a saved model.
 
-    They include the settings of LoRA if the saved model has no adapters: adapters can be added to it.
+    They include the settings of LoRA if the saved model has no adapters, because adapters can be added to it.
+
+    Args:
+        saved: model settings that are stored with the weights.
     """
     return CHANGEABLE_FIELDS | CHANGEABLE_FROM_WEIGHTS | (frozenset(vars(LoraFields())) if saved.lora_rank is None else frozenset())

@@ -20,12 +20,12 @@ _LAUNCH = re.compile(r"^# Launch script: (.+)$", re.MULTILINE)
 
 
 def list_models() -> list[str]:
-    """Return the names of all models."""
+    """Return the names of all models that --model accepts, in alphabetical order."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 def get_model_file(name: str) -> str:
-    """Return the name of the file with a model's settings.
+    """Return the path of the YAML file with a model's settings.
 
     Raises:
         ConfigError: there is no model of this name.
@@ -40,14 +40,14 @@ def get_model_file(name: str) -> str:
 
 
 def get_launch_command(name: str) -> list[str]:
-    """Return the launch script of a model and its flags; empty if the model has none. With MODEL=name the script trains the model
-    on GPUs of 80 GB."""
+    """Return the launch script of a model and the flags that it needs, as words; empty if the model has no script. Run with
+    MODEL=name in the environment, the script trains the model on GPUs of 80 GB."""
     match = _LAUNCH.search(Path(get_model_file(name)).read_text(encoding="utf-8"))
     return match[1].split() if match is not None else []
 
 
 def format_model_table() -> str:
-    """Return the table of all models with their sizes and launch scripts."""
+    """Return the text of `--model list`: a table of all models with their sizes and launch scripts, the smallest model first."""
     # Imported here, because a run of one model does not need it.
     from megatron.spec.counts import count_parameters
 

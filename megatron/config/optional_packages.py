@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from megatron.config.config import Config
 from megatron.config.data import PATH_FIELDS
 from megatron.config.errors import ConfigError, Violation
-from megatron.config.setting import flag_name
+from megatron.config.setting import get_flag_name
 from megatron.config.version import get_extra_install_command
 
 
@@ -62,27 +62,33 @@ def note_missing_packages() -> list[str]:
 
 def find_missing_packages(config: Config) -> Iterator[Violation]:
     """Yield a problem for each package that a setting needs but that is not installed."""
-    values = {field: value for topic in config.values().values() for field, value in topic.items()}
+    values = {field: value for topic in config.to_dict().values() for field, value in topic.items()}
     for module, package in PACKAGES.items():
         fields = [field for field in package.fields if values[field]]
         if fields and is_missing(module):
-            flag = flag_name(fields[0])
+            flag = get_flag_name(fields[0])
             yield Violation(
                 (flag,), f"{flag} needs {package.distribution}, which is not installed.", f"{get_install_command(module)}."
             )
 
 
 def get_install_command(library: str, extra: str | None = None) -> str:
-    """Return the command that installs a library, or the extra that contains it."""
+    """Return the pip command that installs a library, or the extra of this project that contains the library.
+
+    Args:
+        library: name of a module, such as `tensorboard.summary`.
+        extra: the extra that contains the library, by default the extra with the library's name.
+    """
     name = library.partition(".")[0]
     package = PACKAGES.get(name)
     return get_extra_install_command(extra or name.replace("_", "-")) if package is None else f"pip install {package.distribution}"
 
 
 def import_optional(library: str, needed: str, *, extra: str | None = None) -> Any:
-    """Import an optional library, or a module of it.
+    """Import and return an optional library, or a module of it.
 
     Args:
+        library: dotted name of the module.
         needed: start of the error message, such as "--engine ray needs Ray".
         extra: the extra that installs the library, by default the extra with the library's name.
 

@@ -92,7 +92,7 @@ class LoggingConfig:
     """Write report.html in the folder of --save, or else of --tensorboard-dir, when the run ends: curves, time breakdown, memory,
     events and settings in one page that needs no network. tools/report.py writes it at any other time, and compares runs."""
     timing_log_level: int = setting(0, min_value=0, max_value=2, unit="level of detail")
-    """Level of detail of the timers, 0 (off) to 2."""
+    """Level of detail of the timers in the log, from 0 (no timers) to 2 (all timers)."""
     timing_log_option: Literal["minmax", "max", "all"] = setting("minmax", idle_if=_NO_TIMERS)
     """How the timers of several ranks are shown: minimum and maximum, maximum only, or all."""
     tensorboard_dir: str | None = None

@@ -46,7 +46,7 @@ class ParallelConfig:
     tensor_model_parallel_size: int = setting(1, min_value=1, unit="ranks")
     """Number of ranks that split each layer (TP)."""
     pipeline_model_parallel_size: int = setting(1, min_value=1, unit="ranks")
-    """Number of pipeline stages, ranks that split the layers by depth (PP)."""
+    """Number of pipeline stages (PP), each with its own layers on its own ranks."""
     context_parallel_size: int = setting(1, min_value=1, unit="ranks")
     """Number of ranks that split each sequence (CP)."""
     cp_comm_type: tuple[CpCommType, ...] = setting((), idle_if=idle_condition("there is one context rank", context_parallel_size=1))
@@ -54,8 +54,8 @@ class ParallelConfig:
     values of all context ranks; a2a: exchange them so that each rank has all tokens of some heads; p2p: pass keys and values around
     a ring. By default all_gather if query heads share key-value heads, else p2p."""
     expert_model_parallel_size: int = setting(1, min_value=1, unit="ranks", active_if=condition(num_experts=IS_SET, strict=True))
-    """Number of ranks that hold different experts (EP). They are ranks of the same pipeline stage, which TP x CP x DP already
-    count."""
+    """Number of ranks that hold different experts (EP). EP adds no ranks: these ranks are among the TP x CP x DP ranks of a
+    pipeline stage."""
     expert_tensor_parallel_size: int | None = setting(
         None,
         min_value=1,
@@ -87,7 +87,7 @@ class ParallelConfig:
         False,
         idle_if=idle_condition("both orders of the ranks are equal in this layout", data_ranks=1, pipeline_model_parallel_size=1),
     )
-    """Order the ranks tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp."""
+    """Number the ranks in the order tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp (the first axis varies fastest)."""
     pipeline_schedule: PipelineSchedule | None = setting(None, idle_if=_SINGLE_STAGE_SCHEDULE)
     """Pipeline schedule, the order of forward and backward passes; by default interleaved with several virtual stages, else
     1f1b."""
@@ -183,7 +183,7 @@ class ParallelConfig:
     the node of rank 0; file:///PATH through a file that all nodes can access. Rank and world size come from the environment: RANK
     and WORLD_SIZE, or for tcp and file those of SLURM and Open MPI."""
     distributed_timeout_minutes: int = setting(10, min_value=1, unit="minutes")
-    """Timeout of a collective."""
+    """Time after which a collective that has not completed fails."""
     hang_warn_s: float = setting(30.0, min_value=0.0, unit="seconds")
     """Time without progress after which a run reports which rank keeps the others waiting, in which operation, and writes the
     stacks of all ranks. The time is at least three times the longest pause so far. 0: do not watch for hangs."""
@@ -202,7 +202,7 @@ class ParallelConfig:
 
     @property
     def expert_tensor_size(self) -> int:
-        """Number of ranks that split each expert, after the default is applied."""
+        """Number of ranks that split each expert: --expert-tensor-parallel-size, or its default."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property
@@ -224,20 +224,27 @@ class ParallelConfig:
 
     @property
     def sharding(self) -> ShardingStrategy:
-        """Sharding strategy that --data-parallel-sharding-strategy and --use-distributed-optimizer request together."""
+        """Sharding strategy that takes effect: --data-parallel-sharding-strategy, or optim if only --use-distributed-optimizer
+        shards anything."""
         if self.use_distributed_optimizer and self.data_parallel_sharding_strategy == "no_shard":
             return "optim"
         return self.data_parallel_sharding_strategy
 
     def count_split_units(self, num_layers: int) -> int:
-        """Return the number of layers, plus one each for the embedding and the loss if they count as a layer."""
+        """Return the number of units that are distributed over the stages: the layers, plus one each for the embedding and the loss
+        if a flag (--account-for-...-in-pipeline-split) counts them as a layer."""
         return num_layers + self.account_for_embedding_in_pipeline_split + self.account_for_loss_in_pipeline_split
 
     def get_chunks_per_stage(self, num_layers: int) -> int:
-        """Return the number of model chunks (virtual stages) of each pipeline rank: requested, or required by the schedule.
+        """Return the number of model chunks (virtual stages) of each pipeline rank, from the layout or the flags, or as the
+        schedule requires.
+
+        Args:
+            num_layers: number of layers of the model.
 
         Raises:
-            ValueError: the number is not an integer, or the layout cannot be parsed. Rules report both before a run.
+            ValueError: the layers or the chunks of the layout cannot be divided evenly, or the layout cannot be parsed. Rules
+                report both before a run.
         """
         num_stages, layout = self.pipeline_model_parallel_size, self.pipeline_model_parallel_layout
         if layout is not None:
@@ -255,5 +262,9 @@ class ParallelConfig:
         else:
             return self.num_virtual_stages_per_pipeline_rank or SCHEDULES[self.schedule].chunks_per_stage or 1
         if num_units % (num_stages * units_per_chunk):
-            raise ValueError(f"{num_units} {unit_name} do not divide among {num_stages} pipeline stages")
+            chunks = f", in chunks of {units_per_chunk}" if units_per_chunk > 1 else ""
+            raise ValueError(
+                f"{num_units} {unit_name} do not divide evenly among {num_stages} pipeline stages{chunks}: the number of "
+                f"{unit_name} must be a multiple of {num_stages * units_per_chunk}"
+            )
         return num_units // (num_stages * units_per_chunk)

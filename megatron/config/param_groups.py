@@ -24,20 +24,20 @@ from megatron.config.setting import Interval
 
 @dataclass(frozen=True)
 class GroupEntry:
-    """Entry of --param-groups: a pattern of parameter names, and optimizer settings of the parameters that match. A setting that is
-    None is not changed by the entry."""
+    """Entry of --param-groups: a pattern of parameter names, and optimizer settings for the parameters that match. Settings that
+    are None stay as other flags or entries set them."""
 
     pattern: str
-    """Shell pattern over the global parameter name: * matches any characters, including dots; ? matches one character; [0-3] one of
-    these."""
+    """Shell pattern that the full name of a parameter must match: * matches any characters, including dots; ? matches one
+    character; [0-3] one of these."""
     optimizer: str | None = None
     """Optimizer, as in --optimizer."""
     lr_mult: float | None = None
     """Factor on the learning rate at every step."""
     lr: float | None = None
-    """Maximum learning rate of a separate schedule, as in --lr."""
+    """Maximum learning rate of a separate schedule for these parameters, in place of --lr."""
     min_lr: float | None = None
-    """Minimum learning rate of a separate schedule, as in --min-lr."""
+    """Minimum learning rate of a separate schedule for these parameters, in place of --min-lr."""
     wd_mult: float | None = None
     """Factor on weight decay. It also enables the decay of biases and norms, which have none by default."""
     adam_beta1: float | None = None
@@ -64,7 +64,11 @@ KEYS = ("optimizer", *_INTERVALS)
 
 
 def format_entry(pattern: str, values: Iterable[tuple[str, object]]) -> str:
-    """Format an entry of --param-groups as one text: the pattern and pairs key=value."""
+    """Format an entry of --param-groups as one text, such as `embedding.* lr-mult=0.1`.
+
+    Args:
+        values: pairs of a key and its value.
+    """
     return " ".join([pattern, *(f"{key.replace('_', '-')}={value}" for key, value in values)])
 
 
@@ -77,22 +81,26 @@ def parse_entry(text: str) -> GroupEntry:
     """
     pattern, *items = text.split()
     if "=" in pattern:
-        raise ValueError(f"the entry must start with a pattern of parameter names, not with {pattern}")
+        raise ValueError(
+            f"the entry must start with a pattern of parameter names, not with {pattern}. Put a pattern first, such as embedding.*"
+        )
     if not items:
-        raise ValueError(f"it sets nothing for {pattern}: set at least one of {', '.join(KEYS)}, such as {pattern} lr-mult=0.1")
+        raise ValueError(
+            f"the entry sets nothing for {pattern}: add at least one of {', '.join(KEYS)}, such as {pattern} lr-mult=0.1"
+        )
     values: dict[str, Any] = {}
     for item in items:
         key, equals, value = item.partition("=")
         key = key.replace("_", "-")
         if not equals:
-            raise ValueError(f"{item} is not of the form key=value")
+            raise ValueError(f"the item {item} is not of the form key=value, such as lr-mult=0.1")
         if key not in KEYS:
             similar = difflib.get_close_matches(key, KEYS, n=1)
             raise ValueError(
                 f"{key} is not a key of an entry; {f'did you mean {similar[0]}? Keys' if similar else 'keys'} are {', '.join(KEYS)}"
             )
         if key.replace("-", "_") in values:
-            raise ValueError(f"{key} is given twice")
+            raise ValueError(f"the entry sets {key} twice: remove one of the two values")
         values[key.replace("-", "_")] = _parse_number(key, value) if key in _INTERVALS else value
     return GroupEntry(pattern, **values)
 
@@ -103,13 +111,18 @@ def _parse_number(key: str, value: str) -> float:
     except ValueError:
         parsed = math.nan
     if not _INTERVALS[key].contains(parsed):
-        raise ValueError(f"{key}={value}: it must be a number {_INTERVALS[key]}")
+        raise ValueError(f"the entry sets {key}={value}, but {key} must be a number that is {_INTERVALS[key]}")
     return parsed
 
 
 def merge_entries(entries: Iterable[str], name: str) -> dict[str, Any]:
-    """Return the values that the entries set for a parameter, by the names of the fields of `GroupEntry`. The last entry that sets
-    a value counts."""
+    """Return the optimizer settings that the entries of --param-groups set for one parameter, by the names of the fields of
+    `GroupEntry`. If several entries set the same field, the last one counts.
+
+    Args:
+        entries: texts of the entries.
+        name: full name of the parameter.
+    """
     values: dict[str, Any] = {}
     for text in entries:
         entry = parse_entry(text)

@@ -18,7 +18,7 @@ from megatron.config.checks.single_settings import MAX_WORLD_SIZE
 from megatron.config.config import Config
 from megatron.config.data import is_number, list_path_settings
 from megatron.config.errors import Violation
-from megatron.config.flags import Flag, build_config, find_flag, flags, suggest_names
+from megatron.config.flags import Flag, build_config, find_flag, get_flags, suggest_names
 from megatron.config.launcher import read_process_info
 from megatron.config.resolve import format_no_effect_note
 
@@ -30,16 +30,16 @@ class GivenFlag:
     """Flag with its values, as it occurs on the command line or in a file."""
 
     name: str
-    """Name without leading dashes and with inner dashes: ``lr-decay-style``."""
+    """Name without leading dashes, with dashes instead of underscores: ``lr-decay-style``."""
     values: tuple[str, ...]
     spelling: str
     """The flag as the user typed it."""
     source: str = ""
-    """File and line, or empty for the command line."""
+    """File and line, such as ``run.yaml line 3``; empty for the command line."""
 
     @property
     def message_prefix(self) -> str:
-        """Start of a message about the flag: ``run.yaml line 3: ``."""
+        """Start of a message about the flag, ``run.yaml line 3: ``; empty for the command line."""
         return f"{self.source}: " if self.source else ""
 
     def __str__(self) -> str:
@@ -71,8 +71,8 @@ def split_argv(argv: Sequence[str]) -> tuple[list[str], list[GivenFlag]]:
 
 
 def _strip_quotes(argv: Sequence[str]) -> Iterator[str]:
-    """Yield the arguments without a pair of quotes around a value. Such quotes remain when a shell expands an array entry:
-    '99,1,0'."""
+    """Yield the arguments, without a pair of quotes that encloses a value, as in '99,1,0'. Such quotes remain when a shell expands
+    an array entry that contains them."""
     for word in argv:
         spelling, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
         if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
@@ -98,7 +98,8 @@ class ParsedFlags:
     problems: list[Violation] = field(default_factory=list)
     """Unknown and refused flags, and invalid values."""
     uncertain: set[str] = field(default_factory=set)
-    """Flags (``--lr``) whose value is unknown because of a problem. Messages of rules about these flags would mislead."""
+    """Flags, such as ``--lr``, whose values are unknown because of a problem. Violated rules about these flags are not
+    reported, because their messages would mislead."""
 
     ambiguous: list[tuple[Violation, Sequence[str], list[str]]] = field(default_factory=list)
     """Unknown flags for which several settings may be meant: the problem, the values of the flag, and the names of these
@@ -108,19 +109,19 @@ class ParsedFlags:
 
     @property
     def explicit_fields(self) -> set[str]:
-        """Fields that the user set explicitly."""
+        """Names of the settings that the user has set to a value other than None."""
         return {flag.field for flag, _, value in self.settings if value is not None}
 
     def build_config(self) -> Config:
-        """Build a `Config` from the valid settings. All other fields have their defaults."""
+        """Build a `Config` from the valid settings. Settings that are not given have their defaults."""
         values: dict[str, dict[str, Any]] = {}
         for flag, _, value in self.settings:
             values.setdefault(flag.topic, {})[flag.field] = value
         return build_config(values)
 
     def mark_all_uncertain(self) -> None:
-        """Mark the values of all flags as unknown."""
-        self.uncertain.update(f"--{name}" for name in flags())
+        """Mark the values of all flags as unknown, so that violated rules are not reported."""
+        self.uncertain.update(f"--{name}" for name in get_flags())
 
 
 def parse_flags(stray: Sequence[str], given_flags: Sequence[GivenFlag]) -> ParsedFlags:
@@ -170,7 +171,8 @@ def parse_flags(stray: Sequence[str], given_flags: Sequence[GivenFlag]) -> Parse
 
 
 def _translate(given_flags: Sequence[GivenFlag], notes: list[str]) -> Iterator[GivenFlag]:
-    """Yield the flags. Flags of Megatron-LM are replaced by the settings that they correspond to, with a note for each."""
+    """Yield the flags, with those of Megatron-LM replaced by the settings of this project that they correspond to. A note about
+    each replacement is appended to `notes`."""
     for item in given_flags:
         is_setting = find_flag(item.name) is not None and item.name not in TRANSLATED_SETTINGS
         translation = None if is_setting else get_compat().TRANSLATIONS.get(item.name)
@@ -184,29 +186,29 @@ def _translate(given_flags: Sequence[GivenFlag], notes: list[str]) -> Iterator[G
 
 
 def get_compat() -> Any:
-    """Import the module of Megatron-LM's flags that are not settings of this project. It is imported only when a flag is not a
-    setting."""
+    """Return the module with the tables of Megatron-LM's flags that are not settings of this project. It is imported only when a
+    flag is not a setting."""
     return importlib.import_module("megatron_lab.migration.compat")
 
 
 def _match_flag_pattern(name: str) -> Any:
-    """Return the entry for a family of Megatron-LM flags (names that match one pattern) to which a name belongs, or None if there
-    is no such family or the name is more likely a misspelled setting."""
+    """Return the table entry of the family of Megatron-LM flags whose pattern matches a name. The entry says whether these flags
+    are ignored or refused. None if no pattern matches, or if the name is more likely a misspelled setting."""
     compat_flag = get_compat().match_flag_pattern(name)
-    return None if compat_flag is not None and difflib.get_close_matches(name, flags(), n=1, cutoff=0.85) else compat_flag
+    return None if compat_flag is not None and difflib.get_close_matches(name, get_flags(), n=1, cutoff=0.85) else compat_flag
 
 
 def _handle_no_position_embedding(
     item: GivenFlag, parsed: ParsedFlags, names_by_reason: dict[str, list[str]], refused_by_reason: dict[str, list[GivenFlag]]
 ) -> None:
-    """Note or refuse --no-position-embedding. It is refused if the model has a learned position table, and has no effect
-    otherwise.
+    """Add --no-position-embedding to the refused flags if the model has a learned position table, otherwise to the flags without
+    effect.
 
     Args:
         item: the flag.
         parsed: settings so far.
-        names_by_reason: flags without effect, by reason. The flag is added here if it has no effect.
-        refused_by_reason: refused flags, by reason. The flag is added here if it is refused.
+        names_by_reason: flags without effect, by the reason for the user.
+        refused_by_reason: refused flags, by the reason for the user.
     """
     config = parsed.build_config()
     if config.model.position_embedding_type == "learned_absolute" and not config.checkpoint.use_checkpoint_args:
@@ -216,7 +218,14 @@ def _handle_no_position_embedding(
 
 
 def _build_value_violation(item: GivenFlag, name: str, problem: str, choices: Sequence[str] = ()) -> Violation:
-    """Build the problem of a flag with invalid values."""
+    """Build the problem to report for a flag with invalid values.
+
+    Args:
+        item: flag with its values, as the user wrote them.
+        name: name of the setting.
+        problem: what is wrong, as the end of a sentence about the flag: "takes a number".
+        choices: allowed values, of which the most similar one is suggested.
+    """
     reasons = get_compat().UNSUPPORTED_CHOICES
     value = next((value for value in item.values if (name, value) in reasons), item.values[0] if len(item.values) == 1 else "")
     if reason := reasons.get((name, value)):
@@ -230,8 +239,8 @@ def _report_unknown(unknown: Sequence[GivenFlag], parsed: ParsedFlags) -> None:
     the user has probably made another mistake."""
     for item in unknown[:_MAX_SUGGESTED]:
         name = item.name.lstrip("-")
-        negated_names = [f"no-{flag.name}" for flag in flags().values() if flag.default is True]
-        names = suggest_names(name, [*flags(), *negated_names])
+        negated_names = [f"no-{flag.name}" for flag in get_flags().values() if flag.default is True]
+        names = suggest_names(name, [*get_flags(), *negated_names])
         names = [candidate for candidate in names if _try_parse(candidate, item.values) is not None] or names[:1]
         advice = _format_suggestion(names) if names else "See --help for all flags."
         if not names and (compat_names := suggest_names(name, [*get_compat().COMPAT_FLAGS, *get_compat().TRANSLATIONS])):
@@ -255,10 +264,11 @@ def _report_unknown(unknown: Sequence[GivenFlag], parsed: ParsedFlags) -> None:
 
 
 def refine_suggestions(parsed: ParsedFlags, is_accepted: Callable[[str, Any], bool]) -> list[Violation]:
-    """Return all problems of parsing. For ambiguous flags, suggest only those settings that the user can set to the given values.
+    """Return all problems of parsing. If an unknown flag may mean several settings, only those that accept its values are
+    suggested.
 
     Args:
-        is_accepted: returns whether a field can have a value, given all other settings.
+        is_accepted: takes a field and a value; returns whether the field can have the value, given all other settings.
     """
     refined: dict[int, Violation] = {}
     for problem, values, names in parsed.ambiguous:
@@ -277,7 +287,7 @@ def _format_suggestion(names: Sequence[str]) -> str:
 
 
 def _try_parse(name: str, values: Sequence[str]) -> tuple[str, Any] | None:
-    """Return the field that a flag sets and the value that the texts give it, or None if the texts are invalid."""
+    """Return the field that a flag sets, and its value parsed from the user's words; None if the words are invalid."""
     flag = find_flag(name)
     assert flag is not None
     try:
@@ -297,7 +307,8 @@ def _note_overridden(parsed: ParsedFlags) -> None:
 
 
 def is_count(text: str, max_value: int) -> bool:
-    """Return whether a text is an integer from 1 to `max_value`, which must be below 10^12."""
+    """Return whether a text is an integer from 1 to `max_value`. (`max_value` must be below 10^12, because only 12 digits are
+    read.)"""
     return text.isascii() and text.isdigit() and 1 <= int(text[:12]) <= max_value
 
 
@@ -311,7 +322,7 @@ GPUS_PER_NODE = 8
 
 @dataclass(frozen=True)
 class DryRun:
-    """Request to plan the run and print the plan instead of running it."""
+    """Options of --dry-run, which plans the run and prints the plan instead of executing it."""
 
     world_size: int
     gpus_per_node: int
@@ -322,7 +333,7 @@ class DryRun:
 
 
 def get_current_job() -> DryRun:
-    """Return the request to plan (`DryRun`) the job that the launcher has started."""
+    """Return the options for a plan of the job that is running: its number of ranks, and of ranks per node."""
     job = read_process_info()
     return DryRun(job.world_size, int(os.environ.get("LOCAL_WORLD_SIZE", job.world_size)), None)
 
@@ -394,7 +405,7 @@ def split_requests(given_flags: Sequence[GivenFlag]) -> tuple[list[GivenFlag], d
     """Separate the settings from the requests: flags that are not settings, such as --explain and --dry-run.
 
     Returns:
-        the settings, the values of each request, and the problems of the requests.
+        the settings, the values of the requests by flag name, and the problems of the requests.
     """
     settings: list[GivenFlag] = []
     requests: dict[str, list[str]] = {}
@@ -423,7 +434,7 @@ def split_requests(given_flags: Sequence[GivenFlag]) -> tuple[list[GivenFlag], d
 
 
 def _join_explained_flags(given_flags: Sequence[GivenFlag]) -> list[GivenFlag]:
-    """Join ``--explain --lr``, which was split into two flags, into one request about the second flag."""
+    """Join ``--explain --lr``, which was split into two flags, into the flag --explain with the value ``lr``."""
     joined_flags: list[GivenFlag] = []
     for item in given_flags:
         if joined_flags and joined_flags[-1].name == "explain" and not joined_flags[-1].values:
@@ -458,12 +469,12 @@ def check_output(flag: str, path: str) -> None:
         ValueError: the file cannot be written.
     """
     if os.path.isdir(path):
-        raise ValueError(f"{flag} {path} is a folder. It takes the name of a file.")
+        raise ValueError(f"{flag} {path} is a folder. Give the path of a file.")
     folder = os.path.dirname(os.path.abspath(path))
     while not os.path.lexists(folder):
         folder = os.path.dirname(folder)
     if not os.path.isdir(folder):
-        raise ValueError(f"{flag} {path} cannot be written: {folder} is not a folder.")
+        raise ValueError(f"{flag} {path} cannot be written: {folder} is not a folder. Give another path.")
     # A new file needs write and search permission on its folder.
     allowed = os.access(path, os.W_OK) if os.path.exists(path) else os.access(folder, os.W_OK | os.X_OK)
     if not allowed:

@@ -37,7 +37,11 @@ class LayoutChunk:
     """Number of multi-token prediction layers that the layout names in this chunk."""
 
     def summarize(self, first_layer: int) -> str:
-        """Describe the content for messages, with the indices of the layers. Empty for an empty chunk."""
+        """Describe the content for messages, such as ``embedding, 0-3 (4)`` for four layers. Empty for an empty chunk.
+
+        Args:
+            first_layer: index of the chunk's first layer in the model.
+        """
         layers = f"{first_layer}-{first_layer + self.num_layers - 1} ({self.num_layers})" if self.num_layers else ""
         depths = f"{self.num_depths} of multi-token prediction" if self.num_depths else ""
         return ", ".join(filter(None, ("embedding" * self.has_embedding, layers, depths, "norm, output, loss" * self.has_loss)))
@@ -51,14 +55,14 @@ class _Symbol:
 
 
 def parse_layout(text: str) -> tuple[LayoutChunk, ...]:
-    """Parse a layout into its model chunks, in the order in which a forward pass runs them.
+    """Parse a value of --pipeline-model-parallel-layout into its model chunks, in the order in which a forward pass runs them.
 
     Raises:
         ValueError: the text violates the syntax, or the embedding is not first or the loss not last (see `find_layout_problems`).
     """
     problems = find_layout_problems(text)
     if problems:
-        raise ValueError(f"the pipeline layout {text!r} is wrong: {' '.join(problems)}")
+        raise ValueError(f"--pipeline-model-parallel-layout {text!r} is not a valid layout. {' '.join(problems)}")
     return tuple(
         LayoutChunk("E" in chunk, chunk.count("t"), "L" in chunk, chunk.count("m"))
         for chunk in "".join(symbol.letter for symbol in _expand_symbols(text)).split("|")
@@ -67,12 +71,13 @@ def parse_layout(text: str) -> tuple[LayoutChunk, ...]:
 
 @functools.lru_cache(maxsize=64)
 def parse_layout_or_none(text: str | None) -> tuple[LayoutChunk, ...] | None:
-    """Parse a layout. Returns None if the layout is None or invalid. Cached, because rules parse the same layout many times."""
+    """Parse a pipeline layout with `parse_layout`. Returns None if the text is None or invalid. Results are cached, because rules
+    parse the same layout many times."""
     return None if text is None or find_layout_problems(text) else parse_layout(text)
 
 
 def find_layout_problems(text: str) -> list[str]:
-    """Return the problems of a layout, each as a sentence. For a text that violates the syntax, only the first problem is
+    """Return the problems of a pipeline layout, each as a sentence. For a text that violates the syntax, only the first problem is
     returned."""
     try:
         symbols = _expand_symbols(text)
@@ -103,7 +108,11 @@ def _format_positions(symbols: list[_Symbol]) -> str:
 
 
 def _expand_symbols(text: str) -> list[_Symbol]:
-    """Return the letters and bars of a layout, with all repetitions expanded."""
+    """Return the letters and chunk separators (|) of a pipeline layout, with all repetitions expanded.
+
+    Raises:
+        ValueError: the text violates the syntax.
+    """
     symbols: list[_Symbol] = []
     open_brackets: list[tuple[int, list[_Symbol]]] = []
     repeatable: list[_Symbol] | None = None  # the symbols that a * would repeat
@@ -114,27 +123,30 @@ def _expand_symbols(text: str) -> list[_Symbol]:
             symbols, repeatable = [], None
         elif word == ")":
             if not open_brackets:
-                raise ValueError(f"Character {position} closes a bracket that was not opened.")
+                raise ValueError(f"Character {position} of the layout closes a bracket that was not opened. Remove this bracket.")
             start, outer_symbols = open_brackets.pop()
             if not symbols:
-                raise ValueError(f"The bracket at character {start} is empty.")
+                raise ValueError(f"The bracket at character {start} of the layout is empty. Remove this bracket.")
             symbols, repeatable = outer_symbols + symbols, symbols
         elif word[0] == "*" and word != "*" and repeatable is not None:
             times = int(word[1:].lstrip("0")[:10] or "0")  # more digits always exceed the limit
             if len(symbols) + times * len(repeatable) > _MAX_SYMBOLS:
-                raise ValueError(f"At character {position} the layout exceeds {_MAX_SYMBOLS:,} symbols.")
+                raise ValueError(
+                    f"The repetition at character {position} makes the layout longer than {_MAX_SYMBOLS:,} symbols. "
+                    "Repeat less often."
+                )
             symbols, repeatable = symbols[: len(symbols) - len(repeatable)] + repeatable * times, None
         elif word in "EtLm|":
             repeatable = [_Symbol(word, position)]
             symbols += repeatable
         else:
-            raise ValueError(f"Character {position} is {word[0]!r}{_hint(word)}; allowed are {_ALLOWED}.")
+            raise ValueError(f"Character {position} of the layout is {word[0]!r}{_build_hint(word)}; allowed are {_ALLOWED}.")
     if open_brackets:
-        raise ValueError(f"The bracket at character {open_brackets[-1][0]} is not closed.")
+        raise ValueError(f"The bracket at character {open_brackets[-1][0]} of the layout is not closed. Add a closing bracket.")
     return symbols
 
 
-def _hint(word: str) -> str:
+def _build_hint(word: str) -> str:
     if word in "elT":
         return f" (write {word.swapcase()})"
     if word == "*":
@@ -191,14 +203,14 @@ def read_layer_costs(path: str) -> LayerCosts:
     try:
         content = json.loads(read_text(Path(path)))
     except OSError as error:
-        raise ValueError(f"{flag} cannot be read: {error.strerror}.") from error
+        raise ValueError(f"{flag} cannot be read: {error.strerror}. Check the path.") from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{flag} is not JSON: {error}.") from error
+        raise ValueError(f"{flag} is not JSON: {error}. Measure the times again with --profile-pipeline.") from error
     if not isinstance(content, dict) or set(content) != {"layers", "embedding", "loss"} or not isinstance(content["layers"], list):
-        raise ValueError(f"{flag} does not hold {_JSON_FORMAT}.")
+        raise ValueError(f"{flag} is not of the form {_JSON_FORMAT}, which --profile-pipeline writes.")
     times = [*content["layers"], content["embedding"], content["loss"]]
     if not all(isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) and x >= 0 for x in times):
-        raise ValueError(f"{flag} has a time that is not a number of at least 0.")
+        raise ValueError(f"{flag} has a time that is negative or not a number. Measure the times again with --profile-pipeline.")
     if not sum(content["layers"]):
-        raise ValueError(f"{flag} has no layer with a time above 0.")
+        raise ValueError(f"{flag} has no layer with a time above 0. Measure the times again with --profile-pipeline.")
     return LayerCosts(tuple(map(float, content["layers"])), float(content["embedding"]), float(content["loss"]))

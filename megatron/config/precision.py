@@ -22,8 +22,8 @@ class Fp8:
 
     @property
     def alignment(self) -> int:
-        """Number by which every dimension of a matrix product on one rank must be divisible. Then the blocks that share a scale are
-        the same as in a run with one process."""
+        """Number that must divide every dimension of the matrix products on one rank. Then the blocks of elements that share a
+        scale are the same as in a run with one process."""
         return 128 if self.recipe == "blockwise" else 16
 
 
@@ -42,7 +42,7 @@ class PrecisionConfig:
     bf16: bool = False
     """Compute in bfloat16, with float32 main parameters."""
     fp64: bool = False
-    """Compute in float64 (for proofs)."""
+    """Compute in float64, for proofs that layouts compute the same."""
     fp32_matmul_precision: Fp32MatmulPrecision = setting(
         "highest",
         active_if=condition("in float32", require_all=True, fix={}, bf16=False, fp16=False, fp64=False),
@@ -80,7 +80,7 @@ class PrecisionConfig:
 
     @property
     def num_layers_in_bf16(self) -> int:
-        """Number of first and last layers that are excluded from --fp8-format."""
+        """Number of layers, the first and the last together, that are excluded from --fp8-format."""
         return (self.num_layers_at_start_in_bf16 + self.num_layers_at_end_in_bf16) * self.first_last_layers_bf16
 
     @property
@@ -118,9 +118,9 @@ class SpeedConfig:
     """Compilation of layers, and the attention kernel."""
 
     compile: bool = False
-    """Compile the layers with torch.compile: the operations between matrix products, attention and communication are fused into few
-    kernels. Each type of layer is compiled once, in the first step, and a layer with experts up to the experts. Kernels are cached
-    in --compile-cache-dir. A CPU needs a C++ compiler. Evaluation is not compiled."""
+    """Compile the layers with torch.compile: the operations between matrix products, attention and communication are fused into
+    few kernels. Each type of layer is compiled once, in the first step; of a layer with experts, only the part before the
+    experts is compiled. Kernels are cached in --compile-cache-dir. A CPU needs a C++ compiler. Evaluation is not compiled."""
     compile_backend: CompileBackend = setting("inductor", active_if=_COMPILES)
     """Backend of torch.compile. inductor: generate kernels. aot_eager: trace and differentiate as inductor does, then run torch's
     own kernels; it starts in seconds and is not faster, and shows whether a difference comes from tracing or from generated

@@ -20,16 +20,16 @@ from megatron.config.data import (
     has_split_datasets,
     parse_split,
 )
-from megatron.config.flags import Flag, flags, get_flag
-from megatron.config.setting import flag_name
+from megatron.config.flags import Flag, get_flag, get_flags
+from megatron.config.setting import get_flag_name
 
 
 def resolve_settings(config: Config) -> tuple[Config, list[str]]:
-    """Derive settings from other settings, and reset settings without effect. Returns the settings, and a line for the start-up log
-    about each change."""
+    """Derive settings that are not given from others, and reset settings without effect to their defaults. Returns the settings,
+    and a line for the start-up log about each change."""
     config, notes = _infer_tokenizer_type(config)
     by_condition: dict[str, list[str]] = {}
-    while idle := [flag for flag in flags().values() if is_set(config, flag.field) and _is_idle(flag, config)]:
+    while idle := [flag for flag in get_flags().values() if is_set(config, flag.field) and _is_idle(flag, config)]:
         for flag in idle:
             assert flag.metadata.active_if is not None
             by_condition.setdefault(flag.metadata.active_if.description, []).append(format_setting(config, flag.field))
@@ -44,7 +44,8 @@ def resolve_settings(config: Config) -> tuple[Config, list[str]]:
 def _is_idle(flag: Flag, config: Config) -> bool:
     """Return whether a setting has no effect and may be ignored.
 
-    A setting with a strict condition may be ignored only if the settings of its condition have no effect themselves.
+    A strict condition means that the setting is refused if the condition is not met. Such a setting may be ignored only if the
+    settings that the condition names have no effect either.
     """
     condition = flag.metadata.active_if
     if condition is None or has_effect(config, flag.field):
@@ -86,13 +87,13 @@ def _infer_tokenizer_type(config: Config) -> tuple[Config, list[str]]:
     if data.tokenizer_type is not None or (inferred := _find_tokenizer_type(data)) is None:
         return config, []
     tokenizer_type, fields = inferred
-    note = f"--tokenizer-type is {tokenizer_type}, which follows from {' and '.join(flag_name(field) for field in fields)}."
+    note = f"--tokenizer-type is {tokenizer_type}, which follows from {' and '.join(get_flag_name(field) for field in fields)}."
     return replace(config, data=replace(data, tokenizer_type=tokenizer_type)), [note]
 
 
 def _find_tokenizer_type(data: DataConfig) -> tuple[TokenizerType, tuple[str, ...]] | None:
-    """Return the tokenizer type that follows from the settings that name the tokenizer's files, or from --mock-data with --vocab-
-    size, and the names of these settings. None if no type follows."""
+    """Return the tokenizer type that follows from other settings, and the names of these settings. They name the tokenizer's files,
+    or are --mock-data with --vocab-size. None if no type follows."""
     if data.vocab_file is not None and (data.merge_file is not None or data.tokenizer_model is None):
         return "GPT2BPETokenizer", ("vocab_file", "merge_file") if data.merge_file is not None else ("vocab_file",)
     if data.tokenizer_model is not None:

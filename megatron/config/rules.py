@@ -29,7 +29,7 @@ from megatron.config.checks.finding import (
 )
 from megatron.config.config import Config
 from megatron.config.errors import Violation
-from megatron.config.setting import flag_name
+from megatron.config.setting import get_flag_name
 
 RULES = collect_rules(
     *(single_settings, model, parallel, experts, pipeline, sharding, memory, training, groups, precision),
@@ -71,7 +71,7 @@ def find_violations(
 
 
 def is_harmless(config: Config, world_size: int, field: str, value: Any) -> bool:
-    """Return whether a field can have a value without violating a rule that is met so far."""
+    """Return whether a field can be set to a value without new violations of any rule."""
     counts_before, counts_after = (
         _evaluate_rules(*change.apply(config, world_size)) for change in (Change(), Change(((field, value),)))
     )
@@ -79,7 +79,7 @@ def is_harmless(config: Config, world_size: int, field: str, value: Any) -> bool
 
 
 def _to_violation(finding: Finding, nearest: Sequence[Change]) -> Violation:
-    flags = tuple(map(flag_name, finding.fields))
+    flags = tuple(map(get_flag_name, finding.fields))
     return Violation(flags, finding.message, finding.reason, tuple(map(str, nearest)), finding.table)
 
 
@@ -91,8 +91,10 @@ def _evaluate_rules(config: Config, world_size: int) -> list[list[Finding]]:
 def _select_suggestions(
     finding: Finding, index: int, counts: list[int], config: Config, world_size: int, fixed_fields: Collection[str]
 ) -> list[Change]:
-    """Return the best of the changes that a rule proposes, from each group of alternatives: those with the best effect and the
-    fewest remaining violations, the smallest changes first.
+    """Return the changes of settings to suggest for a violated rule, the smallest changes first.
+
+    The rule proposes candidates, in groups of alternatives. From each group, the candidates with the best effect (`_Effect`) and
+    the fewest remaining violations are selected.
 
     If the world size does not fit the layout, changes that make it fit come first. Until it fits, most rules about the batch cannot
     be checked, so changes that leave it unfit only seem to leave fewer violations.
@@ -122,7 +124,7 @@ def _select_suggestions(
             by_effect[effective[0][0]] += best[:_MAX_SUGGESTIONS]
 
     def by_distance(changes: list[Change]) -> list[Change]:
-        return sorted(changes, key=lambda change: change.distance(config, world_size))
+        return sorted(changes, key=lambda change: change.compute_distance(config, world_size))
 
     return by_distance(by_effect[_Effect.CLEAN] or by_effect[_Effect.REVEALING]) + by_distance(by_effect[_Effect.HIDING])
 

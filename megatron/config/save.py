@@ -1,4 +1,5 @@
-"""Conversion of settings to JSON types and back, to YAML, and to the record that is saved with a run."""
+"""Conversion of settings to JSON types and back, to YAML, and to the record of settings, command line and versions that is saved
+with a run."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
-from megatron.config.flags import build_config, flags, topics
+from megatron.config.flags import build_config, get_flags, get_topics
 from megatron.config.optional_packages import PACKAGES, import_optional
 from megatron.config.version import DISTRIBUTION, __version__
 
@@ -18,27 +19,27 @@ _PACKAGES = ("torch", "numpy", *(package.distribution for package in PACKAGES.va
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Convert settings to nested JSON types, one mapping per topic."""
+    """Convert settings to JSON types: a mapping of topics, each a mapping of setting names to values."""
     return {
         topic: {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-        for topic, values in config.values().items()
+        for topic, values in config.to_dict().items()
     }
 
 
 def from_dict(nested: dict[str, Any]) -> Config:
-    """Build settings from the result of `to_dict`. A missing field (from an older record) has its default.
+    """Build settings from the result of `to_dict`. A setting that is missing, as in files of older versions, has its default.
 
     Raises:
         ConfigError: a topic or field is unknown, or a value has a wrong type. The message names all of them.
     """
-    values: dict[str, dict[str, Any]] = {topic: {} for topic in topics()}
+    values: dict[str, dict[str, Any]] = {topic: {} for topic in get_topics()}
     problems = []
     for topic, fields in nested.items():
         if topic not in values or not isinstance(fields, dict):
             problems.append(f"{topic} is not a topic of settings")
             continue
         for field, value in fields.items():
-            flag = flags().get(field.replace("_", "-"))
+            flag = get_flags().get(field.replace("_", "-"))
             if flag is None or (flag.topic, flag.field) != (topic, field):
                 problems.append(f"{topic}.{field} is not a setting")
                 continue
@@ -47,7 +48,7 @@ def from_dict(nested: dict[str, Any]) -> Config:
             except ValueError as error:
                 problems.append(f"{error}, not {value!r}")
     if problems:
-        reason = "They may come from another version."
+        reason = "They may come from another version of this program: read them with that version."
         raise ConfigError([Violation((), f"Saved settings cannot be read: {'; '.join(problems)}.", reason)])
     return build_config(values)
 
@@ -66,18 +67,17 @@ def to_yaml(config: Config) -> str:
 
 
 def run_record(config: Config, argv: Sequence[str]) -> dict[str, Any]:
-    """Return the record that is saved with a run so that the run can be repeated: settings, command line and versions, in JSON
-    types.
+    """Return what is saved with a run so that the run can be repeated: settings, command line and versions, in JSON types.
 
     Returns:
         ``config`` (the result of `to_dict`), ``command`` (the arguments of the command line) and ``versions`` of the project,
         Python and the installed packages.
     """
-    return {"config": to_dict(config), "command": list(argv), "versions": dict(_versions())}
+    return {"config": to_dict(config), "command": list(argv), "versions": dict(_read_versions())}
 
 
 @functools.cache
-def _versions() -> dict[str, str]:
+def _read_versions() -> dict[str, str]:
     versions = {DISTRIBUTION: __version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:

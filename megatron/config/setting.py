@@ -39,7 +39,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class NotEqual:
-    """Any value except `value`, as the expected value in a `Condition`."""
+    """Stands for any value except `value`, as the expected value of a setting in a `Condition`."""
 
     value: Any
 
@@ -55,15 +55,17 @@ class Condition:
     values: Mapping[str, Any]
     """Expected value by the name of the setting: a value, a tuple of possible values, `NotEqual`, or `IS_SET`."""
     description: str
-    """The condition in words, for messages."""
+    """Text for messages: the condition in words or, for a condition under which a setting has no effect, the reason."""
     require_all: bool = False
     """Whether all expected values are required; otherwise one of them is enough."""
     fix: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Settings to suggest if the condition is not met."""
     effect: str = "has no effect"
-    """Effect of the setting under an idle condition, such as "has no effect"."""
+    """What the setting does when a condition of `SettingMetadata.idle_if` is met, as a phrase for messages: "has no effect",
+    "saves no memory"."""
     strict: bool = False
-    """Refuse the setting if the condition is not met. Set if ignoring the setting would train another model or lose state."""
+    """Whether the setting is refused, not ignored, if the condition is not met: if ignoring it would train another model or
+    lose state."""
 
     def is_met(self, get_value: Callable[[str], Any]) -> bool:
         """Return whether the condition is met.
@@ -91,7 +93,8 @@ class SettingMetadata:
     """Conditions under which the setting has little or no effect, although `active_if` is met. The setting is accepted, and the
     start-up log gives the reason."""
     is_extensible: bool = False
-    """Whether user modules can add choices to those in the field's type, see `megatron/spec/activations.py`."""
+    """Whether user modules can register choices in addition to those in the field's type (see
+    `megatron/spec/activations.py`)."""
 
 
 def setting(
@@ -142,8 +145,8 @@ def condition(
     """Build the condition under which a setting has an effect.
 
     Args:
-        description: the condition after "it acts only", for conditions for which the generated text "with --flag-a 1 or --flag-b"
-            would be wrong or unclear.
+        description: the condition in words that continue the message "it acts only ...". By default a text such as "with --flag-a 1
+            or --flag-b" is generated.
         require_all: whether all expected values are required; otherwise one of them is enough.
         strict: refuse the setting if the condition is not met; otherwise a note is logged.
         fix: settings to suggest if the condition is not met; by default the first of `values`, if it is a switch or a choice.
@@ -165,7 +168,7 @@ def idle_condition(reason: str, *, require_all: bool = False, effect: str = "has
     Args:
         reason: why the setting has no effect, for the start-up log.
         require_all: whether all expected values are required; otherwise one of them is enough.
-        effect: effect of the setting under this condition.
+        effect: what the setting does under this condition, as a phrase for messages, such as "saves no memory".
         values: expected value by the name of the setting.
     """
     return Condition(values, reason, require_all, effect=effect)
@@ -179,14 +182,14 @@ def _matches(value: Any, expected: Any) -> bool:
     return value in expected if isinstance(expected, tuple) else bool(value == expected)
 
 
-def flag_name(field: str) -> str:
+def get_flag_name(field: str) -> str:
     """Return the flag of a field as it is typed: `--num-layers` for `num_layers`."""
     return f"--{field.replace('_', '-')}"
 
 
 def _format_expected(name: str, expected: Any) -> str:
-    """Format a setting and its expected value as they are typed."""
-    flag = flag_name(name)
+    """Format a setting and its expected value for a message, such as "--device cpu"."""
+    flag = get_flag_name(name)
     if expected is IS_SET or expected is True:
         return flag
     if isinstance(expected, NotEqual):

@@ -21,7 +21,7 @@ _COUNT = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)([KMBT]?)", re.IGNORECASE)
 
 
 class BatchStep(NamedTuple):
-    """An entry of a batch size schedule: a batch size, and the number of tokens after which it starts."""
+    """Entry of --step-batch-size-schedule: a batch size, and the number of tokens after which it starts."""
 
     tokens: int
     """Tokens that the run has read when this batch size starts."""
@@ -42,14 +42,19 @@ def parse_batch_schedule(texts: Iterable[str]) -> list[BatchStep]:
     steps = sorted(_parse_entry(text) for word in texts for text in word.replace(",", " ").split())
     if steps and steps[0].tokens:
         raise ValueError(
-            f"does not define the batch size before {steps[0]}. The first entry must start at 0, such as 0:{steps[0].batch_size}"
+            f"the schedule does not define the batch size before {steps[0]}. The first entry must start at 0, such as "
+            f"0:{steps[0].batch_size}"
         )
     for previous, current in pairwise(steps):
         if current.tokens == previous.tokens:
-            raise ValueError(f"has two batch sizes that start at the same token, {previous} and {current}")
+            raise ValueError(
+                f"the schedule has two batch sizes that start at the same token, {previous} and {current}. "
+                "Remove one of these entries"
+            )
         if current.batch_size < previous.batch_size:
             raise ValueError(
-                f"shrinks from {previous} to {current}. The batch size may only grow, because the run is planned for the last one"
+                f"the schedule lowers the batch size from {previous} to {current}. The batch size may only grow, because the run "
+                "is planned for the last batch size"
             )
     return steps
 
@@ -64,22 +69,22 @@ def parse_batch_schedule_or_empty(texts: Iterable[str]) -> list[BatchStep]:
 
 
 def format_batch_schedule(steps: Sequence[BatchStep]) -> tuple[str, ...]:
-    """Format a batch size schedule as the value of --step-batch-size-schedule."""
+    """Format a batch size schedule as the value of --step-batch-size-schedule, such as "0:768 250B:1536"."""
     return (" ".join(map(str, steps)),)
 
 
 def _parse_entry(text: str) -> BatchStep:
     matches = [_COUNT.fullmatch(part) for part in text.split(":")]
     if len(matches) != 2 or None in matches:
-        raise ValueError(f"has {text!r}, which is not of the form TOKENS:BATCH, such as 250B:1536")
+        raise ValueError(f"the schedule has the entry {text!r}, which is not of the form TOKENS:BATCH, such as 250B:1536")
     tokens, batch_size = (Fraction(match[1]) * 1000 ** _POWERS[match[2].upper()] for match in matches if match is not None)
     if batch_size < 1 or batch_size.denominator > 1:
-        raise ValueError(f"has {text!r}, whose batch size is not a whole number of at least 1")
+        raise ValueError(f"the schedule has the entry {text!r}, whose batch size is not a whole number of at least 1")
     return BatchStep(int(tokens), int(batch_size))
 
 
 def _format_count(count: int) -> str:
-    """Format a number with the largest of the suffixes K, M, B and T with which it stays an integer."""
+    """Format a count with the largest suffix of K, M, B and T (powers of 1000) that leaves an integer: 250B."""
     for suffix, power in reversed(_POWERS.items()):
         if count and count % 1000**power == 0:
             return f"{count // 1000**power}{suffix}"
@@ -95,8 +100,8 @@ class TrainingConfig:
     global_batch_size: int | None = setting(None, min_value=1, unit="sequences")
     """Sequences in one step over all data ranks; by default micro batch size x DP."""
     rampup_batch_size: tuple[int, int, int] | None = setting(None, min_value=1, unit="sequences")
-    """Batch size ramp-up START INCREMENT SAMPLES: start with START sequences and grow by INCREMENT to the global batch size over
-    SAMPLES."""
+    """Batch size ramp-up START INCREMENT SAMPLES: start with START sequences and grow in steps of INCREMENT to the global batch
+    size, over SAMPLES samples."""
     step_batch_size_schedule: tuple[str, ...] = ()
     """Schedule of global batch sizes by the tokens read so far, such as "0:768 250B:1536 500B:3072" (K, M, B and T are powers of a
     thousand). Replaces --global-batch-size."""
@@ -125,7 +130,7 @@ class TrainingConfig:
     seed: int = setting(1234, min_value=0, max_value=2**32 - 1, unit="dimensionless")
     """Random seed of the initial weights, dropout and the data order."""
     iterations_to_skip: tuple[int, ...] = setting((), min_value=1, unit="iteration, from 1 on")
-    """Iterations whose data is consumed without an update."""
+    """Iterations that read their data but make no update."""
     exit_interval: int | None = setting(None, min_value=1, unit="steps")
     """Save and exit when the iteration is a multiple of this."""
     exit_duration_in_mins: float | None = setting(None, above=0, unit="minutes")
@@ -141,8 +146,9 @@ class TrainingConfig:
     manual_gc_interval: int = setting(0, min_value=0, unit="steps", active_if=condition(manual_gc=True))
     """Steps between garbage collections with --manual-gc; 0 collects only at evaluations and checkpoints."""
 
-    def final_batch_size(self, data_size: int) -> int:
-        """Return the sequences in a step after any ramp-up or schedule; by default one microbatch on each data rank.
+    def get_final_batch_size(self, data_size: int) -> int:
+        """Return the global batch size, in sequences, at the end of any ramp-up or schedule. Without --global-batch-size it is one
+        microbatch on each data rank.
 
         Args:
             data_size: data-parallel size.
@@ -150,18 +156,22 @@ class TrainingConfig:
         steps = parse_batch_schedule_or_empty(self.step_batch_size_schedule)
         return steps[-1].batch_size if steps else self.global_batch_size or self.micro_batch_size * data_size
 
-    def batch_sizes(self, data_size: int, seq_length: int) -> list[tuple[int, int]]:
-        """Return the batch sizes of the run as (samples, batch size) in ascending order.
+    def compute_batch_sizes(self, data_size: int, seq_length: int) -> list[tuple[int, int]]:
+        """Return the batch sizes of the run as pairs (samples, batch size) in ascending order.
 
-        A step that starts after at least `samples` samples has this batch size. If two entries start at the same sample, the last
-        one counts.
+        A step that starts after at least `samples` samples has this batch size. If two pairs have the same number of samples, the
+        last one counts.
 
         A ramp-up is START + floor(samples / (SAMPLES / increments)) * INCREMENT, at most the global batch size, where increments =
         (global batch size - START) / INCREMENT (the formula of Megatron-Core's RampupBatchsizeNumMicroBatchesCalculator, here in
         integers, without its rounding). Tokens of a schedule are converted to complete samples, rounded down, as in Megatron-Core's
         StepBatchsizeNumMicroBatchesCalculator.
+
+        Args:
+            data_size: data-parallel size.
+            seq_length: tokens in a sequence (sample).
         """
-        final = self.final_batch_size(data_size)
+        final = self.get_final_batch_size(data_size)
         if steps := parse_batch_schedule_or_empty(self.step_batch_size_schedule):
             return [(step.tokens // seq_length, step.batch_size) for step in steps]
         if self.rampup_batch_size is None:
@@ -170,11 +180,11 @@ class TrainingConfig:
         increments = (final - start) // increment
         return [(0, start), *((-(-n * samples // increments), start + n * increment) for n in range(1, increments + 1))]
 
-    def first_batch_size(self, data_size: int) -> int:
+    def get_first_batch_size(self, data_size: int) -> int:
         """Return the number of sequences in the first step."""
         if steps := parse_batch_schedule_or_empty(self.step_batch_size_schedule):
             return steps[0].batch_size
-        return self.rampup_batch_size[0] if self.rampup_batch_size else self.final_batch_size(data_size)
+        return self.rampup_batch_size[0] if self.rampup_batch_size else self.get_final_batch_size(data_size)
 
 
 _SPIKES = condition(spike_policy=("warn", "skip", "rewind"))
@@ -231,8 +241,8 @@ _LOADS = condition(load=IS_SET)
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Optimizer, its hyperparameters, and the schedules of learning rate and weight decay. All schedules count the samples of the
-    updates that were made."""
+    """Optimizer, its hyperparameters, and the schedules of learning rate and weight decay. All schedules advance by the samples of
+    each update; skipped updates do not count."""
 
     optimizer: Literal["adam", "sgd", "lion", "ademamix", "adafactor", "lamb", "adam8bit", "muon"] = setting(
         "adam", is_extensible=True
@@ -403,7 +413,8 @@ class OptimizerConfig:
 
     @property
     def schedule_source(self) -> Literal["new", "saved"] | None:
-        """Schedules to use on resume: "new" from the command line, "saved" from the checkpoint; None if both must be equal."""
+        """Schedules to use on resume: "new" from the command line, "saved" from the checkpoint; None if the schedules of the two
+        must be equal."""
         if self.override_opt_param_scheduler:
             return "new"
         return "saved" if self.use_checkpoint_opt_param_scheduler else self.resume_schedule

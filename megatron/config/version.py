@@ -53,7 +53,8 @@ def format_version() -> str:
 
 
 def get_extra_install_command(extra: str) -> str:
-    """Return the command that installs an extra: from the source tree, or without a tree the names of the extra's libraries."""
+    """Return the pip command that installs an extra of this project. In a source tree it installs the tree with the extra,
+    otherwise the libraries of the extra by name."""
     if _read_project() is not None:
         return f"pip install -e {shlex.quote(f'{_TREE}[{extra}]')}"
     try:

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from megatron.config.errors import ConfigError, Violation
-from megatron.config.flags import find_flag, flags, topics
+from megatron.config.flags import find_flag, get_flags, get_topics
 from megatron.config.param_groups import format_entry
 from megatron.config.parsed_flags import REQUESTS, GivenFlag, get_compat
 
@@ -37,7 +37,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, wr
 
 
 def read_yaml(path: str) -> list[GivenFlag]:
-    """Read the settings of a file, in order.
+    """Read the settings of a ``--config`` file or model file, in the order of the file.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, is not a mapping of flag names, or sets a flag twice.
@@ -46,8 +46,8 @@ def read_yaml(path: str) -> list[GivenFlag]:
 
 
 def read_mapping(values: Mapping[str, Any]) -> list[GivenFlag]:
-    """Read the settings of a program's mapping: names of flags or fields, flat or under topics. Values are parsed like those of a
-    file.
+    """Read the settings of a Python mapping, as a program gives them: keys are flag or field names, flat or under topics. Values
+    are parsed like those of a file.
 
     Raises:
         ConfigError: the mapping is invalid, or sets a flag twice.
@@ -55,7 +55,9 @@ def read_mapping(values: Mapping[str, Any]) -> list[GivenFlag]:
     try:
         text = yaml.safe_dump(_to_yaml_value(values), sort_keys=False, allow_unicode=True)
     except yaml.YAMLError as error:
-        raise _config_error("settings: a value is not a text, a number, true, false, None or a list of these.") from error
+        raise _build_config_error(
+            f"settings: the value {str(error.args[-1])[:40]} is not a text, a number, true, false, None or a list of these."
+        ) from error
     return _parse_settings(_MAPPING_SOURCE, _compose(_MAPPING_SOURCE, text))
 
 
@@ -72,15 +74,24 @@ def _to_yaml_value(value: Any) -> Any:
 
 
 def _parse_settings(path: str, root: yaml.Node | None) -> list[GivenFlag]:
-    """Parse the settings of a file or mapping. Settings of a mapping have no line numbers."""
+    """Parse the settings of a YAML file or of a program's mapping, of which `root` is the top node. Settings of a mapping have no
+    line numbers.
+
+    Args:
+        path: path of the file, or `_MAPPING_SOURCE` for a mapping.
+
+    Raises:
+        ConfigError: with all problems of the file or mapping.
+    """
     if root is None:
         return []
     if not isinstance(root, yaml.MappingNode):
-        raise _config_error(f"--config {path} is not a mapping of flag names to values.", _CONFIG_EXAMPLE)
+        raise _build_config_error(f"--config {path} is not a mapping of flag names to values.", _CONFIG_EXAMPLE)
     entries = list(islice(_iterate_entries(root), _MAX_ENTRIES + 1))
     if len(entries) > _MAX_ENTRIES:
-        raise _config_error(
-            f"--config {path} holds more than {_MAX_ENTRIES:,} settings.", f"There are {len(flags())}. {_CONFIG_EXAMPLE}"
+        raise _build_config_error(
+            f"--config {path} holds more than {_MAX_ENTRIES:,} settings.",
+            f"Only {len(get_flags())} settings exist. {_CONFIG_EXAMPLE}",
         )
     settings: dict[str, GivenFlag] = {}
     problems: list[Violation] = []
@@ -92,7 +103,11 @@ def _parse_settings(path: str, root: yaml.Node | None) -> list[GivenFlag]:
                 flag = find_flag(setting.name)
                 name = flag.name if flag is not None else setting.name
                 if name in settings:
-                    raise _config_error(f"{setting.source}: {name} was already set in {settings[name].source}.", flag=name)
+                    raise _build_config_error(
+                        f"{setting.source}: {name} was already set in {settings[name].source}.",
+                        "Remove one of these entries.",
+                        flag=name,
+                    )
                 settings[name] = setting
         except ConfigError as error:
             problems.extend(error.violations)
@@ -105,7 +120,7 @@ def _parse_settings(path: str, root: yaml.Node | None) -> list[GivenFlag]:
 
 
 def read_param_groups(path: str) -> tuple[str, ...]:
-    """Read the entries of a --param-groups file, each as one text.
+    """Read the entries of a --param-groups file, each as one text such as `embedding.* lr-mult=0.1`.
 
     Raises:
         ConfigError: the file cannot be read, or is not a mapping of patterns to mappings of values.
@@ -115,7 +130,11 @@ def read_param_groups(path: str) -> tuple[str, ...]:
 
 
 def _parse_param_groups(source: str, root: yaml.Node) -> tuple[str, ...]:
-    """Parse the entries of --param-groups from a mapping of patterns to mappings, each to one text.
+    """Parse a YAML mapping of name patterns to mappings of values into entries of --param-groups, each as one text such as
+    `embedding.* lr-mult=0.1`.
+
+    Args:
+        source: file or setting that contains the mapping, for messages.
 
     Raises:
         ConfigError: the node is not a mapping of patterns to mappings.
@@ -126,7 +145,7 @@ def _parse_param_groups(source: str, root: yaml.Node) -> tuple[str, ...]:
         texts = [_get_text(node) for pair in values.value for node in pair] if isinstance(values, yaml.MappingNode) else [""]
         if any(text.split() != [text] for text in (_get_text(key), *texts)):
             message = f"{source}: {_get_text(key) or 'it'} is not a pattern with a mapping of single values."
-            raise _config_error(message, _EXAMPLES["param-groups"], "param-groups")
+            raise _build_config_error(message, _EXAMPLES["param-groups"], "param-groups")
         entries.append(format_entry(_get_text(key), zip(texts[::2], texts[1::2], strict=True)))
     return tuple(entries)
 
@@ -137,11 +156,11 @@ def _read_file(path: str, flag: str = "config") -> str:
         mode = os.stat(path).st_mode
         # A folder passes: the error of open() is clear.
         if not any(is_type(mode) for is_type in (stat.S_ISREG, stat.S_ISFIFO, stat.S_ISDIR)):
-            raise _config_error(f"--{flag} {path} is neither a file nor a pipe.", _EXAMPLES[flag], flag=flag)
+            raise _build_config_error(f"--{flag} {path} is neither a file nor a pipe.", _EXAMPLES[flag], flag=flag)
         with open(path, "rb") as file:
             data = file.read(_MAX_BYTES + 1)
         if len(data) > _MAX_BYTES:
-            raise _config_error(
+            raise _build_config_error(
                 f"--{flag} {path} is larger than {_MAX_BYTES:,} bytes.",
                 f"Settings files are never that large. {_EXAMPLES[flag]}",
                 flag=flag,
@@ -150,15 +169,20 @@ def _read_file(path: str, flag: str = "config") -> str:
     except ConfigError:
         raise
     except UnicodeDecodeError as error:
-        raise _config_error(f"--{flag} {path} cannot be read: it is not text in UTF-8.", flag=flag) from error
+        raise _build_config_error(
+            f"--{flag} {path} cannot be read: it is not text in UTF-8.", _EXAMPLES[flag], flag=flag
+        ) from error
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise _config_error(f"--{flag} {path} cannot be read: {reason}.", flag=flag) from error
+        raise _build_config_error(f"--{flag} {path} cannot be read: {reason}.", flag=flag) from error
 
 
 def _compose(path: str, text: str, flag: str = "config") -> yaml.Node | None:
-    """Parse a YAML text into its root node. Limits on depth and number of nodes are checked first: a text with many nodes would
-    take long, and one with many levels would overflow the stack."""
+    """Parse a YAML text into its root node; None for an empty text.
+
+    Limits on depth and number of nodes are checked first: a text with many nodes would take long, and one with many levels would
+    overflow the stack.
+    """
     depth = nodes = 0
     too_deep = f"has more than {_MAX_DEPTH} levels."
     try:
@@ -167,27 +191,29 @@ def _compose(path: str, text: str, flag: str = "config") -> yaml.Node | None:
             nodes += isinstance(event, yaml.NodeEvent)
             if depth > _MAX_DEPTH:
                 line = event.start_mark.line + 1 if event.start_mark is not None else "?"
-                raise _config_error(f"--{flag} {path} line {line} {too_deep}", _EXAMPLES[flag], flag=flag)
+                raise _build_config_error(f"--{flag} {path} line {line} {too_deep}", _EXAMPLES[flag], flag=flag)
             if nodes > _MAX_NODES:
-                raise _config_error(f"--{flag} {path} holds more than {_MAX_NODES:,} keys and values.", _EXAMPLES[flag], flag=flag)
+                raise _build_config_error(
+                    f"--{flag} {path} holds more than {_MAX_NODES:,} keys and values.", _EXAMPLES[flag], flag=flag
+                )
         root: yaml.Node | None = yaml.compose(text, Loader=_LOADER)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         # libyaml has its own limit of the depth, which its scanner may reach before the first event.
         if mark is not None and "nesting depth" in str(error):
-            raise _config_error(f"--{flag} {path} line {mark.line + 1} {too_deep}", _EXAMPLES[flag], flag=flag) from error
-        raise _config_error(f"--{flag} {path} is not valid YAML.", f"{' '.join(str(error).split())}.", flag=flag) from error
+            raise _build_config_error(f"--{flag} {path} line {mark.line + 1} {too_deep}", _EXAMPLES[flag], flag=flag) from error
+        raise _build_config_error(f"--{flag} {path} is not valid YAML.", f"{' '.join(str(error).split())}.", flag=flag) from error
     return root
 
 
-def _config_error(message: str, reason: str = "", flag: str = "config") -> ConfigError:
+def _build_config_error(message: str, reason: str = "", flag: str = "config") -> ConfigError:
     return ConfigError([Violation((f"--{flag}",), message, reason)])
 
 
 def _iterate_entries(root: yaml.MappingNode) -> Iterator[tuple[str | None, yaml.Node, yaml.Node]]:
-    """Yield the topic, key and value of every setting. The topic is None for a setting at the top level."""
+    """Yield the topic, key and value of every setting in a file. The topic is None for a setting that is not under a topic."""
     for key, value in root.value:
-        if isinstance(value, yaml.MappingNode) and _get_text(key) in topics():
+        if isinstance(value, yaml.MappingNode) and _get_text(key) in get_topics():
             yield from ((_get_text(key), inner_key, inner_value) for inner_key, inner_value in value.value)
         else:
             yield None, key, value
@@ -198,26 +224,33 @@ def _get_text(node: yaml.Node) -> str:
 
 
 def _parse_setting(source: str, topic: str | None, key: yaml.Node, value: yaml.Node) -> GivenFlag | None:
-    """Parse one setting of a file. Returns None for an entry that sets a flag to false if this flag would be refused.
+    """Parse one setting of a file.
+
+    Returns None for a flag of Megatron-LM that this project refuses, if the file switches the flag off (false).
+
+    Args:
+        source: file and line, for messages.
 
     Raises:
-        ConfigError: the entry is not a setting.
+        ConfigError: the key or the value is not that of a setting.
     """
     name = _get_text(key).replace("_", "-")
     if name == "param-groups" and isinstance(value, yaml.MappingNode):
         return GivenFlag(name, _parse_param_groups(f"{source}: {name}", value), f"--{name}", source)
     nodes = value.value if isinstance(value, yaml.SequenceNode) else [value]
     if not name or not all(isinstance(node, yaml.ScalarNode) for node in nodes):
-        reason = f"Keys are flag names, or one of the topics {', '.join(topics())}; values are single values or lists."
-        raise _config_error(f"{source}: {_get_text(key) or 'the key'} is not a setting.", reason)
+        reason = f"Keys are flag names, or one of the topics {', '.join(get_topics())}; values are single values or lists."
+        raise _build_config_error(f"{source}: {_get_text(key) or 'the key'} is not a setting.", reason)
     flag = find_flag(name)
-    if name in topics() and flag is None:
+    if name in get_topics() and flag is None:
         reason = f"Write `{name}:` and its settings below it, indented, or leave it out."
-        raise _config_error(f"{source}: {name} is a topic that contains settings, not a setting.", reason)
+        raise _build_config_error(f"{source}: {name} is a topic that contains settings, not a setting.", reason)
     if name in REQUESTS:
-        raise _config_error(f"{source}: {_get_text(key)} is allowed on the command line only.", flag=name)
+        raise _build_config_error(
+            f"{source}: {_get_text(key)} is allowed on the command line only.", "Remove this line from the file.", flag=name
+        )
     if flag is not None and topic not in (None, flag.topic):
-        raise _config_error(f"{source}: {flag.field} belongs under {flag.topic}, not {topic}.", flag=flag.name)
+        raise _build_config_error(f"{source}: {flag.field} belongs under {flag.topic}, not under {topic}.", flag=flag.name)
     texts: tuple[str, ...] = tuple(node.value for node in nodes)
     # Switches and flags of Megatron-LM accept true and false, optional settings accept null. A quoted value is text.
     unquoted = texts[0] if isinstance(value, yaml.ScalarNode) and not value.style else None

@@ -1,1 +1,1 @@
-"""Rules about combinations of settings, by topic. `megatron.config.rules` evaluates them."""
+"""Rules about combinations of settings, one module per topic. `megatron.config.rules` evaluates them before a run starts."""

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.checks.finding import Finding, change, reset, rule
+from megatron.config.checks.finding import Finding, create_change, reset, rule
 from megatron.config.config import Config
 from megatron.config.data import PATH_FIELDS, SPLIT_FIELDS, TOKENIZER_REQUIRED, list_path_settings, parse_blend, parse_split
-from megatron.config.setting import flag_name
+from megatron.config.setting import get_flag_name
 
 _SINGLE_SOURCE = "Each of these flags sets the source of the tokens."
 
 
 @rule(depends_on=("mock_data", *PATH_FIELDS))
 def check_single_data_source(config: Config, world_size: int) -> Iterator[Finding]:
-    """Tokens must come from one source: mock data, or indexed datasets that are named by one kind of flag."""
+    """The tokens must come from exactly one source: either generated tokens (--mock-data), or indexed datasets that are named by
+    one kind of flag: --data-path, --data-args-path, the paths of the splits (--train-data-path and so on) or
+    --per-split-data-args-path."""
     data = config.data
     fields = list_path_settings(data)
     source_fields = list(dict.fromkeys("train_data_path" if field in SPLIT_FIELDS else field for field in fields))
     if data.mock_data and fields:
-        message = f"--mock-data and {flag_name(fields[0])} exclude each other."
-        yield Finding(message, [change(mock_data=False)], _SINGLE_SOURCE, (*fields, "mock_data"))
+        message = f"--mock-data and {get_flag_name(fields[0])} exclude each other."
+        yield Finding(message, [create_change(mock_data=False)], _SINGLE_SOURCE, (*fields, "mock_data"))
     elif not data.mock_data and not fields:
         reason = "It takes the prefix of an indexed dataset (PREFIX.bin and PREFIX.idx); --mock-data trains on generated tokens."
-        yield Finding("--data-path is missing.", [change(mock_data=True)], reason, ("data_path", "mock_data"))
+        yield Finding("--data-path is missing.", [create_change(mock_data=True)], reason, ("data_path", "mock_data"))
     elif len(source_fields) > 1:
         candidates = [
             reset(config, *(field for field in fields if field != source))
@@ -31,24 +33,25 @@ def check_single_data_source(config: Config, world_size: int) -> Iterator[Findin
             if source != "train_data_path"
         ]
         yield Finding(
-            f"{' and '.join(map(flag_name, source_fields))} exclude each other.", [candidates], _SINGLE_SOURCE, tuple(fields)
+            f"{' and '.join(map(get_flag_name, source_fields))} exclude each other.", [candidates], _SINGLE_SOURCE, tuple(fields)
         )
 
 
 @rule(depends_on=("mock_data", *SPLIT_FIELDS, "eval_iters"))
 def check_split_datasets(config: Config, world_size: int) -> Iterator[Finding]:
-    """If the splits have their own datasets, training must have one, and validation too if there are evaluations."""
+    """If the splits have their own datasets, --train-data-path must be set, because training needs data. --valid-data-path must be
+    set too, unless --eval-iters 0 switches evaluations off."""
     data, eval_iters = config.data, config.training.eval_iters
     fields = tuple(field for field in SPLIT_FIELDS if getattr(data, field))
     if not fields or data.mock_data:
         return
     if not data.train_data_path:
-        message = f"{flag_name(fields[0])} is given, but --train-data-path is not."
+        message = f"{get_flag_name(fields[0])} is given, but --train-data-path is not."
         yield Finding(message, reason="Training needs data.", fields=(*fields, "train_data_path"))
     elif eval_iters > 0 and not data.valid_data_path:
         yield Finding(
             f"--train-data-path is given without --valid-data-path, but --eval-iters is {eval_iters}.",
-            [change(eval_iters=0)],
+            [create_change(eval_iters=0)],
             "An evaluation reads validation data; --eval-iters 0 switches it off.",
             ("train_data_path", "valid_data_path", "eval_iters"),
         )
@@ -60,23 +63,24 @@ def check_whole_documents(config: Config, world_size: int) -> Iterator[Finding]:
     cannot be used with --mock-data, because samples of mock data have no documents."""
     data = config.data
     if data.whole_documents and data.data_order != "epoch":
-        yield Finding("--whole-documents cannot be used with --data-order megatron.", [change(data_order="epoch")])
+        yield Finding("--whole-documents cannot be used with --data-order megatron.", [create_change(data_order="epoch")])
     elif data.whole_documents and data.mock_data:
         yield Finding(
             "--whole-documents cannot be used with --mock-data.",
-            [change(whole_documents=False)],
+            [create_change(whole_documents=False)],
             fields=("whole_documents", "mock_data"),
         )
 
 
 @rule(depends_on=("data_path", *SPLIT_FIELDS))
 def check_blend_syntax(config: Config, world_size: int) -> Iterator[Finding]:
-    """The value of a data path must be prefixes, or alternating weights and prefixes."""
+    """--data-path and the paths of the splits (--train-data-path and so on) must list either prefixes of datasets, or weights and
+    prefixes in alternation."""
     for field in ("data_path", *SPLIT_FIELDS):
         entries = getattr(config.data, field)
         try:
             if entries:
-                parse_blend(entries, flag_name(field))
+                parse_blend(entries, get_flag_name(field))
         except ValueError as error:
             message, reason = str(error).split("\n  ")
             yield Finding(message, reason=reason, fields=(field,))
@@ -84,14 +88,15 @@ def check_blend_syntax(config: Config, world_size: int) -> Iterator[Finding]:
 
 @rule("split")
 def check_split(config: Config, world_size: int) -> Iterator[Finding]:
-    """The split must be one to three fractions, and the fraction for training must be above 0."""
+    """--split must be one to three fractions, those of training, validation and test, and the fraction of training must be
+    above 0."""
     text = config.data.split
     try:
         fractions = parse_split(text)
     except ValueError:
         yield Finding(
             f"--split {text!r} is not a list of fractions.",
-            [change(split="969,30,1")],
+            [create_change(split="969,30,1")],
             "It takes the fractions of training, validation and test: up to three numbers of 0 or more, separated by commas.",
         )
         return
@@ -101,11 +106,12 @@ def check_split(config: Config, world_size: int) -> Iterator[Finding]:
 
 @rule(depends_on=("tokenizer_type", *dict.fromkeys(field for needs in TOKENIZER_REQUIRED.values() for field in needs)))
 def check_tokenizer_settings(config: Config, world_size: int) -> Iterator[Finding]:
-    """Each tokenizer type needs certain files, or the vocabulary size."""
+    """--tokenizer-type must be set together with the flags of the files from which this type of tokenizer is read. NullTokenizer
+    has no file and needs --vocab-size."""
     tokenizer_type = config.data.tokenizer_type
     missing = [field for field in TOKENIZER_REQUIRED.get(tokenizer_type or "", ()) if getattr(config.data, field) is None]
     if missing:
-        missing_flags = " and ".join(map(flag_name, missing))
+        missing_flags = " and ".join(map(get_flag_name, missing))
         reason = "It is the number of token ids." if missing == ["vocab_size"] else "The tokenizer is read from these files."
         yield Finding(
             f"--tokenizer-type {tokenizer_type} needs {missing_flags}.", reason=reason, fields=("tokenizer_type", *missing)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron.config.checks.finding import (
     Finding,
-    change,
+    create_change,
     format_setting,
     get_flag,
     get_value,
@@ -34,12 +34,12 @@ check_decoupled_min_lr = require_not_above(
 
 @rule("decoupled_lr", "min_lr", depends_on=("decoupled_min_lr",))
 def check_decoupled_lr_not_below_min_lr(config: Config, world_size: int) -> Iterator[Finding]:
-    """By default the learning rate of embedding and output layer also decays to --min-lr. --decoupled-min-lr sets a different
-    minimum."""
+    """--decoupled-lr must not be below --min-lr unless --decoupled-min-lr is set. By default the learning rate of embedding and
+    output layer also decays to --min-lr, and --decoupled-min-lr sets a different minimum."""
     optimizer = config.optimizer
     if optimizer.decoupled_lr is not None and optimizer.decoupled_min_lr is None and optimizer.min_lr > optimizer.decoupled_lr:
         message = f"{format_setting(config, 'decoupled_lr')} is below {format_setting(config, 'min_lr')}, at which its decay ends."
-        yield Finding(message, [change(decoupled_min_lr=optimizer.decoupled_lr)])
+        yield Finding(message, [create_change(decoupled_min_lr=optimizer.decoupled_lr)])
 
 
 _SCALE = "Each of them sets the factor of the attention scores."
@@ -49,14 +49,15 @@ check_mup_or_latent_attention = require_exclusive("mup_base_kv_channels", "multi
 
 @rule()
 def check_param_groups(config: Config, world_size: int) -> Iterator[Finding]:
-    """Entries of --param-groups must be valid, their patterns must match parameters, and muP must support their optimizers."""
+    """Each entry of --param-groups must have valid syntax, name a known optimizer if any, and match at least one parameter that an
+    optimizer updates. With --mup-base-width, muP must support every optimizer of the run."""
     texts = config.optimizer.param_groups
     optimizers = {config.optimizer.optimizer, *(entry.optimizer for entry in parse_valid_entries(texts) if entry.optimizer)}
     without_mup = sorted(name for name in optimizers if name not in MUP_COLUMNS and name in get_flag("optimizer").choices)
     if config.model.mup_base_width is not None and without_mup:
         yield Finding(
             f"{format_setting(config, 'mup_base_width')} does not support the optimizer {without_mup[0]}.",
-            [change(mup_base_width=None)],
+            [create_change(mup_base_width=None)],
             f"muP scales the learning rates of {', '.join(MUP_COLUMNS)} (Yang et al. 2022, table 8).",
             ("mup_base_width", "optimizer", "param_groups"),
         )
@@ -64,7 +65,7 @@ def check_param_groups(config: Config, world_size: int) -> Iterator[Finding]:
         try:
             entry = parse_entry(text)
         except ValueError as error:
-            yield _param_groups_finding(
+            yield _build_param_groups_finding(
                 f"--param-groups {text!r} cannot be read: {error}.",
                 "An entry is a pattern, followed by values of the form key=value.",
             )
@@ -73,7 +74,7 @@ def check_param_groups(config: Config, world_size: int) -> Iterator[Finding]:
         if entry.optimizer is not None and entry.optimizer not in update_rules:
             near = difflib.get_close_matches(entry.optimizer, update_rules, n=1)
             guess = f"Did you mean {near[0]}? " if near else ""
-            yield _param_groups_finding(
+            yield _build_param_groups_finding(
                 f"--param-groups {text!r}: there is no optimizer {entry.optimizer}.",
                 reason=f"{guess}There are {', '.join(update_rules)}.",
             )
@@ -81,17 +82,17 @@ def check_param_groups(config: Config, world_size: int) -> Iterator[Finding]:
             [weight for weight in _list_params(config.model) if entry.matches(weight.name)] if _can_list_params(config) else None
         )
         if matched == []:
-            yield _param_groups_finding(
+            yield _build_param_groups_finding(
                 f"--param-groups {text!r}: no parameter has a name like {entry.pattern}.",
-                reason=f"The nearest names are {', '.join(_nearest_names(entry.pattern, config.model))}. * matches any text.",
+                reason=f"The nearest names are {', '.join(_find_nearest_names(entry.pattern, config.model))}. * matches any text.",
             )
         elif matched and all(weight.count_update is not None for weight in matched):
-            yield _param_groups_finding(
+            yield _build_param_groups_finding(
                 f"--param-groups {text!r}: {matched[0].name} is updated from the assignments to experts, not by an optimizer.",
                 reason="--moe-router-bias-update-rate sets the size of these updates.",
             )
         elif matched and all(weight.frozen for weight in matched):
-            yield _param_groups_finding(
+            yield _build_param_groups_finding(
                 f"--param-groups {text!r}: with --lora-rank, {matched[0].name} is not trained.",
                 reason="Adapters have names like layers.*.attention.qkv.lora_a.weight.",
             )
@@ -99,19 +100,20 @@ def check_param_groups(config: Config, world_size: int) -> Iterator[Finding]:
 
 @rule("ademamix_warmup_iters", "optimizer", depends_on=("param_groups", "train_iters"))
 def check_ademamix_warmup(config: Config, world_size: int) -> Iterator[Finding]:
-    """The slow average starts with few gradients, so its weight must grow over a warm-up."""
+    """The optimizer ademamix needs --ademamix-warmup-iters. Its slow gradient average starts with few gradients, so the weight of
+    this average must grow over a warm-up."""
     optimizer = config.optimizer
     optimizers = [optimizer.optimizer, *(entry.optimizer for entry in parse_valid_entries(optimizer.param_groups))]
     if "ademamix" in optimizers and optimizer.ademamix_warmup_iters is None:
         length = config.training.train_iters
-        candidates = [change(ademamix_warmup_iters=length)] if length else []
+        candidates = [create_change(ademamix_warmup_iters=length)] if length else []
         yield Finding("The optimizer ademamix needs --ademamix-warmup-iters.", candidates)
 
 
 @rule()
 def check_param_group_values(config: Config, world_size: int) -> Iterator[Finding]:
-    """In each group, min-lr must not be above lr, and the Adam settings must apply to parameters that an Adam-like optimizer
-    updates."""
+    """In --param-groups, min-lr must not be above lr for any parameter. adam-beta1, adam-beta2 and adam-eps must apply to at least
+    one parameter that adam or a similar optimizer updates, or they would have no effect."""
     entries = parse_valid_entries(config.optimizer.param_groups)
     if len(entries) < len(config.optimizer.param_groups) or not entries or not _can_list_params(config):
         return
@@ -131,21 +133,22 @@ def check_param_group_values(config: Config, world_size: int) -> Iterator[Findin
             inverted.setdefault(f"{min_lr:g} is above {max_lr:g}", weight.name)
     for entry in (entry for entry, unused_entry in is_unused.items() if unused_entry):
         supported = ", ".join(ADAM_LIKE)
-        yield _param_groups_finding(
+        yield _build_param_groups_finding(
             f"--param-groups {entry.pattern}: adam-beta1, adam-beta2 and adam-eps act only on parameters that {supported} update."
         )
     for comparison, name in inverted.items():
-        yield _param_groups_finding(
+        yield _build_param_groups_finding(
             f"--param-groups: the minimum learning rate of {name} {comparison}, its maximum.", reason="Set min-lr together with lr."
         )
 
 
-def _param_groups_finding(message: str, reason: str = "") -> Finding:
+def _build_param_groups_finding(message: str, reason: str = "") -> Finding:
     return Finding(message, reason=reason, fields=("param_groups",))
 
 
 def _can_list_params(config: Config) -> bool:
-    """Return whether the model's settings are valid enough to list its parameters. Other rules report invalid settings."""
+    """Return whether the model's settings are valid enough to list the model's parameters. If not, other rules report the invalid
+    settings."""
     required = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
     return all(get_value(config, field) for field in required) and all(
         is_in_range(config, field.name) for field in dataclasses.fields(ModelConfig)
@@ -153,7 +156,7 @@ def _can_list_params(config: Config) -> bool:
 
 
 def parse_valid_entries(texts: Sequence[str]) -> list[GroupEntry]:
-    """Parse the valid entries of --param-groups and skip the others."""
+    """Parse the entries of --param-groups. Entries with invalid syntax are skipped, because another rule reports them."""
     entries = []
     for text in texts:
         try:
@@ -165,12 +168,13 @@ def parse_valid_entries(texts: Sequence[str]) -> list[GroupEntry]:
 
 @functools.lru_cache(maxsize=4)
 def _list_params(model: ModelConfig) -> tuple[WeightSpec, ...]:
-    """Return all parameters of the model. Their names do not depend on the vocabulary size."""
+    """Return the specifications of all parameters of the model. Their names do not depend on the vocabulary size, so it is 1."""
     return tuple(iter_weights(model, vocab_size=1))
 
 
-def _nearest_names(pattern: str, model: ModelConfig) -> list[str]:
-    """Return parameter names that are similar to a pattern, for suggestions. Layer numbers are replaced by *."""
+def _find_nearest_names(pattern: str, model: ModelConfig) -> list[str]:
+    """Return up to three parameter names that are similar to a pattern of --param-groups, for suggestions. Layer indices are
+    replaced by *."""
     names = dict.fromkeys(re.sub(r"^layers\.\d+\.", "layers.*.", weight.name) for weight in _list_params(model))
     normalized = re.sub(r"^layers\.[^.]*\.", "layers.*.", pattern)
     return difflib.get_close_matches(normalized, names, n=3, cutoff=0.0)

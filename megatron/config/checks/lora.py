@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatron.config.checks.finding import Change, Finding, change, format_setting, require_exclusive, reset, rule
+from megatron.config.checks.finding import Change, Finding, create_change, format_setting, require_exclusive, reset, rule
 from megatron.config.checks.groups import parse_valid_entries
 from megatron.config.checks.sharding import RESHARD, SHARD_SIZE, SHARDING_SETTINGS, STRATEGY, suggest_optim_grads
 from megatron.config.config import Config
@@ -36,8 +36,9 @@ def _forbid_with_lora(config: Config, message: str, nearest: Sequence[Change], *
 
 @rule(_RANK, STRATEGY, depends_on=(*SHARDING_SETTINGS, SHARD_SIZE, RESHARD))
 def check_lora_sharding(config: Config, world_size: int) -> Iterator[Finding]:
-    """Frozen weights have no gradients, main parameters or moments, so every data rank holds them in full. The remaining state, of
-    the adapters, is small."""
+    """--lora-rank cannot be used with --data-parallel-sharding-strategy optim_grads_params. Frozen weights have no gradients, main
+    parameters or moments, so every data rank holds them in full. Only the state of the adapters would be sharded, which is small.
+    """
     if config.parallel.sharding == "optim_grads_params":
         yield from _forbid_with_lora(
             config,
@@ -49,23 +50,27 @@ def check_lora_sharding(config: Config, world_size: int) -> Iterator[Finding]:
 
 @rule(_RANK, "optimizer", depends_on=("param_groups",))
 def check_no_lora_with_muon(config: Config, world_size: int) -> Iterator[Finding]:
-    """Muon equalizes the singular values of an update. It would treat the factors of B A separately, which is not known to help."""
+    """--lora-rank cannot be used with the optimizer muon. Muon equalizes the singular values of the update of one matrix. It would
+    treat the two factors of an adapter's product B A separately, which is not known to help."""
     groups = parse_valid_entries(config.optimizer.param_groups)
     if config.optimizer.optimizer == "muon":
-        yield from _forbid_with_lora(config, "cannot be used with --optimizer muon.", [change(optimizer="adam")], "optimizer")
+        yield from _forbid_with_lora(
+            config, "cannot be used with --optimizer muon.", [create_change(optimizer="adam")], "optimizer"
+        )
     elif any(entry.optimizer == "muon" for entry in groups):
         yield from _forbid_with_lora(
-            config, "cannot be used with muon in --param-groups.", [change(param_groups=())], "param_groups"
+            config, "cannot be used with muon in --param-groups.", [create_change(param_groups=())], "param_groups"
         )
 
 
 @rule("lora_targets")
 def check_lora_targets(config: Config, world_size: int) -> Iterator[Finding]:
-    """Each target must be named once, because a linear layer has one adapter."""
+    """--lora-targets must name at least one target, and each target only once, because a linear layer has one adapter."""
     targets = config.model.lora_targets
     if len(set(targets)) < len(targets):
         yield Finding(
-            f"{format_setting(config, 'lora_targets')} names a target twice.", [change(lora_targets=tuple(dict.fromkeys(targets)))]
+            f"{format_setting(config, 'lora_targets')} names a target twice.",
+            [create_change(lora_targets=tuple(dict.fromkeys(targets)))],
         )
     elif not targets and config.model.lora_rank is not None:
         yield Finding("--lora-targets names no target.", [reset(config, "lora_targets")])

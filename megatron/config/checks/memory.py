@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.checks.finding import Finding, change, divisors, format_setting, require_not_above, reset, rule, try_values
+from megatron.config.checks.finding import (
+    Finding,
+    create_change,
+    find_divisors,
+    format_setting,
+    require_not_above,
+    reset,
+    rule,
+    try_values,
+)
 from megatron.config.config import Config
 from megatron.spec.attention_backends import AttentionCall, get_kernels
 from megatron.spec.layers import build_score_spec, resolve_cp_comm_types
@@ -31,7 +40,7 @@ def check_recompute_layers_per_stage(config: Config, world_size: int) -> Iterato
     nearest = ",".join(map(str, [*valid, *(valid[-1:] or [1]) * (num_stages - len(valid))]))
     yield Finding(
         f"{format_setting(config, _PER_STAGE)} cannot be used.",
-        [change(**{_PER_STAGE: nearest}), change(**{_PER_STAGE: AUTO}), change(**{_PER_STAGE: None})],
+        [create_change(**{_PER_STAGE: nearest}), create_change(**{_PER_STAGE: AUTO}), create_change(**{_PER_STAGE: None})],
         f"It takes {AUTO}, or a number of layers, 0 to {max_layers}, for each of {num_stages} pipeline "
         f"stage{'s' * (num_stages > 1)}.",
     )
@@ -39,7 +48,7 @@ def check_recompute_layers_per_stage(config: Config, world_size: int) -> Iterato
 
 @rule("recompute_activations", "recompute_granularity")
 def check_recompute_granularity(config: Config, world_size: int) -> Iterator[Finding]:
-    """--recompute-activations requests selective recompute."""
+    """--recompute-activations requests selective recomputation, so it contradicts --recompute-granularity full."""
     if config.memory.recompute_activations and config.memory.recompute_granularity == "full":
         message = f"--recompute-activations contradicts {format_setting(config, 'recompute_granularity')}."
         yield Finding(message, [reset(config, "recompute_activations"), reset(config, "recompute_granularity")])
@@ -47,7 +56,8 @@ def check_recompute_granularity(config: Config, world_size: int) -> Iterator[Fin
 
 @rule(_MODULES, depends_on=("recompute_granularity", "recompute_activations"))
 def check_recompute_modules(config: Config, world_size: int) -> Iterator[Finding]:
-    """Each module must be named once. mlp includes mlp_act."""
+    """--recompute-modules must name at least one module, and each module only once. mlp includes mlp_act, so naming both counts as
+    naming a module twice."""
     modules = config.memory.recompute_modules
     if config.memory.effective_granularity != "selective":
         return
@@ -58,7 +68,7 @@ def check_recompute_modules(config: Config, world_size: int) -> Iterator[Finding
     distinct = tuple(dict.fromkeys(module for module in modules if module != "mlp_act" or "mlp" not in modules))
     if distinct != modules:
         without_mlp = tuple(module for module in distinct if module != "mlp")
-        nearest = [change(recompute_modules=distinct)] + [change(recompute_modules=(*without_mlp, "mlp_act"))] * (
+        nearest = [create_change(recompute_modules=distinct)] + [create_change(recompute_modules=(*without_mlp, "mlp_act"))] * (
             "mlp_act" in modules
         )
         yield Finding(f"{format_setting(config, _MODULES)} names a module twice.", nearest)
@@ -73,29 +83,30 @@ _COMPILED_MODULES = ("layernorm", "mlp_act", "mlp")
 
 @rule("compile_mode", depends_on=("compile", "compile_backend"))
 def check_compile_mode(config: Config, world_size: int) -> Iterator[Finding]:
-    """The mode records CUDA graphs and replays them without Python. But Python code within a layer passes gradients to their
-    buffers, seeds dropout masks and starts communication."""
+    """--compile-mode reduce-overhead and max-autotune cannot be used, because they record CUDA graphs and replay them without
+    Python. But Python code within a layer passes gradients to their buffers, seeds dropout masks and starts communication."""
     if config.speed.compile_mode in ("reduce-overhead", "max-autotune"):
-        nearest = [change(compile_mode="max-autotune-no-cudagraphs"), reset(config, "compile_mode")]
+        nearest = [create_change(compile_mode="max-autotune-no-cudagraphs"), reset(config, "compile_mode")]
         yield Finding(f"{format_setting(config, 'compile_mode')} cannot be used.", [nearest])
 
 
 @rule("compile", "tensor_model_parallel_size", depends_on=_HEAD_SETTINGS)
 def check_no_shared_kv_heads_with_compile(config: Config, world_size: int) -> Iterator[Finding]:
-    """Tensor ranks that share a key-value head exchange it inside a layer, which a compiled graph does not support."""
+    """With --compile, --tensor-model-parallel-size must not be above the number of key-value heads. Otherwise tensor ranks share a
+    key-value head and exchange it inside a layer, which a compiled graph does not support."""
     num_kv_heads, tp = config.model.num_key_value_heads, config.parallel.tensor_model_parallel_size
     if config.speed.compile and 0 < num_kv_heads < tp and not config.model.multi_latent_attention:
         yield Finding(
             f"--compile cannot be used with {format_setting(config, 'tensor_model_parallel_size')}: tensor ranks "
             f"share the {num_kv_heads} key-value heads.",
-            [try_values("tensor_model_parallel_size", tp, divisors(num_kv_heads)), change(compile=False)],
+            [try_values("tensor_model_parallel_size", tp, find_divisors(num_kv_heads)), create_change(compile=False)],
         )
 
 
 @rule("compile", "recompute_modules", depends_on=("recompute_granularity", "recompute_activations"))
 def check_recompute_with_compile(config: Config, world_size: int) -> Iterator[Finding]:
-    """The compiler decides what a compiled layer stores and what it recomputes, including norms and activations. Only attention is
-    not compiled."""
+    """With --compile, --recompute-modules must not name layernorm, mlp_act or mlp. The compiler decides what a compiled layer
+    stores and what it recomputes, including norms and activations. Only attention (core_attn) is not compiled."""
     modules = config.memory.recompute_modules
     if (
         config.speed.compile
@@ -104,13 +115,17 @@ def check_recompute_with_compile(config: Config, world_size: int) -> Iterator[Fi
     ):
         yield Finding(
             f"--compile cannot be used with {format_setting(config, 'recompute_modules')}.",
-            [change(recompute_modules=("core_attn",)), change(compile=False)],
+            [create_change(recompute_modules=("core_attn",)), create_change(compile=False)],
         )
 
 
 def build_attention_call(config: Config, *, on_cuda: bool) -> AttentionCall:
-    """Return the properties of the run's attention (bits per element, head size, dropout and so on) that decide which kernels can
-    compute it on a device."""
+    """Return the properties of the run's attention (bits per element, head size, dropout and so on) that decide which attention
+    kernels can be used.
+
+    Args:
+        on_cuda: whether attention runs on a GPU.
+    """
     model, precision = config.model, config.precision
     scores = [build_score_spec(model, has_window=window) for window in (False, True)]
     return AttentionCall(
@@ -130,18 +145,23 @@ def build_attention_call(config: Config, *, on_cuda: bool) -> AttentionCall:
 
 
 def check_attention_backend_on_device(config: Config, *, on_cuda: bool) -> None:
-    """Check that the attention kernel supports this device and the run's shapes, if --device is auto.
+    """Check that the kernel of --attention-backend supports the device of this process and the run's shapes. With --device auto,
+    the device is unknown until the process has started.
+
+    Args:
+        on_cuda: whether the device is a GPU.
 
     Raises:
         ValueError: the kernel does not support them. The message gives the reason.
     """
     if (problem := _describe_backend_problem(config, on_cuda=on_cuda)) is not None:
         device = "a GPU" if on_cuda else "a CPU"
-        raise ValueError(f"{format_setting(config, _BACKEND)} cannot be used on {device}: {problem} Use auto.")
+        raise ValueError(f"{format_setting(config, _BACKEND)} cannot be used on {device}: {problem} Use --attention-backend auto.")
 
 
 def _describe_backend_problem(config: Config, *, on_cuda: bool) -> str | None:
-    """Return a sentence with the reason why a device cannot run the kernel of --attention-backend, or None if it can."""
+    """Return a sentence that says why the kernel of --attention-backend cannot be used on a GPU (`on_cuda`) or a CPU; None if it
+    can."""
     backend = config.speed.attention_backend
     if backend == "auto":
         return None
@@ -169,14 +189,16 @@ def _describe_backend_problem(config: Config, *, on_cuda: bool) -> str | None:
     ),
 )
 def check_attention_backend(config: Config, world_size: int) -> Iterator[Finding]:
-    """Only auto falls back to another kernel."""
+    """The kernel of --attention-backend must support the device and the shapes of the run. Only the value auto falls back to
+    another kernel."""
     device = config.parallel.device
     problems = [
         _describe_backend_problem(config, on_cuda=on_cuda)
         for on_cuda in ((True, False) if device == "auto" else (device == "cuda",))
     ]
     if all(problems):
-        alternatives = [change(attention_backend=backend) for backend in ("flash", "math")]
+        alternatives = [create_change(attention_backend=backend) for backend in ("flash", "math")]
         yield Finding(
-            f"{format_setting(config, _BACKEND)} cannot be used: {problems[0]}", [change(attention_backend="auto"), alternatives]
+            f"{format_setting(config, _BACKEND)} cannot be used: {problems[0]}",
+            [create_change(attention_backend="auto"), alternatives],
         )

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from megatron.config.checks.finding import (
     Finding,
     SettingsRule,
-    change,
+    create_change,
+    find_multiples_near,
     format_setting,
     get_value,
-    multiples_near,
     require_divisible,
     require_exclusive,
     require_not_above,
@@ -45,8 +45,8 @@ check_hidden_divisible_by_heads = require_divisible(
     depends_on=(*ACTIVATION_FIELDS, *_EXPERT_LAYER_SETTINGS, "moe_ffn_hidden_size", "tensor_model_parallel_size"),
 )
 def check_mlp_width(config: Config, world_size: int) -> Iterator[Finding]:
-    """The default hidden size of a gated MLP is rounded down to a multiple of 64, which is 0 for a small model: set --ffn-hidden-
-    size."""
+    """A small model with a gated MLP needs --ffn-hidden-size. The default is 8/3 of --hidden-size, rounded down to a multiple of
+    64, which is 0 for a small model."""
     model = config.model
     if model.ffn_size < 1 and (has_dense_layers(model) or model.moe_ffn_hidden_size is None):
         flag = get_activation(model).config_field
@@ -54,18 +54,19 @@ def check_mlp_width(config: Config, world_size: int) -> Iterator[Finding]:
         yield Finding(
             f"The MLP has no width: {format_setting(config, flag)} with --hidden-size {model.hidden_size} gives "
             f"8 x {model.hidden_size} / 3 rounded down to a multiple of 64, which is 0.",
-            [change(ffn_hidden_size=8 * config.parallel.tensor_model_parallel_size)],
+            [create_change(ffn_hidden_size=8 * config.parallel.tensor_model_parallel_size)],
             fields=("hidden_size", "ffn_hidden_size", flag),
         )
 
 
 @rule("multi_latent_attention", "position_embedding_type")
 def check_latent_attention_uses_rope(config: Config, world_size: int) -> Iterator[Finding]:
-    """Some channels of each head are reserved for rotary positions (--qk-pos-emb-head-dim)."""
+    """--multi-latent-attention needs --position-embedding-type rope, because some channels of each head are reserved for rotary
+    positions (--qk-pos-emb-head-dim)."""
     if config.model.multi_latent_attention and config.model.position_embedding_type != "rope":
         yield Finding(
             f"--multi-latent-attention cannot be used with {format_setting(config, 'position_embedding_type')}.",
-            [change(position_embedding_type="rope")],
+            [create_change(position_embedding_type="rope")],
         )
 
 
@@ -86,7 +87,8 @@ check_no_all_heads_norm_with_latent_attention = require_exclusive(
 
 @rule("mtp_num_layers", "seq_length")
 def check_mtp_num_layers(config: Config, world_size: int) -> Iterator[Finding]:
-    """Depth k predicts the token k positions after the next one, so a sample of k tokens has no label for it."""
+    """--mtp-num-layers must be below --seq-length. Depth k of multi-token prediction predicts the token k positions after the next
+    one, so a sample of k tokens has no label for depth k."""
     num_depths, seq_length = config.model.mtp_num_layers, config.model.seq_length
     if 0 < seq_length <= num_depths:
         yield Finding(
@@ -109,21 +111,22 @@ check_single_activation = require_exclusive(*ACTIVATION_FIELDS, reason="Each of 
     depends_on=_LATENT_HEAD_SETTINGS,
 )
 def check_rotated_channels(config: Config, world_size: int) -> Iterator[Finding]:
-    """Rotary embeddings rotate pairs of channels, so the number of rotated channels must be even and at least 2."""
+    """Rotary embeddings rotate pairs of channels, so the number of rotated channels of a head must be even and at least 2. It is
+    --rotary-percent of the head size, or --qk-pos-emb-head-dim in latent attention."""
     model = config.model
     if model.position_embedding_type != "rope" or model.head_size < 1:
         return
     num_rotated = get_rotary_dim(model)
     if model.multi_latent_attention:
         if num_rotated % 2:
-            nearest = try_values("qk_pos_emb_head_dim", num_rotated, multiples_near(num_rotated, 2))
+            nearest = try_values("qk_pos_emb_head_dim", num_rotated, find_multiples_near(num_rotated, 2))
             yield Finding(f"{format_setting(config, 'qk_pos_emb_head_dim')} is odd.", [nearest], fields=("qk_pos_emb_head_dim",))
     elif num_rotated < 2 or num_rotated % 2:
         yield Finding(
             f"{format_setting(config, 'rotary_percent')} of a head of {model.head_size} channels rotates {num_rotated} of them.",
             [
                 try_values("rotary_percent", model.rotary_percent, (1.0, 0.75, 0.5, 0.25)),
-                try_values("kv_channels", model.head_size, multiples_near(model.head_size, 2)),
+                try_values("kv_channels", model.head_size, find_multiples_near(model.head_size, 2)),
             ],
         )
 
@@ -138,31 +141,32 @@ check_single_rope_scaling = require_exclusive(
 
 @rule("rope_low_freq_factor", "rope_high_freq_factor")
 def check_llama3_rope_bounds(config: Config, world_size: int) -> Iterator[Finding]:
-    """Llama 3's RoPE scaling interpolates between scaled and unscaled frequencies for channel pairs whose number of turns lies
-    between --rope-low-freq-factor and --rope-high-freq-factor, so the first must be below the second."""
+    """--rope-low-freq-factor must be below --rope-high-freq-factor. Llama 3's RoPE scaling interpolates between scaled and unscaled
+    frequencies for channel pairs whose number of rotations over the original context lies between these two values."""
     low, high = config.model.rope_low_freq_factor, config.model.rope_high_freq_factor
     if low >= high:
         yield Finding(
             f"{format_setting(config, 'rope_low_freq_factor')} is not below {format_setting(config, 'rope_high_freq_factor')}.",
-            [change(rope_high_freq_factor=4 * low), change(rope_low_freq_factor=high / 4)],
+            [create_change(rope_high_freq_factor=4 * low), create_change(rope_low_freq_factor=high / 4)],
         )
 
 
 @rule("beta_slow", "beta_fast")
 def check_yarn_bounds(config: Config, world_size: int) -> Iterator[Finding]:
-    """YaRN interpolates between scaled and unscaled frequencies for channel pairs whose number of turns lies between
-    --beta-slow and --beta-fast, so the first must be below the second."""
+    """--beta-slow must be below --beta-fast. YaRN interpolates between scaled and unscaled frequencies for channel pairs whose
+    number of rotations over the original context lies between these two values."""
     slow, fast = config.model.beta_slow, config.model.beta_fast
     if slow >= fast:
         yield Finding(
             f"{format_setting(config, 'beta_slow')} is not below {format_setting(config, 'beta_fast')}.",
-            [change(beta_fast=32 * slow), change(beta_slow=fast / 32)],
+            [create_change(beta_fast=32 * slow), create_change(beta_slow=fast / 32)],
         )
 
 
 @rule("rope_type", "rotary_base")
 def check_yarn_rotary_base(config: Config, world_size: int) -> Iterator[Finding]:
-    """YaRN computes the pair of channels that makes a given number of turns, so frequencies must decrease from pair to pair."""
+    """--rope-type yarn needs a --rotary-base above 1. YaRN computes which pair of channels makes a given number of rotations, so
+    frequencies must decrease from pair to pair."""
     if config.model.rope_type == "yarn" and config.model.rotary_base <= 1:
         yield Finding(
             f"{format_setting(config, 'rope_type')} cannot be used with {format_setting(config, 'rotary_base')}: "
@@ -173,8 +177,9 @@ def check_yarn_rotary_base(config: Config, world_size: int) -> Iterator[Finding]
 
 @rule("rope_type", "kv_channels", depends_on=("rotary_percent", "hidden_size", "num_attention_heads", *_LATENT_HEAD_SETTINGS))
 def check_dynamic_rope_channels(config: Config, world_size: int) -> Iterator[Finding]:
-    """The base grows so that the slowest pair of channels is scaled by the factor and the fastest pair not at all, which needs at
-    least two pairs."""
+    """--rope-type dynamic needs at least two rotated pairs of channels per head. It increases the frequency base so that the
+    frequency of the slowest pair is divided by a factor that grows with the sequence length, and that of the fastest pair is
+    unchanged."""
     model = config.model
     if model.rope_type == "dynamic" and model.head_size >= 1 and get_rotary_dim(model) == 2:
         yield Finding(
@@ -189,7 +194,8 @@ def check_dynamic_rope_channels(config: Config, world_size: int) -> Iterator[Fin
     depends_on=("kv_channels", "rotary_percent", "hidden_size", "num_attention_heads", *_LATENT_HEAD_SETTINGS),
 )
 def check_longrope_factors(config: Config, world_size: int) -> Iterator[Finding]:
-    """LongRoPE needs a factor for each rotated pair of channels, in each of its two lists."""
+    """--rope-type longrope needs one factor for each rotated pair of channels in both --rope-short-factors and --rope-long-factors,
+    because each pair's frequency has its own divisor."""
     model = config.model
     if model.rope_type != "longrope" or model.head_size < 1:
         return
@@ -217,28 +223,29 @@ _WINDOW, _WINDOWED, _UNROTATED = "window_size", "window_attn_skip_freq", "no_rop
 
 @rule(_WINDOW)
 def check_window_size(config: Config, world_size: int) -> Iterator[Finding]:
-    """The value must be N,0 for the N tokens before the current one and none after it, because attention is causal. Models of
-    transformers also count the current token: their window N is N-1,0 here."""
+    """--window-size must be N,0: a token attends to the N tokens before it and, because attention is causal, to none after it.
+    Models of transformers also count the token itself, so their window N is N-1,0 here."""
     text = config.model.window_size
     if text is not None and parse_window(text) is None:
         sizes = [int(size) for size in re.findall(r"\d{1,15}", text)]
         yield Finding(
             f"{format_setting(config, _WINDOW)} cannot be read.",
-            [[change(window_size=f"{size},0") for size in sizes[:1]], reset(config, _WINDOW)],
+            [[create_change(window_size=f"{size},0") for size in sizes[:1]], reset(config, _WINDOW)],
         )
 
 
 def _build_layer_pattern_rule(field: str) -> SettingsRule:
-    """Build the rule that a field selects layers by a valid pattern."""
+    """Build the rule that the value of a flag which selects layers (--window-attn-skip-freq or --no-rope-freq) is a valid layer
+    pattern."""
 
     @rule(field, "num_layers")
     def check(config: Config, world_size: int) -> Iterator[Finding]:
-        """The value must be a number N, for every N-th layer, or a list with 0 or 1 for each layer."""
+        """The flag selects layers. Its value must be a number N, for every N-th layer, or a list with 0 or 1 for each layer."""
         text = get_value(config, field)
         problem = None if text is None else find_pattern_problem(text, config.model.num_layers)
         if problem is not None:
             pattern = parse_pattern(text)
-            num_layers_candidates = [change(num_layers=len(pattern))] if isinstance(pattern, tuple) and pattern else []
+            num_layers_candidates = [create_change(num_layers=len(pattern))] if isinstance(pattern, tuple) and pattern else []
             yield Finding(
                 f"{format_setting(config, field)} does not select layers. {problem}",
                 [num_layers_candidates, reset(config, field)],
@@ -253,9 +260,10 @@ check_no_rope_layers = _build_layer_pattern_rule(_UNROTATED)
 
 @rule("qk_layernorm_all_heads", "normalization", depends_on=("qk_layernorm",))
 def check_all_heads_norm(config: Config, world_size: int) -> Iterator[Finding]:
-    """The norm over all heads together is an RMSNorm, as in the models that have one."""
+    """--qk-layernorm-all-heads needs --normalization RMSNorm, because the models that normalize all heads of a token together use
+    RMSNorm."""
     if config.model.qk_layernorm_all_heads and config.model.qk_layernorm and config.model.normalization != "RMSNorm":
         yield Finding(
             f"{format_setting(config, 'qk_layernorm_all_heads')} cannot be used with {format_setting(config, 'normalization')}.",
-            [change(normalization="RMSNorm"), reset(config, "qk_layernorm_all_heads")],
+            [create_change(normalization="RMSNorm"), reset(config, "qk_layernorm_all_heads")],
         )

@@ -1,4 +1,4 @@
-"""Rules about the layout: divisibility of model, sequence and world size by the parallel sizes."""
+"""Rules about the parallel layout: divisibility of model, sequence and world size by the parallel sizes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from megatron.config.checks.finding import (
     MODEL_PARALLEL_SIZES,
     Change,
     Finding,
-    change,
-    divisors,
+    create_change,
+    find_divisors,
+    find_multiples_near,
     format_setting,
-    multiples_near,
     require_divisible,
     rule,
     try_values,
@@ -27,26 +27,27 @@ _TP = "tensor_model_parallel_size"
 
 @rule("init_method")
 def check_init_method(config: Config, world_size: int) -> Iterator[Finding]:
-    """The value must be env://, tcp://HOST:PORT with a port from 1 to 65535, or file:///PATH with an absolute path."""
+    """--init-method must be env://, tcp://HOST:PORT with a port from 1 to 65535, or file:///PATH with an absolute path."""
     if parse_init_method(config.parallel.init_method) is None:
-        yield Finding(f"{format_setting(config, 'init_method')} is not a valid rendezvous.", [change(init_method="env://")])
+        yield Finding(f"{format_setting(config, 'init_method')} is not a valid rendezvous.", [create_change(init_method="env://")])
 
 
 @rule(*MODEL_PARALLEL_SIZES)
 def check_world_size_divisible(config: Config, world_size: int) -> Iterator[Finding]:
-    """TP x CP x PP ranks hold one copy of the model, so the world size must be a multiple of this product."""
+    """The world size must be a multiple of TP x CP x PP (the tensor-, context- and pipeline-parallel sizes), because this number of
+    ranks holds one copy of the model."""
     parallel = config.parallel
     tp, cp, pp = parallel.tensor_model_parallel_size, parallel.context_parallel_size, parallel.pipeline_model_parallel_size
     if world_size < 1 or world_size % (tp * cp * pp) == 0:
         return
-    world_sizes = sorted(multiples_near(world_size, tp * cp * pp), key=lambda size: abs(size - world_size))
+    world_sizes = sorted(find_multiples_near(world_size, tp * cp * pp), key=lambda size: abs(size - world_size))
     yield Finding(
         f"The world size {world_size} is not divisible by TP x CP x PP = {tp} x {cp} x {pp} = {tp * cp * pp} "
         f"(--tensor-model-parallel-size, --context-parallel-size, --pipeline-model-parallel-size).",
         [
             [Change(world_size=size) for size in world_sizes],
-            try_values(_TP, tp, divisors(world_size)),
-            try_values("pipeline_model_parallel_size", pp, divisors(world_size)),
+            try_values(_TP, tp, find_divisors(world_size)),
+            try_values("pipeline_model_parallel_size", pp, find_divisors(world_size)),
         ],
     )
 
@@ -60,8 +61,9 @@ check_heads_divisible_by_tp = require_divisible("num_attention_heads", _TP, "Eac
     depends_on=("group_query_attention", "num_attention_heads", "kv_channels", "hidden_size", "multi_latent_attention"),
 )
 def check_query_groups_fit_tp(config: Config, world_size: int) -> Iterator[Finding]:
-    """Each tensor rank must hold the same number of key-value heads, or each key-value head must be shared by the same number of
-    ranks, which divide the rows of its queries, key and value evenly."""
+    """--num-query-groups must be a multiple of --tensor-model-parallel-size, so that each tensor rank holds the same number of
+    key-value heads, or a divisor of it, so that the same number of ranks shares each key-value head. Ranks that share a key-value
+    head must be able to divide the rows of its queries, key and value evenly."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     num_groups = model.num_query_groups
     if (
@@ -73,7 +75,7 @@ def check_query_groups_fit_tp(config: Config, world_size: int) -> Iterator[Findi
         return
     if num_groups % tp == 0 or (tp % num_groups == 0 and 2 * model.head_size * num_groups % tp == 0):
         return
-    valid_tp_sizes = [size for size in divisors(model.num_attention_heads) if num_groups % size == 0 or size % num_groups == 0]
+    valid_tp_sizes = [size for size in find_divisors(model.num_attention_heads) if num_groups % size == 0 or size % num_groups == 0]
     yield Finding(
         f"{format_setting(config, 'num_query_groups')} does not fit {format_setting(config, _TP)}: "
         + (
@@ -84,7 +86,9 @@ def check_query_groups_fit_tp(config: Config, world_size: int) -> Iterator[Findi
         ),
         [
             try_values(_TP, tp, valid_tp_sizes),
-            try_values("num_query_groups", num_groups, [size for size in divisors(model.num_attention_heads) if size % tp == 0]),
+            try_values(
+                "num_query_groups", num_groups, [size for size in find_divisors(model.num_attention_heads) if size % tp == 0]
+            ),
         ],
     )
 
@@ -93,26 +97,27 @@ def check_query_groups_fit_tp(config: Config, world_size: int) -> Iterator[Findi
     "qk_layernorm_all_heads", _TP, depends_on=("qk_layernorm", "num_query_groups", "group_query_attention", "num_attention_heads")
 )
 def check_all_heads_norm_with_tp(config: Config, world_size: int) -> Iterator[Finding]:
-    """If tensor ranks share key-value heads, the norm over all key heads is not supported: shared heads would be counted several
-    times."""
+    """--qk-layernorm-all-heads cannot be used if tensor ranks share key-value heads, because the norm over all key heads would
+    count the shared heads several times."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     if model.qk_layernorm and model.qk_layernorm_all_heads and model.num_key_value_heads < tp:
         yield Finding(
             f"{format_setting(config, 'qk_layernorm_all_heads')} cannot be used with {format_setting(config, _TP)}, at which "
             f"tensor ranks share the "
             f"{model.num_key_value_heads} key-value heads.",
-            [try_values(_TP, tp, divisors(model.num_key_value_heads)), change(qk_layernorm_all_heads=False)],
+            [try_values(_TP, tp, find_divisors(model.num_key_value_heads)), create_change(qk_layernorm_all_heads=False)],
         )
 
 
 @rule("ffn_hidden_size", _TP, "hidden_size", depends_on=(*ACTIVATION_FIELDS, "num_experts", "moe_layer_freq", "num_layers"))
 def check_mlp_width_divisible_by_tp(config: Config, world_size: int) -> Iterator[Finding]:
-    """Each tensor rank must hold an equal slice of the MLP's hidden size."""
+    """--ffn-hidden-size must be divisible by --tensor-model-parallel-size, so that each tensor rank holds an equal slice of the
+    MLP."""
     width, tp = config.model.ffn_size, config.parallel.tensor_model_parallel_size
     if width > 0 and width % tp and has_dense_layers(config.model):
         yield Finding(
             f"The width of the MLP {width} (--ffn-hidden-size) is not divisible by --tensor-model-parallel-size {tp}.",
-            [try_values("ffn_hidden_size", width, multiples_near(width, tp)), try_values(_TP, tp, divisors(width))],
+            [try_values("ffn_hidden_size", width, find_multiples_near(width, tp)), try_values(_TP, tp, find_divisors(width))],
         )
 
 
@@ -126,22 +131,22 @@ check_seq_length_divisible_by_tp = require_divisible(
 
 @rule("device", "distributed_backend")
 def check_distributed_backend(config: Config, world_size: int) -> Iterator[Finding]:
-    """NCCL communicates only tensors on CUDA devices."""
+    """--distributed-backend nccl cannot be used with --device cpu, because NCCL communicates only tensors on CUDA devices."""
     if config.parallel.device == "cpu" and config.parallel.distributed_backend == "nccl":
         message = "--distributed-backend nccl cannot be used with --device cpu."
-        yield Finding(message, [change(distributed_backend="gloo"), change(device="cuda")])
+        yield Finding(message, [create_change(distributed_backend="gloo"), create_change(device="cuda")])
 
 
 @rule("profile_ranks", "profile")
 def check_profile_ranks(config: Config, world_size: int) -> Iterator[Finding]:
-    """Ranks to profile must be below the world size."""
+    """Ranks in --profile-ranks must be below the world size, because ranks are counted from 0."""
     ranks = config.logging.profile_ranks
     invalid = sorted({rank for rank in ranks if rank >= world_size})
     if config.logging.profile and world_size > 0 and invalid:
         valid = tuple(sorted({min(rank, world_size - 1) for rank in ranks}))
         yield Finding(
             f"--profile-ranks names {', '.join(map(str, invalid))}, but the world size is {world_size}.",
-            [change(profile_ranks=valid), Change(world_size=invalid[-1] + 1)],
+            [create_change(profile_ranks=valid), Change(world_size=invalid[-1] + 1)],
             f"Ranks are 0 to {world_size - 1}.",
         )
 
@@ -153,8 +158,9 @@ _CP, _TENSOR = "context_parallel_size", "tensor_model_parallel_size"
 
 @rule("seq_length", _CP, depends_on=(_TENSOR, "sequence_parallel"))
 def check_seq_length_divisible_by_cp(config: Config, world_size: int) -> Iterator[Finding]:
-    """Each context rank holds two segments of equal length, one from the front and one from the back of the sequence, so that all
-    ranks have the same attention cost. With --sequence-parallel its tensor ranks divide these tokens evenly."""
+    """--seq-length must be divisible by 2 x --context-parallel-size. Each context rank holds two segments of equal length, one from
+    the front and one from the back of the sequence, so that all ranks have the same attention FLOPs. With --sequence-parallel,
+    tensor ranks must also divide these tokens evenly."""
     seq_length, cp, tp = config.model.seq_length, config.parallel.context_parallel_size, config.parallel.tensor_model_parallel_size
     if cp == 1 or seq_length < 1:
         return
@@ -163,7 +169,7 @@ def check_seq_length_divisible_by_cp(config: Config, world_size: int) -> Iterato
     if seq_length % unit:
         valid_cp_sizes = [
             size
-            for size in divisors(seq_length)
+            for size in find_divisors(seq_length)
             if size == 1 or (seq_length % (2 * size) == 0 and seq_length // size % sequence_parallel_size == 0)
         ]
         yield Finding(
@@ -171,7 +177,7 @@ def check_seq_length_divisible_by_cp(config: Config, world_size: int) -> Iterato
             + (
                 f" and by {format_setting(config, _CP)} x {format_setting(config, _TENSOR)}." if sequence_parallel_size > 1 else "."
             ),
-            [try_values("seq_length", seq_length, multiples_near(seq_length, unit)), try_values(_CP, cp, valid_cp_sizes)],
+            [try_values("seq_length", seq_length, find_multiples_near(seq_length, unit)), try_values(_CP, cp, valid_cp_sizes)],
         )
 
 
@@ -183,8 +189,8 @@ def check_cp_comm_type_length(config: Config, world_size: int) -> Iterator[Findi
         yield Finding(
             f"--cp-comm-type has {len(comm_types)} values, but there are {num_layers} layers (--num-layers).",
             [
-                change(cp_comm_type=(comm_types[0],)),
-                change(cp_comm_type=(*comm_types, *comm_types[-1:] * (num_layers - len(comm_types)))[:num_layers]),
+                create_change(cp_comm_type=(comm_types[0],)),
+                create_change(cp_comm_type=(*comm_types, *comm_types[-1:] * (num_layers - len(comm_types)))[:num_layers]),
             ],
         )
 
@@ -196,8 +202,9 @@ def check_cp_comm_type_length(config: Config, world_size: int) -> Iterator[Findi
     depends_on=("num_attention_heads", "num_query_groups", "group_query_attention", "multi_latent_attention"),
 )
 def check_heads_divisible_by_cp(config: Config, world_size: int) -> Iterator[Finding]:
-    """With a2a each context rank computes some heads for all tokens, so the key-value heads of a tensor rank must be divisible by
-    CP."""
+    """--cp-comm-type a2a needs a number of key-value heads that is divisible by --tensor-model-parallel-size x
+    --context-parallel-size. The context ranks divide the key-value heads of a tensor rank, and each computes its heads for all
+    tokens."""
     parallel, model = config.parallel, config.model
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     num_heads = model.num_attention_heads if model.multi_latent_attention else model.num_key_value_heads
@@ -208,19 +215,20 @@ def check_heads_divisible_by_cp(config: Config, world_size: int) -> Iterator[Fin
         f"{format_setting(config, 'cp_comm_type')}: the {num_heads} key-value heads are not divisible by "
         f"{format_setting(config, _TENSOR)} x {format_setting(config, _CP)}.",
         [
-            change(cp_comm_type=without_a2a),
-            try_values(_CP, cp, [size for size in divisors(num_heads) if num_heads % (tp * size) == 0]),
-            try_values(_TENSOR, tp, [size for size in divisors(num_heads) if num_heads % (cp * size) == 0]),
+            create_change(cp_comm_type=without_a2a),
+            try_values(_CP, cp, [size for size in find_divisors(num_heads) if num_heads % (tp * size) == 0]),
+            try_values(_TENSOR, tp, [size for size in find_divisors(num_heads) if num_heads % (cp * size) == 0]),
         ],
     )
 
 
 @rule("fp8_recipe", _CP, depends_on=("fp8_format",))
 def check_no_blockwise_fp8_with_cp(config: Config, world_size: int) -> Iterator[Finding]:
-    """Context ranks split the sequence, but blocks of 128 consecutive tokens share a scale."""
+    """--fp8-recipe blockwise is not supported with --context-parallel-size above 1. Context ranks split the sequence, but in this
+    recipe blocks of 128 consecutive tokens share a scale."""
     precision = config.precision
     if precision.fp8_format and precision.fp8_recipe == "blockwise" and config.parallel.context_parallel_size > 1:
         yield Finding(
             f"{format_setting(config, 'fp8_recipe')} is not supported with {format_setting(config, _CP)}.",
-            [change(fp8_recipe="rowwise"), change(context_parallel_size=1)],
+            [create_change(fp8_recipe="rowwise"), create_change(context_parallel_size=1)],
         )

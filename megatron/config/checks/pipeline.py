@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from megatron.config.checks.finding import (
     Change,
     Finding,
-    change,
-    divisors,
+    create_change,
+    find_divisors,
+    find_multiples_near,
     format_setting,
     is_set,
-    multiples_near,
     reset,
     rule,
     try_values,
@@ -38,7 +38,8 @@ _MAX_TABLE_ROWS = 32  # the middle of a longer table is omitted
 
 
 def get_chunks_per_stage(config: Config) -> int | None:
-    """Return the number of model chunks of each pipeline rank, or None if it is invalid, which another rule reports."""
+    """Return the number of model chunks (virtual stages) of each pipeline rank, or None if the settings are invalid, which another
+    rule reports."""
     try:
         return config.parallel.get_chunks_per_stage(config.model.num_layers)
     except ValueError:
@@ -51,12 +52,13 @@ def parse_valid_layout(config: Config) -> tuple[LayoutChunk, ...] | None:
 
 
 def build_chunks(sizes: Sequence[int]) -> tuple[LayoutChunk, ...]:
-    """Build model chunks with these numbers of layers. The first chunk also has the embedding, and the last has the loss."""
+    """Build one model chunk for each number of layers in `sizes`. The first chunk also has the embedding, and the last has the
+    loss."""
     return tuple(LayoutChunk(index == 0, size, index == len(sizes) - 1) for index, size in enumerate(sizes))
 
 
 def format_layout(chunks: Sequence[LayoutChunk]) -> str:
-    """Format model chunks as a value of --pipeline-model-parallel-layout."""
+    """Format model chunks as a value of --pipeline-model-parallel-layout, such as Ett|ttL."""
     symbols = ("t" * chunk.num_layers if chunk.num_layers < 4 else f"t*{chunk.num_layers}" for chunk in chunks)
     return "|".join(
         "E" * chunk.has_embedding + layer_symbols + "L" * chunk.has_loss
@@ -65,30 +67,32 @@ def format_layout(chunks: Sequence[LayoutChunk]) -> str:
 
 
 def format_chunk_table(config: Config, chunks: Sequence[LayoutChunk]) -> tuple[str, ...]:
-    """Return the lines of a table that shows the stage and the content of each model chunk."""
+    """Return the lines of a table with the pipeline stage and the layers of each model chunk. The middle of a long table is
+    omitted."""
     layer_ends = list(itertools.accumulate(chunk.num_layers for chunk in chunks))
     stages = assign_stages(config.parallel, len(chunks))
 
-    def row(index: int) -> str:
+    def format_row(index: int) -> str:
         chunk, layer_end = chunks[index], layer_ends[index]
         return f"{index:5d}  {stages[index]:5d}  {chunk.summarize(layer_end - chunk.num_layers) or 'nothing'}"
 
     num_chunks = len(chunks)
     if num_chunks <= _MAX_TABLE_ROWS:
-        return ("chunk  stage  layers", *map(row, range(num_chunks)))
+        return ("chunk  stage  layers", *map(format_row, range(num_chunks)))
     first, last = range(_MAX_TABLE_ROWS // 2), range(num_chunks + 1 - _MAX_TABLE_ROWS // 2, num_chunks)
-    return ("chunk  stage  layers", *map(row, first), f"  ...  ({num_chunks} chunks)", *map(row, last))
+    return ("chunk  stage  layers", *map(format_row, first), f"  ...  ({num_chunks} chunks)", *map(format_row, last))
 
 
 def assign_stages(parallel: ParallelConfig, num_chunks: int) -> tuple[int, ...]:
-    """Return the pipeline rank of each model chunk. Also works if the number of chunks is not valid for the schedule."""
+    """Return the pipeline rank of each model chunk, also if the schedule does not support the number of chunks."""
     schedule = SCHEDULES[parallel.schedule]
     stages = schedule.assign_chunks(min(parallel.pipeline_model_parallel_size, num_chunks), schedule.chunks_per_stage or 1)
     return tuple(itertools.islice(itertools.cycle(stages), num_chunks))
 
 
 def format_layer_count(config: Config) -> str:
-    """Format the number of layers, with the embedding and the loss if they count as layers."""
+    """Format the number of layers for a message, with the embedding and the loss if they count as layers: ``--num-layers 30 + loss
+    = 31``."""
     parallel, num_layers = config.parallel, config.model.num_layers
     terms = [f"--num-layers {num_layers}"]
     terms += ["embedding"] * parallel.account_for_embedding_in_pipeline_split
@@ -101,8 +105,8 @@ _MAX_TABLE_CHUNKS = 64  # chunks in a table or in a suggested layout
 
 @rule(LAYERS_PER_CHUNK, "num_layers", PP, depends_on=(CHUNKS_PER_STAGE, *ENDS_AS_LAYERS))
 def check_layers_divisible_by_virtual_stages(config: Config, world_size: int) -> Iterator[Finding]:
-    """The layers must fill virtual stages of --num-layers-per-virtual-pipeline-stage layers each, and the number of virtual stages
-    must equal --num-virtual-stages-per-pipeline-rank if both are given."""
+    """The layers must be divisible into virtual stages of --num-layers-per-virtual-pipeline-stage layers, with the same number of
+    virtual stages on each pipeline rank. This number must equal --num-virtual-stages-per-pipeline-rank if both flags are given."""
     parallel, num_layers, num_stages = config.parallel, config.model.num_layers, config.parallel.pipeline_model_parallel_size
     layers_per_chunk = parallel.num_layers_per_virtual_pipeline_stage
     chunks_per_stage = parallel.num_virtual_stages_per_pipeline_rank
@@ -115,11 +119,15 @@ def check_layers_divisible_by_virtual_stages(config: Config, world_size: int) ->
             f"--num-layers-per-virtual-pipeline-stage {layers_per_chunk} = {divisor}.",
             [
                 try_values(
-                    LAYERS_PER_CHUNK, layers_per_chunk, divisors(num_units // num_stages) if num_units % num_stages == 0 else []
+                    LAYERS_PER_CHUNK,
+                    layers_per_chunk,
+                    find_divisors(num_units // num_stages) if num_units % num_stages == 0 else [],
                 ),
-                virtual_stage_candidates(config, (max(1, num_units // divisor), num_units // divisor + 1)),
+                build_virtual_stage_candidates(config, (max(1, num_units // divisor), num_units // divisor + 1)),
                 try_values(
-                    "num_layers", num_layers, [total - (num_units - num_layers) for total in multiples_near(num_units, divisor)]
+                    "num_layers",
+                    num_layers,
+                    [total - (num_units - num_layers) for total in find_multiples_near(num_units, divisor)],
                 ),
             ],
             "Each virtual stage holds this number of layers, and each pipeline rank the same number of virtual stages; "
@@ -128,21 +136,22 @@ def check_layers_divisible_by_virtual_stages(config: Config, world_size: int) ->
     elif chunks_per_stage is not None and chunks_per_stage != num_units // divisor:
         yield Finding(
             f"{format_setting(config, LAYERS_PER_CHUNK)} and {format_setting(config, CHUNKS_PER_STAGE)} contradict each other.",
-            [[change(**{LAYERS_PER_CHUNK: None}), change(**{CHUNKS_PER_STAGE: None})]],
+            [[create_change(**{LAYERS_PER_CHUNK: None}), create_change(**{CHUNKS_PER_STAGE: None})]],
             f"{format_layer_count(config)} over {num_stages} pipeline ranks in virtual stages of {layers_per_chunk} makes "
             f"{num_units // divisor} on each rank; set only one of the two flags.",
             (LAYERS_PER_CHUNK, CHUNKS_PER_STAGE, "num_layers", PP),
         )
 
 
-def virtual_stage_candidates(config: Config, chunks_per_stage: Iterable[int]) -> list[Change]:
-    """Return candidate changes, one for each of these numbers of virtual stages per pipeline rank."""
+def build_virtual_stage_candidates(config: Config, chunks_per_stage: Iterable[int]) -> list[Change]:
+    """Return one candidate change for each given number of virtual stages per pipeline rank."""
     return [reset(config, LAYERS_PER_CHUNK, **{CHUNKS_PER_STAGE: value}) for value in chunks_per_stage]
 
 
 @rule(depends_on=CHUNK_COUNT_SETTINGS)
 def check_schedule_supports_virtual_stages(config: Config, world_size: int) -> Iterator[Finding]:
-    """The schedule must support the number of virtual stages (model chunks) of each pipeline rank: one, two or several."""
+    """The pipeline schedule must support the number of virtual stages (model chunks) on each pipeline rank. Depending on
+    --pipeline-schedule this is one, two, or any number from two on."""
     parallel, num_layers, chunks_per_stage = config.parallel, config.model.num_layers, get_chunks_per_stage(config)
     if chunks_per_stage is None or SCHEDULES[parallel.schedule].supports(chunks_per_stage):
         return
@@ -156,15 +165,15 @@ def check_schedule_supports_virtual_stages(config: Config, world_size: int) -> I
             f" ({format_layer_count(config)} over {num_stages} ranks, --num-layers-per-virtual-pipeline-stage {layers_per_chunk})"
         )
     name = "--pipeline-schedule" if parallel.pipeline_schedule else "The default schedule"
-    chunk_count_candidates = [reset(config, CHUNKS_PER_STAGE, LAYERS_PER_CHUNK), *virtual_stage_candidates(config, (2, 3, 4))]
-    sizes = divisors(parallel.count_split_units(num_layers) // num_stages) if layers_per_chunk is not None else []
+    chunk_count_candidates = [reset(config, CHUNKS_PER_STAGE, LAYERS_PER_CHUNK), *build_virtual_stage_candidates(config, (2, 3, 4))]
+    sizes = find_divisors(parallel.count_split_units(num_layers) // num_stages) if layers_per_chunk is not None else []
     default = get_default_schedule(chunks_per_stage > 1)
     supported = [schedule for schedule, spec in SCHEDULES.items() if spec.supports(chunks_per_stage)]
     yield Finding(
         f"{name} {parallel.schedule} does not support {chunks_per_stage} virtual stage{'s' * (chunks_per_stage != 1)} "
         f"on each pipeline rank{source}.",
         [
-            [change(pipeline_schedule=schedule) for schedule in sorted(supported, key=default.__ne__)],
+            [create_change(pipeline_schedule=schedule) for schedule in sorted(supported, key=default.__ne__)],
             chunk_count_candidates if LAYOUT not in requested else [],
             try_values(LAYERS_PER_CHUNK, layers_per_chunk or 1, sizes),
         ],
@@ -175,7 +184,8 @@ def check_schedule_supports_virtual_stages(config: Config, world_size: int) -> I
 
 @rule(depends_on=(*CHUNK_COUNT_SETTINGS, *SPLIT_SETTINGS))
 def check_no_empty_chunks(config: Config, world_size: int) -> Iterator[Finding]:
-    """Each chunk must hold a layer, or the embedding or loss if its cost counts. Any larger number of layers is valid."""
+    """Each model chunk must hold at least one layer. If the split of the layers counts the cost of the embedding or the loss, the
+    first chunk may hold only the embedding, and the last only the loss. Any larger number of layers is valid."""
     parallel, num_layers, num_stages = config.parallel, config.model.num_layers, config.parallel.pipeline_model_parallel_size
     if parallel.pipeline_model_parallel_layout is not None:
         return
@@ -193,12 +203,12 @@ def check_no_empty_chunks(config: Config, world_size: int) -> Iterator[Finding]:
         f"is more than {format_layer_count(config)}.",
         [
             try_values(PP, num_stages, range(max(1, num_layers // chunks_per_stage - 64), num_layers // chunks_per_stage + 1)),
-            change(num_layers=num_chunks - num_empty_allowed),
+            create_change(num_layers=num_chunks - num_empty_allowed),
             [
-                *virtual_stage_candidates(config, range(min(chunks_per_stage - 1, 32), 1, -1)),
+                *build_virtual_stage_candidates(config, range(min(chunks_per_stage - 1, 32), 1, -1)),
                 reset(config, LAYERS_PER_CHUNK, CHUNKS_PER_STAGE, "pipeline_schedule"),
             ],
-            _separate_end_candidates(config, num_chunks),
+            _build_separate_end_candidates(config, num_chunks),
         ],
         f"Each {'chunk' if is_interleaved else 'pipeline stage'} holds at least one layer.",
         ("num_layers", PP, *([CHUNKS_PER_STAGE] if is_interleaved else [])),
@@ -208,9 +218,9 @@ def check_no_empty_chunks(config: Config, world_size: int) -> Iterator[Finding]:
     )
 
 
-def _separate_end_candidates(config: Config, num_chunks: int) -> list[Change]:
-    """Return candidate changes to a layout with one layer per model chunk, in which the loss, or both embedding and loss, have a
-    separate chunk."""
+def _build_separate_end_candidates(config: Config, num_chunks: int) -> list[Change]:
+    """Return a candidate change to a layout in which the loss, or both embedding and loss, have a separate model chunk. Every other
+    chunk has one layer. The list is empty if this does not give `num_chunks` chunks."""
     first_layer_chunk = {1: 0, 2: 1}.get(num_chunks - config.model.num_layers)  # chunk that holds the first layer
     if first_layer_chunk is None or num_chunks > _MAX_TABLE_CHUNKS:
         return []
@@ -237,7 +247,7 @@ EXCLUSIONS = (
 
 @rule(LAYER_COSTS, "num_layers", depends_on=("pipeline_split",))
 def check_layer_costs(config: Config, world_size: int) -> Iterator[Finding]:
-    """The file of measured costs must be valid, and must have one cost for each layer."""
+    """--layer-costs must name a valid file of measured costs, with one cost for each of the --num-layers layers."""
     path, num_layers = config.parallel.layer_costs, config.model.num_layers
     if path is None or config.parallel.pipeline_split != "balanced":
         return
@@ -256,7 +266,8 @@ def check_layer_costs(config: Config, world_size: int) -> Iterator[Finding]:
 
 @rule(depends_on=(LAYOUT, *SPLIT_SETTINGS))
 def check_single_split_method(config: Config, world_size: int) -> Iterator[Finding]:
-    """Only one method may assign the layers to the stages."""
+    """Only one method may assign the layers to the pipeline stages, so the flags of different methods, such as
+    --pipeline-model-parallel-layout and --pipeline-split, exclude each other."""
     for excluding_group, excluded_group, reason in EXCLUSIONS:
         excluding = [field for field in excluding_group if is_set(config, field)]
         excluded = [field for field in excluded_group if is_set(config, field)]
@@ -270,8 +281,8 @@ def _format_settings(config: Config, fields: Iterable[str], separator: str = ", 
 
 
 def _get_end_layers(config: Config) -> dict[str, int]:
-    """Return the number of layers of the first and of the last pipeline rank, by the field that sets it. Empty if neither field is
-    set, or if a layout assigns the layers."""
+    """Return the number of layers of the first and of the last pipeline rank, by the name of the setting that sets it. The
+    dictionary is empty if neither setting is set, or if a layout assigns the layers."""
     parallel = config.parallel
     end_layers = {
         field: count for field in (FIRST_STAGE_LAYERS, LAST_STAGE_LAYERS) if (count := getattr(parallel, field)) is not None
@@ -281,13 +292,13 @@ def _get_end_layers(config: Config) -> dict[str, int]:
 
 @rule(depends_on=(*CHUNK_COUNT_SETTINGS, FIRST_STAGE_LAYERS, LAST_STAGE_LAYERS))
 def check_end_layers_divisible_by_chunks(config: Config, world_size: int) -> Iterator[Finding]:
-    """The layers of the first or the last pipeline rank must be divisible by its number of chunks, and there must be other
-    ranks."""
+    """--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers must be divisible by the number of model chunks on
+    each pipeline rank. They need at least two pipeline ranks, because other ranks hold the remaining layers."""
     end_layers, num_stages = _get_end_layers(config), config.parallel.pipeline_model_parallel_size
     if end_layers and num_stages == 1:
         yield Finding(
             f"With {_format_settings(config, end_layers, ' and ')} there must be several pipeline ranks, but there is one.",
-            [reset(config, *end_layers), change(**{PP: 2})],
+            [reset(config, *end_layers), create_change(**{PP: 2})],
             "The remaining layers need other pipeline ranks.",
             (*end_layers, PP),
         )
@@ -295,12 +306,12 @@ def check_end_layers_divisible_by_chunks(config: Config, world_size: int) -> Ite
     chunks_per_stage = get_chunks_per_stage(config) or 1
     for field, count in end_layers.items():
         if count % chunks_per_stage:
-            fewer = [divisor for divisor in reversed(divisors(count)) if divisor < chunks_per_stage]
+            fewer = [divisor for divisor in reversed(find_divisors(count)) if divisor < chunks_per_stage]
             yield Finding(
                 f"{format_setting(config, field)} is not divisible by the {chunks_per_stage} virtual stages of that rank.",
                 [
-                    try_values(field, count, multiples_near(count, chunks_per_stage)),
-                    virtual_stage_candidates(config, fewer),
+                    try_values(field, count, find_multiples_near(count, chunks_per_stage)),
+                    build_virtual_stage_candidates(config, fewer),
                     reset(config, field),
                 ],
                 "Each virtual stage of the rank holds the same number of layers.",
@@ -310,8 +321,8 @@ def check_end_layers_divisible_by_chunks(config: Config, world_size: int) -> Ite
 
 @rule(depends_on=(*CHUNK_COUNT_SETTINGS, FIRST_STAGE_LAYERS, LAST_STAGE_LAYERS))
 def check_end_layers_leave_enough(config: Config, world_size: int) -> Iterator[Finding]:
-    """The layers of the first and the last pipeline rank must leave enough layers for the other ranks, and none if there are no
-    others."""
+    """--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers must leave at least one layer for each model chunk
+    of the other pipeline ranks. If there are no other ranks, no layers may remain."""
     end_layers, num_layers = _get_end_layers(config), config.model.num_layers
     num_stages = config.parallel.pipeline_model_parallel_size
     if not end_layers or num_stages == 1:
@@ -339,9 +350,9 @@ def check_end_layers_leave_enough(config: Config, world_size: int) -> Iterator[F
                 try_values(field, count, [(max_end_layers - total + count) // chunks_per_stage * chunks_per_stage])
                 for field, count in end_layers.items()
             ),
-            change(num_layers=total + num_middle_stages * chunks_per_stage),
+            create_change(num_layers=total + num_middle_stages * chunks_per_stage),
             try_values(PP, num_stages, range(2, min(num_stages, 64))),
-            virtual_stage_candidates(config, range(min(chunks_per_stage - 1, 32), 0, -1)),
+            build_virtual_stage_candidates(config, range(min(chunks_per_stage - 1, 32), 0, -1)),
             [reset(config, field) for field in end_layers],
         ],
         reason,
@@ -355,16 +366,16 @@ _MAX_LAYOUT_CHUNKS = 256  # of a suggested layout
 
 @rule(LAYOUT)
 def check_layout_syntax(config: Config, world_size: int) -> Iterator[Finding]:
-    """The layout must be valid, with the embedding first and the loss last."""
+    """--pipeline-model-parallel-layout must be a valid list of model chunks, with the embedding (E) first and the loss (L) last."""
     text = config.parallel.pipeline_model_parallel_layout
     if text is not None and parse_valid_layout(config) is None:
-        candidates = [change(**{LAYOUT: f"E{re.sub('[ELm]', '', text)}L"}), change(**{LAYOUT: None})]
+        candidates = [create_change(**{LAYOUT: f"E{re.sub('[ELm]', '', text)}L"}), create_change(**{LAYOUT: None})]
         yield Finding(f"{format_setting(config, LAYOUT)} cannot be used.", [candidates], " ".join(find_layout_problems(text)))
 
 
 @rule(LAYOUT, "num_layers", depends_on=(PP, "pipeline_schedule", LAYERS_PER_CHUNK, CHUNKS_PER_STAGE))
 def check_layout_num_layers(config: Config, world_size: int) -> Iterator[Finding]:
-    """A layout must have one t for each layer of the model."""
+    """--pipeline-model-parallel-layout must contain one t for each of the --num-layers layers of the model."""
     layout, num_layers = parse_valid_layout(config), config.model.num_layers
     num_placed = sum(chunk.num_layers for chunk in layout or ())
     if layout is None or num_placed == num_layers:
@@ -375,9 +386,9 @@ def check_layout_num_layers(config: Config, world_size: int) -> Iterator[Finding
     yield Finding(
         f"{format_setting(config, LAYOUT)} has {num_placed} layer{'s' * (num_placed != 1)} (t), but --num-layers is {num_layers}.",
         [
-            _layer_count_candidates(_layers_per_chunk(layout), num_layers - num_placed),
-            change(num_layers=num_placed),
-            change(**{LAYOUT: None}),
+            _build_layer_count_candidates(_get_layers_per_chunk(layout), num_layers - num_placed),
+            create_change(num_layers=num_placed),
+            create_change(**{LAYOUT: None}),
         ],
         missing if num_placed < num_layers else f"The model has no layers {num_layers} to {num_placed - 1}.",
         table=format_chunk_table(config, layout),
@@ -386,13 +397,14 @@ def check_layout_num_layers(config: Config, world_size: int) -> Iterator[Finding
 
 @rule(LAYOUT, "mtp_num_layers")
 def check_layout_mtp_layers(config: Config, world_size: int) -> Iterator[Finding]:
-    """A layout that contains layers of multi-token prediction (m) must contain all of them."""
+    """If --pipeline-model-parallel-layout contains layers of multi-token prediction (m), it must contain all of them
+    (--mtp-num-layers)."""
     text, num_depths = config.parallel.pipeline_model_parallel_layout, config.model.mtp_num_layers
     num_in_layout = sum(chunk.num_depths for chunk in parse_valid_layout(config) or ())
     if text is not None and num_in_layout not in (0, num_depths):
         layout_without_depths = re.sub(r"m(\*[0-9]+)?", "", text)
-        candidates = [change(mtp_num_layers=num_in_layout)]
-        candidates += [change(**{LAYOUT: layout_without_depths})] if not find_layout_problems(layout_without_depths) else []
+        candidates = [create_change(mtp_num_layers=num_in_layout)]
+        candidates += [create_change(**{LAYOUT: layout_without_depths})] if not find_layout_problems(layout_without_depths) else []
         yield Finding(
             f"{format_setting(config, LAYOUT)} has {num_in_layout} depth{'s' * (num_in_layout != 1)} (m), "
             f"but --mtp-num-layers is {num_depths}.",
@@ -402,7 +414,8 @@ def check_layout_mtp_layers(config: Config, world_size: int) -> Iterator[Finding
 
 @rule(LAYOUT, PP, depends_on=("num_layers", "pipeline_schedule", LAYERS_PER_CHUNK, CHUNKS_PER_STAGE))
 def check_layout_divisible_by_stages(config: Config, world_size: int) -> Iterator[Finding]:
-    """Each pipeline rank must hold the same number of chunks of a layout; | separates chunks."""
+    """The number of model chunks in --pipeline-model-parallel-layout, which are separated by |, must be a multiple of
+    --pipeline-model-parallel-size, because each pipeline rank holds the same number of chunks."""
     layout, num_stages = parse_valid_layout(config), config.parallel.pipeline_model_parallel_size
     if layout is None or len(layout) % num_stages == 0:
         return
@@ -410,22 +423,27 @@ def check_layout_divisible_by_stages(config: Config, world_size: int) -> Iterato
         f"{format_setting(config, LAYOUT)} has {len(layout)} chunks, which do not divide among "
         f"--pipeline-model-parallel-size {num_stages}.",
         [
-            _chunk_count_candidates(_layers_per_chunk(layout), num_stages),
-            try_values(PP, num_stages, divisors(len(layout))),
-            change(**{LAYOUT: None}),
+            _build_chunk_count_candidates(_get_layers_per_chunk(layout), num_stages),
+            try_values(PP, num_stages, find_divisors(len(layout))),
+            create_change(**{LAYOUT: None}),
         ],
         # If the number of layers is wrong too, another rule shows the table.
-        table=format_chunk_table(config, layout) if sum(_layers_per_chunk(layout)) == config.model.num_layers else (),
+        table=format_chunk_table(config, layout) if sum(_get_layers_per_chunk(layout)) == config.model.num_layers else (),
     )
 
 
-def _layers_per_chunk(layout: Sequence[LayoutChunk]) -> list[int]:
+def _get_layers_per_chunk(layout: Sequence[LayoutChunk]) -> list[int]:
     return [chunk.num_layers for chunk in layout]
 
 
-def _layer_count_candidates(layers_per_chunk: list[int], num_missing: int) -> list[Change]:
-    """Return candidate changes of a layout that has too few or too many layers: add the missing layers to the smallest model
-    chunks, or remove the superfluous layers from the largest ones."""
+def _build_layer_count_candidates(layers_per_chunk: list[int], num_missing: int) -> list[Change]:
+    """Return candidate changes of a layout that has too few or too many layers. Missing layers are added to the smallest model
+    chunks, and superfluous layers are removed from the largest ones.
+
+    Args:
+        layers_per_chunk: number of layers of each chunk of the layout.
+        num_missing: number of missing layers; negative if there are too many.
+    """
     if abs(num_missing) > _MAX_LAYER_CHANGES or len(layers_per_chunk) > _MAX_LAYOUT_CHUNKS:
         return []
     step = 1 if num_missing > 0 else -1
@@ -433,12 +451,16 @@ def _layer_count_candidates(layers_per_chunk: list[int], num_missing: int) -> li
         # Among equal chunks, take the last one without the loss.
         index = max(range(len(layers_per_chunk)), key=lambda i: (-step * layers_per_chunk[i], i < len(layers_per_chunk) - 1, i))
         layers_per_chunk[index] += step
-    return [change(**{LAYOUT: format_layout(build_chunks(layers_per_chunk))})]
+    return [create_change(**{LAYOUT: format_layout(build_chunks(layers_per_chunk))})]
 
 
-def _chunk_count_candidates(layers_per_chunk: list[int], num_stages: int) -> list[Change]:
-    """Return candidate changes of a layout whose number of model chunks is not a multiple of the number of stages: merge the
-    smallest neighboring chunks, or split the largest chunks if there are fewer chunks than stages."""
+def _build_chunk_count_candidates(layers_per_chunk: list[int], num_stages: int) -> list[Change]:
+    """Return candidate changes of a layout whose number of model chunks is not a multiple of the number of stages. The smallest
+    neighboring chunks are merged, or the largest chunks are split if there are fewer chunks than stages.
+
+    Args:
+        layers_per_chunk: number of layers of each chunk of the layout.
+    """
     if max(len(layers_per_chunk), num_stages) > _MAX_LAYOUT_CHUNKS:
         return []
     while len(layers_per_chunk) % num_stages:
@@ -451,4 +473,4 @@ def _chunk_count_candidates(layers_per_chunk: list[int], num_stages: int) -> lis
                 layers_per_chunk[index] - layers_per_chunk[index] // 2,
                 layers_per_chunk[index] // 2,
             ]
-    return [change(**{LAYOUT: format_layout(build_chunks(layers_per_chunk))})]
+    return [create_change(**{LAYOUT: format_layout(build_chunks(layers_per_chunk))})]

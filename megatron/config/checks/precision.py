@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from megatron.config.checks.finding import (
     Finding,
-    change,
+    create_change,
+    find_multiples_near,
     format_setting,
     get_value,
-    multiples_near,
     reset,
     rule,
     try_values,
@@ -28,20 +28,20 @@ _DIMENSION_SETTINGS = (
 
 @rule("fp8_format", "fp8_recipe", depends_on=_DIMENSION_SETTINGS)
 def check_fp8_dimensions(config: Config, world_size: int) -> Iterator[Finding]:
-    """FP8 matrix products need dimensions that are multiples of 16, on a CPU as on a GPU. With --fp8-recipe blockwise the multiple
-    is 128, so that no block is split between tensor ranks."""
+    """--fp8-format needs matrix products whose dimensions are multiples of 16, on a CPU as on a GPU. With --fp8-recipe blockwise
+    the multiple is 128, so that no block is split between tensor ranks."""
     if config.precision.fp8_format is None:
         return
     multiple = Fp8(config.precision.fp8_format, config.precision.fp8_recipe).alignment
-    invalid = {name: (size, fields) for name, (size, fields) in _gemm_dimensions(config).items() if size % multiple}
-    recipe_candidates = [change(fp8_recipe="tensorwise")] if config.precision.fp8_recipe == "blockwise" else []
+    invalid = {name: (size, fields) for name, (size, fields) in _get_gemm_dimensions(config).items() if size % multiple}
+    recipe_candidates = [create_change(fp8_recipe="tensorwise")] if config.precision.fp8_recipe == "blockwise" else []
     for name, (size, fields) in invalid.items():
         value, unit = get_value(config, fields[0]), multiple
         if fields[0] == "micro_batch_size":
             unit //= math.gcd(unit, config.tokens_per_rank)
         elif "tensor rank" in name:
             unit *= config.parallel.tensor_model_parallel_size
-        nearest = [] if value is None else [try_values(fields[0], value, multiples_near(value, unit, num_per_side=2))]
+        nearest = [] if value is None else [try_values(fields[0], value, find_multiples_near(value, unit, num_per_side=2))]
         yield Finding(
             f"{format_setting(config, 'fp8_format')} {format_setting(config, 'fp8_recipe')} cannot be used with {size:,} {name}, "
             f"which is no multiple of {multiple}.",
@@ -50,9 +50,9 @@ def check_fp8_dimensions(config: Config, world_size: int) -> Iterator[Finding]:
         )
 
 
-def _gemm_dimensions(config: Config) -> dict[str, tuple[int, tuple[str, ...]]]:
-    """Return the dimensions of the matrix products of the layers on one rank. Each key describes a dimension for messages; its
-    value is the size and the fields that determine the size."""
+def _get_gemm_dimensions(config: Config) -> dict[str, tuple[int, tuple[str, ...]]]:
+    """Return the dimensions of the matrix products of a transformer layer on one rank. The key describes a dimension for messages.
+    The value is the size and the names of the settings that determine this size."""
     model, tp_size = config.model, config.parallel.tensor_model_parallel_size
     head_fields, tp_field = ("num_attention_heads", "kv_channels"), "tensor_model_parallel_size"
     tokens = config.tokens_per_rank * config.training.micro_batch_size
@@ -61,7 +61,7 @@ def _gemm_dimensions(config: Config) -> dict[str, tuple[int, tuple[str, ...]]]:
         "tokens of a microbatch": (tokens, ("micro_batch_size", "seq_length")),
     }
     if model.multi_latent_attention:
-        latent_replicated, sharded = _latent_dimensions(config, tokens)
+        latent_replicated, sharded = _get_latent_dimensions(config, tokens)
         replicated |= latent_replicated
     else:
         sharded = {
@@ -82,11 +82,17 @@ def _gemm_dimensions(config: Config) -> dict[str, tuple[int, tuple[str, ...]]]:
     }
 
 
-def _latent_dimensions(
+def _get_latent_dimensions(
     config: Config, tokens: int
 ) -> tuple[dict[str, tuple[int, tuple[str, ...]]], dict[str, tuple[int, tuple[str, ...]]]]:
-    """Return the dimensions of the matrix products in latent attention, in the form of `_gemm_dimensions`: those that are equal on
-    all tensor ranks, and those that the tensor ranks divide."""
+    """Return the dimensions of the matrix products in latent attention, as two dictionaries of the form of `_get_gemm_dimensions`.
+
+    Args:
+        tokens: tokens of a microbatch on a rank.
+
+    Returns:
+        the dimensions that are equal on all tensor ranks, and those that the tensor ranks divide.
+    """
     model, num_heads = config.model, config.model.num_attention_heads
     replicated: dict[str, tuple[int, tuple[str, ...]]] = {
         "channels of the latent of keys and values": (model.kv_lora_rank, ("kv_lora_rank",)),
@@ -114,7 +120,8 @@ def _latent_dimensions(
     depends_on=("fp8_format", "fp8_recipe", "num_layers"),
 )
 def check_some_layer_in_fp8(config: Config, world_size: int) -> Iterator[Finding]:
-    """If all layers are in bfloat16, --fp8-format has no effect."""
+    """--num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16 must leave at least one layer in FP8. If all layers are in
+    bfloat16, --fp8-format has no effect."""
     precision, num_layers = config.precision, config.model.num_layers
     if precision.fp8_format is not None and not any(precision.get_fp8(layer, num_layers) for layer in range(num_layers)):
         yield Finding(
@@ -126,8 +133,8 @@ def check_some_layer_in_fp8(config: Config, world_size: int) -> Iterator[Finding
 
 @rule("fp8_format", "tp_comm_overlap")
 def check_no_fp8_with_tp_comm_overlap(config: Config, world_size: int) -> Iterator[Finding]:
-    """Matrix products that overlap with communication are computed in chunks, in bfloat16: a chunk has other FP8 scales than the
-    whole product."""
+    """--fp8-format cannot be used with --tp-comm-overlap. Matrix products that overlap with communication are computed in chunks
+    and in bfloat16, because a chunk has other FP8 scales than the full product."""
     if config.precision.fp8_format is not None and config.parallel.tp_comm_overlap:
         message = f"{format_setting(config, 'fp8_format')} and --tp-comm-overlap exclude each other."
         yield Finding(message, [reset(config, "tp_comm_overlap")])

@@ -1,5 +1,5 @@
 """Rules about individual settings: required settings are set, values are in range, and settings have an effect. The rules read the
-metadata of the fields (`setting.py`)."""
+metadata of the settings fields (`setting.py`)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterator
 from megatron.config.checks.finding import (
     Change,
     Finding,
-    bounded_fields,
-    change,
+    create_change,
     format_setting,
+    get_bounded_fields,
     get_data_parallel_size,
     get_flag,
     get_value,
@@ -22,7 +22,7 @@ from megatron.config.checks.finding import (
 )
 from megatron.config.checks.sharding import list_bucketed_params
 from megatron.config.config import Config
-from megatron.config.flags import flags
+from megatron.config.flags import get_flags
 from megatron.config.param_groups import parse_entry
 from megatron.spec.activations import get_added_choices
 
@@ -32,21 +32,22 @@ MAX_WORLD_SIZE = 1_048_576
 
 @rule()
 def check_required_settings(config: Config, world_size: int) -> Iterator[Finding]:
-    """A setting without a useful default must be set."""
-    for flag in flags().values():
+    """A required setting, which has no useful default, must be set."""
+    for flag in get_flags().values():
         if flag.metadata.required and get_value(config, flag.field) in (None, 0):
             bound = f", {flag.metadata.interval}" if flag.metadata.interval else ""
             yield Finding(f"--{flag.name} is missing.", reason=f"It takes {flag.expected}{bound}.", fields=(flag.field,))
 
 
 def report_explicit_zero(finding: Finding, config: Config, world_size: int, explicit_fields: Collection[str]) -> Finding:
-    """Replace the finding that a required setting is missing by the finding that it is out of range, if the user set it to 0.
+    """Return the finding to report for a required setting. If the user set the setting to 0, the finding says that it is out of
+    range. Otherwise it is `finding`, which says that the setting is missing.
 
-    The rules see only the settings, in which a missing required number is also 0.
+    The rules cannot distinguish the two, because a missing required number is also 0.
 
     Args:
         finding: a finding of `check_required_settings`.
-        explicit_fields: fields that the user set.
+        explicit_fields: names of the settings that the user set.
     """
     (field,) = finding.fields
     return (
@@ -56,8 +57,8 @@ def report_explicit_zero(finding: Finding, config: Config, world_size: int, expl
 
 @rule()
 def check_ranges(config: Config, world_size: int) -> Iterator[Finding]:
-    """Every number must be in its interval."""
-    for field in bounded_fields():
+    """Every number must be in the allowed range of its setting."""
+    for field in get_bounded_fields():
         is_missing = get_flag(field).metadata.required and get_value(config, field) == 0
         if not is_missing and not is_in_range(config, field):
             yield _build_range_finding(config, world_size, field)
@@ -71,11 +72,11 @@ def _build_range_finding(config: Config, world_size: int, field: str) -> Finding
         bound, is_included = (
             (interval.low, interval.includes_low) if value <= interval.low else (interval.high, interval.includes_high)
         )
-        nearest = [change(**{field: type(value)(bound)})] if is_included and math.isfinite(bound) else []
+        nearest = [create_change(**{field: type(value)(bound)})] if is_included and math.isfinite(bound) else []
     if field == "global_batch_size" and config.training.micro_batch_size > 0:
         # The bound itself is rarely a whole number of microbatches.
         nearest.append(
-            change(global_batch_size=config.training.micro_batch_size * (get_data_parallel_size(config, world_size) or 1))
+            create_change(global_batch_size=config.training.micro_batch_size * (get_data_parallel_size(config, world_size) or 1))
         )
     return Finding(
         f"{format_setting(config, field)} is out of range.",
@@ -87,7 +88,7 @@ def _build_range_finding(config: Config, world_size: int, field: str) -> Finding
 
 @rule()
 def check_world_size(config: Config, world_size: int) -> Iterator[Finding]:
-    """The world size must be at least 1 and at most MAX_WORLD_SIZE."""
+    """The world size must be at least 1 and at most 1,048,576."""
     if not 1 <= world_size <= MAX_WORLD_SIZE:
         nearest = Change(world_size=min(max(world_size, 1), MAX_WORLD_SIZE))
         bounds = f"It must be at least 1 and at most {MAX_WORLD_SIZE:,}."
@@ -96,13 +97,13 @@ def check_world_size(config: Config, world_size: int) -> Iterator[Finding]:
 
 @rule()
 def check_strict_conditions(config: Config, world_size: int) -> Iterator[Finding]:
-    """A setting that changes the trained model, or the state that is saved, must have an effect if it is set."""
-    for flag in flags().values():
+    """If a setting that changes the trained model or the saved state is set, it must have an effect."""
+    for flag in get_flags().values():
         condition = flag.metadata.active_if
         if condition is not None and condition.strict and is_set(config, flag.field) and not has_effect(config, flag.field):
             yield Finding(
                 f"{format_setting(config, flag.field)} would have no effect: it acts only {condition.description}.",
-                [change(**condition.fix)] if condition.fix else [],
+                [create_change(**condition.fix)] if condition.fix else [],
                 "Remove the setting, or meet its condition.",
                 (flag.field,),
             )
@@ -114,14 +115,14 @@ def list_idle_settings(config: Config, world_size: int) -> list[str]:
     parallel = config.parallel
     data_ranks = get_data_parallel_size(config, world_size) or 1
     chunks = parallel.pipeline_model_parallel_size * parallel.get_chunks_per_stage(config.model.num_layers)
-    microbatches = config.training.final_batch_size(data_ranks) // (config.training.micro_batch_size * data_ranks)
+    microbatches = config.training.get_final_batch_size(data_ranks) // (config.training.micro_batch_size * data_ranks)
     sharing_ranks = data_ranks * parallel.context_parallel_size  # they hold the same parameters
     expert_ranks = parallel.expert_model_parallel_size * parallel.expert_tensor_size  # they hold each expert once
     derived = {"data_ranks": data_ranks, "sharing_ranks": sharing_ranks, "expert_ranks": expert_ranks}
     derived |= {"chunks": chunks, "microbatches": microbatches}
     lines = [
         f"{format_setting(config, flag.field)} {idle.effect}: {idle.description}."
-        for flag in flags().values()
+        for flag in get_flags().values()
         if is_set(config, flag.field)
         for idle in flag.metadata.idle_if
         if idle.is_met(lambda name: derived[name] if name in derived else get_value(config, name))
@@ -137,7 +138,8 @@ def list_idle_settings(config: Config, world_size: int) -> list[str]:
 
 
 def list_plan_caveats(config: Config) -> Iterator[str]:
-    """Yield a line for each user-defined optimizer, whose computation and communication a dry run does not know."""
+    """Yield a warning for each user-defined optimizer of the run, because a dry run does not know the computation and communication
+    of such an optimizer."""
     optimizers = [config.optimizer.optimizer, *(entry.optimizer for entry in map(parse_entry, config.optimizer.param_groups))]
     for name in [name for name in get_added_choices("optimizer") if name in optimizers]:
         yield (
