@@ -20,13 +20,13 @@ _added_choices: dict[str, dict[str, frozenset[str]]] = {}
 
 
 def add_choice(field: str, name: str, built_in: Iterable[str], reads: Iterable[str] = ()) -> None:
-    """Add a choice to a setting, such as a custom optimizer to --optimizer. Adding an existing name again replaces the choice, so
-    that a notebook cell can run twice.
+    """Add a user-defined choice to a setting, such as a custom optimizer to --optimizer. Adding an existing name again replaces the
+    choice, so that a notebook cell can run twice.
 
     Args:
-        field: name of the setting's field.
+        field: field name of the setting, such as "optimizer".
         built_in: choices that the setting has without registration.
-        reads: fields of the optimizer settings that take effect with this choice.
+        reads: names of the optimizer settings that take effect with this choice.
 
     Raises:
         ValueError: the name is built in, or cannot be used on the command line.
@@ -42,12 +42,13 @@ def add_choice(field: str, name: str, built_in: Iterable[str], reads: Iterable[s
 
 
 def get_added_choices(field: str) -> tuple[str, ...]:
-    """Return the choices that were added to a setting."""
+    """Return the choices that users' modules have added to a setting."""
     return tuple(_added_choices.get(field, ()))
 
 
 def get_choice_settings(field: str, name: str) -> frozenset[str]:
-    """Return the optimizer settings that take effect with a choice that was added; an empty set for built-in choices."""
+    """Return the names of the optimizer settings that take effect with a user-defined choice. The set is empty for built-in
+    choices."""
     return _added_choices.get(field, {}).get(name, frozenset())
 
 
@@ -61,11 +62,12 @@ class Activation:
 
     name: str
     config_field: str | None
-    """Field of ModelConfig that selects the activation, named as Megatron-LM's argument where that exists; None for the default."""
+    """Field of ModelConfig that selects the activation. It is named as Megatron-LM's argument if there is one. None for the
+    default activation."""
     is_gated: bool
     """Whether the first linear layer outputs two halves, gate and value, which the activation combines into one."""
     hf_names: tuple[str, ...]
-    """Names of the activation (or of its gate) in transformers.
+    """Names of the activation in the transformers library; for a gated activation, of the function applied to the gate.
 
     Exports write the first name, imports accept all. Empty for activations registered by a user.
     """
@@ -109,7 +111,7 @@ def register_activation_spec(name: str, *, gated: bool) -> Activation:
 
 
 def get_activation(model: object) -> Activation:
-    """Return the activation that a ModelConfig selects. (A check of the settings rejects more than one.)
+    """Return the activation that a ModelConfig selects. (A check of the settings rejects models that select more than one.)
 
     Raises:
         ValueError: the activation is not registered in this process, for example if the settings come from a checkpoint.
@@ -130,10 +132,10 @@ def get_activation(model: object) -> Activation:
 
 
 def format_flag(field: str) -> str:
-    """Format a settings field as a command-line flag."""
+    """Format the name of a settings field as a command-line flag, such as --lora-rank for lora_rank."""
     return f"--{field.replace('_', '-')}"
 
 
 def build_hf_name_table(*, gated: bool) -> dict[str, Activation]:
-    """Return a table that maps the names of activations in transformers to the activations of gated or non-gated MLPs."""
+    """Return the built-in activations of gated or of non-gated MLPs, by their names in the transformers library."""
     return {name: activation for activation in ACTIVATIONS if activation.is_gated is gated for name in activation.hf_names}

@@ -8,8 +8,8 @@ sdp_utils_cpp.cpp, cuda/sdp_utils.cpp).
 
 The kernel that torch prefers depends on the device: from torch 2.11 on, cuDNN on Hopper and Blackwell, flash attention elsewhere
 (`check_prefer_cudnn_attention` in these files). So auto does not leave the choice to torch. It disables the cuDNN kernel, and on a
-GPU a measurement before the first step may replace flash attention by cuDNN (`kernels_to_time`, `select_fastest_kernel`). cuDNN is
-not measured if
+GPU a measurement before the first step may replace flash attention by cuDNN (`get_kernels_to_time`, `select_fastest_kernel`). cuDNN
+is not measured if
 
 - operations must be deterministic: torch has only the non-deterministic backward of cuDNN;
 - shapes vary from call to call, as with documents: cuDNN builds a plan for each new shape, in 25 to 37 ms;
@@ -47,8 +47,8 @@ _CUDNN_DROPOUT_STEPS = 16
 
 
 def get_kernels(backend: AttentionBackend) -> tuple[AttentionKernel, ...]:
-    """Return the kernels that torch may use for a backend. For "auto", these are the kernels before a measurement has selected
-    one."""
+    """Return the attention kernels that torch may use for a value of --attention-backend. For "auto", these are the kernels that
+    may be used until a measurement has selected one."""
     return (
         AUTO_KERNELS
         if backend == "auto"
@@ -58,7 +58,7 @@ def get_kernels(backend: AttentionBackend) -> tuple[AttentionKernel, ...]:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Properties of an attention call that decide which kernels can compute it."""
+    """Properties of a call of attention that decide which of torch's kernels can compute it."""
 
     num_bits: int
     """Bits per element. float16 and bfloat16 are equivalent for all kernels."""
@@ -77,10 +77,11 @@ class AttentionCall:
     has_softcap_or_sinks: bool = False
     """Whether scores are soft-capped or the softmax has attention sinks."""
     is_context_parallel: bool = False
-    """Whether a context-parallel rank computes attention in several calls, each for a part of the keys."""
+    """Whether attention on a context-parallel rank is split into several calls, each with a part of the keys."""
 
     def find_obstacle(self, kernel: AttentionKernel) -> str | None:
-        """Return why a kernel cannot compute the call, as a predicate for a message ("takes heads of ..."), or None if it can."""
+        """Return why a kernel cannot compute the call, or None if it can. The text continues a sentence that begins with the
+        kernel's name, such as "takes heads of ..."."""
         if not self.is_on_cuda and kernel in ("cudnn", "efficient"):
             return "runs on GPUs only"
         if kernel != "math" and self.has_softcap_or_sinks:
@@ -110,7 +111,7 @@ class AttentionCall:
         return None
 
     def _find_flash_only_obstacle(self, feature: str, kernel: AttentionKernel) -> str | None:
-        """Return why a kernel does not support a feature that only flash attention supports, or None if it does.
+        """Return why a kernel does not support a feature that no kernel except flash attention supports, or None if it does.
 
         Args:
             feature: "window" or "part of a sequence", as in the message.
@@ -142,17 +143,17 @@ class AttentionCall:
         return "does not take documents of one token" if self.has_documents else None
 
 
-def kernels_to_time(call: AttentionCall) -> tuple[AttentionKernel, ...]:
-    """Return the kernels that auto measures, flash attention first.
+def get_kernels_to_time(call: AttentionCall) -> tuple[AttentionKernel, ...]:
+    """Return the kernels that --attention-backend auto measures on a GPU to select the faster one: flash attention, then cuDNN.
 
-    The result is empty if fewer than two of them can compute the call.
+    The result is empty unless both can compute the call.
     """
     candidates = tuple(kernel for kernel in KERNELS[:2] if call.find_obstacle(kernel) is None)
     return candidates if len(candidates) > 1 else ()
 
 
 def select_fastest_kernel(milliseconds: Mapping[AttentionKernel, float]) -> AttentionKernel:
-    """Return the fastest kernel. Flash attention is selected unless another kernel is faster by the factor `CLEARLY_FASTER`.
+    """Return the fastest kernel. Flash attention is selected unless another kernel is at least `CLEARLY_FASTER` times as fast.
 
     Args:
         milliseconds: time of one forward and backward, for each kernel that computed correct results; never empty.

@@ -33,13 +33,13 @@ def count_parameters(model: ModelConfig, vocab_size: int) -> int:
 
 
 def count_active_parameters(model: ModelConfig, vocab_size: int) -> int:
-    """Return the number of parameters that process one token: all parameters, without those of experts that the token is not routed
-    to."""
+    """Return the number of parameters that process one token: all parameters except those of experts to which the token is not
+    routed."""
     return sum(weight.active_numel for weight in iter_weights(model, vocab_size))
 
 
 def check_parameter_count(model: ModelConfig, vocab_size: int, num_params: int, subject: str) -> None:
-    """Check that `num_params` is the number of parameters of the model.
+    """Check that `num_params`, the number of parameters that were built, is the number that the model settings define.
 
     Args:
         num_params: sum over all ranks or stages, each parameter counted once.
@@ -51,24 +51,27 @@ def check_parameter_count(model: ModelConfig, vocab_size: int, num_params: int, 
     expected = count_parameters(model, vocab_size)
     if num_params != expected:
         raise RuntimeError(
-            f"{subject} together hold {num_params:,} parameters, but the settings describe {expected:,}: "
-            "a layer is missing or duplicated"
+            f"internal error: {subject} together hold {num_params:,} parameters, but the settings describe {expected:,}: "
+            "a layer is missing or duplicated. Please report this"
         )
 
 
 def count_layer_flops(model: ModelConfig) -> tuple[int, ...]:
     """Return the forward FLOPs per token of each layer, averaged over a sequence that is a single document."""
-    matmul_flops = _map_layers(model, lambda layer: 2 * sum(weight.active_numel for weight in _matrices(model, layer)))
+    matmul_flops = _map_layers(model, lambda layer: 2 * sum(weight.active_numel for weight in _get_matrices(model, layer)))
     return tuple(map(operator.add, matmul_flops, count_attention_flops(model)))
 
 
 def count_weight_grad_flops(model: ModelConfig) -> tuple[int, ...]:
-    """Return the FLOPs per token of the weight gradients of each layer. Frozen weights have none."""
-    return _map_layers(model, lambda layer: 2 * sum(weight.active_numel for weight in _matrices(model, layer) if not weight.frozen))
+    """Return the FLOPs per token that each layer needs for its weight gradients. Frozen weights need none."""
+    return _map_layers(
+        model, lambda layer: 2 * sum(weight.active_numel for weight in _get_matrices(model, layer) if not weight.frozen)
+    )
 
 
 def count_attention_flops(model: ModelConfig) -> tuple[int, ...]:
-    """Return the part of `count_layer_flops` that the two attention products take: q k^T, and probabilities x v."""
+    """Return the forward FLOPs per token of the two attention products of each layer: q k^T, and probabilities x v. They are part
+    of `count_layer_flops`."""
     # Two products over the sequence (q k^T and probabilities x v), with two FLOPs per multiply-add.
     length = model.seq_length
     return _map_layers(
@@ -101,9 +104,9 @@ def count_attended_pairs(length: int, window: int | None) -> int:
 
 
 def compute_window_shares(model: ModelConfig) -> dict[int | None, float]:
-    """Return the share of each attention window in the model's attention FLOPs.
+    """Return the share of the model's attention FLOPs that layers with each attention window take.
 
-    The key None stands for attention to all previous tokens.
+    The key is the window: the number of previous tokens to which a token attends, or None for all previous tokens.
     """
     flops_of_window: dict[int | None, int] = {}
     layer_flops = count_attention_flops(model)
@@ -121,7 +124,7 @@ def _count_qk_v_channels(attention: AttentionSpec | LatentAttentionSpec) -> int:
 
 
 def count_fp8_flops(model: ModelConfig, precision: PrecisionConfig) -> int:
-    """Return the part of `count_flops_per_token` that is computed in 8 bits."""
+    """Return the forward and backward FLOPs per token of the matrix products in FP8. They are part of `count_flops_per_token`."""
     layer_flops = map(operator.sub, count_layer_flops(model), count_attention_flops(model))
     matmul_flops = [*layer_flops]
     matmul_flops += matmul_flops[-1:] * model.mtp_num_layers
@@ -129,14 +132,15 @@ def count_fp8_flops(model: ModelConfig, precision: PrecisionConfig) -> int:
 
 
 def count_recompute_flops(model: ModelConfig, segment: Segment) -> int:
-    """Return the FLOPs per token that backward recomputes for a segment of layers.
+    """Return the FLOPs per token that backward recomputes for a segment, which is consecutive layers with the same recompute
+    settings.
 
-    Full recomputation runs all products except the last, whose output is not needed. Selective recomputation of the MLP runs its
-    first product. Recomputed attention probabilities do not count, because it depends on the attention kernel whether they are
-    saved.
+    Full recomputation runs all matrix products of the layers except the last, whose output is not needed. Selective recomputation
+    of the MLP runs the first product of each MLP. Recomputed attention probabilities do not count, because it depends on the
+    attention kernel whether they are saved.
     """
     matrices = _map_layers(
-        model, lambda layer: [weight for weight in _matrices(model, layer) if model.lora_rank is None or weight.frozen]
+        model, lambda layer: [weight for weight in _get_matrices(model, layer) if model.lora_rank is None or weight.frozen]
     )
     last_two_matmul_flops = [[2 * weight.active_numel for weight in weights][-2:] for weights in matrices]
     layer_indices = [min(i, model.num_layers - 1) for i in segment.layers]  # the layer of an MTP depth equals the last layer
@@ -148,7 +152,7 @@ def count_recompute_flops(model: ModelConfig, segment: Segment) -> int:
 
 
 def count_output_flops(model: ModelConfig, vocab_size: int) -> int:
-    """Return the forward FLOPs per token of the output layer, over the main model and all depths of multi-token prediction.
+    """Return the forward FLOPs per token of the output layer, summed over the main model and all depths of multi-token prediction.
 
     Args:
         vocab_size: rows of the output layer, without padding.
@@ -157,25 +161,26 @@ def count_output_flops(model: ModelConfig, vocab_size: int) -> int:
 
 
 def count_mtp_flops(model: ModelConfig) -> int:
-    """Return the forward FLOPs per token of multi-token prediction, without its output layers (see `count_output_flops`)."""
+    """Return the forward FLOPs per token of multi-token prediction without its output layers, which `count_output_flops` counts."""
     return model.mtp_num_layers * (count_layer_flops(model)[-1] + _count_mtp_projection_flops(model))
 
 
 def _count_mtp_projection_flops(model: ModelConfig) -> int:
-    """Return the forward FLOPs per token of the projection [h, 2h] of one depth of multi-token prediction."""
+    """Return the forward FLOPs per token of the projection [h, 2h] in one depth of multi-token prediction (`h`: hidden size)."""
     return 4 * model.hidden_size**2
 
 
 def count_mtp_attention_flops(model: ModelConfig) -> int:
-    """Return the part of `count_mtp_flops` that the two attention products take."""
+    """Return the forward FLOPs per token of the two attention products in all layers of multi-token prediction. They are part of
+    `count_mtp_flops`."""
     return model.mtp_num_layers * count_attention_flops(model)[-1]
 
 
 def count_flops_per_token(model: ModelConfig, vocab_size: int) -> int:
     """Return the forward and backward FLOPs per token, averaged over a sequence.
 
-    Each product in forward has two products in backward (the gradients of both factors), so the total is three times the forward. A
-    product with a frozen weight has only one product in backward.
+    Each matrix product in forward has two matrix products in backward (the gradients of its two factors), so the total is three
+    times the forward. A product with a frozen weight has only one in backward.
 
     Args:
         vocab_size: rows of the output layer, without padding.
@@ -195,14 +200,13 @@ def count_frozen_flops(model: ModelConfig, vocab_size: int) -> int:
 def count_flops_per_step(
     model: ModelConfig, vocab_size: int, num_sequences: int, num_attended_sequences: float | None = None
 ) -> float:
-    """Return the forward and backward FLOPs of `num_sequences` sequences.
-
-    With the global batch size, this is the sum over all devices.
+    """Return the forward and backward FLOPs of `num_sequences` sequences. With the global batch size, this is the FLOPs of a step
+    over all devices.
 
     Args:
         num_attended_sequences: number of full sequences with the same attention FLOPs, if tokens attend only within their
-            documents. Without windows: the sum over all documents of (document length / sequence length)^2. By default each
-            sequence is one document.
+            documents. Without windows: the sum over all documents of (document length / sequence length)^2. None: each sequence is
+            one document.
     """
     total = count_flops_per_token(model, vocab_size) * model.seq_length * num_sequences
     if num_attended_sequences is None:
@@ -214,12 +218,12 @@ def count_flops_per_step(
 def count_deferred_elements_per_token(
     model: ModelConfig, layer_indices: Iterable[int], *, tp: int, sequence_parallel: bool, is_last_chunk: bool = False
 ) -> float:
-    """Return the elements that one rank saves per token of a microbatch for deferred weight gradients.
+    """Return the number of tensor elements that one rank saves per token of a microbatch for deferred weight gradients.
 
-    They are saved from a model chunk's input gradient to its weight gradient. A linear layer saves its input and the gradient of
-    its output. A tensor that is split over the tensor-parallel ranks counts with 1 / tp. Under sequence parallelism the other
-    tensors (residual stream, latents) also count with 1 / tp: they are stored split over the ranks and gathered again for the
-    weight gradient.
+    A model chunk saves them from its input-gradient operation to its weight-gradient operation. A linear layer saves its input and
+    the gradient of its output. A tensor that is split over the tensor-parallel ranks counts with 1 / tp. Under sequence parallelism
+    the other tensors (residual stream, latents) also count with 1 / tp: they are stored split over the ranks and gathered again for
+    the weight gradient.
 
     Args:
         layer_indices: layers of the chunk. The output layer saves nothing, because its weight gradient is not deferred.
@@ -241,18 +245,18 @@ def count_deferred_elements_per_token(
             split_elements += inputs if is_row_parallel else outputs
         return unsplit_elements / (tp if sequence_parallel else 1) + split_elements / tp
 
-    elements_of_layer = _map_layers(model, lambda layer: count_elements(_matrices(model, layer)))
+    elements_of_layer = _map_layers(model, lambda layer: count_elements(_get_matrices(model, layer)))
     projection = 3 * model.hidden_size / (tp if sequence_parallel else 1)
     mtp_elements = model.mtp_num_layers * (elements_of_layer[-1] + projection) if is_last_chunk and model.mtp_num_layers else 0
     return sum(elements_of_layer[i] for i in layer_indices) + mtp_elements
 
 
-def _matrices(model: ModelConfig, layer: LayerSpec) -> list[WeightSpec]:
+def _get_matrices(model: ModelConfig, layer: LayerSpec) -> list[WeightSpec]:
     return [weight for weight in iter_layer_weights(model, layer, 0) if weight.param_type == "matrix"]
 
 
 def _map_layers(model: ModelConfig, count_layer: Callable[[LayerSpec], T]) -> tuple[T, ...]:
-    """Return the result of `count_layer` for each layer. Equal layers are counted once."""
+    """Return the result of `count_layer` for each layer. The function is called only once for equal layers."""
     value_of_index = {
         i: value
         for layer, indices in group_equal(build_layer_specs(model)).items()

@@ -1,6 +1,6 @@
 """Parameter groups: which optimizer updates a parameter, at which learning rate and with which weight decay.
 
-All update rules take these properties from the parameter's group.
+All optimizers take these properties from the parameter's group.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron.spec.weights import OUTPUT_WEIGHT, WORD_EMBEDDING, ParamInfo, Role
 
 @dataclass(frozen=True)
 class LearningRateBounds:
-    """Maximum and minimum learning rate of a parameter group. None stands for the value of the run (--lr, --min-lr)."""
+    """Maximum and minimum learning rate of a parameter group. None stands for the run's value (--lr or --min-lr)."""
 
     lr: float | None = None
     min_lr: float | None = None
@@ -33,10 +33,10 @@ class ParamGroup:
     """Optimizer (value of --optimizer) that updates the group. With muon, the parameters that Muon does not update are in groups of
     adam."""
     lr_mult: float = 1.0
-    """Number by which the learning rate of the run is multiplied for the group."""
+    """Factor of the group's learning rate, relative to the learning rate of the run."""
     lr_bounds: LearningRateBounds = DEFAULT_LR_BOUNDS
     wd_mult: float = 1.0
-    """Number by which the weight decay of the run is multiplied for the group; 0 for biases and the weights of norms."""
+    """Factor of the group's weight decay, relative to the weight decay of the run; 0 for biases and the weights of norms."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of Adam's two moments."""
     eps: float = 1e-8
@@ -55,12 +55,12 @@ size.
 """
 
 
-def mup_lr_factor(optimizer: str, role: Role, width: float) -> float:
-    """Return the number by which muP multiplies a parameter's learning rate (Yang et al. 2022, table 8).
+def compute_mup_lr_factor(optimizer: str, role: Role, width: float) -> float:
+    """Return the factor by which muP multiplies a parameter's learning rate (Yang et al. 2022, table 8).
 
     Args:
         optimizer: column of the table, "adam" or "sgd".
-        role: role of the parameter in muP (`ParamInfo.role`).
+        role: role of the parameter in muP (`ParamInfo.role`): "input", "hidden" or "output".
         width: width of the model divided by the width of the base model.
     """
     if optimizer == "adam":
@@ -69,7 +69,7 @@ def mup_lr_factor(optimizer: str, role: Role, width: float) -> float:
 
 
 def build_group_lookup(config: OptimizerConfig) -> GroupLookup:
-    """Build a function that returns the parameter group of a parameter. It caches groups by parameter name."""
+    """Build a function that returns the parameter group of a parameter. The function caches groups by parameter name."""
     groups: dict[str, ParamGroup] = {}
 
     def group_of(param: ParamInfo) -> ParamGroup:
@@ -84,8 +84,12 @@ _MAX_LISTED_NAMES = 5  # per group in the start-up log
 
 
 def format_groups(config: OptimizerConfig, weights: Iterable[WeightSpec]) -> list[str]:
-    """Return the lines of the table of parameter groups for the start-up log: number of parameters, optimizer settings and
-    names."""
+    """Return the lines of the start-up log's table of parameter groups. A row has the number of parameters of a group, their
+    optimizer, learning rate and weight decay, and their names.
+
+    Args:
+        weights: all parameters of the model.
+    """
     group_of, weights_of_group = build_group_lookup(config), dict[ParamGroup, list[WeightSpec]]()
     for weight in weights:
         # Weights outside the groups are updated from the experts' assignment counts, or frozen.
@@ -119,7 +123,7 @@ def format_groups(config: OptimizerConfig, weights: Iterable[WeightSpec]) -> lis
 
 
 def is_hidden_matrix(param: ParamInfo) -> bool:
-    """Return whether Muon updates a parameter: a matrix within a layer.
+    """Return whether a parameter is a matrix within a layer, which Muon can update.
 
     Embeddings, the output layer and vectors are left to AdamW (Jordan et al. 2024).
     """
@@ -141,7 +145,7 @@ def _build_group(config: OptimizerConfig, param: ParamInfo) -> ParamGroup:
         optimizer = "adam"
     # A check of the settings rejects muP with optimizers that are not in MUP_COLUMNS.
     has_mup_scaling = param.mup_width != 1.0 and optimizer in MUP_COLUMNS
-    mup_lr_mult = mup_lr_factor(MUP_COLUMNS[optimizer], param.role, param.mup_width) if has_mup_scaling else 1.0
+    mup_lr_mult = compute_mup_lr_factor(MUP_COLUMNS[optimizer], param.role, param.mup_width) if has_mup_scaling else 1.0
     return ParamGroup(
         optimizer,
         overrides.get("lr_mult", 1.0) * mup_lr_mult,

@@ -21,7 +21,8 @@ _SYNTAX = "a number N (every N-th layer) or a list with 0 or 1 for each layer, s
 
 @functools.lru_cache(maxsize=64)
 def parse_pattern(text: str | None) -> LayerPattern | None:
-    """Parse a layer pattern. Return None if `text` is None or invalid (`find_pattern_problem` describes the error)."""
+    """Parse a layer pattern, such as "4" or "[1,1,0,1]". Return None if `text` is None or invalid; `find_pattern_problem` then says
+    what is wrong."""
     try:
         return None if text is None else _parse(text)
     except ValueError:
@@ -29,21 +30,22 @@ def parse_pattern(text: str | None) -> LayerPattern | None:
 
 
 def find_pattern_problem(text: str, num_layers: int) -> str | None:
-    """Return a sentence that describes why a pattern is invalid for `num_layers` layers, or None if it is valid."""
+    """Return a sentence that says why a layer pattern is invalid for `num_layers` layers, or None if it is valid."""
     try:
         pattern = _parse(text)
     except ValueError as error:
         return str(error)
     if isinstance(pattern, int) or len(pattern) == num_layers:
         return None
-    return f"The list has {len(pattern)} entries for {num_layers} layers."
+    return f"The list in the pattern has {len(pattern)} entries, but the model has {num_layers} layers."
 
 
 def is_marked(pattern: LayerPattern | None, layer_index: int) -> bool:
-    """Return whether a pattern selects a layer. A number N selects the last of every N layers; a list selects the layers with a 1.
+    """Return whether a layer pattern selects a layer. A number N selects the last of every N layers; a list selects the layers with
+    a 1.
 
     Args:
-        pattern: None selects no layer.
+        pattern: parsed pattern; None selects no layer.
         layer_index: counted from 0.
     """
     if pattern is None or isinstance(pattern, int):
@@ -74,18 +76,21 @@ def _parse(text: str) -> LayerPattern:
     if text.strip().isdecimal():
         period = int(text.strip()[:16])
         if period < 1:
-            raise ValueError("N must be at least 1.")
+            raise ValueError(f"The pattern N selects every N-th layer, so N must be at least 1, not {period}.")
         return period
     tokens = re.findall(r"\d+|\S", text)
     marks, end = _parse_sum(tokens, 0)
     if end < len(tokens):
-        raise ValueError(f"{tokens[end]!r} is unexpected. Give {_SYNTAX}.")
+        raise ValueError(f"{tokens[end]!r} is unexpected in the pattern. Give {_SYNTAX}.")
     return tuple(marks)
 
 
 def _parse_sum(tokens: list[str], position: int) -> tuple[list[bool], int]:
-    """Parse lists joined by +, from `tokens[position]` on. Return the value for each layer (True for 1) and the position after the
-    last parsed token."""
+    """Parse lists joined by +, such as [0] + [1,1] * 2, from `tokens[position]` on.
+
+    Returns:
+        the value for each layer (True for 1), and the position after the last parsed token.
+    """
     marks, position = _parse_product(tokens, position)
     while tokens[position : position + 1] == ["+"]:
         term, position = _parse_product(tokens, position + 1)
@@ -94,21 +99,26 @@ def _parse_sum(tokens: list[str], position: int) -> tuple[list[bool], int]:
 
 
 def _parse_product(tokens: list[str], position: int) -> tuple[list[bool], int]:
-    """Parse a list, or a sum in parentheses, with the repetition factors after it (*N). Return the value for each layer and the
-    position after the last parsed token."""
+    """Parse a list, or a sum in parentheses, and the repetition factors after it (*N), from `tokens[position]` on.
+
+    Returns:
+        the value for each layer (True for 1), and the position after the last parsed token.
+    """
     if tokens[position : position + 1] == ["("]:
         marks, position = _parse_sum(tokens, position + 1)
         if tokens[position : position + 1] != [")"]:
-            raise ValueError("A parenthesis ( is not closed.")
+            raise ValueError("A parenthesis ( is not closed in the pattern. Add a closing parenthesis.")
         position += 1
     else:
         marks, position = _parse_list(tokens, position)
     while tokens[position : position + 1] == ["*"]:
         factor = tokens[position + 1] if position + 1 < len(tokens) else ""
         if not factor.isdecimal():
-            raise ValueError("A number must follow *.")
+            raise ValueError("A number must follow * in the pattern: how often to repeat the list.")
         if len(marks) * int(factor[:16]) > _MAX_LAYERS:
-            raise ValueError(f"The list has entries for more than {_MAX_LAYERS:,} layers.")
+            raise ValueError(
+                f"With its repetitions (*), the list in the pattern covers more than {_MAX_LAYERS:,} layers. Repeat less often."
+            )
         marks, position = marks * int(factor), position + 2
     return marks, position
 
@@ -123,6 +133,6 @@ def _parse_list(tokens: list[str], position: int) -> tuple[list[bool], int]:
 def _parse_entries(tokens: list[str]) -> Iterator[bool]:
     for position, token in enumerate(tokens):
         if token not in (("0", "1") if position % 2 == 0 else (",",)):
-            raise ValueError(f"A list must contain 0 and 1, separated by commas, not {token!r}.")
+            raise ValueError(f"A list in the pattern must contain 0 and 1, separated by commas, not {token!r}.")
         if position % 2 == 0:
             yield token == "1"

@@ -1,8 +1,9 @@
 """Specifications of the model's layers.
 
-A transformer block builds its modules from the `LayerSpec` of its layer. Counts, checks and exports read the same specs.
+A transformer block builds its modules from the `LayerSpec` of its layer. FLOP counts, checks and exports read the same
+specifications.
 
-Layers may differ from each other, so code that reads specs must not assume equal layers. `group_equal` finds equal ones.
+Layers may differ from each other, so code that reads specifications must not assume equal layers. `group_equal` finds equal ones.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ T = TypeVar("T", bound=Hashable)
 
 @dataclass(frozen=True)
 class NormSpec:
-    """Normalization over the last dimension."""
+    """Specification of a normalization over the last dimension."""
 
     normalization: Normalization
     epsilon: float
@@ -85,7 +86,7 @@ QKNorm = Literal["each_head", "all_heads"]
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Causal multi-head or grouped-query self-attention."""
+    """Specification of causal multi-head or grouped-query self-attention."""
 
     num_heads: int
     """Number of query heads."""
@@ -98,7 +99,7 @@ class AttentionSpec:
     qk_norm: QKNorm | None
     """Normalization of queries and keys; None for no normalization.
 
-    "each_head": each head is normalized by itself. "all_heads": all heads of a token are normalized together.
+    "each_head": each head is normalized separately. "all_heads": all heads of a token are normalized together.
     """
     scores: ScoreSpec = DEFAULT_SCORES
 
@@ -110,7 +111,8 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class LatentAttentionSpec:
-    """Multi-head latent attention: keys and values are up-projected from a latent that all heads share (DeepSeek-V2, section 2.1).
+    """Specification of multi-head latent attention: keys and values are up-projected from a latent that all heads share
+    (DeepSeek-V2, section 2.1).
 
     Rotary embeddings are not applied to the up-projected keys. Instead, each query head has additional rotary channels, and one key
     with rotary channels, projected directly from the hidden state, is shared by all heads.
@@ -122,11 +124,11 @@ class LatentAttentionSpec:
     kv_lora_rank: int
     """Size of the latent that keys and values are up-projected from."""
     qk_head_dim: int
-    """Channels of a query or key head without rotary embedding. They come first."""
+    """Number of channels of a query or key head without rotary embedding. They are the first channels of the head."""
     qk_pos_emb_head_dim: int
-    """Channels of a query or key head with rotary embedding. They come last."""
+    """Number of channels of a query or key head with rotary embedding. They are the last channels of the head."""
     v_head_dim: int
-    """Channels of a value head."""
+    """Number of channels of a value head."""
     rotary: RotarySpec | None
     output_bias: bool
     has_latent_norm: bool
@@ -135,16 +137,17 @@ class LatentAttentionSpec:
 
     @property
     def head_size(self) -> int:
-        """Channels of a query or key head, without and with rotary embedding together."""
+        """Number of channels of a query or key head: those without and those with rotary embedding."""
         return self.qk_head_dim + self.qk_pos_emb_head_dim
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Transformer layer: attention and an MLP (or experts), each on a residual branch with norms before it, after it, or both."""
+    """Specification of a transformer layer: attention and an MLP (or experts), each on a residual branch with norms before it,
+    after it, or both."""
 
     norm: NormSpec
-    """Spec of all norms of the layer, including those of query and key heads and of latents."""
+    """Specification of all norms of the layer, including those of query and key heads and of latents."""
     attention: AttentionSpec | LatentAttentionSpec
     mlp: MLPSpec | ExpertsSpec
     norm_placement: NormPlacement = "pre"
@@ -155,7 +158,7 @@ class LayerSpec:
 
     @property
     def norm_names(self) -> tuple[str, ...]:
-        """Names of the norms over the hidden size, in forward order."""
+        """Names of the layer's norms over the hidden size, in forward order, such as "attention_norm" and "mlp_norm"."""
         has_pre_norm, has_post_norm = self.norm_placement in ("pre", "sandwich"), self.norm_placement in ("post", "sandwich")
         is_used = {
             "attention_norm": has_pre_norm,
@@ -168,7 +171,7 @@ class LayerSpec:
 
 @lru_cache(maxsize=64)
 def build_layer_specs(model: ModelConfig) -> tuple[LayerSpec, ...]:
-    """Build the spec of every layer, in order from the first layer to the last.
+    """Build the specification of every layer, in order from the first layer to the last.
 
     The model settings must have passed their checks (`megatron.config.checks.model`).
     """
@@ -178,7 +181,7 @@ def build_layer_specs(model: ModelConfig) -> tuple[LayerSpec, ...]:
 
 
 def _build_layer_spec(model: ModelConfig, has_window: bool, has_rotary: bool, uses_experts: bool) -> LayerSpec:
-    """Build the spec of a layer with or without the attention window, rotary embeddings and experts."""
+    """Build the specification of a layer with or without the attention window, rotary embeddings and experts."""
     return LayerSpec(
         build_norm_spec(model),
         _build_attention_spec(model, has_window, has_rotary),
@@ -252,25 +255,29 @@ def _has_window(model: ModelConfig, layer_index: int) -> bool:
 
 
 def _has_rotary(model: ModelConfig, layer_index: int) -> bool:
-    """Return whether a layer (counted from 0) has rotary embeddings, in a model with rotary embeddings."""
+    """Return whether a layer has rotary embeddings, if the model uses them. (--no-rope-freq selects the layers without.)
+
+    Args:
+        layer_index: counted from 0.
+    """
     return not is_marked(parse_pattern(model.no_rope_freq), layer_index)
 
 
 def build_mtp_layer_specs(model: ModelConfig) -> tuple[LayerSpec, ...]:
-    """Build one layer spec per depth of multi-token prediction. Each equals the spec of the model's last layer."""
+    """Build one layer specification per depth of multi-token prediction, each equal to that of the model's last layer."""
     return build_layer_specs(model)[-1:] * model.mtp_num_layers
 
 
 def build_norm_spec(model: ModelConfig) -> NormSpec:
-    """Build the spec that all norms of the model share, including the final norm."""
+    """Build the specification that all norms of the model share, including the final norm."""
     biased = model.normalization == "LayerNorm" and model.norm_weight and model.norm_bias
     return NormSpec(model.normalization, model.norm_epsilon, model.norm_weight, biased, model.apply_layernorm_1p)
 
 
 def group_equal(items: Iterable[T]) -> dict[T, list[int]]:
-    """Return the indices of each distinct item, in order of first occurrence.
+    """Group equal items: return the indices of each distinct item, in order of first occurrence.
 
-    For `build_layer_specs(model)` the result maps each distinct layer spec to the layers that have it.
+    For `build_layer_specs(model)` the result maps each distinct layer specification to the indices of its layers.
     """
     indices_of_item: dict[T, list[int]] = {}
     previous: object = indices_of_item  # equal to no item

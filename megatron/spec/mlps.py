@@ -1,4 +1,4 @@
-"""Specifications of a layer's second half: an MLP, or experts with a router. docs/moe.md explains the settings of experts."""
+"""Specifications of the second half of a layer: an MLP, or experts with a router. docs/moe.md explains the settings of experts."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from megatron.spec.layer_pattern import is_marked, parse_pattern
 
 @dataclass(frozen=True)
 class MLPSpec:
-    """MLP: two linear layers with an activation in between."""
+    """Specification of an MLP: two linear layers with an activation in between."""
 
     ffn_size: int
     activation: Activation
     bias: bool
     linear_offset: float = 0.0
-    """Constant that quick_geglu adds to the linear (value) half of its input."""
+    """Constant that the quick_geglu activation adds to the linear (value) half of its input."""
     clamp_value: float | None = None
-    """Bound to which quick_geglu clamps its input; None for no clamping."""
+    """Bound to which the quick_geglu activation clamps its input; None for no clamping."""
 
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """Router: how experts are selected for a token, and how their load is balanced."""
+    """Specification of a router: how experts are selected for a token, and how the load of the experts is balanced."""
 
     num_experts: int
     top_k: int
-    """Number of experts per token."""
+    """Number of experts that are selected for a token."""
     score_function: ScoreFunction
     pre_softmax: bool
     """Whether the softmax is over all experts, before the top-k selection. Otherwise it is over the selected experts."""
@@ -38,7 +38,7 @@ class RouterSpec:
     num_groups: int
     """Number of groups of consecutive experts for group-limited routing; 1 for no groups."""
     top_k_groups: int
-    """Number of groups from which the experts of a token may be selected."""
+    """Number of expert groups from which the experts of a token may be selected."""
     dtype: RouterDtype | None
     """Dtype of the router's matrix product; None for the dtype of the model."""
     balancing: Balancing
@@ -51,14 +51,16 @@ class RouterSpec:
     input_jitter: float = 0.0
     """Noise on the router's input: each element is multiplied by a random number between 1 - input_jitter and 1 + input_jitter."""
     capacity_factor: float | None = None
-    """Capacity of an expert, as a multiple of the mean number of assignments per expert; None for no limit."""
+    """Capacity of an expert (the largest number of tokens it accepts), as a multiple of the mean number of tokens per expert;
+    None for no limit."""
     drops_by_position: bool = False
-    """Whether assignments of the last tokens are dropped first. Otherwise those with the lowest probabilities are dropped first."""
+    """Whether an expert above its capacity drops the last tokens. Otherwise it drops the tokens with the lowest
+    probabilities."""
     pads_to_capacity: bool = False
     """Whether the input of each expert is padded with zeros to its capacity."""
 
     def get_capacity(self, num_tokens: int) -> int | None:
-        """Return how many assignments an expert accepts from a sequence of `num_tokens` tokens; None for no limit.
+        """Return how many tokens an expert accepts from a sequence of `num_tokens` tokens; None for no limit.
 
         A token is assigned to an expert at most once, so the capacity never exceeds `num_tokens`.
         """
@@ -71,7 +73,8 @@ class RouterSpec:
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """Mixture of experts: a router, equal experts, and optionally a shared expert that processes all tokens."""
+    """Specification of a mixture of experts: a router, experts of equal shape, and optionally a shared expert that processes all
+    tokens."""
 
     router: RouterSpec
     expert: MLPSpec
@@ -81,13 +84,14 @@ class ExpertsSpec:
 
 
 def build_mlp_spec(model: ModelConfig, ffn_size: int) -> MLPSpec:
-    """Build the spec of an MLP with an intermediate size of `ffn_size`. All other properties follow from the model config."""
+    """Build the specification of an MLP with an intermediate size of `ffn_size`. All other properties follow from the model
+    settings."""
     bias = not model.disable_bias_linear or model.add_mlp_bias
     return MLPSpec(ffn_size, get_activation(model), bias, model.glu_linear_offset, model.activation_func_clamp_value)
 
 
 def build_experts_spec(model: ModelConfig) -> ExpertsSpec:
-    """Build the spec of a layer's experts. The model config must have experts."""
+    """Build the specification of a layer's experts. The model settings must have experts."""
     assert model.num_experts is not None
     shared_ffn_size = model.moe_shared_expert_intermediate_size
     router = RouterSpec(
@@ -116,7 +120,8 @@ def build_experts_spec(model: ModelConfig) -> ExpertsSpec:
 
 
 def _resolve_group_routing(model: ModelConfig) -> tuple[int, int]:
-    """Return the number of expert groups and the number of groups that a token may use; (1, 1) for no restriction."""
+    """Return the number of expert groups, and from how many of them the experts of a token may be selected. (1, 1) for no
+    restriction."""
     num_groups, top_k_groups = model.moe_router_num_groups or 1, model.moe_router_group_topk
     return (num_groups, top_k_groups) if top_k_groups < num_groups else (1, 1)
 
@@ -134,7 +139,7 @@ def has_experts(model: ModelConfig, layer_index: int) -> bool:
 
 
 def has_dense_layers(model: ModelConfig) -> bool:
-    """Return whether any layer has a dense MLP.
+    """Return whether any layer has a dense MLP instead of experts.
 
     The function does not iterate over the layers, because checks of the settings call it for an arbitrarily large number of layers.
     """

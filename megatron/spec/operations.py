@@ -1,7 +1,7 @@
 """Pipeline schedules as data: a list of operations for each stage.
 
-A schedule is built by a generator (`megatron.spec.schedules`), checked by the validator, timed by the simulator and run by the
-executor (`megatron.pipeline_parallel`).
+A generator builds a schedule (`megatron.spec.schedules`). In `megatron.pipeline_parallel`, a validator checks it, a simulator times
+it and an executor runs it.
 
 Messages between stages are not listed because they follow from the operations: the output of chunk c goes to chunk c + 1 in
 forward, and its input gradient goes to chunk c - 1 in backward, whatever stages these chunks are on.
@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 
 class OpType(enum.StrEnum):
-    """Type of an operation of a pipeline schedule.
+    """Type of an operation in a pipeline schedule.
 
     BACKWARD computes input gradients and weight gradients together. A schedule may split it into INPUT_GRAD and WEIGHT_GRAD.
 
-    RECOMPUTE runs the forward again for the layers that the gradient reaches first, if only their input was saved. It needs no
-    message, so it can run while the stage waits for the gradient.
+    RECOMPUTE runs the forward again for those layers of a chunk that backward reaches first, if only their input was saved. It
+    needs no message, so it can run while the stage waits for the gradient.
     """
 
     FORWARD = "F"
@@ -33,7 +33,7 @@ class OpType(enum.StrEnum):
 
 
 class Op(NamedTuple):
-    """Operation of a pipeline schedule, on one microbatch in one model chunk."""
+    """Operation in a pipeline schedule, such as the forward of one microbatch in one model chunk."""
 
     type: OpType
     chunk: int
@@ -51,7 +51,7 @@ class Message(NamedTuple):
 
 
 class LinkedOp(NamedTuple):
-    """Operation with the message that it receives and the message that it sends. Either is None if there is no message."""
+    """Operation with the message that it receives and the message that it sends; None if it receives or sends none."""
 
     op: Op
     receives: Message | None
@@ -84,7 +84,7 @@ class Schedule:
         messages: dict[tuple[bool, int], list[Message]] = {}
         messages_of_op: dict[tuple[OpType, int], tuple[list[Message] | None, list[Message] | None]] = {}
 
-        def for_all_microbatches(message: Message | None) -> list[Message] | None:
+        def expand_to_microbatches(message: Message | None) -> list[Message] | None:
             if message is None:
                 return None
             if message[:2] not in messages:
@@ -95,8 +95,8 @@ class Schedule:
             op_type, chunk, m = op
             if (op_type, chunk) not in messages_of_op:
                 messages_of_op[op_type, chunk] = (
-                    for_all_microbatches(self.get_received_message(op)),
-                    for_all_microbatches(self.get_sent_message(op)),
+                    expand_to_microbatches(self.get_received_message(op)),
+                    expand_to_microbatches(self.get_sent_message(op)),
                 )
             received, sent = messages_of_op[op_type, chunk]
             return LinkedOp(op, None if received is None else received[m], None if sent is None else sent[m])
@@ -133,7 +133,7 @@ class OpCosts:
     Messages between chunks of the same stage take no time.
     """
     recompute: float = 0.0
-    """Time to recompute layers before the gradient arrives (RECOMPUTE).
+    """Duration of a RECOMPUTE operation, which recomputes layers before the gradient arrives.
 
     Recomputation within backward counts as part of `input_grad`.
     """
@@ -149,7 +149,8 @@ class OpCosts:
         return self.weight_grad if op.type is OpType.WEIGHT_GRAD else self.input_grad + self.weight_grad
 
     def divide_by_chunks(self, chunks_per_stage: int) -> OpCosts:
-        """Convert the durations of operations on a stage to the durations on each of its `chunks_per_stage` equal chunks."""
+        """Return the durations on each of the `chunks_per_stage` equal chunks of a stage, if these are the durations on the full
+        stage."""
         num_chunks = chunks_per_stage
         return OpCosts(
             self.forward / num_chunks,
@@ -167,7 +168,7 @@ def assign_chunks_round_robin(num_stages: int, chunks_per_stage: int = 1) -> tup
 
 
 def assign_chunks_v_shape(num_stages: int) -> tuple[int, ...]:
-    """Return the stage of each of the 2p chunks, in V shape, where p is the number of stages (Qi et al. 2024, Controllable Memory).
+    """Return the stage of each chunk if each of p stages has two chunks in V shape (Qi et al. 2024, Controllable Memory).
 
     The stages ascend and then descend, so stage 0 has the first and the last chunk.
     """
@@ -175,7 +176,7 @@ def assign_chunks_v_shape(num_stages: int) -> tuple[int, ...]:
 
 
 def extract_forwards(schedule: Schedule) -> Schedule:
-    """Return a schedule with only the forwards of a training schedule, for evaluation.
+    """Return a schedule with only the forward operations of a training schedule, for evaluation.
 
     The order stays valid, because removing operations from a valid order never invalidates it.
     """
@@ -184,7 +185,7 @@ def extract_forwards(schedule: Schedule) -> Schedule:
 
 
 def add_recompute(schedule: Schedule, chunks: Collection[int]) -> Schedule:
-    """Return the schedule with a RECOMPUTE before each BACKWARD or INPUT_GRAD of the given chunks."""
+    """Return the schedule with a RECOMPUTE operation before each BACKWARD or INPUT_GRAD operation of the given chunks."""
 
     def expand(op: Op) -> tuple[Op, ...]:
         needs_recompute = op.type in (OpType.BACKWARD, OpType.INPUT_GRAD) and op.chunk in chunks
@@ -194,7 +195,7 @@ def add_recompute(schedule: Schedule, chunks: Collection[int]) -> Schedule:
 
 
 def truncate_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """Return the schedule for the first `num_microbatches` microbatches only.
+    """Return a schedule with only the operations of the first `num_microbatches` microbatches.
 
     The order stays valid, because an operation depends only on operations of its own microbatch.
     """

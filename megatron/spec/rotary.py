@@ -41,8 +41,9 @@ class Llama3Scaling:
 class YarnScaling:
     """YaRN scaling (Peng et al. 2023).
 
-    Low frequencies are divided by a factor. Over a range of channel pairs, the divisor changes linearly from 1 to the factor.
-    Rotated queries and keys are multiplied by an attention factor.
+    High frequencies are unchanged, and low frequencies are divided by a factor. Over a range of channel pairs in between, the
+    result is interpolated linearly from the unchanged to the divided frequency. Rotated queries and keys are multiplied by an
+    attention factor.
     """
 
     factor: float
@@ -53,14 +54,14 @@ class YarnScaling:
     beta_slow: float
     """Channel pairs that complete fewer rotations than this in the original context have their frequency divided by the factor."""
     rounds_bounds: bool
-    """Whether the two bounds of the range of interpolated frequencies are rounded outwards to whole channel pairs."""
+    """Whether the bounds of the range of channel pairs with interpolated frequencies are rounded outwards to whole pairs."""
     attention_factor: float
     """Number by which rotated queries and keys are multiplied."""
 
 
 @dataclass(frozen=True)
 class DynamicScaling:
-    """NTK-aware scaling ("dynamic" in transformers).
+    """NTK-aware scaling of rotary frequencies ("dynamic" in transformers).
 
     The frequency base grows with the sequence length beyond the original context.
     """
@@ -70,14 +71,14 @@ class DynamicScaling:
     """Context length before scaling, in tokens."""
 
     def scale_base(self, base: float, rotary_dim: int, length: int) -> float:
-        """Return the frequency base for a sequence of `length` tokens."""
+        """Return the frequency base that replaces `base` for a sequence of `length` tokens."""
         stretched = self.factor * max(length / self.original_context, 1.0) - (self.factor - 1)
         return float(base * stretched ** (rotary_dim / (rotary_dim - 2)))
 
 
 @dataclass(frozen=True)
 class LongScaling:
-    """LongRoPE (Ding et al. 2024): each frequency has its own divisor.
+    """LongRoPE scaling (Ding et al. 2024): the frequency of each channel pair has its own divisor.
 
     One list of divisors is for sequences within the original context, the other for longer sequences.
     """
@@ -99,14 +100,14 @@ Scaling = LinearScaling | Llama3Scaling | YarnScaling | DynamicScaling | LongSca
 
 @dataclass(frozen=True)
 class RotarySpec:
-    """Rotary position embedding of a layer."""
+    """Specification of the rotary position embedding of a layer."""
 
     rotary_dim: int
     """Number of leading channels of each head that are rotated."""
     base: float
     scaling: Scaling | None = None
     is_interleaved: bool = False
-    """Whether consecutive channels form a pair. Otherwise channels c and c + rotary_dim / 2 form a pair."""
+    """Whether two consecutive channels form a rotated pair. Otherwise channels c and c + rotary_dim / 2 form a pair."""
 
     @property
     def attention_factor(self) -> float:
@@ -115,7 +116,7 @@ class RotarySpec:
 
 
 def get_rotary_dim(model: ModelConfig) -> int:
-    """Return the number of rotated channels of a head, from --rotary-percent or the settings of latent attention.
+    """Return the number of rotated channels of a head, from --rotary-percent or, in latent attention, --qk-pos-emb-head-dim.
 
     A check of the settings requires an even number.
     """
@@ -125,11 +126,11 @@ def get_rotary_dim(model: ModelConfig) -> int:
 
 
 def build_rotary_spec(model: ModelConfig, *, has_window: bool = False) -> RotarySpec | None:
-    """Build the rotary embedding spec of a layer, or return None if the model has other position embeddings.
+    """Build the specification of a layer's rotary embedding, or return None if the model has other position embeddings.
 
     Args:
-        has_window: whether the layer has an attention window. Such layers may have their own base (`rotary_base_local`), without
-            scaling.
+        has_window: whether the layer has an attention window. Layers with a window may have their own frequency base
+            (`rotary_base_local`), without scaling.
     """
     if model.position_embedding_type != "rope":
         return None
@@ -143,7 +144,7 @@ LLAMA3_CONTEXT, DEFAULT_CONTEXT = 8192, 4096
 
 
 def get_original_context(model: ModelConfig) -> int:
-    """Return the context length in tokens for which the unscaled frequencies were chosen."""
+    """Return the context length in tokens for which the unscaled rotary frequencies were chosen."""
     return model.original_max_position_embeddings or (LLAMA3_CONTEXT if model.use_rope_scaling else DEFAULT_CONTEXT)
 
 
@@ -163,8 +164,8 @@ def _build_scaling(model: ModelConfig) -> Scaling | None:
 
 
 def compute_attention_factor(model: ModelConfig) -> float:
-    """Return the number by which YaRN or LongRoPE multiplies rotated queries and keys: the configured value, or the formula of the
-    paper."""
+    """Return the number by which YaRN or LongRoPE multiplies rotated queries and keys: --rope-attention-factor, or else the formula
+    of the paper."""
     factor = model.rotary_scaling_factor
     if model.rope_attention_factor is not None:
         return model.rope_attention_factor
@@ -174,13 +175,18 @@ def compute_attention_factor(model: ModelConfig) -> float:
 
 
 def compute_score_factor(model: ModelConfig) -> float:
-    """Return the factor by which YaRN multiplies the scores of latent attention (DeepSeek-V2).
+    """Return the number by which YaRN multiplies the attention scores of latent attention (DeepSeek-V2); 1 without YaRN.
 
-    It applies in addition to the attention factor of the rotated channels.
+    The scores are multiplied by it in addition to the attention factor of the rotated channels.
     """
     return get_yarn_mscale(model.rotary_scaling_factor, model.mscale_all_dim) ** 2 if model.rope_type == "yarn" else 1.0
 
 
 def get_yarn_mscale(factor: float, mscale: float) -> float:
-    """Return YaRN's attention scale, 0.1 x mscale x ln(factor) + 1."""
+    """Return YaRN's attention scale, 0.1 x mscale x ln(factor) + 1.
+
+    Args:
+        factor: number by which low rotary frequencies are divided; values below 1 count as 1.
+        mscale: coefficient of the logarithm.
+    """
     return 0.1 * mscale * math.log(max(factor, 1.0)) + 1.0

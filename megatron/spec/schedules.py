@@ -1,4 +1,4 @@
-"""Pipeline schedules: the functions that build them, and a table of the schedules by the name in `--pipeline-schedule`.
+"""Pipeline schedules: the functions that build them, and a table of all schedules by their name in `--pipeline-schedule`.
 
 Flags, checks of the settings, the planner, benchmarks and tests all read the table. To add a schedule, write a function that builds
 it and add a `ScheduleSpec` to the table.
@@ -23,16 +23,16 @@ from megatron.spec.operations import (
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """Entry of the table of schedules: name and properties of a pipeline schedule, and the function that builds it."""
+    """Name and properties of a pipeline schedule, and the function that builds it."""
 
     name: str
-    """Value of `--pipeline-schedule`."""
+    """Name of the schedule: a value of `--pipeline-schedule`."""
     build: Callable[[int, int, int], Schedule]
-    """Build the schedule from (stages, microbatches, chunks per stage)."""
+    """Function that builds the schedule from (number of stages, number of microbatches, chunks per stage)."""
     assign_chunks: Callable[[int, int], tuple[int, ...]] = assign_chunks_round_robin
-    """Return the stage of each chunk, from (stages, chunks per stage)."""
+    """Function that returns the stage of each chunk, from (number of stages, chunks per stage)."""
     chunks_per_stage: int | None = 1
-    """Required number of chunks per stage. None: any number from 2 on (with 1 chunk the schedule would be another one)."""
+    """Required number of model chunks per stage. None for any number from 2 on."""
     splits_backward: bool = False
     """Whether the schedule has separate operations for input gradients and weight gradients."""
     chunk_description: str = "It has one virtual stage (chunk) on each pipeline rank."
@@ -65,14 +65,14 @@ def build_1f1b(num_stages: int, num_microbatches: int) -> Schedule:
     The warm-up of a stage has `num_stages - stage - 1` forwards, so at most `num_stages - stage` activations are alive on it.
     """
 
-    def stage_ops(stage: int) -> tuple[Op, ...]:
+    def build_stage_ops(stage: int) -> tuple[Op, ...]:
         warmup = min(num_stages - stage - 1, num_microbatches)
         ops = [Op(OpType.FORWARD, stage, m) for m in range(warmup)]
         for m in range(num_microbatches - warmup):
             ops += [Op(OpType.FORWARD, stage, warmup + m), Op(OpType.BACKWARD, stage, m)]
         return tuple(ops + [Op(OpType.BACKWARD, stage, m) for m in range(num_microbatches - warmup, num_microbatches)])
 
-    return Schedule("1f1b", num_microbatches, assign_chunks_round_robin(num_stages), tuple(map(stage_ops, range(num_stages))))
+    return Schedule("1f1b", num_microbatches, assign_chunks_round_robin(num_stages), tuple(map(build_stage_ops, range(num_stages))))
 
 
 def build_interleaved_1f1b(num_stages: int, num_microbatches: int, chunks_per_stage: int) -> Schedule:
@@ -80,17 +80,18 @@ def build_interleaved_1f1b(num_stages: int, num_microbatches: int, chunks_per_st
 
     Its bubble is that of 1F1B divided by the chunks per stage. Microbatches are divided into rounds: a stage runs all microbatches
     of a round through one chunk, then through its next chunk. The paper requires rounds of exactly `num_stages` microbatches, so
-    `num_microbatches` must be a multiple. Here the remainder is distributed over the rounds, longer rounds first. A round has at
-    least `num_stages` microbatches. So when the first stage begins the next chunk, the last stage has finished the round's first
-    microbatch, and no stage waits. The bubble therefore equals that of the paper for any number of microbatches from `num_stages`
-    on, at the price of a few more live activations.
+    its `num_microbatches` must be a multiple. Here the remainder is distributed over the rounds, longer rounds first.
+
+    A round has at least `num_stages` microbatches. So when the first stage begins the next chunk, the last stage has finished the
+    round's first microbatch, and no stage waits. The bubble therefore equals that of the paper for any number of microbatches from
+    `num_stages` on, at the price of a few more live activations.
     """
     rounds = split_into_rounds(num_stages, num_microbatches)
     local_chunks = range(chunks_per_stage)
     forward_order = [(local_chunk, m) for microbatches in rounds for local_chunk in local_chunks for m in microbatches]
     backward_order = [(local_chunk, m) for microbatches in rounds for local_chunk in reversed(local_chunks) for m in microbatches]
 
-    def stage_ops(stage: int) -> tuple[Op, ...]:
+    def build_stage_ops(stage: int) -> tuple[Op, ...]:
         forwards = [Op(OpType.FORWARD, local_chunk * num_stages + stage, m) for local_chunk, m in forward_order]
         backwards = [Op(OpType.BACKWARD, local_chunk * num_stages + stage, m) for local_chunk, m in backward_order]
         # Warm-up: the first round through all chunks but the last, plus the time from this stage to the last and back.
@@ -98,13 +99,13 @@ def build_interleaved_1f1b(num_stages: int, num_microbatches: int, chunks_per_st
         steady = [op for pair in zip(forwards[warmup:], backwards, strict=False) for op in pair]
         return tuple(forwards[:warmup] + steady + backwards[len(forwards) - warmup :])
 
-    stages = tuple(map(stage_ops, range(num_stages)))
+    stages = tuple(map(build_stage_ops, range(num_stages)))
     return Schedule("interleaved", num_microbatches, assign_chunks_round_robin(num_stages, chunks_per_stage), stages)
 
 
 def split_into_rounds(num_stages: int, num_microbatches: int) -> list[range]:
-    """Split the microbatches into rounds (see `build_interleaved_1f1b`): as many consecutive ranges of at least `num_stages` as
-    possible.
+    """Split the microbatches into rounds of the interleaved schedule: as many ranges of consecutive microbatches as possible, each
+    of at least `num_stages` (see `build_interleaved_1f1b`).
 
     The lengths of the ranges differ by at most 1. Fewer microbatches than stages form a single range.
     """
@@ -120,11 +121,11 @@ def split_into_rounds(num_stages: int, num_microbatches: int) -> list[range]:
 def build_zb_h1(num_stages: int, num_microbatches: int) -> Schedule:
     """Build the ZB-H1 schedule: 1F1B with deferred weight gradients (Qi et al. 2023, section 2.1, "handcrafted schedule ZB-H1").
 
-    Stage s of p stages defers s weight gradients. So every stage has as many live activations as the first stage of 1F1B (p), and
-    during the cooldown input gradients are passed on without waiting for weight gradients.
+    With p stages, stage s (from 0) defers s weight gradients. So every stage has p live activations, as many as the first stage of
+    1F1B. During the cooldown, input gradients are passed on without waiting for weight gradients.
     """
 
-    def stage_ops(stage: int) -> tuple[Op, ...]:
+    def build_stage_ops(stage: int) -> tuple[Op, ...]:
         warmup = min(num_stages - stage - 1, num_microbatches)
         ops = [Op(OpType.FORWARD, stage, m) for m in range(warmup)]
         next_weight = 0
@@ -138,19 +139,21 @@ def build_zb_h1(num_stages: int, num_microbatches: int) -> Schedule:
                 next_weight += 1
         return tuple(ops + [Op(OpType.WEIGHT_GRAD, stage, m) for m in range(next_weight, num_microbatches)])
 
-    return Schedule("zb-h1", num_microbatches, assign_chunks_round_robin(num_stages), tuple(map(stage_ops, range(num_stages))))
+    return Schedule(
+        "zb-h1", num_microbatches, assign_chunks_round_robin(num_stages), tuple(map(build_stage_ops, range(num_stages)))
+    )
 
 
 def build_zb_v(num_stages: int, num_microbatches: int) -> Schedule:
     """Build the ZB-V schedule: two chunks per stage, in V shape ("ZB-V", Qi et al. 2023, section 6; "V-ZB", Qi et al. 2024).
 
-    With p stages, equal costs and at least 2p - 1 microbatches, no stage is idle between its first and its last operation. Each
-    stage has 2p live activations of half a stage each, which is as much memory as on the first stage of 1F1B. With fewer
-    microbatches, the schedule is that for 2p - 1 microbatches, without the operations of the missing microbatches.
+    With p stages, equal durations of all operations and at least 2p - 1 microbatches, no stage is idle between its first and its
+    last operation. Each stage has 2p live activations of half a stage each, which is as much memory as on the first stage of 1F1B.
+    With fewer microbatches, the schedule is that for 2p - 1 microbatches, without the operations of the missing microbatches.
     """
     schedule_microbatches = max(num_microbatches, 2 * num_stages - 1)
 
-    def stage_ops(stage: int) -> tuple[Op, ...]:
+    def build_stage_ops(stage: int) -> tuple[Op, ...]:
         down, up = stage, 2 * num_stages - 1 - stage
         ops: list[Op] = []
         next_microbatch = {(op_type, chunk): 0 for op_type in OpType for chunk in (down, up)}
@@ -187,7 +190,9 @@ def build_zb_v(num_stages: int, num_microbatches: int) -> Schedule:
                 add(chunk, weight_grad)
         return tuple(ops)
 
-    schedule = Schedule("zb-v", schedule_microbatches, assign_chunks_v_shape(num_stages), tuple(map(stage_ops, range(num_stages))))
+    schedule = Schedule(
+        "zb-v", schedule_microbatches, assign_chunks_v_shape(num_stages), tuple(map(build_stage_ops, range(num_stages)))
+    )
     return truncate_microbatches(schedule, num_microbatches)
 
 
@@ -217,7 +222,7 @@ SCHEDULES: dict[str, ScheduleSpec] = {spec.name: spec for spec in _SPECS}
 
 
 def get_default_schedule(has_multiple_chunks: bool) -> str:
-    """Return the name of the default schedule: 1F1B, or its interleaved form with several chunks per stage.
+    """Return the name of the default pipeline schedule: "1f1b", or "interleaved" with several chunks per stage.
 
     Args:
         has_multiple_chunks: whether a stage has several chunks.
@@ -233,25 +238,25 @@ def list_split_backward_schedules() -> list[str]:
 def build_schedule(
     name: str, num_stages: int, num_microbatches: int, chunks_per_stage: int = 1, *, recomputed_chunks: Collection[int] = ()
 ) -> Schedule:
-    """Build the schedule with the given name.
+    """Build the pipeline schedule with the given name (a value of --pipeline-schedule).
 
     Args:
-        recomputed_chunks: chunks with layers that are recomputed before backward.
+        recomputed_chunks: indices of the model chunks with layers that are recomputed before backward.
 
     Raises:
         ValueError: the name is unknown, a number is not positive, or the schedule does not support `chunks_per_stage`.
     """
     if min(num_stages, num_microbatches, chunks_per_stage) < 1:
         raise ValueError(
-            f"stages, microbatches and chunks per stage must be at least 1, "
-            f"not {num_stages}, {num_microbatches}, {chunks_per_stage}"
+            f"the numbers of stages, microbatches and chunks per stage must be at least 1, "
+            f"not {num_stages} stages, {num_microbatches} microbatches and {chunks_per_stage} chunks per stage"
         )
     schedule = _get_spec(name, chunks_per_stage).build(num_stages, num_microbatches, chunks_per_stage)
     return add_recompute(schedule, recomputed_chunks) if recomputed_chunks else schedule
 
 
 def assign_chunks(name: str, num_stages: int, chunks_per_stage: int = 1) -> tuple[int, ...]:
-    """Return the stage of each chunk in the schedule with the given name.
+    """Return the stage of each model chunk in the pipeline schedule with the given name.
 
     Raises:
         ValueError: the name is unknown, or the schedule does not support `chunks_per_stage`.

@@ -11,16 +11,16 @@ from megatron.config.memory import MemoryConfig, RecomputeModule
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive layers of a model chunk that are recomputed or offloaded together."""
+    """Consecutive layers of a model chunk whose activations are kept, recomputed or offloaded together."""
 
     layers: range
-    """Layer indices, counted over the whole model."""
+    """Indices of the layers, counted over the whole model."""
     is_recomputed: bool = False
     """Whether the layers are recomputed in backward (full recomputation). Only the input of the first layer is saved then."""
     recomputed_modules: frozenset[RecomputeModule] = frozenset()
     """Modules of each layer that are recomputed individually (selective recomputation)."""
     is_offloaded: bool = False
-    """Whether the saved activations are in host memory from forward to backward."""
+    """Whether the saved activations are moved to host memory from forward to backward."""
 
     @property
     def saves_memory(self) -> bool:
@@ -29,19 +29,19 @@ class Segment:
 
 
 def build_layer_segments(layers: Iterable[int], recomputed_modules: Iterable[RecomputeModule] = ()) -> tuple[Segment, ...]:
-    """Build one segment per layer, with at most selective recomputation."""
+    """Build one segment per layer, in which no modules or the given ones are recomputed (selective recomputation)."""
     return tuple(Segment(range(layer, layer + 1), recomputed_modules=frozenset(recomputed_modules)) for layer in layers)
 
 
 def plan_segments(chunks: Sequence[tuple[int, range, range]], memory: MemoryConfig) -> list[tuple[Segment, ...]]:
-    """Divide the layers of each model chunk into segments, in forward order.
+    """Divide the layers of each model chunk into segments that are recomputed or offloaded together, in forward order.
 
     Layers that are recomputed together are offloaded if the first of them is selected for offloading, since only its input is
-    saved. A depth of multi-token prediction is a separate segment, because it has other inputs. It is treated like the last layer
-    of its chunk.
+    saved. A depth of multi-token prediction is a separate segment, because it also reads token embeddings. It is treated like the
+    last layer of its chunk.
 
     Args:
-        chunks: (stage, layers, multi-token-prediction depths) of each chunk, in the order of the forward.
+        chunks: (stage, layer indices, indices of multi-token-prediction depths) of each chunk, in forward order.
     """
     segments_of_chunk = []
     for (_, layers, depths), segments, num_recomputed in zip(chunks, *_plan_recompute(chunks, memory), strict=True):
@@ -63,7 +63,8 @@ def _plan_recompute(
     """Divide the layers of each model chunk into segments by the recompute settings.
 
     Returns:
-        the segments of each chunk, and the largest number of recomputed layers of each chunk.
+        the segments of each chunk, and how many layers of each chunk the settings recompute at most. This number may exceed the
+        layers of the chunk.
     """
     by_stage = memory.recompute_counts
     assert by_stage is not None or memory.recompute_layers_per_stage is None, (
@@ -87,7 +88,7 @@ def _split_chunk(layers: range, memory: MemoryConfig, num_layers: int) -> tuple[
     """Divide the layers of one model chunk into segments by the recompute settings.
 
     Args:
-        num_layers: layers per recomputed segment (method "uniform"), or number of recomputed layers (method "block").
+        num_layers: layers per recomputed segment (--recompute-method uniform), or number of recomputed layers (block).
     """
     if memory.effective_granularity != "full":
         return build_layer_segments(layers, memory.recompute_modules if memory.effective_granularity == "selective" else ())

@@ -1,6 +1,7 @@
 """Specifications of the model's parameters. The modules are built from these specifications, and all counts are derived from them.
 
-Shapes: `h` hidden size, `v` vocabulary size, `f` intermediate size of the MLP, `E` experts.
+Shapes: `h` hidden size, `v` vocabulary size, `f` intermediate size of the MLP, `E` number of experts; `in` inputs and `out` outputs
+of a linear layer.
 """
 
 from __future__ import annotations
@@ -43,13 +44,18 @@ def split_layer_name(name: str) -> tuple[int | None, str]:
 
 
 def parse_mtp_depth(name: str) -> int | None:
-    """Return the multi-token-prediction depth of a parameter, counted from 0; None for a parameter of the main model."""
+    """Return the depth of multi-token prediction to which a parameter belongs, counted from 0; None for a parameter of the main
+    model.
+
+    Args:
+        name: global parameter name, such as "mtp.0.projection.weight".
+    """
     match = _IN_DEPTH.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def get_score_row(name: str) -> int:
-    """Return the row of a layer in a per-layer table of attention scores.
+    """Return the row of a layer in a table of maximum attention scores, which has one row per layer.
 
     Layers of the main model are rows 0, 1, ...; depths of multi-token prediction are rows -1, -2, ...
 
@@ -63,7 +69,7 @@ def get_score_row(name: str) -> int:
 
 @dataclass(frozen=True)
 class Init:
-    """Distribution of the initial values of a parameter: normal with standard deviation `std`, or constant if `std` is 0."""
+    """Distribution of the initial values of a parameter: normal with standard deviation `std`, or `constant` if `std` is 0."""
 
     std: float = 0.0
     constant: float = 0.0
@@ -75,7 +81,7 @@ ParamType = Literal["matrix", "table", "vector"]
 
 @dataclass(frozen=True)
 class FusedHeads:
-    """Layout of a fused query-key-value matrix.
+    """Layout of the rows of a fused query-key-value matrix.
 
     The matrix has one group of rows per key-value head: its query heads, its key head and its value head.
     """
@@ -88,13 +94,14 @@ class FusedHeads:
 
 @dataclass(frozen=True)
 class ScoreRows:
-    """Which rows of a matrix produce queries or keys of which attention heads. The rows consist of repeated units.
+    """Layout of the rows of a matrix that produces queries or keys, by attention head. The rows consist of equal units, one after
+    another.
 
-    A unit is a query head, or a key-value head with its query heads.
+    A unit has the rows of one query head, or of one key-value head with its query heads.
     """
 
     queries_per_unit: int
-    """Number of query heads in a unit."""
+    """Number of query heads to which the rows of a unit belong."""
     sections: tuple[tuple[int, Literal["query", "key", "both", "none"]], ...]
     """Consecutive sections of a unit: (number of rows, role).
 
@@ -105,22 +112,22 @@ class ScoreRows:
 
 @dataclass(frozen=True)
 class CountUpdate:
-    """Update of a vector from the number of tokens per expert, such as the expert bias of DeepSeek-V3.
+    """Update of a vector from the number of tokens that each expert processed, such as the expert bias of DeepSeek-V3.
 
-    The vector has one element per expert and no gradient. The counts are over a global batch.
+    The vector has one element per expert and no gradient. The numbers of tokens are those of a global batch.
     """
 
     update_rate: float | None = None
     """Amount by which a step changes an element of the expert bias (DeepSeek-V3, section 2.1.2).
 
-    The amount is added for an expert with fewer assignments than the mean, and subtracted for one with more. None: the element
-    becomes the expert's number of assignments, divided by the mean.
+    The amount is added for an expert with fewer tokens than the mean over experts, and subtracted for an expert with more.
+    None: the element becomes the expert's number of tokens, divided by the mean.
     """
 
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """Properties of one parameter of the unsharded model, such as shape and type, which do not depend on the layout."""
+    """Properties of one parameter of the unsharded model, such as shape and type, which do not depend on the parallel layout."""
 
     name: str
     """Global name. Layers are counted over the whole model."""
@@ -129,12 +136,13 @@ class ParamInfo:
     param_type: ParamType = field(default="matrix", kw_only=True)
     """Type of the parameter.
 
-    A matrix [..., outputs, inputs] multiplies activations. The rows of a table are looked up. Vectors are biases and weights of
-    norms; one tensor may contain several. Optimizers of matrices use the last two dimensions of a matrix or table.
+    A matrix [..., out, in] multiplies activations. The rows of a table are looked up by token or position. Vectors are biases
+    and weights of norms; one tensor may contain several. Optimizers of matrices use the last two dimensions of a matrix or
+    table.
     """
     init: Init = field(default=Init(), kw_only=True)
     tied: bool = field(default=False, kw_only=True)
-    """Whether the first and the last pipeline chunk share the parameter.
+    """Whether the first and the last model chunk of the pipeline share the parameter.
 
     This is the word embedding, if the output layer or multi-token prediction also uses it.
     """
@@ -143,12 +151,12 @@ class ParamInfo:
     fused_heads: FusedHeads | None = field(default=None, kw_only=True)
     """Layout of the rows of a fused query-key-value projection; None for other parameters."""
     score_rows: ScoreRows | None = field(default=None, kw_only=True)
-    """Attention heads to which the rows of a matrix, or the elements of a bias, contribute queries or keys.
+    """Layout of the rows of a matrix, or of the elements of a bias, that produce queries or keys.
 
     None if the parameter produces no queries or keys.
     """
     count_update: CountUpdate | None = field(default=None, kw_only=True)
-    """Update from the routers' assignment counts; None if the gradient updates the parameter."""
+    """Update of the parameter from the number of tokens per expert; None if the parameter is updated from its gradient."""
     frozen: bool = field(default=False, kw_only=True)
     """Whether the parameter is never updated. It has no gradient and no optimizer state.
 
@@ -159,7 +167,7 @@ class ParamInfo:
     def role(self) -> Role:
         """Role of the parameter in muP (Yang et al. 2022, table 8): which of its dimensions grow with the model's width.
 
-        "hidden": both inputs and outputs. "input" (also embeddings, biases and norms): the outputs only. "output": the inputs only.
+        "hidden": both inputs and outputs. "input" (also embeddings, biases and norms): only the outputs. "output": only the inputs.
         """
         if self.name == OUTPUT_WEIGHT:
             return "output"
@@ -167,16 +175,16 @@ class ParamInfo:
 
     @property
     def has_weight_decay(self) -> bool:
-        """Whether weight decay applies to the parameter."""
+        """Whether weight decay can apply to the parameter: to all parameters except vectors."""
         return self.param_type != "vector"
 
 
 @dataclass(frozen=True)
 class WeightSpec(ParamInfo):
-    """Specification of a parameter: its properties, and how ranks shard it. It is valid for every layout."""
+    """Specification of a parameter: its properties, and how ranks shard it. It is valid for every parallel layout."""
 
     splits: tuple[tuple[int, str], ...] = ()
-    """Pairs (dimension, axis): the ranks along the axis split the dimension."""
+    """Pairs (dimension, axis): the ranks along the parallel axis ("tp", "ep" or "etp") split the dimension."""
     padding_multiple: int | None = None
     """The first dimension is padded to a multiple of this value times the number of ranks that split it. None for no padding."""
     applies_to_local_heads: bool = False
@@ -186,7 +194,7 @@ class WeightSpec(ParamInfo):
 
     @property
     def active_numel(self) -> int:
-        """Number of elements that are multiplied with a token."""
+        """Number of elements that are multiplied with a token. Of experts, only those count to which a token is routed."""
         return self.numel if self.num_active_experts is None else self.numel // self.shape[0] * self.num_active_experts
 
     @property
@@ -196,7 +204,7 @@ class WeightSpec(ParamInfo):
 
     @property
     def name_in_layer(self) -> str:
-        """Name of the parameter within its layer. For a parameter outside the layers, its full name."""
+        """Name of the parameter within its layer, such as "mlp.up.weight". For a parameter outside the layers, its full name."""
         return self.name.split(".", 2)[2] if self.name.startswith("layers.") else self.name
 
     @property
@@ -205,14 +213,14 @@ class WeightSpec(ParamInfo):
         return math.prod(self.shape)
 
     def has_partial_tp_grad(self, sequence_parallel: bool) -> bool:
-        """Return whether the gradient on a tensor-parallel rank is a partial sum.
+        """Return whether the gradient on a tensor-parallel rank is a partial sum, which must be summed over these ranks.
 
         This is the case if every rank stores the full weight but applies it only to its part of the sequence or to its local heads.
         """
         return not self.splits and (sequence_parallel or self.applies_to_local_heads)
 
     def get_padded_size(self, num_ranks: int) -> int | None:
-        """Return the padded size of the first dimension when `num_ranks` ranks split it; None if the weight is not padded."""
+        """Return the padded size of the first dimension if `num_ranks` ranks split it; None if the weight is not padded."""
         return None if self.padding_multiple is None else pad_vocab_size(self.shape[0], self.padding_multiple, num_ranks)
 
 
@@ -223,7 +231,7 @@ def pad_vocab_size(vocab_size: int, divisible_by: int, tp: int) -> int:
 
 
 def iter_weights(model: ModelConfig, vocab_size: int) -> Iterator[WeightSpec]:
-    """Yield the spec of every parameter once, in forward order.
+    """Yield the specification of every parameter once, in forward order.
 
     Args:
         vocab_size: rows of the word embedding, without padding.
@@ -246,7 +254,8 @@ def iter_mtp_weights(model: ModelConfig, layer_spec: LayerSpec, mtp_depth: int) 
     """Yield the parameters of one depth of multi-token prediction: two norms, a projection [h, 2h] and a transformer layer.
 
     Args:
-        mtp_depth: counted from 0.
+        layer_spec: specification of the transformer layer.
+        mtp_depth: index of the depth, counted from 0.
     """
     hidden, std = model.hidden_size, model.init_method_std / model.width_multiplier**0.5
     yield from build_norm(f"mtp.{mtp_depth}.hidden_norm", build_norm_spec(model), hidden)
@@ -264,8 +273,8 @@ def iter_non_layer_weights(model: ModelConfig, vocab_size: int) -> Iterator[Weig
 def _iter_non_layer_weights(model: ModelConfig, vocab_size: int) -> Iterator[WeightSpec]:
     """Yield the parameters outside the transformer layers, in forward order.
 
-    They are the word embedding [v, h]; learned position embeddings [positions, h] and the embedding norm, if the model has them;
-    the final norm; and the output layer [v, h], unless it is tied.
+    They are the word embedding [v, h] (`v` vocabulary size, `h` hidden size); learned position embeddings [positions, h] and the
+    embedding norm, if the model has them; the final norm; and the output layer [v, h], unless it is tied.
     """
     yield build_vocab_weight(WORD_EMBEDDING, model, vocab_size, "table")
     if model.position_embedding_type == "learned_absolute":
@@ -279,7 +288,7 @@ def _iter_non_layer_weights(model: ModelConfig, vocab_size: int) -> Iterator[Wei
 
 
 def build_output_weight(model: ModelConfig, vocab_size: int) -> WeightSpec:
-    """Build the spec of the output layer's matrix [v, h]: its own weight, or the word embedding if tied."""
+    """Build the specification of the output layer's matrix [v, h]: the word embedding if tied, otherwise a separate weight."""
     return build_vocab_weight(
         WORD_EMBEDDING if model.has_tied_embeddings else OUTPUT_WEIGHT,
         model,
@@ -289,7 +298,7 @@ def build_output_weight(model: ModelConfig, vocab_size: int) -> WeightSpec:
 
 
 def build_vocab_weight(name: str, model: ModelConfig, vocab_size: int, param_type: ParamType) -> WeightSpec:
-    """Build the spec of a vocabulary matrix [v, h] with one row per token, padded and split over the tensor-parallel ranks."""
+    """Build the specification of a matrix [v, h] with one row per token id, padded and split over the tensor-parallel ranks."""
     return WeightSpec(
         name,
         (vocab_size, model.hidden_size),
@@ -324,6 +333,9 @@ def _build_lora_adapter(weight: WeightSpec, rank: int) -> Iterator[WeightSpec]:
 
     `lora_a` is [rank, in], initialized with the variance of PEFT's default (Kaiming uniform with a = sqrt(5)). `lora_b` is [...,
     out, rank] and starts at zero. Their inputs and outputs are sharded as those of the weight.
+
+    Args:
+        rank: rank of the low-rank update.
     """
     *outputs, inputs = weight.shape
     layer, input_dim = weight.name.removesuffix(".weight"), len(outputs)
@@ -336,8 +348,12 @@ def _build_lora_adapter(weight: WeightSpec, rank: int) -> Iterator[WeightSpec]:
 def _iter_layer_weights(model: ModelConfig, layer_spec: LayerSpec, name: str) -> Iterator[WeightSpec]:
     """Yield the parameters of one layer, without LoRA adapters.
 
-    Output projections have the initial standard deviation std / sqrt(2 x layers) (GPT-2). With muP, the standard deviation of
-    matrices is divided by sqrt(width); tables and the output layer keep theirs (Yang et al. 2022).
+    Output projections of attention and MLP are initialized with standard deviation std / sqrt(2 x number of layers) (GPT-2). With
+    muP, the standard deviation of matrices is divided by sqrt(width / base width). Tables and the output layer keep theirs (Yang et
+    al. 2022).
+
+    Args:
+        name: prefix of the parameter names.
     """
     hidden, attention, mlp = model.hidden_size, layer_spec.attention, layer_spec.mlp
     std = model.init_method_std / model.width_multiplier**0.5
@@ -390,7 +406,7 @@ def _build_mlp(name: str, mlp: MLPSpec, hidden: int, std: float, output_std: flo
 
 
 def _build_experts(name: str, mlp: ExpertsSpec, hidden: int, std: float, output_std: float) -> Iterator[WeightSpec]:
-    """Yield the parameters of a mixture-of-experts layer.
+    """Yield the parameters of a mixture-of-experts layer with `E` experts, intermediate size `f` and hidden size `h`.
 
     They are the router [E, h]; the expert bias [E] or the load of each expert in the last step [E], if the router has them; the
     matrices of all experts: `up` [E, f, h] (gated: [E, 2, f, h]) and `down` [E, h, f]; and the shared expert, an MLP with an
@@ -471,10 +487,11 @@ def build_column_parallel_linear(
     fused_heads: FusedHeads | None = None,
     score_rows: ScoreRows | None = None,
 ) -> Iterator[WeightSpec]:
-    """Yield the weight [out, in] and bias of a column-parallel linear layer, whose outputs are split.
+    """Yield the weight [out, in] and bias [out] of a column-parallel linear layer, whose outputs are split over tensor-parallel
+    ranks.
 
-    For the two halves of a gated MLP the weight is [num_halves, out, in]. Each half is split separately, so that the shard of a
-    tensor-parallel rank is a slice of one dimension.
+    For the two halves of a gated MLP (num_halves = 2) the shapes are [2, out, in] and [2, out]. Each half is split separately, so
+    that the shard of a tensor-parallel rank is a slice of one dimension.
     """
     leading_dims = (num_halves,) if num_halves > 1 else ()
     splits = ((len(leading_dims), "tp"),)
@@ -486,7 +503,8 @@ def build_column_parallel_linear(
 
 
 def build_row_parallel_linear(name: str, inputs: int, outputs: int, *, bias: bool, std: float) -> Iterator[WeightSpec]:
-    """Yield the weight [out, in] and bias of a row-parallel linear layer, whose inputs are split. The bias [out] is replicated."""
+    """Yield the weight [out, in] and bias of a row-parallel linear layer, whose inputs are split over tensor-parallel ranks. The
+    bias [out] is replicated."""
     yield WeightSpec(f"{name}.weight", (outputs, inputs), ((1, "tp"),), init=Init(std))
     if bias:
         yield WeightSpec(f"{name}.bias", (outputs,), param_type="vector")
@@ -495,7 +513,12 @@ def build_row_parallel_linear(name: str, inputs: int, outputs: int, *, bias: boo
 def build_norm(
     name: str, norm_spec: NormSpec, size: int, *, applies_to_local_heads: bool = False, splits: tuple[tuple[int, str], ...] = ()
 ) -> Iterator[WeightSpec]:
-    """Yield the weight and the bias of a norm over `size` channels, if the norm has them."""
+    """Yield the weight and the bias of a norm over `size` channels, as far as the norm has them.
+
+    Args:
+        applies_to_local_heads: whether a tensor-parallel rank applies the norm only to its local attention heads.
+        splits: pairs (dimension, axis) of dimensions that ranks split.
+    """
     if norm_spec.has_weight:
         init = Init(constant=0.0 if norm_spec.zero_centered else 1.0)
         yield WeightSpec(
