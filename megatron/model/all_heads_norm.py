@@ -22,26 +22,35 @@ from megatron.parallel.torch_private import resolve_process_group
 from megatron.tensor_parallel.layers import Norm
 
 
-def norm_all_heads(q: torch.Tensor, k: torch.Tensor, q_norm: Norm, k_norm: Norm, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-    """Apply RMSNorm to queries [s, b, g, r, d] and keys [s, b, g, d], each over the heads of all ranks of a group, in at least
-    float32."""
+def normalize_all_heads(
+    q: torch.Tensor, k: torch.Tensor, q_norm: Norm, k_norm: Norm, group: Group
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Apply RMSNorm to the queries and to the keys of each token, over all heads on all ranks of a group, in at least float32.
+
+    Args:
+        q: local queries [s, b, g, r, d], with r query heads for each of g key-value heads.
+        k: local keys [s, b, g, d].
+        group: ranks that together hold all heads.
+    """
     compute_dtype = torch.promote_types(q.dtype, torch.float32) if q_norm.zero_centred else q.dtype
-    weights = _local_weight(q, q_norm, compute_dtype), _local_weight(k, k_norm, compute_dtype)
+    weights = _get_local_weight(q, q_norm, compute_dtype), _get_local_weight(k, k_norm, compute_dtype)
     sizes = q_norm.shape[0], k_norm.shape[0]
     if torch.compiler.is_compiling():
-        return _norm_in_traceable_ops(q, k, *weights, sizes, q_norm.epsilon, group)
+        return _normalize_in_traceable_ops(q, k, *weights, sizes, q_norm.epsilon, group)
     normed: tuple[torch.Tensor, torch.Tensor] = _NormAllHeads.apply(q, k, *weights, sizes, q_norm.epsilon, group)
     return normed
 
 
-def _local_weight(x: torch.Tensor, norm: Norm, dtype: torch.dtype) -> torch.Tensor:
-    """Return the local heads' slice of the norm's weight, in the shape of x without [s, b]; ones if the norm has no weight."""
+def _get_local_weight(x: torch.Tensor, norm: Norm, dtype: torch.dtype) -> torch.Tensor:
+    """Return the part of the norm's weight for the local heads, in the shape of x without its dimensions [s, b]. Return ones if the
+    norm has no weight."""
     weight, _ = norm.scale_and_offset(dtype)
     return x.new_ones(x.shape[2:], dtype=dtype) if weight is None else weight.view(x.shape[2:])
 
 
 class _NormAllHeads(torch.autograd.Function):
-    """Autograd function of y = x w / rms(x) for queries and keys. Saves the inputs and, per token, 1 / rms(x) of each."""
+    """Autograd function of y = w * x / rms(x), for queries and for keys. Saves q and k and, for each token, 1 / rms(q) and 1 /
+    rms(k)."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -76,7 +85,7 @@ class _NormAllHeads(torch.autograd.Function):
         return *grad_inputs, *grad_weights, None, None, None
 
 
-def _norm_in_traceable_ops(
+def _normalize_in_traceable_ops(
     q: torch.Tensor,
     k: torch.Tensor,
     q_weight: torch.Tensor,
@@ -85,7 +94,11 @@ def _norm_in_traceable_ops(
     epsilon: float,
     group: Group,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the same as `_NormAllHeads`, in operations that torch.compile can fuse and differentiate."""
+    """Normalize queries and keys as `_NormAllHeads` does, but in operations that torch.compile can fuse and differentiate.
+
+    Args:
+        sizes: number of channels over which queries and keys are normalized, over all ranks.
+    """
     sq_sums = torch.stack([_sum_per_token(_upcast(x).square()) for x in (q, k)])
     if group.size > 1:
         assert group.process_group is not None
@@ -99,9 +112,9 @@ def _norm_in_traceable_ops(
 
 @torch.library.custom_op("megatron::sum_both_ways", mutates_args=(), tags=OUTSIDE_CUDA_GRAPHS)
 def _all_reduce_both_passes(x: torch.Tensor, group: str) -> torch.Tensor:
-    """Sum over a group in forward, and sum the gradients over the group in backward.
+    """Sum x over a group in forward, and sum its gradients over the group in backward.
 
-    The gradients are partial sums, because every rank uses the sum to compute a part of the later results.
+    The gradients are partial sums, because every rank uses the sum only for its own heads.
 
     Args:
         group: name of the process group.
@@ -132,12 +145,12 @@ def _upcast(x: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_per_token(x: torch.Tensor) -> torch.Tensor:
-    """Sum over heads and channels: [s, b, ...] to [s, b]."""
+    """Sum each token's values over heads and channels: [s, b, ...] to [s, b]."""
     return x.flatten(2).sum(-1)
 
 
 def _view_like_heads(x: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
-    """View [s, b] as [s, b, 1, ...], with as many dimensions as `heads`."""
+    """View a value per token, [s, b], as [s, b, 1, ...] to broadcast it over the dimensions of `heads`."""
     return x.reshape(*x.shape, *(1,) * (heads.dim() - 2))
 
 
@@ -153,51 +166,55 @@ def _view_like_heads(x: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class KVHeadSharing:
-    """Sharing of key-value heads by tensor ranks, for models with fewer key-value heads than tensor ranks. It describes the
-    position of one rank."""
+    """How tensor ranks share key-value heads if the model has fewer key-value heads than there are tensor ranks, seen from one
+    rank."""
 
     group: Group
     """The tensor group."""
     ranks_per_kv_head: int
-    """Number of neighboring ranks that share a key-value head (m)."""
+    """Number of neighboring ranks that share a key-value head (`m` in shapes)."""
     heads_per_group: int
-    """Number of query heads that share a key-value head, over all m ranks (r)."""
+    """Number of query heads that share a key-value head, over all m ranks (`r` in shapes)."""
     head_size: int
 
     @classmethod
     def of(cls, group: Group, num_heads: int, num_kv_heads: int, head_size: int) -> KVHeadSharing | None:
-        """Build the description for the attention layers of a model. Return None if every rank has separate key-value heads."""
+        """Build the description of how this rank shares key-value heads in a model. Return None if every rank has separate
+        key-value heads."""
         return cls(group, group.size // num_kv_heads, num_heads // num_kv_heads, head_size) if num_kv_heads < group.size else None
 
     @property
     def sharing_ranks(self) -> slice:
-        """Ranks within the tensor group that share the key-value head of this rank."""
+        """Indices in the tensor group of the ranks that share the key-value head of this rank."""
         start = self.group.rank // self.ranks_per_kv_head * self.ranks_per_kv_head
         return slice(start, start + self.ranks_per_kv_head)
 
     @property
     def local_query_heads(self) -> slice:
-        """The slice of the r query heads that this rank computes."""
+        """Indices of this rank's query heads among the r query heads that share its key-value head."""
         num_local_heads = self.heads_per_group // self.ranks_per_kv_head
         start = self.group.rank % self.ranks_per_kv_head * num_local_heads
         return slice(start, start + num_local_heads)
 
 
 def exchange_kv_groups(qkv: torch.Tensor, sharing: KVHeadSharing) -> torch.Tensor:
-    """Gather the rows of the shared key-value head and its query heads from the m ranks that computed them, and select the heads
-    that this rank needs.
+    """Gather a key-value head and its r query heads from the m ranks that share the key-value head, and select the heads that this
+    rank needs.
+
+    Each of the m ranks has computed 1/m of these heads' channels. After the exchange a rank has r/m full query heads, and the full
+    key and value.
 
     Args:
-        qkv: local output of the fused projection, [s, b, (r + 2) d / m].
+        qkv: local output of the fused query-key-value projection, [s, b, (r + 2) * d / m], with head size d.
 
     Returns:
-        the local query heads, then the key and the value, [s, b, (r / m + 2) d].
+        the local query heads, then the key and the value, [s, b, (r / m + 2) * d].
     """
     return _ExchangeKVGroups.apply(qkv, sharing)
 
 
 class _ExchangeKVGroups(torch.autograd.Function):
-    """Autograd function of `exchange_kv_groups`. Backward sums the gradients of each row over the ranks (reduce-scatter)."""
+    """Autograd function of `exchange_kv_groups`. Backward sums the gradients of each channel over the ranks (reduce-scatter)."""
 
     @staticmethod
     def forward(ctx: Any, qkv: torch.Tensor, sharing: KVHeadSharing) -> torch.Tensor:  # type: ignore[override]

@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 class _SplitQKV(torch.autograd.Function):
     """Split the output of the fused projection, [s, b, g, r + 2, d], into queries [s, b, g, r, d], keys and values [s, b, g, d].
 
-    With a rotary table, queries and keys are rotated together and in place: nothing else reads the projection's output. Backward
-    concatenates the three gradients and rotates those of queries and keys back in place.
+    There are g key-value heads on this rank, each with r query heads. With a rotary table, queries and keys are rotated together
+    and in place: nothing else reads the projection's output. Backward concatenates the three gradients and rotates those of queries
+    and keys back in place.
     """
 
     @staticmethod
@@ -70,7 +71,8 @@ def _rotate_qk_in_place(qkv: torch.Tensor, rotary: torch.Tensor, interleaved: bo
 def _split_qkv_in_traceable_ops(
     qkv: torch.Tensor, rotary: torch.Tensor | None, interleaved: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the same as `_SplitQKV`, in operations that torch.compile can fuse and differentiate."""
+    """Split and rotate queries, keys and values as `_SplitQKV` does, but in operations that torch.compile can fuse and
+    differentiate."""
     q, k, v = qkv.split([qkv.shape[3] - 2, 1, 1], dim=3)
     if rotary is not None:
         q, k = (rotate(x, rotary, interleaved) for x in (q, k))
@@ -78,15 +80,14 @@ def _split_qkv_in_traceable_ops(
 
 
 class CoreAttention(nn.Module):
-    """Base class of the attention layers: computes everything between the projection to queries, keys and values and the output
-    projection.
+    """Base class of attention layers: computes everything between the query-key-value projection and the output projection.
 
     Handles attention within documents, context parallelism, the key-value cache, dropout, sinks and recomputation.
 
     Args:
-        score_spec: how products of queries and keys become probabilities.
-        query_heads_per_group: query heads that share a key-value head.
-        recomputes_core: recompute the probabilities in backward, if the attention kernel would save them.
+        score_spec: how products of queries and keys become probabilities (scale, softcap, window, type of softmax).
+        query_heads_per_group: number of query heads that share a key-value head.
+        recomputes_core: recompute the attention probabilities in backward, if the attention kernel would save them.
     """
 
     sinks: nn.Parameter | None
@@ -113,10 +114,10 @@ class CoreAttention(nn.Module):
     def gather_for_cache(
         self, cache: KeyValueCache, documents: Documents | None, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Gather the tensors that a key-value cache stores, [s, b, ...], from the context ranks, and arrange them in the order of
+        """Gather the prompt's tensors for a key-value cache, [s, b, ...], from the context ranks, and arrange them in the order of
         the sequence.
 
-        Only the prompts are split over context ranks. Every rank computes the generated tokens, so their tensors are returned
+        Only the prompts are split over context ranks. Every rank computes all generated tokens, so their tensors are returned
         unchanged.
         """
         if self.cp_ranks is None or not cache.is_prefill:
@@ -137,8 +138,18 @@ class CoreAttention(nn.Module):
         documents: Documents | None,
         cache: KeyValueCache | None,
     ) -> torch.Tensor:
-        """Compute attention from queries, keys and values, with dropout, documents, the key-value cache and context parallelism:
-        [s, b, n * d]."""
+        """Compute attention from queries, keys and values, with dropout, documents, the key-value cache and context parallelism.
+
+        Args:
+            q: queries of this rank's n heads, [s, b, n, d], or [s, b, g, r, d] with r query heads for each of g key-value heads.
+            k, v: keys and values, [s, b, g, channels].
+            key: key of the dropout masks; None for no dropout.
+            documents: document bounds that attention does not cross, and the split of the sequence over context ranks.
+            cache: keys and values of earlier tokens, in text generation.
+
+        Returns:
+            the outputs of the n query heads, [s, b, n * channels of a value head].
+        """
         sinks = None if self.sinks is None else route_grad(self.sinks)
         if self.logit_tracker is not None:
             first_head = self.tp_rank * k.shape[2] * self.query_heads_per_group
@@ -179,7 +190,8 @@ class CoreAttention(nn.Module):
         sinks: torch.Tensor | None,
         seed: int | None,
     ) -> torch.Tensor:
-        """Compute `core_attention`. If it is requested and saves memory, recompute it in backward."""
+        """Compute attention on this rank by `core_attention`. With `recomputes_core`, backward recomputes it if the kernel would
+        save the attention probabilities."""
 
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_recompute: bool = False) -> torch.Tensor:
             return core_attention(q, k, v, documents, dropout, score_spec=score_spec, sinks=sinks, seed=seed)
@@ -208,17 +220,19 @@ class Attention(CoreAttention):
         self.head_size, self.kv_sharing = spec.head_size, kv_sharing
         self.exchange_kv_groups = None if kv_sharing is None else import_object("megatron.model.all_heads_norm:exchange_kv_groups")
         self.interleaved = spec.rotary is not None and spec.rotary.is_interleaved
-        self.qkv = ColumnParallelLinear(scope.child("qkv"))
+        self.qkv = ColumnParallelLinear(scope.get_child("qkv"))
         norm_sizes = [
             num_heads * spec.head_size if spec.qk_norm == "all_heads" else spec.head_size
             for num_heads in (spec.num_heads, spec.num_kv_heads)
         ]
-        self.q_norm = Norm(scope.child("q_norm"), norm, norm_sizes[0]) if spec.qk_norm is not None else None
-        self.k_norm = Norm(scope.child("k_norm"), norm, norm_sizes[1]) if spec.qk_norm is not None else None
+        self.q_norm = Norm(scope.get_child("q_norm"), norm, norm_sizes[0]) if spec.qk_norm is not None else None
+        self.k_norm = Norm(scope.get_child("k_norm"), norm, norm_sizes[1]) if spec.qk_norm is not None else None
         self.norm_group = scope.tp if spec.qk_norm == "all_heads" else None
-        self.norm_all_heads = None if self.norm_group is None else import_object("megatron.model.all_heads_norm:norm_all_heads")
+        self.norm_all_heads = (
+            None if self.norm_group is None else import_object("megatron.model.all_heads_norm:normalize_all_heads")
+        )
         scope.register_optional_param(self, "sinks")
-        self.output = RowParallelLinear(scope.child("output"))
+        self.output = RowParallelLinear(scope.get_child("output"))
 
     def attend_hidden_states(
         self,
@@ -241,7 +255,8 @@ class Attention(CoreAttention):
     def project_qkv(
         self, x: torch.Tensor | RecomputableInput, rotary: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Project hidden states to queries [s, b, g, r, d], keys and values [s, b, g, d], with norms and rotary embedding."""
+        """Project hidden states to queries [s, b, g, r, d], keys and values [s, b, g, d], with norms and rotary embedding. There
+        are g key-value heads on this rank, each with r query heads."""
         qkv = self.qkv(x)
         if self.exchange_kv_groups is not None:
             qkv = self.exchange_kv_groups(qkv, self.kv_sharing)

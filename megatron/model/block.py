@@ -1,7 +1,7 @@
 """One transformer layer: attention and MLP (or experts) with their norms, added to the residual stream.
 
-Shapes: `s` sequence, `b` microbatch, `h` hidden size, `n` local query heads, `d` size of a value head. In [s/n, b, h], the shape of
-hidden states under sequence parallelism, `n` is the number of tensor ranks.
+Shapes: `s` sequence, `b` microbatch, `h` hidden size, `n` local query heads, `d` size of a value head, `tp` tensor ranks. Under
+sequence parallelism hidden states are [s/tp, b, h].
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ numbers would become constants of the graph."""
 class GraphSeeds:
     """Seeds of the dropout masks in one call of a compiled graph.
 
-    Seeds are Python numbers, because a Python number seeds the generator of a device. They change with every call, so they must
-    not be constants of the graph. The graph therefore receives `handle`, an int64 tensor by which the dropout operation finds
-    this object and its seeds. The object is freed after the call.
+    A seed must be a Python number to seed a device's random generator. A Python number in a graph would be a constant, but seeds
+    change with every call. So the graph receives `handle`, an int64 tensor by which the dropout operation finds this object and its
+    seeds. The object is freed after the call.
     """
 
     def __init__(self, values: Sequence[int], device: torch.device) -> None:
@@ -61,11 +61,11 @@ _GRAPH_SEEDS: Handles[GraphSeeds] = Handles("set of dropout seeds")
 
 
 def dropout(x: torch.Tensor, probability: float, seeds: Seeds | None, seed_index: int = 0) -> torch.Tensor:
-    """Zero elements with the given probability and scale the others by 1 / (1 - probability). Without seeds, return x.
+    """Set elements to zero with the given probability and scale the others by 1 / (1 - probability). Without seeds, return x.
 
     Args:
         seeds: seeds of several masks, or None (evaluation).
-        seed_index: which of the seeds determines the mask.
+        seed_index: index of the seed of this mask in `seeds`.
     """
     if seeds is None or probability == 0.0:
         return x
@@ -117,7 +117,8 @@ _DROPOUT_SITES = ("attention_output", "mlp_output")
 
 
 class Block(nn.Module):
-    """Transformer layer. The residual stream has the dtype of the model, or float32 with --fp32-residual-connection.
+    """Transformer layer: attention, and an MLP or experts. The residual stream has the dtype of the model, or float32 with
+    --fp32-residual-connection.
 
     Args:
         selective: modules whose activations are recomputed in backward instead of being stored (--recompute-modules).
@@ -137,13 +138,13 @@ class Block(nn.Module):
         )
 
         def build_norm(name: str) -> Norm | None:
-            return Norm(scope.child(name), spec.norm, config.hidden_size) if name in spec.norm_names else None
+            return Norm(scope.get_child(name), spec.norm, config.hidden_size) if name in spec.norm_names else None
 
         self.attention_norm = build_norm("attention_norm")
-        self.attention = _build_attention(scope.child("attention"), config, spec, layer, selective)
+        self.attention = _build_attention(scope.get_child("attention"), config, spec, layer, selective)
         self.attention_post_norm = build_norm("attention_post_norm")
         self.mlp_norm = build_norm("mlp_norm")
-        self.mlp = _build_mlp(scope.child("mlp"), spec.mlp, layer, recomputes_activation="mlp_act" in selective)
+        self.mlp = _build_mlp(scope.get_child("mlp"), spec.mlp, layer, recomputes_activation="mlp_act" in selective)
         self.has_experts = isinstance(spec.mlp, ExpertsSpec)
         self.mlp_post_norm = build_norm("mlp_post_norm")
         self.compiled: Callable[..., torch.Tensor] | None = None
@@ -157,7 +158,7 @@ class Block(nn.Module):
         documents: Documents | None = None,
         cache: KeyValueCache | None = None,
     ) -> torch.Tensor:
-        """Map hidden states [s, b, h] (or [s/n, b, h] under sequence parallelism) to the same shape."""
+        """Map hidden states [s, b, h] (or [s/tp, b, h] under sequence parallelism) to the same shape."""
         seeds = (
             None
             if key is None or self.dropout_probability == 0.0
@@ -168,29 +169,29 @@ class Block(nn.Module):
         attention_output = self.attention.attend_hidden_states(
             self._apply_norm(self.attention_norm, x), rotary, key, documents, cache
         )
-        return self.residual_and_mlp(
+        return self.apply_residual_and_mlp(
             x, attention_output, seeds, partial(self.mlp, documents=documents, key=key) if self.has_experts else self.mlp
         )
 
     def compute_qkv(self, x: torch.Tensor, rotary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Compute queries, keys and values from the layer's input."""
+        """Compute queries, keys and values from the layer's input, with the norm before attention."""
         return self.attention.project_qkv(self._apply_norm(self.attention_norm, x), rotary)
 
-    def residual_and_mlp(
+    def apply_residual_and_mlp(
         self, x: torch.Tensor, attention_output: torch.Tensor, seeds: Seeds | None, mlp: Callable[..., torch.Tensor] | None = None
     ) -> torch.Tensor:
         """Apply everything in the layer after attention: the output projection, the MLP, and both residual connections.
 
         Args:
             x: the layer's input.
-            attention_output: [s, b, n * d].
+            attention_output: outputs of the local attention heads, [s, b, heads * head size].
             seeds: seeds of the two dropout masks; None switches dropout off.
-            mlp: replaces the MLP of the layer, for example by experts with further arguments bound.
+            mlp: called instead of the MLP of the layer, for example experts with further arguments bound.
         """
         mlp = mlp or self.mlp
         residual, mlp_source = self.add_attention(x, attention_output, seeds)
         if self.recomputes_mlp:
-            mlp_output = run_with_recompute(partial(self._norm_and_mlp, mlp), mlp_source, modules=[self.mlp])
+            mlp_output = run_with_recompute(partial(self._apply_norm_and_mlp, mlp), mlp_source, modules=[self.mlp])
         else:
             mlp_output = mlp(self.compute_mlp_input(mlp_source))
         return self.add_mlp(residual, mlp_output, seeds)
@@ -202,38 +203,43 @@ class Block(nn.Module):
 
         Returns:
             the new residual stream, and the tensor from which the MLP computes its input; both of the shape of x. With a parallel
-            residual the latter is x.
+            residual the second tensor is x.
         """
         residual = self._add_to_residual(x, self.attention.output(attention_output), self.attention_post_norm, seeds, 0)
         return residual, x if self.has_parallel_residual else residual
 
     def compute_mlp_input(self, mlp_source: torch.Tensor) -> torch.Tensor | RecomputableInput:
-        """Compute the input of the MLP: the normalized hidden states. Without a norm before the MLP, it is the hidden states in the
-        dtype of the model."""
+        """Return the input of the MLP: `mlp_source` after the norm, or without a norm `mlp_source` in the dtype of the model."""
         return self._apply_norm(self.mlp_norm, mlp_source)
 
     def add_mlp(self, x: torch.Tensor, mlp_output: torch.Tensor, seeds: Seeds | None) -> torch.Tensor:
-        """Add the MLP's output to the residual stream."""
+        """Add the MLP's output to the residual stream x, after norm and dropout."""
         return self._add_to_residual(x, mlp_output, self.mlp_post_norm, seeds, 1)
 
-    def _norm_and_mlp(self, mlp: Callable[..., torch.Tensor], x: torch.Tensor, *, is_recompute: bool) -> torch.Tensor:
+    def _apply_norm_and_mlp(self, mlp: Callable[..., torch.Tensor], x: torch.Tensor, *, is_recompute: bool) -> torch.Tensor:
         return mlp(x.to(self.dtype) if self.mlp_norm is None else self.mlp_norm(x))
 
     def _apply_norm(self, norm: Norm | None, x: torch.Tensor) -> torch.Tensor | RecomputableInput:
         if norm is None:
             return x.to(self.dtype)
-        return norm.recomputable(x) if self.recomputes_norms else norm(x)
+        return norm.build_recomputable(x) if self.recomputes_norms else norm(x)
 
     def _add_to_residual(
         self, x: torch.Tensor, branch_output: torch.Tensor, norm: Norm | None, seeds: Seeds | None, seed_index: int
     ) -> torch.Tensor:
-        """Add the output of attention or MLP to the residual stream x, after norm and dropout."""
+        """Add the output of attention or MLP to the residual stream x, after norm and dropout.
+
+        Args:
+            branch_output: output of attention or MLP, of the shape of x.
+            norm: norm applied to `branch_output`; None for no norm.
+            seed_index: index of the dropout mask's seed in `seeds`.
+        """
         branch = dropout(branch_output if norm is None else norm(branch_output), self.dropout_probability, seeds, seed_index)
         return x + branch if self.residual_multiplier == 1.0 else torch.add(x, branch, alpha=self.residual_multiplier)
 
 
 def _build_mlp(scope: Scope, spec: MLPSpec | ExpertsSpec, layer: int, *, recomputes_activation: bool) -> MLP | MoELayer:
-    """Build an MLP, or a mixture-of-experts layer."""
+    """Build the MLP of a layer, or its mixture of experts if `spec` describes experts."""
     if isinstance(spec, ExpertsSpec):
         experts: MoELayer = import_object("megatron.model.experts:MoELayer")(
             scope, spec, layer, recomputes_activation=recomputes_activation
@@ -267,11 +273,11 @@ class ActivationPolicy:
     recomputes: bool
     """Whether backward recomputes the layers of the segment."""
     recomputes_ahead: bool
-    """Whether the schedule recomputes the layers in a separate operation before the backward operation."""
+    """Whether the schedule may recompute the layers in a separate operation before the backward operation."""
     offloads: bool
     """Whether the saved tensors are moved to host memory until backward."""
     is_last_offloaded: bool
-    """Whether this is the last offloaded segment of the chunk."""
+    """Whether this is the last segment of the model chunk whose saved tensors are offloaded."""
 
     def run(
         self,
@@ -287,6 +293,9 @@ class ActivationPolicy:
             inputs: the hidden states, then all other tensors with a gradient that the function reads, except parameters.
             modules: modules whose parameters the function uses.
             shared: tensors that the function saves and that are kept anyway, so offloading them would free no memory.
+
+        Returns:
+            the hidden states after the segment.
         """
         forward = (
             partial(run_with_recompute, function, modules=modules, is_recomputed_ahead=self.recomputes_ahead)
@@ -304,7 +313,8 @@ class ActivationPolicy:
 
 
 def build_activation_policies(segments: Sequence[Segment]) -> list[ActivationPolicy]:
-    """Build the activation policy of each segment of a model chunk, in the order of the forward."""
+    """Build the activation policy of each segment of a model chunk (consecutive layers that are kept, recomputed or offloaded
+    together), in the order of the forward."""
     last_recomputed = max((index for index, segment in enumerate(segments) if segment.is_recomputed), default=None)
     last_offloaded = max((index for index, segment in enumerate(segments) if segment.is_offloaded), default=None)
     return [

@@ -1,4 +1,4 @@
-"""Model of one rank: builds its model chunks and the table of their parameters, and draws initial values."""
+"""Model of one rank: builds its model chunks and a table of all their parameters, and draws initial values."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megatron.config.imports import import_object
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import CpCommType, ParallelConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.model.gpt import GPTChunk, residual_dtype
+from megatron.model.gpt import GPTChunk, get_residual_dtype
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamRecord, ParamTable, Scope, materialize
-from megatron.parallel.random import stable_seed
+from megatron.parallel.random import compute_stable_seed
 from megatron.parallel.tensor_slice import BufferSlice, FlatRange, TensorSlice
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.p2p import Boundary, TensorSpec
@@ -46,31 +46,32 @@ _TILE_ELEMENTS = 1 << 16
 _MAX_TILE_COLUMNS = 1 << 10
 
 
-def tile_size(record: ParamRecord) -> tuple[int, int]:
+def compute_tile_size(record: ParamRecord) -> tuple[int, int]:
     """Return (rows, columns) of the tiles into which a parameter is divided to draw initial values. Tiles at the lower and right
     edge may be smaller."""
     columns = min(record.shape[-1], _MAX_TILE_COLUMNS)
     return max(1, _TILE_ELEMENTS // columns), columns
 
 
-def tile_values(record: ParamRecord, seed: int, tile_row: int, tile_column: int) -> np.ndarray:
-    """Draw the values of one tile of the full parameter: float32 [rows, columns].
+def draw_tile_values(record: ParamRecord, seed: int, tile_row: int, tile_column: int) -> np.ndarray:
+    """Draw the initial values of one tile of the full parameter: float32 [rows, columns].
 
     Args:
         tile_row, tile_column: index of the tile in the grid of tiles.
     """
-    rows, columns = tile_size(record)
+    rows, columns = compute_tile_size(record)
     height = min(rows, math.prod(record.shape[:-1]) - tile_row * rows)
     width = min(columns, record.shape[-1] - tile_column * columns)
     tile_index = tile_row * -(-record.shape[-1] // columns) + tile_column
-    generator = np.random.Generator(np.random.Philox(stable_seed(seed, record.name, tile_index)))
+    generator = np.random.Generator(np.random.Philox(compute_stable_seed(seed, record.name, tile_index)))
     values = generator.standard_normal((height, width), dtype=np.float32)
     values *= np.float32(record.init.std)
     return values
 
 
 def fill(flat: torch.Tensor, record: ParamRecord, slices: Sequence[BufferSlice], seed: int) -> None:
-    """Fill a flat buffer that holds slices of a parameter with the parameter's initial values. Padding becomes 0.
+    """Fill a flat buffer that holds slices of a parameter with the parameter's initial values. Elements outside of the slices
+    become 0.
 
     Args:
         flat: the buffer, of any dtype (values are rounded to it).
@@ -89,8 +90,14 @@ def fill(flat: torch.Tensor, record: ParamRecord, slices: Sequence[BufferSlice],
 
 
 def _fill_slice(flat: torch.Tensor, record: ParamRecord, tensor_slice: TensorSlice, seed: int) -> None:
-    """Fill the elements of one slice with initial values: draw the tiles that overlap the slice, and copy the overlap."""
-    rows, columns = tile_size(record)
+    """Fill the elements of one slice of a parameter with initial values: draw the tiles that overlap the slice, and copy the
+    overlap.
+
+    Args:
+        flat: memory of the slice.
+        tensor_slice: offsets and sizes of the slice in the full parameter.
+    """
+    rows, columns = compute_tile_size(record)
     # Row indices of the slice in the full matrix. Its rows may have gaps, since a slice can divide any leading dimension.
     target_rows = np.arange(math.prod(record.shape[:-1])).reshape(record.shape[:-1])
     target_rows = target_rows[tensor_slice.index[:-1]].ravel()
@@ -104,18 +111,18 @@ def _fill_slice(flat: torch.Tensor, record: ParamRecord, tensor_slice: TensorSli
         for tile_column in range(left // columns, -(-right // columns)):
             first_column = tile_column * columns
             low, high = max(left, first_column), min(right, first_column + columns)
-            values = tile_values(record, seed, tile_row, tile_column)[rows_in_tile, low - first_column : high - first_column]
+            values = draw_tile_values(record, seed, tile_row, tile_column)[rows_in_tile, low - first_column : high - first_column]
             matrix[start:end, low - left : high - left].copy_(torch.from_numpy(np.ascontiguousarray(values)))
 
 
 def initialize(param: torch.Tensor, record: ParamRecord, context: ParallelContext, seed: int) -> None:
     """Fill the local slice of a parameter with initial values. Padding becomes 0."""
-    fill(param.detach().view(-1), record, record.slices(FlatRange(0, param.numel()), context), seed)
+    fill(param.detach().view(-1), record, record.get_slices(FlatRange(0, param.numel()), context), seed)
 
 
 @dataclass
 class Model:
-    """Model chunks of one rank and the settings they were built with."""
+    """Model chunks of one rank, with their parameters and the settings from which they were built."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -137,22 +144,22 @@ class Model:
     cp_comm_types: tuple[CpCommType, ...] = ()
     """Context-parallel communication type of each layer; empty without context parallelism."""
     router_tracker: RouterTracker | None = None
-    """Collects losses and expert loads from the routers in each step; None for a model without experts."""
+    """Collects losses and the number of tokens per expert from the routers in each step; None for a model without experts."""
     uses_allgather_dispatch: bool = False
-    """Whether experts receive their tokens by allgather instead of alltoall."""
+    """Whether experts receive their tokens by an all-gather of all tokens instead of an all-to-all."""
     logit_tracker: MaxLogitTracker | None = None
-    """Collects the largest attention logits of each step; None unless a flag requests them."""
+    """Collects the largest attention logits of each step; None unless --log-max-attention-logit or --qk-clip requests them."""
 
     @property
     def computes_loss(self) -> bool:
-        """Whether this rank holds the last chunk."""
+        """Whether this rank computes the loss, because it holds the last model chunk."""
         return len(self.layer_table) - 1 in self.chunks
 
-    def stage_boundary(self, micro_batch_size: int, topology: Topology) -> Boundary:
-        """Return the names, shapes and dtypes of the tensors that pipeline stages exchange."""
+    def get_stage_boundary(self, micro_batch_size: int, topology: Topology) -> Boundary:
+        """Return the shape and dtype of each tensor that pipeline stages exchange, by name."""
         length = self.config.seq_length // topology.cp // (topology.tp if self.sequence_parallel else 1)
         shape = (length, micro_batch_size, self.config.hidden_size)
-        return {"hidden": TensorSpec(shape, residual_dtype(self.config, self.dtype))}
+        return {"hidden": TensorSpec(shape, get_residual_dtype(self.config, self.dtype))}
 
 
 def overlaps_tp_communication(parallel: ParallelConfig) -> bool:
@@ -160,8 +167,8 @@ def overlaps_tp_communication(parallel: ParallelConfig) -> bool:
     return parallel.tp_comm_overlap and parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1
 
 
-def model_dtype(precision: PrecisionConfig) -> torch.dtype:
-    """Return the dtype of parameters and activations."""
+def get_model_dtype(precision: PrecisionConfig) -> torch.dtype:
+    """Return the dtype of parameters and activations from the settings --fp16, --bf16 and --fp64; float32 without them."""
     if precision.fp16:
         return torch.float16
     if precision.bf16:
@@ -190,7 +197,7 @@ def build_model_from_config(
     return build_model(
         config.model,
         context,
-        dtype=model_dtype(config.precision) if dtype is None else dtype,
+        dtype=get_model_dtype(config.precision) if dtype is None else dtype,
         vocab_size=vocab_size,
         sequence_parallel=config.parallel.sequence_parallel,
         overlap=(overlap or import_object("megatron.parallel.overlap:choose_overlap")(context.group("tp"), context.device))
@@ -237,13 +244,15 @@ def build_model(
     """Build this rank's model chunks on the meta device, then allocate and initialize their parameters.
 
     Args:
+        vocab_size: rows of the word embedding, without padding.
+        seed: seed of the initial values.
         overlap: how matrix products overlap with the collectives of sequence parallelism; None for no overlap.
         table: which stage holds which layers; by default equal numbers of layers per pipeline stage, in one chunk per stage.
         should_materialize: False leaves the parameters on the meta device, for a training step that allocates only shards.
         loss: how the last chunk computes its loss.
         precision: which layers compute in 8 bits. (The argument `dtype` determines the dtype.)
         cp_comm_types: context-parallel communication type of each layer.
-        uses_allgather_dispatch: send tokens to experts by allgather instead of alltoall.
+        uses_allgather_dispatch: send tokens to experts by all-gather instead of all-to-all.
         compiler: compiles the layers; None to run them eagerly. Layers on the meta device are not compiled, because a dry run
             records their operations.
         tracks_max_logits: record the largest attention logits.

@@ -1,13 +1,14 @@
 """Compilation of transformer layers by torch.compile, which fuses the operations around matrix products, attention and
 communication.
 
-A layer is compiled without its hooks. If attention is one fused kernel of torch, the whole layer is one graph. Attention that runs
-eagerly is between two graphs, of the operations before and after it: attention with dropout, within documents, with a window, a
-softcap or sinks, with recomputation, or with recorded logits. Experts always run eagerly, because the number of their tokens
-varies. The operations before them are one graph. The operations after them are another graph, unless they are a plain addition.
+A layer is compiled without its hooks. If attention is one fused kernel of torch, the whole layer is one graph. Otherwise attention
+runs eagerly between two graphs, one of the operations before it and one of the operations after it. Attention runs eagerly with
+dropout, within documents, with a window, a softcap or sinks, with recomputation, or with recorded logits. Experts always run
+eagerly, because the number of their tokens varies. The operations before them are one graph. The operations after them are another
+graph, unless they are a plain addition.
 
-Equal layers share one compilation: parameters are inputs of the graph, and linear layers and dropout seeds are passed as handles
-(`megatron/parallel/handles.py`). Without gradients, in evaluation and generation, layers run eagerly.
+Layers of the same structure share one compilation: parameters are inputs of the graph, and linear layers and dropout seeds are
+passed as handles (`megatron/parallel/handles.py`). Without gradients, in evaluation and generation, layers run eagerly.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def _run_before_attention(
 
 def _run_after_attention(block: Block, x: torch.Tensor, attention_output: torch.Tensor, seeds: torch.Tensor | None) -> _LayerOutput:
     if not block.has_experts:
-        return block.residual_and_mlp(x, attention_output, seeds)
+        return block.apply_residual_and_mlp(x, attention_output, seeds)
     residual, mlp_source = block.add_attention(x, attention_output, seeds)
     mlp_input = block.compute_mlp_input(mlp_source)
     assert isinstance(mlp_input, torch.Tensor), "torch.compile decides itself whether to recompute norms"
@@ -62,21 +63,20 @@ def _run_after_experts(block: Block, x: torch.Tensor, mlp_output: torch.Tensor, 
 
 
 def compute_cache_tag() -> str:
-    """Return a tag for the keys of torch's cache of compiled graphs. It names the attention kernels in use.
+    """Return a tag with the names of the enabled attention kernels, for the keys of torch's cache of compiled graphs.
 
-    A graph contains the attention kernel that torch chose when it traced the graph, but torch's key does not contain the switches
-    of this choice. Without the tag a run could load a graph with the kernel of an earlier run, and ranks with and without a cache
-    hit would compute different values.
+    A graph contains the attention kernel that torch chose when it traced the graph. But torch's key does not contain the switches
+    that determine this choice. Without the tag, a run could load a graph with the kernel of an earlier run. Ranks that find a graph
+    in the cache and ranks that compile would then compute different values.
     """
     return "/".join([os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", ""), *get_enabled_kernels()])
 
 
 def discard_stale_graphs() -> None:
-    """Discard compiled graphs that were traced with other attention kernels than those in use. Call it after the kernels are
-    chosen.
+    """Discard compiled graphs that were traced when other attention kernels were enabled. Call it after the kernels are chosen.
 
-    Torch does not check the kernels before it uses a graph in memory. Without this call a second model in the process, or a model
-    that was compiled before the choice, would run with the kernels of the first.
+    Torch does not check the kernels before it uses a graph in memory. Without this call, a second model in the process would run
+    with the kernels of the first model. So would a model that was compiled before the choice.
     """
     if torch.compiler.config.cache_key_tag != (tag := compute_cache_tag()):
         torch.compiler.reset()
@@ -85,7 +85,7 @@ def discard_stale_graphs() -> None:
 
 @dataclass(frozen=True)
 class BlockCompiler:
-    """Compiles transformer layers by torch.compile, with the options of a run."""
+    """Compiles transformer layers by torch.compile, with the settings of a run (backend and mode)."""
 
     backend: CompileBackend = "inductor"
     mode: str = "default"
@@ -94,7 +94,7 @@ class BlockCompiler:
 
     @classmethod
     def of(cls, speed: SpeedConfig, *, defers_weight_grads: bool) -> BlockCompiler | None:
-        """Build the compiler from the settings. Return None if layers are not compiled."""
+        """Build the compiler from the settings, or return None if --compile is not set."""
         return cls(speed.compile_backend, speed.compile_mode, defers_weight_grads) if speed.compile else None
 
     def compile_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,7 +133,7 @@ class BlockCompiler:
 
 
 class CompiledBlock:
-    """Transformer layer that runs in compiled graphs."""
+    """Callable that runs the forward of one transformer layer in compiled graphs."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Mixture-of-experts layer (docs/moe.md): a router, a token dispatcher, the local experts and an optional shared expert.
 
 Shapes: `s` local tokens of a sequence, `b` microbatch, `h` hidden size, `E` experts of the layer, `k` experts per token, `n` rows
-for the local experts. Under sequence parallelism a rank has s/n tokens, where `n` is the number of tensor ranks.
+for the local experts. Under sequence parallelism a rank has s/tp tokens, where `tp` is the number of tensor ranks.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class Router(nn.Module):
-    """Router of a mixture-of-experts layer: selects the experts of each token and computes their weights."""
+    """Router of a mixture-of-experts layer: selects the experts of each token and computes the weights of the experts' outputs."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    """Bias that is added to the scores when experts are selected [E]; it does not change the router weights."""
+    """Bias [experts] that is added to the scores for the selection of experts. It does not change the router weights."""
     shares: nn.Parameter | None
-    """Load of each expert in the previous step: its assignments in the global batch, divided by the mean over the experts [E]."""
+    """Load of each expert in the previous step, [experts]: its assigned tokens in the global batch, divided by the mean over
+    the experts."""
 
     def __init__(self, scope: Scope, spec: RouterSpec, layer: int) -> None:
         super().__init__()
@@ -64,7 +65,8 @@ class Router(nn.Module):
             key: key of the random input jitter; None switches the jitter off (evaluation).
 
         Returns:
-            the router weights and the expert ids, both [s, b, k]. The id E marks a dropped assignment.
+            the router weights and the expert ids, both [s, b, k] for k experts per token. The id E, the number of experts, marks an
+            assignment that is dropped.
         """
         dtype = x.dtype if self.spec.dtype is None else torch.promote_types(x.dtype, _DTYPES[self.spec.dtype])
         x = x.to(dtype)
@@ -92,7 +94,8 @@ class Router(nn.Module):
     def _drop_over_capacity(
         self, router_weights: torch.Tensor, expert_ids: torch.Tensor, documents: Documents | None
     ) -> torch.Tensor:
-        """Replace the ids of assignments that exceed the capacity of their expert by E."""
+        """Replace the expert id by the number of experts for each assignment of a token that exceeds the capacity of its expert.
+        The id then marks the assignment as dropped."""
         token_order = None if documents is None or documents.sequence_split is None else documents.context_rank_order
         is_accepted = select_within_capacity(router_weights, expert_ids, self.spec, self.sequence_group, token_order)
         if self.tracker is not None:
@@ -101,8 +104,8 @@ class Router(nn.Module):
 
 
 class GroupedMLP(nn.Module):
-    """Local experts of a layer: MLPs without biases. For each linear layer, one tensor holds the weight matrices of all local
-    experts."""
+    """Local experts of a layer, MLPs without biases. The weight matrices of all local experts are stacked in one tensor for each
+    linear layer."""
 
     holds_experts = True
     """Identifies modules of experts, for code that does not import this file."""
@@ -110,12 +113,12 @@ class GroupedMLP(nn.Module):
     def __init__(self, scope: Scope, spec: MLPSpec) -> None:
         super().__init__()
         self.activation, self.gated = ACTIVATION_FUNCTIONS[spec.activation.name](spec), spec.activation.is_gated
-        self.up, self.down = _GroupedWeight(scope.child("up")), _GroupedWeight(scope.child("down"))
+        self.up, self.down = _GroupedWeight(scope.get_child("up")), _GroupedWeight(scope.get_child("down"))
 
     def forward(self, rows: torch.Tensor, rows_per_expert: Sequence[int]) -> torch.Tensor:
-        """Apply the experts to rows [n, h] sorted by expert, and return [n, h].
+        """Apply the local experts to n rows (hidden states of tokens) [n, h], sorted by expert, and return [n, h].
 
-        With several ETP ranks (expert tensor parallelism), the result is a partial sum: the ranks' results must be added.
+        With several ETP ranks (expert tensor parallelism), each rank returns partial sums, which must be added over the ranks.
 
         Args:
             rows_per_expert: number of rows of each expert.
@@ -125,7 +128,7 @@ class GroupedMLP(nn.Module):
 
 
 class _GroupedWeight(nn.Module):
-    """Weight matrices of the local experts, in one parameter."""
+    """Weight matrices of one linear layer for all local experts, in one parameter."""
 
     weight: nn.Parameter
 
@@ -138,28 +141,28 @@ class _GroupedWeight(nn.Module):
 
 
 class MoELayer(nn.Module):
-    """Mixture-of-experts layer: a router, the local shard of its experts, and an optional shared expert, split over the tensor
+    """Mixture-of-experts layer: a router, the experts of this rank, and an optional shared expert, which is split over the tensor
     ranks."""
 
     def __init__(self, scope: Scope, spec: ExpertsSpec, layer: int, *, recomputes_activation: bool = False) -> None:
         super().__init__()
-        self.router = Router(scope.child("router"), spec.router, layer)
-        self.experts = GroupedMLP(scope.child("experts"), spec.expert)
+        self.router = Router(scope.get_child("router"), spec.router, layer)
+        self.experts = GroupedMLP(scope.get_child("experts"), spec.expert)
         self.shared = (
-            MLP(scope.child("shared"), spec.shared_expert, recomputes_activation=recomputes_activation)
+            MLP(scope.get_child("shared"), spec.shared_expert, recomputes_activation=recomputes_activation)
             if spec.shared_expert
             else None
         )
-        self.shared_gate = _SharedExpertGate(scope.child("shared_gate")) if spec.has_shared_gate else None
+        self.shared_gate = _SharedExpertGate(scope.get_child("shared_gate")) if spec.has_shared_gate else None
         self.dispatcher = Dispatcher.of(scope.context, spec.router.num_experts, uses_allgather=scope.uses_allgather_dispatch)
         context = scope.context
-        self.num_data_ranks = len({context.topology.coordinates(rank)["dp"] for rank in context.expert_group.ranks})
+        self.num_data_ranks = len({context.topology.get_coordinates(rank)["dp"] for rank in context.expert_group.ranks})
         """Number of data ranks in the expert group: the microbatches whose tokens the group exchanges."""
 
     def forward(
         self, x: torch.Tensor | RecomputableInput, documents: Documents | None = None, key: DropoutKey | None = None
     ) -> torch.Tensor:
-        """Map hidden states [s, b, h] (or [s/n, b, h] under sequence parallelism) to the same shape.
+        """Map hidden states [s, b, h] (or [s/tp, b, h] under sequence parallelism) to the same shape.
 
         Args:
             documents: contains the split of the sequence over context ranks.

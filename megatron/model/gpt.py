@@ -1,8 +1,8 @@
 """GPT model, as several chunks of a pipeline or as a single chunk. The code reads like a model for one process; parallelism is
 inside the layer classes.
 
-Shapes: `s` sequence, `b` microbatch, `h` hidden size, `v` vocabulary, `n` tensor ranks. Hidden states between layers are [s, b, h],
-or [s/n, b, h] under sequence parallelism.
+Shapes: `s` sequence, `b` microbatch, `h` hidden size, `v` vocabulary, `tp` tensor ranks. Hidden states between layers are
+[s, b, h], or [s/tp, b, h] under sequence parallelism.
 """
 
 from __future__ import annotations
@@ -43,14 +43,16 @@ class Embedding(nn.Module):
     def __init__(self, scope: Scope, config: ModelConfig) -> None:
         super().__init__()
         self.group, self.split, self.probability = scope.tp, scope.sequence_parallel, config.hidden_dropout
-        self.word = VocabParallelEmbedding(scope.child("word"))
+        self.word = VocabParallelEmbedding(scope.get_child("word"))
         learned = config.position_embedding_type == "learned_absolute"
-        self.position = PositionTable(scope.child("position")) if learned else None
+        self.position = PositionTable(scope.get_child("position")) if learned else None
         self.multiplier = config.embedding_multiplier
-        self.norm = Norm(scope.child("norm"), build_norm_spec(config), config.hidden_size) if config.embedding_layernorm else None
+        self.norm = (
+            Norm(scope.get_child("norm"), build_norm_spec(config), config.hidden_size) if config.embedding_layernorm else None
+        )
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
-        """Map tokens and positions [s, b] to hidden states [s, b, h] (or [s/n, b, h])."""
+        """Map tokens and positions [s, b] to hidden states [s, b, h], or [s/tp, b, h] under sequence parallelism."""
         assert inputs.tokens is not None
         x = self.word(inputs.tokens)
         if self.multiplier != 1.0:
@@ -65,7 +67,7 @@ class Embedding(nn.Module):
 
 
 class PositionTable(nn.Module):
-    """Embedding of learned absolute positions."""
+    """Table of learned embeddings of absolute positions."""
 
     weight: nn.Parameter
 
@@ -74,7 +76,7 @@ class PositionTable(nn.Module):
         scope.register_param(self, "weight")
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
-        """Look up positions [s, b]: [s, b, h]."""
+        """Look up the embeddings of positions [s, b]: [s, b, h]."""
         return lookup_rows(positions, self.weight)
 
 
@@ -97,7 +99,7 @@ class _LayerGroup:
         """Run the layers of the segment.
 
         Args:
-            tables: rotary table of each rotary spec.
+            tables: rotation matrices of the tokens' positions for each rotary embedding of the layers; None for layers without it.
             is_recompute: call the layers without their hooks, because the hooks ran in the first forward.
         """
         for block, rotary in zip(self.blocks, self.rotaries, strict=True):
@@ -123,8 +125,9 @@ class GPTChunk(nn.Module):
         """Build the chunk on the meta device.
 
         Args:
-            selected_segments: segments of the chunk to build; by default all. A dry run builds one of several equal segments, and
-                all depths of multi-token prediction.
+            selected_segments: segments (groups of consecutive layers) of the chunk to build, including those of multi-token
+                prediction; by default all. A dry run passes only one of several equal segments, because all of them have the same
+                memory and work.
             loss: how the last chunk computes its loss.
             precision: which layers compute in 8 bits.
         """
@@ -134,11 +137,11 @@ class GPTChunk(nn.Module):
         policies = build_activation_policies(all_segments)
         segments = [segment for segment in all_segments if segment.layers.start < config.num_layers]
         layer_indices = [layer for segment in segments for layer in segment.layers]
-        self.residual_dtype = residual_dtype(config, scope.dtype)
-        self.embedding = Embedding(scope.child("embedding"), config) if chunk.is_first else None
+        self.residual_dtype = get_residual_dtype(config, scope.dtype)
+        self.embedding = Embedding(scope.get_child("embedding"), config) if chunk.is_first else None
         self.blocks = [
             Block(
-                replace(scope.child(f"layers.{layer}"), fp8=precision.get_fp8(layer, config.num_layers)),
+                replace(scope.get_child(f"layers.{layer}"), fp8=precision.get_fp8(layer, config.num_layers)),
                 config,
                 specs[layer],
                 layer,
@@ -158,8 +161,10 @@ class GPTChunk(nn.Module):
             for segment, policy in zip(segments, policies, strict=False)
         ]
         self._rotaries = dict.fromkeys(rotary for group in self._layer_groups for rotary in group.rotaries)
-        self.final_norm = Norm(scope.child("final_norm"), build_norm_spec(config), config.hidden_size) if chunk.is_last else None
-        self.output = OutputLayer(scope.child("output"), config, loss) if chunk.is_last else None
+        self.final_norm = (
+            Norm(scope.get_child("final_norm"), build_norm_spec(config), config.hidden_size) if chunk.is_last else None
+        )
+        self.output = OutputLayer(scope.get_child("output"), config, loss) if chunk.is_last else None
         self.mtp: MultiTokenPrediction | None = None
         if self.final_norm is not None and self.output is not None and chunk.depths:
             scope = replace(scope, fp8=precision.get_fp8(config.num_layers - 1, config.num_layers))
@@ -179,15 +184,16 @@ class GPTChunk(nn.Module):
         """Layers of the chunk, including those of multi-token prediction."""
         return [*self.blocks, *([] if self.mtp is None else self.mtp.blocks)]
 
-    def units(self) -> list[nn.Module]:
+    def get_units(self) -> list[nn.Module]:
         """Return the modules that hold parameters, in the order of the forward. With fully sharded parameters, each module is
         all-gathered and freed as a unit.
 
-        The module of multi-token prediction encloses its depths, the final norm and the output layer, so the parameters that all of
-        them use are gathered once. A layer encloses its experts, which are sharded over other ranks.
+        Units may be nested; a parameter belongs to the innermost unit that contains it. The unit of multi-token prediction contains
+        the units of its depths, so the final norm and the output layer, which all depths use, are gathered once. The unit of a
+        layer contains the units of its experts, because experts are sharded over other ranks.
         """
-        units: list[nn.Module | None] = [self.embedding, *_modules_and_experts(self.layers)]
-        units += [self.final_norm, self.output] if self.mtp is None else [self.mtp, *_modules_and_experts(self.mtp.depths)]
+        units: list[nn.Module | None] = [self.embedding, *_iter_modules_and_experts(self.layers)]
+        units += [self.final_norm, self.output] if self.mtp is None else [self.mtp, *_iter_modules_and_experts(self.mtp.depths)]
         return [module for module in units if module is not None]
 
     def track_routers(self, tracker: RouterTracker) -> None:
@@ -227,8 +233,7 @@ class GPTChunk(nn.Module):
         return self.output(self.final_norm(x), inputs.labels, inputs.loss_mask)
 
     def compute_hidden_states(self, inputs: ModelInputs, hidden: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute the hidden states after the last layer of the chunk. On any chunk but the last, this is the result of
-        `forward`."""
+        """Compute the hidden states after the last layer of the chunk. `forward` returns them, except on the last chunk."""
         x = hidden if self.embedding is None else self.embedding(inputs).to(self.residual_dtype)
         assert x is not None, "a chunk that is not the first needs hidden states"
         if torch.is_grad_enabled() and not x.requires_grad:
@@ -243,20 +248,20 @@ class GPTChunk(nn.Module):
             x = group.policy.run(partial(group, tables, inputs), x, modules=group.blocks, shared=shared)
         return x
 
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Map hidden states [s, b, h] (or [s/n, b, h]) to logits [s, b, v], without padding of the vocabulary. Only for the last
-        chunk."""
+    def compute_logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Map the hidden states of the last chunk's last layer, [s, b, h] (or [s/tp, b, h] under sequence parallelism), to logits
+        [s, b, v] without padding of the vocabulary."""
         assert self.final_norm is not None and self.output is not None
-        return self.output.logits(self.final_norm(x))
+        return self.output.compute_logits(self.final_norm(x))
 
 
-def _modules_and_experts(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """Yield each module, followed by the experts modules inside it."""
+def _iter_modules_and_experts(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Yield each module, followed by the modules inside it that hold the weights of experts."""
     for module in modules:
         yield module
         yield from (child for child in module.modules() if getattr(child, "holds_experts", False))
 
 
-def residual_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
+def get_residual_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the residual stream, which is also the dtype of the activations that pipeline stages exchange."""
     return torch.promote_types(dtype, torch.float32) if config.fp32_residual_connection else dtype

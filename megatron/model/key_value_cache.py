@@ -24,12 +24,12 @@ from megatron.spec.layers import DEFAULT_SCORES, ScoreSpec
 
 
 class KeyValueCache:
-    """Cache of keys and values for text generation, for the layers of one rank.
+    """Cache of keys and values for text generation, for the layers of one rank. A row is one sequence of the batch.
 
     Layers call `append` and `attend`. The generation loop calls `prepare_prefill`, `finish_prefill` and `advance`.
 
     Args:
-        capacity: tokens of the longest row, prompt and generated tokens together.
+        capacity: maximum number of tokens in a row, prompt and generated tokens together.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -43,13 +43,13 @@ class KeyValueCache:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Number of tokens of each row, [b]. This is also the position of the row's next token."""
+        """Number of tokens read in each row, [b]. This is also the position of the row's next token."""
         assert not self.is_prefill, "lengths are known only after the prefill: call `finish_prefill` first"
         return self._lengths
 
     @property
     def max_length(self) -> int:
-        """Number of tokens of the longest row so far."""
+        """Number of tokens read so far in the longest row."""
         return self._max_length
 
     def prepare_prefill(self, prompt_lengths: Sequence[int], device: torch.device) -> None:
@@ -82,10 +82,12 @@ class KeyValueCache:
         self._masks.clear()
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor | None, window: int | None = None) -> None:
-        """Store the keys and values of a layer, [s, b, g, d] each: those of the prompts, or those of the next token (s = 1).
+        """Store the keys and values of one layer: those of the prompts or, with s = 1, those of the next token.
 
         Args:
-            v: None if the values are channels of the keys (see `attend`).
+            layer: index of the layer.
+            k: keys [s, b, g, d] of the g key-value heads of this rank.
+            v: values [s, b, g, d]; None if the values are channels of the keys (see `attend`).
             window: number of earlier tokens that a token attends to; None for all.
         """
         if self.is_prefill:
@@ -111,11 +113,16 @@ class KeyValueCache:
         *,
         value_size: int | None = None,
     ) -> torch.Tensor:
-        """Compute softmax(score(q k^T)) v over all stored tokens: q [1, b, g, r, d] to [1, b, g * r * d].
+        """Compute the attention of one token per row to all tokens stored for a layer: softmax(score(q k^T)) v.
 
         Args:
+            layer: index of the layer.
+            q: queries of the token, [1, b, g, r, d], with r query heads for each of the g key-value heads of this rank.
             sinks: learnable attention sinks [g * r], if the softmax has them.
             value_size: number of leading key channels that are the values, if no values are stored.
+
+        Returns:
+            [1, b, g * r * channels of a value].
         """
         num_filled = min(self._max_length + 1, self._layers[layer][0].shape[2])
         k, *values = (cached[:, :, :num_filled] for cached in self._layers[layer])
@@ -132,8 +139,11 @@ class KeyValueCache:
         return out.flatten(1)[None].to(dtype)
 
     def _mask(self, num_filled: int) -> torch.Tensor | None:
-        """Return which of the first `num_filled` slots hold a token of the row, its next token included: [b, 1, 1, num_filled].
-        Return None if all of them do."""
+        """Return which of the first `num_filled` slots each row has filled, the slot of the row's current token included.
+
+        Returns:
+            bool [b, 1, 1, num_filled], or None if all rows have filled all of these slots.
+        """
         if self._min_length + 1 >= num_filled:
             return None
         if num_filled not in self._masks:
@@ -142,7 +152,14 @@ class KeyValueCache:
         return self._masks[num_filled]
 
     def _store_prompts(self, x: torch.Tensor, num_slots: int) -> torch.Tensor:
-        """Copy the last tokens of each prompt from x [s, b, g, d] to a new tensor with `num_slots` slots, [b, g, num_slots, d]."""
+        """Copy the last tokens of each prompt to a new tensor with `num_slots` slots for tokens.
+
+        Args:
+            x: keys or values of the prompts, [s, b, g, d].
+
+        Returns:
+            [b, g, num_slots, d]. The token at position p is in slot p modulo num_slots.
+        """
         s, b, g, d = x.shape
         cached = x.new_zeros((b, g, num_slots, d))  # zeros: uninitialized memory may hold NaN, which no mask removes
         if s <= num_slots:

@@ -1,7 +1,8 @@
 """Causal multi-head latent attention: keys and values are projected from a latent vector per token (DeepSeek-V2, section 2.1).
 
 Shapes: `s` sequence, `b` microbatch, `h` hidden size, `n` local heads, `p` channels of a query or key head without rotary embedding
-(nope), `r` channels with rotary embedding, `e` channels of a value head, `c` size of the latent.
+(nope), `r` channels with rotary embedding, `e` channels of a value head, `c` size of the latent. Under sequence
+parallelism hidden states are [s/tp, b, h], where `tp` is the number of tensor ranks.
 
 The down-projections to the latents are replicated on every tensor rank, since all heads need the latents. The up-projections to the
 heads are split by heads. Under sequence parallelism a rank computes and normalizes the latents of its part of the sequence, and the
@@ -34,7 +35,10 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 class _AssembleHeads(torch.autograd.Function):
     """Autograd function that assembles queries and keys [s, b, n, p + r] and values [s, b, n, e] from the outputs of the
-    projections. All heads share one rotated key.
+    projections.
+
+    There are n local heads. A query or key has p channels without rotary embedding (nope) and r channels with rotary embedding, a
+    value has e channels. All heads share one key with rotary embedding.
 
     Queries are rotated in place: nothing else reads the projection's output. Values are copied, so that attention does not keep the
     nope channels of the keys in memory a second time.
@@ -76,7 +80,7 @@ class _AssembleHeads(torch.autograd.Function):
 def _assemble_heads_in_traceable_ops(
     q: torch.Tensor, kv: torch.Tensor, k_rotary: torch.Tensor, rotary: torch.Tensor | None, interleaved: bool
 ) -> Heads:
-    """Compute the same as `_AssembleHeads`, in operations that torch.compile can fuse and differentiate."""
+    """Assemble queries, keys and values as `_AssembleHeads` does, in operations that torch.compile can fuse and differentiate."""
     nope_dim, shared_key = q.shape[-1] - k_rotary.shape[-1], k_rotary.unsqueeze(2)
     if rotary is not None:
         q = torch.cat([q[..., :nope_dim], rotate(q[..., nope_dim:], rotary, interleaved)], -1)
@@ -89,7 +93,7 @@ class LatentAttention(CoreAttention):
     """Multi-head latent attention: an attention layer whose keys and values are projected from one latent vector per token.
 
     Args:
-        norm: spec of the norms of the latents, if the model has them.
+        norm: specification of the norms of the latents; used only if the model has these norms.
         recomputes_norms: recompute the outputs of the latents' norms in backward instead of storing them.
     """
 
@@ -108,21 +112,28 @@ class LatentAttention(CoreAttention):
         self.spec, self.recomputes_norms = spec, recomputes_norms
         self.interleaved = spec.rotary is not None and spec.rotary.is_interleaved
         has_query_latent = spec.q_lora_rank is not None
-        self.q = None if has_query_latent else ColumnParallelLinear(scope.child("q"))
-        self.q_down = ReplicatedLinear(scope.child("q_down")) if has_query_latent else None
+        self.q = None if has_query_latent else ColumnParallelLinear(scope.get_child("q"))
+        self.q_down = ReplicatedLinear(scope.get_child("q_down")) if has_query_latent else None
         self.q_latent_norm = None
         if spec.q_lora_rank is not None and spec.has_latent_norm:
-            self.q_latent_norm = Norm(scope.child("q_latent_norm"), norm, spec.q_lora_rank)
-        self.q_up = ColumnParallelLinear(scope.child("q_up")) if has_query_latent else None
-        self.kv_down = ReplicatedLinear(scope.child("kv_down"))
-        self.k_rotary = ReplicatedLinear(scope.child("k_rotary"), for_heads=True)
-        self.kv_latent_norm = Norm(scope.child("kv_latent_norm"), norm, spec.kv_lora_rank) if spec.has_latent_norm else None
-        self.kv_up = ColumnParallelLinear(scope.child("kv_up"))
+            self.q_latent_norm = Norm(scope.get_child("q_latent_norm"), norm, spec.q_lora_rank)
+        self.q_up = ColumnParallelLinear(scope.get_child("q_up")) if has_query_latent else None
+        self.kv_down = ReplicatedLinear(scope.get_child("kv_down"))
+        self.k_rotary = ReplicatedLinear(scope.get_child("k_rotary"), for_heads=True)
+        self.kv_latent_norm = Norm(scope.get_child("kv_latent_norm"), norm, spec.kv_lora_rank) if spec.has_latent_norm else None
+        self.kv_up = ColumnParallelLinear(scope.get_child("kv_up"))
         scope.register_optional_param(self, "sinks")
-        self.output = RowParallelLinear(scope.child("output"))
+        self.output = RowParallelLinear(scope.get_child("output"))
 
     def project_qkv(self, x: torch.Tensor | RecomputableInput, rotary: torch.Tensor | None) -> Heads:
-        """Project hidden states [s, b, h] (or [s/n, b, h]) to queries and keys [s, b, n, p + r] and values [s, b, n, e]."""
+        """Project hidden states to the queries, keys and values of the n local heads.
+
+        Args:
+            x: [s, b, h], or [s/tp, b, h] under sequence parallelism.
+
+        Returns:
+            queries and keys [s, b, n, p + r], with p channels without and r channels with rotary embedding; values [s, b, n, e].
+        """
         return self._build_heads(x, self._apply_norm(self.kv_latent_norm, self.kv_down(x)), self.k_rotary(x), rotary)
 
     def attend_hidden_states(
@@ -133,12 +144,16 @@ class LatentAttention(CoreAttention):
         documents: Documents | None,
         cache: KeyValueCache | None,
     ) -> torch.Tensor:
-        """Map hidden states [s, b, h] (or [s/n, b, h] under sequence parallelism) to the input of the output projection, [s, b, n *
-        e].
+        """Map hidden states to the outputs of the n local heads, which are the input of the output projection: [s, b, n * e], with
+        e channels of a value.
 
-        The cache stores latents and rotated keys as the keys of one head: [s, b, 1, c + r]. After the prefill, no keys and values
-        of the heads are computed from them. Instead, the key up-projection W is applied to the query, q (W c) = (q W) c, and the
-        value up-projection to the weighted sum of the latents (weight absorption; DeepSeek-V2, section 2.1.2).
+        The cache stores for each token its latent (c channels) and its rotated key (r channels), as the key of a single head: [s,
+        b, 1, c + r]. After the prefill, the keys and values of the heads are never computed from the cache. Instead, the key
+        up-projection W is applied to the query q, because q (W latent) = (q W) latent. The value up-projection is applied to the
+        weighted sum of the latents (weight absorption; DeepSeek-V2, section 2.1.2).
+
+        Args:
+            x: [s, b, h], or [s/tp, b, h] under sequence parallelism.
         """
         if cache is None:
             return self.attend(*self.project_qkv(x, rotary), key, documents, None)
@@ -156,7 +171,7 @@ class LatentAttention(CoreAttention):
         return self._attend_to_latents(self._project_queries(x), rotary, cache)
 
     def _project_queries(self, x: torch.Tensor | RecomputableInput) -> torch.Tensor:
-        """Project hidden states to queries [s, b, n, p + r], before the rotary embedding."""
+        """Project hidden states to the queries of the n local heads, [s, b, n, p + r]. The last r channels are not rotated yet."""
         if self.q is not None:
             q = self.q(x)
         else:
@@ -177,7 +192,14 @@ class LatentAttention(CoreAttention):
         return heads
 
     def _attend_to_latents(self, q: torch.Tensor, rotary: torch.Tensor | None, cache: KeyValueCache) -> torch.Tensor:
-        """Compute attention of one new token to the cached latents: q [1, b, n, p + r] to [1, b, n * e]."""
+        """Compute the attention of one new token to the cached latents.
+
+        Args:
+            q: queries [1, b, n, p + r] of the n local heads; the last r channels are not rotated yet.
+
+        Returns:
+            outputs of the heads, [1, b, n * e], with e channels of a value.
+        """
         spec, nope_dim = self.spec, self.spec.qk_head_dim
         key_weight, value_weight = self.kv_up.weight.unflatten(0, (-1, nope_dim + spec.v_head_dim)).split(
             [nope_dim, spec.v_head_dim], 1
@@ -196,4 +218,4 @@ class LatentAttention(CoreAttention):
     def _apply_norm(self, norm: Norm | None, latent: torch.Tensor) -> torch.Tensor | RecomputableInput:
         if norm is None:
             return latent
-        return norm.recomputable(latent) if self.recomputes_norms else norm(latent)
+        return norm.build_recomputable(latent) if self.recomputes_norms else norm(latent)

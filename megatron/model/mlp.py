@@ -25,7 +25,7 @@ _SATURATED = 40.0
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Autograd function of silu(gate) * up, [..., 2, f] to [..., f]. Saves only its input; backward recomputes silu."""
+    """Autograd function of silu(gate) * up. Saves only its input, gate and up [..., 2, f]; backward recomputes silu."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -61,8 +61,8 @@ def _swiglu_backward(x: torch.Tensor, grad: torch.Tensor, *, few_launches: bool)
 
 
 class _GEGLU(torch.autograd.Function):
-    """Autograd function of gelu(gate) * up, [..., 2, f] to [..., f], with either approximation of `torch.nn.functional.gelu`. Saves
-    only its input."""
+    """Autograd function of gelu(gate) * up, with either approximation of `torch.nn.functional.gelu`. Saves only its input, gate and
+    up [..., 2, f]."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, approximate: str) -> torch.Tensor:  # type: ignore[override]
@@ -86,8 +86,8 @@ _QUICK_GELU_SCALE = 1.702
 
 
 class _QuickGEGLU(torch.autograd.Function):
-    """Autograd function of gate * sigmoid(1.702 gate) * (up + offset) of the clamped input, [..., 2, f] to [..., f], in at least
-    float32. Saves only its input."""
+    """Autograd function of gate * sigmoid(1.702 * gate) * (up + offset), in at least float32. If `clamp` is not None, gate and up
+    are clamped first. Saves only its input, gate and up [..., 2, f]."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, offset: float, clamp: float | None) -> torch.Tensor:  # type: ignore[override]
@@ -111,14 +111,14 @@ class _QuickGEGLU(torch.autograd.Function):
 
 
 def _clamp_gate_and_up(x: torch.Tensor, clamp: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split x into gate and up in at least float32, and clamp them: the gate from above, up on both sides."""
+    """Split x [..., 2, f] into gate and up, in at least float32. Clamp gate to at most `clamp`, up to [-clamp, clamp]."""
     gate, up = x.to(torch.promote_types(x.dtype, torch.float32)).unbind(-2)
     return (gate, up) if clamp is None else (gate.clamp(max=clamp), up.clamp(-clamp, clamp))
 
 
 class _ReLU(torch.autograd.Function):
-    """Autograd function of max(x, 0). Saves its input, where torch's ReLU saves its output: the output can then be freed and
-    recomputed."""
+    """Autograd function of max(x, 0) that saves its input instead of its output. The output can therefore be freed and recomputed,
+    unlike with torch's ReLU."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -164,8 +164,8 @@ def _build_gated(gate_function: _Activation) -> _Activation:
 
 
 def _quick_geglu(x: torch.Tensor, offset: float, clamp: float | None) -> torch.Tensor:
-    """Compute the same as `_QuickGEGLU`, in operations that torch.compile can fuse. A value at a clamp bound has the gradient 1, as
-    in `_QuickGEGLU`.
+    """Compute the activation of `_QuickGEGLU` in operations that torch.compile can fuse. A value at a clamp bound has the gradient
+    1, as in `_QuickGEGLU`.
 
     Autograd's gradient of `Tensor.clamp` at a bound is 1 before torch 2.14 and 0 since, so the function uses masks instead.
     """
@@ -219,11 +219,11 @@ class MLP(nn.Module):
             TRACEABLE_ACTIVATION_FUNCTIONS[spec.activation.name](spec),
         )
         self.recomputes_activation = recomputes_activation
-        self.up = ColumnParallelLinear(scope.child("up"))
-        self.down = RowParallelLinear(scope.child("down"))
+        self.up = ColumnParallelLinear(scope.get_child("up"))
+        self.down = RowParallelLinear(scope.get_child("down"))
 
     def forward(self, x: torch.Tensor | RecomputableInput) -> torch.Tensor:
-        """Map hidden states [s, b, h] to the same shape."""
+        """Map hidden states [s, b, h] (or [s/tp, b, h] under sequence parallelism) to the same shape."""
         hidden = self.up(x)  # [s, b, f], gated [s, b, 2, f]
         if torch.compiler.is_compiling():
             return self.down(self.traceable_activation(hidden))

@@ -8,7 +8,7 @@ beyond the end of a document if documents mask the loss there.
 
 The sums of all depths are divided by the same number of tokens: the number of labels that count for the model itself.
 
-Shapes: `s` sequence, `b` microbatch, `h` hidden size. In [s/n, b, h], the shape of hidden states under sequence parallelism, `n` is
+Shapes: `s` sequence, `b` microbatch, `h` hidden size. Under sequence parallelism hidden states are [s/tp, b, h], where `tp` is
 the number of tensor ranks.
 """
 
@@ -36,20 +36,30 @@ from megatron.tensor_parallel.linear import parallel_linear
 
 
 class MTPDepth(nn.Module):
-    """One depth of multi-token prediction: the modules that compute its hidden states. The output layer is outside."""
+    """One depth of multi-token prediction: two norms, a projection and a transformer layer, which compute the depth's hidden
+    states. The output layer is shared by all depths and outside."""
 
     projection: nn.Parameter
-    """[h, 2h]. Replicated on every tensor rank, so that the sequence can stay split."""
+    """Weight [h, 2h] that combines hidden state and embedding. Every tensor rank has the full weight, so that under sequence
+    parallelism the sequence can stay split."""
 
     def __init__(self, scope: Scope, config: ModelConfig, spec: LayerSpec, segment: Segment) -> None:
         super().__init__()
-        self.hidden_norm = Norm(scope.child("hidden_norm"), build_norm_spec(config), config.hidden_size)
-        self.embedding_norm = Norm(scope.child("embedding_norm"), build_norm_spec(config), config.hidden_size)
-        scope.register_param(self, "projection", scope.weight("projection.weight"))
-        self.layer = Block(scope.child("layer"), config, spec, segment.layers.start, segment.recomputed_modules)
+        self.hidden_norm = Norm(scope.get_child("hidden_norm"), build_norm_spec(config), config.hidden_size)
+        self.embedding_norm = Norm(scope.get_child("embedding_norm"), build_norm_spec(config), config.hidden_size)
+        scope.register_param(self, "projection", scope.get_weight("projection.weight"))
+        self.layer = Block(scope.get_child("layer"), config, spec, segment.layers.start, segment.recomputed_modules)
 
     def forward(self, inputs: ModelInputs, rotary: torch.Tensor | None, x: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
-        """Map hidden states and embeddings [s, b, h] (or [s/n, b, h]) to hidden states of the same shape and dtype."""
+        """Compute the hidden states of this depth.
+
+        Args:
+            x: hidden states of the previous depth, [s, b, h] (or [s/tp, b, h] under sequence parallelism).
+            embeddings: embeddings of the tokens that the depth reads, of the shape of x.
+
+        Returns:
+            hidden states of the shape and dtype of x.
+        """
         combined = torch.cat([self.hidden_norm(x), self.embedding_norm(embeddings)], -1)
         hidden = parallel_linear(combined, self.projection, None, SELF_GROUP).to(x.dtype)
         return self.layer(hidden, rotary, inputs.dropout_key, inputs.documents)
@@ -61,7 +71,8 @@ class MultiTokenPrediction(nn.Module):
     The final norm and the output layer belong to the chunk, which uses them directly when it computes logits without a loss.
 
     Args:
-        segment_policies: segment of each depth, with its activation policy.
+        segment_policies: for each depth, its segment of the layer list, and whether the segment's activations are kept, recomputed
+            or offloaded.
     """
 
     def __init__(
@@ -73,10 +84,10 @@ class MultiTokenPrediction(nn.Module):
         segment_policies: Sequence[tuple[Segment, ActivationPolicy]],
     ) -> None:
         super().__init__()
-        self.word = VocabParallelEmbedding(scope.child("embedding.word"))
+        self.word = VocabParallelEmbedding(scope.get_child("embedding.word"))
         specs = build_mtp_layer_specs(config)
         self._depths = [
-            MTPDepth(scope.child(f"mtp.{k}"), config, spec, segment)
+            MTPDepth(scope.get_child(f"mtp.{k}"), config, spec, segment)
             for k, (spec, (segment, _)) in enumerate(zip(specs, segment_policies, strict=True))
         ]
         self.depths = nn.ModuleList(self._depths)
@@ -102,7 +113,7 @@ class MultiTokenPrediction(nn.Module):
         return [depth for depth, policy in zip(self._depths, self._policies, strict=True) if policy.recomputes]
 
     def forward(self, x: torch.Tensor, inputs: ModelInputs) -> torch.Tensor:
-        """Compute the losses from the hidden states of the last layer, [s, b, h] (or [s/n, b, h]).
+        """Compute the losses from the hidden states of the last layer, [s, b, h] (or [s/tp, b, h]).
 
         Returns:
             three sums, whose sum is the training loss: cross entropy and z-loss of the model itself, and (scaling factor / number
@@ -133,7 +144,7 @@ def _run_depth(
     *,
     is_recompute: bool = False,
 ) -> torch.Tensor:
-    """Compute the hidden states of one depth of multi-token prediction.
+    """Compute the hidden states of one depth of multi-token prediction, from those of the previous depth (x) and token embeddings.
 
     Args:
         is_recompute: call the depth without its hooks, because the hooks ran in the first forward.
@@ -143,7 +154,8 @@ def _run_depth(
 
 
 def shift_inputs(inputs: ModelInputs, num_depths: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield the tokens to embed, the labels and the loss mask of each depth, [s, b] each.
+    """Yield for each depth of multi-token prediction the tokens to embed, the labels and the loss mask, [s, b] each: those of the
+    model, shifted by one more position per depth.
 
     Beyond the end of the sample the token is 0. It has no loss, and no position of the sample attends to it. (In 8 bits it can
     still influence the scaling factors.)

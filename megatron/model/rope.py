@@ -17,7 +17,7 @@ from megatron.spec.rotary import DynamicScaling, LinearScaling, Llama3Scaling, L
 
 
 def compute_frequencies(spec: RotarySpec, device: torch.device, sequence_length: int = 1) -> torch.Tensor:
-    """Compute the frequency of each pair of channels, which is its rotation angle per position: float64 [r/2].
+    """Compute the rotation angle per position of each pair of channels: float64 [r/2], for r rotated channels of a head.
 
     Args:
         sequence_length: tokens of the full sequence, on which some scalings depend (`DynamicScaling`, `LongScaling`).
@@ -52,7 +52,7 @@ def compute_frequencies(spec: RotarySpec, device: torch.device, sequence_length:
 def _compute_yarn_range(scaling: YarnScaling, spec: RotarySpec) -> tuple[float, float]:
     """Return the indices of the first and last channel pair between which YaRN interpolates from original to scaled frequencies.
 
-    Over the original context, pair i makes context / (2 pi) x base^(-2i / r) full rotations.
+    Over the context length of the original model, pair i of r/2 makes context / (2 * pi) * base^(-2i / r) full rotations.
     """
 
     def find_pair(turns: float) -> float:
@@ -66,7 +66,7 @@ def _compute_yarn_range(scaling: YarnScaling, spec: RotarySpec) -> tuple[float, 
 
 
 def build_rotary_table(positions: torch.Tensor, spec: RotarySpec, dtype: torch.dtype, sequence_length: int = 1) -> torch.Tensor:
-    """Build the rotation matrices for positions [s, b]: [s, b, 1, 2, 2, r/2] in at least float32.
+    """Build the rotation matrices for positions [s, b]: [s, b, 1, 2, 2, r/2] in at least float32, for r rotated channels of a head.
 
     The matrix of a channel pair is ((cos, -sin), (sin, cos)) times the attention factor of the spec. So a rotation is one product
     and one sum, and the transposed table rotates back.
@@ -84,11 +84,11 @@ def build_rotary_table(positions: torch.Tensor, spec: RotarySpec, dtype: torch.d
 
 
 def rotate_into(x: torch.Tensor, table: torch.Tensor, out: torch.Tensor, *, interleaved: bool = False) -> None:
-    """Rotate the leading channels of x and write them to the leading channels of `out`, which may be x.
+    """Rotate the leading channels of x and write the rotated channels to the leading channels of `out`, which may be x.
 
     Args:
         x: [s, b, ..., d] with any number of head dimensions.
-        table: [s, b, 1, 2, 2, r/2]; the transposed table rotates back.
+        table: rotation matrices [s, b, 1, 2, 2, r/2] from `build_rotary_table`; the transposed table rotates back.
         interleaved: whether the channels of a pair are adjacent.
     """
     channels = 2 * table.shape[-1]
@@ -101,12 +101,13 @@ def rotate_into(x: torch.Tensor, table: torch.Tensor, out: torch.Tensor, *, inte
 
 
 def _view_pairs(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """View channels [..., r] as pairs [..., 2, r/2]."""
+    """View r channels [..., r] as r/2 pairs [..., 2, r/2]."""
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2) if interleaved else x.unflatten(-1, (2, -1))
 
 
 class _Rotary(torch.autograd.Function):
-    """Autograd function that rotates in forward and rotates back in backward. Saves only the table, which all layers share."""
+    """Autograd function that rotates channels in forward and rotates their gradients back in backward. Saves only the rotation
+    table, which all layers share."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, table: torch.Tensor, interleaved: bool) -> torch.Tensor:  # type: ignore[override]
@@ -129,14 +130,18 @@ def _rotate_to_new(x: torch.Tensor, table: torch.Tensor, interleaved: bool) -> t
 
 
 def rotate(x: torch.Tensor, table: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
-    """Rotate the leading channels of each head: [s, b, ..., d] to the same shape."""
+    """Rotate the leading channels of each head by the matrices from `build_rotary_table`: [s, b, ..., d] to the same shape.
+
+    Args:
+        interleaved: whether the channels of a pair are adjacent.
+    """
     return (
         _rotate_in_traceable_ops(x, table, interleaved) if torch.compiler.is_compiling() else _Rotary.apply(x, table, interleaved)
     )
 
 
 def _rotate_in_traceable_ops(x: torch.Tensor, table: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Compute the same as `rotate`, in operations that torch.compile can fuse and differentiate.
+    """Rotate channels as `rotate` does, but in operations that torch.compile can fuse and differentiate.
 
     Forward and backward compute in the dtype of the table and round once.
     """
