@@ -19,7 +19,7 @@ computed.
 This module computes the logits of a whole microbatch at once. `chunked_loss.py` uses the same functions for one chunk of tokens at
 a time.
 
-Shapes: `s` sequence, `b` microbatch, `h` hidden size, `v` padded vocabulary, `n` tensor ranks, `t` tokens.
+Shapes: `s` sequence, `b` microbatch, `h` hidden size, `v` padded vocabulary, `tp` tensor ranks, `t` tokens.
 """
 
 from __future__ import annotations
@@ -51,39 +51,41 @@ scales exactly."""
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's columns of the logits, as a range of token ids, and the options of the loss."""
+    """Columns of the logits that this rank computes, as a range of token ids, and the options of the loss."""
 
     group: Group
     """The tensor group."""
     first_id: int
-    """Token id of the first local column."""
+    """Token id of this rank's first column of the logits."""
     num_valid: int
-    """Number of local columns that are not padding; may be 0."""
+    """Number of this rank's columns that are not padding of the vocabulary; may be 0."""
     z_coeff: float = 0.0
     """Coefficient of the z-loss; 0 for none."""
     label_smoothing: float = 0.0
-    """Share of the target probability 1 that is taken from the label and spread over the vocabulary; 0 for no label
+    """Share of the target probability that is taken from the label and spread evenly over the vocabulary; 0 for no label
     smoothing."""
     vocab_size: int = 0
-    """Number of columns over all ranks, without padding. Used only with label smoothing."""
+    """Number of columns of the logits over all ranks, without padding. Used only with label smoothing."""
     softcap: float | None = None
     """Cap of the logits: x is replaced by softcap x tanh(x / softcap). None for no cap."""
 
 
 class LogitGradTerms(NamedTuple):
-    """Per-token terms, [t] each, that turn the softmax over the local columns into the gradient of `total_loss`."""
+    """Per-token terms, [t] each for t tokens, that turn the softmax over this rank's columns into the gradient of
+    `compute_total_loss` with respect to the logits."""
 
     softmax_factor: torch.Tensor
     """Number by which a token's softmax over the local columns is multiplied."""
     target_column: torch.Tensor
-    """Local column of the label. For a label of another rank, the nearest local column."""
+    """Column of the label among this rank's columns. If another rank has the label's column, the nearest column of this
+    rank."""
     target_grad: torch.Tensor
-    """Gradient of the logit in `target_column`."""
+    """Gradient of the logit in `target_column`, which replaces the value computed from the softmax."""
     smoothing_grad: torch.Tensor | None
-    """Value to subtract in every column that is not padding; None without label smoothing."""
+    """Number to subtract from the gradient in every column that is not padding; None without label smoothing."""
 
     def scale(self, grad: torch.Tensor) -> LogitGradTerms:
-        """Return the terms for the gradient of `grad` x total loss."""
+        """Return the terms for the gradient of the total loss multiplied by `grad`."""
         return LogitGradTerms(
             self.softmax_factor * grad,
             self.target_column,
@@ -92,13 +94,13 @@ class LogitGradTerms(NamedTuple):
         )
 
     def select(self, tokens: slice) -> LogitGradTerms:
-        """Return the terms of a range of tokens."""
+        """Return the terms for only some of the tokens."""
         return LogitGradTerms(*(None if term is None else term[tokens] for term in self))  # type: ignore[arg-type]
 
 
 class LogitStatistics:
-    """Collects what the loss needs from the local logits, per token: the largest logit, the softmax probability of the largest
-    logit, and the logit of the label.
+    """Collects what the loss needs from the logits of this rank's columns, for each token: the largest logit, its softmax
+    probability, and the logit of the label.
 
     Args:
         labels: token ids [t] in the full vocabulary.
@@ -115,12 +117,12 @@ class LogitStatistics:
         self._max_probability = torch.empty_like(self._max_logit, dtype=self.dtype)
 
     def consume_logits(self, logits: torch.Tensor, tokens: slice, *, keep_softmax: bool = False) -> None:
-        """Compute the statistics of a range of tokens from their logits, and overwrite the logits.
+        """Compute the statistics of some tokens from their logits, and overwrite the logits.
 
         Args:
-            logits: local logits [t, v/n] of these tokens.
+            logits: logits of these tokens in this rank's columns, [tokens, v/tp].
             tokens: range of the tokens.
-            keep_softmax: leave the softmax over the local columns in `logits`, times `_HALF_SOFTMAX_SCALE` in float16. With a
+            keep_softmax: leave the softmax over this rank's columns in `logits`, times `_HALF_SOFTMAX_SCALE` in float16. With a
                 softcap, leave the capped logits instead, which the gradient needs too.
         """
         _apply_softcap_(logits, self._shard)
@@ -133,7 +135,7 @@ class LogitStatistics:
         max_logit, max_probability, on_cpu = self._max_logit[tokens], self._max_probability[tokens], logits.device.type == "cpu"
         if not on_cpu:
             torch.amax(logits, -1, out=max_logit)
-        for block in _blocks(logits):
+        for block in _iter_blocks(logits):
             block_logits = logits[block]
             if on_cpu:  # while the block is in a CPU cache
                 upcast = block_logits.to(self.dtype)
@@ -147,18 +149,19 @@ class LogitStatistics:
                 block_logits.copy_(softmax)
 
     def log_sum_and_target(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log(sum(exp)) over the local columns and the label's logit (0 if another rank holds it), [t] each.
+        """Return for each of t tokens the log of the sum of exponentials over this rank's columns, and the label's logit (0 if
+        another rank holds it): [t] each.
 
         All tokens must have been passed to `consume_logits`.
         """
         target_logit = self._target_logit.masked_fill(self._is_remote, 0.0).to(self.dtype)
         return self._max_logit - self._max_probability.log(), target_logit
 
-    def grad_terms(self, log_sum: torch.Tensor, log_z: torch.Tensor, mask: torch.Tensor) -> LogitGradTerms:
+    def compute_grad_terms(self, log_sum: torch.Tensor, log_z: torch.Tensor, mask: torch.Tensor) -> LogitGradTerms:
         """Return the terms with which backward computes the gradient of the logits.
 
         Args:
-            log_sum: log of the sum of exponentials over the local columns [t].
+            log_sum: log of the sum of exponentials over this rank's columns, [t] for t tokens.
             log_z: log of the sum of exponentials over the full vocabulary [t].
             mask: weight of each token's loss [t].
         """
@@ -176,10 +179,11 @@ class LogitStatistics:
 
 
 def write_logit_grads(logits: torch.Tensor, shard: VocabShard, grad_terms: LogitGradTerms, *, are_capped: bool = False) -> None:
-    """Overwrite logits [t, v/n] with the gradient of the loss of these tokens, in the dtype of the logits.
+    """Overwrite logits with the gradient of the loss of these tokens, in the dtype of the logits.
 
     Args:
-        grad_terms: terms from `LogitStatistics.grad_terms`, scaled by the upstream gradient.
+        logits: logits in this rank's columns, [t, v/tp] for t tokens.
+        grad_terms: terms from `LogitStatistics.compute_grad_terms` for these tokens, scaled by the upstream gradient.
         are_capped: whether the softcap has been applied to the logits already.
     """
     if shard.softcap is not None:
@@ -187,15 +191,16 @@ def write_logit_grads(logits: torch.Tensor, shard: VocabShard, grad_terms: Logit
             _apply_softcap_(logits, shard)
         target_logits = logits.gather(-1, grad_terms.target_column.unsqueeze(-1)).squeeze(-1)
         grad_terms = grad_terms._replace(
-            target_grad=grad_terms.target_grad * _softcap_derivative(target_logits.to(grad_terms.target_grad.dtype), shard.softcap)
+            target_grad=grad_terms.target_grad
+            * _compute_softcap_derivative(target_logits.to(grad_terms.target_grad.dtype), shard.softcap)
         )
     _mask_padding(logits, shard)
-    for block in _blocks(logits):
+    for block in _iter_blocks(logits):
         block_logits, dtype = logits[block], grad_terms.softmax_factor.dtype
         if shard.softcap is None:
             _scale_and_smooth(_softmax(block_logits, dtype), grad_terms.select(block), block_logits)
         else:
-            derivative = _softcap_derivative(block_logits.to(dtype), shard.softcap)  # 0 in the padding
+            derivative = _compute_softcap_derivative(block_logits.to(dtype), shard.softcap)  # 0 in the padding
             block_grad = _softmax(block_logits, dtype)
             _scale_and_smooth(block_grad, grad_terms.select(block), block_grad)
             block_logits.copy_(block_grad.mul_(derivative))
@@ -203,35 +208,36 @@ def write_logit_grads(logits: torch.Tensor, shard: VocabShard, grad_terms: Logit
 
 
 def apply_softcap(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
-    """Return cap x tanh(logits / cap), computed in at least float32; the logits unchanged if `cap` is None."""
+    """Return cap x tanh(logits / cap), computed in at least float32. If `cap` is None, return the logits unchanged."""
     if cap is None:
         return logits
     return (logits.to(torch.promote_types(logits.dtype, torch.float32)) / cap).tanh_().mul_(cap).to(logits.dtype)
 
 
 def _apply_softcap_(logits: torch.Tensor, shard: VocabShard) -> None:
-    """Apply the shard's softcap to the logits in place, block by block."""
+    """Apply the model's softcap to the logits in place, one block of rows at a time; do nothing without a softcap."""
     if shard.softcap is not None:
-        for block in _blocks(logits):
+        for block in _iter_blocks(logits):
             logits[block] = apply_softcap(logits[block], shard.softcap)
 
 
-def _softcap_derivative(capped_logits: torch.Tensor, cap: float) -> torch.Tensor:
-    """Return the derivative of `apply_softcap` at logits that have been capped."""
+def _compute_softcap_derivative(capped_logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """Return the derivative of `apply_softcap`, given its output."""
     return 1.0 - (capped_logits.clamp(-cap, cap) / cap).square()
 
 
 def _softmax_to_grads(softmax: torch.Tensor, shard: VocabShard, grad_terms: LogitGradTerms) -> None:
-    """Overwrite the softmax that forward kept in the logits' memory with the gradient of the logits."""
+    """Overwrite the softmax over this rank's columns, which forward has written into the memory of the logits, with the gradient of
+    the logits."""
     if softmax.dtype == torch.float16:
         grad_terms = grad_terms._replace(softmax_factor=grad_terms.softmax_factor / _HALF_SOFTMAX_SCALE)
-    for block in _blocks(softmax) if softmax.device.type == "cpu" else [slice(None)]:
+    for block in _iter_blocks(softmax) if softmax.device.type == "cpu" else [slice(None)]:
         _scale_and_smooth(softmax[block], grad_terms.select(block), softmax[block])
     _write_target_grads(softmax, shard, grad_terms)
 
 
 def _write_target_grads(logit_grads: torch.Tensor, shard: VocabShard, grad_terms: LogitGradTerms) -> None:
-    """Write the gradient at the labels. With label smoothing, also set the gradient of padding columns to 0, because
+    """Write the gradient in each token's label column. With label smoothing, also set the gradient of padding columns to 0, because
     `_scale_and_smooth` subtracted a value there."""
     target_column = grad_terms.target_column
     # Not scatter_: on CPU it traverses the whole tensor when the dtype has 16 bits.
@@ -243,7 +249,7 @@ def _write_target_grads(logit_grads: torch.Tensor, shard: VocabShard, grad_terms
 
 
 def _mask_padding(logits: torch.Tensor, shard: VocabShard) -> None:
-    """Set the logits of padding columns so low that they contribute exactly 0."""
+    """Set the logits of padding columns to the lowest finite number, so that they contribute exactly 0 to the softmax."""
     if shard.num_valid < logits.shape[-1]:
         logits[:, shard.num_valid :] = torch.finfo(logits.dtype).min  # its exp() is exactly 0 relative to any real logit
 
@@ -259,7 +265,7 @@ def _softmax(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _scale_and_smooth(softmax: torch.Tensor, grad_terms: LogitGradTerms, out: torch.Tensor) -> None:
-    """Write softmax x factor - smoothing_grad to `out`, in its dtype. The computation is in the dtype of the factor."""
+    """Write softmax x softmax_factor - smoothing_grad to `out`, in its dtype. Compute in the dtype of `softmax_factor`."""
     factor, smoothing_grad = grad_terms.softmax_factor.unsqueeze(-1), grad_terms.smoothing_grad
     if softmax.device.type == "cpu":  # operations on mixed dtypes are slow on CPU
         product = softmax.to(factor.dtype).mul_(factor)
@@ -273,17 +279,23 @@ def _scale_and_smooth(softmax: torch.Tensor, grad_terms: LogitGradTerms, out: to
         torch.addcmul(smoothing_grad.neg().unsqueeze(-1), softmax, factor, out=out)
 
 
-def _blocks(matrix: torch.Tensor) -> Iterator[slice]:
+def _iter_blocks(matrix: torch.Tensor) -> Iterator[slice]:
     block_elements = _BLOCK_ELEMENTS if matrix.device.type == "cpu" else _GPU_BLOCK_ELEMENTS
     block_rows = max(1, block_elements // matrix.shape[-1])
     return (slice(start, start + block_rows) for start in range(0, len(matrix), block_rows))
 
 
 def combine_over_vocab(log_sum: torch.Tensor, target_logit: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-    """Combine the local log-sums and target logits [t] of all tensor ranks into log Z and the target logit over the full
-    vocabulary.
+    """Combine values per token of all tensor ranks: the logs of the sums of exponentials, and the logits of the labels.
 
     Needs two all-reduces: a maximum and a sum.
+
+    Args:
+        log_sum: log of the sum of exponentials over this rank's columns, [t] for t tokens.
+        target_logit: logit of the label [t]; 0 if another rank has the label's column.
+
+    Returns:
+        log Z, the log of the sum over the full vocabulary, and the logit of the label: [t] each.
     """
     if group.size == 1:
         return log_sum, target_logit
@@ -293,27 +305,34 @@ def combine_over_vocab(log_sum: torch.Tensor, target_logit: torch.Tensor, group:
 
 
 def sum_losses(log_z: torch.Tensor, target_logit: torch.Tensor, mask: torch.Tensor, z_coeff: float) -> torch.Tensor:
-    """Return the sum over tokens of mask x loss, a scalar. With a z-loss, return [2]: the sums of the cross entropy and of the
-    z-loss."""
+    """Return the sum over tokens of mask x cross entropy, a scalar. With a z-loss, return [2]: the sums of the cross entropy and of
+    the z-loss.
+
+    Args:
+        log_z: log of the sum of exponentials over the full vocabulary, [t] for t tokens.
+        target_logit: logit of the label [t].
+        mask: weight of each token's loss [t].
+        z_coeff: coefficient of the z-loss; 0 for none.
+    """
     cross_entropy = torch.dot(log_z - target_logit, mask)
     if not z_coeff:
         return cross_entropy
     return torch.stack([cross_entropy, z_coeff * torch.dot(log_z.square(), mask)])
 
 
-def total_loss(losses: torch.Tensor) -> torch.Tensor:
-    """Return the scalar that backward starts from: the sum of the losses from `sum_losses`."""
+def compute_total_loss(losses: torch.Tensor) -> torch.Tensor:
+    """Return the scalar that backward starts from: the sum of the cross entropy and the z-loss that `sum_losses` returns."""
     return losses.sum() if losses.dim() else losses
 
 
-def total_loss_grad(grad: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of `total_loss`, a scalar, given the gradient of the vector of `sum_losses`. All elements of that vector
-    have the same gradient."""
+def compute_total_loss_grad(grad: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the scalar `compute_total_loss`, given the gradient of the losses that `sum_losses` returns. All of
+    these losses have the same gradient."""
     return grad[0] if grad.dim() else grad
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Autograd function of `vocab_parallel_cross_entropy`."""
+    """Autograd function of `vocab_parallel_cross_entropy`. Saves the softmax, which takes the memory of the logits."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -327,15 +346,18 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         log_z, target_logit = combine_over_vocab(log_sum, target_logit, shard.group)
         mask = mask.reshape(-1).to(statistics.dtype)
         if needs_grad:
-            ctx.save_for_backward(logits, *statistics.grad_terms(log_sum, log_z, mask))
+            ctx.save_for_backward(logits, *statistics.compute_grad_terms(log_sum, log_z, mask))
         ctx.shard = shard
         return sum_losses(log_z, target_logit, mask, shard.z_coeff)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
         softmax, *saved_terms = ctx.saved_tensors
-        # In place: `_local_logits` allocated the logits, and only this function reads them.
-        flat_softmax, grad_terms = softmax.view(-1, softmax.shape[-1]), LogitGradTerms(*saved_terms).scale(total_loss_grad(grad))
+        # In place: `_compute_local_logits` allocated the logits, and only this function reads them.
+        flat_softmax, grad_terms = (
+            softmax.view(-1, softmax.shape[-1]),
+            LogitGradTerms(*saved_terms).scale(compute_total_loss_grad(grad)),
+        )
         if ctx.shard.softcap is None:
             _softmax_to_grads(flat_softmax, ctx.shard, grad_terms)
         else:
@@ -350,13 +372,14 @@ def vocab_parallel_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, mas
     no second tensor of that size exists.
 
     Args:
-        logits: local logits [s, b, v/n], contiguous; overwritten.
+        logits: logits in this rank's columns, [s, b, v/tp], contiguous; overwritten.
         labels: token ids [s, b] in the full vocabulary.
         mask: weight of each token's loss [s, b].
         shard: this rank's columns of the logits, and the options of the loss.
 
     Returns:
-        The sums of `sum_losses`, in float32 or wider and equal on every rank of the group.
+        the sum of the cross entropy, a scalar; with a z-loss [2], the sums of the cross entropy and of the z-loss. In float32 or
+        wider and equal on every rank of the tensor group.
     """
     return _VocabParallelCrossEntropy.apply(logits, labels, mask, shard)
 
@@ -367,12 +390,12 @@ _MAX_LOGITS = 1 << 27
 _CHUNK_MULTIPLE = 128
 
 
-def default_chunk_tokens(num_tokens: int, num_columns: int) -> int:
-    """Return the default number of tokens per chunk of the loss; 0 computes the loss of a microbatch at once.
+def get_default_chunk_tokens(num_tokens: int, num_columns: int) -> int:
+    """Return the default number of tokens per chunk of the loss; 0 to compute the loss of a microbatch at once.
 
     Up to 2^27 logits (256 MiB in 16 bits) are computed at once. If a microbatch has more logits on a rank, chunks are as large as
-    this limit allows. At that size, multiplying with the weight takes the device longer than reading it. The result is a multiple
-    of 128, which suits matrix products, unless the vocabulary is huge.
+    this limit allows. At that size, multiplying with the weight takes the device longer than reading it. The number of tokens is a
+    multiple of 128, which suits matrix products, unless the vocabulary is huge.
 
     Args:
         num_tokens: tokens of a microbatch.
@@ -389,18 +412,19 @@ class LossOptions:
     """Options of the loss: how many tokens are computed at a time, and which losses are added to the cross entropy."""
 
     chunk_tokens: int | None = None
-    """Tokens whose logits exist at once; 0 for all of a microbatch; None for `default_chunk_tokens`."""
+    """Number of tokens whose logits exist at a time; 0 for all tokens of a microbatch; None for the number of
+    `get_default_chunk_tokens`."""
     z_coeff: float = 0.0
     """Coefficient of the z-loss."""
     label_smoothing: float = 0.0
-    """Share of the target probability 1 that is taken from the label and spread over the vocabulary; 0 for no label
+    """Share of the target probability that is taken from the label and spread evenly over the vocabulary; 0 for no label
     smoothing."""
     mtp_factor: float = 0.0
-    """Weight of the multi-token prediction loss, which is a mean over its depths."""
+    """Weight of the multi-token prediction loss, which is the mean over the depths of multi-token prediction."""
 
     @classmethod
     def from_config(cls, memory: MemoryConfig, training: TrainingConfig) -> LossOptions:
-        """Build the options from the settings."""
+        """Build the options from the settings of a run."""
         return cls(memory.loss_chunk_tokens, training.z_loss_coeff, training.label_smoothing, training.mtp_loss_scaling_factor)
 
     def resolve_chunk_tokens(self, num_tokens: int, num_columns: int) -> int:
@@ -410,7 +434,7 @@ class LossOptions:
             num_tokens: tokens of a microbatch.
             num_columns: columns of the vocabulary on a rank, padding included.
         """
-        return default_chunk_tokens(num_tokens, num_columns) if self.chunk_tokens is None else self.chunk_tokens
+        return get_default_chunk_tokens(num_tokens, num_columns) if self.chunk_tokens is None else self.chunk_tokens
 
 
 class OutputLayer(nn.Module):
@@ -424,7 +448,7 @@ class OutputLayer(nn.Module):
 
     def __init__(self, scope: Scope, config: ModelConfig, options: LossOptions) -> None:
         super().__init__()
-        weight = scope.weights[WORD_EMBEDDING] if config.has_tied_embeddings else scope.weight("weight")
+        weight = scope.weights[WORD_EMBEDDING] if config.has_tied_embeddings else scope.get_weight("weight")
         self.weight_name = weight.name
         if weight.name in scope.table:
             self.weight = scope.table.share(weight.name, self, "weight", scope.chunk)
@@ -444,7 +468,7 @@ class OutputLayer(nn.Module):
         """Return the sum over tokens of mask x loss; with a z-loss [2], the sums of the cross entropy and of the z-loss.
 
         Args:
-            x: hidden states [s, b, h], or [s/n, b, h] under sequence parallelism.
+            x: hidden states [s, b, h], or [s/tp, b, h] under sequence parallelism.
             labels: token ids [s, b].
             mask: weight of each token's loss [s, b].
             z_loss: False leaves the z-loss out.
@@ -456,15 +480,15 @@ class OutputLayer(nn.Module):
                 x, self.weight, labels, mask, shard, sequence_parallel=self.sequence_parallel, chunk_size=chunk_size
             )
             return losses
-        return vocab_parallel_cross_entropy(self._local_logits(x), labels, mask, shard)
+        return vocab_parallel_cross_entropy(self._compute_local_logits(x), labels, mask, shard)
 
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, x: torch.Tensor) -> torch.Tensor:
         """Return the full logits [s, b, v], without padding, on every tensor rank.
 
         Args:
-            x: hidden states [s, b, h], or [s/n, b, h] under sequence parallelism.
+            x: hidden states [s, b, h], or [s/tp, b, h] under sequence parallelism.
         """
-        local_logits = apply_softcap(self._local_logits(self._scale_input(x)), self.shard.softcap).permute(
+        local_logits = apply_softcap(self._compute_local_logits(self._scale_input(x)), self.shard.softcap).permute(
             2, 0, 1
         )  # all_gather concatenates along dimension 0
         return all_gather(local_logits, self.shard.group)[: self.vocab_size].permute(1, 2, 0)
@@ -472,8 +496,8 @@ class OutputLayer(nn.Module):
     def _scale_input(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.input_factor == 1.0 else x * self.input_factor
 
-    def _local_logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the logits of this rank's columns, padding included: [s, b, v/n]."""
+    def _compute_local_logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits of this rank's columns, padding included: [s, b, v/tp]."""
         input_mode: InputMode = "gather" if self.sequence_parallel else "copy"
         return parallel_linear(
             x, self.weight, None, self.shard.group, input_mode=input_mode, can_defer_weight_grad=False, overlap=self.overlap

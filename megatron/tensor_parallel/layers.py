@@ -1,8 +1,8 @@
 """Layers of tensor parallelism: column- and row-parallel linear layers (Shoeybi et al. 2019, section 3), LoRA adapters, the word
 embedding, and norms.
 
-Shapes: `s` sequence, `b` microbatch, `h` hidden size, `v` padded vocabulary, `n` tensor ranks. Under sequence parallelism a
-column-parallel layer takes [s/n, b, in] and a row-parallel layer returns [s/n, b, out].
+Shapes: `s` sequence, `b` microbatch, `h` hidden size, `v` padded vocabulary, `tp` tensor ranks. Under sequence parallelism a
+column-parallel layer takes [s/tp, b, in] and a row-parallel layer returns [s/tp, b, out].
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ Vectors = tuple[torch.Tensor | None, ...]
 
 
 class VectorParamModule(nn.Module):
-    """Base class of modules that use vectors (norm weights, biases) in ordinary torch operations."""
+    """Base class of modules with vector parameters (norm weights, biases), which forward uses in ordinary torch operations."""
 
     _graph_inputs: Vectors | None = None
-    """Vectors that a compiled graph takes as inputs, while it runs; None otherwise."""
+    """The module's vectors as inputs of a compiled graph, while the graph runs; None otherwise."""
 
-    def vector_params(self) -> tuple[nn.Parameter | None, ...]:
-        """Return the vector parameters. They are looked up on each call because sharding replaces them."""
+    def get_vector_params(self) -> tuple[nn.Parameter | None, ...]:
+        """Return the vector parameters. Callers must not store them, because sharding replaces the parameters."""
         raise NotImplementedError
 
-    def vectors_for_forward(self) -> Vectors:
-        """Return the vectors that forward computes with. Their gradients go to the parameters' gradient sinks."""
+    def get_vectors_for_forward(self) -> Vectors:
+        """Return the vectors with which forward computes. Backward adds their gradients to the gradient sinks of the parameters."""
         if torch.compiler.is_compiling():
             assert self._graph_inputs is not None, "a compiled graph gets its vectors as inputs"
             return self._graph_inputs
-        return tuple(None if vector is None else route_grad(vector) for vector in self.vector_params())
+        return tuple(None if vector is None else route_grad(vector) for vector in self.get_vector_params())
 
 
 def find_vector_modules(module: nn.Module) -> list[VectorParamModule]:
-    """Return the submodules of a module that have vector parameters."""
+    """Return the submodules of `module`, itself included, that have vector parameters (norm weights, biases)."""
     return [
         submodule
         for submodule in module.modules()
-        if isinstance(submodule, VectorParamModule) and any(v is not None for v in submodule.vector_params())
+        if isinstance(submodule, VectorParamModule) and any(v is not None for v in submodule.get_vector_params())
     ]
 
 
@@ -73,7 +73,7 @@ def vectors_as_graph_inputs(modules: Sequence[VectorParamModule]) -> Iterator[No
     one call of the graph."""
     try:
         for module in modules:
-            module._graph_inputs = module.vectors_for_forward()
+            module._graph_inputs = module.get_vectors_for_forward()
         yield
     finally:
         for module in modules:
@@ -86,8 +86,8 @@ def vectors_as_graph_inputs(modules: Sequence[VectorParamModule]) -> Iterator[No
 class LinearLayer(VectorParamModule):
     """Base class of column-parallel, row-parallel and replicated linear layers.
 
-    Holds the parameters, the configuration of the linear operation, and a handle by which the operations of a compiled block find
-    the layer.
+    Holds the parameters, the settings of the linear operation, and a handle: an identifier by which the operations of a compiled
+    graph find the layer.
     """
 
     weight: nn.Parameter
@@ -113,8 +113,8 @@ class LinearLayer(VectorParamModule):
         self.handle = LAYERS.create(self, device)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state with the handle replaced by its device. A handle identifies one layer, so a copy creates a handle of its
-        own."""
+        """Return the state for a copy, with the handle replaced by its device. A handle identifies only one layer, so the copy
+        creates a new handle."""
         return {**self.__dict__, "handle": None if self.handle is None else self.handle.device}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -125,15 +125,16 @@ class LinearLayer(VectorParamModule):
 
     @property
     def fused_bias(self) -> nn.Parameter | None:
-        """The bias if it is added within the matrix product; None if it is added after the reduction over ranks."""
+        """The bias if it is added within the matrix product; None if it is added after the reduction over ranks, or if there is no
+        bias."""
         return self.bias if self.config.output_mode == "plain" else None
 
-    def vector_params(self) -> tuple[nn.Parameter | None, ...]:
-        """Return the bias if it is added to the reduced output, and None otherwise."""
+    def get_vector_params(self) -> tuple[nn.Parameter | None, ...]:
+        """Return a tuple with the bias if it is added after the reduction over ranks, otherwise with None."""
         return (None if self.fused_bias is not None else self.bias,)
 
     def apply_linear(self, x: torch.Tensor | RecomputableInput) -> torch.Tensor:
-        """Apply the linear operation and, if there is one, the LoRA adapter."""
+        """Apply the matrix product with its communication, and add the output of the LoRA adapter if there is one."""
         if self.adapter is None:
             return self._matmul(x)
         adapter_output = self.adapter(x)  # first: in a recompute the layer's product then comes last, and is skipped
@@ -148,9 +149,9 @@ class LinearLayer(VectorParamModule):
 
 
 class LoraAdapter(nn.Module):
-    """LoRA adapter of a linear layer (Hu et al. 2021): scale x B A x, added to the layer's output.
+    """LoRA adapter of a linear layer (Hu et al. 2021): the product scale * B A x is added to the layer's output.
 
-    The adapter takes the layer's input and returns a tensor of the layer's output shape. It applies the layer's communication to
+    The adapter takes the layer's input x and returns a tensor of the layer's output shape. It applies the layer's communication to
     the low-rank activations between A and B: the input's communication for a column-parallel layer, the output's for a row-parallel
     layer. Every rank holds the full unsplit matrix: A for a column-parallel layer, B for a row-parallel layer.
     """
@@ -159,21 +160,21 @@ class LoraAdapter(nn.Module):
         super().__init__()
         self.scale = scope.lora_scale
         local_config, parallel_config = LinearConfig(config.group), replace(config, overlap=None, gemms=DEFAULT_GEMMS)
-        splits_inputs = bool(scope.weight("lora_a.weight").splits)
-        self.a = LinearLayer(scope.child("lora_a"), parallel_config if splits_inputs else local_config)
-        self.b = LinearLayer(scope.child("lora_b"), local_config if splits_inputs else parallel_config)
+        splits_inputs = bool(scope.get_weight("lora_a.weight").splits)
+        self.a = LinearLayer(scope.get_child("lora_a"), parallel_config if splits_inputs else local_config)
+        self.b = LinearLayer(scope.get_child("lora_b"), local_config if splits_inputs else parallel_config)
 
     def forward(self, x: torch.Tensor | RecomputableInput) -> torch.Tensor:
         """Map the layer's input to the term that is added to its output."""
-        low_rank = self.a.apply_linear(x)  # [s, b, rank], or [s/n, b, rank]
+        low_rank = self.a.apply_linear(x)  # [s, b, rank], or [s/tp, b, rank]
         return self.b.apply_linear(low_rank if self.scale == 1.0 else low_rank * self.scale)
 
 
 class ColumnParallelLinear(LinearLayer):
-    """Linear layer whose output features are split over tensor ranks: each rank computes [s, b, out/n].
+    """Linear layer whose output features are split over tensor ranks: each rank computes [s, b, out/tp].
 
     The weight is [out, in]. The gated MLP stacks `num_projections` weights as [num_projections, out, in], and the output is [s, b,
-    num_projections, out/n]. Each projection is split separately, so that a rank's shard is a slice of a single dimension.
+    num_projections, out/tp]. Each projection is split separately, so that a rank's shard is a slice of a single dimension.
     """
 
     def __init__(self, scope: Scope) -> None:
@@ -183,14 +184,14 @@ class ColumnParallelLinear(LinearLayer):
         self.num_projections = len(self.weight) if self.weight.dim() == 3 else 1
 
     def forward(self, x: torch.Tensor | RecomputableInput) -> torch.Tensor:
-        """Map x [s, b, in] (or [s/n, b, in]) to [s, b, out/n] (or [s, b, num_projections, out/n])."""
+        """Map x [s, b, in] (or [s/tp, b, in]) to [s, b, out/tp] (or [s, b, num_projections, out/tp])."""
         y = self.apply_linear(x)
         return y.unflatten(-1, (self.num_projections, -1)) if self.num_projections > 1 else y
 
 
 class RowParallelLinear(LinearLayer):
-    """Linear layer whose input features are split over tensor ranks. The products of the ranks are summed, and the bias is added
-    once."""
+    """Linear layer whose input features are split over tensor ranks. The outputs of the ranks are summed, and the bias is added
+    after the sum."""
 
     def __init__(self, scope: Scope) -> None:
         reduction_mode: OutputMode = "scatter" if scope.sequence_parallel else "sum"
@@ -199,18 +200,18 @@ class RowParallelLinear(LinearLayer):
         super().__init__(scope, LinearConfig(scope.tp, output_mode=output_mode, overlap=scope.overlap, gemms=gemms))
 
     def forward(self, x: torch.Tensor | RecomputableInput) -> torch.Tensor:
-        """Map x [s, b, in/n] to [s, b, out] (or [s/n, b, out])."""
+        """Map x [s, b, in/tp] to [s, b, out] (or [s/tp, b, out])."""
         y = self.apply_linear(x)
         if self.bias is None or self.fused_bias is not None:
             return y
-        (bias,) = self.vectors_for_forward()
+        (bias,) = self.get_vectors_for_forward()
         assert bias is not None
         return y + bias
 
 
 class ReplicatedLinear(LinearLayer):
-    """Linear layer whose full weight every rank holds and applies to its local tokens: the full sequence, or this rank's shard of
-    it.
+    """Linear layer whose full weight every rank holds. Each rank applies it to its local tokens: the full sequence or, under
+    sequence parallelism, its shard of the sequence.
 
     Args:
         for_heads: whether the output is shared by all attention heads, and each rank uses it for its local heads. The output's
@@ -224,7 +225,7 @@ class ReplicatedLinear(LinearLayer):
         super().__init__(scope, LinearConfig(scope.tp, output_mode=output_mode, gemms=gemms))
 
     def forward(self, x: torch.Tensor | RecomputableInput) -> torch.Tensor:
-        """Map x [s, b, in] (or [s/n, b, in]) to [s, b, out] (or, unless `for_heads`, [s/n, b, out])."""
+        """Map x [s, b, in] (or [s/tp, b, in]) to [s, b, out] (or, unless `for_heads`, [s/tp, b, out])."""
         return self.apply_linear(x)
 
 
@@ -232,8 +233,8 @@ class ReplicatedLinear(LinearLayer):
 
 
 class _Lookup(torch.autograd.Function):
-    """Autograd function that looks up rows of a table. Backward adds to the table's gradient sink; autograd computes no gradient
-    for the table."""
+    """Autograd function that looks up rows of a table. Backward adds the gradients of the rows to the table's gradient sink, and
+    returns no gradient for the table to autograd."""
 
     @staticmethod
     def forward(ctx: Any, ids: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:  # type: ignore[override]
@@ -251,7 +252,7 @@ class _Lookup(torch.autograd.Function):
 
 
 def lookup_rows(ids: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
-    """Return the rows of a table [v, h] for integer ids [...]: [..., h]."""
+    """Return the rows of an embedding table [v, h] with the given ids [...]: [..., h]."""
     return _Lookup.apply(ids, weight)
 
 
@@ -267,7 +268,7 @@ class VocabParallelEmbedding(nn.Module):
     def __init__(self, scope: Scope) -> None:
         super().__init__()
         self.group, self.sequence_parallel = scope.tp, scope.sequence_parallel
-        name = scope.weight("weight").name
+        name = scope.get_weight("weight").name
         if name in scope.table:
             self.weight = scope.table.share(name, self, "weight", scope.chunk)
         else:
@@ -275,7 +276,7 @@ class VocabParallelEmbedding(nn.Module):
         self.num_rows = len(self.weight)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Map token ids [s, b] to [s, b, h] (or [s/n, b, h] under sequence parallelism)."""
+        """Map token ids [s, b] to [s, b, h] (or [s/tp, b, h] under sequence parallelism)."""
         if self.group.size == 1:
             return lookup_rows(tokens, self.weight)
         # Tokens of other ranks look up an arbitrary local row, whose gradient is masked to zero. The remainder spreads them over
@@ -292,7 +293,7 @@ class Norm(VectorParamModule):
     """LayerNorm or RMSNorm over the last dimension. The output has the model's dtype even if the residual stream is float32.
 
     Args:
-        size: channels that are normalised together, over all ranks.
+        size: number of channels that are normalised together, over all ranks.
     """
 
     weight: nn.Parameter | None
@@ -309,12 +310,12 @@ class Norm(VectorParamModule):
         """Map [..., channels] to the same shape, in the parameters' dtype."""
         return self._normalise(self._upcast(x))
 
-    def recomputable(self, x: torch.Tensor) -> RecomputableInput:
+    def build_recomputable(self, x: torch.Tensor) -> RecomputableInput:
         """Return the normalised input of a linear layer in a form that the layer recomputes in backward instead of keeping.
 
-        In backward, the layer normalises again the tensor that this norm saved. The norm's parameters have memory then, even if
-        they are fully sharded: the recompute happens while backward is within the block. Schedules that defer weight gradients are
-        refused with fully sharded parameters (`check_no_split_backward_with_full_sharding`).
+        For the recomputation, the layer normalises the tensor that this norm saved. The norm's parameters are allocated at that
+        time, even if they are fully sharded, because backward is within the block. Schedules that defer weight gradients cannot be
+        used with fully sharded parameters (`check_no_split_backward_with_full_sharding`).
         """
         return RecomputableInput.of(self._normalise, self._upcast(x))
 
@@ -326,15 +327,16 @@ class Norm(VectorParamModule):
         # A zero-centred norm computes 1 + weight, which has too few digits in 16 bits.
         return x.to(torch.promote_types(x.dtype, torch.float32)) if x.device.type == "cpu" or self.zero_centred else x
 
-    def vector_params(self) -> tuple[nn.Parameter | None, ...]:
-        """Return weight and bias, each None if the norm does not have it."""
+    def get_vector_params(self) -> tuple[nn.Parameter | None, ...]:
+        """Return the weight and the bias; None for a weight or bias that the norm does not have."""
         return self.weight, self.bias
 
     def scale_and_offset(self, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return scale and offset of the normalised channels in `dtype`, each None if the norm does not have it."""
-        if all(vector is None for vector in self.vector_params()):
+        """Return the scale and the offset of the normalised channels in `dtype`; None for a scale or offset that the norm does not
+        have."""
+        if all(vector is None for vector in self.get_vector_params()):
             return None, None
-        weight, bias = (None if vector is None else vector.to(dtype) for vector in self.vectors_for_forward())
+        weight, bias = (None if vector is None else vector.to(dtype) for vector in self.get_vectors_for_forward())
         return weight + 1.0 if weight is not None and self.zero_centred else weight, bias
 
     def _normalise(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,34 +1,34 @@
 """Linear operation of column- and row-parallel layers (Shoeybi et al. 2019, section 3).
 
-Shapes: `s` sequence, `b` microbatch, `n` tensor ranks. Under sequence parallelism a column-parallel layer takes [s/n, b, in] and a
-row-parallel layer returns [s/n, b, out].
+Shapes: `s` sequence, `b` microbatch, `tp` tensor ranks. Under sequence parallelism a column-parallel layer takes [s/tp, b, in] and
+a row-parallel layer returns [s/tp, b, out].
 
 The operation comprises the matrix product, the communication before and after it, and the weight gradient. An input mode and an
-output mode select the communication:
+output mode select the communication of the input x, the output y and their gradients dx and dy:
 
-========== ============================== ====================================================
-input      forward                        backward
-========== ============================== ====================================================
-plain      x                              dx
-copy       x                              all-reduce(dx), while the weight gradient is computed
-gather     all-gather(x) [s/n] to [s]     reduce-scatter(dx), while the weight gradient is computed
-========== ============================== ====================================================
+========== =============================== ====================================================
+input      forward                         backward
+========== =============================== ====================================================
+plain      x                               dx
+copy       x                               all-reduce(dx), while the weight gradient is computed
+gather     all-gather(x) [s/tp] to [s]     reduce-scatter(dx), while the weight gradient is computed
+========== =============================== ====================================================
 
-========== ============================== ====================================================
-output     forward                        backward
-========== ============================== ====================================================
-plain      y                              dy
-sum        all-reduce(y)                  dy
-scatter    reduce-scatter(y) [s] to [s/n] all-gather(dy)
-share      y                              all-reduce(dy)
-gather     all-gather(y) [s/n] to [s]     reduce-scatter(dy)
-========== ============================== ====================================================
+========== =============================== ====================================================
+output     forward                         backward
+========== =============================== ====================================================
+plain      y                               dy
+sum        all-reduce(y)                   dy
+scatter    reduce-scatter(y) [s] to [s/tp] all-gather(dy)
+share      y                               all-reduce(dy)
+gather     all-gather(y) [s/tp] to [s]     reduce-scatter(dy)
+========== =============================== ====================================================
 
 A column-parallel layer has input mode copy, or gather under sequence parallelism. A row-parallel layer has output mode sum, or
 scatter under sequence parallelism. A layer whose full weight every rank holds has input mode plain. Its output mode is share, or
 gather under sequence parallelism, if each rank uses the result for its local heads.
 
-Backward keeps only the local shard of a gathered input. It gathers the input again while the input gradient is computed
+Only the local shard of a gathered input is kept for backward. Backward gathers the input again while the input gradient is computed
 (Korthikanti et al. 2022, section 4.2.2). With a deferred weight gradient, no computation hides the communication of dx. The tensors
 for the weight gradient are then gathered again when the weight gradient runs, while the previous deferred weight gradient is
 computed.
@@ -85,13 +85,13 @@ class RecomputableInput:
     """Input of a linear layer that is recomputed for backward instead of being kept in memory."""
 
     value: torch.Tensor
-    """The input itself, as part of the autograd graph."""
+    """The input itself, connected to the autograd graph."""
     source: torch.Tensor
     """Tensor from which the input is computed, detached from autograd. The operation that computes the input keeps it anyway, so it
     takes no additional memory."""
     recompute: MakeInput
-    """Function that computes the input from the source. Parameters that it reads must have memory until the weight gradient has
-    run."""
+    """Function that computes the input from the source. Parameters that the function reads must stay allocated until the weight
+    gradient is computed."""
 
     @classmethod
     def of(cls, recompute: MakeInput, source: torch.Tensor) -> RecomputableInput:
@@ -101,15 +101,17 @@ class RecomputableInput:
 
 @dataclass(frozen=True, slots=True)
 class LinearConfig:
-    """Settings of a linear layer: communication before and after the product, overlap, and the implementation of the products."""
+    """Settings of a linear layer: communication before and after the matrix product, its overlap with the product, and the
+    implementation of the product."""
 
     group: Group
     input_mode: InputMode = "plain"
     output_mode: OutputMode = "plain"
     can_defer_weight_grad: bool = True
-    """Whether the weight gradient may be deferred."""
+    """Whether a schedule that splits backward may compute the weight gradient later than the input gradient."""
     overlap: Overlap | None = None
-    """How the product overlaps with the collective of mode gather or scatter; None to run them one after the other."""
+    """How the product overlaps with the all-gather of input mode gather or the reduce-scatter of output mode scatter; None to
+    run them one after the other."""
     gemms: LinearGemms = DEFAULT_GEMMS
     """Implementation of the matrix products that do not overlap with a collective."""
 
@@ -141,14 +143,14 @@ def _backward(
     source_is_larger: bool = False,
     needs_input_grad: bool = True,
 ) -> torch.Tensor | None:
-    """Add the gradients of weight and bias to their sinks, now or deferred, and return the gradient of the input.
+    """Add the gradients of weight and bias to their gradient sinks, now or deferred, and return the gradient of the input.
 
     Args:
         saved_input: the input, or the source from which `recompute_input` computes it. Not needed if the weight is frozen; the bias
             is then frozen too.
         recompute_input: computes the input from `saved_input`; by default `saved_input` is the input.
         source_is_larger: whether `saved_input` takes more memory than the input.
-        needs_input_grad: whether the input has a gradient.
+        needs_input_grad: whether the input has a gradient. If not, return None.
     """
     group, overlap, recompute_input, matrix = config.group, config.overlap, recompute_input or _identity, weight.flatten(0, -2)
     is_frozen = not weight.requires_grad
@@ -211,7 +213,7 @@ def _identity(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """Linear operation in eager mode, as an autograd function."""
+    """Autograd function of the linear operation in eager mode: the matrix product and its communication."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -255,8 +257,8 @@ class _Linear(torch.autograd.Function):
 
 
 class CompiledLayer(Protocol):
-    """Interface of a layer that a compiled graph finds by its handle. Its parameters are looked up at each use, because sharding
-    replaces them."""
+    """Interface of a linear layer that the operations of a compiled graph find by its handle. Its parameters are looked up at each
+    use, because sharding replaces them."""
 
     config: LinearConfig
     weight: nn.Parameter
@@ -273,7 +275,7 @@ LAYERS: Handles[CompiledLayer] = Handles("layer")
 def linear_by_handle(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, handle: torch.Tensor, gather_size: int, scatter_size: int
 ) -> torch.Tensor:
-    """Compute the forward of the layer that the handle identifies.
+    """Compute the forward of the linear layer that `handle` identifies, as an operation of a compiled graph.
 
     Args:
         gather_size: number of ranks over which the sequence is gathered, before or after the product; 1 for no gather.
@@ -292,7 +294,7 @@ def _(
 
 @torch.library.custom_op("megatron::linear_backward", mutates_args=(), tags=OUTSIDE_CUDA_GRAPHS)
 def _linear_backward(grad_output: torch.Tensor, saved_input: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of the input, and add the gradients of weight and bias to their sinks.
+    """Return the gradient of the layer's input, and add the gradients of weight and bias to their gradient sinks.
 
     The sinks are a side effect that the compiler does not see. The compiler cannot drop the call, because each layer's input
     gradient is needed within a block.
@@ -330,18 +332,18 @@ def parallel_linear(
     can_defer_weight_grad: bool = True,
     overlap: Overlap | None = None,
 ) -> torch.Tensor:
-    """Compute x weight^T + bias with the communication of the input and output mode.
+    """Compute x weight^T + bias, with the communication that `input_mode` and `output_mode` select.
 
     Args:
-        x: [s, b, in], or [s/n, b, in] with input mode gather. Kept for backward, unless it is a `RecomputableInput`.
-        weight: this rank's shard [out, in]. Leading dimensions are flattened ([2, f, h] gives 2f outputs).
+        x: [s, b, in], or [s/tp, b, in] with input mode gather. Kept for backward, unless it is a `RecomputableInput`.
+        weight: this rank's shard [out, in]. Leading dimensions are flattened ([2, f, h] gives 2 * f outputs).
         bias: shape of the weight without its last dimension. Added before the output's communication, so allowed only with output
             mode plain.
         can_defer_weight_grad: whether the weight gradient may be deferred.
         overlap: how the product overlaps with a collective; see `LinearConfig`.
 
     Returns:
-        [s, b, out], or [s/n, b, out] with output mode scatter.
+        [s, b, out], or [s/tp, b, out] with output mode scatter.
     """
     return apply_linear_config(LinearConfig(group, input_mode, output_mode, can_defer_weight_grad, overlap), x, weight, bias)
 
@@ -349,7 +351,7 @@ def parallel_linear(
 def apply_linear_config(
     config: LinearConfig, x: torch.Tensor | RecomputableInput, weight: nn.Parameter, bias: nn.Parameter | None
 ) -> torch.Tensor:
-    """Compute x weight^T + bias with the communication and the implementation of a configuration."""
+    """Compute x weight^T + bias, with the communication and the implementation of the product that `config` selects."""
     assert bias is None or config.output_mode == "plain", "a bias added before a sum would count once a rank"
     value, source, recompute_input = (x.value, x.source, x.recompute) if isinstance(x, RecomputableInput) else (x, None, None)
     return _Linear.apply(value, weight, bias, config, source, recompute_input)
