@@ -1,4 +1,5 @@
-"""Pipeline parallelism: layers split over the ranks of a pipeline group. `megatron/spec/schedules.py` defines the schedules."""
+"""Pipeline parallelism: the layers of the model are split over pipeline stages, and each stage runs the operations of a schedule.
+`megatron/spec/schedules.py` defines the schedules."""
 
 from megatron.moved import find_moved
 

@@ -1,4 +1,4 @@
-"""Chooses the number of layers of each model chunk so that the cost of the most expensive pipeline stage is minimal.
+"""Chooses the number of layers of each model chunk so that the cost (time) of the most expensive pipeline stage is minimal.
 
 Equal layers are assigned one by one. Unequal layers are split by dynamic programming, which is exact with one chunk per stage. With
 several chunks per stage, a local search then moves layers between chunks until no move helps.
@@ -22,8 +22,8 @@ _SCALE_BITS = 40  # bits of the total cost during the search; sums of integers a
 
 @dataclass(frozen=True)
 class _SplitProblem:
-    """Input of the search for the best split of layers: layers and their costs, and the model chunks to split the layers into, with
-    their stages and their minimum and maximum numbers of layers."""
+    """Input of the search for the best split of layers into model chunks: costs of the layers, and for each chunk its stage and its
+    minimum and maximum number of layers."""
 
     stage_of_chunk: tuple[int, ...]
     layer_costs: tuple[float, ...]
@@ -31,28 +31,26 @@ class _SplitProblem:
     fixed_costs: tuple[float, ...]
     """Time of each chunk in addition to its layers (embedding, loss), in the unit of `layer_costs`."""
     min_layers: tuple[int, ...]
-    """Minimum number of layers of each chunk."""
     max_layers: tuple[int, ...]
-    """Maximum number of layers of each chunk."""
 
     @property
     def num_stages(self) -> int:
-        """Number of pipeline stages."""
         return max(self.stage_of_chunk) + 1
 
     @cached_property
     def _scale(self) -> float:
-        """Power of two by which costs are scaled before they are rounded to integers."""
+        """Power of two by which costs are multiplied before they are rounded to integers. Sums of integers are exact, so equal
+        costs compare equal."""
         return 2.0 ** (_SCALE_BITS - math.frexp(sum(self.layer_costs) + sum(self.fixed_costs))[1])
 
     @cached_property
     def cumulative_costs(self) -> _Array:
-        """Scaled cost of the first i layers together, for i from 0 to the number of layers: [layer + 1]."""
+        """Sum of the scaled costs of the first i layers, for i from 0 to the number of layers: [layers + 1]."""
         return np.cumsum(np.rint(np.array([0.0, *self.layer_costs]) * self._scale))
 
     @cached_property
     def scaled_fixed_costs(self) -> _Array:
-        """Scaled fixed cost of each chunk: [chunk]."""
+        """Scaled cost of each chunk in addition to its layers: [chunks]."""
         return np.rint(np.array(self.fixed_costs) * self._scale)
 
 
@@ -67,15 +65,20 @@ def balance(
 ) -> list[int]:
     """Return the number of layers of each model chunk, in the order of the forward.
 
-    The split minimises the maximum cost over the stages. Among these splits it minimises the sum of squared costs over the stages.
-    So a single expensive stage (a large loss, a size set by the user) does not leave the other stages unbalanced. Next, it
-    minimises the same two measures over the chunks. Among the remaining splits, the longer chunks are first those of stages without
-    embedding and loss, then those of the stage with the embedding, then those of lower index.
+    A cost is a time. The best split is chosen by these criteria, in this order:
+
+    1. the lowest cost of the most expensive stage;
+    2. the lowest sum of squared stage costs, so that one expensive stage does not leave the other stages unbalanced;
+    3. the lowest cost of the most expensive chunk, then the lowest sum of squared chunk costs;
+    4. longer chunks first on stages without embedding and loss, then on the stage with the embedding, then at lower chunk indices.
+
+    A stage may be expensive because of a large loss or a size set by the user.
 
     Guarantees:
 
-    - Equal layer costs, as in a model of equal layers: all of the above, for any placement of chunks, in negligible time.
-    - One chunk per stage: all of the above except the last sentence, for any costs, by dynamic programming.
+    - Equal layer costs, as in a model of equal layers: all criteria hold, for any assignment of chunks to stages, in negligible
+      time.
+    - One chunk per stage: criteria 1 to 3 hold, for any costs, by dynamic programming.
     - Several chunks per stage and unequal layers: moving a layer between two chunks improves the split no further. The most
       expensive stage costs at most k times the optimum, with k chunks per stage. Of small random cases about nine in ten are
       optimal, the others some percent above.
@@ -92,8 +95,8 @@ def balance(
         ValueError: the bounds admit no split, or a cost is negative or not finite.
     """
     num_layers, num_chunks = len(layer_costs), len(stage_of_chunk)
-    if not all(0 <= cost < math.inf for cost in (*layer_costs, embedding_cost, loss_cost)):
-        raise ValueError("the costs of layers, embedding and loss must be finite and at least 0")
+    if invalid := [cost for cost in (*layer_costs, embedding_cost, loss_cost) if not 0 <= cost < math.inf]:
+        raise ValueError(f"the costs of layers, embedding and loss must be finite and at least 0, but one cost is {invalid[0]}")
     fixed_costs: list[float] = [0] * num_chunks
     fixed_costs[0] += embedding_cost
     fixed_costs[-1] += loss_cost
@@ -107,7 +110,8 @@ def balance(
     if not sum(problem.min_layers) <= num_layers <= sum(problem.max_layers):
         raise ValueError(
             f"{num_layers} layers cannot be split into {num_chunks} model chunks, "
-            f"which together hold at least {sum(problem.min_layers)} and at most {sum(problem.max_layers)} layers"
+            f"which together hold at least {sum(problem.min_layers)} and at most {sum(problem.max_layers)} layers "
+            "(`min_layers` and `max_layers`): change these bounds or the number of layers"
         )
     if len(set(problem.layer_costs)) <= 1:
         return _split_equal_layers(problem)
@@ -116,14 +120,14 @@ def balance(
     mean = sum(problem.layer_costs) / num_layers
     initial_splits = (_split_equal_layers(replace(problem, layer_costs=(mean,) * num_layers)), _split_exactly(problem))
     improved = [_improve_split(problem, np.cumsum([0, *split])) for split in initial_splits]
-    return np.diff(improved[_best_split(problem, np.stack(improved))]).tolist()
+    return np.diff(improved[_find_best_split(problem, np.stack(improved))]).tolist()
 
 
 def _split_equal_layers(problem: _SplitProblem) -> list[int]:
     """Return the number of layers of each chunk for layers of equal cost. Layers are assigned one by one, each to the chunk whose
-    stage then has the lowest load.
+    stage then has the lowest cost.
 
-    The result is optimal: loads grow evenly with the number of layers, so exchanging two layers cannot improve the split
+    The split is optimal: stage costs grow evenly with the number of layers, so exchanging two layers cannot improve the split
     afterwards.
     """
     stages, last = problem.stage_of_chunk, len(problem.stage_of_chunk) - 1
@@ -132,7 +136,7 @@ def _split_equal_layers(problem: _SplitProblem) -> list[int]:
     stage_fixed_costs, layers_on_stage = (np.bincount(stages, weights).tolist() for weights in (problem.fixed_costs, counts))
 
     def loads_with_one_more(chunk: int) -> tuple[float, ...]:
-        """Return the sort key of a chunk: the loads of its stage and of the chunk with one more layer, then the tie-breakers."""
+        """Return the sort key of a chunk, if it got one more layer: the cost of its stage, its own cost, then the tie-breakers."""
         stage = stages[chunk]
         stage_load = stage_fixed_costs[stage] + (layers_on_stage[stage] + 1) * cost
         chunk_load = problem.fixed_costs[chunk] + (counts[chunk] + 1) * cost
@@ -152,25 +156,25 @@ def _split_equal_layers(problem: _SplitProblem) -> list[int]:
 def _split_exactly(problem: _SplitProblem) -> list[int]:
     """Return the number of layers of each chunk that minimises the maximum cost over chunks, then the sum of squared costs.
 
-    Dynamic programming over the number of layers in the first chunks takes chunks x layers^2 steps. It considers chunks instead of
-    stages, so the split is optimal only with one chunk per stage.
+    The function uses dynamic programming over the number of layers in the first chunks, which takes chunks x layers^2 steps. It
+    compares costs of chunks instead of stages, so the split is optimal only with one chunk per stage.
     """
     num_layers = len(problem.layer_costs)
     size = np.subtract.outer(np.arange(num_layers + 1), np.arange(num_layers + 1)).T  # [start, stop]
     range_costs = problem.cumulative_costs[None, :] - problem.cumulative_costs[:, None]
 
-    def loads() -> Iterator[_Array]:
-        """Yield for each chunk a matrix of costs: entry [start, stop] is the cost if the chunk holds the layers start to stop - 1.
-        It is infinite if the bounds forbid it."""
+    def iter_loads() -> Iterator[_Array]:
+        """Yield for each chunk a matrix of costs: element [start, stop] is the cost if the chunk holds the layers from start up to,
+        but not including, stop. The element is infinite if the chunk may not hold this number of layers."""
         for low, high, fixed in zip(problem.min_layers, problem.max_layers, problem.scaled_fixed_costs, strict=True):
             yield np.where((low <= size) & (size <= high), range_costs + fixed, np.inf)
 
     initial = np.where(np.arange(num_layers + 1) == 0, 0.0, np.inf)
     max_load = initial
-    for load in loads():
+    for load in iter_loads():
         max_load = np.maximum(max_load[:, None], load).min(axis=0)
     sq_sums, best_starts = initial, []
-    for load in loads():
+    for load in iter_loads():
         totals = sq_sums[:, None] + np.where(load <= max_load[-1], load * load, np.inf)
         best_starts.append(totals.argmin(axis=0))
         sq_sums = totals.min(axis=0)
@@ -187,7 +191,7 @@ def _improve_split(problem: _SplitProblem, starts: _Ints) -> _Ints:
     layer.
 
     Args:
-        starts: first layer of each chunk, followed by the number of layers: [chunk + 1].
+        starts: first layer of each chunk, followed by the number of layers: [chunks + 1].
     """
     bounds = np.arange(len(starts))
     takers, givers = np.triu_indices(len(starts) - 1, 1)
@@ -197,14 +201,15 @@ def _improve_split(problem: _SplitProblem, starts: _Ints) -> _Ints:
         counts = np.diff(candidates)
         is_allowed = ((problem.min_layers <= counts) & (counts <= problem.max_layers)).all(axis=1)
         candidates = np.concatenate([starts[None], candidates[is_allowed]])
-        best = _best_split(problem, candidates)
+        best = _find_best_split(problem, candidates)
         if best == 0:
             return starts
         starts = candidates[best]
 
 
-def _best_split(problem: _SplitProblem, starts: _Ints) -> int:
-    """Return the index of the best split among `starts` [split, chunk + 1]; of equally good splits, the first.
+def _find_best_split(problem: _SplitProblem, starts: _Ints) -> int:
+    """Return the index of the best split among `starts` [splits, chunks + 1], which holds the first layer of each chunk. Of equally
+    good splits, return the first.
 
     Splits are compared by the maximum stage cost, then the sum of squared stage costs, then the same two measures over the chunks.
     """

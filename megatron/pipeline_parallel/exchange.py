@@ -1,9 +1,10 @@
-"""Plans when each stage posts its receives. `choose_receive_plans` posts them as early as the device's hardware queues allow.
+"""Plans when each pipeline stage posts its receives. `choose_receive_plans` posts them as early as the device's hardware queues
+allow.
 
-The plan depends only on the schedule, so every rank computes it without communication.
+The plan depends only on the schedule, so every rank computes the same plan without communication.
 
-Between two stages there is one channel per direction, and both ends follow the sender's order of messages. So messages carry no
-header and cannot be confused.
+Between two stages there is one channel per direction. Both ends use the channel in the order in which the sender sends. So messages
+carry no header and cannot be confused.
 """
 
 from __future__ import annotations
@@ -25,32 +26,34 @@ A lookahead of 1 may hide little, since the operation before may be a short weig
 
 
 class ReceivePlan(NamedTuple):
-    """Communication plan of one stage: before which operation it posts each receive, and after which operation it waits for each
-    send."""
+    """Communication plan of one stage: before which operation the stage posts each receive, and after which operation it waits for
+    each send."""
 
     posts: Sequence[Sequence[tuple[Message, int]]]
-    """For each operation, the receives to post before it: (message, source stage)."""
+    """For each operation, the receives to post before it, as pairs (message, source stage)."""
     completed_sends: Sequence[Sequence[Message]]
     """For each operation, the sent messages to wait for after it. By then the receiver has the messages, or gets them soon, so
     the wait is short."""
 
 
 class _Delivery(NamedTuple):
-    """Message that a stage receives from another stage, and the operation that sends it."""
+    """Message that a stage receives from another stage, and the operation on the source stage that sends the message."""
 
     source: int
     op_index: int
-    """Index of the operation on the source stage that sends the message."""
+    """Index of the sending operation in the operations of the source stage."""
     message: Message
 
 
 def plan_receives(schedule: Schedule, *, lookahead: int = DEFAULT_LOOKAHEAD) -> list[ReceivePlan]:
-    """Plan overlapped communication: each stage posts a receive `lookahead` operations before the operation that needs it.
+    """Plan overlapped communication: each stage posts a receive `lookahead` operations before the operation that needs the message.
 
-    Messages then travel while other operations compute. A transfer starts once both ends have posted it. Within a channel the order
-    is the sender's. So a message that is sent earlier but needed later is posted no later than its successor. A recompute counts as
-    one unit with the operation after it. So recompute does not change the order in which messages are posted, and no message is
-    posted later because of it.
+    Messages then travel while other operations compute, because a transfer starts once both ends have posted it. Receives from a
+    stage are posted in the order in which that stage sends. So the receive of a message that is needed late is posted earlier if
+    the same stage sends an urgent message after it.
+
+    A recompute and the operation after it count as a single operation. So recompute does not change the order in which messages are
+    posted, and no message is posted later because of a recompute.
     """
     completed_sends = _plan_send_waits(schedule)
     return [
@@ -60,14 +63,16 @@ def plan_receives(schedule: Schedule, *, lookahead: int = DEFAULT_LOOKAHEAD) -> 
 
 
 def plan_exchanges(schedule: Schedule) -> list[ReceivePlan]:
-    """Plan communication without overlap: between two operations a stage sends, receives and waits for completion.
+    """Plan communication without overlap: between two operations, a stage sends, receives and waits for completion.
 
-    The stage sends the last operation's result and receives all messages that are on their way. This cannot deadlock, even if a
-    send completes only when its receive is posted. Proof: assume that every operation takes the same time, which defines a start
-    and an end for each. A stage posts a receive before the first of its operations that starts after the sending operation has
-    ended. So an exchange waits only for operations that start earlier, and by induction every operation is reached.
+    The stage sends the result of its last operation, and receives all messages that other stages have sent by then. This cannot
+    deadlock, even if a send completes only when its receive is posted.
+
+    Proof: assume that every operation takes the same time, which defines a start and an end for each. A stage posts a receive
+    before the first of its operations that starts after the sending operation has ended. So each wait between operations depends
+    only on operations that start earlier. By induction, every operation is reached.
     """
-    spans, plans = _equal_time_spans(schedule), []
+    spans, plans = _compute_equal_time_spans(schedule), []
     for stage, deliveries in enumerate(list_deliveries(schedule)):
         arriving = sorted((spans[source][op_index].end, source, message) for source, op_index, message in deliveries)
         posts, num_posted = [], 0
@@ -83,36 +88,35 @@ def plan_exchanges(schedule: Schedule) -> list[ReceivePlan]:
 def plan_receives_in_send_order(schedule: Schedule) -> list[ReceivePlan]:
     """Plan overlapped communication for schedules in which a fixed lookahead could deadlock.
 
-    Receives are posted in the order of `plan_exchanges`, but no operation waits for the exchange. So messages are posted in the
-    order in which they are sent if every operation takes the same time. This cannot deadlock even if all work of a stage goes
-    through a single queue: what is posted, sent or waited for at a time depends only on earlier operations.
+    Receives are posted before the same operations as in `plan_exchanges`, but operations do not wait for all transfers. So if every
+    operation takes the same time, receives are posted in the order in which messages are sent. This cannot deadlock, even if all
+    work of a stage goes through a single queue: what is posted, sent or waited for at a time depends only on earlier operations.
     """
     completed_sends = _plan_send_waits(schedule)
     return [plan._replace(completed_sends=completed_sends[stage]) for stage, plan in enumerate(plan_exchanges(schedule))]
 
 
 def list_channels(schedule: Schedule) -> list[tuple[int, int]]:
-    """List every pair (source stage, destination stage) between which messages pass, in an order in which the stages connect
-    quickly.
+    """List every pair (source stage, destination stage) between which messages pass, in an order in which connecting them is fast.
 
-    Neighbours come first, those that start at even stages before those that start at odd stages. So no stage waits for a long chain
-    of connections.
+    Channels between neighboring stages come first, and of these the channels whose lower stage is even. So many pairs of stages
+    connect at the same time, and no stage waits for a long chain of connections.
     """
     channels = {(source, stage) for stage, arriving in enumerate(list_deliveries(schedule)) for source, _, _ in arriving}
     return sorted(channels, key=lambda ends: (abs(ends[0] - ends[1]) > 1, min(ends) % 2, ends))
 
 
 @lru_cache(maxsize=1)
-def _equal_time_spans(schedule: Schedule) -> tuple[tuple[OpSpan, ...], ...]:
-    """Return the start and end of each operation of each stage, under the assumption that all take the same time. Times are
-    integers, so there is no rounding."""
+def _compute_equal_time_spans(schedule: Schedule) -> tuple[tuple[OpSpan, ...], ...]:
+    """Return the start and end of each operation of each stage, if all operations take the same time. Times are integers, so there
+    is no rounding."""
     return simulate(schedule).spans
 
 
 @lru_cache(maxsize=1)
 def list_deliveries(schedule: Schedule) -> list[list[_Delivery]]:
-    """List for each stage the messages that it receives from other stages, sorted by source and then by the source's sending
-    order."""
+    """List for each stage the messages that it receives from other stages. They are sorted by source stage, then by the order in
+    which the source sends."""
     deliveries: list[list[_Delivery]] = [[] for _ in schedule.ops]
     stage_of_chunk = schedule.stage_of_chunk
     for source, ops in enumerate(schedule.linked_ops):
@@ -123,7 +127,7 @@ def list_deliveries(schedule: Schedule) -> list[list[_Delivery]]:
 
 
 def _plan_posts(schedule: Schedule, stage: int, arriving: list[_Delivery], lookahead: int) -> list[list[tuple[Message, int]]]:
-    """Return for each operation of a stage the receives to post before it, as (message, source stage).
+    """Return for each operation of a stage the receives to post before it, as pairs (message, source stage).
 
     Args:
         arriving: messages that the stage receives from other stages, in the order of `list_deliveries`.
@@ -149,8 +153,8 @@ def _plan_posts(schedule: Schedule, stage: int, arriving: list[_Delivery], looka
 
 
 def _group_recomputes(schedule: Schedule, stage: int) -> tuple[list[int], list[Message | None]]:
-    """Group the operations of a stage into units: an operation, together with a recompute directly before it. Receives are posted a
-    number of units ahead, not operations.
+    """Group the operations of a stage into units: an operation, together with a recompute directly before it. The lookahead of a
+    receive counts units.
 
     Returns:
         For each unit, the index of its first operation and the message that it needs.
@@ -169,16 +173,18 @@ def _group_recomputes(schedule: Schedule, stage: int) -> tuple[list[int], list[M
 
 @lru_cache(maxsize=1)
 def _plan_send_waits(schedule: Schedule) -> list[list[list[Message]]]:
-    """Return for each operation of each stage the sent messages to wait for after it, so that their memory can be freed. Each
-    message occurs at most once.
+    """Return for each operation of each stage the messages whose send to wait for after the operation, so that their memory can be
+    freed. Each message occurs at most once.
 
-    A stage sends a message after it has received all that its operations so far needed. So its message proves that those messages
-    have arrived. If no such reply comes soon (forward-only schedules, GPipe), a message is waited for some time after its use.
-    Otherwise messages would pile up on a stage that is faster than the next one. This cannot deadlock: assume that every operation
-    takes the same time. Then the operation that used the message ended before the start of the operation after which the message is
-    waited for.
+    A stage sends a message after it has received everything that its operations so far needed. So if the receiver of a message has
+    needed it and then sends a reply, the reply proves that the message has arrived. The sender then waits for the send without
+    delay.
+
+    If no such reply comes soon (forward-only schedules, GPipe), the sender waits for the send some time after the message was used.
+    Otherwise messages would pile up on a stage that is faster than the next one. This cannot deadlock: if every operation takes the
+    same time, the operation that used the message ends before the sender starts to wait.
     """
-    spans, all_deliveries = _equal_time_spans(schedule), list_deliveries(schedule)
+    spans, all_deliveries = _compute_equal_time_spans(schedule), list_deliveries(schedule)
     start_times = [[span.start for span in row] for row in spans]
     timeout = 2.0 * schedule.num_stages
     consumer = {linked.receives: op_index for ops in schedule.linked_ops for op_index, linked in enumerate(ops)}
@@ -220,16 +226,16 @@ def _plan_send_waits(schedule: Schedule) -> list[list[list[Message]]]:
 #
 # The replay models one computing stream, and one stream per channel (source, destination): NCCL has a communicator for each pair of
 # ranks in a group (`getKeySendRecv` in torch's ProcessGroupNCCL.cpp), and each direction has a group
-# (`ParallelContext.pipeline_channel`). Other streams need not be modelled. Copies to and from host memory wait only for work that
-# the same rank issued before. Collectives over tensor and data ranks join ranks that issue the same work, so these ranks reach the
-# same point. The sum of the token counts over all ranks is issued before the first operation.
+# (`ParallelContext.get_pipeline_channel`). Other streams need not be modelled. Copies to and from host memory wait only for work
+# that the same rank issued before. Collectives over tensor and data ranks join ranks that issue the same work, so these ranks reach
+# the same point. The sum of the token counts over all ranks is issued before the first operation.
 
 
 class ReceiveChoice(NamedTuple):
-    """Receive plans that `choose_receive_plans` selected, and their lookahead."""
+    """Receive plans of all stages that `choose_receive_plans` selected, and the lookahead of these plans."""
 
     plans: list[ReceivePlan]
-    """Plan of each stage."""
+    """Receive plan of each stage."""
     lookahead: int | None
     """Number of operations by which a receive is posted before the operation that needs it; None for
     `plan_receives_in_send_order`."""
@@ -237,11 +243,15 @@ class ReceiveChoice(NamedTuple):
 
 @lru_cache(maxsize=4)
 def choose_receive_plans(schedule: Schedule, device_type: str) -> ReceiveChoice:
-    """Choose the largest lookahead, up to `DEFAULT_LOOKAHEAD`, at which the schedule does not deadlock. If there is none, post
-    receives in the order of sending.
+    """Choose how many operations ahead of their use the receives of a schedule are posted (the lookahead).
+
+    The choice is the largest number up to `DEFAULT_LOOKAHEAD` with which the schedule does not deadlock. If the schedule deadlocks
+    with each of these numbers, receives are posted in the order of sending.
 
     Args:
-        device_type: type of the run's devices. Only CUDA has hardware queues that keep order.
+        device_type: type of the run's devices. On CUDA, streams may share a hardware queue, which runs operations in order, so
+            receives that are posted too early can deadlock. Devices of other types have no such queues and always use
+            `DEFAULT_LOOKAHEAD`.
     """
     if device_type != "cuda":
         return ReceiveChoice(plan_receives(schedule), DEFAULT_LOOKAHEAD)
@@ -283,21 +293,21 @@ QueueOf = Callable[[int, int], int]
 
 
 def map_to_single_queue(stage: int, stream: int) -> int:
-    """Assign every stream of a device to the same hardware queue. This is the worst case: each piece of work waits for all work
-    that was issued before it, also on other streams."""
+    """Assign every stream of a device to the same hardware queue. In this worst case, work waits for all work that was issued
+    before it, also on other streams."""
     return 0
 
 
 def find_stuck_messages(
     schedule: Schedule, plans: Sequence[ReceivePlan], queue_of: QueueOf = map_to_single_queue, *, exchanges: bool = False
 ) -> list[Message]:
-    """Simulate the work that all stages issue to their devices, and return the messages that never arrive; empty if all work
-    completes.
+    """Simulate the sends, receives and computations that all stages issue to their devices. Return the messages that never arrive;
+    empty if all work completes.
 
     Args:
         plans: receive plan of each stage.
         queue_of: map from streams to hardware queues.
-        exchanges: whether each operation waits for all receives and sends issued before it.
+        exchanges: whether each operation first waits for all receives and sends issued before it, as in `plan_exchanges`.
     """
     streams: list[dict[tuple[int, int], int]] = [{} for _ in schedule.ops]
     for ends in list_channels(schedule):
@@ -343,7 +353,8 @@ def find_stuck_messages(
 
 
 def _split_by_queue(entries: Iterable[_Entry], stage: int, queue_of: QueueOf) -> Iterable[Iterator[_Entry]]:
-    """Distribute the work of a stage to its hardware queues. Return one iterator over the entries of each queue."""
+    """Distribute the work that a stage issues to its hardware queues. Return one iterator for each queue, over its work in
+    order."""
     queues: dict[int, list[_Entry]] = {}
     for entry in entries:
         queues.setdefault(queue_of(stage, entry[0]), []).append(entry)
@@ -353,7 +364,8 @@ def _split_by_queue(entries: Iterable[_Entry], stage: int, queue_of: QueueOf) ->
 def _queue_entries(
     schedule: Schedule, stage: int, streams: Mapping[tuple[int, int], int], plan: ReceivePlan, exchanges: bool
 ) -> Iterator[_Entry]:
-    """Yield the work that a stage issues to its device, in the order of `Executor.run` and `Messenger`."""
+    """Yield the sends, receives and computations that a stage issues to its device, in the order of `Executor.run` and
+    `Messenger`."""
     last_transfer: dict[int, tuple[Message, ...]] = {}
     moving: list[Message] = []
     num_computed = 0
@@ -372,7 +384,7 @@ def _queue_entries(
             yield 0, num_computed, tuple(moving), None
             moving.clear()
             num_computed += 1
-        is_received = needs is not None and schedule.stage_of_chunk[_sending_chunk(needs)] != stage
+        is_received = needs is not None and schedule.stage_of_chunk[_find_sending_chunk(needs)] != stage
         yield 0, num_computed, (needs,) if is_received and needs is not None else (), None
         num_computed += 1
         if gives is not None and schedule.stage_of_chunk[gives.chunk] != stage:
@@ -382,6 +394,6 @@ def _queue_entries(
             num_computed += 1
 
 
-def _sending_chunk(message: Message) -> int:
-    """Return the chunk that sends a message."""
+def _find_sending_chunk(message: Message) -> int:
+    """Return the index of the chunk that sends a message. (`message.chunk` is the chunk that receives it.)"""
     return message.chunk + 1 if message.is_gradient else message.chunk - 1

@@ -31,8 +31,8 @@ _READS_ACTIVATIONS = (OpType.RECOMPUTE, OpType.BACKWARD, OpType.INPUT_GRAD)
 def find_immediate_backwards(ops: Sequence[Op]) -> frozenset[tuple[int, int]]:
     """Return (chunk, microbatch) of each forward whose first backward operation follows directly, or after one other operation.
 
-    For these, it would not pay to move the last layer's saved tensors to host memory. The copy to the host would end only after the
-    operation in between, while the copy back would have to run during that operation.
+    For these forwards, it would not pay to move the last layer's saved tensors to host memory. The copy to the host would end only
+    after the operation in between, while the copy back would have to run during that operation.
     """
     op_windows = zip(ops, [*ops[1:], None], [*ops[2:], None, None], strict=False)
     return frozenset(
@@ -44,9 +44,9 @@ def find_immediate_backwards(ops: Sequence[Op]) -> frozenset[tuple[int, int]]:
 
 
 def plan_prefetches(ops: Sequence[Op]) -> list[Op | None]:
-    """Return for each operation of a stage the operation after it, if that may read tensors from host memory; otherwise None.
+    """Return for each operation of a stage the next operation, if that may read tensors from host memory; otherwise None.
 
-    The executor copies these tensors back to the device during the earlier operation.
+    The executor copies the tensors of the next operation back to the device during the current operation.
     """
     return [op if op is not None and op.type in _READS_ACTIVATIONS else None for op in [*ops[1:], None]] if ops else []
 
@@ -57,7 +57,8 @@ loss."""
 
 
 class Recorder(Protocol):
-    """Interface of an object that is notified when each operation starts and ends computing, for example to measure times."""
+    """Interface of an object that the executor notifies when each operation starts and ends computing, for example to measure
+    times."""
 
     def start(self, op: Op) -> None:
         """Called when the operation's inputs have arrived."""
@@ -68,19 +69,20 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True)
 class ScheduledOp:
-    """Operation of a schedule with all that the executor does around it: receives, sends, waits, and copies from host memory."""
+    """Operation of a schedule, with everything that the executor does before and after it: receives, sends, waits, and copies from
+    host memory."""
 
     op: Op
     posts: tuple[tuple[Message, int], ...]
-    """Receives to post before the operation: (message, source stage)."""
+    """Receives to post before the operation, as pairs (message, source stage)."""
     needs: Message | None
-    """Message that the operation needs, if any."""
+    """Message whose tensors are the input of the operation; None if it needs no message."""
     gives: Message | None
-    """Message that sends the operation's result to another chunk, if any."""
+    """Message that sends the operation's result to another chunk; None if no chunk needs the result."""
     destination: int
-    """Stage that receives the result."""
+    """Stage that receives the message `gives`."""
     completed_sends: tuple[Message, ...]
-    """Messages sent earlier that are waited for after the operation."""
+    """Messages sent earlier whose send is waited for after the operation."""
     prefetched_op: Op | None
     """The next operation, if it may need tensors from host memory."""
     is_backward_next: bool
@@ -95,18 +97,19 @@ class _MicrobatchState:
     edges: dict[str, GradientEdge]
     activations: ActivationStore | None
     gradients: Tensors = field(default_factory=dict)
-    """Gradients received for the outputs. A deferred weight gradient may read them."""
+    """Gradients of the chunk's outputs, received from the next chunk. A deferred weight gradient may read them."""
     deferred: DeferredWork = field(default_factory=DeferredWork)
 
 
 class Executor:
-    """Executor of this rank's operations of pipeline schedules.
+    """Runs this rank's operations of pipeline schedules.
 
     Args:
         boundary: names, shapes and dtypes of the tensors that are sent between chunks.
-        overlap: send and receive while operations compute. False waits for each exchange, with bitwise equal results.
+        overlap: send and receive while operations compute. If False, each operation first waits for all posted receives and all
+            sends; results are bitwise equal.
         before_backward: called with the index of the chunk before each backward of the chunk.
-        before_recompute: called with the modules of a segment before the segment is recomputed.
+        before_recompute: called with the modules of a segment (layers that are recomputed together) before it is recomputed.
         host: host memory for the saved tensors of offloaded layers.
         uses_activation_store: whether any layer is recomputed in backward or has its saved tensors in host memory.
     """
@@ -148,7 +151,10 @@ class Executor:
     def run(self, schedule: Schedule, forward: ForwardFunction) -> None:
         """Run the operations of one step.
 
-        Gradients go to the parameters' gradient sinks. A forward-only schedule keeps no activations.
+        Gradients are added to the parameters' gradient sinks (`GradSink`). A forward-only schedule keeps no activations.
+
+        Args:
+            forward: computes the forward of a chunk for a microbatch.
         """
         scheduled_ops = self.prepare(schedule)
         is_training = any(scheduled.op.type is not OpType.FORWARD for scheduled in scheduled_ops)
@@ -170,7 +176,7 @@ class Executor:
                 with torch.set_grad_enabled(is_training):
                     outputs = self._forward(scheduled, received, forward, is_training)
             elif scheduled.op.type is OpType.WEIGHT_GRAD:
-                outputs = self._weight_grad(scheduled.op)
+                outputs = self._compute_weight_grad(scheduled.op)
             elif scheduled.op.type is OpType.RECOMPUTE:
                 outputs = self._recompute(scheduled.op)
             else:
@@ -194,9 +200,9 @@ class Executor:
         assert not self._states, "activations left over at the end of a step"
 
     def prepare(self, schedule: Schedule) -> list[ScheduledOp]:
-        """Validate the schedule and return this stage's operations with their messages. The result is cached.
+        """Validate the schedule and return this stage's operations with their messages. The returned list is cached.
 
-        Channels are connected here, so all stages must call this together.
+        This method also opens the communication channels between stages, so all stages must call it together.
 
         Raises:
             ValueError: the schedule is incomplete or would deadlock.
@@ -290,7 +296,7 @@ class Executor:
         activations.recompute_last()
         return {}
 
-    def _weight_grad(self, op: Op) -> Tensors:
+    def _compute_weight_grad(self, op: Op) -> Tensors:
         deferred = self._states[op.chunk, op.microbatch].deferred
         self._deferred_bytes -= deferred.num_bytes
         deferred.run()

@@ -1,6 +1,6 @@
 """Partition of the model's layers into model chunks, and of the chunks over pipeline stages.
 
-`build_layer_table` builds the layer table, a list of all chunks, which all other modules read.
+`build_layer_table` returns the partition as the layer table: a list of all chunks, which all other modules read.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ class Chunk:
     """Pipeline stage that holds the chunk."""
     layers: range
     segments: tuple[Segment, ...] = ()
-    """Segments into which the layers and MTP depths are divided, in forward order. A segment says whether activations are kept,
-    recomputed or offloaded. By default each layer is one segment whose activations are kept."""
+    """Groups of consecutive layers (and MTP layers) of the chunk, in forward order. A segment says whether activations are
+    kept, recomputed or offloaded. By default each layer is one segment whose activations are kept."""
     depths: range = range(0)
-    """Depths of multi-token prediction, which the last chunk holds. They are numbered after the model's layers."""
+    """Indices of the multi-token-prediction (MTP) layers, which only the last chunk holds. They follow the indices of the
+    model's layers."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "segments", self.segments or build_layer_segments([*self.layers, *self.depths]))
@@ -50,20 +51,21 @@ class Chunk:
 
 
 def find_recomputed_chunks(table: Sequence[Chunk]) -> list[int]:
-    """Return the indices of the chunks with layers that are recomputed in backward."""
+    """Return the indices of the model chunks in which at least one layer is recomputed in backward."""
     return [chunk.index for chunk in table if any(segment.is_recomputed for segment in chunk.segments)]
 
 
 def build_layer_table(
     model: ModelConfig, parallel: ParallelConfig, vocab_size: int, memory: MemoryConfig | None = None
 ) -> list[Chunk]:
-    """Build the layer table from the settings: all model chunks, in the order of the forward.
+    """Build the layer table from the settings: a list of all model chunks with their layers and stages, in the order of the
+    forward.
 
     Args:
         model: Shape of the model.
         parallel: Stages, schedule and all settings of the split.
         vocab_size: Rows of the output layer, without padding. They determine its cost under `--pipeline-split balanced`.
-        memory: Treatment of activations; by default they are kept.
+        memory: Settings for recompute and offload of activations; None to keep all activations.
 
     Raises:
         ValueError: the layers cannot be divided among the chunks.
@@ -76,7 +78,7 @@ def build_layer_table(
 
 
 def add_mtp_depths(table: Sequence[Chunk], model: ModelConfig) -> list[Chunk]:
-    """Return the layer table with the depths of multi-token prediction added to its last chunk."""
+    """Return the layer table (all model chunks) with the multi-token-prediction (MTP) layers added to its last chunk."""
     *preceding_chunks, last = table
     depths = range(model.num_layers, model.num_layers + model.mtp_num_layers)
     return [*preceding_chunks, last if last.depths == depths else replace(last, depths=depths, segments=())]
@@ -129,33 +131,36 @@ def partition_layers(
     last_stage_layers: int | None = None,
     layout: Sequence[LayoutChunk] | None = None,
 ) -> list[Chunk]:
-    """Partition the layers into chunks, by cost (see `balance`) or according to a layout.
+    """Partition the layers into model chunks, by cost (see `balance`) or as the user's pipeline layout says.
 
     Each chunk holds at least one layer, with three exceptions: the first chunk if the embedding has a cost, the last chunk if the
     loss has a cost, and chunks that a layout leaves empty. With equal layer costs, the sizes of stages, and of the chunks of a
-    stage, differ by at most one layer; the longer ones are those without embedding and loss.
+    stage, differ by at most one layer. The longer stages and chunks are those without embedding and loss.
 
     Args:
         num_layers: Layers of the model.
         stage_of_chunk: Stage of each chunk (see `megatron.spec.schedules.assign_chunks`).
         layer_costs: Time of each layer; by default 1.
-        embedding_cost: Time of the embedding, in the same unit.
-        loss_cost: Time of the output layer and the loss.
+        embedding_cost: Time of the embedding, in the unit of `layer_costs`.
+        loss_cost: Time of the output layer and the loss, in this unit.
         first_stage_layers: Layers of stage 0, divided equally among its chunks; by default chosen by cost.
         last_stage_layers: Layers of the last stage, divided equally among its chunks. (In a V-shaped schedule stage 0 still holds
             the loss.)
-        layout: Layers of every chunk, set by the user; costs and stage sizes are then ignored.
+        layout: Layers of every chunk, set by `--pipeline-model-parallel-layout`. Costs and stage sizes are then ignored.
 
     Raises:
-        ValueError: too few layers for the chunks, stage sizes that admit no split, or a layout with other counts.
+        ValueError: there are too few layers for the chunks, the stage sizes admit no split, or the layout has another number of
+            layers or chunks.
     """
     stages = tuple(stage_of_chunk)
     if layout is not None:
-        counts = _sizes_of_layout(layout, num_layers, stages)
+        counts = _get_layout_sizes(layout, num_layers, stages)
     else:
         layer_costs = [1] * num_layers if layer_costs is None else layer_costs
         if len(layer_costs) != num_layers:
-            raise ValueError(f"there are costs for {len(layer_costs)} layers, but the model has {num_layers} layers")
+            raise ValueError(
+                f"`layer_costs` has {len(layer_costs)} values, but the model has {num_layers} layers: pass one cost for each layer"
+            )
         min_layers = _compute_min_layers(num_layers, stages, embedding_cost > 0, loss_cost > 0)
         min_layers, max_layers = _apply_stage_sizes(num_layers, stages, min_layers, first_stage_layers, last_stage_layers)
         counts = import_object("megatron.pipeline_parallel.balance:balance")(
@@ -169,7 +174,10 @@ def partition_layers(
     stops = list(accumulate(counts))
     # A final check, independent of the code above: no table may lose or duplicate a layer.
     if len(counts) != len(stages) or min(counts) < 0 or stops[-1] != num_layers:
-        raise RuntimeError(f"the layer table is wrong: chunks of {counts} layers on stages {stages} for {num_layers} layers")
+        raise RuntimeError(
+            f"internal error: the layer table is wrong: chunks of {counts} layers on stages {stages} for {num_layers} layers. "
+            "Please report this"
+        )
     return [
         Chunk(index, len(stages), stage, range(stop - count, stop))
         for index, (stage, count, stop) in enumerate(zip(stages, counts, stops, strict=True))
@@ -177,8 +185,8 @@ def partition_layers(
 
 
 def format_layer_table(chunks: list[Chunk]) -> list[str]:
-    """Format the layer table as lines of text: one line per stage, with its model chunks side by side in the order of the
-    forward."""
+    """Format the layer table (all model chunks) as lines of text: one line per stage, with its chunks side by side in the order of
+    the forward."""
     stages = [[_format_chunk(chunk) for chunk in chunks if chunk.stage == stage] for stage in sorted({c.stage for c in chunks})]
     widths = [max(map(len, column)) for column in zip_longest(*stages, fillvalue="")]
     rows = [" | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=False)) for cells in stages]
@@ -194,8 +202,8 @@ _RECOMPUTED_MODULES: dict[RecomputeModule, str] = {
 
 
 def describe_recompute(table: Sequence[Chunk]) -> list[str]:
-    """Return the log line about layers, or modules of layers, that are recomputed in backward. Return an empty list without
-    recompute."""
+    """Return a list with the log line about layers, or modules of layers, that are recomputed in backward. Return an empty list if
+    nothing is recomputed."""
     selective_segments = [segment for chunk in table for segment in chunk.segments if segment.recomputed_modules]
     if selective_segments:
         descriptions = [
@@ -203,7 +211,7 @@ def describe_recompute(table: Sequence[Chunk]) -> list[str]:
             for module, description in _RECOMPUTED_MODULES.items()
             if any(module in segment.recomputed_modules for segment in selective_segments)
         ]
-        layers = f"{sum(len(segment.layers) for segment in selective_segments)} of {_num_layers(table)} layers"
+        layers = f"{sum(len(segment.layers) for segment in selective_segments)} of {_count_layers(table)} layers"
         return [
             f"{layers} compute {' and '.join(filter(None, (', '.join(descriptions[:-1]), descriptions[-1])))} again in backward"
         ]
@@ -216,25 +224,25 @@ def describe_recompute(table: Sequence[Chunk]) -> list[str]:
     ]
     max_segment = max(size for _, size in recomputed)
     return [
-        f"{sum(by_stage)} of {_num_layers(table)} layers keep only their input and run again in backward"
+        f"{sum(by_stage)} of {_count_layers(table)} layers keep only their input and run again in backward"
         + (f", in groups of up to {max_segment}" if max_segment > 1 else "")
         + (f"; by stage {','.join(map(str, by_stage))}" if len(by_stage) > 1 else "")
     ]
 
 
 def describe_offload(table: Sequence[Chunk]) -> list[str]:
-    """Return the log line about layers whose saved tensors are in host memory between forward and backward. Return an empty list if
-    there are none."""
+    """Return a list with the log line about layers whose saved tensors are in host memory between forward and backward. Return an
+    empty list if there are none."""
     offloaded = [segment for chunk in table for segment in chunk.segments if segment.is_offloaded]
     if not offloaded:
         return []
     tensors = "inputs" if all(offloaded_segment.is_recomputed for offloaded_segment in offloaded) else "saved tensors"
-    layers = f"{sum(len(offloaded_segment.layers) for offloaded_segment in offloaded)} of {_num_layers(table)} layers"
+    layers = f"{sum(len(offloaded_segment.layers) for offloaded_segment in offloaded)} of {_count_layers(table)} layers"
     return [f"{tensors} of {layers} are in host memory between forward and backward"]
 
 
-def _num_layers(table: Sequence[Chunk]) -> int:
-    """Count all layers, including the depths of multi-token prediction."""
+def _count_layers(table: Sequence[Chunk]) -> int:
+    """Count all layers of the chunks, including multi-token-prediction layers."""
     return sum(len(chunk.layers) + len(chunk.depths) for chunk in table)
 
 
@@ -244,22 +252,24 @@ def _format_chunk(chunk: Chunk) -> str:
     )
 
 
-def _sizes_of_layout(layout: Sequence[LayoutChunk], num_layers: int, stages: tuple[int, ...]) -> list[int]:
+def _get_layout_sizes(layout: Sequence[LayoutChunk], num_layers: int, stages: tuple[int, ...]) -> list[int]:
     sizes = [chunk.num_layers for chunk in layout]
     if sum(sizes) != num_layers:
         raise ValueError(
-            f"the pipeline layout does not match the model: it has {sum(sizes)} layers (t), but the model has {num_layers}."
+            "the pipeline layout (--pipeline-model-parallel-layout) does not match the model: "
+            f"it has {sum(sizes)} layers (t), but the model has {num_layers} layers. Write one t for each layer."
         )
     if len(layout) != len(stages):
         raise ValueError(
-            f"the pipeline layout does not match the schedule: it has {len(layout)} chunks, but the schedule has {len(stages)}."
+            "the pipeline layout (--pipeline-model-parallel-layout) does not match the schedule: "
+            f"it has {len(layout)} chunks, but the schedule has {len(stages)} chunks. Separate this number of chunks with |."
         )
     return sizes
 
 
 def _compute_min_layers(num_layers: int, stages: tuple[int, ...], embedding_counts: bool, loss_counts: bool) -> list[int]:
-    """Return the minimum number of layers of each chunk: 1, or 0 for the first or last chunk if the embedding or the loss counts
-    like a layer.
+    """Return the minimum number of layers of each chunk. It is 1, except that the first chunk may be empty if the embedding counts
+    like a layer, and the last chunk if the loss does.
 
     Raises:
         ValueError: the model has fewer layers than the minimum.
@@ -272,8 +282,12 @@ def _compute_min_layers(num_layers: int, stages: tuple[int, ...], embedding_coun
     if num_layers < max(1, sum(min_layers)):
         num_stages = max(stages) + 1
         chunks = f" with {len(stages) // num_stages} chunks each" if len(stages) > num_stages else ""
-        requirement = "each needs" if all(min_layers) else f"{sum(min_layers)} of these need"
-        raise ValueError(f"{num_layers} layers cannot fill {num_stages} pipeline stages{chunks}: {requirement} at least one")
+        unit = "chunk" if chunks else "stage"
+        requirement = f"each {unit} needs" if all(min_layers) else f"{sum(min_layers)} of these {unit}s need"
+        raise ValueError(
+            f"{num_layers} layers cannot fill {num_stages} pipeline stages{chunks}: {requirement} at least one layer. Use fewer "
+            f"{unit}s or more layers"
+        )
     return min_layers
 
 
@@ -293,18 +307,30 @@ def _apply_stage_sizes(
         chunks = [chunk for chunk in range(len(stages)) if stages[chunk] == stage]
         layers_per_chunk, remainder = divmod(size, len(chunks))
         if remainder or any(not low[chunk] <= layers_per_chunk <= high[chunk] for chunk in chunks):
-            virtual = f": they must be divided equally among its {len(chunks)} virtual stages" if len(chunks) > 1 else ""
-            raise ValueError(f"the {position} pipeline stage cannot hold {size} of {num_layers} layers{virtual}")
+            virtual = f", which must be divided equally among {len(chunks)} virtual stages" if len(chunks) > 1 else ""
+            raise ValueError(
+                f"--decoder-{position}-pipeline-num-layers {size}: "
+                f"the {position} pipeline stage cannot hold {size} of {num_layers} layers{virtual}. Change this number"
+            )
         for chunk in chunks:
             low[chunk] = high[chunk] = layers_per_chunk
         requested[stage] = size
     if not sum(low) <= num_layers <= sum(high):
         num_requested = sum(requested.values())
         num_required = sum(min_size for min_size, stage in zip(min_layers, stages, strict=True) if stage not in requested)
+        flags = [
+            f"--decoder-{position}-pipeline-num-layers {size}"
+            for position, size in (("first", first_size), ("last", last_size))
+            if size is not None
+        ]
         raise ValueError(
-            f"the first and last pipeline stage take {num_requested} of {num_layers} layers, "
-            f"so {num_layers - num_requested} remain, "
-            + (f"but the other stages need at least {num_required}" if num_required else "but no other stage can take them")
+            f"{' and '.join(flags)} {'take' if len(flags) > 1 else 'takes'} {num_requested} of {num_layers} layers, "
+            f"so {num_layers - num_requested} of the layers remain, "
+            + (
+                f"but the other stages need at least {num_required} layers. Lower these numbers"
+                if num_required
+                else "but no other stage can take them. Raise these numbers"
+            )
         )
     return low, high
 
@@ -317,7 +343,8 @@ _MIN_REPORTED_GAIN = 0.03  # of the slowest stage's time; FLOPs do not predict t
 def compute_stage_costs(
     chunks: Sequence[Chunk], layer_costs: Sequence[float], embedding_cost: float, loss_cost: float
 ) -> list[float]:
-    """Return the time of one microbatch on each stage: the sum over all chunks of the stage, in the unit of `layer_costs`."""
+    """Return the time that each stage needs for one microbatch, in the unit of `layer_costs`: the sum over all chunks of the
+    stage."""
     costs: list[float] = [0] * (max(chunk.stage for chunk in chunks) + 1)
     for chunk in chunks:
         costs[chunk.stage] += sum(layer_costs[layer] for layer in chunk.layers)
@@ -335,8 +362,8 @@ def compute_imbalance(chunks: Sequence[Chunk], layer_costs: Sequence[float], emb
 
 
 def suggest_balanced_split(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) -> str | None:
-    """Return a log line on the gain of `--pipeline-split balanced`. Return None if the gain is small or the user has set stage
-    sizes.
+    """Return a log line that says how much faster the slowest stage would be with `--pipeline-split balanced`. Return None if the
+    gain is small or the user has set stage sizes.
 
     The gain is an estimate: costs are FLOPs (`megatron.spec.counts`), which leave out the time of memory traffic.
     """

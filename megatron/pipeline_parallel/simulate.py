@@ -1,4 +1,5 @@
-"""Simulation of a schedule: an order in which all operations can run, and a timeline for assumed durations of the operations."""
+"""Simulation of a pipeline schedule: an order in which all operations can run, and a timeline for assumed durations of the
+operations."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from megatron.spec.operations import LinkedOp, Message, Op, OpCosts, Schedule
 def iterate_runnable_ops(schedule: Schedule) -> Iterator[tuple[int, LinkedOp]]:
     """Yield (stage, operation) for all operations, in an order in which each follows the operations that it depends on.
 
-    A stage continues as far as its messages allow before the next stage does.
+    The order follows one stage until the stage needs a message that has not been sent yet, and then continues with another stage.
 
     Raises:
         ValueError: the schedule deadlocks.
@@ -41,7 +42,11 @@ def iterate_runnable_ops(schedule: Schedule) -> Iterator[tuple[int, LinkedOp]]:
         blocked_text = "; ".join(
             f"stage {stage} before {op.type.value} of chunk {op.chunk}, microbatch {op.microbatch}" for stage, op in blocked.items()
         )
-        raise ValueError(f"schedule {schedule.name} deadlocks: {blocked_text}")
+        raise ValueError(
+            f"schedule {schedule.name} deadlocks: {blocked_text}. "
+            "Each of these operations (F forward, B backward, I input gradient) waits for a message that is never sent. "
+            "Reorder the operations of the schedule."
+        )
 
 
 @lru_cache(maxsize=2)
@@ -67,7 +72,7 @@ UNIT_COSTS = OpCosts(recompute=1.0)
 
 
 class OpSpan(NamedTuple):
-    """Start and end time of one operation."""
+    """Start and end time of one operation, in the unit of its `Timeline`."""
 
     op: Op
     start: float
@@ -76,11 +81,11 @@ class OpSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Start and end times of every operation on every stage, simulated or measured."""
+    """Start and end times of every operation on every stage: measured, or simulated in the unit of the assumed durations."""
 
     name: str
     spans: tuple[tuple[OpSpan, ...], ...]
-    """Operations of each stage, in order."""
+    """For each stage, its operations in the order in which they run."""
 
     @property
     def start(self) -> float:
@@ -99,7 +104,7 @@ class Timeline:
 
     @property
     def busy_times(self) -> tuple[float, ...]:
-        """Time that each stage spends computing."""
+        """Time that each stage spends computing: the sum of the durations of its operations."""
         return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
 
     @property
@@ -113,8 +118,9 @@ def simulate(schedule: Schedule, costs: OpCosts | Callable[[Op], float] = UNIT_C
     """Simulate a schedule and return its timeline. An operation starts when its stage is free and its input has arrived.
 
     Args:
-        costs: durations by type of operation, or a function that returns the duration of an operation.
-        p2p: time of a message if `costs` is a function; otherwise the costs include it.
+        costs: durations by type of operation, including the time of a message; or a function that returns the duration of an
+            operation.
+        p2p: time of a message, if `costs` is a function.
 
     Raises:
         ValueError: the schedule deadlocks.

@@ -1,4 +1,5 @@
-"""Checks that a schedule is complete and cannot deadlock, and computes its peak activation counts. Neither needs process groups."""
+"""Checks that a pipeline schedule is complete and cannot deadlock, and computes its peak activation counts. No function needs
+process groups."""
 
 from __future__ import annotations
 
@@ -22,12 +23,17 @@ Num = TypeVar("Num", int, float)
 
 
 def validate(schedule: Schedule, device_type: str = "cpu") -> tuple[list[ReceivePlan], list[ReceivePlan]]:
-    """Check that a schedule is complete and that its communication cannot deadlock.
+    """Check that a pipeline schedule is complete and that its communication cannot deadlock.
 
-    The check runs all stages at once, each as far as its messages allow. Then it proves two properties of the communication plans.
-    The sender and the receiver of every channel (messages from one stage to another) follow the same order. Exchanges do not
-    deadlock even if each send and receive blocks until the other rank makes the matching call. On CUDA, both plans are also proved
-    under the assumption that all streams of a device share one hardware queue (`find_stuck_messages`).
+    The check runs through all stages together, each as far as its messages allow. Then it proves two properties of the
+    communication plans:
+
+    - The sender and the receiver of every channel (messages from one stage to another) follow the same order.
+    - Without overlap, communication does not deadlock, even if each send and receive blocks until the other rank makes the matching
+      call.
+
+    On CUDA, both plans are also proved under the assumption that all streams of a device share one hardware queue
+    (`find_stuck_messages`).
 
     Args:
         device_type: type of the run's devices.
@@ -38,7 +44,7 @@ def validate(schedule: Schedule, device_type: str = "cpu") -> tuple[list[Receive
     Raises:
         ValueError: an operation is missing, duplicated or on the wrong stage; only some microbatches of a chunk have a recompute; a
             backward or a recompute precedes its forward, a backward its recompute, or a weight gradient its input gradient; stages,
-            or entries of a hardware queue, wait for each other; or the ends of a channel do not agree on the order.
+            or work in a hardware queue, wait for each other; or the ends of a channel do not agree on the order.
     """
     _check_complete(schedule)
     done: set[Op] = set()
@@ -53,7 +59,8 @@ def validate(schedule: Schedule, device_type: str = "cpu") -> tuple[list[Receive
     for plans, waits_for_exchanges in ((receives, False), (exchanges, True)) if device_type == "cuda" else ():
         if stuck_messages := find_stuck_messages(schedule, plans, exchanges=waits_for_exchanges):
             raise ValueError(
-                f"schedule {schedule.name} deadlocks if all streams share one hardware queue: {stuck_messages[0]} never arrives"
+                f"schedule {schedule.name} deadlocks if all streams share one hardware queue: {stuck_messages[0]} never arrives. "
+                "Reorder the operations of the schedule"
             )
     return receives, exchanges
 
@@ -63,7 +70,9 @@ def _check_order(op: Op, done: set[Op], recomputed: set[tuple[int, int]]) -> Non
     if op.type in (OpType.BACKWARD, OpType.INPUT_GRAD) and (op.chunk, op.microbatch) in recomputed:
         prerequisite = OpType.RECOMPUTE
     if op.type is not OpType.FORWARD and Op(prerequisite, op.chunk, op.microbatch) not in done:
-        raise ValueError(f"{op} is scheduled before its {prerequisite.name.lower()}")
+        raise ValueError(
+            f"the pipeline schedule is wrong: {op} is scheduled before its {prerequisite.name.lower()}. Exchange the two operations"
+        )
 
 
 def _check_complete(schedule: Schedule) -> None:
@@ -71,7 +80,10 @@ def _check_complete(schedule: Schedule) -> None:
     for stage, ops in enumerate(schedule.ops):
         for op in ops:
             if not 0 <= op.chunk < schedule.num_chunks or schedule.stage_of_chunk[op.chunk] != stage:
-                raise ValueError(f"{op} is scheduled on stage {stage}, which does not hold its chunk")
+                raise ValueError(
+                    f"the pipeline schedule is wrong: {op} is scheduled on stage {stage}, which does not hold its chunk. "
+                    "Schedule the operation on the stage of the chunk"
+                )
             counts[op] += 1
     has_backward = any(op.type is not OpType.FORWARD for op in counts)
     recomputed = {op.chunk for op in counts if op.type is OpType.RECOMPUTE}
@@ -85,11 +97,15 @@ def _check_complete(schedule: Schedule) -> None:
                 or backward not in allowed
                 or type_counts[OpType.RECOMPUTE] != (chunk in recomputed)
             ):
+                counts_text = ", ".join(f"{op_type.name.lower()} {count} times" for op_type, count in type_counts.items())
                 raise ValueError(
-                    f"chunk {chunk}, microbatch {m}: each pass must be scheduled exactly once, but the counts are {type_counts}"
+                    f"chunk {chunk}, microbatch {m}: each pass must be scheduled exactly once, but the schedule has {counts_text}"
                 )
     if counts:
-        raise ValueError(f"the schedule has operations on microbatches that do not exist: {sorted(map(str, counts))[:4]}")
+        raise ValueError(
+            f"the pipeline schedule has operations on microbatches that do not exist: {sorted(map(str, counts))[:4]}. "
+            "Remove these operations"
+        )
 
 
 def _check_channels(schedule: Schedule, plans: list[ReceivePlan]) -> None:
@@ -97,7 +113,8 @@ def _check_channels(schedule: Schedule, plans: list[ReceivePlan]) -> None:
         posted = [(source, message) for due in plan.posts for message, source in due]
         if sorted(posted, key=itemgetter(0)) != [(source, message) for source, _, message in arriving]:  # sorted by source
             raise ValueError(
-                f"schedule {schedule.name}: stage {stage} does not receive its messages in the order in which they are sent"
+                f"schedule {schedule.name}: stage {stage} does not receive its messages in the order in which they are sent. "
+                "Reorder the operations of the schedule"
             )
 
 
@@ -124,12 +141,13 @@ def _check_exchanges(schedule: Schedule, plans: list[ReceivePlan]) -> None:
         details = ", ".join(f"{message} (by stage {stage})" for message, stage in list(offered.items())[:4])
         raise ValueError(
             f"schedule {schedule.name} deadlocks if each send and receive blocks until the other rank posts the matching call. "
-            f"These messages never get a matching call: {details}"
+            f"These messages never get a matching call: {details}. Reorder the operations of the schedule"
         )
 
 
 def _list_exchanges(schedule: Schedule, stage: int, plan: ReceivePlan) -> Iterator[list[Message]]:
-    """Yield the messages that a stage sends or receives before each operation, and finally those after the last operation."""
+    """Yield, for each operation of a stage, the messages that the stage sends or receives before it. Finally, yield those after the
+    last operation."""
     outgoing: list[Message] = []
     for (_, _, sent), due in zip(schedule.linked_ops[stage], plan.posts, strict=True):
         yield [message for message, _ in due] + outgoing
@@ -137,29 +155,29 @@ def _list_exchanges(schedule: Schedule, stage: int, plan: ReceivePlan) -> Iterat
     yield outgoing
 
 
-def peak_live_activations(schedule: Schedule) -> tuple[int, ...]:
-    """Return for each stage the largest number of activations in memory at a time. One activation is that of one microbatch in one
-    model chunk.
+def compute_peak_live_activations(schedule: Schedule) -> tuple[int, ...]:
+    """Return for each stage the largest number of activations in memory at a time. One activation here means all saved tensors of
+    one microbatch in one model chunk.
 
     An activation stays in memory until its weight gradient has been computed.
     """
-    return _peak_sums(schedule, lambda op: (op.type is OpType.FORWARD) - (op.type in (OpType.BACKWARD, OpType.WEIGHT_GRAD)))
+    return _compute_peak_sums(schedule, lambda op: (op.type is OpType.FORWARD) - (op.type in (OpType.BACKWARD, OpType.WEIGHT_GRAD)))
 
 
-def peak_deferred_memory(schedule: Schedule, deferred_sizes: Sequence[float]) -> tuple[float, ...]:
-    """Return for each stage the largest memory of tensors that wait for a deferred weight gradient.
+def compute_peak_deferred_memory(schedule: Schedule, deferred_sizes: Sequence[float]) -> tuple[float, ...]:
+    """Return for each stage the peak memory of tensors that wait for a deferred weight gradient, in the unit of `deferred_sizes`.
 
     Args:
-        deferred_sizes: memory that one microbatch occupies from its input gradient to its weight gradient, per chunk.
+        deferred_sizes: memory that one microbatch occupies from its input gradient to its weight gradient, for each chunk.
     """
     signs = {OpType.INPUT_GRAD: 1.0, OpType.WEIGHT_GRAD: -1.0}
-    return _peak_sums(schedule, lambda op: signs.get(op.type, 0.0) * deferred_sizes[op.chunk])
+    return _compute_peak_sums(schedule, lambda op: signs.get(op.type, 0.0) * deferred_sizes[op.chunk])
 
 
-def _peak_sums(schedule: Schedule, delta: Callable[[Op], Num]) -> tuple[Num, ...]:
-    """Return for each stage the largest running total over its operations.
+def _compute_peak_sums(schedule: Schedule, delta: Callable[[Op], Num]) -> tuple[Num, ...]:
+    """Return for each stage the largest value of a running total over its operations.
 
     Args:
-        delta: returns the amount by which an operation changes the total.
+        delta: returns the amount that an operation adds to the total.
     """
     return tuple(max(itertools.accumulate(map(delta, ops)), default=0) for ops in schedule.ops)
