@@ -1,4 +1,4 @@
-"""Data parallelism: replicates the model over the data ranks or shards its state over them, and reduces gradients."""
+"""Data parallelism: replicates the model over the data-parallel ranks or shards its state over them, and reduces gradients."""
 
 from megatron.moved import find_moved
 

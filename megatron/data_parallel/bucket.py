@@ -28,8 +28,8 @@ from megatron.parallel.tensor_slice import BufferSlice, FlatRange
 # take as long as its forward and backward, which is the most that overlap can hide. Simulated with 9 buckets and 4 microbatches, a
 # step takes 1.25 times the computation with 2 buffers, 1.17 times with 3, and 1.11 times with 4 or more.
 _MAX_IN_FLIGHT = 4
-# Maximum number of elements in flight. Buckets grow with the data group (`default_bucket_size`), but buffers in flight should not
-# outgrow the sharded gradients.
+# Maximum number of elements in flight. Buckets grow with the data group (`get_default_bucket_size`), but buffers in flight should
+# not outgrow the sharded gradients.
 _MAX_ELEMENTS = 160_000_000
 
 
@@ -59,20 +59,27 @@ class BufferPool:
         if not fitting:
             if self._free_buffers:
                 largest = max(self._free_buffers, key=torch.Tensor.numel)
-                self._free_buffers, self.buffers = _without(self._free_buffers, largest), _without(self.buffers, largest)
+                self._free_buffers, self.buffers = (
+                    _remove_buffer(self._free_buffers, largest),
+                    _remove_buffer(self.buffers, largest),
+                )
             new_buffer = torch.empty(size, dtype=self._dtype, device=self._device)
             self.buffers.append(new_buffer)
             return new_buffer
         smallest = min(fitting, key=torch.Tensor.numel)
-        self._free_buffers = _without(self._free_buffers, smallest)
+        self._free_buffers = _remove_buffer(self._free_buffers, smallest)
         return smallest
 
     def release_after(self, buffer: torch.Tensor, wait: Callable[[], object]) -> None:
-        """Take back a buffer that may be overwritten after `wait()` has returned."""
+        """Return a buffer that a reduction still reads. The pool lends it again only after `wait()` has returned.
+
+        Args:
+            wait: waits for the reduction.
+        """
         self._in_flight.append((buffer, wait))
 
     def release(self, buffer: torch.Tensor) -> None:
-        """Take back a buffer that no operation reads."""
+        """Return a buffer that no operation reads any longer. The pool may lend it again at once."""
         self._free_buffers.append(buffer)
 
     def wait_all(self) -> None:
@@ -90,17 +97,17 @@ class BufferPool:
         self._free_buffers.append(buffer)
 
 
-def _without(buffers: list[torch.Tensor], removed: torch.Tensor) -> list[torch.Tensor]:
+def _remove_buffer(buffers: list[torch.Tensor], removed: torch.Tensor) -> list[torch.Tensor]:
     return [buffer for buffer in buffers if buffer is not removed]
 
 
 class LowPrecisionReduction(Pending):
-    """Reduction of a low-precision copy of gradients. Waiting for it writes the result into the full-precision gradients.
+    """Running reduction of a low-precision copy of gradients. `wait` writes the reduced copy into the full-precision gradients.
 
     Args:
-        reduction: reduction of the copy.
-        grads: gradients that receive the result.
-        accumulates: add the result to `grads` instead of overwriting them.
+        reduction: running collective that reduces the copy.
+        grads: full-precision gradients, into which the reduced copy is written.
+        accumulates: add the reduced copy to `grads` instead of overwriting them.
     """
 
     def __init__(self, reduction: Pending, grads: torch.Tensor, *, accumulates: bool = False) -> None:
@@ -110,9 +117,9 @@ class LowPrecisionReduction(Pending):
         self._done_event: Any = None
 
     def wait(self) -> torch.Tensor:
-        """Wait for the reduction and return the gradients. The result is written into them at the first call.
+        """Wait for the reduction and return the full-precision gradients. The first call writes the reduced copy into them.
 
-        On CUDA only the current stream waits. Several streams may wait.
+        On CUDA the host does not wait, only the current stream. The method may be called on several streams.
         """
         on_cuda = self._result.device.type == "cuda"
         if self._reduction is not None:
@@ -130,13 +137,12 @@ class LowPrecisionReduction(Pending):
 
 
 def select_reduce_dtype(plan: BucketPlan, context: ParallelContext, *, in_bf16: bool) -> torch.dtype | None:
-    """Return the dtype in which a bucket's gradients are reduced if it is narrower than their own, otherwise None.
+    """Return the narrower dtype to which a bucket's gradients are cast before they are reduced, or None to reduce them uncast.
 
-    With --grad-reduce-in-bf16, the gradients of bfloat16 parameters are reduced in bfloat16 if they are summed over several data
-    ranks.
+    With --grad-reduce-in-bf16, the dtype is bfloat16 for bfloat16 parameters whose gradients are summed over several data ranks.
     """
     dtype = plan.params[0].entry.param.dtype
-    has_data_ranks = any(context.topology.size(axis) > 1 for axis in plan.axes if axis != "tp")
+    has_data_ranks = any(context.topology.get_size(axis) > 1 for axis in plan.axes if axis != "tp")
     return dtype if in_bf16 and has_data_ranks and dtype == torch.bfloat16 else None
 
 
@@ -155,7 +161,8 @@ def main_grad_dtype(dtype: torch.dtype) -> torch.dtype:
 class Bucket(ABC):
     """Base class of buckets: parameters in one flat buffer, whose gradients are reduced in one collective.
 
-    A bucket gives each parameter a gradient sink, and counts the gradients that the sinks receive to know when all are complete.
+    A bucket gives each parameter a gradient sink, to which layers pass the parameter's gradients instead of to `.grad`. It counts
+    the gradients that the sinks receive, to know when the gradients of a microbatch are complete.
 
     Args:
         plan: offsets of the parameters in the bucket.
@@ -217,13 +224,17 @@ class Bucket(ABC):
         """
 
     def build_shard_group(self) -> ShardGroup:
-        """Build the shards that this rank updates."""
+        """Build the group of shards that this rank updates: one shard for each parameter of the bucket, or only for the parameters
+        that overlap this rank's slice if the bucket is sharded."""
         owned_slice, grads = self.owned_slice, self.owned_grads
         covered_ranges = (
-            self.plan.params_in_slice(self.group.rank) if self.sharded else [(p, FlatRange(0, p.numel)) for p in self.plan.params]
+            self.plan.get_params_in_slice(self.group.rank)
+            if self.sharded
+            else [(p, FlatRange(0, p.numel)) for p in self.plan.params]
         )
         range_in_slice = {
-            bucket_param.entry.record.name: flat_range for bucket_param, flat_range in self.plan.params_in_slice(self.group.rank)
+            bucket_param.entry.record.name: flat_range
+            for bucket_param, flat_range in self.plan.get_params_in_slice(self.group.rank)
         }
         shards = []
         for bucket_param, flat_range in covered_ranges:
@@ -238,12 +249,12 @@ class Bucket(ABC):
             norm_range, duplicate_range = (local_range, range(0)) if is_counted else (range(0), local_range)
             grad = grads[start - owned_slice.start : stop - owned_slice.start]
             shards.append(Shard(record, flat_range, self.weights[start:stop], grad, norm_range, duplicate_range))
-        partitions = self.plan.param_partitions(grads.dtype, sharded=self.sharded)
+        partitions = self.plan.get_param_partitions(grads.dtype, sharded=self.sharded)
         self.shard_group = ShardGroup(shards, self._start_param_gather, partitions)
         return self.shard_group
 
-    def grad_sinks(self) -> Iterator[tuple[ParamRecord, GradSink]]:
-        """Yield each parameter's `ParamRecord` (name, shape, split over ranks) and its gradient sink."""
+    def iter_grad_sinks(self) -> Iterator[tuple[ParamRecord, GradSink]]:
+        """Yield each parameter's `ParamRecord` (name, shape, split over ranks) and the sink that receives its gradients."""
         return ((bucket_param.entry.record, sink) for bucket_param, sink in zip(self.plan.params, self._sinks, strict=True))
 
     def start_step(self, num_microbatches: int, *, overlaps_backward: bool, inspect: GradInspector | None) -> None:
@@ -259,8 +270,8 @@ class Bucket(ABC):
             sink.main_grad, sink.is_written = None, False
 
     def reduce_tied_grads(self) -> None:
-        """Add the gradients of tied parameters from the other pipeline stage that holds them. Only the elements that this rank
-        updates are sent."""
+        """Sum the gradients of tied parameters over the two pipeline stages that hold the parameters. Only the elements that this
+        rank updates are sent."""
         if self.plan.tied:
             all_reduce(self.owned_grads, self.context.pipeline_ends)
             if self.shard_group.on_reduced:
@@ -278,15 +289,18 @@ class Bucket(ABC):
             self._param_gather = start_all_gather(self.weights[self.owned_slice], self.group, out=self.weights)
 
     def _attach_param(self, index: int, bucket_param: BucketParam, fill: FillFunction) -> GradSink:
-        """Replace a parameter by a view of the bucket's buffer and give it a gradient sink.
+        """Replace a parameter by a view of the bucket's buffer, and return the new sink that receives the parameter's gradients.
 
         The view receives the parameter's values, or initial values if the parameter is on the meta device.
+
+        Args:
+            index: index of the parameter in the bucket.
         """
-        entry, view = bucket_param.entry, self._param_view(self.weights, bucket_param)
+        entry, view = bucket_param.entry, self._get_param_view(self.weights, bucket_param)
         if not entry.param.is_meta:
             view.copy_(entry.param.detach())
         elif not view.is_meta:
-            fill(view.view(-1), entry.record, entry.record.slices(FlatRange(0, bucket_param.numel), self.context))
+            fill(view.view(-1), entry.record, entry.record.get_slices(FlatRange(0, bucket_param.numel), self.context))
         param = nn.Parameter(view)
         entry.replace(param)
         sink = GradSink(self.dtype, partial(self._on_grad_written, index), partial(self._provide_main_grad, index))
@@ -325,16 +339,16 @@ class Bucket(ABC):
         )
 
     @staticmethod
-    def _param_view(buffer: torch.Tensor, bucket_param: BucketParam) -> torch.Tensor:
+    def _get_param_view(buffer: torch.Tensor, bucket_param: BucketParam) -> torch.Tensor:
         return buffer[bucket_param.offset : bucket_param.offset + bucket_param.numel].view(bucket_param.entry.param.shape)
 
 
 class FullGradBucket(Bucket):
-    """Bucket that keeps the gradients of all its parameters through the step (strategies no_shard and optim).
+    """Bucket that keeps the gradients of all its parameters through the step (sharding strategies no_shard and optim).
 
     Args:
-        reduce_pool: buffers for low-precision copies of the gradients, which are reduced instead; None to reduce the gradients
-            themselves.
+        reduce_pool: lends buffers for low-precision copies of the gradients, which are reduced instead of the gradients; None to
+            reduce the gradients themselves.
     """
 
     def __init__(
@@ -349,7 +363,7 @@ class FullGradBucket(Bucket):
         super().__init__(plan, context, sharded=sharded, fill=fill)
         self._reduce_pool = reduce_pool
         self.grads = torch.zeros(plan.size, dtype=self.dtype, device=context.device)
-        self._views = [self._param_view(self.grads, bucket_param) for bucket_param in plan.params]
+        self._views = [self._get_param_view(self.grads, bucket_param) for bucket_param in plan.params]
         self._allocate_grads()
         self._reduction: Pending | None = None
 
@@ -397,12 +411,12 @@ class FullGradBucket(Bucket):
 
 
 class ShardedGradBucket(Bucket):
-    """Bucket that keeps only this rank's slice of the gradients (strategy optim_grads) and reduces after each microbatch.
+    """Bucket that keeps only this rank's slice of the gradients (sharding strategy optim_grads) and reduces after each microbatch.
 
     Args:
-        grad_pool: buffers for gradients until they are reduced.
-        reduce_pool: buffers for low-precision copies of the gradients, which are reduced instead; None to reduce the gradients
-            themselves.
+        grad_pool: lends buffers for the gradients of all parameters until they are reduced.
+        reduce_pool: lends buffers for low-precision copies of the gradients, which are reduced instead of the gradients; None to
+            reduce the gradients themselves.
     """
 
     def __init__(
@@ -444,14 +458,14 @@ class ShardedGradBucket(Bucket):
     def _allocate_grads(self) -> None:
         self._grad_buffer = self._grad_pool.acquire(self.plan.size)
         for bucket_param, sink in zip(self.plan.params, self._sinks, strict=True):
-            sink.main_grad = self._param_view(self._grad_buffer, bucket_param)
+            sink.main_grad = self._get_param_view(self._grad_buffer, bucket_param)
 
     def _on_microbatch_complete(self, num_complete: int) -> None:
         buffer = self._grad_buffer
         assert buffer is not None
         for bucket_param, sink in zip(self.plan.params, self._sinks, strict=True):
             if not sink.is_written:  # the parameter's gradient of this microbatch came with an earlier one
-                self._param_view(buffer, bucket_param).zero_()
+                self._get_param_view(buffer, bucket_param).zero_()
         self.finish_reduction()
         if self._reduce_pool is not None:
             self._reduce_in_low_precision(buffer[: self.plan.size])
@@ -468,9 +482,10 @@ class ShardedGradBucket(Bucket):
             (self._reduce_pool or self._grad_pool).wait_all()
 
     def _reduce_in_low_precision(self, grads: torch.Tensor) -> None:
-        """Reduce a low-precision copy of the gradients, and add the result to the sum over the previous microbatches.
+        """Start to reduce a low-precision copy of a microbatch's gradients, and return the gradients' buffer to its pool after the
+        copy.
 
-        The gradient buffer is free after the copy.
+        The reduced copy is added to the sum over the previous microbatches.
         """
         assert self._reduce_pool is not None and self._grad_buffer is not None
         buffer = self._reduce_pool.acquire(self.plan.size)

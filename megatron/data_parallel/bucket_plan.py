@@ -18,11 +18,14 @@ from megatron.parallel.params import ParamEntry, ParamPartition
 from megatron.parallel.tensor_slice import FlatRange, align_numel
 
 
-def default_bucket_size(data_size: int) -> int:
-    """Return the default number of elements in a bucket.
+def get_default_bucket_size(data_size: int) -> int:
+    """Return the default number of elements in a bucket: 1 million per data rank, but at least 40 million and at most 160 million.
 
-    The size grows with the number of data ranks, so that messages stay long, until each of 1,024 ranks sends 0.6 MB. It grows no
-    further, since a bucket that holds most of a model cannot be reduced while backward continues.
+    The size grows with the number of data ranks so that messages stay long: at the maximum, each of 1,024 ranks sends messages of
+    0.6 MB. It is limited because a bucket that holds most of a model cannot be reduced while backward continues.
+
+    Args:
+        data_size: number of data ranks.
     """
     return min(max(40_000_000, 1_000_000 * data_size), 160_000_000)
 
@@ -42,7 +45,8 @@ class BucketPlan:
     is divided into slices of equal size."""
 
     axes: tuple[str, ...]
-    """Axes over which the gradients are summed. If the bucket is sharded, each rank along these axes owns one slice."""
+    """Axes of the rank grid over which the gradients are summed, such as "dp". If the bucket is sharded, each rank along these
+    axes owns one slice."""
     num_slices: int
     tied: bool
     """Whether the first and the last pipeline stage both hold the parameters, so that their gradients are added."""
@@ -54,7 +58,7 @@ class BucketPlan:
         """Number of elements of the buffer, padding included."""
         return self.num_slices * self.slice_size
 
-    def params_in_slice(self, slice_index: int) -> list[tuple[BucketParam, FlatRange]]:
+    def get_params_in_slice(self, slice_index: int) -> list[tuple[BucketParam, FlatRange]]:
         """Return the parameters that overlap a slice, each with the range of its elements in the slice."""
         slice_start, slice_end = slice_index * self.slice_size, (slice_index + 1) * self.slice_size
         ranges = []
@@ -64,12 +68,12 @@ class BucketPlan:
                 ranges.append((bucket_param, FlatRange(start - bucket_param.offset, stop - bucket_param.offset)))
         return ranges
 
-    def param_partitions(self, main_dtype: torch.dtype, *, sharded: bool) -> list[ParamPartition]:
-        """Return for each parameter how its elements are divided among the ranks.
+    def get_param_partitions(self, main_dtype: torch.dtype, *, sharded: bool) -> list[ParamPartition]:
+        """Return for each parameter of the bucket which ranks update which of its elements.
 
         Args:
             main_dtype: dtype of the main parameters.
-            sharded: whether each rank updates only its slice.
+            sharded: whether each rank updates only its slice; otherwise every rank updates all elements.
         """
         partitions = []
         for bucket_param in self.params:
@@ -101,9 +105,9 @@ def plan_buckets(
 
     Args:
         bucket_size: maximum number of elements in a bucket, unless one parameter has more; None for a default that grows with the
-            data group.
+            number of data ranks.
     """
-    max_numel = bucket_size or default_bucket_size(context.topology.dp)
+    max_numel = bucket_size or get_default_bucket_size(context.topology.dp)
     open_buckets: dict[tuple[object, ...], list[ParamEntry]] = {}
     buckets: list[list[ParamEntry]] = []
     for entry in reversed(list(entries)):

@@ -35,7 +35,7 @@ from megatron.parallel.tensor_slice import FlatRange
 
 
 class BucketedParams(ShardProvider):
-    """Shard provider for the strategies no_shard, optim and optim_grads: keeps parameters and gradients in buckets.
+    """Keeps parameters and gradients in buckets, for the sharding strategies no_shard, optim and optim_grads.
 
     Args:
         entries: parameters, on the meta device or with values.
@@ -89,11 +89,11 @@ class BucketedParams(ShardProvider):
         for bucket in self.buckets:
             bucket.reduce_tied_grads()
 
-    def grad_sinks(self) -> Iterator[tuple[ParamRecord, GradSink]]:
-        """Yield each parameter's `ParamRecord` (name, shape, split over ranks) and its gradient sink."""
-        return (named_sink for bucket in self.buckets for named_sink in bucket.grad_sinks())
+    def iter_grad_sinks(self) -> Iterator[tuple[ParamRecord, GradSink]]:
+        """Yield each parameter's `ParamRecord` (name, shape, split over ranks) and the sink that receives its gradients."""
+        return (named_sink for bucket in self.buckets for named_sink in bucket.iter_grad_sinks())
 
-    def persistent_tensors(self) -> PersistentTensors:
+    def get_persistent_tensors(self) -> PersistentTensors:
         """Return the parameters, the gradients and the pool buffers. Their memory stays allocated between steps."""
         pool_buffers = [buffer for pool in self._pools.values() for buffer in pool.buffers]
         return PersistentTensors(
@@ -140,7 +140,7 @@ def _finish_param_gathers(buckets: Sequence[Bucket], module: nn.Module, args: An
 
 
 class FrozenParams(ShardProvider):
-    """Shard provider of frozen parameters, which the optimizer does not update.
+    """Holds frozen parameters, which the optimizer does not update: each data rank has their full values.
 
     Args:
         entries: parameters, on the meta device or with values.
@@ -157,21 +157,24 @@ class FrozenParams(ShardProvider):
     def finish_gradients(self) -> None:
         """Do nothing: frozen parameters have no gradients."""
 
-    def grad_sinks(self) -> Iterator[tuple[ParamRecord, GradSink]]:
-        """Yield nothing: frozen parameters have no gradient sinks."""
+    def iter_grad_sinks(self) -> Iterator[tuple[ParamRecord, GradSink]]:
+        """Yield nothing: frozen parameters receive no gradients."""
         return iter(())
 
-    def persistent_tensors(self) -> PersistentTensors:
+    def get_persistent_tensors(self) -> PersistentTensors:
         """Return the tensors that stay allocated between steps: only the parameters, since frozen parameters have no gradients."""
         return PersistentTensors([shard.weights for shard in self.frozen], [], [])
 
     def _build_shard(self, entry: ParamEntry, fill: FillFunction) -> Shard:
-        """Allocate a parameter with its values, or with initial values if it is on the meta device, and return its shard."""
+        """Allocate a frozen parameter and return it as a shard with all its elements.
+
+        The parameter keeps its values. A parameter on the meta device receives initial values.
+        """
         values = torch.empty(entry.param.shape, dtype=entry.param.dtype, device=self._context.device)
         if not entry.param.is_meta:
             values.copy_(entry.param.detach())
         elif not values.is_meta:
-            fill(values.view(-1), entry.record, entry.record.slices(FlatRange(0, values.numel()), self._context))
+            fill(values.view(-1), entry.record, entry.record.get_slices(FlatRange(0, values.numel()), self._context))
         entry.replace(nn.Parameter(values, requires_grad=False))
         flat_range, context = FlatRange(0, values.numel()), self._context
         is_first_copy = context.gradient_group.rank == 0 and not (

@@ -1,4 +1,4 @@
-"""Shard provider with sharded parameters (ZeRO-3, Rajbhandari et al. 2019, section 5.3), based on torch's `fully_shard`.
+"""Data parallelism with sharded parameters (ZeRO-3, Rajbhandari et al. 2019, section 5.3), based on torch's `fully_shard`.
 
 A unit (a block; the embedding; the final norm with the output layer) is gathered while the previous unit computes, and freed after
 its use. So two units are gathered at a time. There are two kinds of nested units. Multi-token prediction uses the final norm and
@@ -9,10 +9,10 @@ states the communication of each mode. With replicas (hybrid sharding, Zhao et a
 is summed over the replicas once per step.
 
 The sharded parameter is its own main parameter, in float32 or wider. FSDP gathers it in the model's dtype into an unsharded
-parameter, which is the same object in every step. Layers pass gradients to the sink of that object instead of to autograd. Each
-gradient gets new memory and becomes the parameter's `.grad`, which FSDP reads once backward has left the unit. FSDP sums it over
-the data ranks, and adds this rank's shard to a buffer that is allocated once. With --fsdp-reduce-once the sink accumulates the
-gradients of a step, and `.grad` stays empty until the last microbatch.
+parameter, which is the same object in every step. Layers pass the gradients of that object to its gradient sink instead of to
+autograd. Each gradient gets new memory and becomes the object's `.grad`, which FSDP reads once backward has left the unit. FSDP
+sums it over the data ranks, and adds this rank's shard to a buffer that is allocated once. With --fsdp-reduce-once the sink
+accumulates the gradients of a step, and `.grad` stays empty until the last microbatch.
 
 With --fsdp-params-cpu this rank's shards of parameters, gradients and moments are in host memory. For an all-gather, a shard is
 copied to the device and converted to the model's dtype there. The first reduced gradient of a step is copied to the host while
@@ -40,9 +40,9 @@ from megatron.data_parallel.fsdp_plan import (
     UnitPlan,
     build_param_partition,
     compute_owned_range,
+    compute_sharded_view_shape,
     order_for_backward,
     plan_units,
-    sharded_view_shape,
 )
 from megatron.data_parallel.provider import GradInspector, PersistentTensors, ShardProvider
 from megatron.parallel.accumulate import GradSink, check_grad_counts
@@ -53,11 +53,11 @@ from megatron.parallel.torch_private import foreach_copy_
 
 
 class FsdpUnit:
-    """Unit of fully sharded parameters on this rank: wraps the modules with `fully_shard`, and holds the local shards, their
-    gradients, and the gradient sinks.
+    """Modules whose fully sharded parameters are gathered and freed together. Wraps the modules with `fully_shard`, and holds this
+    rank's shards, their gradients, and the sinks that receive the gradients of the unsharded parameters.
 
     Args:
-        mesh: ranks that shard the unit; two-dimensional with replicas, [replicas, ranks].
+        mesh: ranks that shard the unit: one-dimensional, or with replicas [replicas, ranks of a replica].
         dtype: dtype in which parameters are gathered and used.
         fill: writes initial values of parameters on the meta device; other parameters keep their values.
         ignored_params: parameters of the modules that are not sharded.
@@ -75,7 +75,7 @@ class FsdpUnit:
         ignored_params: set[nn.Parameter],
     ) -> None:
         self._entries, self._context, self._policy = plan.entries, context, policy
-        self._shard_group, self._replica_group = context.fsdp_shard_group(plan.axes), context.fsdp_replica_group(plan.axes)
+        self._shard_group, self._replica_group = context.get_fsdp_shard_group(plan.axes), context.get_fsdp_replica_group(plan.axes)
         self._uses = [entry.uses_per_microbatch for entry in plan.entries]
         self.num_nested = plan.num_nested
         self._dtype, self._main_dtype = dtype, main_grad_dtype(dtype)
@@ -87,7 +87,7 @@ class FsdpUnit:
         self._shapes = [entry.param.shape for entry in plan.entries]
         for entry in plan.entries:
             # FSDP pads only parameters that it shards along the first dimension. Layers flatten leading dimensions themselves.
-            rows, row_length = sharded_view_shape(entry)
+            rows, row_length = compute_sharded_view_shape(entry)
             shape = (rows,) if entry.record.param_type == "vector" else (rows, row_length)
             entry.replace(nn.Parameter(entry.param.detach().to(self._main_dtype).view(shape)))
         self.module = self._fully_shard(plan, mesh, ignored_params)
@@ -101,7 +101,7 @@ class FsdpUnit:
         self.module.reshard()
         self._sharded_params = [entry.param for entry in plan.entries]
 
-        sizes = [_local_tensor(entry).numel() for entry in plan.entries]
+        sizes = [_get_local_tensor(entry).numel() for entry in plan.entries]
         self.grads = torch.zeros(sum(sizes), dtype=self._main_dtype, device=shard_device)
         grad_views = torch.split(self.grads, sizes)
         shards = [self._build_shard(entry, grad_view) for entry, grad_view in zip(plan.entries, grad_views, strict=True)]
@@ -112,11 +112,11 @@ class FsdpUnit:
             if shard.record.name in meta_names:
                 # Rounded to the model's dtype first, so that values are equal under every sharding strategy.
                 values = torch.empty_like(shard.weights, dtype=dtype)
-                fill(values, shard.record, shard.slices(context))
+                fill(values, shard.record, shard.get_slices(context))
                 shard.weights.copy_(values)
 
-    def grad_sinks(self) -> Iterator[tuple[ParamRecord, GradSink]]:
-        """Yield each parameter's `ParamRecord` (name, shape, split over ranks) and its gradient sink."""
+    def iter_grad_sinks(self) -> Iterator[tuple[ParamRecord, GradSink]]:
+        """Yield each parameter's `ParamRecord` (name, shape, split over ranks) and the sink that receives its gradients."""
         return ((entry.record, sink) for entry, sink in zip(self._entries, self._sinks, strict=True))
 
     def start_step(self, num_microbatches: int, *, inspect: GradInspector | None) -> None:
@@ -134,7 +134,7 @@ class FsdpUnit:
                 sharded.grad = None
 
     def before_backward(self) -> None:
-        """Count a backward pass of this step. Called before each backward through the unit."""
+        """Count the backward passes of this step. Called before each backward through the unit."""
         self._num_backwards += 1
 
     def write_counts(self) -> list[tuple[str, int, int]]:
@@ -143,7 +143,8 @@ class FsdpUnit:
         return [(entry.record.name, num_written, uses * self._num_microbatches) for entry, num_written, uses in counts]
 
     def finish_gradients(self) -> None:
-        """With --fsdp-params-cpu, copy the reduced gradients, which FSDP put in host memory, into the gradient buffer.
+        """With --fsdp-params-cpu, copy the reduced gradients, which FSDP put in host memory, into the gradient buffer. Otherwise do
+        nothing.
 
         FSDP has already waited for these gradients at the end of the last backward.
         """
@@ -177,7 +178,7 @@ class FsdpUnit:
         return sink
 
     def _build_shard(self, entry: ParamEntry, grad: torch.Tensor) -> Shard:
-        param, local = entry.param, _local_tensor(entry)
+        param, local = entry.param, _get_local_tensor(entry)
         assert isinstance(param, DTensor) and local.is_contiguous()
         # FSDP adds in place to an existing gradient. In host memory that, and a hook, would make FSDP wait.
         if not self._policy.params_cpu:
@@ -235,7 +236,7 @@ class FsdpUnit:
             self.group.notify_reduced(Pending(self.grads, cast(Any, stream.record_event())))
 
 
-def _local_tensor(entry: ParamEntry) -> torch.Tensor:
+def _get_local_tensor(entry: ParamEntry) -> torch.Tensor:
     """Return this rank's shard of a sharded parameter."""
     with torch.no_grad():
         return cast(DTensor, entry.param).to_local()
@@ -250,17 +251,17 @@ class _ChunkState:
     num_backwards: int = 0
     """Number of backwards started in this step."""
     is_last_backward: bool = True
-    """Value last passed to FSDP: whether the chunk's next backward is the last of the step, after which FSDP waits for its
-    reductions."""
+    """Last value passed to FSDP's `set_is_last_backward`: whether the chunk's next backward is its last in the step. After the
+    last backward FSDP waits for its reductions."""
 
 
 class FullyShardedParams(ShardProvider):
-    """Shard provider for the strategy optim_grads_params: shards parameters by torch's `fully_shard`.
+    """Shards parameters by torch's `fully_shard`, for the sharding strategy optim_grads_params.
 
     Args:
         entries: parameters, on the meta device or with values, for which `is_fully_sharded` is true.
-        chunks: for each model chunk of this rank, by chunk index, the module that holds the parameters, and its submodules that are
-            gathered and freed as a unit, in forward order. Other parameters are ignored.
+        chunks: by index of the model chunk on this rank: the module that holds the parameters, and those of its submodules that are
+            each gathered and freed as a unit, in forward order. Other parameters of the module are ignored.
         dtype: dtype in which parameters are gathered and used.
         fill: writes initial values of parameters on the meta device.
         policy: memory and communication options.
@@ -336,18 +337,19 @@ class FullyShardedParams(ShardProvider):
             if isinstance(submodule, FSDPModule):
                 submodule.unshard()
 
-    def grad_sinks(self) -> Iterator[tuple[ParamRecord, GradSink]]:
-        """Yield each parameter's `ParamRecord` (name, shape, split over ranks) and its gradient sink."""
-        return (named_sink for unit in self._units for named_sink in unit.grad_sinks())
+    def iter_grad_sinks(self) -> Iterator[tuple[ParamRecord, GradSink]]:
+        """Yield each parameter's `ParamRecord` (name, shape, split over ranks) and the sink that receives its gradients."""
+        return (named_sink for unit in self._units for named_sink in unit.iter_grad_sinks())
 
-    def persistent_tensors(self) -> PersistentTensors:
+    def get_persistent_tensors(self) -> PersistentTensors:
         """Return the local shards and their gradients. Torch owns all temporary buffers and frees them before a step ends."""
         shards = [shard for group in self.groups for shard in group.shards]
         on_host = any(shard.on_host for shard in shards)
         return PersistentTensors([shard.weights for shard in shards], [shard.grad for shard in shards], [], on_host)
 
     def finish_gradients(self) -> None:
-        """Check that each parameter received all its gradients, and complete gradients in host memory.
+        """Check that each parameter received all its gradients. With --fsdp-params-cpu, also copy the reduced gradients from where
+        FSDP left them in host memory into the gradient buffers.
 
         FSDP waited for its reductions at the end of each chunk's last backward.
         """
@@ -362,8 +364,8 @@ class FullyShardedParams(ShardProvider):
 
 
 def _build_mesh(context: ParallelContext, axes: tuple[str, ...]) -> DeviceMesh:
-    """Return the ranks along these axes as a device mesh: one-dimensional, or [replicas, ranks]."""
-    shard_group, replica_group = context.fsdp_shard_group(axes), context.fsdp_replica_group(axes)
+    """Return the ranks along these axes as a device mesh: one-dimensional, or with replicas [replicas, ranks of a replica]."""
+    shard_group, replica_group = context.get_fsdp_shard_group(axes), context.get_fsdp_replica_group(axes)
     assert shard_group.process_group is not None, "nobody to shard with"
     if replica_group.process_group is None:
         return DeviceMesh.from_group(shard_group.process_group, context.device.type)

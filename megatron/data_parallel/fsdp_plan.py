@@ -26,7 +26,7 @@ class FsdpPolicy:
 
     @classmethod
     def from_config(cls, config: ParallelConfig) -> FsdpPolicy:
-        """Build the options from the settings."""
+        """Build the options from the --fsdp-... settings."""
         return cls(config.fsdp_reshard_after_forward, config.fsdp_reduce_once, config.fsdp_params_cpu)
 
 
@@ -40,9 +40,9 @@ def is_fully_sharded(entry: ParamEntry, context: ParallelContext) -> bool:
     - any parameter, if there is only one data rank.
     """
     axes = entry.record.partial_axes
-    if context.fsdp_shard_group().size == 1 or entry.record.tied or axes not in (GRADIENT_AXES, EXPERT_AXES[-1:]):
+    if context.get_fsdp_shard_group().size == 1 or entry.record.tied or axes not in (GRADIENT_AXES, EXPERT_AXES[-1:]):
         return False
-    return context.fsdp_shard_group(axes).size > 1
+    return context.get_fsdp_shard_group(axes).size > 1
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ class UnitPlan:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Axes over which the gradients of the unit are summed, equal for all its parameters."""
+        """Axes of the rank grid over which the gradients of the unit are summed, equal for all its parameters."""
         return self.entries[0].record.partial_axes
 
 
 def plan_units(modules: Sequence[nn.Module], entries: Sequence[ParamEntry]) -> list[UnitPlan]:
-    """Divide the modules of one model chunk into units, in forward order.
+    """Divide the modules of one model chunk into units, in forward order. The parameters of a unit are gathered and freed together.
 
     A module that holds only vectors (the final norm) joins the unit after it, because a separate small message would be pure
     latency.
@@ -88,8 +88,8 @@ def plan_units(modules: Sequence[nn.Module], entries: Sequence[ParamEntry]) -> l
 
 
 def find_exclusive_modules(modules: Sequence[nn.Module]) -> list[set[nn.Module]]:
-    """Return for each module in `modules` the set of the module itself and its submodules, without those inside another listed
-    module that is nested in it."""
+    """Return for each module in `modules` a set with the module and its submodules, except those inside a nested module that is
+    also in `modules`."""
     all_submodules = [set(module.modules()) for module in modules]
     return [
         submodules.difference(*(inner for module, inner in zip(modules, all_submodules, strict=True) if inner < submodules))
@@ -119,19 +119,24 @@ def order_for_backward(units: Sequence[Unit], num_nested: Sequence[int]) -> list
     return order
 
 
-def sharded_view_shape(entry: ParamEntry) -> tuple[int, int]:
-    """Return the 2-dimensional shape in which a rank's local parameter is sharded along rows: (rows, elements per row).
+def compute_sharded_view_shape(entry: ParamEntry) -> tuple[int, int]:
+    """Return the shape (rows, elements per row) as which a rank's local parameter is viewed to be sharded along rows.
 
-    The rows of a matrix or table are its outputs or entries, with all leading dimensions flattened. In a vector each element is a
-    row.
+    A row of a matrix is the weights of one output; leading dimensions are flattened. A row of a lookup table is one entry. Each
+    element of a vector is a row.
     """
     row_length = 1 if entry.record.param_type == "vector" else entry.param.shape[-1]
     return entry.param.numel() // row_length, row_length
 
 
 def compute_owned_range(entry: ParamEntry, group: Group) -> FlatRange:
-    """Return the range of a local parameter that this rank owns. As in `torch.chunk`, the last ranks may own fewer rows."""
-    num_rows, row_length = sharded_view_shape(entry)
+    """Return the range of a local parameter's elements that this rank owns: consecutive rows of `compute_sharded_view_shape`. As in
+    `torch.chunk`, the last ranks may own fewer rows.
+
+    Args:
+        group: ranks that shard the parameter.
+    """
+    num_rows, row_length = compute_sharded_view_shape(entry)
     rows_per_rank = -(-num_rows // group.size)
     return FlatRange(
         min(group.rank * rows_per_rank, num_rows) * row_length, min((group.rank + 1) * rows_per_rank, num_rows) * row_length
@@ -139,13 +144,19 @@ def compute_owned_range(entry: ParamEntry, group: Group) -> FlatRange:
 
 
 def build_param_partition(entry: ParamEntry, group: Group, main_dtype: torch.dtype) -> ParamPartition:
-    """Describe how a parameter's elements are divided among the ranks of a group."""
+    """Return which ranks of a group own which elements of a local parameter.
+
+    Args:
+        group: ranks that shard the parameter.
+        main_dtype: dtype of the main parameters.
+    """
     ends = {compute_owned_range(entry, replace(group, rank=index)).stop for index in range(group.size)}
     boundaries = tuple(sorted(ends - {entry.param.numel()}))
     return ParamPartition(entry.record, main_dtype, boundaries, entry.record.partial_axes, group.size)
 
 
-def padded_shard_numel(entry: ParamEntry, num_ranks: int) -> int:
-    """Return the number of elements that each of `num_ranks` ranks allocates for a parameter: the shard size of the first rank."""
-    num_rows, row_length = sharded_view_shape(entry)
+def compute_padded_shard_numel(entry: ParamEntry, num_ranks: int) -> int:
+    """Return the number of elements that each of `num_ranks` ranks allocates for a parameter: the size of the first rank's shard,
+    which is the largest."""
+    num_rows, row_length = compute_sharded_view_shape(entry)
     return -(-num_rows // num_ranks) * row_length

@@ -1,7 +1,6 @@
-"""Interface between the training step and data parallelism: shard providers, which store parameters and gradients and communicate
-them.
+"""Interface between the training step and data parallelism: a shard provider stores parameters and gradients and communicates them.
 
-The implementations are `BucketedParams`, `FrozenParams` and `FullyShardedParams`.
+There are three implementations: `BucketedParams`, `FrozenParams` and `FullyShardedParams`.
 """
 
 from __future__ import annotations
@@ -34,17 +33,18 @@ class PersistentTensors:
 
 
 class ShardProvider(ABC):
-    """Interface that shards the state of some parameters over the data ranks, and communicates their gradients and values.
+    """Interface of a data-parallel strategy: holds some parameters and their gradients, sharded over the data ranks or not, reduces
+    the gradients, and gathers updated parameters.
 
     Calls in each step, in this order: `start_step`; forwards, with `before_backward` before each backward; `finish_gradients`; for
     one shard group after another, the optimizer's update and `ShardGroup.gather_params`; `finish_param_gather`.
     """
 
     groups: list[ShardGroup]
-    """Shards of this rank, in approximately the order in which forward needs their parameters. The optimizer updates and gathers
-    one group after the other."""
+    """Shards of this rank, in groups whose parameters are gathered together. The order is approximately that in which forward
+    needs the parameters. The optimizer updates and gathers one group after the other."""
     frozen: Sequence[Shard] = ()
-    """Shards of frozen parameters: they have values, but no gradient and no optimizer state, and are in no group."""
+    """Shards of frozen parameters. Each has values, but no gradient and no optimizer state, and is in none of `groups`."""
     uses_before_backward = False
     """Whether `before_backward` must be called. Providers that do not need it follow a step by the gradients that they receive."""
 
@@ -57,28 +57,28 @@ class ShardProvider(ABC):
         """
 
     def before_backward(self, chunk: int) -> None:  # noqa: B027
-        """Prepare the parameters for a backward of the model chunk with index `chunk`. Called before each backward if
-        `uses_before_backward`."""
+        """Prepare the parameters for a backward of the model chunk with index `chunk`. Called before each backward, but only if
+        `uses_before_backward` is true."""
 
     def before_recompute(self, modules: Sequence[nn.Module]) -> None:  # noqa: B027
-        """Make the parameters of these modules available for the recomputation of the modules in backward. Does nothing if their
-        parameters always have memory."""
+        """Make sure that the parameters of these modules are allocated before backward recomputes the modules. Does nothing if
+        their parameters are always allocated."""
 
     @abstractmethod
     def finish_gradients(self) -> None:
-        """Complete the gradients of all shards. Not called after a step with `inspect`.
+        """Wait until the gradients of all shards are complete. Not called after a step with `inspect`.
 
         Raises:
             RuntimeError: a parameter received too few or too many gradients.
         """
 
     @abstractmethod
-    def grad_sinks(self) -> Iterator[tuple[ParamRecord, GradSink]]:
-        """Yield each parameter's `ParamRecord` (name, shape, split over ranks) and its gradient sink."""
+    def iter_grad_sinks(self) -> Iterator[tuple[ParamRecord, GradSink]]:
+        """Yield each parameter's `ParamRecord` (name, shape, split over ranks) and the sink that receives its gradients."""
 
     @abstractmethod
-    def persistent_tensors(self) -> PersistentTensors:
-        """Return the tensors that stay allocated between steps."""
+    def get_persistent_tensors(self) -> PersistentTensors:
+        """Return the tensors that stay allocated between steps: parameters, gradients and buffers."""
 
     def find_nonfinite_params(self) -> set[str]:
         """Return the names of parameters whose gradient is not finite in this rank's shard."""
@@ -86,7 +86,8 @@ class ShardProvider(ABC):
         return {shard.record.name for shard in shards if not torch.isfinite(shard.grad).all()}
 
     def finish_param_gather(self) -> None:  # noqa: B027
-        """Wait until every parameter holds its new values. Does nothing if parameters are gathered before their use."""
+        """Wait until every parameter has its updated values. Does nothing if each module gathers its parameters only before their
+        use."""
 
     def finish_evaluation(self) -> None:  # noqa: B027
         """Free the memory that forwards keep for a backward, such as gathered parameters. Called after evaluation, which has no

@@ -32,7 +32,7 @@ import torch
 
 from megatron.data_parallel.bucket import main_grad_dtype, select_reduce_dtype
 from megatron.data_parallel.bucket_plan import BucketPlan
-from megatron.data_parallel.fsdp_plan import FsdpPolicy, UnitPlan, padded_shard_numel
+from megatron.data_parallel.fsdp_plan import FsdpPolicy, UnitPlan, compute_padded_shard_numel
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry
 
@@ -50,9 +50,9 @@ class StepTotals(NamedTuple):
     """Values that all ranks sum at the end of a step, in one float64 all-reduce."""
 
     loss: float
-    """Sum over tokens of mask x cross entropy."""
+    """Sum over tokens of loss mask x cross entropy."""
     z_loss: float
-    """Sum over tokens of mask x z-loss."""
+    """Sum over tokens of loss mask x z-loss."""
     mtp_loss: float
     mask_sum: float
     """Sum of the loss mask."""
@@ -65,9 +65,11 @@ class StepTotals(NamedTuple):
     num_out_of_time: float
     """Number of ranks whose time limit is reached."""
     attention_samples: float
-    """Number of samples with a single document whose attention would cost as much as that of the step's packed samples."""
+    """Attention cost of the step's packed samples, as the number of single-document samples whose attention would cost the
+    same."""
     context_imbalance: float
-    """Sum over microbatches of the attention work of the busiest context rank, as a multiple of the mean over the context ranks."""
+    """Sum over microbatches of the attention work of the busiest context-parallel rank, divided by the mean over these
+    ranks."""
     first_grad_sq_sum: float
     """Sum of squares of the first microbatch's gradient, over the parameters whose gradient noise is measured
     (`ParamRecord.measures_noise`)."""
@@ -76,7 +78,7 @@ class StepTotals(NamedTuple):
     first_mask_sum: float
     """Sum of the loss mask of the first microbatch."""
     max_logit: float
-    """Largest attention logit, if it is requested. All ranks have the value, and only one rank contributes it to the sum."""
+    """Largest attention logit, if a flag requests it. All ranks have the value, and only one rank contributes it to the sum."""
     expert_balance: tuple[float, ...] = ()
     """Load and losses of the routers, if the model has experts. All ranks have the values, and only one rank contributes them to
     the sum."""
@@ -91,13 +93,14 @@ These are the fields of `StepTotals` without `expert_balance`, and the sum of th
 
 @dataclass(frozen=True)
 class GroupTraffic:
-    """Number of bytes that one rank sends in one step, for one process group and one type of content."""
+    """Number of bytes that one rank sends in one step over one process group, for one type of content, such as gradients or
+    parameters."""
 
     over: str
     """Name of the process group, such as "tp x dp"."""
     kind: TrafficKind
     bytes: int
-    """Number of bytes, padding included."""
+    """Number of bytes that the rank sends, padding included."""
 
 
 def count_bucket_traffic(
@@ -109,8 +112,8 @@ def count_bucket_traffic(
     *,
     in_bf16: bool = False,
 ) -> list[GroupTraffic]:
-    """Return the bytes that one rank sends in a step to reduce and gather the parameters in buckets, by process group and type of
-    content.
+    """Return the bytes that one rank sends in a step to reduce the gradients and gather the parameters of buckets. There is one
+    element for each process group and type of content (gradients or parameters).
 
     Args:
         sharding: no_shard, optim or optim_grads.
@@ -124,53 +127,57 @@ def count_bucket_traffic(
         ring_elements = num_peers * plan.slice_size  # elements that a rank sends in a reduce-scatter or an all-gather
         reduce_dtype = select_reduce_dtype(plan, context, in_bf16=in_bf16)
         if sharding == "no_shard":
-            traffic.append(_gradient_traffic(group_name, 2 * num_reductions * ring_elements, dtype, reduce_dtype))
+            traffic.append(_count_gradient_traffic(group_name, 2 * num_reductions * ring_elements, dtype, reduce_dtype))
         else:
-            traffic.append(_gradient_traffic(group_name, num_reductions * ring_elements, dtype, reduce_dtype))
+            traffic.append(_count_gradient_traffic(group_name, num_reductions * ring_elements, dtype, reduce_dtype))
             traffic.append(GroupTraffic(group_name, "parameters", ring_elements * dtype.itemsize))
         if plan.tied:  # an all-reduce over two ranks
-            traffic.append(_gradient_traffic("pipeline ends", plan.size if sharding == "no_shard" else plan.slice_size, dtype))
+            traffic.append(
+                _count_gradient_traffic("pipeline ends", plan.size if sharding == "no_shard" else plan.slice_size, dtype)
+            )
     return merge_traffic(traffic)
 
 
 def count_fsdp_traffic(
     units: Iterable[UnitPlan], context: ParallelContext, policy: FsdpPolicy, dtype: torch.dtype, num_microbatches: int
 ) -> list[GroupTraffic]:
-    """Return the bytes that one rank sends in a step for parameters under `fully_shard`, by process group and type of content.
+    """Return the bytes that one rank sends in a step for parameters under `fully_shard`. There is one element for each process
+    group and type of content (gradients or parameters).
 
     Args:
         dtype: dtype in which parameters are gathered.
     """
     traffic, entries = [], [entry for unit in units for entry in unit.entries]
     for axes in dict.fromkeys(entry.record.partial_axes for entry in entries):
-        num_ranks, num_replicas = context.fsdp_shard_group(axes).size, context.fsdp_replica_group(axes).size
-        shard_numel = sum(padded_shard_numel(entry, num_ranks) for entry in entries if entry.record.partial_axes == axes)
+        num_ranks, num_replicas = context.get_fsdp_shard_group(axes).size, context.get_fsdp_replica_group(axes).size
+        shard_numel = sum(compute_padded_shard_numel(entry, num_ranks) for entry in entries if entry.record.partial_axes == axes)
         ring_elements = (num_ranks - 1) * shard_numel
         gathered_elements = (2 * num_microbatches if policy.reshard == "always" else 1) * ring_elements
         shard_group_name, replica_group_name = format_fsdp_groups(axes, context)
         traffic += [
-            _gradient_traffic(shard_group_name, (1 if policy.reduce_once else num_microbatches) * ring_elements, dtype),
+            _count_gradient_traffic(shard_group_name, (1 if policy.reduce_once else num_microbatches) * ring_elements, dtype),
             GroupTraffic(shard_group_name, "parameters", gathered_elements * dtype.itemsize),
-            _gradient_traffic(replica_group_name, 2 * (num_replicas - 1) * shard_numel // num_replicas, dtype),
+            _count_gradient_traffic(replica_group_name, 2 * (num_replicas - 1) * shard_numel // num_replicas, dtype),
         ]
     return merge_traffic(traffic)
 
 
 def count_noise_traffic(params: Iterable[ParamEntry], context: ParallelContext, dtype: torch.dtype) -> GroupTraffic:
-    """Return the bytes that one rank sends in a step for --log-gradient-noise, without the values in `StepTotals`.
+    """Return the bytes that one rank sends in a step for --log-gradient-noise: the gradients of the first microbatch, which context
+    ranks sum. The bytes of `StepTotals` are not included.
 
     Args:
         dtype: dtype of the parameters.
     """
     num_ranks, records = context.topology.cp, (entry.record for entry in params)
-    sizes = (math.prod(record.local_shape(context.axis_sizes)) for record in records if record.measures_noise)
+    sizes = (math.prod(record.get_local_shape(context.axis_sizes)) for record in records if record.measures_noise)
     elements = sum(-(-size // num_ranks) * (num_ranks - 1) for size in sizes)  # each rank sends a shard to every other rank
     return GroupTraffic(format_axes(("cp",), context), "noise", elements * main_grad_dtype(dtype).itemsize)
 
 
 def merge_traffic(entries: Iterable[GroupTraffic]) -> list[GroupTraffic]:
-    """Add up the bytes of the entries that have the same process group and type of content (gradients, parameters), and drop
-    entries without bytes."""
+    """Add up the bytes of all entries with the same process group and the same type of content, such as gradients. Drop totals of 0
+    bytes."""
     totals: Counter[tuple[str, TrafficKind]] = Counter()
     for entry in entries:
         totals[entry.over, entry.kind] += entry.bytes
@@ -178,22 +185,23 @@ def merge_traffic(entries: Iterable[GroupTraffic]) -> list[GroupTraffic]:
 
 
 def format_axes(axes: tuple[str, ...], context: ParallelContext) -> str:
-    """Format a group's axes as text, such as "dp" or "tp x dp"; axes of one rank are left out."""
-    return " x ".join(axis for axis in axes if context.topology.size(axis) > 1)
+    """Format axes of the rank grid as text, such as "dp" or "tp x dp". Axes with only one rank are left out."""
+    return " x ".join(axis for axis in axes if context.topology.get_size(axis) > 1)
 
 
 def format_fsdp_groups(axes: tuple[str, ...], context: ParallelContext) -> tuple[str, str]:
-    """Return the names of the group over which `fully_shard` gathers and reduces, and of the group over which it sums replicas.
+    """Return the names of two groups of ranks: the group over which `fully_shard` gathers parameters and reduces gradients, and the
+    group of replicas over which it then sums the gradients.
 
     Args:
         axes: axes over which the gradients are summed.
     """
-    group_name, num_replicas = format_axes(axes, context), context.fsdp_replica_group(axes).size
-    shard_group_name = group_name if num_replicas == 1 else f"{context.fsdp_shard_group(axes).size} ranks of {group_name}"
+    group_name, num_replicas = format_axes(axes, context), context.get_fsdp_replica_group(axes).size
+    shard_group_name = group_name if num_replicas == 1 else f"{context.get_fsdp_shard_group(axes).size} ranks of {group_name}"
     return shard_group_name, f"{num_replicas} replicas in {group_name}"
 
 
-def _gradient_traffic(
+def _count_gradient_traffic(
     group_name: str, num_elements: int, dtype: torch.dtype, reduce_dtype: torch.dtype | None = None
 ) -> GroupTraffic:
     return GroupTraffic(group_name, "gradients", num_elements * (reduce_dtype or main_grad_dtype(dtype)).itemsize)
