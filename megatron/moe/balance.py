@@ -28,34 +28,45 @@ from megatron.spec.weights import parse_mtp_depth, split_layer_name
 
 
 def compute_selection_scores(logits: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
-    """Compute the scores [t, E] by which experts are selected, from the router logits [t, E]."""
+    """Compute the scores [t, E] by which experts are selected, from the router logits [t, E] of t tokens and E experts."""
     if spec.score_function == "sigmoid":
         return logits.sigmoid()
     return logits.softmax(-1) if spec.pre_softmax else logits
 
 
 def select_experts(scores: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
-    """Return the ids of the `top_k` experts with the largest scores: int64 [t, k], in descending order of the score.
+    """Return the ids of the `top_k` experts with the largest scores for each token.
 
     Of equal scores the lower id comes first. With groups of experts, only the best `top_k_groups` groups of a token are searched.
+
+    Args:
+        scores: [tokens, experts].
+
+    Returns:
+        int64 [tokens, top_k], in descending order of the score.
     """
     if spec.num_groups > 1:
         scores = scores.masked_fill(~_is_in_selected_group(scores, spec), -torch.inf)
-    return _top_indices(scores, spec.top_k)
+    return _find_top_indices(scores, spec.top_k)
 
 
 def _is_in_selected_group(scores: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
-    """Return for each expert whether its group is among the best `top_k_groups` groups of the token: bool [t, E].
+    """Return for each token and expert whether the expert's group is among the token's best `top_k_groups` groups: bool [t, E].
 
     The score of a group is the sum of its top_k / top_k_groups largest expert scores.
+
+    Args:
+        scores: [t, E] for t tokens and E experts.
     """
     groups = scores.unflatten(-1, (spec.num_groups, -1))  # [t, G, E/G]
     group_scores = groups.topk(spec.top_k // spec.top_k_groups, sorted=False).values.sum(-1)
-    is_selected = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(-1, _top_indices(group_scores, spec.top_k_groups), True)
+    is_selected = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(
+        -1, _find_top_indices(group_scores, spec.top_k_groups), True
+    )
     return is_selected.unsqueeze(-1).expand_as(groups).flatten(-2)
 
 
-def _top_indices(scores: torch.Tensor, count: int) -> torch.Tensor:
+def _find_top_indices(scores: torch.Tensor, count: int) -> torch.Tensor:
     """Return the indices of the `count` largest scores along the last dimension, the lower index first among equal scores.
 
     A stable sort is used because `torch.topk` does not define the order of equal values.
@@ -64,10 +75,10 @@ def _top_indices(scores: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def compute_router_weights(logits: torch.Tensor, scores: torch.Tensor, expert_ids: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
-    """Compute the weights [t, k] of the selected experts' outputs.
+    """Compute the weights by which the outputs of the selected experts are multiplied: [t, k] for t tokens and k experts per token.
 
     Args:
-        logits: router logits [t, E].
+        logits: router logits [t, E] for E experts.
         scores: result of `compute_selection_scores`, without a bias, [t, E].
         expert_ids: selected experts, int64 [t, k].
     """
@@ -85,8 +96,8 @@ _EPSILON = 1e-20
 
 
 def compute_balancing_probs(logits: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
-    """Compute the probabilities [t, E] that enter the load-balancing loss, from the router logits [t, E]. They sum to 1 over the
-    experts."""
+    """Compute the probabilities that enter the load-balancing loss, from the router logits. Both are [t, E] for t tokens and E
+    experts. The probabilities of a token sum to 1."""
     if spec.score_function == "softmax":
         return logits.softmax(-1)
     scores = logits.sigmoid()
@@ -115,8 +126,8 @@ class RouterMetrics:
 
     @staticmethod
     def log_values(results: Sequence[RouterMetrics]) -> dict[str, float]:
-        """Return the means over several steps, by their names in the metrics file. The value `busiest_expert`, over all layers, is
-        a maximum over the steps.
+        """Return the means of all metrics over several steps, by their names in the metrics file. Only `busiest_expert`, the
+        maximum over the layers, is a maximum over the steps too.
 
         Args:
             results: metrics of each step; at least one.
@@ -139,8 +150,8 @@ class RouterMetrics:
 
 
 class RouterTracker:
-    """Collects the losses and expert loads of the routers over the microbatches of a step, and adds the gradients of these losses
-    in backward.
+    """Collects the losses and expert loads of all routers over the microbatches of a step. Adds the gradients of these losses in
+    backward.
 
     Args:
         sequence_group: ranks that share each sequence.
@@ -166,8 +177,9 @@ class RouterTracker:
 
     @contextlib.contextmanager
     def recording(self, loss_scale: float) -> Iterator[None]:
-        """Within the context, count the tokens of each expert and add the balancing losses to backward. The totals are reset first.
-        Outside the context, for example in evaluation, the tracker does nothing.
+        """Within the context, count the tokens of each expert and add the gradients of the router losses in backward.
+
+        The totals are reset first. Outside the context, for example in evaluation, the tracker does nothing.
 
         Args:
             loss_scale: backward multiplies the gradients of a microbatch's load-balancing loss and z-loss by this number.
@@ -188,18 +200,19 @@ class RouterTracker:
         spec: RouterSpec,
         previous_load: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Record the assignments of a microbatch, and add the gradients of its load-balancing loss and z-loss in backward.
+        """Record the experts assigned to the tokens of a microbatch, and add the gradients of its load-balancing loss and z-loss in
+        backward.
 
         Args:
-            router_weights: [s, b, k].
-            logits: router logits [s, b, E], in at least float32.
+            router_weights: [s, b, k] for k experts per token.
+            logits: router logits [s, b, E] for E experts, in at least float32.
             expert_ids: selected experts [s, b, k], before any is dropped.
             layer: row of the layer in `totals`.
-            previous_load: assignments of each expert in the global batch of the previous update, divided by the mean over the
-                experts: [E]. Replaces the assignments of this microbatch in the load-balancing loss (`global_aux_loss`).
+            previous_load: number of tokens assigned to each expert in the global batch of the previous update, divided by the mean
+                over the experts: [E]. Replaces the numbers of this microbatch in the load-balancing loss (`global_aux_loss`).
 
         Returns:
-            `router_weights` unchanged. Backward through the result adds the gradients of the losses.
+            `router_weights` unchanged. Backward through the returned tensor adds the gradients of the losses.
         """
         if self._loss_scale is None:
             return router_weights
@@ -224,17 +237,18 @@ class RouterTracker:
         )
 
     def record_drops(self, layer: int, is_accepted: torch.Tensor) -> None:
-        """Count the dropped assignments of a microbatch.
+        """Count the (token, expert) assignments of a microbatch that are dropped.
 
         Args:
-            is_accepted: bool [s, b, k], False for assignments that exceed the capacity of their expert.
+            layer: row of the layer in `totals`.
+            is_accepted: bool [s, b, k] for k experts per token, False for assignments that exceed the capacity of their expert.
         """
         if self._loss_scale is not None:
             self.totals[layer, -1] += is_accepted.logical_not().sum()
 
     def _count_assignments(self, expert_ids: torch.Tensor, layer: int, spec: RouterSpec) -> torch.Tensor:
-        """Count the assignments of each expert in each full sequence of a microbatch: float64 [b, E]. Also adds the local counts to
-        `totals`."""
+        """Count the tokens assigned to each of E experts in each of b full sequences of a microbatch: float64 [b, E]. Also add the
+        counts of this rank's tokens to `totals`."""
         flat_ids = expert_ids.transpose(0, 1).flatten(1)
         counts = self.totals.new_zeros(len(flat_ids), spec.num_experts)
         counts.scatter_add_(1, flat_ids, torch.ones_like(flat_ids, dtype=counts.dtype))
@@ -242,22 +256,26 @@ class RouterTracker:
         return all_reduce(counts, self._sequence_group)
 
     def reduce(self, world: Group, num_microbatches: int) -> torch.Tensor:
-        """Sum the totals of a step over all ranks and return the values that `to_metrics` reads: float64 [num_values], on the
-        device.
+        """Sum the totals of a step over all ranks and return the values that `to_metrics` reads.
 
         Args:
             num_microbatches: microbatches of the step, over all data ranks.
+
+        Returns:
+            load-balancing loss, z-loss and share of dropped assignments (means over the layers with experts), then the load of the
+            busiest expert of each of these layers; float64 [num_values], on the device.
         """
         totals = all_reduce(self.totals, world)
         self._assignment_counts, moe_totals = totals[:, :-3], totals.index_select(0, self._moe_layer_rows)
         counts, losses = moe_totals[:, :-3], (moe_totals[:, -3:-1] / num_microbatches).mean(0)
         return torch.cat([losses, (moe_totals[:, -1] / counts.sum(1)).mean(0, keepdim=True), counts.amax(1) / counts.mean(1)])
 
-    def excess_load(self, record: ParamRecord) -> torch.Tensor:
-        """Return the relative excess of assignments of each expert, count / mean - 1: [E]. Call it after `reduce`.
+    def compute_excess_load(self, record: ParamRecord) -> torch.Tensor:
+        """Return for each expert by how much its number of assigned tokens exceeds the mean, count / mean - 1: [experts]. Call it
+        after `reduce`.
 
-        The result takes the place of a gradient for parameters that are updated from expert counts (`CountUpdate`): expert biases
-        and shares.
+        The returned tensor takes the place of a gradient for parameters that are updated from expert counts (`CountUpdate`): expert
+        biases and shares.
 
         Args:
             record: parameter to update. The layer follows from its name.
@@ -274,18 +292,18 @@ class RouterTracker:
         return 3 + len(self.moe_layers)
 
     def to_metrics(self, values: Sequence[float]) -> RouterMetrics:
-        """Convert the reduced values of `reduce`, copied to the host, to metrics."""
+        """Convert the values returned by `reduce`, copied to the host, to metrics."""
         load_balancing_loss, z_loss, dropped_share = values[:3]
-        busiest_expert = {self._layer_name(layer): value for layer, value in zip(self.moe_layers, values[3:], strict=True)}
+        busiest_expert = {self._get_layer_name(layer): value for layer, value in zip(self.moe_layers, values[3:], strict=True)}
         return RouterMetrics(load_balancing_loss, z_loss, dropped_share if self._drops_tokens else None, busiest_expert)
 
-    def _layer_name(self, layer: int) -> str:
+    def _get_layer_name(self, layer: int) -> str:
         return f"layers.{layer}" if layer < self._num_layers else f"mtp.{layer - self._num_layers}"
 
 
 class _AttachLoss(torch.autograd.Function):
-    """Identity of x whose backward also sends the gradient `scale` to the scalar `loss`. Backward of a router's weights thus also
-    computes the gradients of its losses.
+    """Autograd function that returns x unchanged. Its backward also passes the gradient `scale` to the scalar `loss`. So the
+    backward of a router's weights also computes the gradients of the router's losses.
 
     Megatron-LM: `MoEAuxLossAutoScaler`.
     """

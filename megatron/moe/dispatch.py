@@ -60,19 +60,19 @@ class Dispatcher:
     group: Group
     num_experts: int
     etp: int
-    """Number of ranks that hold shards of the same experts."""
+    """Expert tensor-parallel size: number of ranks that hold shards of the same experts."""
     uses_allgather: bool
     assumed_imbalance: float | None = None
-    """If set, the number of rows for the local experts is assumed to be this multiple of the mean over the ranks, divided equally
-    among the local experts. It is capped at the largest possible number of rows.
+    """Assumed number of rows for the local experts, as a multiple of the mean over the ranks; None to count by the router's
+    expert ids.
 
-    For dry runs, where expert ids have no values (meta device) or no rank answers (fake process group). None: the router's expert
-    ids decide.
+    It is set in dry runs, where expert ids have no values (meta device) or no other rank answers (fake process group). The rows
+    are divided equally among the local experts. Their number is capped at the largest possible number of rows.
     """
     assignment_ratio: int = 1
     """Number of experts of the layer divided by `num_experts`. It is above 1 only within the allgather dispatcher, which runs a
-    dispatcher for the local experts with the tokens of all ranks: with a balanced router, one of `assignment_ratio` assignments
-    is to a local expert."""
+    dispatcher for only the local experts with the tokens of all ranks. With a balanced router, one of `assignment_ratio`
+    assignments is then to a local expert."""
 
     @classmethod
     def of(cls, context: ParallelContext, num_experts: int, *, uses_allgather: bool) -> Dispatcher:
@@ -90,15 +90,15 @@ class Dispatcher:
         overlapped: Overlapped,
         capacity: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Apply the experts to each token and add their outputs, weighted by the router.
+        """Apply the experts to each token and add the experts' outputs, weighted by the router.
 
         Args:
-            x: tokens [t, h].
-            router_weights: [t, k].
-            expert_ids: int64 [t, k]; the id E marks a dropped assignment.
-            apply_experts: applies the local experts.
-            overlapped: computed while the tokens are in flight.
-            capacity: largest number of assignments that one expert accepts from all ranks of the expert group; None for no limit.
+            x: t tokens [t, h].
+            router_weights: [t, k] for k experts per token.
+            expert_ids: int64 [t, k]; the number of experts as an id marks a dropped assignment.
+            apply_experts: applies the local experts to rows sorted by expert.
+            overlapped: function that is called while the tokens are in flight, for example to compute a shared expert.
+            capacity: largest number of tokens that one expert accepts from all ranks of the expert group; None for no limit.
 
         Returns:
             the weighted sum of each token's expert outputs [t, h], and the result of `overlapped`.
@@ -140,7 +140,11 @@ class Dispatcher:
         return _CombineOutputs.apply(expert_outputs, router_weights, routes), overlap_result
 
     def _build_routes(self, expert_ids: torch.Tensor, capacity: int | None) -> _Routes:
-        """Build the routes from the expert ids, or for the assumed imbalance."""
+        """Build the routes of a microbatch's tokens from the expert ids, or in a dry run for the assumed imbalance.
+
+        Args:
+            capacity: largest number of tokens that one expert accepts from all ranks of the expert group; None for no limit.
+        """
         if self.assumed_imbalance is None:
             return _Routes.of(expert_ids, self.group, self.num_experts, self.etp)
         (num_tokens, k), num_local_experts = expert_ids.shape, self.num_experts * self.etp // self.group.size
@@ -163,16 +167,16 @@ class Dispatcher:
 
 @dataclass(frozen=True)
 class _Routes:
-    """Routing of one microbatch by all-to-all: which assignments this rank sends to which rank, and which rows it receives for its
-    local experts."""
+    """Routes of one microbatch's all-to-all: which (token, expert) assignments this rank sends to which rank, and how many rows it
+    receives for which of its experts."""
 
     group: Group
     etp: int
     num_tokens: int
     k: int
     sorted_assignments: torch.Tensor
-    """Indices token x k + slot of the assignments that are not dropped, sorted by expert; int64. `slot` is the column in
-    `expert_ids`."""
+    """Assignments that are not dropped, sorted by expert; int64. Column j of token i in `expert_ids` is the assignment i * k +
+    j, with k experts per token."""
     expert_order: torch.Tensor | None
     """Permutation that sorts the received rows by local expert; None if they arrive sorted."""
     send_splits: Sequence[int]
@@ -184,8 +188,14 @@ class _Routes:
 
     @classmethod
     def of(cls, expert_ids: torch.Tensor, group: Group, num_experts: int, etp: int) -> _Routes:
-        """Build the routes: sort the assignments by expert, and exchange the numbers of assignments with the other ranks of the
-        expert group."""
+        """Build the routes: sort the (token, expert) assignments by expert, and exchange their numbers with the other ranks of the
+        expert group.
+
+        Args:
+            expert_ids: [tokens, experts per token].
+            num_experts: experts of the layer, over all ranks.
+            etp: number of ranks that hold shards of the same experts.
+        """
         (num_tokens, k), num_local_experts, num_ranks = expert_ids.shape, num_experts * etp // group.size, group.size
         flat_ids = expert_ids.flatten()
         tokens_per_expert = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat_ids.device)
@@ -222,12 +232,12 @@ class _Routes:
         """Build routes for an assumed number of received rows, where the router's expert ids are unknown.
 
         This rank receives `num_rows` rows: equal numbers from each rank and for each local expert, up to rounding. It sends as many
-        to its own experts as it receives from itself, and divides the remaining assignments equally among the experts of the other
-        ranks.
+        rows to its local experts as it receives from itself, and divides the remaining assignments equally among the experts of the
+        other ranks.
 
         Args:
-            expert_ids: [t, k]; only the shape and the device are read.
-            num_rows: rows for the local experts (n).
+            expert_ids: [tokens, experts per token]; only the shape and the device are read.
+            num_rows: rows for the local experts.
             num_sent: assignments of the local tokens that are not dropped.
         """
         (num_tokens, k), num_peers = expert_ids.shape, group.size // etp - 1
@@ -255,8 +265,14 @@ class _Routes:
         )
 
     def start(self, rows: torch.Tensor, *, reverse: bool = False) -> Pending:
-        """Start the all-to-all that sends rows [.., h] to the ranks of their experts, or with `reverse` from there back to the
-        ranks of their tokens. The pending result is [.., h]."""
+        """Start the all-to-all that sends rows to the ranks of their experts or, with `reverse`, back to the ranks of their tokens.
+
+        Args:
+            rows: [rows to send, h].
+
+        Returns:
+            the running exchange, whose result is [rows to receive, h].
+        """
         if self.group.size == 1:
             return Pending(rows)
         send_splits, receive_splits, width = (
@@ -269,23 +285,25 @@ class _Routes:
         return Pending(received, start_all_to_all(received.view(-1), rows.view(-1), element_splits, self.group))
 
     def repeat_for_etp(self, rows: torch.Tensor) -> torch.Tensor:
-        """Repeat rows, sorted by expert, for the etp ranks that hold shards of the expert. The result is sorted by rank."""
+        """Repeat rows, sorted by expert, for each of the ranks that hold shards of the row's expert (expert tensor parallelism).
+        The result is sorted by destination rank."""
         if self.etp == 1:
             return rows
         return torch.cat([chunk for chunk in rows.split(self.send_splits[:: self.etp]) for _ in range(self.etp)])
 
     def sort_by_expert(self, rows: torch.Tensor) -> torch.Tensor:
-        """Sort received rows by local expert."""
+        """Sort received rows, which arrive sorted by sending rank, by local expert."""
         return rows if self.expert_order is None else rows.index_select(0, self.expert_order)
 
     def restore_arrival_order(self, rows: torch.Tensor) -> torch.Tensor:
-        """Undo `sort_by_expert`."""
+        """Undo `sort_by_expert`: sort rows by the rank from which they were received."""
         return rows if self.expert_order is None else torch.empty_like(rows).index_copy_(0, self.expert_order, rows)
 
     def collect_by_assignment(self, rows: torch.Tensor) -> torch.Tensor:
-        """Arrange returned rows by token and slot: [t, k, h].
+        """Arrange rows that came back from the experts by token and experts of the token: [tokens, experts per token, h].
 
-        The partial outputs of the etp ranks that share an expert are added. A dropped assignment gets zeros.
+        The partial outputs of the ranks that share an expert (expert tensor parallelism) are added. A dropped assignment gets
+        zeros.
         """
         if self.etp > 1:
             rows_per_rank = rows.split(self.send_splits)
@@ -302,7 +320,7 @@ def _split_evenly(count: int, num_shares: int) -> list[int]:
 
 
 class _PendingExchange:
-    """All-to-all in flight. One autograd function starts it and another autograd function waits for it."""
+    """All-to-all in flight, which one autograd function starts and another autograd function waits for."""
 
     def __init__(self, routes: _Routes) -> None:
         self.routes = routes
@@ -321,7 +339,8 @@ class _PendingExchange:
 
 
 class _SendTokens(torch.autograd.Function):
-    """Autograd function that starts to send tokens [t, h] to their experts. Backward receives the gradients of the tokens.
+    """Autograd function that starts to send tokens [t, h] to the ranks of their experts. Backward waits for the gradients of the
+    tokens.
 
     `_ReceiveTokens` waits for the exchange. Computation between the two functions overlaps with it, in forward and in backward.
     """
@@ -338,7 +357,7 @@ class _SendTokens(torch.autograd.Function):
 
 
 class _ReceiveTokens(torch.autograd.Function):
-    """Autograd function that waits for the rows [n, h] of the local experts. Backward starts to send their gradients back."""
+    """Autograd function that waits for the n rows [n, h] of the local experts. Backward starts to send the rows' gradients back."""
 
     @staticmethod
     def forward(ctx: Any, in_flight: torch.Tensor, exchange: _PendingExchange) -> torch.Tensor:  # type: ignore[override]
@@ -355,8 +374,8 @@ class _ReceiveTokens(torch.autograd.Function):
 
 
 class _CombineOutputs(torch.autograd.Function):
-    """Autograd function that sends expert outputs [n, h] back to the ranks of their tokens and sums the k outputs of each token,
-    weighted by the router weights [t, k]: [t, h]."""
+    """Autograd function that sends expert outputs back to the ranks of their tokens, and sums the outputs of each token, weighted
+    by the router. The n outputs [n, h] of local experts become the outputs of t tokens [t, h]."""
 
     @staticmethod
     def forward(ctx: Any, expert_outputs: torch.Tensor, router_weights: torch.Tensor, routes: _Routes) -> torch.Tensor:  # type: ignore[override]
@@ -388,18 +407,18 @@ def select_within_capacity(
     sequence_group: Group,
     token_order: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Return for each assignment of local tokens whether it fits into the capacity of its expert: bool [s, b, k].
+    """Return for each (token, expert) assignment of local tokens whether it fits into the capacity of its expert: bool [s, b, k].
 
     Of each sequence an expert accepts the assignments with the largest router weights or, with `spec.drops_by_position`, those of
     the earliest tokens. Weights are compared in steps of 1/4096; of equal weights the earlier token goes first. The result does not
-    depend on the layout: the ranks that share a sequence gather all b S k expert ids and weights.
+    depend on the layout: the ranks that share a sequence gather the expert ids and weights of all its tokens.
 
     Args:
-        router_weights: [s, b, k].
+        router_weights: [s, b, k] for k experts per token.
         expert_ids: int64 [s, b, k].
         sequence_group: ranks that share each sequence.
-        token_order: position in the sequence of each token in the order of the ranks, and the inverse permutation; [S] each. None
-            if the ranks hold consecutive tokens in order.
+        token_order: position in the sequence of each token in the order of the ranks, and the inverse permutation; [tokens of the
+            sequence] each. None if the ranks hold consecutive tokens in order.
     """
     local_slice = slice(sequence_group.rank * len(expert_ids), (sequence_group.rank + 1) * len(expert_ids))
     router_weights, expert_ids = all_gather(router_weights.detach(), sequence_group), all_gather(expert_ids, sequence_group)
@@ -418,8 +437,15 @@ weights up to rounding, and rounding differs between layouts. Steps hide it, so 
 
 
 def _is_within_capacity(router_weights: torch.Tensor, expert_ids: torch.Tensor, capacity: int, spec: RouterSpec) -> torch.Tensor:
-    """Return for each assignment of full sequences whether it fits into the capacity of its expert: bool [b, S k]. Arguments are in
-    the order of the tokens, [b, S k]."""
+    """Return for each (token, expert) assignment of full sequences whether it fits into the capacity of its expert.
+
+    Args:
+        router_weights, expert_ids: [sequences, tokens * experts per token], in the order of the tokens.
+        capacity: number of assignments that an expert accepts from a sequence.
+
+    Returns:
+        bool, of the shape of `expert_ids`.
+    """
     if spec.drops_by_position:
         priority_order = torch.arange(expert_ids.shape[1], device=expert_ids.device).expand_as(expert_ids)
     else:

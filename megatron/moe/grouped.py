@@ -17,7 +17,7 @@ from torch import nn
 
 from megatron.memory import recompute
 from megatron.parallel.accumulate import accumulate_grouped, run_or_defer
-from megatron.parallel.matmul import product_into, weight_product
+from megatron.parallel.matmul import compute_weight_product, matmul_into
 
 MAX_GROUPED_GRAD_BYTES = 64 << 20
 """Largest buffer of bfloat16 weight gradients that one grouped kernel writes, in addition to the float32 gradients."""
@@ -30,19 +30,22 @@ launch."""
 
 
 def grouped_linear(x: torch.Tensor, weight: nn.Parameter, rows_per_expert: Sequence[int]) -> torch.Tensor:
-    """Multiply each row by the matrix of its expert: [n, in] to [n, out] (or [n, 2 out]).
+    """Multiply each row by the matrix of its expert: n rows [n, in] to [n, out] (or [n, 2 * out] for the gate and up halves of an
+    MLP).
 
-    Backward accumulates the weight gradient as `megatron.parallel.accumulate` does, at once or deferred. The gradient of an expert
-    without rows is zero.
+    Backward adds the weight gradient to the parameter's gradient sink, at once or deferred. The gradient of an expert without rows
+    is zero.
 
     Args:
+        x: [n, in], sorted by expert.
+        weight: weights of the local experts, [experts, out, in] or [experts, 2, out, in].
         rows_per_expert: number of rows of each expert.
     """
     return _GroupedLinear.apply(x, weight, rows_per_expert)
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Autograd function of `grouped_linear`. Saves only x."""
+    """Autograd function of `grouped_linear`. Saves only x for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, rows_per_expert: Sequence[int]) -> torch.Tensor:  # type: ignore[override]
@@ -69,7 +72,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _view_per_expert(weight: torch.Tensor, rows_per_expert: Sequence[int]) -> torch.Tensor:
-    """View a weight as one matrix per expert, [E, ..., in], also if it has leading dimensions of size one."""
+    """View a weight as one matrix per expert: [experts, out, in]. The weight may have further dimensions of size one in front."""
     return weight.view(len(rows_per_expert), -1, weight.shape[-1])
 
 
@@ -77,7 +80,9 @@ def _matmul_per_expert(x: torch.Tensor, weight: torch.Tensor, rows_per_expert: S
     """Multiply rows [n, k] by the matrices of their experts: [n, m].
 
     Args:
-        weight: [E, m, k] if `transposed`, otherwise [E, k, m].
+        x: n rows of k channels, sorted by expert.
+        weight: one matrix per expert, [experts, m, k] if `transposed`, otherwise [experts, k, m].
+        rows_per_expert: number of rows of each expert; the sum is n.
     """
     if _has_grouped_kernel(x.device) and _kernel_supports(x, weight):
         return matmul_grouped(x, weight, rows_per_expert, transposed=transposed)
@@ -97,7 +102,7 @@ def _has_grouped_kernel(device: torch.device) -> bool:
 
 
 def _kernel_supports(*factors: torch.Tensor) -> bool:
-    """Return whether the grouped kernel supports these factors: bfloat16, not empty, and every row aligned to 16 bytes."""
+    """Return whether torch's grouped kernel supports these tensors: bfloat16, not empty, and every row aligned to 16 bytes."""
     return all(
         factor.dtype == torch.bfloat16
         and len(factor)
@@ -108,44 +113,44 @@ def _kernel_supports(*factors: torch.Tensor) -> bool:
 
 
 def _call_grouped_mm(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Call torch's grouped kernel.
+    """Call torch's grouped kernel, which computes one matrix product for each of E groups (experts).
 
     Either multiply groups of rows of a [n, k] by the matrices b [E, k, m]: [n, m]. Or multiply groups of columns of a [k, n] by
     groups of rows of b [n, m]: [E, k, m].
 
     Args:
-        ends: index at which each group ends, int32 [E].
+        ends: index at which each group of rows or columns ends, int32 [E].
     """
     product: torch.Tensor = F.grouped_mm(a, b, offs=ends)
     return product
 
 
 def _copy_to_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Copy host values to the device without a wait of the host, from pinned memory."""
+    """Copy numbers from the host to the device by way of pinned memory, so that the host does not wait."""
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def matmul_grouped(x: torch.Tensor, weight: torch.Tensor, rows_per_expert: Sequence[int], *, transposed: bool) -> torch.Tensor:
-    """Compute the products of `_matmul_per_expert` in one grouped kernel."""
+    """Compute the products of rows and expert matrices (`_matmul_per_expert`) in one grouped kernel."""
     ends = _copy_to_device(list(accumulate(rows_per_expert)), torch.int32, x.device)
     return _call_grouped_mm(x, weight.transpose(1, 2) if transposed else weight, ends)
 
 
 def matmul_in_loop(x: torch.Tensor, weight: torch.Tensor, rows_per_expert: Sequence[int], *, transposed: bool) -> torch.Tensor:
-    """Compute the products of `_matmul_per_expert` with one matrix product per expert.
+    """Compute the products of rows and expert matrices (`_matmul_per_expert`) with one matrix product per expert.
 
-    It is the fallback without a grouped kernel, and the reference for tests of that kernel.
+    This is the fallback without a grouped kernel, and the reference for tests of that kernel.
     """
     out = x.new_empty(len(x), weight.shape[1 if transposed else 2])
-    for rows, matrix in zip(_row_ranges(rows_per_expert), weight.unbind(), strict=True):
+    for rows, matrix in zip(_iter_row_ranges(rows_per_expert), weight.unbind(), strict=True):
         if rows.start < rows.stop:
-            product_into(out[rows], x[rows], matrix.t() if transposed else matrix)
+            matmul_into(out[rows], x[rows], matrix.t() if transposed else matrix)
     return out
 
 
-def experts_per_kernel(num_rows: int, num_experts: int, out_features: int, in_features: int) -> int:
-    """Return for how many experts one kernel computes the weight gradients [out_features, in_features]; 0 to compute one product
-    per expert instead.
+def compute_experts_per_kernel(num_rows: int, num_experts: int, out_features: int, in_features: int) -> int:
+    """Return for how many experts one kernel computes the weight gradients, each [out_features, in_features]. 0 means one product
+    per expert, without a grouped kernel.
 
     Many small products are grouped, because the host would take longer to launch them than the GPU to compute them. Large products
     are not grouped: a single product writes straight into the float32 gradient, without a second tensor and without rounding to
@@ -163,23 +168,23 @@ def experts_per_kernel(num_rows: int, num_experts: int, out_features: int, in_fe
 def compute_weight_grads(
     grad_output: torch.Tensor, x: torch.Tensor, rows_per_expert: Sequence[int], into: torch.Tensor, *, add: bool
 ) -> None:
-    """Write or add the weight gradient of each expert, grad_output^T x over its rows.
+    """Compute the weight gradient of each expert, grad_output^T x over the rows of the expert. Write it into `into`, or add it.
 
-    Precision: a single product is summed and stored in float32 where `weight_product` supports it. Torch's grouped kernel returns
-    bfloat16. Where `experts_per_kernel` selects the grouped kernel, the gradient of each microbatch is rounded to bfloat16 once, as
-    in torch's autograd, before it is added to the float32 sum. The selection depends on the number of rows, which may differ from
-    step to step.
+    Precision: a single product is summed and stored in float32 where `compute_weight_product` supports it. Torch's grouped
+    kernel returns bfloat16. Where `compute_experts_per_kernel` selects the grouped kernel, the gradient of each microbatch is
+    rounded to bfloat16 once, as in torch's autograd, before it is added to the float32 sum. The selection depends on the number
+    of rows, which may differ from step to step.
 
     Args:
-        grad_output: [n, out].
+        grad_output: [n, out] for n rows, sorted by expert.
         x: [n, in].
         rows_per_expert: number of rows of each expert; the sum is n.
-        into: weight gradients [E, out, in].
+        into: weight gradients [experts, out, in].
         add: add to `into` instead of overwriting it.
     """
     group_size = 0
     if _has_grouped_kernel(x.device) and _kernel_supports(grad_output, x) and grad_output.is_contiguous() and x.is_contiguous():
-        group_size = experts_per_kernel(len(x), *into.shape)
+        group_size = compute_experts_per_kernel(len(x), *into.shape)
     if group_size:
         compute_weight_grads_grouped(grad_output, x, rows_per_expert, into, group_size, add=add)
     else:
@@ -189,10 +194,10 @@ def compute_weight_grads(
 def compute_weight_grads_grouped(
     grad_output: torch.Tensor, x: torch.Tensor, rows_per_expert: Sequence[int], into: torch.Tensor, group_size: int, *, add: bool
 ) -> None:
-    """Compute the weight gradients of `group_size` experts at a time in one kernel.
+    """Compute the weight gradients of `group_size` experts at a time in one kernel. Arguments are those of `compute_weight_grads`.
 
-    The groups divide the dimension that the product sums over: the rows of both factors. A group may start at any row, because the
-    size of every row is a multiple of 16 bytes.
+    A kernel multiplies a range of rows of `grad_output` by the same rows of `x` for each of its experts. A range may start at any
+    row, because the size of every row is a multiple of 16 bytes.
     """
     starts = [0, *accumulate(rows_per_expert)]
     groups = [range(first, min(first + group_size, len(rows_per_expert))) for first in range(0, len(rows_per_expert), group_size)]
@@ -215,23 +220,23 @@ def compute_weight_grads_grouped(
 def compute_weight_grads_in_loop(
     grad_output: torch.Tensor, x: torch.Tensor, rows_per_expert: Sequence[int], into: torch.Tensor, *, add: bool
 ) -> None:
-    """Compute the weight gradients with one matrix product per expert.
+    """Compute the weight gradient of each expert, grad_output^T x over the expert's rows, with one matrix product per expert.
 
     Args:
-        grad_output: [n, out].
+        grad_output: [n, out] for n rows, sorted by expert.
         x: [n, in].
         rows_per_expert: number of rows of each expert; the sum is n.
-        into: weight gradients [E, out, in].
+        into: weight gradients [experts, out, in].
         add: add to `into` instead of overwriting it.
     """
-    for rows, matrix in zip(_row_ranges(rows_per_expert), into.unbind(), strict=True):
+    for rows, matrix in zip(_iter_row_ranges(rows_per_expert), into.unbind(), strict=True):
         if rows.start < rows.stop:
-            weight_product(grad_output[rows], x[rows], matrix, add=add)
+            compute_weight_product(grad_output[rows], x[rows], matrix, add=add)
         elif not add:
             matrix.zero_()
 
 
-def _row_ranges(rows_per_expert: Sequence[int]) -> Iterator[slice]:
+def _iter_row_ranges(rows_per_expert: Sequence[int]) -> Iterator[slice]:
     """Yield the range of rows of each expert."""
     start = 0
     for count in rows_per_expert:
