@@ -1,4 +1,4 @@
-"""Training step, training loop, evaluation, saving, resuming and exits."""
+"""Training run: training step, training loop, evaluation, saving and resuming, and the handling of failures and exit signals."""
 
 from megatron.moved import find_moved
 

@@ -1,4 +1,4 @@
-"""Interface of callbacks, by which users and features observe a run, and the registry of user-defined metrics."""
+"""Base class of callbacks, by which users and optional features observe a run, and the registry of user-defined metrics."""
 
 from __future__ import annotations
 
@@ -24,52 +24,66 @@ class Callback:
     """
 
     def around_steps(self) -> AbstractContextManager[object]:
-        """Return a context manager that is active while steps run. It is entered once for each `fit`. An error that ends the steps
-        is passed to it."""
+        """Return a context manager that is active while steps run. It is entered once for each call of `Trainer.fit`. An error that
+        ends the steps is passed to the context manager."""
         return nullcontext()
 
     def on_phase(self, name: str, iteration: int | None = None) -> None:
-        """Called when this rank enters a phase of the loop: "reading data" (for the given iteration), "in a step", "between steps",
-        "evaluating", "saving" or "rewinding". Not called for steps that the user runs with `Trainer.step`."""
+        """Called when this rank enters a phase of the training loop. Not called for steps that the user runs with `Trainer.step`.
+
+        Args:
+            name: "reading data", "in a step", "between steps", "evaluating", "saving" or "rewinding".
+            iteration: number of the step for which data is read; None in the other phases.
+        """
 
     def before_step(self, batch: Sequence[ModelInputs], iteration: int) -> None:
         """Called before each step.
 
         Args:
-            batch: this data rank's microbatches.
+            batch: microbatches of this data-parallel rank.
+            iteration: number of the step, counted from 1.
         """
 
     def on_result(self, progress: Progress, result: StepResult | None, samples: int) -> None:
-        """Called after each step, before a log line may be written. `progress` includes the step.
+        """Called after each step, before a log line may be written. `progress` already counts the step.
 
         Args:
-            result: result of the step; None for an iteration that the settings skip (--iterations-to-skip).
+            result: result of the step; None for an iteration that --iterations-to-skip skips.
             samples: global batch size of the step.
         """
 
     def log_values(self, result: StepResult | None) -> Mapping[str, float]:
-        """Return additional values for the log line that is due now, by their names in the metrics file."""
+        """Return additional values to log, by their names in the metrics file (--metrics-file). Called on all ranks when a log line
+        is due."""
         return {}
 
     def record_values(self) -> Mapping[str, Any]:
-        """Return additional values, by name, for the history file of the run (`megatron/metrics/history.py`). Called with each log
-        line."""
+        """Return additional values, by name, for the history file of the run (`megatron/metrics/history.py`). Called on all ranks
+        when a log line is due."""
         return {}
 
     def after_step(self, progress: Progress, result: StepResult, samples: int, learning_rate: float, weight_decay: float) -> None:
-        """Called after each step. `progress` includes the step. Not called for iterations that the settings skip
-        (--iterations-to-skip).
+        """Called after each step, after a log line may have been written. `progress` already counts the step. Not called for
+        iterations that --iterations-to-skip skips.
 
         Args:
             samples: global batch size of the step.
         """
 
     def on_log(self, progress: Progress, values: Mapping[str, float]) -> None:
-        """Called after a log line, with the values that are written to the metrics file, by their names in the file."""
+        """Called after a log line was written.
+
+        Args:
+            values: values that were written to the metrics file (--metrics-file), by name.
+        """
 
     def on_evaluation(self, progress: Progress, values: Mapping[str, float]) -> None:
-        """Called after an evaluation. `values` contains `validation_loss` or `test_loss`, and the loss of multi-token prediction if
-        the model predicts several tokens."""
+        """Called after an evaluation.
+
+        Args:
+            values: losses by name: `validation_loss` or `test_loss`. If the model predicts several tokens, also
+                `validation_mtp_loss` or `test_mtp_loss`.
+        """
 
     def before_save(self, progress: Progress) -> None:
         """Called before a checkpoint is written."""
@@ -82,18 +96,19 @@ class Callback:
         """
 
     def after_rewind(self, progress: Progress) -> None:
-        """Called after the run has gone back to a checkpoint. `progress` is already restored."""
+        """Called after the run has gone back to an earlier checkpoint. `progress` is already that of the checkpoint."""
 
     def close(self) -> None:
-        """Called when the run ends, before its last evaluation. A user's callback is closed when `Trainer.fit` returns; after steps
-        with `Trainer.step`, it is closed with the trainer."""
+        """Called at the end of the steps, before the last evaluation. A callback of the user is closed when `Trainer.fit` returns.
+        After steps with `Trainer.step`, it is closed when the trainer is closed."""
 
     def on_end(self) -> None:
         """Called when the run ends, after its last evaluation."""
 
 
 def find_overriding_methods(callbacks: Sequence[Callback], name: str) -> list[Callable[..., Any]]:
-    """Return the bound methods called `name` of those callbacks that override the method of `Callback`."""
+    """Return the method `name` of each callback that overrides it. Callbacks that only inherit the empty method of `Callback` are
+    left out."""
     methods = [getattr(callback, name) for callback in callbacks]
     return [method for method in methods if getattr(method, "__func__", None) is not getattr(Callback, name)]
 
@@ -109,6 +124,10 @@ METRICS: dict[str, Metric] = {}
 
 def register_metric(name: str, metric: Metric) -> None:
     """Log a user-defined metric in all later runs of this process. A metric with the same name is replaced.
+
+    Args:
+        name: name of the metric in the log line, the metrics file and the curves.
+        metric: function that computes the metric from the training step and its result. Every rank calls it when a log line is due.
 
     Raises:
         ValueError: the name contains characters that a log line does not allow.

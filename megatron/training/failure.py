@@ -61,8 +61,8 @@ _LAST_ERROR = re.compile(r"Last error: *\n? *([^\n]+)")
 
 
 def describe_lost_contact(message: str) -> str | None:
-    """Return the line of an error message that best explains lost contact with another rank. Return None if the message reports
-    another error."""
+    """Return the line of a library's error message (such as NCCL's) that best explains why contact with another rank was lost.
+    Return None if the message reports another error."""
     lowered = message.lower()
     if any(fault in lowered for fault in _LOCAL_FAULTS) or not any(sign in lowered for sign in _LOST_CONTACT_SIGNS):
         return None
@@ -82,7 +82,7 @@ class SetupError(ValueError):
     """Error in the setup of a run that the user can fix. It is raised on all ranks if it occurs on any of them.
 
     Args:
-        is_permanent: a restart with the same settings would fail in the same way, so a launcher should not restart the job.
+        is_permanent: True if a restart with the same settings would fail in the same way. A launcher then does not restart the job.
     """
 
     def __init__(self, message: str, *, is_permanent: bool = False) -> None:
@@ -133,23 +133,25 @@ class SharedError(RuntimeError):
 
 
 class DivergedError(SharedError):
-    """The loss has diverged, so further steps are useless."""
+    """Error for a loss that has diverged, so that further steps are useless."""
 
 
 class AuditError(SharedError):
-    """Fault that a consistency check of the run has found, raised on every rank with the same message.
+    """Error that a consistency check of the run has found, raised on every rank with the same message.
 
-    For example, replicas of a parameter differ, or a gradient is not summed over the ranks that its parameter's record names.
+    For example, the replicas of a parameter differ. Or the gradient of a parameter was not summed over all ranks that compute a
+    part of it.
     """
 
 
 class NonFiniteError(DivergedError):
-    """Loss or gradient is NaN or infinite in a precision without a loss scale."""
+    """Error for a loss or gradient that is NaN or infinite in a run without --fp16. (With --fp16, the loss scale is reduced
+    instead.) Also raised if the loss mask excludes all tokens of a batch."""
 
 
 def raise_empty_loss_mask(iteration: int) -> NoReturn:
-    """Raise the error for a global batch in which the loss mask is zero at every token, so that the mean loss is undefined. All
-    ranks call this function.
+    """Raise the error for a global batch whose loss mask is zero at every token, so that the mean loss is undefined. All ranks call
+    this function.
 
     Raises:
         NonFiniteError: always.
@@ -185,20 +187,21 @@ _SHARED_ERRORS = (SetupError, LossScaleError, CheckpointError, SharedError)
 
 @dataclass
 class Explanations:
-    """Registry in which components of a run explain errors: a message for the user, the name of a lost rank, or an exit code."""
+    """Registry of functions by which components of a run explain errors. A function returns a message for the user, the name of a
+    lost rank, or an exit code."""
 
     explainers: list[tuple[Callable[[BaseException], bool], Callable[[BaseException], str]]] = field(default_factory=list)
-    """Pairs of functions (matches, format_message). The first says whether it can explain an error, and the second returns the
-    message."""
+    """Pairs of functions (matches, format_message). `matches` returns whether the pair can explain an error, and
+    `format_message` returns the message for the user."""
     find_lost_rank: Callable[[str], str | None] = lambda reason: None
-    """Function that takes a library's error message about lost contact. It returns the name of the unreachable rank, or None if
-    the rank is not known."""
+    """Function that takes a library's error message about lost contact with another rank. It returns the name of that rank, or
+    None if it is not known."""
     requested_exit_code: Callable[[], int] = lambda: 0
-    """Function that returns the exit code that another component requests for this rank, or 0 for none. A requested code takes
-    precedence, because this rank's own error is then only a consequence."""
+    """Function that returns the exit code that another component (such as the hang watcher) requests for this rank, or 0. This
+    code takes precedence, because the rank's error is then only a consequence."""
 
     def explain(self, error: BaseException) -> str | None:
-        """Return the message of the first explainer that matches the error, or None."""
+        """Return the message of the first pair in `explainers` that can explain the error, or None."""
         return next((format_message(error) for matches, format_message in self.explainers if matches(error)), None)
 
 
@@ -208,6 +211,9 @@ def report_failures() -> Iterator[Explanations]:
 
     The process neither waits for a collective nor shuts down the process group, because both could hang. The launcher then ends the
     other ranks.
+
+    Yields:
+        the registry in which components of the run add explanations of errors.
     """
     explanations = Explanations()
     try:
@@ -223,10 +229,11 @@ def report_failures() -> Iterator[Explanations]:
 
 
 def exit_immediately(code: int = 0) -> None:
-    """End this rank of a parallel job at once, after it has succeeded or has stopped on request.
+    """End this rank of a parallel job at once, without the normal shutdown of Python. Called after the rank has succeeded or has
+    stopped on request.
 
-    Without this, a gloo thread that frees a tensor during the shutdown of Python can abort the process (observed in one of 30
-    runs), and the launcher would report a failed job. A process that runs alone with code 0 returns normally.
+    During the normal shutdown, a gloo thread that frees a tensor can abort the process (observed in one of 30 runs). The launcher
+    would then report a failed job. A process that runs alone with code 0 returns normally.
     """
     if code or int(os.environ.get("WORLD_SIZE", 1)) > 1:
         _exit_process(code, "")
@@ -271,7 +278,7 @@ def _format_error(error: BaseException, explanations: Explanations) -> str:
 
 
 def _is_raised_by_framework(error: BaseException) -> bool:
-    """Return whether the framework itself raised the error. Its message then tells the user what to do, so no traceback is
+    """Return whether the framework's code raised the error. The message then tells the user what to do, so no traceback is
     printed."""
     frames = traceback.extract_tb(error.__traceback__)
     return isinstance(error, OSError) or (bool(frames) and re.search(r"[/\\]megatron(_lab)?[/\\]", frames[-1].filename) is not None)

@@ -1,11 +1,12 @@
-"""Optional parts of a run (features): the setting that enables each feature, its class, and the points at which the run calls it.
+"""Optional parts of a run (features): the setting that enables each feature, its class, and the points at which the run calls its
+methods.
 
 Features are implemented in `megatron_lab`. The table `FEATURES` names their classes as strings, so a feature is imported only if
 the settings enable it. Rows without a flag are part of every run: time accounting (goodput), warnings about losses, and the
 start-up log. Two features are enabled by default: `--hang-warn-s` if there are several ranks, and `--loss-picture` with `--report`
 if the run has a run folder.
 
-To add a feature, write a `Feature` and its `Callback` in `megatron_lab`, add a row to `FEATURES`, and a setting in
+To add a feature, write subclasses of `Feature` and `Callback` in `megatron_lab`, add a row to `FEATURES`, and add a setting in
 `megatron/config/`.
 """
 
@@ -35,8 +36,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunComponents:
-    """Components of a run on this rank, which features receive before the first step. If the run later goes back to a checkpoint (a
-    rewind), the batch-size plan `plan` is not updated."""
+    """Components of a run on this rank, which the optional parts of the run (features) receive before the first step.
+
+    If the run later goes back to a checkpoint (a rewind), `plan`, the plan of batch sizes, is not updated.
+    """
 
     config: Config
     context: ParallelContext
@@ -45,14 +48,14 @@ class RunComponents:
     reporter: Reporter
     plan: BatchSizePlan
     num_parameters: int
-    """Parameters of the full model, over all ranks."""
+    """Number of parameters of the full model, over all ranks."""
     kernel_choice: KernelChoice | None
     """Attention kernel that was chosen by measurement; None if nothing was measured."""
     data: RunData
     resume_point: ResumePoint
-    """State from which the run starts: its progress, schedules and checkpoint."""
+    """State from which the run starts: its progress, its learning-rate schedule, and the loaded checkpoint."""
     started_at: float
-    """Start time of the job, by time.monotonic()."""
+    """Time at which the job started, by time.monotonic()."""
     control: Control
 
 
@@ -70,8 +73,8 @@ class Feature:
         self.config = config
 
     def on_forks_done(self) -> None:
-        """Called when all features are created. From now on CUDA may be used, and no process may be forked. The ranks are not
-        connected yet."""
+        """Called when all features are created, but the ranks are not connected yet. From now on CUDA may be used, and no process
+        may be forked."""
 
     def on_connected(self, context: ParallelContext, stack: ExitStack, explanations: Explanations) -> None:
         """Called after the ranks are connected.
@@ -82,11 +85,11 @@ class Feature:
         """
 
     def adjust_config(self, config: Config, context: ParallelContext) -> Config:
-        """Return the settings with changes that this feature requires. Called before the model is built."""
+        """Return the settings, with the changes that this feature requires. Called before the model is built."""
         return config
 
-    def startup_lines(self, run: RunComponents) -> list[str]:
-        """Return lines for the start-up log."""
+    def get_startup_lines(self, run: RunComponents) -> list[str]:
+        """Return the lines that this feature adds to the start-up log of the run."""
         return []
 
     def around_run(self, run: RunComponents) -> AbstractContextManager[object]:
@@ -94,19 +97,19 @@ class Feature:
         (`megatron/metrics/history.py`), and left after this file is closed."""
         return nullcontext()
 
-    def callbacks(self, run: RunComponents) -> Sequence[Callback]:
-        """Return the callbacks of this feature. Called before the first step."""
+    def build_callbacks(self, run: RunComponents) -> Sequence[Callback]:
+        """Return the callbacks by which this feature observes the run. Called before the first step."""
         return ()
 
 
 @dataclass(frozen=True)
 class FeatureRow:
-    """Row of the table `FEATURES`: the class of a feature, and the condition that enables it.
+    """Row of the table `FEATURES`: the class of a feature (optional part of a run), and the condition that enables it.
 
     Args:
         flag: command-line flag that enables the feature, for readers of the table; empty for a feature of every run.
         class_path: module and class of the feature, as `package.module:Name`.
-        is_enabled: returns whether a run with the given settings and number of ranks has the feature.
+        is_enabled: function that returns whether a run with the given settings and number of ranks has the feature.
     """
 
     flag: str
@@ -114,7 +117,7 @@ class FeatureRow:
     is_enabled: Callable[[Config, int], bool]
 
     def load(self) -> Callable[[Config], Feature]:
-        """Import the class of the feature."""
+        """Import and return the class of the feature."""
         feature_class: Callable[[Config], Feature] = import_object(self.class_path)
         return feature_class
 
@@ -165,12 +168,13 @@ _OUT_OF_MEMORY_EXPLAINER = "megatron_lab.monitoring.out_of_memory:explain_out_of
 
 
 class Features:
-    """All features that the settings of a run enable. Created before the ranks connect and before CUDA is initialised.
+    """All features (optional parts of a run) that the settings enable. Created before the ranks connect and before CUDA is
+    initialised.
 
     Args:
         world_size: number of ranks of the job.
         explanations: registry to which an explanation of out-of-memory errors is added.
-        excluded: features to leave out even if the settings enable them.
+        excluded: rows of features to leave out even if the settings enable them.
     """
 
     def __init__(self, config: Config, world_size: int, explanations: Explanations, excluded: Sequence[FeatureRow] = ()) -> None:
@@ -187,36 +191,36 @@ class Features:
         return iter(self._features)
 
     def on_forks_done(self) -> None:
-        """Notify every feature that from now on no process may be forked."""
+        """Call `Feature.on_forks_done` of every feature: from now on no process may be forked."""
         for feature in self:
             feature.on_forks_done()
 
     def on_connected(self, context: ParallelContext, stack: ExitStack) -> None:
-        """Notify every feature that the ranks are connected."""
+        """Call `Feature.on_connected` of every feature, after the ranks are connected."""
         for feature in self:
             feature.on_connected(context, stack, self._explanations)
 
     def adjust_config(self, config: Config, context: ParallelContext) -> Config:
-        """Return the settings after all features have adjusted them."""
+        """Let each feature adjust the settings, in the order of the table `FEATURES`, and return the adjusted settings."""
         for feature in self:
             config = feature.adjust_config(config, context)
         return config
 
     def on_built(self, step: TrainStep, vocab_size: int) -> None:
-        """Store the training step, which the explanation of an out-of-memory error needs."""
+        """Store the training step and the vocabulary size, which the message about an out-of-memory error needs."""
         self._step, self._vocab_size = step, vocab_size
 
-    def startup_lines(self, run: RunComponents) -> list[str]:
-        """Return the start-up lines of all features, in the order of the table."""
-        return [line for feature in self for line in feature.startup_lines(run)]
+    def get_startup_lines(self, run: RunComponents) -> list[str]:
+        """Return the lines that the features add to the start-up log, in the order of the table `FEATURES`."""
+        return [line for feature in self for line in feature.get_startup_lines(run)]
 
-    def callbacks(self, run: RunComponents) -> list[Callback]:
-        """Return the callbacks of all features, in the order of the table."""
-        return [callback for feature in self for callback in feature.callbacks(run)]
+    def build_callbacks(self, run: RunComponents) -> list[Callback]:
+        """Return the callbacks of all features, in the order of the table `FEATURES`."""
+        return [callback for feature in self for callback in feature.build_callbacks(run)]
 
     def _explain_out_of_memory(self, error: BaseException) -> str:
-        """Return a message that explains an out-of-memory error. If the explanation itself fails, for example for lack of memory,
-        return the text of the error."""
+        """Return a message for the user that explains an out-of-memory error. If building the message itself fails, for example for
+        lack of memory, return the text of the error."""
         try:
             message: str = import_object(_OUT_OF_MEMORY_EXPLAINER)(
                 error, self._config, self, self._step, self._initial_host_bytes, self._vocab_size

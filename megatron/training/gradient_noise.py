@@ -2,14 +2,14 @@
 
 The noise scale is the largest useful batch size. Below it, the progress per step grows about in proportion to the batch size; above
 it, the gain fades. It is estimated from the squared gradient norms of two batches: the full batch of B sequences, and its first
-microbatch of b sequences. The first microbatch is the same for every layout. Its gradient is available by itself during backward,
-at the first write of a parameter's gradient in a step.
+microbatch of b sequences. The first microbatch contains the same samples in every layout. Its gradient is available during backward
+without additional work, because a parameter's gradient is first written in a step by the first microbatch.
 
-The squared norms are reduced with the other scalars of the step, so the host does not wait again. Context ranks share the first
-microbatch, and each of them holds a partial gradient. They reduce-scatter the partial gradients in chunks, and each rank squares
-its part of the sum.
+The squared norms are reduced together with the other scalars of the step, so the host does not wait again. Each context-parallel
+rank holds a partial gradient of the first microbatch. The context-parallel ranks reduce-scatter the partial gradients in chunks,
+and each rank squares its part of the sum.
 
-Only matrices of the layers that are divided over tensor ranks are measured (`ParamRecord.measures_noise`).
+Only the weight matrices of the layers that are divided over tensor-parallel ranks are measured (`ParamRecord.measures_noise`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.data_parallel.provider import ShardProvider
-from megatron.optimizer.statistics import squared_norms
+from megatron.optimizer.statistics import compute_squared_norms
 from megatron.parallel.accumulate import GradSink
 from megatron.parallel.collectives import reduce_scatter
 from megatron.parallel.context import Group, ParallelContext
@@ -36,24 +36,25 @@ rank's share of the chunk."""
 
 @dataclass(frozen=True)
 class NoiseEstimate:
-    """Unbiased estimates, from one step, of the noise and of the signal in the gradient. Their ratio would be biased, so
+    """Unbiased estimates of the noise and of the signal in the gradient, from a single step. Their ratio would be biased, so
     `compute_noise_scale` sums the estimates of many steps before it divides."""
 
     covariance_trace: float
-    """Trace of the covariance of the gradient of one sequence (the noise)."""
+    """Noise: trace of the covariance matrix of the gradient of one sequence."""
     squared_norm: float
-    """Squared norm of the true gradient (the signal)."""
+    """Signal: squared norm of the true gradient, without noise."""
 
     @classmethod
     def of(cls, small: float, big: float, small_batch: int, big_batch: int) -> NoiseEstimate:
-        """Estimate noise and signal from the squared norms of the mean gradients of a small and a big batch (equations A.2 and
-        A.3).
+        """Estimate noise and signal from the squared norms of two mean gradients: of a small and of a big batch.
+
+        Source: McCandlish et al. 2018, equations A.2 and A.3.
 
         Args:
-            small: squared gradient norm of the small batch.
-            big: squared gradient norm of the big batch.
-            small_batch: sequences in the small batch.
-            big_batch: sequences in the big batch.
+            small: squared norm of the small batch's gradient.
+            big: squared norm of the big batch's gradient.
+            small_batch: number of sequences in the small batch.
+            big_batch: number of sequences in the big batch.
         """
         square = (big_batch * big - small_batch * small) / (big_batch - small_batch)
         trace = (small - big) / (1.0 / small_batch - 1.0 / big_batch)
@@ -61,18 +62,20 @@ class NoiseEstimate:
 
 
 def compute_noise_scale(estimates: Sequence[NoiseEstimate]) -> float | None:
-    """Return the noise scale in sequences, or None if there are too few steps to separate the gradient from its noise."""
+    """Return the simple noise scale in sequences: the sum of the estimated noise over the sum of the estimated signal. Return None
+    if there are too few steps to separate the gradient from its noise."""
     square = sum(estimate.squared_norm for estimate in estimates)
     return sum(estimate.covariance_trace for estimate in estimates) / square if square > 0.0 else None
 
 
 class GradientNoiseMeter:
-    """Meter of the squared gradient norm of a step's first microbatch. It reads each gradient when the gradient is first written in
-    the step.
+    """Meter of the squared gradient norm of a step's first microbatch. It reads the gradient of each parameter when backward first
+    writes it in the step.
 
     Args:
-        providers: shard providers whose gradient sinks are measured.
-        shards: shards that this rank counts in the gradient norm, in the order of the argument of `local_squared_norms`.
+        providers: objects that hold this rank's parameters and gradients.
+        shards: parameter shards that this rank counts in the gradient norm. `compute_local_squared_norms` expects the norms of the
+            shards in this order.
     """
 
     def __init__(self, providers: Iterable[ShardProvider], shards: Sequence[Shard], context: ParallelContext) -> None:
@@ -82,7 +85,7 @@ class GradientNoiseMeter:
         measured_sinks = [
             sink
             for provider in providers
-            for record, sink in provider.grad_sinks()
+            for record, sink in provider.iter_grad_sinks()
             if self.has_first_microbatch and record.measures_noise
         ]
         for sink_index, sink in enumerate(measured_sinks):
@@ -93,12 +96,12 @@ class GradientNoiseMeter:
         self._is_pending = [False] * len(measured_sinks)
 
     def start(self, *, enabled: bool) -> None:
-        """Start a step. If `enabled` is False, nothing is measured."""
+        """Prepare the meter for a step. If `enabled` is False, nothing is measured in the step."""
         self._is_pending = [enabled] * len(self._is_pending)
 
-    def local_squared_norms(self, shard_squared_norms: torch.Tensor) -> list[torch.Tensor]:
-        """Return this rank's summands of two squared gradient norms: that of the first microbatch and that of the full batch, as
-        float64 scalars.
+    def compute_local_squared_norms(self, shard_squared_norms: torch.Tensor) -> list[torch.Tensor]:
+        """Return what this rank adds to two squared gradient norms: that of the first microbatch and that of the full batch. The
+        sum over all ranks is the squared norm. Both values are float64 scalars.
 
         Args:
             shard_squared_norms: squared norms of the full batch's gradient, one per shard.
@@ -110,7 +113,7 @@ class GradientNoiseMeter:
             self._is_pending[sink_index] = False
             assert sink.main_grad is not None, "it was just written"
             sq_sums = [
-                squared_norms([chunk], self._first_sq_sums.device)
+                compute_squared_norms([chunk], self._first_sq_sums.device)
                 for chunk in _reduce_scatter_chunks(sink.main_grad, self._context_group)
             ]
             self._first_sq_sums[sink_index] = torch.cat(sq_sums).sum()
@@ -118,10 +121,10 @@ class GradientNoiseMeter:
 
 
 def _reduce_scatter_chunks(grad: torch.Tensor, group: Group) -> Iterator[torch.Tensor]:
-    """Sum a gradient over the ranks of `group`, piece by piece, with one reduce-scatter for each piece. Yield this rank's part of
-    each sum.
+    """Sum a gradient over the ranks of `group`, with one reduce-scatter for each chunk of the flattened gradient. Yield this rank's
+    part of each sum.
 
-    Over all ranks, the yielded parts contain each element once, and zeros as padding.
+    Over all ranks, the yielded parts contain each element once. A chunk is padded with zeros to a multiple of the number of ranks.
     """
     if group.size == 1:
         yield grad

@@ -40,31 +40,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SequenceSplitter:
-    """Splitter of samples over the context ranks. Splitting is the last step of data processing on the host."""
+    """Splitter of microbatches over the context-parallel ranks: it selects the tokens that this rank processes. Splitting is the
+    last step of data processing on the host."""
 
     group: Group
-    """Group of the context ranks."""
+    """Process group of the context-parallel ranks."""
     seq_length: int
     """Tokens per sample."""
     window_shares: Mapping[int | None, float]
-    """Share of a sample's attention computation that each window size has (`compute_window_shares`), by the window size of the
-    layers; None for layers without a window. The shares determine the amount of computation of a segment when segments are balanced
-    over the ranks."""
+    """Fraction of a sample's attention computation for each window size of the layers, from `compute_window_shares`. The key
+    None stands for layers without a window. From the fractions follows the cost of each token, by which the split is balanced."""
     mtp_depths: int
-    """Number of depths (additional prediction layers) of multi-token prediction. Depth k needs the labels and the loss mask k
-    positions further on, which can be on another rank."""
+    """Number of multi-token-prediction layers. Layer k (from 1) needs the labels and the loss mask k positions further on,
+    which can be on another rank."""
 
     @functools.cached_property
     def sample_split(self) -> SequenceSplit:
-        """Split of a sample that is a single document."""
+        """Assignment of token positions to context-parallel ranks, for a sample that is a single document."""
         return split_balanced(compute_token_costs(self.seq_length, self.window_shares), self.group.size)
 
     def split(self, microbatch: Microbatch) -> tuple[SequenceSplit | None, dict[str, NDArray[Any]]]:
-        """Split a microbatch over the context ranks.
+        """Select this rank's part of a microbatch.
 
         Returns:
-            the split (None for one context rank), and this rank's arrays by the names of the fields of `Microbatch`, plus `labels
-            ahead k` and `mask ahead k` for each depth k of multi-token prediction.
+            the assignment of token positions to context-parallel ranks (None for one rank), and this rank's arrays by the names of
+            the fields of `Microbatch`. With several ranks there are also `labels ahead k` and `mask ahead k` for each
+            multi-token-prediction layer k.
         """
         arrays = {name: array for name, array in vars(microbatch).items() if isinstance(array, np.ndarray)}
         if self.group.size == 1:
@@ -74,7 +75,7 @@ class SequenceSplitter:
             sequence_split = split_balanced(
                 compute_token_costs(self.seq_length, self.window_shares, microbatch.cu_seqlens), self.group.size
             )
-        positions = sequence_split.positions(self.group.rank)
+        positions = sequence_split.get_positions(self.group.rank)
         for k in range(1, self.mtp_depths + 1):
             arrays[f"labels ahead {k}"] = np.pad(microbatch.labels[:, k:], ((0, 0), (0, k)))
             arrays[f"mask ahead {k}"] = np.pad(microbatch.loss_mask[:, k:], ((0, 0), (0, k)))
@@ -86,20 +87,20 @@ class SequenceSplitter:
 
 
 class HostInputs(NamedTuple):
-    """Microbatch and this rank's part of it: tensors in host memory, [s / context ranks, b]. The data loader's threads build
-    them."""
+    """Inputs of the model for one microbatch: the microbatch, and this rank's part of it as tensors in host memory. The tensors
+    have the shape [sequence length / context-parallel size, microbatch size]. The data loader's threads build them."""
 
     microbatch: Microbatch
     host_tensors: dict[str, torch.Tensor]
-    """Tensors by the names of the fields of `Microbatch`; fields without values are missing."""
+    """Tensors by the names of the fields of `Microbatch`. A field that is None has no tensor."""
 
     sequence_split: SequenceSplit | None = None
-    """Split of the sequence over the context ranks; None for one context rank."""
+    """Assignment of token positions to context-parallel ranks; None for one context-parallel rank."""
 
     @classmethod
     def of(cls, microbatch: Microbatch, device: torch.device, splitter: SequenceSplitter) -> HostInputs:
-        """Build the inputs by copying this rank's arrays into tensors. For CUDA the tensors are in pinned memory, so that the copy
-        to the device is asynchronous."""
+        """Build the inputs from a microbatch, by copying this rank's arrays into tensors. For CUDA the tensors are in pinned
+        memory, so that the copy to the device is asynchronous."""
         sequence_split, arrays = splitter.split(microbatch)
         tensors = {name: torch.from_numpy(np.ascontiguousarray(array.T)) for name, array in arrays.items()}
         return cls(
@@ -115,10 +116,10 @@ class BatchBuilder:
         seed: seed of dropout.
         seq_length: tokens per sample.
         micro_batch_size: samples per microbatch.
-        document_rules: effects of the end of a document on positions, attention and loss.
-        window_shares: share of a sample's attention computation that each window size has, to balance the split over the context
-            ranks.
-        mtp_depths: number of depths (additional prediction layers) of multi-token prediction.
+        document_rules: whether positions restart, attention stops and the loss is masked at the end of a document.
+        window_shares: fraction of a sample's attention computation for each window size of the layers, to balance the split of
+            samples over the context-parallel ranks. The key None stands for layers without a window.
+        mtp_depths: number of multi-token-prediction layers.
     """
 
     context: ParallelContext
@@ -133,12 +134,12 @@ class BatchBuilder:
     def for_model(
         cls, model: ModelConfig, context: ParallelContext, seed: int, micro_batch_size: int, document_rules: DocumentRules
     ) -> BatchBuilder:
-        """Build a batch builder with the sequence length, attention windows and prediction depths of a model."""
+        """Build a batch builder with the sequence length, attention windows and multi-token-prediction layers of a model."""
         return cls(
             context, seed, model.seq_length, micro_batch_size, document_rules, compute_window_shares(model), model.mtp_num_layers
         )
 
-    def batches(
+    def iter_batches(
         self,
         source: SampleSource | None,
         *,
@@ -152,12 +153,12 @@ class BatchBuilder:
         `consumed_samples` samples.
 
         Args:
-            source: samples; None on a rank that reads none.
+            source: source of the samples; None on a rank that does not read data.
             global_batch_size_at: function that returns the global batch size of the step that starts after the given number of
                 samples.
-            consumed_samples: samples of all earlier steps, over all data ranks.
-            total_samples: number of samples at which the batches end.
-            num_workers: threads that read ahead.
+            consumed_samples: samples of all earlier steps, over all data-parallel ranks.
+            total_samples: number of consumed samples after which no further batch is yielded.
+            num_workers: number of threads that read ahead.
             has_dropout: add to the inputs the random keys that determine dropout masks, as training needs them.
         """
         consumed = consumed_samples
@@ -200,18 +201,19 @@ class BatchBuilder:
         finally:
             loader.close()
 
-    def evaluation_batches(
+    def iter_evaluation_batches(
         self, source: SampleSource | None, *, global_batch_size: int, num_batches: int, num_workers: int = 0
     ) -> Iterator[list[ModelInputs]]:
         """Yield the batches of an evaluation, each as the list of this rank's microbatches, without dropout. Every evaluation reads
         the same samples, the first ones of the split.
 
         Args:
-            source: samples; None on a rank that reads none.
+            source: source of the samples; None on a rank that does not read data.
+            global_batch_size: number of sequences of a batch, over all data-parallel ranks.
             num_batches: number of global batches.
-            num_workers: threads that read ahead; 0 to read in the calling thread.
+            num_workers: number of threads that read ahead; 0 to read in the calling thread.
         """
-        return self.batches(
+        return self.iter_batches(
             source,
             global_batch_size_at=lambda _: global_batch_size,
             consumed_samples=0,
@@ -251,23 +253,23 @@ class BatchBuilder:
 
     @functools.cached_property
     def splitter(self) -> SequenceSplitter:
-        """Splitter of samples over the context ranks."""
+        """Object that selects this context-parallel rank's tokens of each microbatch."""
         return SequenceSplitter(self.context.context_group, self.seq_length, self.window_shares, self.mtp_depths)
 
     @functools.cached_property
     def _positions(self) -> torch.Tensor:
-        """Positions of this rank's tokens if positions do not restart in each document, [s / context ranks, b]. All microbatches
-        share the tensor."""
+        """Positions of this rank's tokens in the sample, used if positions do not restart at each document: [sequence length /
+        context-parallel size, microbatch size]. All microbatches share this tensor."""
         if self.splitter.group.size == 1:
             positions = torch.arange(self.seq_length, device=self.context.device)
         else:
-            positions = torch.from_numpy(self.splitter.sample_split.positions(self.splitter.group.rank)).to(self.context.device)
+            positions = torch.from_numpy(self.splitter.sample_split.get_positions(self.splitter.group.rank)).to(self.context.device)
         return positions.unsqueeze(1).expand(-1, self.micro_batch_size)
 
     @functools.cached_property
     def _unpacked_documents(self) -> Documents | None:
-        """Document boundaries of a microbatch in which each sample is one document. None for one context rank, because attention
-        then needs no boundaries. With several context ranks, attention needs to know how the samples are split."""
+        """Document boundaries of a microbatch in which each sample is one document. With several context-parallel ranks, they tell
+        attention how the samples are split. None for one context-parallel rank, because attention then needs no boundaries."""
         if self.splitter.group.size == 1:
             return None
         documents: Documents = import_object("megatron.attention.documents:build_unpacked_documents")(
@@ -277,11 +279,12 @@ class BatchBuilder:
 
 
 def needs_samples(context: ParallelContext, stage_of_chunk: Sequence[int], document_rules: DocumentRules) -> bool:
-    """Return whether this rank must read samples. The first model chunk needs tokens, the last needs labels, and with some document
-    rules every chunk needs document boundaries.
+    """Return whether this rank must read samples. The first model chunk needs tokens, and the last needs labels. If positions or
+    attention restart at each document, every chunk needs the document boundaries.
 
     Args:
-        stage_of_chunk: pipeline stage of each model chunk of the model.
+        stage_of_chunk: pipeline stage of each model chunk, for the chunks of the full model.
+        document_rules: whether positions restart, attention stops and the loss is masked at the end of a document.
     """
     return document_rules.needed_by_all_stages or context.group("pp").rank in (stage_of_chunk[0], stage_of_chunk[-1])
 
@@ -290,8 +293,8 @@ Batches = Iterator[list[ModelInputs]]
 
 
 class Sources(NamedTuple):
-    """Sample sources of the training, validation and test split. A source is None if the run does not use the split, or if this
-    rank's stage does not read samples."""
+    """Sources of the samples of the training, validation and test split. A source is None if the run does not use the split, or if
+    this rank's stage does not read samples."""
 
     train: SampleSource | None = None
     valid: SampleSource | None = None
@@ -300,19 +303,19 @@ class Sources(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Properties of the training data that warnings about the losses depend on."""
+    """Properties of the training data that the warnings about suspicious losses use."""
 
     num_tokens: int | None
     """Number of tokens in one epoch; None for mock data, or if the number is unknown."""
     has_sequential_split: bool
-    """Whether training and validation documents come from the same files (--split). The training documents are then the first
-    ones of each file."""
+    """Whether training and validation documents come from the same files (--split). The first documents of each file are then
+    the training documents."""
 
 
 @dataclass(frozen=True)
 class RunData:
-    """Tokenizer and datasets of a run on this rank. They do not depend on the progress of the run; `batches_from` creates the
-    batches for a progress."""
+    """Tokenizer and datasets of a run on this rank. They are the same at every point of the run; `create_batches` creates the
+    batches that follow a given point."""
 
     config: Config
     vocab_size: int
@@ -323,19 +326,22 @@ class RunData:
 
     @property
     def corpus(self) -> Corpus:
-        """Description of the training data, as far as this rank knows the data."""
+        """Properties of the training data, as far as this rank knows them. A rank without datasets does not know the number of
+        tokens."""
         components = self.datasets.train.components if self.datasets is not None else ()
-        tokens = sum(component.dataset.num_tokens(component.documents) for component in components)
+        tokens = sum(component.dataset.count_tokens(component.documents) for component in components)
         return Corpus(tokens or None, bool(components) and not has_split_datasets(self.config.data))
 
-    def batches_from(
+    def create_batches(
         self, progress: Progress, plan: BatchSizePlan, context: ParallelContext, *, num_discarded: int = 0
     ) -> RunBatches:
-        """Create the batches of the remaining run. All ranks call this function together.
+        """Create the batches of the run from `progress` to its end. All ranks call this function together.
 
-        Samples that are already consumed are not read again. `progress.phases` is updated in place.
+        Samples that are already consumed are not read again. `progress.phases`, the data settings of the run so far, is updated in
+        place.
 
         Args:
+            plan: batch sizes and length of the run.
             num_discarded: number of samples that were discarded after a loss spike. They are the last ones of
                 `progress.consumed_samples` and belong to no step.
 
@@ -391,11 +397,11 @@ class RunBatches:
     plan: BatchSizePlan
     sources: Sources
 
-    def training_batches(self, consumed_samples: int) -> Batches:
+    def iter_training_batches(self, consumed_samples: int) -> Batches:
         """Yield the batches of the training steps that follow after `consumed_samples` samples."""
-        return self.data.batch_builder.batches(
+        return self.data.batch_builder.iter_batches(
             self.sources.train,
-            global_batch_size_at=self.plan.global_batch_size,
+            global_batch_size_at=self.plan.get_global_batch_size,
             consumed_samples=consumed_samples,
             total_samples=self.plan.total_samples,
             num_workers=self.data.config.data.num_workers,
@@ -403,18 +409,24 @@ class RunBatches:
 
     @property
     def validation_batches(self) -> Callable[[], Batches] | None:
-        """Function that builds the batches of an evaluation, the same at every call; None if the run has no evaluation."""
+        """Function that creates an iterator over the validation batches. Every call starts at the same first batch. None if the run
+        has no evaluation."""
         return (
             functools.partial(self._build_evaluation_batches, self.sources.valid) if self.data.config.training.eval_iters else None
         )
 
     @property
     def test_batches(self) -> Callable[[], Batches] | None:
-        """Function that builds the batches of the test split; None if the data has no test split."""
+        """Function that creates an iterator over the batches of the test split; None if the data has no test split."""
         return functools.partial(self._build_evaluation_batches, self.sources.test) if self.data.has_test else None
 
     def describe(self, phases: Sequence[Phase]) -> list[str]:
-        """Return lines for the start-up log, on a rank that reads data."""
+        """Return lines for the start-up log about the training samples and the datasets, with warnings. Empty on a rank that does
+        not read data.
+
+        Args:
+            phases: data settings of the run so far, one phase for each part of the run in which they did not change.
+        """
         train_source, datasets, total = self.sources.train, self.data.datasets, self.plan.total_samples
         if train_source is None or datasets is None:
             return []
@@ -422,14 +434,14 @@ class RunBatches:
         for source in (self.sources.valid, self.sources.test):
             lines += source.describe(self.data.config.training.eval_iters * self.plan.final_global_batch_size) if source else []
         warnings = [
-            text for split in datasets if split is not None for text in split.warnings(self.data.batch_builder.document_rules)
+            text for split in datasets if split is not None for text in split.find_warnings(self.data.batch_builder.document_rules)
         ]
         return lines + list(dict.fromkeys(f"WARNING: {text}" for text in warnings))
 
     def _build_evaluation_batches(self, source: SampleSource | None) -> Batches:
         config, batch = self.data.config, self.plan.final_global_batch_size
         count, num_workers = config.training.eval_iters, config.data.num_workers
-        return self.data.batch_builder.evaluation_batches(
+        return self.data.batch_builder.iter_evaluation_batches(
             source, global_batch_size=batch, num_batches=count, num_workers=num_workers
         )
 

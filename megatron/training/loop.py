@@ -1,4 +1,4 @@
-"""Training loop: in each iteration a step, then evaluation, saving and the check for exits, if they are due."""
+"""Training loop. Each iteration runs a step, then evaluates and saves if that is due, and then checks whether the run must exit."""
 
 from __future__ import annotations
 
@@ -39,16 +39,17 @@ _SHARED_ERRORS = (SharedError, LossScaleError)
 
 
 class NoSaver:
-    """Stand-in for `Saver` in runs without --save. Its methods do nothing."""
+    """Stand-in for `Saver` in runs without --save. Its methods do nothing, except that the path of a checkpoint cannot be
+    requested."""
 
     saves_to_node_memory = False
 
     def claim_folder(self) -> AbstractContextManager[object]:
-        """Do nothing, because the run has no save folder."""
+        """Return a context manager that does nothing, because the run has no save folder."""
         return nullcontext()
 
     def save(self, *_: Any) -> None:
-        """Save nothing."""
+        """Do nothing, because the run has no save folder."""
 
     save_to_node_memory = poll = wait = on_rewind = finish = save
 
@@ -58,16 +59,16 @@ class NoSaver:
         Raises:
             ValueError: always.
         """
-        raise ValueError("a run without --save has no checkpoint")
+        raise ValueError("a run without --save writes no checkpoints, so there is no checkpoint path: set --save")
 
 
 class RewindResult(NamedTuple):
-    """Result of a rewind: the objects with which the run continues from the checkpoint."""
+    """Result of a rewind (the return of a run to an earlier checkpoint): the objects with which the run continues."""
 
     plan: BatchSizePlan
     batches: RunBatches
     checkpoint: Mapping[str, Any]
-    """The `config.json` of the checkpoint, as in `Control.checkpoint`."""
+    """Content of the checkpoint's `config.json`, not validated."""
 
 
 Rewind = Callable[[Progress, BatchSizePlan, "Saver | NoSaver", Callable[[str], None]], RewindResult | None]
@@ -77,21 +78,25 @@ without a rewind. All ranks call it together."""
 
 @dataclass
 class Control:
-    """State through which features influence the training loop: the loaded checkpoint, additional entries for new checkpoints, and
-    a request to rewind."""
+    """State through which features (optional parts of a run) influence the training loop: the loaded checkpoint, additional entries
+    for new checkpoints, and a request to rewind."""
 
     checkpoint: Mapping[str, Any] = field(default_factory=dict)
-    """The `config.json` of the checkpoint from which the run continues, not validated; empty without a checkpoint."""
+    """Content of the `config.json` of the checkpoint from which the run continues, not validated; empty without a
+    checkpoint."""
     checkpoint_extras: dict[str, Callable[[], Any]] = field(default_factory=dict)
     """Functions that return additional entries for the `config.json` of a new checkpoint, by the name of the entry."""
     rewind: Rewind | None = None
-    """Request to go back to a checkpoint. A callback sets it after a step, on all ranks. None if the run continues normally."""
+    """Function that takes the run back to a checkpoint. A callback sets it after a step, on all ranks, to request the rewind.
+    None if no rewind is requested."""
 
 
 @dataclass
 class Loop:
-    """Training loop: runs steps, evaluates, saves and notifies callbacks. If the run goes back to a checkpoint (a rewind), `plan`
-    and `train_batches` are replaced."""
+    """Training loop: runs steps, evaluates, saves and notifies callbacks.
+
+    If the run goes back to an earlier checkpoint (a rewind), the attributes `plan` and `train_batches` are replaced.
+    """
 
     config: Config
     context: ParallelContext
@@ -106,18 +111,20 @@ class Loop:
     valid_batches: Callable[[], Batches] | None
     test_batches: Callable[[], Batches] | None
     started_at: float
-    """Start time of the job, by time.monotonic()."""
+    """Time at which the job started, by time.monotonic()."""
     signals: ExitSignals = field(default_factory=lambda: ExitSignals(0))
-    """Handler of the signals that ask the run to exit."""
+    """Handler of the signals that ask the run to exit (SIGTERM, SIGUSR1)."""
     build_feature_callbacks: Callable[[], list[Callback]] = list
-    """Function that creates the callbacks of the features. All ranks call it together, before the first step."""
+    """Function that creates the callbacks of the features (optional parts of the run). All ranks call it together, before the
+    first step."""
     control: Control = field(default_factory=Control)
     _feature_callbacks: list[Callback] | None = None
-    """Callbacks of the features; None before the first step and after the end of the run."""
+    """Callbacks of the features (optional parts of the run). None before the first step and after the end of the run."""
     _callbacks: list[Callback] = field(default_factory=list)
-    """Callbacks of the features, followed by the user's callbacks."""
+    """Callbacks of the features (optional parts of the run), followed by the user's callbacks."""
     _step_methods: dict[str, list[Callable[..., Any]]] = field(default_factory=dict)
-    """Callback methods that are called in every step, by name. Methods that a callback does not override are left out."""
+    """Callback methods that are called in every step, by the name of the method. Methods that a callback does not override are
+    left out."""
 
     def run(self, progress: Progress, *, stop_iteration: int | None = None, callbacks: Sequence[Callback] = ()) -> bool:
         """Train until the end of the run, a pause, or an early exit.
@@ -125,9 +132,9 @@ class Loop:
         At the end or after an early exit, a checkpoint is saved. At the end, the run is also evaluated.
 
         Args:
-            progress: progress of the run, updated in place.
+            progress: counters of the run, updated in place.
             stop_iteration: iteration at which to pause. A paused run is neither saved nor evaluated, and `run` can be called again.
-            callbacks: user callbacks for these steps, called after the callbacks of the features.
+            callbacks: user callbacks for these steps, called after the callbacks of the features (optional parts of the run).
 
         Returns:
             whether a signal ended the run.
@@ -161,7 +168,7 @@ class Loop:
     @contextmanager
     def attach_callbacks(self, callbacks: Sequence[Callback] = ()) -> Iterator[None]:
         """Enter the context managers of the callbacks (`Callback.around_steps`), and collect the callback methods that each step
-        calls. Steps may only run while this block is active."""
+        calls. Steps may only run inside this block."""
         if self._feature_callbacks is None:
             self._feature_callbacks = self.build_feature_callbacks()
         self._callbacks = [*self._feature_callbacks, *callbacks]
@@ -173,7 +180,8 @@ class Loop:
             yield
 
     def close(self, callbacks: Sequence[Callback] = ()) -> None:
-        """Close `callbacks`. Also close the callbacks of the features, unless the end of the run has already closed them."""
+        """Close the given callbacks. Also close the callbacks of the features (optional parts of the run), unless the end of the
+        run has already closed them."""
         for callback in (*(self._feature_callbacks or ()), *callbacks):
             callback.close()
         self._feature_callbacks = None
@@ -184,7 +192,7 @@ class Loop:
             call(name, iteration)
 
     def _train(self, progress: Progress, stop_iteration: int | None) -> str | None:
-        """Run steps until the run ends or must stop. Returns the reason of an early stop, or None at the end of the run."""
+        """Run steps until the run ends or must stop. Returns the reason for an early stop, or None at the end of the run."""
         stop_reason = _PAUSED if stop_iteration == progress.iteration < self.plan.total_iterations else None
         batches, progress_file = self.train_batches(progress.consumed_samples), ProgressFile(progress.iteration)
         while progress.iteration < self.plan.total_iterations and stop_reason is None:
@@ -208,21 +216,21 @@ class Loop:
     def run_step(
         self, progress: Progress, batch: list[ModelInputs], exit_votes: tuple[bool, bool] = (False, False)
     ) -> StepResult | None:
-        """Run one step within `attach_callbacks`, update `progress`, and log if a log line is due.
+        """Run one step, update `progress`, and log if a log line is due. Call this only inside the block of `attach_callbacks`.
 
         Args:
-            batch: this data rank's microbatches.
-            exit_votes: whether this rank has received an exit signal, and whether its time is up.
+            batch: microbatches of this data-parallel rank.
+            exit_votes: whether this rank has received an exit signal, and whether it has exceeded --exit-duration-in-mins.
 
         Returns:
-            the result of the step, or None if the settings skip the iteration (--iterations-to-skip).
+            the result of the step, or None if --iterations-to-skip skips the iteration.
         """
         rate = compute_learning_rate(progress.updated_samples, self.schedule.optimizer, self.schedule.lengths)
         decay = compute_weight_decay(progress.updated_samples, self.schedule.optimizer, self.schedule.lengths)
         group_rates = compute_group_learning_rates(
             progress.updated_samples, self.schedule.optimizer, self.schedule.lengths, self.step.optimizer.custom_lr_bounds
         )
-        num_samples = self.plan.global_batch_size(progress.consumed_samples)
+        num_samples = self.plan.get_global_batch_size(progress.consumed_samples)
         iteration, result, self.control.rewind = progress.iteration + 1, None, None
         if iteration not in self.config.training.iterations_to_skip:
             for call in self._step_methods["before_step"]:
@@ -257,11 +265,12 @@ class Loop:
         return values
 
     def _collect_record_values(self) -> dict[str, Any]:
-        """Return the values that callbacks add to the record of the run (`megatron/metrics/history.py`)."""
+        """Return the values that callbacks add to the history file of the run (`megatron/metrics/history.py`)."""
         return {name: value for callback in self._callbacks for name, value in callback.record_values().items()}
 
     def _evaluate_and_save(self, progress: Progress) -> str | None:
-        """Evaluate and save, if they are due. Returns the reason to stop if a signal interrupted the evaluation, else None."""
+        """Evaluate, save a checkpoint, and copy the state to node memory, each only if it is due. Returns the reason to stop if a
+        signal interrupted the evaluation, else None."""
         training = self.config.training
         valid = self.valid_batches if progress.is_multiple_of(training.eval_interval) else None
         if valid is not None and not self._evaluate(progress, valid, "validation"):
@@ -275,7 +284,8 @@ class Loop:
         return None
 
     def _rewind(self, progress: Progress, rewind: Rewind) -> bool:
-        """Go back to the checkpoint that the request `rewind` selects, if there is one. Returns whether the run has gone back."""
+        """Go back to an earlier checkpoint by calling `rewind`. Returns whether the run has gone back; it continues normally if
+        there is no suitable checkpoint."""
         self._notify_phase("rewinding")
         old_iteration = progress.iteration
         with self.reporter.pause("going back", progress):
@@ -283,7 +293,7 @@ class Loop:
             if rewind_result is not None:
                 self.plan, self.train_batches, self.control.checkpoint = (
                     rewind_result.plan,
-                    rewind_result.batches.training_batches,
+                    rewind_result.batches.iter_training_batches,
                     rewind_result.checkpoint,
                 )
                 self.reporter.record_event(
@@ -295,7 +305,8 @@ class Loop:
         return rewind_result is not None
 
     def _find_voted_exit(self, result: StepResult) -> str | None:
-        """Return the reason for the exit if any rank has voted for one, else None."""
+        """Return the reason to stop if any rank has received an exit signal or exceeded its time limit, else None. The votes of all
+        ranks are part of `result`."""
         if result.exit_votes[0]:
             return _ON_SIGNAL
         if result.exit_votes[1]:
@@ -354,7 +365,7 @@ class Loop:
                     callback.before_save(progress)
             with self.timers("save-checkpoint", level=0):
                 optimizer, scaler, log = self.step.optimizer, self.step.scaler, self.reporter.log
-                path = self.saver.save(progress, optimizer, scaler, self.schedule, log, self.checkpoint_extras())
+                path = self.saver.save(progress, optimizer, scaler, self.schedule, log, self.get_checkpoint_extras())
                 if path is not None:
                     self.reporter.record_event("save", progress, f"checkpoint {path}")
                     for callback in self._callbacks:
@@ -363,15 +374,15 @@ class Loop:
                 gc.collect()
 
     def _save_to_node_memory(self, progress: Progress) -> None:
-        """Copy the state of the run into host memory of the nodes."""
+        """Start to copy the state of the run to the host memory of the nodes."""
         self._notify_phase("saving")
         with self.reporter.pause("keeping the state", progress), self.timers("keep-state", level=0):
             self.step.finish_param_gather()
             optimizer, scaler, log = self.step.optimizer, self.step.scaler, self.reporter.log
-            self.saver.save_to_node_memory(progress, optimizer, scaler, self.schedule, log, self.checkpoint_extras())
+            self.saver.save_to_node_memory(progress, optimizer, scaler, self.schedule, log, self.get_checkpoint_extras())
 
-    def checkpoint_extras(self) -> dict[str, Any]:
-        """Return the features' current entries for the `config.json` of a checkpoint."""
+    def get_checkpoint_extras(self) -> dict[str, Any]:
+        """Return the entries that features (optional parts of the run) currently add to the `config.json` of a checkpoint."""
         return {name: value() for name, value in self.control.checkpoint_extras.items()}
 
     def _is_time_up(self) -> bool:
@@ -383,16 +394,17 @@ def evaluate(
     step: TrainStep, batches: Iterable[list[ModelInputs]], exit_requested: Callable[[], bool] = lambda: False
 ) -> tuple[float, float | None] | None:
     """Return the mean loss and the mean loss of multi-token prediction over all tokens of all batches. Every rank gets the same
-    result.
+    values.
 
-    A mean is the sum of mask x loss over all tokens, divided by the sum of the mask.
+    A mean is the sum of loss mask * loss over all tokens, divided by the sum of the loss mask.
 
     Args:
+        batches: microbatches of this data-parallel rank, for each batch.
         exit_requested: function that returns whether this rank has received an exit signal. It is called before each batch.
 
     Returns:
-        the two losses; the second is None without multi-token prediction. If any rank has received an exit signal, return None
-        instead.
+        the two mean losses; the second is None without multi-token prediction. If any rank has received an exit signal, return None
+        instead of the pair.
     """
     sums = EvaluationSums(0.0, 0.0)
     for batch in batches:

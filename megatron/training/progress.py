@@ -1,7 +1,7 @@
 """Progress of a run, and the quantities that depend on it: batch size, learning rate and weight decay of each step.
 
-This module contains only arithmetic. If the batch size grows, the run is divided into spans of steps with a constant batch size.
-All quantities are computed from the list of spans, so the computing time does not depend on the length of the run.
+This module contains only arithmetic. If the batch size grows, the run is divided into spans: consecutive steps with the same batch
+size. All quantities are computed from the list of spans, so the computing time does not depend on the length of the run.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from megatron.spec.groups import LearningRateBounds
 
 @dataclass
 class Progress:
-    """Counters of a run since its start, across restarts. Together with weights and optimizer state they are the complete state of
-    a run."""
+    """Counters of a run since its first start, across restarts. Together with weights and optimizer state they are the complete
+    state of a run."""
 
     iteration: int = 0
     """Number of steps so far, including skipped ones."""
     consumed_samples: int = 0
-    """Number of samples read so far. It determines the position in the data and the batch size."""
+    """Number of samples read so far. It determines the position in the data and the batch size of the next step."""
     updated_samples: int = 0
-    """Number of samples in steps that updated the parameters. It determines learning rate and weight decay."""
+    """Number of samples in steps that updated the parameters. It determines learning rate and weight decay of the next step."""
     skipped_iterations: int = 0
     """Number of steps without a parameter update."""
 
     recent: list[tuple[float, float]] = field(default_factory=list)
-    """Loss and gradient norm of each of the latest steps, which --spike-policy compares with the next step. Empty without
+    """Loss and gradient norm of each of the latest steps. --spike-policy compares the next step with them. Empty without
     --spike-policy."""
 
     phases: list[Phase] = field(default_factory=list)
@@ -49,14 +49,14 @@ class Progress:
         return bool(interval) and self.iteration % interval == 0  # type: ignore[operator]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the counters in the form in which a checkpoint stores them."""
+        """Return the counters as JSON values, in the form in which the `state.json` of a checkpoint stores them."""
         window = {RECENT_STEPS: [list(step) for step in self.recent]} if self.recent else {}
         counts = {name: getattr(self, name) for name in PROGRESS_COUNTS}
         return counts | {"phases": [phase.to_json() for phase in self.phases]} | window
 
     @classmethod
     def from_json(cls, state: dict[str, Any]) -> Progress:
-        """Build the counters from the state in a checkpoint."""
+        """Build the counters from the JSON values in the `state.json` of a checkpoint."""
         return cls(
             **{name: int(state[name]) for name in PROGRESS_COUNTS},
             recent=[(float(loss), float(norm)) for loss, norm in state.get(RECENT_STEPS, ())],
@@ -77,10 +77,10 @@ class BatchSizePlan:
     """Plan of the batch sizes of a run: global batch size, number of microbatches and length of the run, as pure functions of the
     number of consumed samples.
 
-    `TrainingConfig.batch_sizes` determines how the batch size grows.
+    `TrainingConfig.compute_batch_sizes` determines how the batch size grows.
 
     Args:
-        training: batch sizes and length of the run, already validated.
+        training: settings of the batch sizes and of the length of the run, already validated.
         data_size: number of data-parallel ranks.
         seq_length: tokens per sample.
         iteration: number of earlier steps, if the run is resumed.
@@ -92,29 +92,29 @@ class BatchSizePlan:
     ) -> None:
         self._training, self._data_size, self._seq_length = training, data_size, seq_length
         self._samples_per_microstep = training.micro_batch_size * data_size
-        self._sizes = training.batch_sizes(data_size, seq_length)
-        self.final_global_batch_size = training.final_batch_size(data_size)
+        self._sizes = training.compute_batch_sizes(data_size, seq_length)
+        self.final_global_batch_size = training.get_final_batch_size(data_size)
         """Sequences per step after the batch size has stopped growing."""
-        self._spans = self._list_spans(_BatchSizeSpan(iteration, consumed_samples, self.global_batch_size(consumed_samples)))
+        self._spans = self._list_spans(_BatchSizeSpan(iteration, consumed_samples, self.get_global_batch_size(consumed_samples)))
 
-    def resumed_at(self, iteration: int, consumed_samples: int) -> BatchSizePlan:
-        """Return the plan for the rest of a run that resumes at this iteration, after this number of samples."""
+    def resume_at(self, iteration: int, consumed_samples: int) -> BatchSizePlan:
+        """Return the plan for the rest of a run that resumes after `iteration` steps and `consumed_samples` samples."""
         return BatchSizePlan(
             self._training, self._data_size, self._seq_length, iteration=iteration, consumed_samples=consumed_samples
         )
 
-    def global_batch_size(self, consumed_samples: int) -> int:
+    def get_global_batch_size(self, consumed_samples: int) -> int:
         """Return the number of sequences in the step that starts after `consumed_samples` samples."""
         return self._sizes[bisect_right(self._sizes, consumed_samples, key=itemgetter(0)) - 1][1]
 
-    def num_microbatches(self, consumed_samples: int) -> int:
-        """Return the number of microbatches per data rank in the step that starts after `consumed_samples` samples."""
-        return self.global_batch_size(consumed_samples) // self._samples_per_microstep
+    def get_num_microbatches(self, consumed_samples: int) -> int:
+        """Return the number of microbatches of each data-parallel rank in the step that starts after `consumed_samples` samples."""
+        return self.get_global_batch_size(consumed_samples) // self._samples_per_microstep
 
-    def consumed_samples_at(self, iterations: int) -> int:
+    def count_consumed_samples(self, iterations: int) -> int:
         """Return the number of samples that the first `iterations` steps of the run consume.
 
-        If the run was resumed, the result is only known for iterations from the resume on, because earlier steps may have had other
+        If the run was resumed, `iterations` must not be less than the iteration of the resume: earlier steps may have had other
         batch sizes.
         """
         span_index = bisect_right(self._spans, iterations, key=lambda span: span.start_iteration)
@@ -134,10 +134,11 @@ class BatchSizePlan:
 
     @property
     def total_samples(self) -> int:
-        """Length of the run for the schedules: --train-samples, or the number of samples that --train-iters steps consume."""
+        """Number of samples of the run, from which the learning-rate and weight-decay schedules are computed: --train-samples, or
+        the samples that --train-iters steps consume."""
         if self._training.train_samples is not None:
             return self._training.train_samples
-        return self.consumed_samples_at(self.total_iterations)
+        return self.count_consumed_samples(self.total_iterations)
 
     def _list_spans(self, first: _BatchSizeSpan) -> list[_BatchSizeSpan]:
         spans = [first]
@@ -149,7 +150,9 @@ class BatchSizePlan:
             num_iterations = -(-(start_sample - span.start_sample) // span.batch_size)
             consumed_samples = span.start_sample + num_iterations * span.batch_size
             spans.append(
-                _BatchSizeSpan(span.start_iteration + num_iterations, consumed_samples, self.global_batch_size(consumed_samples))
+                _BatchSizeSpan(
+                    span.start_iteration + num_iterations, consumed_samples, self.get_global_batch_size(consumed_samples)
+                )
             )
         return spans
 
@@ -162,27 +165,28 @@ class BatchSizePlan:
 
 @dataclass(frozen=True)
 class ScheduleLengths:
-    """Lengths of the phases of the learning-rate and weight-decay schedules, in samples."""
+    """Lengths of the parts of the learning-rate and weight-decay schedules (warm-up, decay, full run), in samples."""
 
     warmup_samples: float
     """Length of the linear warm-up. It may be fractional, if it is set as a fraction of the decay length."""
     decay_samples: int
     """Number of samples from the start of the run, including warm-up, until the learning rate reaches its minimum."""
     wsd_decay_samples: int
-    """Length of the final decay of the WSD schedule, which ends at `decay_samples`; 0 for other styles."""
+    """Length of the final decay of the WSD (warmup-stable-decay) schedule, which ends at `decay_samples`; 0 for other
+    styles."""
     total_samples: int
-    """Length of the complete run, over which weight decay grows."""
+    """Length of the complete run. Weight decay grows over this length, and a second learning-rate decay ends with it."""
     rewarm_start: int | None = None
     """Number of samples after which the learning rate starts a second warm-up and decay; None if there is no second warm-up.
     The second decay ends with the run."""
     rewarm_samples: int = 0
-    """Length of the second warm-up."""
+    """Length of the second warm-up; 0 if there is no second warm-up."""
 
 
 def compute_schedule_lengths(
     optimizer: OptimizerConfig, training: TrainingConfig, consumed_samples_at: Callable[[int], int], total_samples: int
 ) -> ScheduleLengths:
-    """Compute the lengths of the schedules in samples, from settings in iterations or samples.
+    """Compute the lengths of the learning-rate and weight-decay schedules in samples, from settings in iterations or samples.
 
     Args:
         optimizer: settings of the schedules.
@@ -223,15 +227,14 @@ def compute_schedule_lengths(
 
     if optimizer.lr_decay_style == "WSD" and wsd_decay_samples is None:
         raise ValueError(
-            f"--lr-decay-style WSD needs the length of its final decay: give --lr-wsd-decay-{unit} "
+            f"--lr-decay-style WSD needs the length of its final decay: set --lr-wsd-decay-{unit} "
             f"(often a tenth of the run, here {max(1, round(tenth))})."
         )
     if optimizer.lr_decay_style != "constant" and warmup_samples >= decay_samples:
         raise ValueError(
-            f"Warm-up of {warmup_samples:g} samples leaves nothing of the {decay_samples} samples over which the learning rate "
-            "decays. "
-            f"Lower --lr-warmup-{unit} (or --lr-warmup-fraction) so that it is shorter than the decay, "
-            f"raise --lr-decay-{unit}, or take --lr-decay-style constant."
+            f"The learning rate cannot decay: its warm-up takes {warmup_samples:g} samples, but warm-up and decay together must "
+            f"end after {decay_samples} samples. "
+            f"Lower --lr-warmup-{unit} (or --lr-warmup-fraction), raise --lr-decay-{unit}, or use --lr-decay-style constant."
         )
     return ScheduleLengths(warmup_samples, decay_samples, wsd_decay_samples or 0, total_samples, rewarm_start, rewarm_samples)
 
@@ -239,12 +242,12 @@ def compute_schedule_lengths(
 def compute_learning_rate(samples: int, config: OptimizerConfig, lengths: ScheduleLengths) -> float:
     """Return the learning rate of the next update.
 
-    After `rewarm_start`, the learning rate follows a second warm-up and decay (Ibrahim et al. 2024). It counts samples from
-    `rewarm_start`, warms up from the learning rate at that point, and decays until the end of the run.
+    After `lengths.rewarm_start` samples, the learning rate follows a second warm-up and decay (Ibrahim et al. 2024). The second
+    warm-up begins at the learning rate reached by then, and the second decay ends with the run.
 
     Args:
-        samples: samples of the updates so far.
-        config: learning rates and styles; `lr` must be set.
+        samples: number of samples in the updates so far; samples of skipped steps do not count.
+        config: learning rates and decay styles; `lr` must be set.
         lengths: lengths of warm-up and decay, from `compute_schedule_lengths`.
 
     Source: Megatron-Core OptimizerParamScheduler.
@@ -266,7 +269,7 @@ def compute_learning_rate(samples: int, config: OptimizerConfig, lengths: Schedu
 
 
 def _compute_single_cycle_rate(samples: int, config: OptimizerConfig, lengths: ScheduleLengths) -> float:
-    """Return the learning rate after `samples` samples of a single warm-up and decay."""
+    """Return the learning rate after `samples` samples of a schedule that has only one warm-up and one decay."""
     assert config.lr is not None, "the learning rate is required and checked with the configuration"
     max_lr, min_lr = config.lr, config.min_lr
     if lengths.warmup_samples > 0 and samples <= lengths.warmup_samples:
@@ -283,13 +286,16 @@ def _compute_single_cycle_rate(samples: int, config: OptimizerConfig, lengths: S
 def compute_group_learning_rates(
     samples: int, config: OptimizerConfig, lengths: ScheduleLengths, bounds_of_groups: Iterable[LearningRateBounds]
 ) -> dict[LearningRateBounds, float]:
-    """Return the learning rates of the next update for the parameter groups that set --lr or --min-lr separately. They are keyed by
-    the bounds of the group.
+    """Return the learning rates of the next update for the parameter groups that have separate values of --lr or --min-lr.
 
     Args:
-        bounds_of_groups: learning-rate bounds of the groups; for a bound that is None, the value of the settings applies.
+        samples: number of samples in the updates so far; samples of skipped steps do not count.
+        config: learning rates and decay styles of the run.
+        lengths: lengths of warm-up and decay, from `compute_schedule_lengths`.
+        bounds_of_groups: maximum and minimum learning rate of each group. For a bound that is None, the value in `config` applies.
 
-    The other arguments are those of `compute_learning_rate`.
+    Returns:
+        learning rate of each group, by the bounds of the group.
     """
     overrides = {
         bounds: {field: value for field, value in vars(bounds).items() if value is not None} for bounds in bounds_of_groups
@@ -300,8 +306,12 @@ def compute_group_learning_rates(
 def compute_weight_decay(samples: int, config: OptimizerConfig, lengths: ScheduleLengths) -> float:
     """Return the weight decay of the next update.
 
-    Weight decay is constant, or changes from its start to its end value over the complete run, linearly or along half a cosine. The
-    arguments are those of `compute_learning_rate`.
+    Weight decay is constant, or changes from its start to its end value over the complete run, linearly or along half a cosine.
+
+    Args:
+        samples: number of samples in the updates so far; samples of skipped steps do not count.
+        config: weight decay, or its start and end value and the style of the change.
+        lengths: lengths of the schedules, of which `total_samples` is used.
     """
     if config.weight_decay_incr_style == "constant":
         return config.weight_decay
@@ -310,7 +320,7 @@ def compute_weight_decay(samples: int, config: OptimizerConfig, lengths: Schedul
     if samples >= lengths.total_samples:
         return end
     ratio = samples / lengths.total_samples
-    share = ratio if config.weight_decay_incr_style == "linear" else _half_cosine(1.0 - ratio)
+    share = ratio if config.weight_decay_incr_style == "linear" else _compute_half_cosine(1.0 - ratio)
     return start + share * (end - start)
 
 
@@ -329,16 +339,16 @@ def _compute_decay_fraction(samples: int, config: OptimizerConfig, lengths: Sche
         case "linear":
             return 1.0 - ratio
         case "cosine":
-            return _half_cosine(ratio)
+            return _compute_half_cosine(ratio)
         case "exponential":  # 0.5**ratio ends at 0.5, so rescale from [1, 0.5] to [1, 0]
             return 2.0 * 0.5**ratio - 1.0
         case "minus_sqrt":
             return 1.0 - math.sqrt(ratio)
         case _:
-            raise AssertionError(f"unknown decay style {style!r}")
+            raise AssertionError(f"internal error: learning-rate decay style {style!r} is not implemented. Please report this")
 
 
-def _half_cosine(ratio: float) -> float:
+def _compute_half_cosine(ratio: float) -> float:
     """Return half a cosine, which falls from 1 at ratio 0 to 0 at ratio 1."""
     return 0.5 * (1.0 + math.cos(math.pi * ratio))
 
@@ -367,20 +377,28 @@ class LearningSchedule:
     lengths: ScheduleLengths
 
     def to_json(self) -> dict[str, Any]:
-        """Return the schedules in the form in which a checkpoint stores them."""
+        """Return the settings and lengths of the schedules as JSON values, in the form in which a checkpoint stores them."""
         fields = {name: getattr(self.optimizer, name) for name in _SCHEDULE_FIELDS}
         return {**fields, "lengths": dataclasses.asdict(self.lengths)}
 
     def with_saved(self, saved: dict[str, Any]) -> LearningSchedule:
-        """Return a copy with the settings and lengths that a checkpoint has stored."""
+        """Return a copy with the settings and lengths of the schedules in a checkpoint.
+
+        Args:
+            saved: result of `to_json`, read from the checkpoint.
+        """
         saved = fill_missing_fields(saved)
         fields = {name: saved[name] for name in _SCHEDULE_FIELDS}
         return LearningSchedule(dataclasses.replace(self.optimizer, **fields), ScheduleLengths(**saved["lengths"]))
 
 
 def fill_missing_fields(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return the schedules of a checkpoint with all fields. A field that an older checkpoint lacks gets the value that disables the
-    function of the field."""
+    """Add the schedule settings that an older checkpoint lacks. Each gets its default, with which a schedule is the same as without
+    the setting.
+
+    Args:
+        saved: schedules of a checkpoint, as `LearningSchedule.to_json` returns them.
+    """
     defaults = {name: getattr(OptimizerConfig(), name) for name in _SCHEDULE_FIELDS}
     default_lengths = {"rewarm_start": None, "rewarm_samples": 0}
     return {**defaults, **saved, "lengths": {**default_lengths, **saved["lengths"]}}
@@ -388,7 +406,8 @@ def fill_missing_fields(saved: dict[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class ResumePoint:
-    """State from which a run starts: its progress, its schedules, and the checkpoint that was loaded."""
+    """State from which a run starts: its progress, its learning-rate and weight-decay schedules, and the checkpoint that was
+    loaded."""
 
     progress: Progress
     schedule: LearningSchedule
@@ -398,7 +417,7 @@ class ResumePoint:
     notes: Sequence[str] = ()
     """Lines for the start-up log."""
     checkpoint: Mapping[str, Any] = field(default_factory=dict)
-    """The `config.json` of the checkpoint, not validated; empty without a checkpoint."""
+    """Content of the checkpoint's `config.json`, not validated; empty without a checkpoint."""
 
 
 # ---- Schedules with which a resumed run continues: those of its command line, or those of its checkpoint.
@@ -415,7 +434,8 @@ _SCHEDULE_FLAGS = (
 
 
 def compare_schedule_flags(saved: Config, current: Config) -> list[str]:
-    """Describe the settings of the schedules that differ between a checkpoint and this run, each as a flag with both values."""
+    """Return a line for each learning-rate or weight-decay setting that differs between a checkpoint and this run. The line has the
+    flag with both values."""
     differences = []
     for name in _SCHEDULE_FLAGS:
         saved_value, current_value = ({**vars(config.training), **vars(config.optimizer)}.get(name) for config in (saved, current))
@@ -432,11 +452,12 @@ def resolve_schedule(
     flag_differences: Sequence[str] = (),
     updated_samples: int = 0,
 ) -> LearningSchedule:
-    """Return the schedules with which a resumed run continues: those of the command line or those of the checkpoint.
+    """Return the learning-rate and weight-decay schedules with which a resumed run continues: those of the command line or those of
+    the checkpoint.
 
     Args:
         current: schedules of this command line.
-        saved: schedules of the checkpoint.
+        saved: schedules of the checkpoint, as `LearningSchedule.to_json` returns them.
         path: path of the checkpoint, for the error message.
         flag_differences: result of `compare_schedule_flags`, for the error message.
         updated_samples: number of samples in updates so far, from which the schedules continue.

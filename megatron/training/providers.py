@@ -1,4 +1,4 @@
-"""Selection of the shard providers of a run: the objects that shard parameters and gradients over the data ranks."""
+"""Selection of the shard providers of a run: the objects that shard parameters and gradients over the data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megatron.parallel.params import ParamEntry
 
 def make_providers(model: Model, context: ParallelContext, config: ParallelConfig) -> list[ShardProvider]:
     """Build the shard providers for the sharding strategy of the run. Shard providers hold the model's parameters and gradients on
-    this rank, and communicate them over the data ranks.
+    this rank, and communicate them over the data-parallel ranks.
 
-    Each provider allocates memory for its parameters, of which this rank keeps its shard, and initialises parameters that have no
+    Each provider allocates the memory that this rank needs for the provider's parameters. It initialises parameters that have no
     values yet.
     """
     fill_values = partial(fill, seed=model.seed)
-    units = [unit for chunk in model.chunks.values() for unit in chunk.units()]
+    units = [unit for chunk in model.chunks.values() for unit in chunk.get_units()]
 
     def build_buckets(entries: Sequence[ParamEntry], sharding: str) -> BucketedParams:
         return BucketedParams(entries, units, context, config, fill_values, sharding=sharding)
@@ -41,7 +41,7 @@ def make_providers(model: Model, context: ParallelContext, config: ParallelConfi
     if fsdp_params:
         from megatron.data_parallel.fsdp import FullyShardedParams  # imported only if needed: the import takes a second
 
-        chunks = {chunk_index: (chunk, chunk.units()) for chunk_index, chunk in model.chunks.items()}
+        chunks = {chunk_index: (chunk, chunk.get_units()) for chunk_index, chunk in model.chunks.items()}
         policy = FsdpPolicy.from_config(config)
         providers.append(FullyShardedParams(fsdp_params, chunks, context, dtype=model.dtype, fill=fill_values, policy=policy))
     return providers

@@ -1,4 +1,5 @@
-"""Output of a run during training: log lines, validation lines, timers, norms and curves. Only rank 0 prints and writes."""
+"""Output of a run during training: log lines, validation lines, timers, the metrics file, the history file, and curves
+(TensorBoard, Weights & Biases). Only rank 0 prints and writes."""
 
 from __future__ import annotations
 
@@ -42,15 +43,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Interval:
-    """Sums over the steps since the last log line, from which the next log line is computed."""
+    """Values of the steps since the last log line, from which the next log line is computed."""
 
     start_time: float
-    """Start of the interval, by time.perf_counter(). Each pause moves it forward by the duration of the pause, so that pauses
-    do not count."""
+    """Start of the interval, by time.perf_counter(). A pause (evaluation, save) moves it forward by its duration, so that the
+    pause does not count."""
     num_steps: int = 0
     num_samples: int = 0
     attention_samples: float = 0.0
-    """Sum of `StepResult.attention_samples`: number of single-document samples with the same amount of attention computation."""
+    """Sum of `StepResult.attention_samples` over the steps: number of single-document samples that would need the same
+    attention FLOPs."""
     num_skipped: int = 0
     num_spikes: int = 0
     num_nans: int = 0
@@ -60,29 +62,31 @@ class _Interval:
     mtp_losses: list[float] = field(default_factory=list)
     expert_balances: list[RouterMetrics] = field(default_factory=list)
     context_imbalances: list[float] = field(default_factory=list)
-    """`StepResult.context_imbalance` of each step: attention computation of the busiest context rank, as a multiple of the mean."""
+    """`StepResult.context_imbalance` of each step: attention FLOPs of the most loaded context-parallel rank, divided by the
+    mean over the ranks."""
     max_logits: list[float] = field(default_factory=list)
 
 
 class LiveDisplay(Protocol):
-    """Status lines below the log on a terminal, which are updated at each step."""
+    """Status lines below the log on a terminal, which are updated in place at each step."""
 
     def step(self, progress: Progress, result: StepResult | None, line_values: Mapping[str, Any], time: float) -> None:
         """Update the status lines after a step.
 
         Args:
-            line_values: values that every log line contains, by name.
+            line_values: values to show, by their names in `LogLineValues`, such as `learning_rate` and `tokens_per_s`.
             time: time.perf_counter() at the end of the step.
         """
 
     def show_activity(self, activity: str, progress: Progress) -> None:
-        """Show what the run does between steps, such as saving or evaluating."""
+        """Show in the status lines what the run does between steps, such as saving or evaluating."""
 
 
 class ThroughputEstimator:
-    """Estimator of the throughput, from the latest steps, and of the remaining time of the run.
+    """Estimator of the throughput and of the remaining time of the run, from the latest steps.
 
-    The remaining time includes evaluations and saves: it is scaled by the ratio of total time to time in steps so far.
+    The remaining time includes evaluations and saves. For this, the time of the remaining steps is multiplied by the ratio of total
+    time to time in steps so far.
 
     Args:
         total_samples: samples of the complete run; 0 to estimate no remaining time.
@@ -95,7 +99,7 @@ class ThroughputEstimator:
         self._recent_steps: deque[tuple[float, int]] = deque(maxlen=20)
 
     def step(self, now: float, seconds: float, samples: int) -> None:
-        """Record a step. The first step is ignored, because it creates connections and fills caches.
+        """Record the duration of a step. The first step is ignored, because it creates connections and fills caches.
 
         Args:
             now: time.perf_counter() at the end of the step.
@@ -115,8 +119,13 @@ class ThroughputEstimator:
         return sum(samples for _, samples in self._recent_steps) / seconds if seconds else None
 
     def estimate_remaining_seconds(self, now: float, consumed_samples: int) -> float | None:
-        """Return the estimated seconds until the end of the run; None until the second step is recorded, or without
-        `total_samples`."""
+        """Return the estimated seconds until the end of the run. Return None until the second step is recorded, or if
+        `total_samples` is 0.
+
+        Args:
+            now: current time.perf_counter().
+            consumed_samples: samples of the run so far.
+        """
         samples_per_s = self.samples_per_s
         if samples_per_s is None or self._start_time is None or not self._total_samples:
             return None
@@ -129,16 +138,17 @@ class ThroughputEstimator:
 
 
 class Reporter:
-    """Output of a run: collects the results of steps and writes log lines, files and curves at intervals.
+    """Output of a run: collects the results of steps, and at intervals writes log lines, the metrics file, the history file and
+    curves (TensorBoard, Weights & Biases).
 
     Args:
         total_iterations: number of steps of the complete run.
         total_samples: samples of the complete run, to estimate the remaining time; 0 for no estimate.
-        is_output_rank: whether this rank prints and writes. The other ranks only take part in gathering times.
+        is_output_rank: whether this rank prints and writes. The other ranks only take part in gathering the timers.
         quiet: print nothing, but write all files.
         peak_flops: FLOP/s of one device, or None if not known.
         resumed: append to the metrics file instead of starting a new file.
-        counts_spikes: log the number of loss spikes, because steps are checked for them.
+        counts_spikes: log the number of loss spikes, because steps are checked for spikes.
         settings: settings that are saved with the curves, if the curve logger supports it.
         folder: folder for the history file of the run (`megatron/metrics/history.py`); None for no history.
     """
@@ -185,13 +195,14 @@ class Reporter:
 
     @contextmanager
     def record_run(self, progress: Progress, run_facts: Mapping[str, Any]) -> Iterator[None]:
-        """Write the history file of the run (`megatron/metrics/history.py`) while the block is active, starting from `progress`.
+        """Write the history file of the run (`megatron/metrics/history.py`) while the block is active.
 
         At the end of the block all files are written and closed. If the block raises an error, only the end of the run is written
-        to the history. The other files are not closed, because that could block.
+        to the history file. The other files are not closed, because that could block.
 
         Args:
-            run_facts: properties of this start of the run, for the history.
+            progress: progress of the run at this start.
+            run_facts: further keys of the line about this start in the history file, such as layout and device.
         """
         if self._history is not None:
             tokens = count_tokens(progress.phases, progress.consumed_samples, self._model.config.seq_length)
@@ -217,11 +228,11 @@ class Reporter:
         collect_log_values: Callable[[], dict[str, float]],
         collect_record_values: Callable[[], dict[str, Any]],
     ) -> dict[str, float] | None:
-        """Add the result of a step to the interval, and log if a log line is due.
+        """Record the result of a step, and log if a log line is due.
 
         Args:
-            result: result of the step; None for an iteration that the settings skip (--iterations-to-skip).
-            batch_size: sequences of the step.
+            result: result of the step; None for an iteration that --iterations-to-skip skips.
+            batch_size: number of sequences of the step.
             collect_log_values: function that returns additional values to log. It is called on every rank, and only if a log line
                 is due.
             collect_record_values: function that returns additional values for the history file only.
@@ -277,10 +288,12 @@ class Reporter:
     def log_evaluation(
         self, progress: Progress, loss: float, mtp_loss: float | None, split: Literal["validation", "test"]
     ) -> dict[str, float]:
-        """Log the losses of an evaluation. Returns them by their names in the metrics file.
+        """Log the losses of an evaluation. Returns the losses by their names in the metrics file.
 
         Args:
+            loss: mean over the tokens of the evaluation.
             mtp_loss: loss of multi-token prediction; None without multi-token prediction.
+            split: split of the data that was evaluated.
         """
         lines = format_validation_lines(progress.iteration, loss, split, mtp_loss=mtp_loss)
         for line in [format_short_validation_line(progress.iteration, loss, split, mtp_loss=mtp_loss)] if self._is_short else lines:
@@ -291,26 +304,26 @@ class Reporter:
         return values
 
     def log_measurements(self, progress: Progress, values: Mapping[str, float]) -> None:
-        """Write additional values to the metrics file and the curves."""
+        """Write additional values, by name, to the metrics file, the curves and the history file. Nothing is printed."""
         self._write(self._sinks, progress, values)
         self._record("measured", progress, values)
 
     def record_event(self, event: str, progress: Progress, message: str, **values: Any) -> None:
-        """Write an event to the history file of the run. The event is not printed.
+        """Write an event to the history file of the run. Nothing is printed.
 
         Args:
             event: name of the event, such as "save" or "end".
             message: description of the event.
-            values: additional entries of the line in the file.
+            values: additional keys of the event's line in the file.
         """
         self._record("event", progress, {"event": event, "words": message.strip(), **values})
 
     @contextmanager
     def pause(self, activity: str, progress: Progress) -> Iterator[None]:
-        """Exclude the time in the block from the time of the steps.
+        """Exclude the time in the `with` block from the duration of the steps in the log.
 
         Args:
-            activity: activity in the block, shown on the terminal.
+            activity: what the run does in the block, such as "saving", for the status lines on a terminal.
         """
         start_time = time.perf_counter()
         if self._display is not None:
@@ -335,12 +348,12 @@ class Reporter:
             sink.log_scalars(progress.iteration, progress.consumed_samples, values)
 
     def _compute_tflops(self, num_samples: int, attention_samples: float, seconds: float) -> float:
-        """Return the TFLOP/s per device over a duration.
+        """Return the throughput of a time span in TFLOP/s per device.
 
         Args:
-            num_samples: samples that were trained on.
-            attention_samples: number of single-document samples with the same amount of attention computation.
-            seconds: the duration.
+            num_samples: number of samples that were trained on.
+            attention_samples: number of single-document samples whose attention needs the same FLOPs.
+            seconds: length of the time span.
         """
         flops = count_flops_per_step(self._model.config, self._model.vocab_size, num_samples, attention_samples)
         return flops / seconds / self._context.topology.world_size / 1e12
@@ -354,16 +367,20 @@ class Reporter:
         extra_values: dict[str, float],
         collect_record_values: Callable[[], dict[str, Any]],
     ) -> dict[str, float]:
-        """Log the interval: print the log line, and write its values to the metrics file, the curves and the history file. Returns
-        the logged values."""
+        """Print the log line of the steps since the previous one. Write its values to the metrics file, the curves and the history
+        file, and return them by name."""
         interval = self._interval
         seconds = time.perf_counter() - interval.start_time
         elapsed_ms = 1000 * seconds / interval.num_steps
         tflops = self._compute_tflops(interval.num_samples, interval.attention_samples, seconds)
-        loss, z_loss, mtp_loss = _mean(interval.losses), _mean(interval.z_losses), _mean(interval.mtp_losses)
+        loss, z_loss, mtp_loss = (
+            _compute_mean(interval.losses),
+            _compute_mean(interval.z_losses),
+            _compute_mean(interval.mtp_losses),
+        )
         expert_values = interval.expert_balances[0].log_values(interval.expert_balances) if interval.expert_balances else {}
         noise = import_object("megatron.training.gradient_noise:compute_noise_scale")(interval.noises) if interval.noises else None
-        imbalance = _mean(interval.context_imbalances)
+        imbalance = _compute_mean(interval.context_imbalances)
         max_logit = max(interval.max_logits, default=None)
         tokens_per_s = interval.num_samples * self._model.config.seq_length / seconds
         mfu = None if self._peak_flops is None else tflops * 1e12 / self._peak_flops
@@ -429,7 +446,7 @@ class Reporter:
         return values
 
     def _build_line_values(self, progress: Progress, learning_rate: float, batch_size: int) -> dict[str, Any]:
-        """Return the values that every log line contains."""
+        """Return the values that every log line and the status lines contain, by their names in `LogLineValues`."""
         return {
             "time": datetime.now(),
             "iteration": progress.iteration,
@@ -472,7 +489,7 @@ class Reporter:
         self._write(self._curve_sinks, progress, values)
 
     def _log_times(self, progress: Progress) -> dict[str, float]:
-        """Log the timers of all ranks. Returns the time of the slowest rank for each timer, in milliseconds per iteration."""
+        """Log the timers of all ranks. Returns the milliseconds per step of the slowest rank, by timer name."""
         ms_of_ranks = gather_objects(self._timers.reset_elapsed_ms(), self._context.world)
         times = {name: [ms / self._interval.num_steps for ms in rank_ms] for name, rank_ms in merge_rank_times(ms_of_ranks).items()}
         if text := format_times(times, self._config.timing_log_option):
@@ -482,11 +499,16 @@ class Reporter:
         return {name: max(rank_ms) for name, rank_ms in times.items()}
 
 
-def _mean(values: Sequence[float]) -> float | None:
+def _compute_mean(values: Sequence[float]) -> float | None:
     """Return the mean, or None for an empty sequence."""
     return math.fsum(values) / len(values) if values else None
 
 
 def _get_attention_samples(result: StepResult | None, batch_size: int) -> float:
-    """Return the number of single-document samples whose attention needs as much computation as that of a step."""
+    """Return the number of single-document samples whose attention needs as many FLOPs as that of a step.
+
+    Args:
+        result: result of the step; None for a skipped iteration.
+        batch_size: number of sequences of the step. Returned if attention does not depend on the documents.
+    """
     return batch_size if result is None or result.attention_samples is None else result.attention_samples

@@ -1,5 +1,5 @@
-"""Start of a run: from its own checkpoint, from the weights of another run, or from initial weights. Also checks that the settings
-fit the checkpoint."""
+"""Start of a run: from its latest checkpoint, from the weights of another run, or from initial weights. Also checks that the
+settings fit the checkpoint."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from megatron.training.saver import build_global_tensors
 
 
 def normalize_model(model: ModelConfig) -> ModelConfig:
-    """Return the model's settings in a form that is equal for equal models.
+    """Return the model's settings in a normal form, which is equal for two configurations that describe the same model.
 
     Defaults are filled in, so that a missing setting equals its default. Settings without effect get the same value in all models.
     """
@@ -59,7 +59,7 @@ def normalize_model(model: ModelConfig) -> ModelConfig:
 
 
 def _normalize_mlps(model: ModelConfig) -> ModelConfig:
-    """Normalise the settings of MLPs and experts, as `normalize_model` does for all settings."""
+    """Bring the settings of MLPs and experts into the form that is equal for equal models."""
     normalized = dataclasses.replace(model, ffn_hidden_size=model.ffn_size)
     if model.num_experts is None:
         return normalized
@@ -81,7 +81,8 @@ def _normalize_mlps(model: ModelConfig) -> ModelConfig:
 
 
 class SelectedCheckpoint(NamedTuple):
-    """Checkpoint to load: its path, its metadata, and its differences from the run. It has been checked to fit the run."""
+    """Checkpoint to load: its path, its metadata, and its differences from the run. The settings of the run have been checked to
+    fit it."""
 
     path: PathOrUrl
     state: dict[str, Any]
@@ -90,9 +91,9 @@ class SelectedCheckpoint(NamedTuple):
     new_params: frozenset[str] = frozenset()
     """Names of the parameters that the checkpoint lacks. They keep their initial values."""
     config_json: Mapping[str, Any] = MappingProxyType({})
-    """The `config.json` of the checkpoint, not validated."""
+    """Content of the checkpoint's `config.json`, not validated."""
     schedule_differences: Sequence[str] = ()
-    """Settings of the schedules that differ between checkpoint and run, each as a flag with both values."""
+    """Learning-rate and weight-decay settings that differ between checkpoint and run, each as a flag with both values."""
 
 
 def resume(
@@ -105,15 +106,15 @@ def resume(
     *,
     uses_node_memory: bool = False,
 ) -> ResumePoint:
-    """Load weights and state from the checkpoint of --load, or only weights from --pretrained-checkpoint. All ranks call it
-    together.
+    """Load weights and state from the checkpoint of --load, or only weights from --pretrained-checkpoint. Without a checkpoint,
+    return the state at iteration 0. All ranks call this function together.
 
     If a checkpoint is damaged, the one before it is loaded, and the log reports the damage.
 
     Args:
-        schedule: schedules of the command line.
-        uses_node_memory: whether the nodes keep copies of the state in memory (`node_memory.py`). A run that continues in its own
-            save folder loads such a copy if it is newer than the newest checkpoint.
+        schedule: learning-rate and weight-decay schedules of the command line.
+        uses_node_memory: whether the nodes keep copies of the state in host memory (`megatron_lab/node_memory`). A run that
+            continues in the same save folder loads the copy if it is newer than the newest checkpoint.
 
     Raises:
         ValueError: there is no checkpoint although one is required, it contains another model, all checkpoints are damaged, or the
@@ -168,16 +169,21 @@ def check_missing_checkpoint(checkpoint: CheckpointConfig) -> None:
         "--no-load-optim": not checkpoint.load_optim,
     }
     if set_flags := [flag for flag, is_set in requirements.items() if is_set]:
-        raise MismatchError(f"--load {checkpoint.load} holds no checkpoint, but {set_flags[0]} requires one")
+        raise MismatchError(
+            f"--load {checkpoint.load} holds no checkpoint, but {set_flags[0]} requires a checkpoint. Check the path, or leave out "
+            f"{set_flags[0]}"
+        )
 
 
 def restore_run(
     selected: SelectedCheckpoint, optimizer: ShardedOptimizer, scaler: GradScaler, schedule: LearningSchedule, *, wants_state: bool
 ) -> ResumePoint:
-    """Restore the counters, the optimizer and the loss scaler from the loaded checkpoint, and select the schedules.
+    """Restore the progress, the optimizer and the loss scaler from a checkpoint whose tensors are loaded. Select the learning-rate
+    and weight-decay schedules of the checkpoint or of this run.
 
     Args:
-        wants_state: restore the optimizer and the loss scaler too, not only the counters.
+        schedule: schedules of the command line.
+        wants_state: restore the optimizer and the loss scaler too, not only the progress.
 
     Raises:
         CheckpointError: the state of the checkpoint is incomplete.
@@ -195,14 +201,19 @@ def restore_run(
         return ResumePoint(progress, resolved_schedule, path, notes, config_json)
     except (KeyError, TypeError) as error:
         raise CheckpointError(
-            f"state.json of {path} lacks an entry or has an invalid one ({error!r}): add --finetune to load only the weights"
+            f"state.json of {path} lacks an entry or has an invalid one ({error!r}), so the run cannot continue from it: "
+            "use another checkpoint, or add --finetune to load only the weights"
         ) from error
 
 
 def _start_from_weights(
     selected: SelectedCheckpoint, schedule: LearningSchedule, flag: str, notes: Sequence[str] = ()
 ) -> ResumePoint:
-    """Return the resume point of a run that starts at iteration 0 with the weights of another run."""
+    """Return the state from which a run starts at iteration 0 with the weights of another run.
+
+    Args:
+        flag: flag that requests this start, for the start-up log.
+    """
     message = f"weights of {selected.path}; counting starts from iteration 0 ({flag})"
     return ResumePoint(Progress(), schedule, None, [*notes, *selected.notes, message])
 
@@ -216,13 +227,14 @@ def load_selected(
     wants_state: bool,
     may_fall_back: bool,
 ) -> SelectedCheckpoint | None:
-    """Load a checkpoint. If the content of the one that `select` returns is damaged, call `select` again for another.
+    """Load the checkpoint that `select` returns. If its content is damaged, call `select` again for another checkpoint.
 
-    The notes of the returned checkpoint contain the result of the comparison with the checkpoint's digests.
+    `notes` of the returned checkpoint, which are lines for the start-up log, also say how many loaded tensors equal the
+    checkpoint's digests.
 
     Args:
-        select: function that selects a checkpoint. Its argument contains the damaged iterations with the reasons, which it skips.
-            It returns None if the folder has no checkpoint at all.
+        select: function that selects a checkpoint. Its argument maps the damaged iterations, which it must skip, to the reasons. It
+            returns None if the folder has no checkpoint at all.
         wants_state: load optimizer state, not only weights.
         may_fall_back: try the next older checkpoint if a checkpoint is damaged.
 
@@ -231,6 +243,7 @@ def load_selected(
 
     Raises:
         DamagedCheckpointError: all checkpoints are damaged, or one is damaged and `may_fall_back` is False.
+        MismatchError: `wants_state` is True, but the checkpoint has no optimizer state.
     """
     damaged: dict[int, str] = {}
     while True:
@@ -242,7 +255,7 @@ def load_selected(
             return None
         if wants_state and not selected.state.get("has_optimizer"):
             raise MismatchError(
-                f"{selected.path} was saved without optimizer state: add --no-load-optim, or --finetune to start counting from 0"
+                f"{selected.path} was saved without optimizer state: add --no-load-optim, or --finetune to start from iteration 0"
             )
         has_average = selected.state.get("ema_decay") is not None
         loads_average = wants_state and has_average
@@ -284,7 +297,8 @@ def _select(select: Callable[[dict[int, str]], SelectedCheckpoint | None], damag
 
 
 def _describe_average(optimizer: ShardedOptimizer, *, in_checkpoint: bool, is_loaded: bool) -> list[str]:
-    """Return a note for the start-up log if either the run or the checkpoint has no average of the weights (--ema-decay).
+    """Return a note for the start-up log about the average of the weights (--ema-decay). The list is empty if there is no average,
+    or if the average of the checkpoint is loaded.
 
     Args:
         in_checkpoint: whether the checkpoint has an average.
@@ -303,8 +317,10 @@ def select_checkpoint(
     """Select a checkpoint of a save folder, read its metadata, and check that it fits the run.
 
     Args:
+        folder: path or URL of the save folder.
         iteration: iteration to select; None for the newest undamaged one.
-        damaged: damaged iterations with the reasons. They are skipped, and new ones are added.
+        damaged: reason why a checkpoint is damaged, by its iteration. These checkpoints are skipped, and newly found damaged ones
+            are added.
         continues_run: whether the run continues from the checkpoint, or only loads its weights.
 
     Returns:
@@ -329,9 +345,17 @@ def select_checkpoint(
 
 
 def select_base_checkpoint(config: Config, base: str, vocab_size: int, damaged: dict[int, str]) -> SelectedCheckpoint:
-    """Select the checkpoint whose weights initialise the run: `base` itself, or the newest checkpoint in the folder `base`."""
+    """Select the checkpoint whose weights initialise the run: `base` itself, or the newest checkpoint in the folder `base`.
+
+    Args:
+        base: value of --pretrained-checkpoint.
+        damaged: reason why a checkpoint is damaged, by its iteration. These checkpoints are skipped.
+
+    Raises:
+        CheckpointError: there is no checkpoint, it is damaged, or it does not fit the run.
+    """
     storage = open_storage(base)
-    if storage.file_size(MANIFEST) is not None:
+    if storage.get_file_size(MANIFEST) is not None:
         if damaged:  # the only candidate is damaged
             raise DamagedCheckpointError("; ".join(damaged.values()))
         return check_checkpoint(config, storage.path_or_url, vocab_size, [], continues_run=False)
@@ -350,6 +374,8 @@ def check_checkpoint(
     """Read the metadata of a checkpoint and check that it fits the run.
 
     Args:
+        path: path or URL of the checkpoint.
+        vocab_size: vocabulary size of this run's tokenizer.
         notes: earlier lines for the start-up log, to which lines about this checkpoint are added.
         continues_run: whether the run continues from the checkpoint, or only loads its weights.
 
@@ -382,7 +408,7 @@ def check_checkpoint(
 
 
 def _describe_load(loaded: LoadResult) -> str:
-    """Describe the result of the comparison between loaded tensors and the checkpoint's digests."""
+    """Return a line for the start-up log that says how many loaded tensors equal the digests in the checkpoint."""
     text = f"{loaded.num_equal} tensors in memory equal what was saved"
     if loaded.content_digest is not None:
         text += f" (content digest of the checkpoint: {loaded.content_digest[:16]})"
@@ -460,8 +486,8 @@ def check_model(config: Config, config_json: dict[str, Any], vocab_size: int, pa
             if saved_group(weight).optimizer != optimizer:
                 raise CheckpointError(
                     f"{path}: {weight.name} was trained with {saved_group(weight).optimizer}, but this run uses {optimizer}.\n"
-                    f"  Use {saved_group(weight).optimizer} for it again (--param-groups), or start with a new optimizer state "
-                    "(--no-load-optim)."
+                    f"  Use {saved_group(weight).optimizer} for this parameter (--optimizer, --param-groups), or start with a new "
+                    "optimizer state (--no-load-optim)."
                 )
             if optimizer == "adam8bit" and saved_block_size != block_size:
                 raise CheckpointError(
@@ -479,7 +505,7 @@ def check_model(config: Config, config_json: dict[str, Any], vocab_size: int, pa
 
 
 def _advise_on_adapters(saved: ModelConfig, current: ModelConfig, *, continues_run: bool) -> str:
-    """Return advice for the case that run and checkpoint have different LoRA adapters, or an empty string."""
+    """Return advice for the user if run and checkpoint have different LoRA adapters, or an empty string."""
     if saved.lora_rank is None and current.lora_rank is not None and continues_run:
         return "\n  To train adapters beside these weights, begin with them: --pretrained-checkpoint, or --load with --finetune."
     if saved.lora_rank is not None and saved.lora_rank != current.lora_rank:
@@ -488,7 +514,8 @@ def _advise_on_adapters(saved: ModelConfig, current: ModelConfig, *, continues_r
 
 
 def _describe_dropped_depths(saved: ModelConfig, current: ModelConfig, vocab_size: int) -> str:
-    """Describe the tensors that are not loaded because the run has fewer depths of multi-token prediction than its checkpoint."""
+    """Return a warning about the tensors that are not loaded because the run has fewer multi-token-prediction layers than its
+    checkpoint."""
     weights = (weight for weight in iter_weights(saved, vocab_size) if parse_mtp_depth(weight.name) is not None)
     dropped = [weight for weight in weights if _is_dropped(weight.name, current)]
     depths = f"{saved.mtp_num_layers - current.mtp_num_layers} of {saved.mtp_num_layers} depths of multi-token prediction"
@@ -499,15 +526,18 @@ def _describe_dropped_depths(saved: ModelConfig, current: ModelConfig, vocab_siz
 
 
 def _is_dropped(name: str, current: ModelConfig) -> bool:
-    """Return whether a parameter of the checkpoint is not loaded. It belongs to a depth of multi-token prediction that the model
-    does not have, or it stores the shares of experts for a load-balancing loss that the run does not use."""
+    """Return whether a parameter of the checkpoint is not loaded, because the model does not have it.
+
+    This concerns multi-token-prediction layers that the model lacks. It also concerns the experts' shares of the tokens, which only
+    the load-balancing loss `global_aux_loss` needs.
+    """
     depth = parse_mtp_depth(name)
     is_unused_router_share = name.endswith("router.shares") and current.moe_router_load_balancing_type != "global_aux_loss"
     return is_unused_router_share or (depth is not None and depth >= current.mtp_num_layers)
 
 
 def _compare_fields(saved: Any, current: Any) -> dict[str, str]:
-    """Return the fields whose values differ, each with a text that shows both values."""
+    """Return the fields whose values differ between two settings objects: for each name of a field a text with both values."""
     values = {name: (saved_value, vars(current)[name]) for name, saved_value in vars(saved).items()}
     return {
         name: f"--{name.replace('_', '-')} {saved_value} there, {current_value} here"

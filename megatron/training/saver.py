@@ -1,8 +1,8 @@
-"""Saving of a run: the content of a checkpoint, and when it is written.
+"""Saving of a run: which tensors and values a checkpoint contains, and when it is written.
 
 Weights are stored once, in their most precise form: the float32 main parameters if the model computes in 16 bits, else the
-parameters themselves. So a checkpoint does not depend on the dtype of the model. The 16-bit parameters are the rounded main
-parameters.
+parameters themselves. So a checkpoint does not depend on the dtype of the model. A load gets the 16-bit parameters by rounding the
+main parameters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.checkpoint.save_folder import (
     apply_retention,
     check_no_foreign_checkpoints,
     check_writable,
-    checkpoint_name,
+    get_checkpoint_name,
 )
 from megatron.checkpoint.savers import AsyncSaver, LogFunction, SyncSaver
 from megatron.checkpoint.storage import Storage
@@ -42,16 +42,18 @@ _VISIBILITY_TIMEOUT_S = 10.0
 
 
 class NodeMemoryKeeper(Protocol):
-    """Handle of the keeper: the process on this node that keeps copies of the run's state in host memory."""
+    """Handle of the keeper, which is a process on this node that keeps copies of the run's state in host memory."""
 
     def end(self) -> None:
-        """End the keeper process after a successful run, whose last checkpoint is in storage."""
+        """End the keeper process after a successful run. Its copies are not needed any more, because the last checkpoint is in
+        storage."""
 
 
 def build_global_tensors(
     optimizer: ShardedOptimizer, context: ParallelContext, *, state: bool = True, averages: bool = True
 ) -> list[GlobalTensor]:
-    """Return this rank's shards, including frozen parameters, as slices of global tensors.
+    """Return this rank's parts of the tensors of a checkpoint. Each part is a slice of a global tensor. Frozen parameters are
+    included.
 
     The tensors are named `model.<name>` for weights, `ema.<name>` for the average of the weights, and for example `exp_avg.<name>`
     for optimizer state.
@@ -63,26 +65,26 @@ def build_global_tensors(
     tensors = []
     for shard in optimizer.checkpoint_shards:
         name = shard.record.name
-        tensors.append(GlobalTensor(f"{WEIGHT}.{name}", shard.record.shape, shard.main_param, shard.slices(context)))
+        tensors.append(GlobalTensor(f"{WEIGHT}.{name}", shard.record.shape, shard.main_param, shard.get_slices(context)))
         if averages and shard.average is not None:
-            tensors.append(GlobalTensor(f"{EMA}.{name}", shard.record.shape, shard.average, shard.slices(context)))
+            tensors.append(GlobalTensor(f"{EMA}.{name}", shard.record.shape, shard.average, shard.get_slices(context)))
         for moment_name, moment in shard.moments.items() if state else ():
-            shape = shard.state_shape(moment_name).shape(shard.record.shape)
-            tensors.append(GlobalTensor(f"{moment_name}.{name}", shape, moment, shard.state_slices(moment_name, context)))
+            shape = shard.get_state_shape(moment_name).get_shape(shard.record.shape)
+            tensors.append(GlobalTensor(f"{moment_name}.{name}", shape, moment, shard.get_state_slices(moment_name, context)))
     return tensors
 
 
 class Saver:
-    """Saver of the state of a run: builds the content of a checkpoint and writes it to the save folder and to the memory of the
+    """Saver of the state of a run: builds the content of a checkpoint, and writes it to the save folder and to the memory of the
     nodes.
 
-    When it is created, it checks that the folder is writable and that no other run saves in it.
+    The constructor checks that the folder is writable and that no other run saves in it.
 
     Args:
         run_record: resolved settings, versions and command line. They are stored in each checkpoint, and as `run.json` at the
             start.
-        patience_s: with --async-save, the seconds after which a background writer without progress is stopped while training waits
-            for it.
+        patience_s: maximum time in seconds for which training waits for a background writer (--async-save) that makes no progress.
+            Then the writer is stopped.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class Saver:
             if self._storage.location.startswith("memory://"):
                 raise ValueError(
                     f"--save {config.save}: --async-save writes in another process, which cannot access the memory of "
-                    "this one. Leave --async-save out, or save to a folder."
+                    "the training process. Leave out --async-save, or set --save to a folder."
                 )
             self._async_saver = AsyncSaver(self._storage, context.world, self._retention, patience_s)
         run_on_all_ranks(context, lambda: self._prepare() if context.rank == 0 else None)
@@ -125,7 +127,7 @@ class Saver:
 
     @property
     def saves_to_node_memory(self) -> bool:
-        """Whether the state of the run is copied to the memory of the nodes."""
+        """Whether the state of the run is regularly copied to the host memory of the nodes (--memory-save-interval)."""
         return self._node_memory is not None
 
     def _prepare(self) -> None:
@@ -140,8 +142,8 @@ class Saver:
     def claim_folder(self) -> Iterator[None]:
         """Own the save folder while the block is active. After the block another run may save into the folder.
 
-        All ranks enter the block together, after all checks of the start: a run that refuses to start must not take the folder from
-        its owner.
+        All ranks enter the block together, after all checks of the start. Otherwise a run that then refuses to start would have
+        taken the folder from its owner.
         """
         try:
             if self._config.save is not None:
@@ -163,7 +165,7 @@ class Saver:
 
     def _check_folder_is_shared(self) -> None:
         deadline = time.monotonic() + _VISIBILITY_TIMEOUT_S
-        while self._storage.file_size(RUN) is None:
+        while self._storage.get_file_size(RUN) is None:
             if time.monotonic() > deadline:
                 raise ValueError(
                     f"--save {self._storage.location}: this node does not see {RUN}, which the first rank has written there. "
@@ -214,7 +216,7 @@ class Saver:
 
     def build_checkpoint_path(self, iteration: int) -> str:
         """Return the path or URL of the checkpoint of an iteration."""
-        return self._storage.location_of(checkpoint_name(iteration))
+        return self._storage.get_location(get_checkpoint_name(iteration))
 
     def save_to_node_memory(
         self,
@@ -245,7 +247,8 @@ class Saver:
     def _build_state(
         progress: Progress, optimizer: ShardedOptimizer, scaler: GradScaler, schedule: LearningSchedule, *, has_optimizer: bool
     ) -> dict[str, Any]:
-        """Return the content of `state.json`: the progress, the schedules, and the state of the loss scaler."""
+        """Return the content of `state.json` in a checkpoint: the progress, the learning-rate and weight-decay schedules, and the
+        state of the loss scaler."""
         return {
             "progress": progress.to_json(),
             "optimizer_updates": optimizer.num_steps,
@@ -256,7 +259,7 @@ class Saver:
         }
 
     def poll(self, log: LogFunction) -> None:
-        """Log the result of a background save that has finished. Called after each step, on every rank; does not wait.
+        """Log the result of a background save that has finished, without waiting for one. Called after each step, on every rank.
 
         Args:
             log: function that writes a line to the log on the first rank.
@@ -267,7 +270,11 @@ class Saver:
         if self._heartbeat is not None and self._heartbeat.successor is not None:
             raise CheckpointError(
                 f"{self._heartbeat.successor} has taken over {self._storage.location} ({RUN}), so this run ends. "
-                f"Its last checkpoint there is of iteration {self._last_iteration if self._last_iteration is not None else 'none'}."
+                + (
+                    "It has saved no checkpoint there."
+                    if self._last_iteration is None
+                    else f"Its last checkpoint there is that of iteration {self._last_iteration}."
+                )
             )
         if self._async_saver is not None:
             self._async_saver.poll(log)
@@ -284,7 +291,7 @@ class Saver:
             self._async_saver.wait(log)
 
     def on_rewind(self, iteration: int) -> None:
-        """Called after the run has gone back to the checkpoint of an iteration. The checkpoints of later iterations will be written
+        """Note that the run has gone back to the checkpoint of `iteration`, so that the checkpoints of later iterations are written
         again."""
         self._last_iteration = iteration
 
@@ -307,6 +314,6 @@ class Saver:
 
 
 def _log_only_problems(log: LogFunction) -> LogFunction:
-    """Return a log function that omits messages about the start and success of a copy to node memory, because copies are
+    """Return a log function for copies to node memory. It omits messages about the start and success of a copy, because copies are
     frequent."""
     return lambda line: None if line.startswith(("saving ", "saved ")) else log(line)

@@ -1,7 +1,8 @@
 """Signals that ask a run to exit: SIGTERM, which schedulers send some time before they kill a job, and SIGUSR1, which they can be
 configured to send.
 
-During training a signal is only recorded, and the loop then saves and exits. At any other time a signal ends the rank at once.
+During training a signal is only recorded, and the training loop then saves and exits. At any other time a signal ends the rank at
+once.
 
 If the launcher dies, its ranks end too: they receive SIGTERM, and are ended if they do not exit within 30 s. torchrun does the
 same.
@@ -33,8 +34,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ExitSignals:
-    """Handler of the signals that ask a run to exit. It is a context manager and must be entered in the main thread. Forked child
-    processes get the default handlers back.
+    """Handler of the signals that ask a run to exit (SIGTERM, SIGUSR1). It is a context manager and must be entered in the main
+    thread. Forked child processes get the default handlers back.
 
     Args:
         code: exit code of a run that a signal ended (--exit-signal-code).
@@ -74,7 +75,8 @@ class ExitSignals:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Only record signals in `received` while the block is active. The training loop reads `received` between two steps."""
+        """Only record signals in `received` while the block is active, instead of exiting. The training loop reads `received`
+        between two steps."""
         self._is_deferred = True
         try:
             yield
@@ -82,7 +84,7 @@ class ExitSignals:
             self._is_deferred = False
 
     def describe(self) -> str:
-        """Return the reason why all ranks stop, for the log. Called after the ranks have agreed to stop."""
+        """Return the reason for the exit as a text for the log, such as "on SIGTERM". Called when all ranks have agreed to stop."""
         return "on a signal to another rank" if self.received is None else f"on {self.received.name}"
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
@@ -138,8 +140,8 @@ _ITERATIONS, _EXIT_CODE = struct.Struct("<qq"), struct.Struct("<q")
 
 
 class ProgressFile:
-    """File in which the first rank of this node reports its progress to the launcher. It is written only if the launcher has set
-    its path.
+    """File in which the first rank of each node reports its progress to a launcher that restarts ranks. Nothing is written if the
+    launcher has not set the path of the file.
 
     Args:
         start_iteration: iteration from which the run continues.
@@ -152,14 +154,14 @@ class ProgressFile:
         self.record(start_iteration)
 
     def record(self, iteration: int) -> None:
-        """Record that an iteration is finished."""
+        """Write to the file that `iteration` is the last finished iteration."""
         if self._file is not None:
             os.pwrite(self._file, _ITERATIONS.pack(self._start_iteration, iteration), 0)
 
 
 def write_exit_code(code: int) -> None:
-    """Write an exit code to the progress file, if a restart of the run would end with the same code. Launchers that do not see the
-    exit codes of ranks read it there."""
+    """Write an exit code to the progress file, if every restart of the run would end with the same code. Launchers that do not see
+    the exit codes of ranks read the file."""
     path = os.environ.get(PROGRESS_FILE_VARIABLE)
     if path is not None and code in (EXIT_REFUSED, EXIT_DIVERGED):
         with suppress(OSError):
@@ -169,7 +171,8 @@ def write_exit_code(code: int) -> None:
 
 
 def read_progress_file(path: str) -> tuple[int, int] | None:
-    """Return the start iteration and the last finished iteration of a progress file, or None if training has not started."""
+    """Return two iterations from a progress file: the one at which the run started, and the last finished one. Return None if
+    training has not started."""
     with open(path, "rb") as file:
         data = file.read(_ITERATIONS.size)
     return None if len(data) < _ITERATIONS.size else _ITERATIONS.unpack(data)  # type: ignore[return-value]

@@ -27,13 +27,13 @@ from megatron.config.save import to_dict
 from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.config.version import get_extra_install_command
 from megatron.metrics.measures import Timers, get_mixed_peak_flops
-from megatron.model.build import Model, model_dtype
+from megatron.model.build import Model, get_model_dtype
 from megatron.parallel.collectives import all_reduce, broadcast_object
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import Shard
 from megatron.parallel.topology import Topology
 from megatron.precision.gemms import check_fp8_support
-from megatron.spec.attention_backends import kernels_to_time
+from megatron.spec.attention_backends import get_kernels_to_time
 from megatron.spec.counts import check_parameter_count, count_flops_per_token, count_fp8_flops
 from megatron.spec.layers import build_layer_specs, resolve_cp_comm_types
 from megatron.training.failure import run_on_all_ranks
@@ -50,8 +50,8 @@ PLOT_LIBRARY = "matplotlib"
 
 
 def describe_missing_library() -> str | None:
-    """Return a message that says how to install the plotting library, or None if it is installed. The library is not imported,
-    because the run itself does not need it."""
+    """Return a message that says how to install the plotting library, or None if it is installed. The run does not import the
+    library, because another process plots."""
     if importlib.util.find_spec(PLOT_LIBRARY) is not None:
         return None
     return f"{PICTURE_FILE} needs {PLOT_LIBRARY}, which is not installed: {get_extra_install_command(PLOT_LIBRARY)}"
@@ -68,10 +68,14 @@ def set_numerics(config: Config) -> Callable[[], None]:
     """Configure the attention kernels, the precision of float32 products, and deterministic mode. Called before the first use of a
     device.
 
-    In deterministic mode, the backward of attention accumulates in a fixed order (flash) or in a single part (memory-efficient),
-    and cuDNN attention is disabled (torch, aten/src/ATen/native/transformers/cuda: attention_backward.cu, sdp_utils.cpp). cuBLAS
-    gets a workspace per stream. An operation without a deterministic kernel raises an error. New memory is not filled with NaN,
-    which is torch's default in this mode and costs a kernel per allocation: the framework does not read uninitialised memory.
+    Deterministic mode has these effects:
+
+    - The backward of attention accumulates in a fixed order (flash) or in a single part (memory-efficient), and cuDNN attention is
+      disabled (torch, aten/src/ATen/native/transformers/cuda: attention_backward.cu, sdp_utils.cpp).
+    - cuBLAS gets a workspace per stream.
+    - An operation without a deterministic kernel raises an error.
+    - New memory is not filled with NaN. Torch does this by default in deterministic mode, with an additional kernel per allocation.
+      The framework does not need it, because it does not read uninitialised memory.
 
     Returns:
         a function that restores the previous configuration of attention kernels, float32 products and deterministic algorithms.
@@ -91,22 +95,23 @@ def set_numerics(config: Config) -> Callable[[], None]:
 
 
 def set_compiler_cache(speed: SpeedConfig) -> None:
-    """Set the cache folder of the compiler. Called before anything is compiled."""
+    """Set the cache folder of the compiler (--compile-cache-dir). Called before anything is compiled."""
     if speed.compile and speed.compile_cache_dir is not None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.abspath(speed.compile_cache_dir)
 
 
 def resolve_batch_size(config: Config, plan: BatchSizePlan) -> Config:
-    """Return the settings with an explicit --global-batch-size. Its default depends on the number of data ranks.
+    """Return the settings with an explicit --global-batch-size. Its default depends on the number of data-parallel ranks.
 
-    Checkpoints then contain the value. So it is compared when a run is resumed with another number of data ranks.
+    Checkpoints then contain the value. If a run is resumed with another number of data-parallel ranks, a changed batch size is
+    therefore detected.
     """
     training = dataclasses.replace(config.training, global_batch_size=plan.final_global_batch_size)
     return dataclasses.replace(config, training=training)
 
 
 def check_precision(precision: PrecisionConfig, context: ParallelContext) -> None:
-    """Check that the devices of all ranks support the number formats of the run.
+    """Check that the devices of all ranks support the number formats of the run (such as FP8).
 
     Raises:
         SetupError: a device does not support them.
@@ -118,20 +123,20 @@ def count_parameters(config: ModelConfig, vocab_size: int, shards: Sequence[Shar
     """Return the number of parameters of the built model over all ranks. Each element counts once; padding does not count.
 
     Args:
-        shards: shards of this rank.
+        shards: parameter shards of this rank.
 
     Raises:
-        RuntimeError: the number differs from the number that follows from the settings, so a layer is missing or duplicated.
+        RuntimeError: the settings imply another number, so a layer is missing or duplicated.
     """
-    num_local = sum(param_slice.slice.numel for shard in shards for param_slice in shard.norm_slices(context))
+    num_local = sum(param_slice.slice.numel for shard in shards for param_slice in shard.get_norm_slices(context))
     num_built = int(all_reduce(torch.tensor(num_local, dtype=torch.int64, device=context.device), context.world))
     check_parameter_count(config, vocab_size, num_built, "the ranks")
     return num_built
 
 
 def get_peak_device_flops(context: ParallelContext, model: Model) -> float | None:
-    """Return the peak FLOP/s of this rank's device for the matrix products of the model, weighted by the number format of each
-    product. None if the device is not in the table of peak rates."""
+    """Return the peak FLOP/s of this rank's device for the matrix products of the model. It is a mean over the number formats of
+    the products, weighted by their FLOPs. None if the device is not in the table of peak rates."""
     if context.device.type != "cuda":
         return None
     fp8_fraction = count_fp8_flops(model.config, model.precision) / count_flops_per_token(model.config, model.vocab_size)
@@ -139,13 +144,15 @@ def get_peak_device_flops(context: ParallelContext, model: Model) -> float | Non
 
 
 def make_timers(config: LoggingConfig, context: ParallelContext) -> Timers:
-    """Create the timers of this rank. On CUDA each start and stop of a timer waits for the device."""
+    """Create the timers of this rank. On CUDA a timer waits for the device when it starts and when it stops."""
     return Timers(config.timing_log_level, torch.cuda.synchronize if context.device.type == "cuda" else None)
 
 
 def make_learning_schedule(optimizer: OptimizerConfig, training: TrainingConfig, plan: BatchSizePlan) -> LearningSchedule:
     """Build the schedules of learning rate and weight decay from the settings."""
-    return LearningSchedule(optimizer, compute_schedule_lengths(optimizer, training, plan.consumed_samples_at, plan.total_samples))
+    return LearningSchedule(
+        optimizer, compute_schedule_lengths(optimizer, training, plan.count_consumed_samples, plan.total_samples)
+    )
 
 
 def make_reporter(
@@ -196,8 +203,8 @@ def collect_run_facts(
     num_parameters: int,
     kernel_choice: KernelChoice | None = None,
 ) -> dict[str, Any]:
-    """Return the properties of this start of the run that the history file contains, such as layout, device and versions
-    (`megatron/metrics/history.py`).
+    """Return the keys of this start's line in the history file of the run (`megatron/metrics/history.py`), such as layout, device
+    and versions.
 
     Args:
         record: settings, command line and versions.
@@ -210,7 +217,7 @@ def collect_run_facts(
         "seq_length": model.config.seq_length,
         "parameters": num_parameters,
         "world_size": topology.world_size,
-        "layout": {axis: topology.size(axis) for axis in ("tp", "cp", "dp", "pp")},
+        "layout": {axis: topology.get_size(axis) for axis in ("tp", "cp", "dp", "pp")},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "peak_flops": get_peak_device_flops(context, model),
         "attention": None if kernel_choice is None else dataclasses.asdict(kernel_choice),
@@ -219,7 +226,7 @@ def collect_run_facts(
 
 
 def build_tensorboard_command(folder: str) -> str:
-    """Return the command that shows the curves of a run in TensorBoard. The run gets the name of its folder there."""
+    """Return the shell command that shows the curves of a run in TensorBoard, under the name of the run's folder."""
     path = Path(folder).resolve()
     name = path.parent.name if path.name in ("tensorboard", "tb", "logs") else path.name
     if "://" in folder or not re.fullmatch(r"[^,:]+", str(path)):  # --logdir_spec treats these characters as separators
@@ -231,7 +238,7 @@ def describe_outputs(config: Config, *, draw_record: bool) -> Iterator[str]:
     """Yield lines for the start-up log that say where the user can watch the run: curves, pictures and reports.
 
     Args:
-        draw_record: whether the run plots its history.
+        draw_record: whether the run plots its history file and writes a report.
     """
     folder, logging = get_run_folder(config.checkpoint, config.logging), config.logging
     if folder is None:
@@ -255,10 +262,12 @@ def describe_outputs(config: Config, *, draw_record: bool) -> Iterator[str]:
 def _build_attention_inputs(
     config: Config, topology: Topology, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Create uninitialised attention inputs of one layer and microbatch on one rank, with which kernels are timed: queries [s, b,
-    g, r, d], keys and values [s, b, g, channels].
+    """Create uninitialised attention inputs of one layer and microbatch on one rank, for measurements of kernels.
 
-    Here `g` counts key-value heads, `r` query heads per key-value head, and `d` channels per head.
+    Returns:
+        queries [s, b, g, r, d], keys [s, b, g, d] and values [s, b, g, v]. `s` is the sequence length, `b` the microbatch size, `g`
+        the number of key-value heads, `r` the number of query heads per key-value head. `d` and `v` are the head sizes of keys and
+        values.
     """
     model, head_parallel_size = (
         config.model,
@@ -274,9 +283,9 @@ def _build_attention_inputs(
 
 
 def choose_attention_kernel(config: Config, context: ParallelContext) -> tuple[KernelChoice | None, Callable[[], None]]:
-    """Choose the fastest attention kernel by measurement, if --attention-backend auto leaves a choice.
+    """Choose the fastest attention kernel by measurement, if --attention-backend auto allows several kernels.
 
-    The first rank measures, and all ranks use its result. All ranks call this function together, before the model is allocated.
+    The first rank measures, and all ranks use its choice. All ranks call this function together, before the model is allocated.
 
     Returns:
         the choice, or None if nothing was measured; and a function that restores the previously enabled kernels.
@@ -284,7 +293,7 @@ def choose_attention_kernel(config: Config, context: ParallelContext) -> tuple[K
     Raises:
         torch.OutOfMemoryError: on the first rank, if there is no memory for the queries, keys and values of one layer.
     """
-    kernels = kernels_to_time(build_attention_call(config, on_cuda=context.device.type == "cuda"))
+    kernels = get_kernels_to_time(build_attention_call(config, on_cuda=context.device.type == "cuda"))
     if config.speed.attention_backend != "auto" or not kernels:
         return None, lambda: None
 
@@ -293,7 +302,7 @@ def choose_attention_kernel(config: Config, context: ParallelContext) -> tuple[K
     def measure() -> KernelChoice | None:
         if context.rank:
             return None
-        inputs = _build_attention_inputs(config, context.topology, model_dtype(config.precision), context.device)
+        inputs = _build_attention_inputs(config, context.topology, get_model_dtype(config.precision), context.device)
         return choose_on_device(kernels, inputs, config.model.attention_dropout)
 
     choice: KernelChoice = broadcast_object(run_on_all_ranks(context, measure), context.world)
@@ -304,7 +313,7 @@ def choose_attention_kernel(config: Config, context: ParallelContext) -> tuple[K
 
 
 def describe_attention_kernel(config: Config, model: Model, context: ParallelContext, choice: KernelChoice | None = None) -> str:
-    """Describe the attention kernel of the run, the kernels that were available, and the measured times.
+    """Return a line for the start-up log: the attention kernel of the run, the kernels that were available, and the measured times.
 
     Raises:
         ValueError: no enabled kernel runs on this device.
@@ -315,7 +324,10 @@ def describe_attention_kernel(config: Config, model: Model, context: ParallelCon
     q, k, v, grouped = view_as_sdpa_inputs(*inputs)
     kernel = find_kernel_name(q, k, v, dropout, is_grouped=grouped)
     if kernel is None:
-        raise ValueError(f"--attention-backend {backend} has no kernel that runs on this {context.device.type} device. Use auto.")
+        raise ValueError(
+            f"--attention-backend {backend} has no kernel for this model on this {context.device.type} device. "
+            "Use --attention-backend auto."
+        )
     head = torch.empty(model_config.head_size, dtype=model.dtype, device=context.device)
     layers_per_kernel: dict[str, int] = {}
     for spec, cp_comm_type in zip(

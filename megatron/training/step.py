@@ -1,4 +1,4 @@
-"""Training step: computes the gradients of a global batch, reduces the scalars of the step once over all ranks, and updates the
+"""Training step. It computes the gradients of a global batch, reduces the scalars of the step once over all ranks, and updates the
 parameters unless the step is skipped."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.model.build import Model
 from megatron.model.inputs import ModelInputs
 from megatron.optimizer.grad_scaler import GradScaler, make_grad_scaler
 from megatron.optimizer.optimizer import ShardedOptimizer
-from megatron.optimizer.statistics import count_zeros, squared_norms
+from megatron.optimizer.statistics import compute_squared_norms, count_zeros
 from megatron.parallel.collectives import Pending, all_reduce, start_all_reduce
 from megatron.parallel.context import ParallelContext
 from megatron.pipeline_parallel.executor import Executor
@@ -36,7 +36,7 @@ from megatron.spec.counts import compute_window_shares
 from megatron.spec.groups import LearningRateBounds
 from megatron.spec.operations import Schedule, extract_forwards
 from megatron.spec.schedules import build_schedule
-from megatron.tensor_parallel.cross_entropy import total_loss
+from megatron.tensor_parallel.cross_entropy import compute_total_loss
 from megatron.training.failure import raise_empty_loss_mask
 from megatron.training.providers import make_providers
 
@@ -47,28 +47,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Spike:
-    """Loss spike: a step whose loss or gradient norm is far above the medians of the previous steps."""
+    """Loss spike: a step whose loss or gradient norm is far above the median of the previous steps."""
 
     loss: float
     grad_norm: float
     median_loss: float
     median_norm: float
     skips_update: bool
-    """Whether the update of the step is skipped."""
+    """Whether the run skips the update of the step because of the spike (--spike-policy)."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of a step, the same on every rank."""
+    """Result of a training step, the same on every rank."""
 
     loss: float
-    """Sum of mask x loss over all tokens of the global batch, divided by the sum of the mask."""
+    """Mean loss: sum of loss mask * loss over all tokens of the global batch, divided by the sum of the loss mask."""
     num_tokens: float
-    """Sum of the loss mask over the global batch."""
+    """Sum of the loss mask over the global batch: the number of tokens that are trained on."""
     grad_norm: float
-    """Global norm of the unscaled gradient, before clipping."""
+    """Global norm of the gradient before clipping, without the loss scale."""
     num_zeros: float | None
-    """Number of zeros in the gradient; None if they are not counted."""
+    """Number of zeros in the gradient; None without --log-num-zeros-in-grad."""
     skipped: bool
     """Whether the update was skipped, because the gradient overflowed or the step is a loss spike."""
     loss_scale: float
@@ -76,35 +76,36 @@ class StepResult:
     z_loss: float | None = None
     """Z-loss per token, which `loss` does not include; None without z-loss."""
     gradient_noise: NoiseEstimate | None = None
-    """Estimate of the gradient noise; None if it is not measured."""
+    """Estimate of the gradient noise from this step; None if it is not measured (--log-gradient-noise)."""
     mtp_loss: float | None = None
     """Cross entropy of multi-token prediction, averaged over its prediction layers and divided by `num_tokens`; None without
     multi-token prediction."""
     max_attention_logit: float | None = None
-    """Largest attention score over all layers and heads; None if it is not recorded."""
+    """Largest attention score over all layers and heads in this step; None if it is not recorded."""
     attention_samples: float | None = None
-    """Number of samples with a single document whose attention would need as much computation as that of the step, counted in pairs
-    of query and key. None if attention crosses document boundaries."""
+    """Number of single-document samples whose attention would need as much computation as that of the step, counted in pairs of
+    query and key. None if attention crosses document boundaries."""
     context_imbalance: float | None = None
-    """Attention computation of the busiest context rank in a microbatch, as a multiple of the mean over the context ranks; averaged
-    over microbatches. None without context parallelism."""
+    """Attention computation of the most loaded context-parallel rank, divided by the mean over the context-parallel ranks.
+    Averaged over the microbatches. None without context parallelism."""
     expert_balance: RouterMetrics | None = None
-    """Load of the experts and the load-balancing losses; None without experts."""
+    """Load of the experts, and the auxiliary losses of the routers; None without experts."""
     spike: Spike | None = None
     """The loss spike, if this step is a loss spike; else None."""
     exit_votes: tuple[bool, bool] = (False, False)
-    """Whether any rank has received an exit signal, and whether the time limit of any rank is exceeded."""
+    """Whether any rank has received an exit signal, and whether any rank has exceeded --exit-duration-in-mins."""
 
 
 class EvaluationSums(NamedTuple):
-    """Global sums of an evaluation, the same on every rank."""
+    """Sums of an evaluation over all tokens and ranks, the same on every rank."""
 
     loss_sum: float
-    """Sum of mask x loss."""
+    """Sum of loss mask * loss over all tokens."""
     mask_sum: float
-    """Sum of the loss mask."""
+    """Sum of the loss mask over all tokens."""
     mtp_loss_sum: float = 0.0
-    """Sum of mask x loss of multi-token prediction, averaged over its prediction layers; 0 without multi-token prediction."""
+    """Sum of loss mask * multi-token-prediction loss over all tokens, averaged over the prediction layers; 0 without
+    multi-token prediction."""
     num_exit_requests: float = 0.0
     """Number of ranks that have received an exit signal."""
 
@@ -113,7 +114,8 @@ class EvaluationSums(NamedTuple):
 
 
 class TrainStep:
-    """Training step of this rank: computes gradients, reduces them and updates the parameters. It also runs evaluation steps.
+    """Training step of this rank: computes gradients, reduces them over the ranks, and updates the parameters. It also runs
+    evaluation steps.
 
     It owns the sharded state of the model, the optimizer and the pipeline executor.
     """
@@ -132,14 +134,14 @@ class TrainStep:
         gradient_noise: bool = False,
         timers: Timers | None = None,
     ) -> None:
-        """Shard the model's state over the data ranks. This allocates gradients, main parameters, optimizer state, and the
+        """Shard the model's state over the data-parallel ranks. This allocates gradients, main parameters, optimizer state, and the
         parameters that have no memory yet.
 
         Args:
             skip_overflow: skip the update if the gradient is not finite (float16); otherwise raise an error.
             count_zeros: count the zeros of the gradient in every step.
             gradient_noise: measure the gradient noise in every step.
-            timers: timers of the phases of a step.
+            timers: timers of the parts of a step (--timing-log-level); None to measure nothing.
         """
         self.model, self.context, self.scaler = model, context, scaler
         self._micro_batch_size = micro_batch_size
@@ -148,7 +150,7 @@ class TrainStep:
         """Whether the all-gather of updated parameters may still be running when `run` returns."""
         self._skip_overflow, self._count_zeros = skip_overflow, count_zeros
         self._loss_dtype = torch.promote_types(model.dtype, torch.float32)
-        self._timer = nullcontext if timers is None else timers.at_level(1)
+        self._timer = nullcontext if timers is None else timers.select_level(1)
         """Function that returns a context manager that measures a named phase of a step."""
         self._counts_loss = model.computes_loss and context.group("tp").rank == 0
         """Whether this rank counts loss and tokens: the first tensor rank of the stage with the last chunk."""
@@ -171,7 +173,7 @@ class TrainStep:
         self.optimizer = ShardedOptimizer(groups, optimizer, context, max_logits=max_logits, frozen_shards=frozen_shards)
         self.executor = Executor(
             context,
-            model.stage_boundary(micro_batch_size, context.topology),
+            model.get_stage_boundary(micro_batch_size, context.topology),
             overlap=parallel.overlap_p2p_communication,
             before_backward=[provider.before_backward for provider in self.providers if provider.uses_before_backward],
             before_recompute=self._before_recompute,
@@ -189,7 +191,7 @@ class TrainStep:
                 self.providers, self.norm_shards, context
             )
         self._num_padding = sum(
-            len(s.norm_range) - sum(param_slice.slice.numel for param_slice in s.norm_slices(context)) for s in self.norm_shards
+            len(s.norm_range) - sum(param_slice.slice.numel for param_slice in s.get_norm_slices(context)) for s in self.norm_shards
         )
 
     @classmethod
@@ -223,13 +225,14 @@ class TrainStep:
         """Train on one global batch.
 
         Args:
-            batch: this data rank's microbatches.
-            iteration: iteration number, starting from 1, for error messages.
+            batch: microbatches of this data-parallel rank.
+            iteration: number of the step, counted from 1, for error messages.
             learning_rate: learning rate of this step's update.
             weight_decay: weight decay of this step's update.
-            group_rates: learning rates of parameter groups with their own learning-rate bounds (`optimizer.custom_lr_bounds`).
-            exit_votes: whether this rank has received an exit signal, and whether its time is up. The votes are reduced with the
-                other scalars, so they need no additional communication.
+            group_rates: learning rates of the parameter groups that have separate minimum or maximum rates, by these bounds
+                (`optimizer.custom_lr_bounds`).
+            exit_votes: whether this rank has received an exit signal, and whether it has exceeded --exit-duration-in-mins. The
+                votes are reduced with the other scalars, so they need no additional communication.
 
         Raises:
             NonFiniteError: loss or gradient is not finite and overflows are not skipped, or the loss mask is zero at every token.
@@ -278,14 +281,14 @@ class TrainStep:
         return result
 
     def _estimate_noise(self, totals: StepTotals, batch: Sequence[ModelInputs], scale: float) -> NoiseEstimate | None:
-        """Estimate the gradient noise of a step.
+        """Estimate the gradient noise from this step.
 
-        Return None if the noise is not measured, if the batch has only one microbatch, if the first microbatch has no unmasked
-        token, or if the gradient overflowed.
+        Return None if the noise is not measured, or if the batch has only one microbatch. Also return None if the first microbatch
+        has no unmasked token, or if the gradient overflowed.
 
         Args:
-            totals: global sums of the step.
-            batch: this data rank's microbatches.
+            totals: sums of the step over all ranks.
+            batch: microbatches of this data-parallel rank.
             scale: loss scale of the step.
         """
         first_samples = self._micro_batch_size
@@ -307,19 +310,19 @@ class TrainStep:
     def _reduce_totals(
         self, loss_sum: torch.Tensor, count: torch.Tensor, exit_votes: tuple[bool, bool], batch: Sequence[ModelInputs]
     ) -> StepTotals:
-        """Reduce the scalars of this step over all ranks.
+        """Sum the scalars of this step over all ranks, such as loss, token count and squared gradient norm.
 
-        This is the only synchronisation of the host with the device in a step, and the only reduction of scalars besides that of
-        the token count in `compute_gradients`.
+        This is the only point at which the host waits for the device in a step. Only the token count in `compute_gradients` is
+        reduced separately from these scalars.
 
         Args:
-            loss_sum: this rank's summand of the sum of the loss.
-            count: this rank's summand of the sum of the loss mask.
-            exit_votes: whether this rank has received an exit signal, and whether its time is up.
-            batch: this data rank's microbatches.
+            loss_sum: this rank's part of the sum of the loss.
+            count: this rank's part of the sum of the loss mask.
+            exit_votes: whether this rank has received an exit signal, and whether it has exceeded --exit-duration-in-mins.
+            batch: microbatches of this data-parallel rank.
         """
         device = self.context.device
-        sq_sums = squared_norms([*self._norm_grads, *self._duplicate_grads], device)
+        sq_sums = compute_squared_norms([*self._norm_grads, *self._duplicate_grads], device)
         self.shard_squared_norms, duplicate_sq_sums = sq_sums.split([len(self._norm_grads), len(self._duplicate_grads)])
         grad_sq_sum = self.shard_squared_norms.sum()
         if self._duplicate_grads:  # adds NaN or infinity if duplicates are not finite, else 0
@@ -328,11 +331,11 @@ class TrainStep:
         if self._count_zeros:  # exclude padding, whose amount depends on the layout
             num_zeros = count_zeros(self._norm_grads, device) - self._num_padding
         # Created on the device, to avoid copies from the host.
-        scalars = [torch.full_like(grad_sq_sum, value) for value in (*exit_votes, *self._document_values(batch))]
+        scalars = [torch.full_like(grad_sq_sum, value) for value in (*exit_votes, *self._compute_document_values(batch))]
         noise_values = [torch.zeros_like(grad_sq_sum)] * 3
         if self._noise_meter is not None:
             noise_values = [
-                *self._noise_meter.local_squared_norms(self.shard_squared_norms),
+                *self._noise_meter.compute_local_squared_norms(self.shard_squared_norms),
                 self._sum_loss_mask(batch[:1] if self._noise_meter.has_first_microbatch else ()),
             ]
         max_logit = self._find_max_logit() if self.model.logit_tracker is not None else torch.zeros_like(grad_sq_sum)
@@ -342,7 +345,7 @@ class TrainStep:
         if self.model.router_tracker is not None:
             balance_totals = self.model.router_tracker.reduce(self.context.world, len(batch) * self.context.data_group.size)
             for shard in self._balance_shards:
-                shard.grad.copy_(self.model.router_tracker.excess_load(shard.record))
+                shard.grad.copy_(self.model.router_tracker.compute_excess_load(shard.record))
             local_totals = torch.cat(
                 [local_totals, balance_totals if self.context.world.rank == 0 else torch.zeros_like(balance_totals)]
             )
@@ -351,16 +354,15 @@ class TrainStep:
         return StepTotals._make([*totals[:num_fields], tuple(totals[num_fields:])])
 
     def _find_max_logit(self) -> torch.Tensor:
-        """Find the largest attention score of each head over all ranks, and return this rank's summand of the maximum over all
-        heads (float64). The summand is the maximum on global rank 0 and zero elsewhere, so that the step's sum over ranks gives the
-        maximum."""
+        """Return the largest attention score of the step over all heads and ranks on global rank 0, and zero on other ranks
+        (float64 scalar). The sum over ranks that follows at the end of the step is then the maximum."""
         assert self.model.logit_tracker is not None
         max_logit = all_reduce(self.model.logit_tracker.max_logits, self.context.world, dist.ReduceOp.MAX).amax().double()
         return max_logit if self.context.world.rank == 0 else torch.zeros_like(max_logit)
 
-    def _document_values(self, batch: Sequence[ModelInputs]) -> tuple[float, float]:
-        """Return this rank's summands of two sums over all ranks: the step's `attention_samples`, and the context imbalances of its
-        microbatches (see `StepResult`). Of the ranks that share samples, only one returns values other than 0."""
+    def _compute_document_values(self, batch: Sequence[ModelInputs]) -> tuple[float, float]:
+        """Return what this rank adds to two sums over all ranks: to the step's `attention_samples`, and to the sum of the context
+        imbalances of the microbatches (see `StepResult`). Of the ranks that share samples, only one returns values other than 0."""
         if not self._counts_loss or self.context.context_group.rank > 0:
             return 0.0, 0.0
         documents = [inputs.documents for inputs in batch if inputs.documents is not None]
@@ -372,18 +374,18 @@ class TrainStep:
     def compute_gradients(
         self, batch: Sequence[ModelInputs], *, inspect: GradInspector | None = None, reuse_token_count: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the gradients of (loss scale) x (mean loss), reduced over all ranks. They are written to the gradients of the
-        shards.
+        """Compute the gradients of (loss scale) * (mean loss) and reduce them over all ranks. They are written to the gradient
+        buffers of the parameter shards.
 
         Args:
-            batch: this data rank's microbatches.
+            batch: microbatches of this data-parallel rank.
             inspect: function that receives this rank's local gradients when they are written. The gradients are then not reduced,
                 and those of the shards do not change.
-            reuse_token_count: use the token count of the previous step, because the microbatches are a part of that step's batch.
+            reuse_token_count: use the token count of the previous step, because `batch` is a part of that step's batch.
 
         Returns:
-            this rank's summands of the global sums of loss and loss mask: float64 scalars, zero on ranks that do not count the
-            loss.
+            what this rank adds to the global sums of the loss and of the loss mask: float64 scalars, zero on ranks that do not
+            count the loss.
         """
         local_token_count = self._sum_loss_mask(batch)
         # The first backward needs the token count, and with 1F1B it runs before later forwards. So reduce the count up front,
@@ -396,7 +398,7 @@ class TrainStep:
         def scale_loss(loss: torch.Tensor) -> torch.Tensor:
             if not scale:
                 scale.append((self.scaler.scale / pending_count.wait().clamp(min=1.0)).to(self._loss_dtype))
-            return total_loss(loss) * scale[0]
+            return compute_total_loss(loss) * scale[0]
 
         if self._noise_meter is not None:
             self._noise_meter.start(enabled=inspect is None)
@@ -413,10 +415,10 @@ class TrainStep:
 
     @contextmanager
     def _record_layer_outputs(self, num_microbatches: int) -> Iterator[None]:
-        """Record attention scores and router statistics of the layers while the block is active, if the run uses them.
+        """Record the layers' attention scores and router statistics while the block is active, if the run uses them.
 
         Args:
-            num_microbatches: microbatches of the step on each data rank.
+            num_microbatches: number of microbatches of the step on each data-parallel rank.
         """
         with ExitStack() as stack:
             if self.model.logit_tracker is not None:
@@ -436,9 +438,10 @@ class TrainStep:
             provider.before_recompute(modules)
 
     def evaluate(self, batch: Sequence[ModelInputs], *, exit_vote: bool = False) -> EvaluationSums:
-        """Evaluate one global batch, without gradients.
+        """Compute the losses of one global batch, without gradients.
 
         Args:
+            batch: microbatches of this data-parallel rank.
             exit_vote: whether this rank has received an exit signal. The vote is reduced with the sums.
         """
         loss_sum, (_, mtp_sum) = self._run(batch, lambda loss: loss, training=False)
@@ -455,13 +458,14 @@ class TrainStep:
         """Run the pipeline schedule over a batch.
 
         Args:
-            batch: this data rank's microbatches.
-            scale_loss: returns the value from which backward starts, for the sum of the loss over a microbatch.
+            batch: microbatches of this data-parallel rank.
+            scale_loss: function that takes the losses of a microbatch, summed over its tokens. It returns the scalar from which
+                backward starts.
             training: whether to run forward and backward; otherwise only forward.
 
         Returns:
-            this rank's sum of the cross entropy, and a tensor [2] with its sums of z-loss and multi-token prediction loss: float64,
-            zero on ranks that do not count the loss.
+            this rank's sum of the cross entropy, and a tensor [2] with the sums of z-loss and multi-token-prediction loss. All are
+            float64, and zero on ranks that do not count the loss.
         """
         totals = torch.zeros(3, dtype=torch.float64, device=self.context.device)
         last_chunk = len(self.model.layer_table) - 1
@@ -475,22 +479,28 @@ class TrainStep:
                 totals[: out.numel()].add_(out.detach())
             return {"loss": scale_loss(out)}
 
-        self.executor.run(self.schedule(len(batch), training=training), forward)
+        self.executor.run(self.get_schedule(len(batch), training=training), forward)
         return totals[0], totals[1:]
 
     def prepare(self, num_microbatches: int) -> None:
         """Check the pipeline schedules of training and evaluation, and connect the pipeline stages. All ranks call this function
         before the first step.
 
+        Args:
+            num_microbatches: number of microbatches of a step on each data-parallel rank.
+
         Raises:
             ValueError: a schedule is incomplete or would deadlock.
         """
         for training in (True, False):
-            self.executor.prepare(self.schedule(num_microbatches, training=training))
+            self.executor.prepare(self.get_schedule(num_microbatches, training=training))
 
-    def schedule(self, num_microbatches: int, *, training: bool = True) -> Schedule:
-        """Return the pipeline schedule of a step with `num_microbatches` microbatches per data rank. If `training` is False, the
-        schedule contains only forwards."""
+    def get_schedule(self, num_microbatches: int, *, training: bool = True) -> Schedule:
+        """Return the pipeline schedule of a step. If `training` is False, the schedule contains only forwards.
+
+        Args:
+            num_microbatches: number of microbatches of the step on each data-parallel rank.
+        """
         key = (num_microbatches, training)
         if key not in self._schedules:
             num_stages = self.context.topology.pp

@@ -1,4 +1,4 @@
-"""A training run: `Trainer` builds its components from the settings, and runs its steps.
+"""A training run: `Trainer` builds the components of the run from the settings, and runs the steps.
 
 `pretrain_gpt.py` creates a trainer and runs it to the end. User programs can also run single steps, observe them with callbacks,
 and access the model between steps.
@@ -56,10 +56,10 @@ class Trainer:
         callbacks: callbacks for every step of `fit` and `step`, on all ranks.
         quiet: print nothing. Metrics files and curves are still written.
         command: arguments of the command line, for the history file of the run.
-        started_at: start time of the job, by time.monotonic(). By default the current time.
-        signals: handler of the signals that ask the run to exit.
+        started_at: time at which the job started, by time.monotonic(). By default the current time.
+        signals: handler of the signals that ask the run to exit (SIGTERM, SIGUSR1).
         explanations: registry in which components explain errors, for the message that the program prints after a failure.
-        draw_record: plot the history of the run during training and write a report at its end, if the settings enable them.
+        draw_record: plot the history of the run during training and write a report at its end, if the settings enable this.
 
     Raises:
         ValueError: a problem that the user can fix, for example with files, devices, a checkpoint that does not fit, or ranks that
@@ -147,9 +147,9 @@ class Trainer:
 
         resume_point = self._resume(config, plan, in_memory=saver.saves_to_node_memory)
         self.progress = progress = resume_point.progress
-        plan = plan.resumed_at(progress.iteration, progress.consumed_samples)
-        batches = self.data.batches_from(progress, plan, context)
-        self.steps.prepare(plan.num_microbatches(progress.consumed_samples))
+        plan = plan.resume_at(progress.iteration, progress.consumed_samples)
+        batches = self.data.create_batches(progress, plan, context)
+        self.steps.prepare(plan.get_num_microbatches(progress.consumed_samples))
         reporter = startup.make_reporter(
             *(config, context, model, plan, timers),
             resumed=resume_point.path is not None,
@@ -165,7 +165,7 @@ class Trainer:
         )
         for line in [
             *settings.notes,
-            *features.startup_lines(self._components),
+            *features.get_startup_lines(self._components),
             *batches.describe(progress.phases),
             *startup.describe_outputs(config, draw_record=draw_record),
             *resume_point.notes,
@@ -183,18 +183,18 @@ class Trainer:
             saver,
             reporter,
             timers,
-            train_batches=batches.training_batches,
+            train_batches=batches.iter_training_batches,
             valid_batches=batches.validation_batches,
             test_batches=batches.test_batches,
             started_at=started_at,
             signals=signals,
-            build_feature_callbacks=lambda: features.callbacks(self._components),
+            build_feature_callbacks=lambda: features.build_callbacks(self._components),
             control=control,
         )
 
     @property
     def model(self) -> Model:
-        """Part of the model on this rank."""
+        """Part of the model that this rank holds."""
         return self.steps.model
 
     @property
@@ -203,7 +203,7 @@ class Trainer:
         return self.progress.iteration
 
     def fit(self, iterations: int | None = None, *, callbacks: Sequence[Callback] = ()) -> bool:
-        """Train to the end of the run, or for a number of steps. Evaluate and save as the settings say.
+        """Train to the end of the run, or for a number of steps. Evaluate and save checkpoints as often as the settings say.
 
         Args:
             iterations: number of steps; by default all remaining ones.
@@ -213,7 +213,7 @@ class Trainer:
             whether a signal ended the run.
 
         Raises:
-            NonFiniteError: loss or gradient is not finite, in a precision without a loss scale.
+            NonFiniteError: loss or gradient is not finite, in a run without --fp16.
         """
         stop_iteration = None if iterations is None else self.progress.iteration + iterations
         self._start_run()
@@ -221,14 +221,15 @@ class Trainer:
         return self._loop.run(self.progress, stop_iteration=stop_iteration, callbacks=[*self.callbacks, *callbacks])
 
     def step(self, tokens: NDArray[np.int64] | torch.Tensor | None = None) -> StepResult | None:
-        """Run one step, with the next batch of the run or with given tokens. In both cases it counts as a step of the run.
+        """Run one step, with the next batch of the run or with tokens from the caller. In both cases the step counts as a step of
+        the run.
 
         Args:
-            tokens: token ids [global batch, s + 1], the same on all ranks. Each row is a separate sequence; its last token is only
-                a label.
+            tokens: token ids [global batch size, --seq-length + 1], the same on all ranks. Each row is a separate sequence; its
+                last token is only a label.
 
         Returns:
-            the result, the same on every rank; None for an iteration that the settings skip.
+            the result, the same on every rank; None for an iteration that --iterations-to-skip skips.
 
         Raises:
             ValueError: the tokens have a wrong shape, or an id is not in the vocabulary.
@@ -238,7 +239,7 @@ class Trainer:
             self._manual_stack.enter_context(self._loop.attach_callbacks(self.callbacks))
             self._is_stepping_manually = True
         if tokens is not None:
-            return self._loop.run_step(self.progress, next(self._batches_from_tokens(tokens)))
+            return self._loop.run_step(self.progress, next(self._build_batches_from_tokens(tokens)))
         consumed = self.progress.consumed_samples
         if self._manual_batches is None or self._manual_batches[0] != consumed:
             self._close_manual_batches()
@@ -249,7 +250,7 @@ class Trainer:
         return result
 
     def evaluate(self) -> float:
-        """Return the mean loss over the validation batches of the settings. The batches are the same at every call.
+        """Return the mean loss over --eval-iters validation batches. The batches are the same at every call.
 
         Raises:
             ValueError: the settings have no evaluation.
@@ -280,7 +281,9 @@ class Trainer:
             saver = self._build_saver(dataclasses.replace(checkpoint, save=os.fspath(folder)), run_record(self.config, ()))
             folder_claim.enter_context(saver.claim_folder())
         with folder_claim:
-            path = saver.save(self.progress, self.steps.optimizer, self.steps.scaler, loop.schedule, log, loop.checkpoint_extras())
+            path = saver.save(
+                self.progress, self.steps.optimizer, self.steps.scaler, loop.schedule, log, loop.get_checkpoint_extras()
+            )
             saver.finish(log)
         return path or saver.build_checkpoint_path(self.progress.iteration)
 
@@ -302,9 +305,9 @@ class Trainer:
         resume_point = self._resume(dataclasses.replace(self.config, checkpoint=checkpoint), plan)
         self._loop.control.checkpoint = resume_point.checkpoint
         vars(self.progress).update(vars(resume_point.progress))
-        plan = plan.resumed_at(self.progress.iteration, self.progress.consumed_samples)
-        batches = self.data.batches_from(self.progress, plan, self.context)
-        self._loop.plan, self._loop.schedule, self._loop.train_batches = plan, resume_point.schedule, batches.training_batches
+        plan = plan.resume_at(self.progress.iteration, self.progress.consumed_samples)
+        batches = self.data.create_batches(self.progress, plan, self.context)
+        self._loop.plan, self._loop.schedule, self._loop.train_batches = plan, resume_point.schedule, batches.iter_training_batches
         self._components = dataclasses.replace(self._components, resume_point=resume_point, plan=plan)
 
     def close(self) -> None:
@@ -320,7 +323,7 @@ class Trainer:
         self._close(error_type, error, traceback)
 
     def _close(self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        """End the run and close everything that it has opened.
+        """End the run and close everything that the run has opened.
 
         After an error in a parallel job only the run is ended, and the process group stays open: the other ranks may be in a
         collective, and leaving the group could hang.
@@ -340,7 +343,7 @@ class Trainer:
                 disconnect()
 
     def _detach_callbacks(self) -> None:
-        """End the block in which callbacks observe the steps that the user runs with `step`."""
+        """Exit the context managers of the callbacks that `step` has entered, so that the callbacks no longer observe steps."""
         self._manual_stack.close()
         self._is_stepping_manually = False
 
@@ -359,7 +362,8 @@ class Trainer:
             self._run_stack.enter_context(self._loop.reporter.record_run(self.progress, self._run_facts))
 
     def _build_saver(self, checkpoint: CheckpointConfig, record: dict[str, Any]) -> Saver | NoSaver:
-        """Build the saver of the run. Its modules are imported only if there is a save folder."""
+        """Build the saver of checkpoints, or a stand-in that does nothing if there is no save folder. The modules of the saver are
+        imported only if they are needed."""
         if checkpoint.save is None:
             return NoSaver()
         from megatron.training.saver import Saver
@@ -370,10 +374,11 @@ class Trainer:
         return Saver(checkpoint, self.context, record, self.data.vocab_size, patience_s=patience_s)
 
     def _resume(self, config: Config, plan: BatchSizePlan, *, in_memory: bool = False) -> ResumePoint:
-        """Load weights and state from a checkpoint, if the settings name one.
+        """Load weights and state from the checkpoint that the settings name. Without a checkpoint, return the state at iteration 0.
 
         Args:
-            in_memory: whether the nodes keep copies of the run's state in memory, which are loaded if they are newer.
+            in_memory: whether the nodes keep copies of the run's state in host memory. A copy is loaded if it is newer than the
+                checkpoint.
         """
         schedule = startup.make_learning_schedule(config.optimizer, config.training, plan)
         optimizer, scaler = self.steps.optimizer, self.steps.scaler
@@ -388,37 +393,38 @@ class Trainer:
         self.steps.finish_param_gather()
         return resume_point
 
-    def _batches_from_tokens(self, tokens: NDArray[np.int64] | torch.Tensor) -> Batches:
-        """Return an iterator over a single step with the given tokens."""
+    def _build_batches_from_tokens(self, tokens: NDArray[np.int64] | torch.Tensor) -> Batches:
+        """Return an iterator over a single batch, which consists of the tokens that the user passes to `step`."""
         rows = torch.as_tensor(tokens).cpu().numpy().astype(np.int64)
         length = self.config.model.seq_length
-        size = self._loop.plan.global_batch_size(self.progress.consumed_samples)
+        size = self._loop.plan.get_global_batch_size(self.progress.consumed_samples)
         if rows.shape != (size, length + 1):
             raise ValueError(
                 f"tokens have the shape {list(rows.shape)}, but a step takes [global batch size, --seq-length + 1], "
-                f"here [{size}, {length + 1}]"
+                f"so here the shape must be [{size}, {length + 1}]"
             )
         if rows.min() < 0 or rows.max() >= self.data.vocab_size:
             raise ValueError(
-                f"token ids range from {rows.min()} to {rows.max()}, but the vocabulary has {self.data.vocab_size} ids"
+                f"token ids range from {rows.min()} to {rows.max()}, but the vocabulary has only the ids 0 to "
+                f"{self.data.vocab_size - 1}. Use the tokenizer of this run"
             )
         source = _TokenRowSource(rows) if self.data.datasets is not None else None
-        return self.data.batch_builder.batches(
+        return self.data.batch_builder.iter_batches(
             source, global_batch_size_at=lambda _: len(rows), consumed_samples=0, total_samples=len(rows), num_workers=0
         )
 
 
 class _TokenRowSource(SampleSource):
-    """Sample source over the rows of a token array [samples, s + 1], for steps with tokens of the user."""
+    """Source of samples whose rows are tokens from the user: an array [samples, sequence length + 1]."""
 
     def __init__(self, rows: NDArray[np.int64]) -> None:
         self.seq_length = rows.shape[1] - 1
         self._rows = rows
 
-    def samples(self, first: int, count: int) -> NDArray[np.int64]:
+    def get_samples(self, first: int, count: int) -> NDArray[np.int64]:
         return self._rows[first : first + count]
 
-    def lineage(self, sample_index: int) -> list[DocumentSpan]:
+    def get_lineage(self, sample_index: int) -> list[DocumentSpan]:
         return []
 
     def describe(self, num_samples: int) -> list[str]:
