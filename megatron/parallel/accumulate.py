@@ -10,7 +10,7 @@ Every parameter that is trained has a `GradSink`. In their backward, layers pass
 - `accumulate_grouped`: the weight gradients of several matrices;
 - `route_grad(param)`: for parameters that are used in ordinary torch operations.
 
-Autograd itself never handles the gradient of a parameter, so no gradient is allocated twice. It also lets a pipeline schedule
+Autograd itself never handles the gradient of a parameter, so no gradient is allocated twice. This also lets a pipeline schedule
 decide when weight gradients are computed: within `deferring()`, matrix products are deferred.
 
 A parameter without a sink (in a layer that is used outside of training) gets its gradient in `.grad`, as usual in torch. A
@@ -30,7 +30,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from megatron.parallel.matmul import add_rows, weight_product
+from megatron.parallel.matmul import add_rows, compute_weight_product
 
 WorkFunction = Callable[[], Callable[[], None] | None]
 """Deferred computation. It either completes, or starts the communication that it needs and returns a function that completes it."""
@@ -46,7 +46,8 @@ MakeInput = Callable[[torch.Tensor], torch.Tensor]
 
 
 class WeightProduct(Protocol):
-    """Interface of a function that computes a weight gradient grad_output^T x and writes or adds it, such as `weight_product`."""
+    """Interface of a function that computes the weight gradient grad_output^T @ x, such as `compute_weight_product`. The function
+    writes the gradient to `into`, or adds it if `add` is true."""
 
     def __call__(self, grad_output: torch.Tensor, x: torch.Tensor, into: torch.Tensor, *, add: bool) -> None: ...
 
@@ -54,7 +55,8 @@ class WeightProduct(Protocol):
 class GroupedWeightProduct(Protocol):
     """Interface of a function that computes the weight gradients of several matrices, such as the experts of a layer.
 
-    Each matrix has its own rows of the factors, and some may have none. `into` has the shape [matrices, out, in].
+    Matrix i has `rows_per_expert[i]` consecutive rows (tokens) of `grad_output` and of `x`; this number may be 0. The product
+    grad_output^T @ x of these rows is written to `into[i]`, or added if `add` is true. `into` has the shape [matrices, out, in].
     """
 
     def __call__(
@@ -63,7 +65,7 @@ class GroupedWeightProduct(Protocol):
 
 
 class DeferredWork:
-    """Queue of deferred computations of weight gradients, and the number of bytes of the tensors that the queue keeps alive."""
+    """Queue of deferred computations of weight gradients, with the number of bytes of the tensors that the queue keeps alive."""
 
     def __init__(self) -> None:
         self._work: deque[WorkFunction] = deque()
@@ -74,15 +76,15 @@ class DeferredWork:
         return len(self._work)
 
     def add(self, work: WorkFunction, num_bytes: int) -> None:
-        """Add a computation to the queue."""
+        """Add a computation to the queue. `num_bytes` is the size of the tensors that the computation keeps alive."""
         self._work.append(work)
         self.num_bytes += num_bytes
 
     def run(self) -> None:
         """Run all computations in the order in which they were added.
 
-        Communication of a computation starts before the previous computation completes. The tensors of a computation are freed when
-        it is complete.
+        A computation may need communication, such as an all-gather of its input. This communication starts before the previous
+        computation runs, so that the two overlap. The tensors of a computation are freed when it is complete.
         """
         finish: Callable[[], None] | None = None
         with torch.no_grad():  # the queue runs outside of backward, and inputs may require a gradient
@@ -104,9 +106,11 @@ _deferred: DeferredWork | None = None
 class GradSink:
     """Destination for the gradient of one parameter, in place of `.grad`.
 
-    `main_grad` has the shape of the parameter and the dtype of the sink. The first write overwrites it, so it is never set to zero.
+    `main_grad` accumulates the gradient. It has the shape of the parameter and the dtype of the sink. The first write of a step
+    overwrites `main_grad`, so that it need not be set to zero before.
 
     Args:
+        dtype: dtype of `main_grad`.
         on_write: called after each write. The receiver counts the writes to know when the gradient is complete.
         allocate: returns the memory for `main_grad`. Called before the first write if `main_grad` is None.
     """
@@ -118,7 +122,7 @@ class GradSink:
         self.main_grad: torch.Tensor | None = None
 
     def add(self, grad: torch.Tensor) -> None:
-        """Add a gradient with the shape of the parameter."""
+        """Add a gradient, which has the shape of the parameter, to `main_grad`."""
         main_grad = self._get_main_grad()
         if self.is_written:
             main_grad.add_(grad)
@@ -127,14 +131,15 @@ class GradSink:
         self._finish_write()
 
     def add_product_sum(
-        self, factors: Iterable[tuple[torch.Tensor, torch.Tensor]], product: WeightProduct = weight_product
+        self, factors: Iterable[tuple[torch.Tensor, torch.Tensor]], product: WeightProduct = compute_weight_product
     ) -> None:
-        """Add a sum of products grad_output^T x to a gradient with out * in elements.
+        """Add a sum of products grad_output^T @ x to the gradient of a weight with out * in elements.
 
-        Each product is added before the next pair of factors is requested. All products together count as a single write.
+        Each product is added before the next pair is taken from `factors`. All products together count as a single write.
 
         Args:
-            factors: pairs (grad_output [n, out], x [n, in]).
+            factors: pairs (grad_output [n, out], x [n, in]), for `n` tokens.
+            product: computes a product, and writes or adds it.
         """
         main_grad = self._get_main_grad()
         for grad_output, x in factors:
@@ -145,12 +150,12 @@ class GradSink:
     def add_grouped(
         self, grad_output: torch.Tensor, x: torch.Tensor, rows_per_expert: Sequence[int], product: GroupedWeightProduct
     ) -> None:
-        """Add the weight gradients of several matrices to a gradient [matrices x out, in].
+        """Add the weight gradients of several matrices, such as the experts of a layer, to a gradient [matrices x out, in].
 
         Args:
-            grad_output: [n, out].
-            x: [n, in].
-            rows_per_expert: number of rows of each matrix; the sum is n.
+            grad_output: gradients of the matrices' outputs, [n, out] for `n` tokens, ordered by matrix.
+            x: inputs of the matrices, [n, in], in the same order.
+            rows_per_expert: number of rows (tokens) of each matrix; the sum is `n`.
             product: computes the weight gradients of all matrices.
         """
         main_grad = self._get_main_grad()
@@ -171,7 +176,12 @@ class GradSink:
         self._finish_write()
 
     def add_rows(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """Add rows [n, h], in the dtype of the sink, to the rows of the gradient at the indices `ids` [n]."""
+        """Add the gradients of looked-up rows of a table, such as a word embedding, to the gradient of the table.
+
+        Args:
+            ids: indices of the rows in the table, [n].
+            rows: gradients of the rows, [n, h], in the dtype of the sink.
+        """
         main_grad = self._get_main_grad()
         add_rows(main_grad if self.is_written else main_grad.zero_(), ids, rows)
         self._finish_write()
@@ -187,23 +197,23 @@ class GradSink:
 
 
 def get_grad_sink(param: torch.Tensor) -> GradSink | None:
-    """Return the gradient sink of a parameter, or None if it has none."""
+    """Return the `GradSink` that accumulates the gradient of a parameter in place of `.grad`, or None if the parameter has none."""
     return getattr(param, "grad_sink", None)
 
 
 def get_grad_dtype(param: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which the gradient of a parameter is accumulated."""
+    """Return the dtype in which the gradient of a parameter is accumulated: that of its `GradSink`, or without a sink its own."""
     sink = get_grad_sink(param)
     return param.dtype if sink is None else sink.dtype
 
 
 def is_deferring() -> bool:
-    """Return whether weight gradients are currently deferred."""
+    """Return whether the code runs within `deferring()`, so that the matrix products of weight gradients are deferred."""
     return _deferred is not None
 
 
 def accumulate(param: torch.Tensor, grad: torch.Tensor) -> None:
-    """Add a computed gradient, with the shape of the parameter, to the parameter's gradient sink."""
+    """Add a computed gradient, with the shape of the parameter, to the parameter's gradient sink (`GradSink`)."""
     sink = get_grad_sink(param)
     if not param.requires_grad:
         return
@@ -216,16 +226,16 @@ def accumulate(param: torch.Tensor, grad: torch.Tensor) -> None:
 
 
 def accumulate_product_sum(
-    param: torch.Tensor, factors: Iterable[tuple[torch.Tensor, torch.Tensor]], product: WeightProduct = weight_product
+    param: torch.Tensor, factors: Iterable[tuple[torch.Tensor, torch.Tensor]], product: WeightProduct = compute_weight_product
 ) -> None:
-    """Add a weight gradient that is a sum of products grad_output^T x to the parameter's gradient sink.
+    """Compute a weight gradient that is a sum of products grad_output^T @ x, and add it to the parameter's gradient sink.
 
-    The gradient is never deferred. All products together count as a single write.
+    The products are computed at once, even within `deferring()`. All products together count as a single write to the sink.
 
     Args:
         param: weight with out * in elements.
-        factors: pairs (grad_output [n, out], x [n, in]), each for some of the rows. The memory of a pair may be reused for the next
-            pair.
+        factors: pairs (grad_output [n, out], x [n, in]), each for some of the tokens. The memory of a pair may be reused for the
+            next pair.
         product: computes each product.
     """
     if not param.requires_grad:
@@ -238,38 +248,42 @@ def accumulate_product_sum(
 def accumulate_grouped(
     param: torch.Tensor, grad_output: torch.Tensor, x: torch.Tensor, rows_per_expert: Sequence[int], product: GroupedWeightProduct
 ) -> None:
-    """Add the weight gradients of several matrices, grad_output^T x for the rows of each matrix, to their gradient sink. They are
-    never deferred.
+    """Compute the weight gradients of several matrices, such as the experts of a layer, and add them to the parameter's gradient
+    sink.
+
+    The gradient of each matrix is grad_output^T @ x for the rows (tokens) of the matrix. The gradients are computed at once, even
+    within `deferring()`.
 
     Args:
-        param: weights, [matrices x out, in].
-        grad_output: [n, out].
-        x: [n, in].
-        rows_per_expert: number of rows of each matrix, in their order; the sum is n, and some may be zero.
+        param: all matrices in one parameter, [matrices x out, in].
+        grad_output: gradients of the matrices' outputs, [n, out] for `n` tokens, ordered by matrix.
+        x: inputs of the matrices, [n, in], in the same order.
+        rows_per_expert: number of rows of each matrix; the sum is `n`, and some may be zero.
         product: computes all products.
     """
     _add_to_sink(param, lambda sink: sink.add_grouped(grad_output, x, rows_per_expert, product))
 
 
 def accumulate_sum(param: torch.Tensor, rows: torch.Tensor) -> None:
-    """Add a gradient that is the sum of rows [n, out] to the parameter's gradient sink. The parameter has `out` elements, for
-    example a bias."""
+    """Add a gradient that is the sum of rows [n, out], one for each of `n` tokens, to the parameter's gradient sink. The parameter
+    has `out` elements, for example a bias."""
     _add_to_sink(param, lambda sink: sink.add_sum(rows))
 
 
 def accumulate_rows(param: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> None:
-    """Add the gradient of a table [v, h], of which some rows were looked up, to the table's gradient sink.
+    """Add the gradient of a table [v, h], such as a word embedding, to the table's gradient sink. Only the looked-up rows have a
+    gradient.
 
     Args:
-        ids: indices of the rows, [n].
-        rows: gradients of the rows, [n, h], in `get_grad_dtype`.
+        ids: indices of the looked-up rows, [n].
+        rows: gradients of these rows, [n, h], in the dtype that `get_grad_dtype` returns for the table.
     """
     _add_to_sink(param, lambda sink: sink.add_rows(ids, rows))
 
 
 def _add_to_sink(param: torch.Tensor, add: Callable[[GradSink], None]) -> None:
-    """Call `add` with the gradient sink of a parameter. A parameter outside of training has no sink: then use a temporary sink that
-    adds to `.grad`."""
+    """Call `add` with the gradient sink of a parameter. A parameter that is used outside of training has no sink. For such a
+    parameter, use a temporary sink and add its gradient to `.grad`."""
     sink = get_grad_sink(param)
     if not param.requires_grad:
         return
@@ -283,11 +297,11 @@ def _add_to_sink(param: torch.Tensor, add: Callable[[GradSink], None]) -> None:
 
 
 def run_or_defer(work: WorkFunction, *, inputs: tuple[torch.Tensor, ...] = ()) -> None:
-    """Run the computation of a weight gradient now or, within `deferring()`, add it to the queue of deferred work, which the caller
-    of `deferring()` runs later.
+    """Compute a weight gradient now or, within `deferring()`, add the computation to the queue that `deferring()` yields.
 
     Args:
-        inputs: tensors that `work` needs; their bytes are counted.
+        work: computes the gradient and adds it to the gradient sink.
+        inputs: tensors that `work` needs. The queue counts their bytes, because it keeps them alive.
     """
     if _deferred is not None:
         _deferred.add(work, sum(tensor.nbytes for tensor in inputs))
@@ -302,17 +316,17 @@ def accumulate_product(
     start_gather: StartGather | None = None,
     *,
     make_input: MakeInput | None = None,
-    product: WeightProduct = weight_product,
+    product: WeightProduct = compute_weight_product,
 ) -> None:
-    """Add the weight gradient grad_output^T x of a linear layer to the weight's gradient sink. Within `deferring()`, defer the
-    product.
+    """Compute the weight gradient grad_output^T @ x of a linear layer, and add it to the weight's gradient sink. Within
+    `deferring()`, defer this work.
 
     Args:
         param: weight with out * in elements.
         grad_output: gradient of the output on this rank, [..., out].
         x: input of the layer on this rank, [..., in], or the saved tensor from which `make_input` computes it.
-        start_gather: if `grad_output` or `x` is sharded, starts to gather it. The function that it returns waits and returns both
-            tensors, with the same number of rows.
+        start_gather: None unless `grad_output` or `x` is sharded. Starts to gather the sharded tensor, and returns a function that
+            waits and returns (grad_output, x), with equal numbers of rows.
         make_input: computes the input from `x`. Not used together with `start_gather`.
         product: computes the matrix product.
     """
@@ -332,7 +346,8 @@ def accumulate_product(
 
 @contextmanager
 def deferring() -> Iterator[DeferredWork]:
-    """Within the context, defer the matrix products of weight gradients. The caller runs the yielded queue later."""
+    """Defer the matrix products of weight gradients within this context. Yield the queue of the deferred products, which the caller
+    must run later."""
     global _deferred
     assert _deferred is None, "deferring() does not nest"
     _deferred = deferred = DeferredWork()
@@ -343,7 +358,8 @@ def deferring() -> Iterator[DeferredWork]:
 
 
 class _RouteGrad(torch.autograd.Function):
-    """Autograd function: identity in forward. Backward passes the gradient to `accumulate`, and autograd gets no gradient."""
+    """Autograd function: identity in forward. Backward passes the gradient of the parameter to `accumulate` and returns none to
+    autograd."""
 
     @staticmethod
     def forward(ctx: Any, param: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -356,7 +372,8 @@ class _RouteGrad(torch.autograd.Function):
 
 
 def route_grad(param: nn.Parameter) -> torch.Tensor:
-    """Return the parameter for use in ordinary torch operations. Backward passes its gradient to `accumulate`."""
+    """Return the parameter as a tensor for ordinary torch operations. Backward passes the parameter's gradient to `accumulate`
+    instead of `.grad`."""
     return _RouteGrad.apply(param) if param.requires_grad else param
 
 
@@ -364,7 +381,8 @@ def route_grad(param: nn.Parameter) -> torch.Tensor:
 
 
 class GradCounter:
-    """Counts the gradients that the parameters of a bucket receive in a step, to find out when a microbatch is complete.
+    """Counts the gradients that the parameters of a bucket receive in a step, to find out when the gradients of a microbatch are
+    complete.
 
     Args:
         uses: number of gradients that backward adds to each parameter per microbatch.
@@ -382,7 +400,8 @@ class GradCounter:
         self._num_incomplete_params = len(self.uses)
 
     def count_write(self, param_index: int) -> bool:
-        """Count one gradient. Return whether all parameters now have their gradients of one more microbatch.
+        """Count one more gradient of the parameter with this index in `uses`. Return whether this gradient completes a microbatch
+        for all parameters.
 
         With deferred weight gradients, some parameters may be several microbatches ahead of others.
         """
@@ -415,4 +434,7 @@ def check_grad_counts(rank: int, counts: Iterable[tuple[str, int, int]]) -> None
         elif actual < expected:
             problems.append(f"{name} lacks {expected - actual} gradients" if actual else f"no gradient reached {name}")
     if problems:
-        raise RuntimeError(f"rank {rank}: the backward passes of this step are incomplete: {'; '.join(problems)}")
+        raise RuntimeError(
+            f"rank {rank}: internal error: the backward passes of this step gave parameters a wrong number of gradients: "
+            f"{'; '.join(problems)}. Please report this"
+        )

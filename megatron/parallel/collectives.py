@@ -1,8 +1,8 @@
 """Collectives over process groups, and conjugate pairs of them as autograd functions.
 
 Shapes: `s` sequence, `b` microbatch, `h` hidden, `n` ranks of the group. Tensors are always gathered and scattered along dimension
-0 (the sequence), so messages are contiguous. Reductions are sums; callers scale explicitly. In a group of size one no collective
-does anything.
+0 (the sequence), so messages are contiguous. Reductions are sums by default, never averages: callers scale the sums. In a group of
+size one, collectives do nothing.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ class Pending:
 
 
 def start_all_reduce(tensor: torch.Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
-    """Start to reduce `tensor` in place over the group."""
+    """Start to reduce `tensor` in place over the ranks of the group, by default to the sum."""
     if group.size == 1:
         return Pending(tensor)
     return Pending(tensor, dist.all_reduce(tensor, op, group=group.process_group, async_op=True))
 
 
 def start_all_gather(tensor: torch.Tensor, group: Group, out: torch.Tensor | None = None) -> Pending:
-    """Start to concatenate the tensors of all ranks along dimension 0: [s/n, ...] to [s, ...].
+    """Start to concatenate the tensors of all ranks along dimension 0: [s/n, ...] to [s, ...] with `n` ranks.
 
     Args:
-        out: buffer for the result; None to allocate it. `tensor` may be this rank's slice of it.
+        out: buffer for the result; None to allocate it. `tensor` may be this rank's slice of `out`.
     """
     if group.size == 1:
         return Pending(tensor)
@@ -68,7 +68,7 @@ def start_all_gather(tensor: torch.Tensor, group: Group, out: torch.Tensor | Non
 
 
 def start_reduce_scatter(tensor: torch.Tensor, group: Group, out: torch.Tensor | None = None) -> Pending:
-    """Start to sum a tensor over the ranks and to scatter the sum along dimension 0: [s, ...] to [s/n, ...].
+    """Start to sum a tensor over the ranks and to scatter the sum along dimension 0: [s, ...] to [s/n, ...] on `n` ranks.
 
     Args:
         out: buffer for the result; None to allocate it. It may be this rank's slice of `tensor`.
@@ -100,13 +100,12 @@ def start_all_to_all(
 
 
 class _WorkList:
-    """Several operations behind the interface of one: `wait` waits for all of them."""
+    """Several communication operations as a single one: `wait` waits for all of them."""
 
     def __init__(self, works: Sequence[dist.Work | None]) -> None:
         self._works = works
 
     def wait(self) -> None:
-        """Wait for all operations."""
         for work in self._works:
             assert work is not None, "this rank is not in the group"
             work.wait()
@@ -141,7 +140,7 @@ def start_ring_shift(tensor: torch.Tensor, group: Group, out: torch.Tensor | Non
 
 
 def all_reduce(tensor: torch.Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
-    """Reduce a tensor in place over the group and return it."""
+    """Reduce a tensor in place over the ranks of the group, by default to the sum, and return it."""
     return start_all_reduce(tensor, group, op).wait()
 
 
@@ -181,7 +180,7 @@ def split_along_first_dim(tensor: torch.Tensor, group: Group) -> torch.Tensor:
 def gather_objects(value: Any, group: Group) -> list[Any]:
     """Return a list of the Python objects of all ranks, in the order of the ranks.
 
-    For small objects in reports and errors, not for the training step.
+    For small objects in reports and errors, not for the training step, because objects are pickled.
     """
     if group.size == 1:
         return [value]
@@ -191,7 +190,8 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
 
 
 def ring_shift_tensor(tensor: torch.Tensor, distance: int, group: Group) -> torch.Tensor:
-    """Return the tensor of the rank `distance` positions earlier in the ring of the group.
+    """Send a tensor to the rank `distance` positions later in the ring of the group. Return the tensor of the rank `distance`
+    positions earlier.
 
     Tensors are contiguous and have the same shape on all ranks.
     """
@@ -199,38 +199,43 @@ def ring_shift_tensor(tensor: torch.Tensor, distance: int, group: Group) -> torc
         return tensor
     received = torch.empty_like(tensor)
     start_all_to_all(
-        received.view(-1), tensor.view(-1), _ring_shift_counts(group, distance, tensor.numel(), tensor.numel()), group
+        received.view(-1), tensor.view(-1), _compute_ring_shift_counts(group, distance, tensor.numel(), tensor.numel()), group
     ).wait()
     return received
 
 
 def ring_shift_object(value: Any, distance: int, group: Group, device: torch.device) -> Any:
-    """Return the Python object of the rank `distance` positions earlier in the ring of the group.
+    """Send a Python object to the rank `distance` positions later in the ring of the group. Return the object of the rank
+    `distance` positions earlier.
 
     Tensors in the object must be in host memory.
 
     Args:
-        device: device of the group's backend.
+        device: device of the tensors that the group's backend can send.
     """
     if distance % group.size == 0:
         return value
     to_send = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
     size = int(ring_shift_tensor(torch.full((1,), len(to_send), device=device), distance, group))
     received = to_send.new_empty(size)
-    start_all_to_all(received, to_send, _ring_shift_counts(group, distance, size, len(to_send)), group).wait()
+    start_all_to_all(received, to_send, _compute_ring_shift_counts(group, distance, size, len(to_send)), group).wait()
     return pickle.loads(received.cpu().numpy().tobytes())
 
 
-def _ring_shift_counts(group: Group, distance: int, receive_count: int, send_count: int) -> tuple[list[int], list[int]]:
-    """Return the counts of `start_all_to_all` for a ring shift, in which each rank sends only to the rank `distance` positions
-    later."""
+def _compute_ring_shift_counts(group: Group, distance: int, receive_count: int, send_count: int) -> tuple[list[int], list[int]]:
+    """Return the arguments `counts` of `start_all_to_all` for a ring shift, in which each rank sends only to the rank `distance`
+    positions later.
+
+    Returns:
+        Number of elements that this rank receives from each rank, and number of elements that it sends to each rank.
+    """
     source, destination = (group.rank - distance) % group.size, (group.rank + distance) % group.size
     ranks = range(group.size)
     return [receive_count * (rank == source) for rank in ranks], [send_count * (rank == destination) for rank in ranks]
 
 
 def broadcast_object(value: Any, group: Group) -> Any:
-    """Return the Python object of the group's first rank on all ranks. For small objects."""
+    """Return the Python object of the group's first rank on all ranks. For small objects, which are pickled."""
     if group.size == 1:
         return value
     values = [value]
@@ -280,7 +285,7 @@ class _AllGatherForward(torch.autograd.Function):
 
 
 def all_reduce_forward(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Sum the partial results of the ranks, in place. Backward passes the gradient on unchanged."""
+    """Sum the partial results of the ranks, in place. Backward returns the gradient unchanged."""
     return x if group.size == 1 else _AllReduceForward.apply(x, group)
 
 

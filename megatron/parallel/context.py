@@ -1,7 +1,8 @@
 """Process groups: created once, then passed to the layers. A layer takes the group that it needs: ``context.group("tp")``.
 
-The rank is an argument and not a property of the process. So with the "fake" backend (``connect_fake``) the same code builds any
-rank of any world size on the meta device. In a group of size one every collective does nothing, so callers need no special case.
+The rank is an argument and not a property of the process. With the "fake" backend (``connect_fake``), the same code therefore
+builds any rank of any world size on the meta device. In a group of size one, collectives do nothing, so callers need no special
+case.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _NCCL_ONLY_GROUPS = ("fsdp_shard", "fsdp_replica")
 
 
 class CommunicatorOptions(NamedTuple):
-    """Options with which a process group is created."""
+    """Options for creating a process group. The defaults are those of torch."""
 
     backend: str | None = None
     """Backend string of torch; None for the backends of the default process group."""
@@ -53,16 +54,17 @@ class CommunicatorOptions(NamedTuple):
 
 
 def get_world_backend(backend: str) -> str:
-    """Return the backend string of the default process group, for tensors on `backend`. For NCCL it also includes gloo, for tensors
-    in host memory."""
+    """Return torch's backend string for the default process group, for example "gloo". With NCCL, the string also names gloo, for
+    tensors and objects in host memory."""
     return _NCCL_AND_GLOO if backend == "nccl" else backend
 
 
 def get_communicator_options(name: Sequence[str], world_backends: str | None) -> CommunicatorOptions:
-    """Return the options for creating a process group.
+    """Return the options for creating a process group. Without NCCL, the defaults are returned.
 
     Args:
-        name: axes of the group; for a group that does not follow the axes, its name and possibly axes.
+        name: axes of the group, such as ("tp",). A group for a special purpose has a name, possibly followed by axes, such as
+            ("fsdp_shard", "edp").
         world_backends: backend string of the default process group.
     """
     if world_backends != _NCCL_AND_GLOO:
@@ -79,8 +81,9 @@ def get_communicator_options(name: Sequence[str], world_backends: str | None) ->
 def check_error_handling(environment: Mapping[str, str]) -> None:
     """Reject settings of torch that make a rank hang, or continue with undefined data, after an NCCL error.
 
-    torch watches for NCCL errors and ends the process (TearDown, 1, or SkipCleanUp, 3, which is the default). With NoHandling (0)
-    all other ranks wait forever. With CleanUpOnly (2) the GPU continues with whatever the receive buffer contains.
+    By default torch watches for NCCL errors and ends the process (TearDown, 1, or SkipCleanUp, 3, which is the default). With
+    NoHandling (0), all other ranks wait forever for a lost rank. With CleanUpOnly (2), the GPU continues with whatever the receive
+    buffer contains.
 
     Raises:
         ValueError: an environment variable selects NoHandling or CleanUpOnly.
@@ -93,13 +96,16 @@ def check_error_handling(environment: Mapping[str, str]) -> None:
                 else "after an NCCL error, ranks compute with undefined data"
             )
             raise ValueError(
-                f"{name}={value} in the environment: {consequence}. Unset it; torch then ends every rank that NCCL fails on."
+                f"{name}={value} in the environment: {consequence}. Unset this variable; torch then ends every rank in which NCCL "
+                "reports an error."
             )
 
 
 def build_nccl_options(communicator: CommunicatorOptions) -> Any:
-    """Return torch's NCCL options for a process group; None for the defaults, since only builds of torch with NCCL have this
-    class."""
+    """Return torch's NCCL options for a process group, or None if all options are defaults.
+
+    Defaults need no object, and only builds of torch with NCCL have its class.
+    """
     if not communicator.high_priority and communicator.max_channels is None:
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=communicator.high_priority)
@@ -115,7 +121,7 @@ _EXPERT_GROUP_AXES = (("etp", "ep"), ("edp",))
 
 @dataclass(frozen=True)
 class Group:
-    """Process group, with its ranks and this process's rank in it."""
+    """Process group: its name, the ranks of its members and this process's rank in it."""
 
     name: str
     ranks: tuple[int, ...]
@@ -153,7 +159,7 @@ class ParallelContext:
     @functools.cached_property
     def axis_sizes(self) -> dict[str, int]:
         """Size of every axis, including the expert axes."""
-        return {axis: self.topology.size(axis) for axis in (*AXES, *EXPERT_AXES)}
+        return {axis: self.topology.get_size(axis) for axis in (*AXES, *EXPERT_AXES)}
 
     def group(self, *axes: str) -> Group:
         """Return this rank's process group over the given axes. Without axes, return a group of size one.
@@ -172,81 +178,85 @@ class ParallelContext:
 
     @property
     def data_group(self) -> Group:
-        """Ranks that read different samples of the global batch."""
+        """Process group of the data-parallel ranks, which read different samples of the global batch."""
         return self.group(*DATA_AXES)
 
     @property
     def gradient_group(self) -> Group:
-        """Ranks over which gradients are summed and optimizer state is sharded: the data-parallel and context-parallel ranks."""
+        """Process group over which gradients are summed and optimizer state is sharded: the data-parallel and context-parallel
+        ranks."""
         return self.group(*GRADIENT_AXES)
 
     @property
     def expert_group(self) -> Group:
-        """Ranks that together hold each expert exactly once, and send each other tokens."""
+        """Process group of the ranks that together hold each expert exactly once, and send each other the experts' tokens."""
         return self.group("etp", "ep")
 
     @property
     def sequence_group(self) -> Group:
-        """Ranks that share each sequence: the context ranks and, for sequence parallelism, the tensor ranks."""
+        """Process group of the ranks that work on the same sequences: the context-parallel and tensor-parallel ranks. With sequence
+        parallelism, the tensor-parallel ranks split the tokens too."""
         return self.group("tp", "cp")
 
     @property
     def context_group(self) -> Group:
-        """Ranks that share each sequence by context parallelism, each with some of the tokens."""
+        """Process group of the context-parallel ranks, which work on the same sequences, each on some of the tokens."""
         return self.group("cp")
 
     @property
     def context_rings(self) -> tuple[Group, Group]:
-        """Two further groups of the same context ranks, for ring attention.
+        """Two further process groups of the context-parallel ranks, for ring attention.
 
-        The first is for keys and values, the second for their gradients. Each has its own communicator, so the rings never wait for
-        each other.
+        The first is for keys and values, the second for their gradients. Each has its own communicator, so the two rings never wait
+        for each other.
         """
         return self._groups[("cp_ring",)], self._groups[("cp_ring_grad",)]
 
-    def pipeline_channel(self, source: int, destination: int) -> Group:
-        """Return the group for messages from one pipeline stage to another.
+    def get_pipeline_channel(self, source: int, destination: int) -> Group:
+        """Return the process group for messages from one pipeline stage to another.
 
         Messages to later and to earlier stages have separate groups, which carry only tensors. NCCL runs the sends and receives of
-        a pair of ranks in the order in which they were issued. So with a single communicator the two directions could wait for each
-        other.
+        a pair of ranks in the order in which they were issued. With a single communicator, a message in one direction could
+        therefore wait for a message in the other direction.
         """
         return self._groups[("pp_up",) if source < destination else ("pp_down",)]
 
     @property
     def pipeline_ends(self) -> Group:
-        """Group of the first and the last pipeline stage, which share a tied embedding. On all stages between, a group of size
-        one."""
+        """Process group of the first and the last pipeline stage, which share a tied embedding. On all other stages, a group of
+        only this rank."""
         return self._groups[("ends",)]
 
-    def fsdp_shard_group(self, axes: tuple[str, ...] = GRADIENT_AXES) -> Group:
-        """Return the ranks over which `fully_shard` shards a parameter.
+    def get_fsdp_shard_group(self, axes: tuple[str, ...] = GRADIENT_AXES) -> Group:
+        """Return the process group over which `fully_shard` shards a parameter.
 
-        These are the ranks of the gradient group, or with --fsdp-shard-size only some neighbors in it.
+        By default this is the gradient group. With --fsdp-shard-size (hybrid FSDP), it contains only some neighboring ranks of that
+        group.
 
         Args:
             axes: axes over which gradients of the parameter are summed. By default those of the gradient group; for experts, their
                 data axis.
         """
-        return self._groups.get(_fsdp_group_key("fsdp_shard", axes)) or self.group(*axes)
+        return self._groups.get(_build_fsdp_group_key("fsdp_shard", axes)) or self.group(*axes)
 
-    def fsdp_replica_group(self, axes: tuple[str, ...] = GRADIENT_AXES) -> Group:
-        """Return the ranks that hold the same shard of a parameter in hybrid FSDP. With full sharding, it is a group of size
-        one."""
-        return self._groups.get(_fsdp_group_key("fsdp_replica", axes)) or Group("fsdp_replica", (self.rank,), 0)
+    def get_fsdp_replica_group(self, axes: tuple[str, ...] = GRADIENT_AXES) -> Group:
+        """Return the process group of the ranks that hold the same shard of a parameter in hybrid FSDP. With full sharding, it is a
+        group of size one."""
+        return self._groups.get(_build_fsdp_group_key("fsdp_replica", axes)) or Group("fsdp_replica", (self.rank,), 0)
 
     def at_stage(self, stage: int) -> ParallelContext:
-        """Return the context of the rank with this rank's coordinates in another pipeline stage, for planning.
+        """Return the context of another pipeline stage: of the rank that has this rank's coordinates on all axes but the pipeline
+        axis.
 
-        The result cannot communicate: only sizes and ranks of its groups are meaningful.
+        The returned context is for planning and cannot communicate: only sizes and ranks of its groups are meaningful.
         """
         groups_at_stage = {**self._groups, ("pp",): replace(self.group("pp"), rank=stage)}
         return replace(
-            self, rank=self.topology.rank(**{**self.topology.coordinates(self.rank), "pp": stage}), _groups=groups_at_stage
+            self, rank=self.topology.find_rank(**{**self.topology.get_coordinates(self.rank), "pp": stage}), _groups=groups_at_stage
         )
 
 
-def _fsdp_group_key(name: str, axes: tuple[str, ...]) -> tuple[str, ...]:
+def _build_fsdp_group_key(name: str, axes: tuple[str, ...]) -> tuple[str, ...]:
     return (name,) if axes == GRADIENT_AXES else (name, *axes)
 
 
@@ -259,11 +269,13 @@ def make_context(
     fsdp_shard_size: int | None = None,
     local_groups_only: bool = False,
 ) -> ParallelContext:
-    """Create every process group of the topology. All ranks of the default process group must call this together.
+    """Create every process group of the topology, and return the context of this rank. All ranks of the default process group must
+    call this function together.
 
     Args:
-        fsdp_shard_size: number of data-parallel ranks that share one copy of the model (see `fsdp_shard_group`); None for all.
-        local_groups_only: create only the groups of this rank, because the other ranks do not take part.
+        rank: global rank of this process.
+        fsdp_shard_size: number of data-parallel ranks that share one copy of the model (see `get_fsdp_shard_group`); None for all.
+        local_groups_only: create only the groups that contain this rank, because the other ranks do not exist as processes.
 
     Raises:
         ValueError: the number of data-parallel ranks is not divisible by `fsdp_shard_size`.
@@ -296,7 +308,7 @@ def make_context(
                 context._groups[key] = Group(name, ranks, ranks.index(rank), process_group)
 
     def list_groups(*axes: str) -> list[tuple[int, ...]]:
-        return [topology.group(rank, *axes)] if local_groups_only else topology.groups(*axes)
+        return [topology.group(rank, *axes)] if local_groups_only else topology.get_groups(*axes)
 
     for axes in (*_GROUP_AXES, *_EXPERT_GROUP_AXES):
         create_groups(axes, list_groups(*axes))
@@ -308,20 +320,24 @@ def make_context(
     context._groups[("ends",)] = Group("ends", (rank,), 0)
     create_groups(("ends",), [(ranks[0], ranks[-1]) for ranks in pipeline_groups if len(ranks) > 1])
     if fsdp_shard_size is not None:
-        for axes, shard_size in ((GRADIENT_AXES, fsdp_shard_size), (EXPERT_AXES[-1:], topology.expert_shard_size(fsdp_shard_size))):
+        for axes, shard_size in (
+            (GRADIENT_AXES, fsdp_shard_size),
+            (EXPERT_AXES[-1:], topology.get_expert_shard_size(fsdp_shard_size)),
+        ):
             shard_groups, replica_groups = topology.shard_and_replica_groups(shard_size, rank if local_groups_only else None, axes)
-            create_groups(_fsdp_group_key("fsdp_shard", axes), shard_groups)
-            create_groups(_fsdp_group_key("fsdp_replica", axes), replica_groups)
+            create_groups(_build_fsdp_group_key("fsdp_shard", axes), shard_groups)
+            create_groups(_build_fsdp_group_key("fsdp_replica", axes), replica_groups)
     return context
 
 
 def connect(config: ParallelConfig) -> ParallelContext:
-    """Join the job that a launcher such as torchrun describes in the environment. Without a launcher, the world has a single rank.
+    """Join the job that a launcher such as torchrun describes in environment variables. Without a launcher, the world has a single
+    rank.
 
     Raises:
         ValueError: CUDA is requested but not available, there are more local ranks than GPUs, the backend does not support the
-            device, the environment disables NCCL's error handling, the rank is unknown although --init-method is set, or the
-            rendezvous fails.
+            device, the environment disables NCCL's error handling, --init-method is set but the rank is unknown, or the rendezvous
+            fails.
     """
     if not dist.is_initialized() and (problem := describe_missing_rank(config.init_method)):
         raise ValueError(problem)
@@ -357,10 +373,10 @@ def connect_fake(
     fsdp_shard_size: int | None = None,
     device: torch.device = torch.device("meta"),  # noqa: B008 (a constant)
 ) -> ParallelContext:
-    """Build the context of any rank of any world in this process, with the "fake" backend of torch.
+    """Build the context of any rank of a world of any size in this process, with the "fake" backend of torch.
 
-    Groups are real objects, but collectives return at once, and the contents of received tensors are undefined. Only the groups of
-    this rank are created, so a world of a million ranks takes half a second.
+    The process groups are real objects, but collectives return at once, and the contents of received tensors are undefined. Only
+    the groups of this rank are created, so a world of a million ranks takes half a second.
 
     Args:
         fsdp_shard_size: number of data-parallel ranks that share one copy of the model; None for all.
@@ -374,7 +390,7 @@ def connect_fake(
 
 
 def choose_device(requested: str, local_rank: int) -> torch.device:
-    """Return the device of a local rank. A CUDA device also becomes the current device.
+    """Return the device for the process with a local rank (its index on the node). A CUDA device also becomes the current device.
 
     Args:
         requested: "cpu", "cuda", or "auto" for CUDA if it is available.
@@ -392,7 +408,7 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
         local_rank = 0  # the launcher makes one GPU visible per process (NCCL does not support two ranks on one GPU)
     if local_rank >= torch.cuda.device_count():
         raise ValueError(
-            f"local rank {local_rank} has no GPU, because torch sees only {torch.cuda.device_count()} on this node. "
+            f"local rank {local_rank} has no GPU, because torch sees only {torch.cuda.device_count()} GPUs on this node. "
             f"Start at most that many processes per node (--nproc-per-node {torch.cuda.device_count()}), or use --device cpu."
         )
     device = torch.device("cuda", local_rank)

@@ -30,10 +30,11 @@ T = TypeVar("T")
 
 
 class Handles(Generic[T]):
-    """Registry that finds the Python object of a handle. It holds only weak references to the objects.
+    """Registry that finds the Python object for which a handle (a tensor in a compiled graph) stands. The registry holds only weak
+    references to the objects.
 
     Args:
-        object_name: name for an object in error messages.
+        object_name: what the objects are, for error messages.
     """
 
     def __init__(self, object_name: str) -> None:
@@ -44,7 +45,8 @@ class Handles(Generic[T]):
         return len(self._objects)
 
     def create(self, target: T, device: torch.device) -> torch.Tensor:
-        """Return a new handle for an object: an int64 tensor of shape [] with undefined value.
+        """Return a new handle for an object: an int64 tensor of shape [] whose address in memory identifies the object. The value
+        of the tensor is undefined.
 
         The caller must keep the handle alive, for example in the object, because other tensors may get its address after it is
         freed. A handle that is saved for backward keeps its address: tensors of integers are never offloaded to host memory. A
@@ -59,7 +61,7 @@ class Handles(Generic[T]):
         return handle
 
     def find(self, handle: torch.Tensor) -> T:
-        """Return the object of a handle.
+        """Return the object for which a handle was created.
 
         Raises:
             RuntimeError: the object no longer exists, or the tensor is a copy of its handle.

@@ -25,7 +25,7 @@ _FEW_ROWS = 32
 """Number of input rows below which converting the weight to float32 takes longer than the product in bfloat16."""
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def get_dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype, such as "float32" for `torch.float32`.
 
     Works for all dtypes, including those that checkpoints do not support.
@@ -34,13 +34,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def is_slow_half(tensor: torch.Tensor) -> bool:
-    """Return whether every operation in the tensor's dtype is slow on its device: float16 on a CPU."""
+    """Return whether operations in the dtype of a tensor are slow on the tensor's device: float16 on a CPU."""
     return tensor.dtype == torch.float16 and tensor.device.type == "cpu"
 
 
 def should_widen(x: torch.Tensor) -> bool:
-    """Return whether products of x [..., k] should be computed in float32, because the device computes products in the dtype of x
-    more slowly."""
+    """Return whether to compute matrix products of x [..., k] in float32, because the device is slower in the dtype of x."""
     if x.device.type != "cpu" or x.dtype not in (torch.float16, torch.bfloat16):
         return False
     return x.dtype == torch.float16 or (x.numel() >= _FEW_ROWS * x.shape[-1] and not has_fast_bfloat16())
@@ -50,9 +49,9 @@ def should_widen(x: torch.Tensor) -> bool:
 def has_fast_bfloat16() -> bool:
     """Return whether this processor multiplies bfloat16 faster than float32.
 
-    The answer depends only on the processor model. A measurement could differ between two starts of a run, and so could its
-    results. On x86, bfloat16 is fast with AMX tiles, or with AVX512-BF16 if it has twice the rate of float32, which is not so on
-    Intel processors.
+    The answer depends only on the processor model. If speed were measured instead, two starts of a run could choose differently and
+    have different results. On x86, bfloat16 is fast with AMX tiles. It is also fast with AVX512-BF16 if that has twice the rate of
+    float32, which is not so on Intel processors.
     """
     if platform.machine().lower() not in ("x86_64", "amd64") or is_amx_tile_supported():
         return True
@@ -61,31 +60,31 @@ def has_fast_bfloat16() -> bool:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return x weight^T + bias: [..., in] and [out, in] to [..., out]."""
-    return _rounded_product(x, weight.t(), bias) if should_widen(x) else F.linear(x, weight, bias)
+    """Return x @ weight^T + bias: x [..., in] and weight [out, in] to [..., out]."""
+    return _compute_rounded_product(x, weight.t(), bias) if should_widen(x) else F.linear(x, weight, bias)
 
 
-def product_into(out: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Write x matrix + bias to `out`: [n, k] and [k, m] to [n, m]. Outside of autograd."""
+def matmul_into(out: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Write x @ matrix + bias to `out`: x [n, k] and matrix [k, m] to [n, m]. For use outside of autograd."""
     if should_widen(x):
-        return _rounded_product_into(out, x, matrix, bias)
+        return _write_rounded_product(out, x, matrix, bias)
     return torch.mm(x, matrix, out=out) if bias is None else torch.addmm(bias, x, matrix, out=out)
 
 
-def input_product(grad_output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of a linear layer's input: [..., out] and [out, in] to [..., in]."""
-    return _rounded_product(grad_output, weight, None) if should_widen(grad_output) else grad_output @ weight
+def compute_input_product(grad_output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of a linear layer's input, grad_output @ weight: [..., out] and [out, in] to [..., in]."""
+    return _compute_rounded_product(grad_output, weight, None) if should_widen(grad_output) else grad_output @ weight
 
 
-def _rounded_product(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _compute_rounded_product(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     out = x.new_empty(*x.shape[:-1], matrix.shape[1])
-    _rounded_product_into(out.view(-1, matrix.shape[1]), x.flatten(0, -2), matrix, bias)
+    _write_rounded_product(out.view(-1, matrix.shape[1]), x.flatten(0, -2), matrix, bias)
     return out
 
 
-def _rounded_product_into(out: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Write x matrix + bias to `out`, computed in float32 and rounded once. The matrix is converted block by block to limit the
-    memory."""
+def _write_rounded_product(out: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Write x @ matrix + bias to `out`, computed in float32 and rounded once. The matrix is converted to float32 block by block to
+    limit the memory."""
     x, block_size = x.float(), max(1, _BLOCK_ELEMENTS // matrix.shape[0])
     for start in range(0, matrix.shape[1], block_size):
         columns = slice(start, start + block_size)
@@ -95,13 +94,13 @@ def _rounded_product_into(out: torch.Tensor, x: torch.Tensor, matrix: torch.Tens
     return out
 
 
-def weight_product(grad_output: torch.Tensor, x: torch.Tensor, into: torch.Tensor, *, add: bool) -> None:
-    """Write or add grad_output^T x to `into`, with as few copies as the dtypes allow.
+def compute_weight_product(grad_output: torch.Tensor, x: torch.Tensor, into: torch.Tensor, *, add: bool) -> None:
+    """Write or add the weight gradient grad_output^T @ x to `into`, with as few copies as the dtypes allow.
 
     Args:
-        grad_output: [n, out].
-        x: [n, in].
-        into: [out, in], in the same dtype or float32.
+        grad_output: gradient of the output, [n, out] for `n` tokens.
+        x: input, [n, in].
+        into: [out, in], in the dtype of `x` or float32.
         add: add to `into` instead of overwriting it.
     """
     grad_columns = grad_output.t()
@@ -109,9 +108,9 @@ def weight_product(grad_output: torch.Tensor, x: torch.Tensor, into: torch.Tenso
         x = x.float()
         block_size = max(1, _BLOCK_ELEMENTS // len(x))
         for out_block, grad_block in zip(into.split(block_size), grad_columns.split(block_size), strict=True):
-            _product_into(grad_block.float(), x, out_block, add=add)
+            _write_product(grad_block.float(), x, out_block, add=add)
     elif into.dtype == x.dtype:
-        _product_into(grad_columns, x, into, add=add)
+        _write_product(grad_columns, x, into, add=add)
     elif into.dtype == torch.float32 and has_float32_output(x.device, x.dtype):
         # Tensor cores accumulate in float32 anyway, so this avoids a rounding and a second tensor.
         if add:
@@ -121,12 +120,12 @@ def weight_product(grad_output: torch.Tensor, x: torch.Tensor, into: torch.Tenso
     else:
         block_size = max(1, _BLOCK_ELEMENTS // into.shape[1])
         for out_block, grad_block in zip(into.split(block_size), grad_columns.split(block_size), strict=True):
-            _product_into(grad_block, x, out_block, add=add)
+            _write_product(grad_block, x, out_block, add=add)
 
 
-def _product_into(rows: torch.Tensor, x: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
-    """Write the matrix product rows x to `out`, or add the product to `out`. A separate tensor is allocated for the product only if
-    `out` has another dtype."""
+def _write_product(rows: torch.Tensor, x: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
+    """Write the matrix product rows @ x to `out`, or add the product to `out`. A separate tensor is allocated for the product only
+    if `out` has another dtype."""
     if out.dtype != x.dtype:
         product = rows @ x
         _ = out.add_(product) if add else out.copy_(product)
@@ -138,7 +137,7 @@ def _product_into(rows: torch.Tensor, x: torch.Tensor, out: torch.Tensor, *, add
 
 @functools.cache
 def has_float32_output(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether the device can write or add products of this dtype directly to float32 memory.
+    """Return whether the device can write or add matrix products of this dtype directly to float32 memory.
 
     CUDA can since torch 2.10; ROCm and CPUs cannot. The function tries such a product once per device and dtype, without waiting
     for its result.

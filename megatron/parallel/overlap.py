@@ -24,12 +24,13 @@ import torch
 
 from megatron.parallel.collectives import Pending, all_gather, gather_objects, reduce_scatter, start_ring_shift
 from megatron.parallel.context import Group
-from megatron.parallel.matmul import product_into
+from megatron.parallel.matmul import matmul_into
 from megatron.parallel.torch_private import find_symmetric_memory_op, unsafe_view
 
 
 class Overlap(Protocol):
-    """Interface for matrix products that overlap with a collective of the tensor-parallel group. They run outside of autograd.
+    """Interface for matrix products that overlap with a collective of the tensor-parallel group. The methods run outside of
+    autograd.
 
     All ranks of the group call the same methods in the same order.
     """
@@ -37,10 +38,10 @@ class Overlap(Protocol):
     def all_gather_matmul(
         self, x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, group: Group, *, returns_input: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """All-gather x [s/n, b, in] along the sequence and multiply it by the matrix [in, out].
+        """All-gather x [s/n, b, in] of `n` ranks along the sequence and multiply it by the matrix [in, out].
 
         Args:
-            bias: [out], added to the product.
+            bias: [out], added to the product; None for no bias.
             returns_input: return the gathered x too.
 
         Returns:
@@ -48,7 +49,8 @@ class Overlap(Protocol):
         """
 
     def matmul_reduce_scatter(self, x: torch.Tensor, matrix: torch.Tensor, group: Group) -> torch.Tensor:
-        """Multiply x [s, b, in] by the matrix [in, out] and reduce-scatter the product along the sequence: [s/n, b, out]."""
+        """Multiply x [s, b, in] by the matrix [in, out] and reduce-scatter the product along the sequence over `n` ranks: [s/n, b,
+        out]."""
 
 
 _MIN_ROW_BLOCKS = 4
@@ -60,8 +62,8 @@ reduce-scatter nothing is communicated. So with two blocks, a single block would
 class RingOverlap:
     """Overlap of matrix products with a ring of sends and receives.
 
-    The rows (tokens) of a rank form one or more blocks. Blocks of the input, or partial sums of blocks of the output, travel from
-    rank to rank.
+    The rows (tokens) of a rank form one or more blocks. For an all-gather, blocks of the input travel from rank to rank; for a
+    reduce-scatter, partial sums of blocks of the output. Meanwhile each rank multiplies another block.
     """
 
     reason: str = ""
@@ -74,15 +76,15 @@ class RingOverlap:
         self, x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, group: Group, *, returns_input: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """All-gather x [s/n, b, in] and multiply it by the matrix [in, out]. The rows of one rank are multiplied while those of the
-        next are received.
+        next rank are received.
 
         Unless `returns_input`, only the rows of two ranks are in memory at a time.
         """
         rows, received = group.size * len(x), deque(Pending(block) for block in _split_rows(x.contiguous(), group))
         y = x.new_empty((rows, *x.shape[1:-1], matrix.shape[1]))
         gathered_x = x.new_empty((rows, *x.shape[1:])) if returns_input else None
-        x_blocks = None if gathered_x is None else _in_ring_order(gathered_x, group, group.rank)
-        blocks_per_rank, y_blocks = len(received), _in_ring_order(y, group, group.rank)
+        x_blocks = None if gathered_x is None else _split_in_ring_order(gathered_x, group, group.rank)
+        blocks_per_rank, y_blocks = len(received), _split_in_ring_order(y, group, group.rank)
         for block_index, y_block in enumerate(y_blocks):
             block = received.popleft().wait()
             if block_index + blocks_per_rank < len(y_blocks):
@@ -91,16 +93,17 @@ class RingOverlap:
                 )
             if x_blocks is not None and block_index < blocks_per_rank:
                 x_blocks[block_index].copy_(block)
-            product_into(y_block.flatten(0, -2), block.flatten(0, -2), matrix, bias)
+            matmul_into(y_block.flatten(0, -2), block.flatten(0, -2), matrix, bias)
         return gathered_x, y
 
     def matmul_reduce_scatter(self, x: torch.Tensor, matrix: torch.Tensor, group: Group) -> torch.Tensor:
         """Multiply x [s, b, in] by the matrix [in, out] and reduce-scatter the product: [s/n, b, out].
 
-        The sum for the rows of a rank starts at the next rank of the ring and ends at the rank itself. It is rounded on each rank,
-        as in the ring of NCCL. Products for the rows of at most three ranks are in memory at a time.
+        The partial sum for the rows of a rank starts at the next rank of the ring and ends at the rank itself. Each rank on the way
+        adds its product and rounds the sum, as in the ring of NCCL. Products for the rows of at most three ranks are in memory at a
+        time.
         """
-        x_blocks, partial_sums = _in_ring_order(x, group, group.rank - 1), deque[Pending]()
+        x_blocks, partial_sums = _split_in_ring_order(x, group, group.rank - 1), deque[Pending]()
         shape = (len(x) // group.size, *x.shape[1:-1], matrix.shape[1])
         blocks_per_rank = len(x_blocks) // group.size
         num_remote_blocks = len(x_blocks) - blocks_per_rank
@@ -113,7 +116,7 @@ class RingOverlap:
                 if block_index < num_remote_blocks
                 else local_blocks[block_index - num_remote_blocks]
             )
-            product_into(product.flatten(0, -2), x_block.flatten(0, -2), matrix)
+            matmul_into(product.flatten(0, -2), x_block.flatten(0, -2), matrix)
             if block_index >= blocks_per_rank:
                 product.add_(partial_sums.popleft().wait())
             if block_index < num_remote_blocks:
@@ -122,12 +125,12 @@ class RingOverlap:
 
 
 def _split_rows(rows: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:
-    """Split the rows of one rank into blocks."""
+    """Split the rows of one rank into blocks, so that all ranks together have at least `_MIN_ROW_BLOCKS`."""
     return rows.chunk(-(-_MIN_ROW_BLOCKS // group.size))
 
 
-def _in_ring_order(x: torch.Tensor, group: Group, first_rank: int) -> list[torch.Tensor]:
-    """Split the rows of all ranks into blocks, in the order in which they reach this rank.
+def _split_in_ring_order(x: torch.Tensor, group: Group, first_rank: int) -> list[torch.Tensor]:
+    """Split the rows of all ranks into blocks, in the order in which this rank multiplies them.
 
     The order starts with the rows of `first_rank` and goes backwards through the ring.
     """
@@ -148,7 +151,7 @@ class SymmetricMemoryOverlap:
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """All-gather x [s/n, b, in] and multiply it by the matrix [in, out], in torch's fused operation."""
         gathered_x, (y,) = find_symmetric_memory_op("fused_all_gather_matmul")(
-            x.contiguous(), [matrix], 0, _process_group_name(group), return_A=returns_input
+            x.contiguous(), [matrix], 0, _get_process_group_name(group), return_A=returns_input
         )
         y = y if bias is None else y.add_(bias)
         return gathered_x, unsafe_view(y, y.shape)  # not a view for autograd: cross entropy overwrites the logits
@@ -159,13 +162,14 @@ class SymmetricMemoryOverlap:
         A single kernel sums the partial products, in the order of the ranks.
         """
         y: torch.Tensor = find_symmetric_memory_op("fused_matmul_reduce_scatter")(
-            x.contiguous(), matrix, "sum", 0, _process_group_name(group)
+            x.contiguous(), matrix, "sum", 0, _get_process_group_name(group)
         )
         return y
 
 
 def choose_overlap(group: Group, device: torch.device) -> Overlap:
-    """Select the implementation for a group: symmetric memory if it works, otherwise the ring.
+    """Select how the matrix products of a tensor-parallel group overlap with its collectives: by symmetric memory if it works,
+    otherwise by a ring of sends and receives.
 
     All ranks of the group call this function together.
     """
@@ -203,7 +207,7 @@ def _try_symmetric_memory(group: Group, device: torch.device) -> str:
     small integers, so the products are exact.
 
     Returns:
-        The problem, or "" if results are equal.
+        What went wrong, or "" if the results are equal.
     """
     rows, size = 16 * group.size, 16
     x = (torch.arange(rows * size, device=device).view(rows, 1, size) + group.rank) % 3 - 1
@@ -221,6 +225,6 @@ def _try_symmetric_memory(group: Group, device: torch.device) -> str:
     return "" if is_equal and torch.equal(scattered, reduce_scatter(x @ matrix, group)) else "a test of it gave wrong results"
 
 
-def _process_group_name(group: Group) -> str:
+def _get_process_group_name(group: Group) -> str:
     assert group.process_group is not None
     return group.process_group.group_name

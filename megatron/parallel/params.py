@@ -1,4 +1,5 @@
-"""Table of the model's parameters by global name, with a record of each: name, shape, split over ranks, and axes of its gradient.
+"""Table of the model's parameters by global name. The record of each parameter has its name, its shape, how ranks split it, and the
+axes along which its gradient is summed.
 
 All code that handles parameters, except for the layers that use them, reads these records: initialization, gradient reduction, the
 global norm, weight decay, sharding, checkpoints, export and memory reports. So each property of a parameter is defined only once.
@@ -40,25 +41,25 @@ class Split:
 
 @dataclass(frozen=True)
 class ParamRecord(ParamInfo):
-    """Record of one parameter at a given layout: name, shape, how ranks split its dimensions, and along which axes its gradient is
-    a partial sum.
+    """Properties of one parameter in a given parallel layout: name, shape, how ranks split its dimensions, and along which axes its
+    gradient is a partial sum.
 
     The record is the same on every rank.
     """
 
     splits: tuple[Split, ...] = ()
     partial_axes: tuple[str, ...] = GRADIENT_AXES
-    """Axes along which the gradient of each rank is a partial sum."""
+    """Axes along which the gradient of each rank is a partial sum, and over whose ranks gradients must be summed."""
     chunks: tuple[int, ...] = ()
-    """Model chunks that hold the parameter; several for a parameter that is tied across chunks."""
+    """Model chunks that hold the parameter; several for a word embedding that is tied to the output layer."""
 
     @classmethod
     def of(cls, weight: WeightSpec, *, tensor_size: int, sequence_parallel: bool, chunks: tuple[int, ...]) -> ParamRecord:
-        """Build the record of a parameter from its specification, for a layout.
+        """Build the record of a parameter from its specification (`WeightSpec`), for a parallel layout.
 
         Args:
             tensor_size: number of tensor-parallel ranks, over which dimension 0 may need padding.
-            sequence_parallel: whether the tensor ranks split the sequence too.
+            sequence_parallel: whether the tensor-parallel ranks also split the sequence.
             chunks: model chunks that hold the parameter.
         """
         return cls(
@@ -67,7 +68,7 @@ class ParamRecord(ParamInfo):
             splits=tuple(
                 Split(dim, axis, weight.get_padded_size(tensor_size) if dim == 0 else None) for dim, axis in weight.splits
             ),
-            partial_axes=_gradient_axes(weight, sequence_parallel),
+            partial_axes=_get_gradient_axes(weight, sequence_parallel),
             chunks=chunks,
             param_type=weight.param_type,
             init=weight.init,
@@ -81,14 +82,16 @@ class ParamRecord(ParamInfo):
 
     @property
     def is_expert(self) -> bool:
-        """Whether the parameter is split over axes of the expert grid."""
+        """Whether the parameter belongs to experts, and is split over axes of the expert grid."""
         return any(split.axis in EXPERT_AXES for split in self.splits)
 
     @property
     def replicated_axes(self) -> tuple[str, ...]:
-        """Model-parallel axes along which all ranks hold the same values of the parameter.
+        """Axes along which all ranks hold the same values of the parameter.
 
-        A parameter that is updated by token counts is never sharded, so for it the axes of the gradient group are included.
+        For most parameters these are the model-parallel axes along which the parameter is not sharded. A parameter that is updated
+        by token counts (such as a router's bias) is never sharded. All ranks over which its token counts are summed hold the same
+        values, so the axes of the gradient group are included too.
         """
         if self.count_update is not None:
             return ("tp", *GRADIENT_AXES)
@@ -97,10 +100,11 @@ class ParamRecord(ParamInfo):
 
     @property
     def measures_noise(self) -> bool:
-        """Whether the parameter counts for --log-gradient-noise: only the matrices of layers that tensor ranks split do.
+        """Whether the gradient noise of --log-gradient-noise includes the parameter: only matrices of layers that tensor-parallel
+        ranks split.
 
-        Of these matrices every tensor rank has complete gradients for its elements. The gradient of another parameter may be a
-        partial sum over the tensor ranks, and the square of a partial sum says nothing about the noise.
+        Every tensor-parallel rank has complete gradients for its elements of these matrices. The gradient of another parameter may
+        be a partial sum over the tensor-parallel ranks, and the square of a partial sum says nothing about the noise.
         """
         return self.role == "hidden" and bool(self.splits) and "tp" not in self.partial_axes
 
@@ -109,11 +113,11 @@ class ParamRecord(ParamInfo):
         one does."""
         return all(context.coordinates[axis] == 0 for axis in self.replicated_axes if axis not in self.partial_axes)
 
-    def local_shape(self, axis_sizes: dict[str, int]) -> tuple[int, ...]:
-        """Return the shape of the local parameter, including padding.
+    def get_local_shape(self, axis_sizes: dict[str, int]) -> tuple[int, ...]:
+        """Return the shape of the slice of the parameter that a rank holds (the local parameter), including padding.
 
         Args:
-            axis_sizes: axis names to sizes. A missing axis has size 1.
+            axis_sizes: number of ranks along each axis, by axis name. A missing axis has size 1.
         """
         shape = list(self.shape)
         for split in self.splits:
@@ -124,33 +128,36 @@ class ParamRecord(ParamInfo):
             shape[split.dim] = full_size // num_ranks
         return tuple(shape)
 
-    def local_slice(self, axis_sizes: dict[str, int], coordinates: dict[str, int]) -> TensorSlice:
+    def get_local_slice(self, axis_sizes: dict[str, int], coordinates: dict[str, int]) -> TensorSlice:
         """Return the slice of the global parameter on the rank at `coordinates`, without padding.
 
         The slice is empty if the rank holds only padding.
         """
         offsets, sizes = [0] * len(self.shape), list(self.shape)
-        local_shape = self.local_shape(axis_sizes)
+        local_shape = self.get_local_shape(axis_sizes)
         for split in self.splits:
             start = min(coordinates.get(split.axis, 0) * local_shape[split.dim], self.shape[split.dim])
             offsets[split.dim] = start
             sizes[split.dim] = min(start + local_shape[split.dim], self.shape[split.dim]) - start
         return TensorSlice(tuple(offsets), tuple(sizes))
 
-    def slices(self, flat_range: FlatRange, context: ParallelContext) -> list[BufferSlice]:
-        """Convert a range of the flattened local parameter to slices of the global parameter, without padding."""
+    def get_slices(self, flat_range: FlatRange, context: ParallelContext) -> list[BufferSlice]:
+        """Return the slices of the global parameter that form a range of the flattened local parameter, without padding."""
         sizes = context.axis_sizes
-        return map_flat_range(self.local_shape(sizes), self.local_slice(sizes, context.coordinates), flat_range)
+        return map_flat_range(self.get_local_shape(sizes), self.get_local_slice(sizes, context.coordinates), flat_range)
 
-    def state_slices(self, state_shape: StateShape, flat_range: FlatRange, context: ParallelContext) -> list[BufferSlice]:
-        """Return the slices of a global optimizer state that belong to a range of the flattened local parameter, without
-        padding."""
+    def get_state_slices(self, state_shape: StateShape, flat_range: FlatRange, context: ParallelContext) -> list[BufferSlice]:
+        """Return the slices of a global optimizer state that belong to a range of the flattened local parameter, without padding.
+
+        Args:
+            state_shape: which elements of the parameter share a value of the state.
+        """
         sizes = context.axis_sizes
-        return state_shape.slices(self.local_shape(sizes), self.local_slice(sizes, context.coordinates), flat_range)
+        return state_shape.get_slices(self.get_local_shape(sizes), self.get_local_slice(sizes, context.coordinates), flat_range)
 
 
-def _gradient_axes(weight: WeightSpec, sequence_parallel: bool) -> tuple[str, ...]:
-    """Return the axes along which the gradient of each rank is a partial sum."""
+def _get_gradient_axes(weight: WeightSpec, sequence_parallel: bool) -> tuple[str, ...]:
+    """Return the axes along which each rank's gradient of a weight is a partial sum; empty if the weight has no gradient to sum."""
     if weight.count_update is not None or weight.frozen:
         return ()  # token counts are already summed over the ranks (`moe/balance.py`); frozen parameters have no gradient
     if weight.is_expert:
@@ -159,8 +166,8 @@ def _gradient_axes(weight: WeightSpec, sequence_parallel: bool) -> tuple[str, ..
 
 
 def build_global_records(model: ModelConfig, vocab_size: int) -> dict[str, ParamRecord]:
-    """Return the record (name, shape, initial values) of every parameter of the unsharded model by global name, in the order of the
-    forward.
+    """Return the record of every parameter of the unsharded model by global name, in the order of the forward. A record has the
+    parameter's name, shape and initial values.
 
     To load weights from a file, the file must have all of these parameters.
 
@@ -177,13 +184,13 @@ class ParamEntry:
 
     record: ParamRecord
     owners: list[tuple[nn.Module, str]]
-    """Pairs (module, attribute); several if modules of this rank share the parameter."""
+    """Pairs (module, name of the attribute that holds the parameter); several if modules of this rank share the parameter."""
     chunk: int = 0
     """Index of the model chunk of this rank that declared the parameter."""
     chunks: set[int] = field(default_factory=set)
     """Indices of all model chunks of this rank that use the parameter."""
     extra_uses: int = 0
-    """Number of uses per microbatch beyond the one use by each owner."""
+    """Number of uses per microbatch in addition to one use by each module in `owners`."""
 
     @property
     def uses_per_microbatch(self) -> int:
@@ -200,7 +207,7 @@ class ParamEntry:
 
     @property
     def param(self) -> nn.Parameter:
-        """The current parameter object. Wrappers such as FSDP may replace it."""
+        """Current `nn.Parameter` object. It may change, because wrappers such as FSDP replace it."""
         module, attribute = self.owners[0]
         param = getattr(module, attribute)
         assert isinstance(param, nn.Parameter)
@@ -219,21 +226,22 @@ class ParamTable:
         self._entries: dict[str, ParamEntry] = {}
 
     def add(self, record: ParamRecord, module: nn.Module, attribute: str, chunk: int = 0) -> None:
-        """Add a new parameter of a model chunk. Its name must be new; use `share` for a second owner."""
+        """Add a new parameter of a model chunk, which `module` holds under the name `attribute`. For a further module with the same
+        parameter, use `share`."""
         assert record.name not in self._entries, f"parameter {record.name} declared twice"
         self._entries[record.name] = ParamEntry(record, [(module, attribute)], chunk, {chunk})
 
     def share(self, name: str, module: nn.Module, attribute: str, chunk: int = 0) -> nn.Parameter:
-        """Register another module of this rank as owner (a module whose attribute refers to the parameter) of an existing
-        parameter, and return the parameter."""
+        """Add a further module of this rank that uses an existing parameter, and return the parameter. The caller sets the
+        attribute of the module."""
         entry = self._entries[name]
         entry.owners.append((module, attribute))
         entry.chunks.add(chunk)
         return entry.param
 
     def add_uses(self, name: str, num_uses: int) -> None:
-        """Register additional uses of a parameter per microbatch, each of which gives a gradient. Names that this rank does not
-        hold are ignored."""
+        """Count further uses of a parameter per microbatch. Backward must add one gradient for each use. Names of parameters that
+        this rank does not hold are ignored."""
         if name in self._entries:
             self._entries[name].extra_uses += num_uses
 
@@ -273,54 +281,57 @@ class Shard:
     """Part of one parameter that this rank updates: values, gradient, main parameter and optimizer states of a range of its
     elements.
 
-    All tensors are flat and have the length of `flat_range`.
+    All tensors are flat. Except for optimizer states with fewer values (`state_shapes`), they have the length of `flat_range`.
     """
 
     record: ParamRecord
     flat_range: FlatRange
-    """Elements of the flattened local parameter in this shard."""
+    """Elements of the flattened local parameter that form this shard."""
     weights: torch.Tensor
     """Elements of the model's parameter that belong to the shard. A view, so writing to it changes the model."""
     grad: torch.Tensor
     """Gradient of the shard's elements, in the dtype of `main_param`. Complete after `ShardProvider.finish_gradients`."""
     norm_range: range
-    """Indices of the elements that this rank includes in global norms. Exactly one rank includes each element of the model, and the
-    same rank for every sharding strategy. So norms do not depend on the strategy, bit for bit."""
+    """Indices within the shard of the elements that this rank includes in global norms. Exactly one rank includes each element
+    of the model, and the same rank for every sharding strategy. So norms do not depend on the strategy, bit for bit."""
     duplicate_range: range = range(0)
-    """Indices of the elements that another rank includes in global norms. Their gradient should be the same on both ranks.
-    Duplicates are on all tensor ranks but the first if the parameter is not split over them, on the last stage if it is tied, and
-    in all FSDP replicas but the first. Checks for NaN need this range, because a NaN may be in a duplicate only."""
+    """Indices within the shard of the elements whose copies on another rank are included in global norms. The gradients of both
+    copies should be equal. Duplicates are on all tensor ranks but the first if the parameter is not split over them, on the
+    last stage if it is tied, and in all FSDP replicas but the first. Checks for NaN need this range, because a NaN may be in a
+    duplicate only."""
     is_fully_sharded: bool = False
-    """Whether this rank stores only the shard of the parameter, and gathers the parameter for each use."""
+    """Whether this rank stores only its shard of the parameter (FSDP), and gathers the full parameter for each use."""
     on_host: bool = False
     """Whether weights, gradient and optimizer state are in host memory."""
     main_param: torch.Tensor = field(init=False)
     """Main parameter in float32 or a wider dtype. If `weights` has this dtype, it is the same tensor; otherwise a copy, possibly in
     host memory. The optimizer sets it."""
     moments: dict[str, torch.Tensor] = field(init=False)
-    """Optimizer state by name, flat. The optimizer sets it."""
+    """Flat tensors of the optimizer state, by name of the state. The optimizer sets them."""
     state_shapes: dict[str, StateShape] = field(default_factory=dict)
-    """Shape of each state relative to the parameter, by name; by default one value per element. The optimizer sets it."""
+    """For each optimizer state by name, which elements of the parameter share a value; by default none do. The optimizer sets
+    them."""
 
     average: torch.Tensor | None = None
     """Exponential moving average of `main_param`, if the run uses one. The optimizer sets it."""
 
-    def slices(self, context: ParallelContext) -> list[BufferSlice]:
+    def get_slices(self, context: ParallelContext) -> list[BufferSlice]:
         """Return the slices of the global parameter that form this shard, without padding."""
-        return self.record.slices(self.flat_range, context)
+        return self.record.get_slices(self.flat_range, context)
 
-    def state_slices(self, name: str, context: ParallelContext) -> list[BufferSlice]:
-        """Return which slices of a global optimizer state belong to this shard, without padding."""
-        return self.record.state_slices(self.state_shape(name), self.flat_range, context)
+    def get_state_slices(self, name: str, context: ParallelContext) -> list[BufferSlice]:
+        """Return the slices of the global optimizer state `name` that belong to this shard, without padding."""
+        return self.record.get_state_slices(self.get_state_shape(name), self.flat_range, context)
 
-    def state_shape(self, name: str) -> StateShape:
-        """Return the shape of an optimizer state relative to the parameter."""
+    def get_state_shape(self, name: str) -> StateShape:
+        """Return which elements of the parameter share a value of the optimizer state `name`; by default each element has its own
+        value."""
         return self.state_shapes.get(name, PER_ELEMENT)
 
-    def norm_slices(self, context: ParallelContext) -> list[BufferSlice]:
+    def get_norm_slices(self, context: ParallelContext) -> list[BufferSlice]:
         """Return the slices of the global parameter that this rank includes in global norms."""
         start = self.flat_range.start
-        return self.record.slices(FlatRange(start + self.norm_range.start, start + self.norm_range.stop), context)
+        return self.record.get_slices(FlatRange(start + self.norm_range.start, start + self.norm_range.stop), context)
 
     @property
     def norm_grad(self) -> torch.Tensor:
@@ -329,7 +340,7 @@ class Shard:
 
     @property
     def duplicate_grad(self) -> torch.Tensor:
-        """View of the gradient of the elements that another rank includes in global norms."""
+        """View of the gradient of the elements whose copies on another rank are included in global norms."""
         return self.grad[self.duplicate_range.start : self.duplicate_range.stop]
 
     @property
@@ -340,8 +351,8 @@ class Shard:
 
 @dataclass(frozen=True)
 class ParamPartition:
-    """Partition of one parameter over the ranks of a pipeline stage: which rank updates which elements. It is the same on all these
-    ranks."""
+    """Partition of one parameter over the ranks of a pipeline stage: which rank updates which elements. All these ranks know the
+    same partition."""
 
     record: ParamRecord
     main_dtype: torch.dtype
@@ -350,13 +361,13 @@ class ParamPartition:
     axes: tuple[str, ...] = ()
     """Axes of the ranks that divide the update of the local parameter; empty if every rank updates all of it."""
     num_ranks: int = 1
-    """Number of ranks that divide the update: all along `axes`, or the size of a shard group in hybrid FSDP."""
+    """Number of ranks that divide the update: all ranks along `axes`, or in hybrid FSDP the ranks of a shard group."""
     first_rank: int = 0
-    """Index, among the `num_ranks` ranks, of the rank with the first shard. The ranks after it have the following shards."""
+    """Position, among the `num_ranks` ranks, of the rank with the first shard. The ranks after it have the following shards."""
     is_tied_across_stages: bool = False
     """Whether another pipeline stage holds the parameter too."""
 
-    def flat_ranges(self, numel: int) -> list[FlatRange]:
+    def get_flat_ranges(self, numel: int) -> list[FlatRange]:
         """Return the shards of a flattened local parameter with `numel` elements, in order."""
         return [FlatRange(start, stop) for start, stop in itertools.pairwise((0, *self.boundaries, numel))]
 
@@ -368,23 +379,23 @@ def _do_nothing() -> None: ...
 class ShardGroup:
     """Shards whose gradients are reduced together and whose parameters are gathered together.
 
-    A group is a bucket, or the parameters of a transformer block.
+    A group consists of the parameters of a bucket, or of a transformer block.
     """
 
     shards: list[Shard]
     gather_params: Callable[[], None] = _do_nothing
-    """Start to send the updated weights of this rank to the other ranks that hold them. Called after all weights of the group are
-    written."""
+    """Function that starts to send the updated weights of this rank to the other ranks that hold them. Called after all weights
+    of the group are written."""
     params: Sequence[ParamPartition] = ()
     """All parameters of the group, including those without a shard on this rank. The order is the same on all ranks."""
     on_reduced: list[Callable[[Pending], None]] = field(default_factory=list)
-    """Functions that `notify_reduced` calls."""
+    """Functions that `notify_reduced` calls with the pending reduction of the group's gradients."""
 
     def notify_reduced(self, pending: Pending) -> None:
-        """Call the callbacks once per step, when the final reduction of the group's gradients has started.
+        """Call the functions in `on_reduced`. Called once per step, when the final reduction of the group's gradients has started.
 
         Args:
-            pending: the reduction, for which the callbacks must wait (on CUDA, on any stream).
+            pending: the reduction, for which the functions must wait (on CUDA, on any stream).
         """
         for callback in self.on_reduced:
             callback(pending)
@@ -395,7 +406,7 @@ class ShardGroup:
 
 @dataclass(frozen=True)
 class Scope:
-    """Context in which a module declares its parameters: prefix of the parameter names, parameter specifications, dtype and
+    """Everything that a module needs to declare its parameters: prefix of the parameter names, parameter specifications, dtype and
     parameter table.
 
     Every module with parameters receives a scope. `child` returns the scope of a submodule.
@@ -408,7 +419,7 @@ class Scope:
     dtype: torch.dtype
     sequence_parallel: bool = False
     overlap: Overlap | None = None
-    """Overlap of matrix products with the collectives along the sequence; None to run them one after the other."""
+    """How matrix products overlap with the collectives along the sequence; None to run them one after the other."""
     fp8: Fp8 | None = None
     """Settings for 8-bit matrix products in linear layers; None to compute in `dtype`."""
     cp_comm_types: tuple[CpCommType, ...] = ()
@@ -421,8 +432,8 @@ class Scope:
     chunk: int = 0
     num_chunks: int = 1
 
-    def child(self, name: str) -> Scope:
-        """Return the scope of a submodule."""
+    def get_child(self, name: str) -> Scope:
+        """Return the scope of the submodule `name`, which extends the prefix of parameter names by "name."."""
         return replace(self, prefix=f"{self.prefix}{name}.")
 
     @property
@@ -430,21 +441,22 @@ class Scope:
         """Tensor-parallel group."""
         return self.context.group("tp")
 
-    def weight(self, attribute: str) -> WeightSpec:
-        """Return the specification of a parameter of this module."""
+    def get_weight(self, attribute: str) -> WeightSpec:
+        """Return the specification of the parameter that this module holds under the name `attribute`."""
         return self.weights[f"{self.prefix}{attribute}"]
 
     def has_weight(self, attribute: str) -> bool:
-        """Return whether the model's specification has a parameter with this name in the module."""
+        """Return whether the model's specification has a parameter that this module holds under the name `attribute`."""
         return f"{self.prefix}{attribute}" in self.weights
 
     def register_param(self, module: nn.Module, attribute: str, weight: WeightSpec | None = None) -> None:
         """Declare a parameter: add its record to the table, and register the local parameter with the module on the meta device.
 
         Args:
-            weight: specification of the parameter; None for the one with this name.
+            attribute: name of the parameter in the module.
+            weight: specification of the parameter; None for the one that the model's specification has under this name.
         """
-        weight = weight or self.weight(attribute)
+        weight = weight or self.get_weight(attribute)
         end_chunks = (0, self.num_chunks - 1) if self.num_chunks > 1 else (0,)
         record = ParamRecord.of(
             weight,
@@ -454,12 +466,12 @@ class Scope:
         )
         # Updates by token counts are much smaller than the bias of a router, so 16 bits would lose them.
         dtype = self.dtype if record.count_update is None else torch.promote_types(self.dtype, torch.float32)
-        local_param = torch.empty(record.local_shape(self.context.axis_sizes), dtype=dtype, device="meta")
+        local_param = torch.empty(record.get_local_shape(self.context.axis_sizes), dtype=dtype, device="meta")
         module.register_parameter(attribute, nn.Parameter(local_param, requires_grad=not record.frozen))
         self.table.add(record, module, attribute, self.chunk)
 
     def register_optional_param(self, module: nn.Module, attribute: str) -> None:
-        """Declare a parameter if the model's specification has it. Otherwise, set the attribute to None."""
+        """Declare a parameter if the model's specification has it. Otherwise, set the attribute of the module to None."""
         if self.has_weight(attribute):
             self.register_param(module, attribute)
         else:

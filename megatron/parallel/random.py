@@ -1,4 +1,5 @@
-"""Random numbers without generator state. The seed of each draw is derived from its purpose, so no state is saved or restored."""
+"""Random numbers without generator state. The seed of each draw is derived from its purpose (for example dropout in a layer and
+step), so no state is saved or restored."""
 
 from __future__ import annotations
 
@@ -8,10 +9,10 @@ from dataclasses import dataclass
 import torch
 
 
-def stable_seed(*values: int | str) -> int:
+def compute_stable_seed(*values: int | str) -> int:
     """Return a 63-bit seed that is a hash of the given values.
 
-    The seed is the same in every process, on every machine and in every version.
+    The seed is the same in every process, on every machine and in every version of this project.
     """
     text = "\x1f".join(f"{type(value).__name__}:{value}" for value in values)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
@@ -19,7 +20,8 @@ def stable_seed(*values: int | str) -> int:
 
 @dataclass(frozen=True)
 class DropoutKey:
-    """Identifies a microbatch of a step on a context rank, to derive the seeds of its dropout masks.
+    """Key of the dropout masks of one microbatch in one step on one context-parallel rank. The seeds of the masks are derived from
+    it.
 
     A step is identified by the number of samples consumed before it, a microbatch by its first sample. So the masks do not depend
     on the data-parallel rank or the pipeline stage that computes them. Context-parallel ranks hold different tokens and use
@@ -28,7 +30,7 @@ class DropoutKey:
     Args:
         seed: seed of the run.
         step: number of samples consumed before the step.
-        first_sample: first sample of the microbatch.
+        first_sample: index of the first sample of the microbatch.
         context_rank: rank within the context-parallel group.
     """
 
@@ -38,15 +40,15 @@ class DropoutKey:
     context_rank: int = 0
 
     def get_site_seed(self, layer: int, site: str, coordinate: int = 0) -> int:
-        """Return the seed for one use of dropout.
+        """Return the seed for one use of dropout in the model.
 
         Args:
-            layer: layer index.
-            site: name of the use within the layer.
-            coordinate: tensor-parallel rank, if the activation is sharded over the tensor ranks; otherwise 0.
+            layer: index of the layer.
+            site: name of the use within the layer, such as "attention".
+            coordinate: tensor-parallel rank, if the activation is sharded over the tensor-parallel ranks; otherwise 0.
         """
         context_key = [f"context rank {self.context_rank}"] * (self.context_rank > 0)
-        return stable_seed(self.seed, self.step, self.first_sample, layer, site, coordinate, *context_key)
+        return compute_stable_seed(self.seed, self.step, self.first_sample, layer, site, coordinate, *context_key)
 
 
 def seed_device(device: torch.device, seed: int) -> None:

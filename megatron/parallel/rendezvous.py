@@ -1,7 +1,7 @@
 """Rendezvous of the ranks of a job.
 
-The ranks find each other by a store. It is at MASTER_ADDR:MASTER_PORT, where the launcher or the first rank serves it, or at the
-location that --init-method names: a port of the first rank's node, or a file.
+The ranks find each other by a key-value store of torch. The store is at MASTER_ADDR:MASTER_PORT, where the launcher or the first
+rank serves it, or at the location that --init-method names: a port of the first rank's node, or a file.
 
 A store of torchrun, or a file, outlives ranks that are restarted. It then still contains the addresses of the ranks that have
 ended, and new ranks would wait for those (torch 2.11 to 2.13). Therefore each start of the job gets a new name, which is the prefix
@@ -9,7 +9,7 @@ of all its keys:
 
 1. The first rank generates the name and writes it to the store.
 2. Every other rank reads the name and registers under it. If its rank is already registered, the name belongs to the previous
-   start, and the rank waits for a new name.
+start, and the rank waits for a new name.
 3. When all ranks are registered, the first rank opens the rendezvous. Until then it logs which ranks are missing.
 """
 
@@ -36,9 +36,11 @@ _POLL_INTERVALS_S = (0.002, 0.2)
 
 
 def rendezvous(job: ProcessInfo, timeout_s: float, init_method: str = "env://") -> dist.Store:
-    """Wait until all ranks of the job have started, and return a key-value store that the ranks of this start of the job share.
+    """Wait until all ranks of the job have started, and return a key-value store for these ranks. A restart of the job gets another
+    store.
 
     Args:
+        job: rank and world size of this process, as set by the launcher.
         init_method: location of the rendezvous, as in --init-method.
 
     Raises:
@@ -49,9 +51,9 @@ def rendezvous(job: ProcessInfo, timeout_s: float, init_method: str = "env://") 
     assert location is not None, "the settings were checked before"
     deadline = time.monotonic() + timeout_s
     if location.file:
-        store, store_name = _file_store(location.file, job, timeout_s), location.file
+        store, store_name = _open_file_store(location.file, job, timeout_s), location.file
     else:
-        store, store_name = _tcp_store(location, job, timeout_s)
+        store, store_name = _connect_tcp_store(location, job, timeout_s)
     if job.rank == 0:
         return dist.PrefixStore(_open_as_first_rank(store, job, deadline), store)
     # The store of torchrun's agent, or a file, may exist although the first rank has not started yet.
@@ -60,9 +62,9 @@ def rendezvous(job: ProcessInfo, timeout_s: float, init_method: str = "env://") 
         return dist.PrefixStore(_join(store, job, deadline), store)
 
 
-def _tcp_store(location: Rendezvous, job: ProcessInfo, timeout_s: float) -> tuple[dist.Store, str]:
-    """Connect to the store that the first rank or the launcher serves at a TCP port. Return the store and its address as
-    "host:port".
+def _connect_tcp_store(location: Rendezvous, job: ProcessInfo, timeout_s: float) -> tuple[dist.Store, str]:
+    """Connect to the job's key-value store, which the first rank or the launcher serves at a TCP port. Return the store and its
+    address as "host:port".
 
     Raises:
         ValueError: the store cannot be opened or reached, or the launcher's environment variables are invalid.
@@ -78,7 +80,7 @@ def _tcp_store(location: Rendezvous, job: ProcessInfo, timeout_s: float) -> tupl
         except (RuntimeError, ValueError) as error:
             failed_action = "cannot open" if is_server else "did not reach"
             raise ValueError(
-                f"rank {job.rank} {failed_action} the store of the job at {host}:{port}: {str(error).splitlines()[0]}. "
+                f"rank {job.rank} {failed_action} the key-value store of the job at {host}:{port}: {str(error).splitlines()[0]}. "
                 f"{source} must name the node of rank 0, by an address that all nodes can reach, and a port that is free there."
             ) from error
 
@@ -87,21 +89,23 @@ _FILE_STORE_HEADER = b"\x09\x00\x00\x00refcount/"
 """First bytes of the files of torch's FileStore."""
 
 
-def _file_store(path: str, job: ProcessInfo, timeout_s: float) -> dist.Store:
-    """Open the store in a file that all nodes share. The file may exist from an earlier run, whose keys have another prefix.
+def _open_file_store(path: str, job: ProcessInfo, timeout_s: float) -> dist.Store:
+    """Open the key-value store in a file that all nodes share. The file may exist from an earlier run, whose keys have another
+    prefix.
 
     Raises:
-        ValueError: the file cannot be created or opened, or it is not the file of a store. It is then left unchanged.
+        ValueError: the file cannot be created or opened, or an existing file is not a store. An existing file is then left
+            unchanged.
     """
     _check_rank(job)
     folder = os.path.dirname(path)
     problem = None
     if os.path.isdir(path):
-        problem = "it is a folder"
+        problem = "it is a folder. Give the path of a file"
     elif not os.path.isdir(folder):
-        problem = f"there is no folder {folder} on this node. It must be one that all nodes share"
+        problem = f"there is no folder {folder} on this node. Give the path of a file in a folder that all nodes share"
     elif not os.access(path if os.path.exists(path) else folder, os.R_OK | os.W_OK):
-        problem = "permission denied"
+        problem = "permission denied. Give the path of a file that this user can read and write"
     elif os.path.exists(path):
         with open(path, "rb") as file:
             header = file.read(len(_FILE_STORE_HEADER))
@@ -167,13 +171,13 @@ def find_address_towards(host: str, port: int) -> str:
 
 
 def _open_as_first_rank(store: dist.Store, job: ProcessInfo, deadline: float) -> str:
-    """Run the first rank's side of the rendezvous: write the name of this start of the job, wait for all ranks, and open the
-    rendezvous.
+    """Run the first rank's side of the rendezvous. The rank writes a new name for this start of the job, waits until all ranks have
+    registered, and opens the rendezvous.
 
     Returns:
-        the name, which is the prefix of the start's keys in the store.
+        The name, which is the prefix of the start's keys in the store.
     """
-    name = secrets.token_hex(8) + _size_suffix(job)
+    name = secrets.token_hex(8) + _get_size_suffix(job)
     store.set("meeting", name)
     next_log_s = time.monotonic() + FIRST_LOG_AFTER_S
     poll_intervals = _poll_intervals()
@@ -185,7 +189,10 @@ def _open_as_first_rank(store: dist.Store, job: ProcessInfo, deadline: float) ->
             listed = ", ".join(map(str, missing[:_MAX_LISTED_RANKS]))
             missing_ranks = f"rank{'s' * (len(missing) > 1)} {listed}{unlisted} of {job.world_size:,}"
             if missing and now_s > deadline:
-                raise ValueError(f"{missing_ranks} did not start in time (--distributed-timeout-minutes). Check their nodes.")
+                raise ValueError(
+                    f"{missing_ranks} did not start in time (--distributed-timeout-minutes). Check the nodes of these ranks, or "
+                    "raise this time."
+                )
             if missing:
                 _log(f"waiting for {missing_ranks} to start")
             next_log_s = now_s + LOG_EVERY_S
@@ -195,16 +202,16 @@ def _open_as_first_rank(store: dist.Store, job: ProcessInfo, deadline: float) ->
 
 
 def _join(store: dist.Store, job: ProcessInfo, deadline: float) -> str:
-    """Run the side of every rank but the first: register under the name of this start of the job, and wait until the rendezvous is
-    open.
+    """Run the side of every rank but the first. The rank registers under the name that the first rank wrote for this start of the
+    job, and waits until the rendezvous is open.
 
     Returns:
-        the name, which is the prefix of the start's keys in the store.
+        The name, which is the prefix of the start's keys in the store.
     """
     token, joined_name, poll_intervals = secrets.token_hex(8), "", _poll_intervals()
     while time.monotonic() < deadline:
         name = store.get("meeting").decode() if store.check(["meeting"]) else ""
-        if not name.endswith(_size_suffix(job)):  # from an earlier start with another world size
+        if not name.endswith(_get_size_suffix(job)):  # from an earlier start with another world size
             name = ""
         if name and name != joined_name and store.compare_set(f"{name}/{job.rank}", "", token).decode() == token:
             joined_name = name
@@ -219,12 +226,13 @@ def _join(store: dist.Store, job: ProcessInfo, deadline: float) -> str:
         return name
     raise ValueError(
         f"rank {job.rank}: not all ranks of {job.world_size:,} started in time (--distributed-timeout-minutes), or another process "
-        "has the same rank."
+        "has the same rank. Check the nodes, and that each process has a different RANK."
     )
 
 
-def _size_suffix(job: ProcessInfo) -> str:
-    """Return the suffix of the names of all starts of the job with this world size."""
+def _get_size_suffix(job: ProcessInfo) -> str:
+    """Return the suffix that the name of every start of the job with this world size has. By it, ranks ignore the name of an
+    earlier start with another world size."""
     return f"-of-{job.world_size}"
 
 
@@ -237,7 +245,7 @@ def _poll_intervals() -> Iterator[float]:
 
 @contextmanager
 def log_if_slow(message: str, *, is_enabled: bool) -> Iterator[None]:
-    """Log a message if the block takes longer than `FIRST_LOG_AFTER_S`.
+    """Log a message if the `with` block takes longer than `FIRST_LOG_AFTER_S` seconds.
 
     Args:
         is_enabled: whether this process logs; False for ranks that stay silent.

@@ -32,8 +32,8 @@ _COST_SCALE = 1 << 10
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """Split of a sequence over the context ranks: the sequence is divided into segments of equal length, and each rank has the same
-    number of segments.
+    """Split of a sequence over the context-parallel ranks: the sequence is divided into segments of equal length, and each rank has
+    the same number of segments.
 
     All samples of a microbatch are split in the same way.
     """
@@ -47,7 +47,7 @@ class SequenceSplit:
 
     @property
     def num_ranks(self) -> int:
-        """Number of context ranks."""
+        """Number of context-parallel ranks."""
         return len(self.segments)
 
     @property
@@ -60,7 +60,7 @@ class SequenceSplit:
         """Tokens of the complete sequence."""
         return self.tokens_per_rank * self.num_ranks
 
-    def token_ranges(self, rank: int) -> tuple[tuple[int, int], ...]:
+    def get_token_ranges(self, rank: int) -> tuple[tuple[int, int], ...]:
         """Return the token ranges [start, end) of a rank, ascending. Adjacent segments are merged into one range."""
         return self._token_ranges[rank]
 
@@ -76,20 +76,21 @@ class SequenceSplit:
             ranges_by_rank.append(tuple(ranges))
         return tuple(ranges_by_rank)
 
-    def positions(self, rank: int) -> NDArray[np.int64]:
-        """Return the position in the sequence of each token of a rank, [s / num_ranks] for s tokens of the sequence."""
-        return np.concatenate([np.arange(start, end) for start, end in self.token_ranges(rank)])
+    def get_positions(self, rank: int) -> NDArray[np.int64]:
+        """Return the positions, within the sequence, of the tokens of a rank: [s / num_ranks] for a sequence of s tokens."""
+        return np.concatenate([np.arange(start, end) for start, end in self.get_token_ranges(rank)])
 
     @cached_property
     def order(self) -> NDArray[np.int64]:
-        """Positions of the tokens of all ranks, concatenated in the order of the ranks: [s] for s tokens of the sequence."""
-        return np.concatenate([self.positions(rank) for rank in range(self.num_ranks)])
+        """Positions, within the sequence, of the tokens of all ranks, concatenated in the order of the ranks: [s] for a sequence of
+        s tokens."""
+        return np.concatenate([self.get_positions(rank) for rank in range(self.num_ranks)])
 
     def with_imbalance(self, token_costs: NDArray[np.int64]) -> SequenceSplit:
-        """Return this split with `imbalance` computed from the attention cost of each token.
+        """Return this split with the field `imbalance` computed from the attention cost of each token.
 
         Args:
-            token_costs: result of `compute_token_costs`, [s] for s tokens of the sequence.
+            token_costs: result of `compute_token_costs`, [s] for a sequence of s tokens.
         """
         segment_costs = token_costs.reshape(-1, self.segment_length).sum(1)
         max_rank_cost = max(int(segment_costs[list(segments)].sum()) for segments in self.segments)
@@ -97,7 +98,8 @@ class SequenceSplit:
 
 
 def split_zigzag(length: int, num_ranks: int) -> SequenceSplit:
-    """Return the zig-zag split: each rank has two segments, one at the same distance from the front as the other from the back.
+    """Return the zig-zag split. Each rank has two segments of equal length: one from the front of the sequence, and its mirror
+    image from the back.
 
     Raises:
         ValueError: the length is not divisible by twice the number of ranks.
@@ -105,7 +107,7 @@ def split_zigzag(length: int, num_ranks: int) -> SequenceSplit:
     if length % (2 * num_ranks):
         raise ValueError(
             f"a sequence of {length} tokens cannot be split over {num_ranks} context ranks: each rank gets 2 equal segments, "
-            f"so the length must be divisible by {2 * num_ranks}"
+            f"so the length must be divisible by {2 * num_ranks}. Change --seq-length or --context-parallel-size"
         )
     return SequenceSplit(length // (2 * num_ranks), tuple((rank, 2 * num_ranks - 1 - rank) for rank in range(num_ranks)))
 
@@ -151,7 +153,8 @@ def compute_token_costs(
 ) -> NDArray[np.int64]:
     """Return the attention cost of each position, summed over the samples of a microbatch, [s].
 
-    A cost is the number of tokens that a position attends to, weighted by the windows' shares in units of `1 / _COST_SCALE`.
+    The cost is the number of tokens that the position attends to, summed over the window sizes. Each window size is weighted so
+    that its part of the cost of a sample with a single document is its share. Costs are integers, in units of `1 / _COST_SCALE`.
 
     Args:
         length: s, tokens per sample.

@@ -1,8 +1,10 @@
 """Shapes of optimizer state relative to a parameter: one value per element, row, column or block of elements.
 
-Each optimizer state is a global tensor. Its shape follows from the shape of the parameter, so checkpoints describe it by slices,
-and it can be loaded at any layout. A rank stores the state of every row (column, block) of which it updates at least one element.
-So if the boundary between two shards is within a row, both ranks store the value of this row, and must compute the same value.
+Each optimizer state is a global tensor. Its shape follows from the shape of the parameter, so checkpoints describe the state by
+slices, and it can be loaded at any parallel layout.
+
+A rank stores the value of every row (column, block) of which it updates at least one element. So if the boundary between two shards
+is within a row, both ranks store the value of this row, and must compute the same value.
 
 Pure arithmetic. A parameter has the shape [..., R, C]: one or more matrices of R rows and C columns.
 """
@@ -25,12 +27,13 @@ class StateShape(ABC):
     parameter."""
 
     @abstractmethod
-    def shape(self, shape: Shape) -> Shape:
-        """Return the shape of the state for a parameter of the global shape `shape`."""
+    def get_shape(self, shape: Shape) -> Shape:
+        """Return the global shape of the state for a parameter of the global shape `shape`."""
 
     @abstractmethod
-    def max_numel(self, shape: Shape, local_shape: Shape, numel: int) -> int:
-        """Return the maximum number of state elements for any range of `numel` parameter elements.
+    def compute_max_numel(self, shape: Shape, local_shape: Shape, numel: int) -> int:
+        """Return the maximum number of state values that a rank stores for any range of `numel` consecutive elements of its local
+        parameter.
 
         Memory is allocated for this number.
 
@@ -40,7 +43,7 @@ class StateShape(ABC):
         """
 
     @abstractmethod
-    def slices(self, local_shape: Shape, local_slice: TensorSlice, flat_range: FlatRange) -> list[BufferSlice]:
+    def get_slices(self, local_shape: Shape, local_slice: TensorSlice, flat_range: FlatRange) -> list[BufferSlice]:
         """Return the slices of the global state that a rank stores for a range of its local parameter.
 
         Slices of two ranks are equal or disjoint.
@@ -57,31 +60,31 @@ class _ContiguousState(StateShape):
     the state."""
 
     @abstractmethod
-    def state_slice(self, param_slice: TensorSlice) -> TensorSlice:
+    def get_state_slice(self, param_slice: TensorSlice) -> TensorSlice:
         """Return the slice of the state that belongs to a slice of the parameter."""
 
     @abstractmethod
-    def state_range(self, local_shape: Shape, flat_range: FlatRange) -> FlatRange:
+    def get_state_range(self, local_shape: Shape, flat_range: FlatRange) -> FlatRange:
         """Return the range of the flattened local state that belongs to a non-empty range of the flattened local parameter."""
 
-    def boundaries(self, local_shape: Shape, flat_range: FlatRange) -> Iterable[int]:
-        """Return the elements of the flattened local state at which a new slice must start.
+    def get_boundaries(self, local_shape: Shape, flat_range: FlatRange) -> Iterable[int]:
+        """Return the indices in the flattened local state at which a new slice must start.
 
         With these boundaries, ranks that store the same elements of the state have them in equal slices.
         """
         return ()
 
-    def slices(self, local_shape: Shape, local_slice: TensorSlice, flat_range: FlatRange) -> list[BufferSlice]:
+    def get_slices(self, local_shape: Shape, local_slice: TensorSlice, flat_range: FlatRange) -> list[BufferSlice]:
         """Return the slices of the global state that a rank stores for a range of its local parameter."""
         flat_range = FlatRange(flat_range.start, min(flat_range.stop, local_slice.numel))
         if flat_range.start >= flat_range.stop:
             return []
         local_state_shape, state_slice, state_range = (
-            self.shape(local_shape),
-            self.state_slice(local_slice),
-            self.state_range(local_shape, flat_range),
+            self.get_shape(local_shape),
+            self.get_state_slice(local_slice),
+            self.get_state_range(local_shape, flat_range),
         )
-        boundaries = sorted({state_range.start, state_range.stop, *self.boundaries(local_shape, flat_range)})
+        boundaries = sorted({state_range.start, state_range.stop, *self.get_boundaries(local_shape, flat_range)})
         return [
             BufferSlice(buffer_slice.slice, buffer_slice.offset + start - state_range.start)
             for start, stop in itertools.pairwise(boundaries)
@@ -90,38 +93,38 @@ class _ContiguousState(StateShape):
 
 
 class _PerElement(_ContiguousState):
-    """One value per element: the state has the shape of the parameter."""
+    """Optimizer state with one value per element: it has the shape of the parameter."""
 
-    def shape(self, shape: Shape) -> Shape:
+    def get_shape(self, shape: Shape) -> Shape:
         return shape
 
-    def state_slice(self, param_slice: TensorSlice) -> TensorSlice:
+    def get_state_slice(self, param_slice: TensorSlice) -> TensorSlice:
         return param_slice
 
-    def state_range(self, local_shape: Shape, flat_range: FlatRange) -> FlatRange:
+    def get_state_range(self, local_shape: Shape, flat_range: FlatRange) -> FlatRange:
         return flat_range
 
-    def max_numel(self, shape: Shape, local_shape: Shape, numel: int) -> int:
+    def compute_max_numel(self, shape: Shape, local_shape: Shape, numel: int) -> int:
         return numel
 
 
 class _PerRow(_ContiguousState):
-    """One value per row: [..., R]."""
+    """Optimizer state with one value per row: shape [..., R] for a parameter [..., R, C]."""
 
-    def shape(self, shape: Shape) -> Shape:
+    def get_shape(self, shape: Shape) -> Shape:
         return shape[:-1]
 
-    def state_slice(self, param_slice: TensorSlice) -> TensorSlice:
+    def get_state_slice(self, param_slice: TensorSlice) -> TensorSlice:
         return TensorSlice(param_slice.offsets[:-1], param_slice.sizes[:-1])
 
-    def state_range(self, local_shape: Shape, flat_range: FlatRange) -> FlatRange:
+    def get_state_range(self, local_shape: Shape, flat_range: FlatRange) -> FlatRange:
         row_length = local_shape[-1]
         return FlatRange(flat_range.start // row_length, -(-flat_range.stop // row_length))
 
-    def max_numel(self, shape: Shape, local_shape: Shape, numel: int) -> int:
-        return min(_max_touched_runs(numel, local_shape[-1]), math.prod(local_shape[:-1]))
+    def compute_max_numel(self, shape: Shape, local_shape: Shape, numel: int) -> int:
+        return min(_compute_max_touched_runs(numel, local_shape[-1]), math.prod(local_shape[:-1]))
 
-    def boundaries(self, local_shape: Shape, flat_range: FlatRange) -> Iterable[int]:
+    def get_boundaries(self, local_shape: Shape, flat_range: FlatRange) -> Iterable[int]:
         (first_row, first_column), (last_row, last_column) = (
             divmod(flat_range.start, local_shape[-1]),
             divmod(flat_range.stop, local_shape[-1]),
@@ -133,24 +136,25 @@ class _PerRow(_ContiguousState):
 
 
 class _PerColumn(_ContiguousState):
-    """One value per column of each matrix: [..., C]."""
+    """Optimizer state with one value per column of each matrix: shape [..., C] for a parameter [..., R, C] of matrices with R
+    rows."""
 
-    def shape(self, shape: Shape) -> Shape:
+    def get_shape(self, shape: Shape) -> Shape:
         return (*shape[:-2], shape[-1])
 
-    def state_slice(self, param_slice: TensorSlice) -> TensorSlice:
+    def get_state_slice(self, param_slice: TensorSlice) -> TensorSlice:
         return TensorSlice((*param_slice.offsets[:-2], param_slice.offsets[-1]), (*param_slice.sizes[:-2], param_slice.sizes[-1]))
 
-    def state_range(self, local_shape: Shape, flat_range: FlatRange) -> FlatRange:
+    def get_state_range(self, local_shape: Shape, flat_range: FlatRange) -> FlatRange:
         matrix_numel, row_length = math.prod(local_shape[-2:]), local_shape[-1]
         return FlatRange(flat_range.start // matrix_numel * row_length, -(-flat_range.stop // matrix_numel) * row_length)
 
-    def max_numel(self, shape: Shape, local_shape: Shape, numel: int) -> int:
-        num_matrices = min(_max_touched_runs(numel, math.prod(local_shape[-2:])), math.prod(local_shape[:-2]))
+    def compute_max_numel(self, shape: Shape, local_shape: Shape, numel: int) -> int:
+        num_matrices = min(_compute_max_touched_runs(numel, math.prod(local_shape[-2:])), math.prod(local_shape[:-2]))
         return num_matrices * local_shape[-1]
 
-    def boundaries(self, local_shape: Shape, flat_range: FlatRange) -> Iterable[int]:
-        state_range = self.state_range(local_shape, flat_range)
+    def get_boundaries(self, local_shape: Shape, flat_range: FlatRange) -> Iterable[int]:
+        state_range = self.get_state_range(local_shape, flat_range)
         return range(state_range.start, state_range.stop, local_shape[-1])
 
 
@@ -158,15 +162,15 @@ class _PerColumn(_ContiguousState):
 class BlockRange:
     """Consecutive quantization blocks of equal length in one or more rows of a parameter: [rows, blocks, elements].
 
-    It may be a single incomplete block per row.
+    The range may also be a single incomplete block in each row.
     """
 
     elements: BufferSlice
-    """The rows of the parameter that contain the blocks. They may contain further elements before and after the blocks."""
+    """The rows of the parameter that contain the blocks. The rows may contain further elements before and after the blocks."""
     column_range: slice
-    """Columns of `elements` that belong to the blocks."""
+    """Columns of `elements` that form the blocks."""
     blocks: BufferSlice
-    """Slice of the state with the values of the blocks."""
+    """Slice of the optimizer state with the values of the blocks, one value per block."""
 
     @property
     def num_rows(self) -> int:
@@ -181,7 +185,8 @@ class BlockRange:
 
 @dataclass(frozen=True)
 class PerBlock(StateShape):
-    """One value per block of `block_size` elements of a row: [..., R, ceil(C / block_size)].
+    """Optimizer state with one value per block of `block_size` elements of a row: shape [..., R, ceil(C / block_size)] for a
+    parameter [..., R, C].
 
     The last block of a row may be shorter. Blocks are counted from the start of the global row, wherever the row is split over
     ranks. Blocks at the start and the end of the local rows may be incomplete, and then other ranks store their values too.
@@ -190,17 +195,17 @@ class PerBlock(StateShape):
 
     block_size: int
 
-    def shape(self, shape: Shape) -> Shape:
-        """Return the shape of the state for a parameter of the global shape `shape`."""
+    def get_shape(self, shape: Shape) -> Shape:
+        """Return the global shape of the state for a parameter of the global shape `shape`."""
         return (*shape[:-1], -(-shape[-1] // self.block_size))
 
-    def max_numel(self, shape: Shape, local_shape: Shape, numel: int) -> int:
+    def compute_max_numel(self, shape: Shape, local_shape: Shape, numel: int) -> int:
         """Return the maximum number of blocks for any range of `numel` elements of the local parameter. Memory is allocated for
         this number."""
         offsets_in_block = {offset % self.block_size for offset in range(0, shape[-1], local_shape[-1])}
-        return max(self._max_blocks(local_shape, offset, numel) for offset in offsets_in_block) if numel else 0
+        return max(self._compute_max_blocks(local_shape, offset, numel) for offset in offsets_in_block) if numel else 0
 
-    def _max_blocks(self, local_shape: Shape, offset_in_block: int, numel: int) -> int:
+    def _compute_max_blocks(self, local_shape: Shape, offset_in_block: int, numel: int) -> int:
         """Return the maximum number of blocks for a rank whose local rows start at `offset_in_block` within a block."""
         row_length = local_shape[-1]
         blocks_per_row, head_length = -(-(offset_in_block + row_length) // self.block_size), self.block_size - offset_in_block
@@ -213,15 +218,13 @@ class PerBlock(StateShape):
             num_extra_blocks += 1 + (num_remaining - 1 - head_length - tail_length) // self.block_size
         return min(1 + num_full_rows * blocks_per_row + num_extra_blocks, math.prod(local_shape[:-1]) * blocks_per_row)
 
-    def slices(self, local_shape: Shape, local_slice: TensorSlice, flat_range: FlatRange) -> list[BufferSlice]:
+    def get_slices(self, local_shape: Shape, local_slice: TensorSlice, flat_range: FlatRange) -> list[BufferSlice]:
         """Return the slices of the global state that a rank stores for a range of its local parameter."""
-        return [block_range.blocks for block_range in self.block_ranges(local_shape, local_slice, flat_range)]
+        return [block_range.blocks for block_range in self.iter_block_ranges(local_shape, local_slice, flat_range)]
 
-    def block_ranges(self, local_shape: Shape, local_slice: TensorSlice, flat_range: FlatRange) -> Iterator[BlockRange]:
-        """Yield all blocks with at least one element in a range of the local parameter. The arguments are those of `slices`.
-
-        The values of the blocks are stored in this order.
-        """
+    def iter_block_ranges(self, local_shape: Shape, local_slice: TensorSlice, flat_range: FlatRange) -> Iterator[BlockRange]:
+        """Yield all blocks with at least one element in a range of the local parameter, in the order in which their values are
+        stored. The arguments are those of `slices`."""
         state_offset = 0
         for elements in map_flat_range(local_shape, local_slice, flat_range):
             elements_slice, column = elements.slice, 0
@@ -239,9 +242,8 @@ class PerBlock(StateShape):
                     column, state_offset = column + num_blocks * block_length, state_offset + blocks.slice.numel
 
 
-def _max_touched_runs(numel: int, length: int) -> int:
-    """Return the maximum number of rows (or blocks) of `length` elements that a range of `numel` consecutive elements can
-    overlap."""
+def _compute_max_touched_runs(numel: int, length: int) -> int:
+    """Return the maximum number of rows (or blocks) of `length` elements that `numel` consecutive elements can overlap."""
     return numel if numel < 2 else (numel - 2) // length + 2
 
 

@@ -1,8 +1,8 @@
 """Slices of global tensors: which elements of a tensor a rank stores.
 
 A `TensorSlice` is a rectangular region of a global tensor, with an offset and a size in each dimension. Pure arithmetic: every rank
-can compute the slices of every other rank without communication. Checkpoints store tensors by these slices, which
-docs/checkpoints.md calls boxes.
+can compute the slices of every other rank without communication. Checkpoints store tensors by these slices (`boxes` in a
+checkpoint's manifest, see docs/checkpoints.md).
 
 The optimizer shards flattened tensors, so the shard of a rank is a contiguous range of elements. Such a range is a union of a few
 slices: at most three for a matrix (the end of a row, full rows, the start of a row), at most 2N - 1 for an N-dimensional tensor. So
@@ -19,7 +19,8 @@ ALIGN = 64
 
 
 def align_numel(numel: int) -> int:
-    """Round a number of elements up to a multiple of `ALIGN`: the number of elements that a tensor occupies in a flat buffer."""
+    """Return the number of elements that a tensor of `numel` elements occupies in a flat buffer: `numel`, rounded up to a multiple
+    of `ALIGN`."""
     return -(-numel // ALIGN) * ALIGN
 
 
@@ -42,16 +43,17 @@ class TensorSlice:
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """The slice as an index for the global tensor."""
+        """Index that selects the slice from the global tensor: one Python slice per dimension."""
         return tuple(slice(offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True))
 
     def relative_to(self, outer: TensorSlice) -> TensorSlice:
-        """Return this slice with offsets relative to the start of `outer`, a slice that contains it."""
+        """Return this slice with offsets relative to the start of `outer`, a slice of the same tensor that contains it."""
         return TensorSlice(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
 
     def offset_by(self, outer: TensorSlice) -> TensorSlice:
-        """Return this slice, whose offsets are relative to the start of `outer`, in the coordinates of `outer`. The inverse of
-        `relative_to`."""
+        """Return this slice, whose offsets are relative to the start of `outer`, with the offsets of `outer` added. The result has
+        the
+        coordinates in which `outer` itself is given. The inverse of `relative_to`."""
         return TensorSlice(tuple(a + b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
 
     def intersect(self, tensor_slice: TensorSlice) -> TensorSlice | None:
@@ -87,7 +89,8 @@ class FlatRange:
 
 
 def cover_flat_range(shape: tuple[int, ...], start: int, stop: int) -> list[TensorSlice]:
-    """Split elements [start, stop) of a row-major tensor of `shape` into slices, in order of their elements."""
+    """Split the elements [start, stop) of a flattened (row-major) tensor of `shape` into rectangular slices, in order of the
+    elements."""
     if start >= stop:
         return []
     if not shape:

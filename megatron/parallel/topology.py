@@ -53,7 +53,7 @@ class Topology:
     """Sizes of the parallelism axes, and the order in which ranks are numbered.
 
     Raises:
-        ValueError: a size is not positive, or ETP x EP does not divide the size of a stage.
+        ValueError: a size is not positive, or ETP x EP does not divide the number of ranks of a pipeline stage.
     """
 
     tp: int = 1
@@ -65,16 +65,17 @@ class Topology:
     ep: int = 1
     """Number of ranks of a stage that hold different experts."""
     expert_tensor: int | None = None
-    """Number of ranks that hold shards of the same experts; None for tp."""
+    """Number of ranks that hold shards of the same experts; None for the tensor-parallel size."""
 
     def __post_init__(self) -> None:
         for axis in (*AXES, "ep", "etp"):
             if getattr(self, axis) < 1:
-                raise ValueError(f"the size of axis {axis} must be at least 1, not {getattr(self, axis)}")
+                raise ValueError(f"the size of the parallel axis {axis} must be at least 1, not {getattr(self, axis)}")
         if self.stage_size % (self.etp * self.ep):
             raise ValueError(
                 f"the {self.stage_size} ranks of a pipeline stage (TP x CP x DP) are not divisible by "
-                f"ETP x EP = {self.etp} x {self.ep} = {self.etp * self.ep}"
+                f"ETP x EP = {self.etp} x {self.ep} = {self.etp * self.ep}. Change --expert-model-parallel-size (EP) or "
+                "--expert-tensor-parallel-size (ETP)"
             )
 
     @property
@@ -104,23 +105,27 @@ class Topology:
         ep: int = 1,
         expert_tensor: int | None = None,
     ) -> Topology:
-        """Build the topology whose data-parallel size fills the world.
+        """Build the topology of a world. The data-parallel size follows from the world size and the other sizes.
 
         Raises:
-            ValueError: a size is not positive, TP x CP x PP does not divide the world size, or ETP x EP does not divide the size of
-                a stage.
+            ValueError: a size is not positive, TP x CP x PP does not divide the world size, or ETP x EP does not divide the number
+                of ranks of a pipeline stage.
         """
         cls(tp=tp, cp=cp, pp=pp)  # rejects sizes that are not positive
         if world_size < 1 or world_size % (tp * cp * pp):
-            raise ValueError(f"world size {world_size} is not divisible by TP x CP x PP = {tp} x {cp} x {pp} = {tp * cp * pp}")
+            raise ValueError(
+                f"world size {world_size} is not divisible by TP x CP x PP = {tp} x {cp} x {pp} = {tp * cp * pp}. Change the "
+                "number of ranks or one of these sizes"
+            )
         return cls(tp, cp, world_size // (tp * cp * pp), pp, pp_before_dp, ep, expert_tensor)
 
     @classmethod
     def of(cls, parallel: ParallelConfig, world_size: int) -> Topology:
-        """Build the topology from the settings.
+        """Build the topology from the settings. The data-parallel size follows from the world size and the other sizes.
 
         Raises:
-            ValueError: TP x CP x PP does not divide the world size, or ETP x EP does not divide the size of a stage.
+            ValueError: TP x CP x PP does not divide the world size, or ETP x EP does not divide the number of ranks of a pipeline
+                stage.
         """
         return cls.from_world(
             world_size,
@@ -135,7 +140,8 @@ class Topology:
     def __str__(self) -> str:
         """Format as "tensor 2 x pipeline 4 x data 8".
 
-        The context size is included if it is not 1, the expert grid if it differs from the grid of the other layers.
+        The context-parallel size is included if it is not 1, the sizes of the expert axes if experts are split differently from the
+        other layers.
         """
         context = f" x context {self.cp}" if self.cp > 1 else ""
         experts = (
@@ -148,18 +154,20 @@ class Topology:
         """Number of ranks."""
         return self.tp * self.cp * self.dp * self.pp
 
-    def size(self, *axes: str) -> int:
-        """Return the number of ranks in a group over the given axes."""
+    def get_size(self, *axes: str) -> int:
+        """Return the number of ranks in a group over the given axes: the product of the sizes of these axes."""
         return math.prod(getattr(self, axis) for axis in axes)
 
-    def coordinates(self, rank: int) -> dict[str, int]:
+    def get_coordinates(self, rank: int) -> dict[str, int]:
         """Return the coordinates of a rank on the axes tp, cp, dp and pp.
 
         Raises:
             ValueError: the rank is outside the world.
         """
         if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
+            raise ValueError(
+                f"rank {rank} is outside a world of {self.world_size} ranks, which are numbered from 0 to {self.world_size - 1}"
+            )
         remainder, tp = divmod(rank, self.tp)
         remainder, cp = divmod(remainder, self.cp)
         if self.pp_before_dp:
@@ -168,77 +176,82 @@ class Topology:
             pp, dp = divmod(remainder, self.dp)
         return {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
 
-    def expert_coordinates(self, rank: int) -> dict[str, int]:
-        """Return the coordinates of a rank on the expert axes.
+    def get_expert_coordinates(self, rank: int) -> dict[str, int]:
+        """Return the coordinates of a rank on the expert axes (etp, ep and edp).
 
         Raises:
             ValueError: the rank is outside the world.
         """
-        coordinates = self.coordinates(rank)
+        coordinates = self.get_coordinates(rank)
         remainder, etp = divmod(coordinates["tp"] + self.tp * (coordinates["cp"] + self.cp * coordinates["dp"]), self.etp)
         edp, ep = divmod(remainder, self.ep)
         return {"etp": etp, "ep": ep, "edp": edp}
 
     def all_coordinates(self, rank: int) -> dict[str, int]:
-        """Return the coordinates of a rank on the axes of both grids.
+        """Return the coordinates of a rank on the axes tp, cp, dp and pp and on the expert axes (etp, ep and edp).
 
         Raises:
             ValueError: the rank is outside the world.
         """
-        return {**self.coordinates(rank), **self.expert_coordinates(rank)}
+        return {**self.get_coordinates(rank), **self.get_expert_coordinates(rank)}
 
-    def rank(self, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
-        """Return the rank at these coordinates."""
+    def find_rank(self, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
+        """Return the global rank at these coordinates."""
         outer = pp + self.pp * dp if self.pp_before_dp else dp + self.dp * pp
         return tp + self.tp * (cp + self.cp * outer)
 
-    def expert_rank(self, etp: int = 0, ep: int = 0, edp: int = 0, pp: int = 0) -> int:
-        """Return the rank at these coordinates of the expert grid."""
+    def find_expert_rank(self, etp: int = 0, ep: int = 0, edp: int = 0, pp: int = 0) -> int:
+        """Return the global rank at these coordinates of the expert grid."""
         remainder, tp = divmod(etp + self.etp * (ep + self.ep * edp), self.tp)
         dp, cp = divmod(remainder, self.cp)
-        return self.rank(tp, cp, dp, pp)
+        return self.find_rank(tp, cp, dp, pp)
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """Return the ranks whose coordinates differ from those of `rank` only along the given axes, ascending, including `rank`.
+        """Return the ranks of the group of `rank` over the given axes, ascending, including `rank`. They have the same coordinates
+        on all other axes.
 
         Args:
-            axes: axes of a single grid.
+            axes: axes of a single grid: of AXES, or of the expert axes and pp.
 
         Raises:
             ValueError: an axis is unknown, the axes belong to different grids, or the rank is outside the world.
         """
-        return self._ranks_along(axes, self.all_coordinates(rank))
+        return self._get_ranks_along(axes, self.all_coordinates(rank))
 
-    def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """Return all groups over the given axes, ordered by their first rank."""
+    def get_groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """Return all groups over the given axes as tuples of ranks, ordered by their first rank."""
         fixed_axes = [axis for axis in self._find_grid(axes)[0] if axis not in axes]
-        fixed_coordinates = itertools.product(*(range(self.size(axis)) for axis in fixed_axes))
-        return sorted(self._ranks_along(axes, dict(zip(fixed_axes, coordinates, strict=True))) for coordinates in fixed_coordinates)
+        fixed_coordinates = itertools.product(*(range(self.get_size(axis)) for axis in fixed_axes))
+        return sorted(
+            self._get_ranks_along(axes, dict(zip(fixed_axes, coordinates, strict=True))) for coordinates in fixed_coordinates
+        )
 
-    def expert_shard_size(self, shard_size: int) -> int:
-        """Return the FSDP shard size of the experts, if the other parameters have the FSDP shard size `shard_size`.
+    def get_expert_shard_size(self, shard_size: int) -> int:
+        """Return the number of ranks over which hybrid FSDP shards each expert, if it shards other parameters over `shard_size`
+        data-parallel ranks.
 
-        It is the number of copies of each expert on the ranks that share one copy of the other parameters, and at least 1.
+        The `shard_size` x TP ranks that share one copy of the other parameters may hold several copies of each expert. The experts
+        are sharded over the ranks of these copies. If the ranks hold one copy or less, the result is 1.
 
         Args:
             shard_size: number of data-parallel ranks that share one copy of the other parameters. Together with their
                 tensor-parallel ranks, they have consecutive ranks in a stage.
 
         Raises:
-            ValueError: these ranks hold an incomplete copy of the experts.
+            ValueError: these ranks hold more than one copy of the experts, but not a whole number of copies.
         """
         num_ranks, ranks_per_copy = shard_size * self.tp, self.etp * self.ep
         if num_ranks > ranks_per_copy and num_ranks % ranks_per_copy:
             raise ValueError(
                 f"FSDP shard size x TP = {shard_size} x {self.tp} = {num_ranks} is not divisible by "
-                f"ETP x EP = {self.etp} x {self.ep} = {ranks_per_copy}"
+                f"ETP x EP = {self.etp} x {self.ep} = {ranks_per_copy}. Change --fsdp-shard-size"
             )
         return max(num_ranks // ranks_per_copy, 1)
 
     def shard_and_replica_groups(
         self, shard_size: int, rank: int | None = None, axes: tuple[str, ...] = GRADIENT_AXES
     ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-        """Return the shard groups and the replica groups of hybrid FSDP.
+        """Return the shard groups and the replica groups of hybrid FSDP, as lists of ranks.
 
         Each gradient group is divided into shard groups of `shard_size` neighbors. A replica group contains the ranks at the same
         position of each shard group. Example: the data group [0, 2, 4, 6] at shard size 2 has the shard groups [0, 2] and [4, 6],
@@ -251,13 +264,14 @@ class Topology:
         Raises:
             ValueError: `shard_size` does not divide the size of the groups.
         """
-        group_size = self.size(*axes)
+        group_size = self.get_size(*axes)
         if shard_size < 1 or group_size % shard_size:
             raise ValueError(
-                f"{group_size} data-parallel ranks cannot be divided into shard groups of {shard_size} ranks (--fsdp-shard-size)"
+                f"{group_size} data-parallel ranks cannot be divided into shard groups of {shard_size} ranks. Set "
+                f"--fsdp-shard-size to a divisor of {group_size}"
             )
         if rank is None:
-            groups = self.groups(*axes)
+            groups = self.get_groups(*axes)
             starts, shard_ranks = range(0, group_size, shard_size), range(shard_size)
         else:
             groups = [self.group(rank, *axes)]
@@ -269,21 +283,22 @@ class Topology:
         shard_groups = [ranks[start : start + shard_size] for ranks in groups for start in starts]
         return shard_groups, [ranks[shard_rank::shard_size] for ranks in groups for shard_rank in shard_ranks]
 
-    def _ranks_along(self, axes: tuple[str, ...], fixed_coordinates: dict[str, int]) -> tuple[int, ...]:
-        """Return the ranks that have the given coordinates on all axes of the grid except `axes`."""
+    def _get_ranks_along(self, axes: tuple[str, ...], fixed_coordinates: dict[str, int]) -> tuple[int, ...]:
+        """Return the ranks that have the coordinates `fixed_coordinates` on all axes of the grid except `axes`."""
         grid_axes, rank_of = self._find_grid(axes)
         if set(axes) == set(AXES):
             return tuple(range(self.world_size))
         coordinates = itertools.product(
-            *(range(self.size(axis)) if axis in axes else (fixed_coordinates[axis],) for axis in grid_axes)
+            *(range(self.get_size(axis)) if axis in axes else (fixed_coordinates[axis],) for axis in grid_axes)
         )
         return tuple(sorted(itertools.starmap(rank_of, coordinates)))
 
     def _find_grid(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], Callable[..., int]]:
-        """Return the axes of the grid to which `axes` belong, and the function that maps coordinates in the grid to a rank."""
+        """Return the axes of the grid to which `axes` belong, and the function that maps coordinates in the grid to a global
+        rank."""
         expert_grid_axes = (*EXPERT_AXES, "pp")
         if set(axes) <= set(AXES):
-            return AXES, self.rank
+            return AXES, self.find_rank
         if set(axes) <= set(expert_grid_axes):
-            return expert_grid_axes, self.expert_rank
-        raise ValueError(f"axes {axes} are not in one rank grid: all must be in {AXES}, or all in {expert_grid_axes}")
+            return expert_grid_axes, self.find_expert_rank
+        raise ValueError(f"axes {axes} are not in one rank grid: pass only axes of {AXES}, or only axes of {expert_grid_axes}")

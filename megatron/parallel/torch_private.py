@@ -40,14 +40,14 @@ class MissingTorchName(AttributeError):
 
 
 def list_missing() -> list[tuple[str, str]]:
-    """Return the private names that the installed torch lacks, each with the features of this project that do not work without
-    it."""
+    """Return (name, unavailable) of the private names that the installed torch lacks; `unavailable` says which features of this
+    project do not work without the name."""
     return list(_missing)
 
 
 def format_missing_note() -> list[str]:
-    """Return the start-up log line about private functions that the installed torch lacks. Return an empty list if it has all of
-    them."""
+    """Return a list with the start-up log line about private functions that the installed torch lacks, or an empty list if it lacks
+    none."""
     if not _missing:
         return []
     uses = "; ".join(f"{unavailable} ({name})" for name, unavailable in _missing)
@@ -76,12 +76,13 @@ def find_function(path: str, unavailable: str) -> Function:
 def _raise_missing(path: str, unavailable: str, *args: Any, **kwargs: Any) -> NoReturn:
     raise MissingTorchName(
         f"torch {torch.__version__} has no {path}, so this is unavailable: {unavailable}.\n"
-        "  Use a version of torch that pyproject.toml allows, or leave out the setting that needs it."
+        "  Use a version of torch that pyproject.toml allows, or leave out the setting that needs this function."
     )
 
 
 def find_module(name: str, unavailable: str) -> None:
-    """Record a module of torch for `list_missing` if its file does not exist. The module is not imported.
+    """Check that the file of a private torch module exists, without importing the module. If it does not, record the module for
+    `list_missing`.
 
     Args:
         name: dotted name of the module.
@@ -165,7 +166,8 @@ if not find_flight_recorder_dumps():
 
 @functools.cache
 def find_symmetric_memory_op(name: str) -> Function:
-    """Return an operation of torch's symmetric memory, such as "fused_all_gather_matmul".
+    """Return an operation of torch's symmetric memory (direct access to the memory of other GPUs), such as
+    "fused_all_gather_matmul".
 
     Raises:
         ImportError: torch has no symmetric memory.
@@ -179,14 +181,18 @@ def find_symmetric_memory_op(name: str) -> Function:
 
 
 def get_compiler_mode_options(mode: str) -> dict[str, Any]:
-    """Return the compiler options that a mode of `torch.compile` stands for."""
+    """Return the compiler options, by name, that a mode of `torch.compile` such as "max-autotune" stands for."""
     return dict(torch._inductor.list_mode_options(mode))
 
 
 def configure_compiler(*, max_recompilations: int, max_recompilations_of_all: int) -> None:
-    """Set the limits on recompilation, and keep the compiler from reusing the memory of backward's inputs.
+    """Limit how often `torch.compile` recompiles, and keep it from reusing the memory of backward's inputs.
 
-    The compiler must not reuse the memory, because host copies and deferred weight gradients read these inputs after the backward.
+    The compiler must not reuse this memory, because host copies and deferred weight gradients read these inputs after the backward.
+
+    Args:
+        max_recompilations: torch's setting `recompile_limit`.
+        max_recompilations_of_all: torch's setting `accumulated_recompile_limit`.
     """
     torch._dynamo.config.recompile_limit = max_recompilations
     torch._dynamo.config.accumulated_recompile_limit = max_recompilations_of_all
