@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from megatron.checkpoint.errors import DamagedCheckpointError, TruncatedError
-from megatron.checkpoint.global_tensor import torch_dtype
+from megatron.checkpoint.global_tensor import get_torch_dtype
 from megatron.checkpoint.manifest import Checksum, Manifest, StoredSlice, checksums_match
 from megatron.checkpoint.safetensors_file import Header, TensorEntry
 from megatron.checkpoint.storage import Storage
@@ -30,20 +30,21 @@ _READ_BYTES = {True: 1 << 20, False: 32 << 20}
 
 
 class SliceRead(NamedTuple):
-    """Request to copy a region of a stored slice into a tensor."""
+    """Request to copy a region of a stored slice (a part of a tensor in a data file) into a tensor in memory."""
 
     source: TensorSlice
     """Region to copy, with offsets relative to the start of the stored slice."""
     target: torch.Tensor
-    """Tensor that receives the region. It has the sizes of `source`, and any strides, device and floating-point dtype."""
+    """Tensor that receives the region. It has the shape of the region, and any strides, device and floating-point dtype."""
 
     def is_direct(self, stored_slice: StoredSlice, dtype: str) -> bool:
-        """Return whether the bytes of the file can be read directly into the target's memory.
+        """Return whether the bytes of the file can be read directly into the memory of `target`.
 
-        This needs the complete stored slice as source, and a contiguous CPU target of the stored dtype.
+        This requires that the request covers the complete stored slice, and that `target` is contiguous, on the CPU and of the
+        stored dtype.
         """
         target = self.target
-        has_raw_layout = target.dtype == torch_dtype(dtype) and target.device.type == "cpu" and target.is_contiguous()
+        has_raw_layout = target.dtype == get_torch_dtype(dtype) and target.device.type == "cpu" and target.is_contiguous()
         return has_raw_layout and self.source == TensorSlice.full(stored_slice.tensor_slice.sizes)
 
 
@@ -63,30 +64,35 @@ class DataFileReader(ExitStack):
         self._lock = threading.Lock()
         self._verified: set[StoredSlice] = set()
 
-    def data_offset(self, stored_slice: StoredSlice, dtype: str) -> int:
-        """Return the offset of a slice's data, in bytes from the start of the data file.
+    def get_data_offset(self, stored_slice: StoredSlice, dtype: str) -> int:
+        """Return the offset of a stored slice's data, in bytes from the start of its data file.
+
+        Args:
+            dtype: name of the slice's dtype, such as `bfloat16`.
 
         Raises:
             DamagedCheckpointError: the file is missing, has another size, or does not hold the slice.
         """
-        return self._header(stored_slice.file).data_offset(TensorEntry(stored_slice.key, dtype, stored_slice.tensor_slice.sizes))
+        return self._get_header(stored_slice.file).get_data_offset(
+            TensorEntry(stored_slice.key, dtype, stored_slice.tensor_slice.sizes)
+        )
 
     def read(self, stored_slice: StoredSlice, dtype: str, reads: Sequence[SliceRead]) -> None:
         """Read regions of a stored slice into their target tensors, and verify the checksum of the slice when it is first read.
 
         Args:
             stored_slice: the slice.
-            dtype: name of the slice's dtype.
+            dtype: name of the slice's dtype, such as `bfloat16`.
             reads: regions to read, with their targets.
 
         Raises:
             DamagedCheckpointError: the file is missing, truncated or altered. The targets may already have been filled.
         """
-        file_offset, file = self.data_offset(stored_slice, dtype), self._header(stored_slice.file).file
-        torch_type, is_verified, checksum = torch_dtype(dtype), stored_slice in self._verified, Checksum()
+        file_offset, file = self.get_data_offset(stored_slice, dtype), self._get_header(stored_slice.file).file
+        torch_type, is_verified, checksum = get_torch_dtype(dtype), stored_slice in self._verified, Checksum()
         # The checksum needs the complete slice. A slice that is already verified is read only where needed.
         start_index, end_index = (
-            _flat_range(stored_slice.tensor_slice.sizes, [slice_read.source for slice_read in reads])
+            _compute_flat_range(stored_slice.tensor_slice.sizes, [slice_read.source for slice_read in reads])
             if is_verified
             else (0, stored_slice.tensor_slice.numel)
         )
@@ -108,46 +114,52 @@ class DataFileReader(ExitStack):
             return
         if not checksums_match(checksum.text, stored_slice.checksum):
             raise DamagedCheckpointError(
-                f"{self._storage.location_of(stored_slice.file)}: the data of {stored_slice.key} was altered: "
-                "its checksum does not match"
+                f"{self._storage.get_location(stored_slice.file)}: the data of {stored_slice.key} was altered: "
+                "its checksum does not match the manifest; copy the file again"
             )
         self._verified.add(stored_slice)
 
-    def _header(self, name: str) -> Header:
+    def _get_header(self, name: str) -> Header:
         with self._lock:
             if name not in self._headers:
                 self._headers[name] = self._open(name)
             return self._headers[name]
 
     def _open(self, name: str) -> Header:
-        num_bytes, location = self._manifest.files[name].num_bytes, self._storage.location_of(name)
+        num_bytes, location = self._manifest.files[name].num_bytes, self._storage.get_location(name)
         try:
             file = self.enter_context(self._storage.open(name))
             if file.size != num_bytes:
-                raise DamagedCheckpointError(f"{location} has {file.size} bytes, but was written with {num_bytes}")
+                raise DamagedCheckpointError(
+                    f"{location} has {file.size} bytes, but was written with {num_bytes} bytes: the file is damaged; copy it again"
+                )
             return Header(file, location)
         except OSError as error:
             raise self._translate_error(name, error) from error
 
     def _translate_error(self, name: str, error: OSError) -> OSError | DamagedCheckpointError:
-        """Convert a storage error to a `DamagedCheckpointError` if it means that data is missing. Otherwise return the error
-        unchanged."""
-        location = self._storage.location_of(name)
+        """Convert an error of the storage to a `DamagedCheckpointError` if the file is missing or ends too early. Return any other
+        error unchanged.
+
+        Args:
+            name: name of the data file.
+        """
+        location = self._storage.get_location(name)
         if isinstance(error, FileNotFoundError):
-            return DamagedCheckpointError(f"{location} is missing")
+            return DamagedCheckpointError(f"{location} is missing; copy the file again")
         if isinstance(error, TruncatedError) or error.errno == errno.EIO:
             return DamagedCheckpointError(f"{location} cannot be read to its end ({error})")
         return error
 
 
 def _copy_to_targets(block_data: torch.Tensor, block_start: int, sizes: tuple[int, ...], reads: Sequence[SliceRead]) -> None:
-    """Copy a block of consecutive elements of a flattened slice to the tensors that requested regions of the slice.
+    """Copy a block of consecutive elements of a flattened slice into the tensors that requested them.
 
     Args:
         block_data: elements of the block, flat.
         block_start: index of the first element in the flattened slice.
         sizes: sizes of the slice.
-        reads: regions of the slice to copy, with their targets.
+        reads: requested regions of the slice, with their target tensors.
     """
     offset = 0
     for block_slice in cover_flat_range(sizes, block_start, block_start + block_data.numel()):
@@ -160,7 +172,7 @@ def _copy_to_targets(block_data: torch.Tensor, block_start: int, sizes: tuple[in
                 slice_read.target[overlap.relative_to(slice_read.source).index].copy_(source)
 
 
-def _flat_range(sizes: tuple[int, ...], sources: Sequence[TensorSlice]) -> tuple[int, int]:
+def _compute_flat_range(sizes: tuple[int, ...], sources: Sequence[TensorSlice]) -> tuple[int, int]:
     """Return the smallest contiguous range of elements of a stored slice that contains all requested regions.
 
     Args:

@@ -11,8 +11,8 @@ class CheckpointError(ValueError):
 
 
 class MismatchError(CheckpointError):
-    """Error for settings that do not fit the checkpoint. A restart with the same settings and checkpoint would fail in the same
-    way."""
+    """Error for settings that do not fit the checkpoint. A restart does not help: with unchanged settings and checkpoint it fails
+    again."""
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -20,13 +20,13 @@ class DamagedCheckpointError(CheckpointError):
 
 
 def format_list(items: list[str], separator: str = ", ") -> str:
-    """Join items into one string for an error message. Only the first `MAX_LISTED` items are shown."""
+    """Join items into one string for an error message. After `MAX_LISTED` items, only the number of further ones is given."""
     text = separator.join(items[:MAX_LISTED])
     return text if len(items) <= MAX_LISTED else f"{text}{separator}and {len(items) - MAX_LISTED} more"
 
 
 def format_ranks(ranks: list[int]) -> str:
-    """Return the ranks as text: `rank 3`, or `ranks 3, 4`."""
+    """Format ranks for an error message: `rank 3`, or `ranks 3, 4`."""
     return f"rank{'s' * (len(ranks) > 1)} {format_list([str(rank) for rank in ranks])}"
 
 

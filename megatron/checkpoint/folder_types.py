@@ -9,13 +9,13 @@ import json
 from enum import StrEnum
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.save_folder import checkpoint_name, list_iterations
+from megatron.checkpoint.save_folder import get_checkpoint_name, list_iterations
 from megatron.checkpoint.storage import CONFIG, MANIFEST, Storage
 from megatron.checkpoint.storage_url import open_storage
 
 
 class FolderType(StrEnum):
-    """Type of a folder with weights. The value describes the type in error messages."""
+    """Type of a folder with weights. The string value names the type in error messages."""
 
     CHECKPOINT = "one checkpoint"
     RUN = "a --save folder"
@@ -35,7 +35,7 @@ def detect_folder_type(storage: Storage) -> FolderType | None:
     names = storage.list_names()
     if MANIFEST in names:
         return FolderType.CHECKPOINT
-    iterations = [checkpoint_name(iteration) for iteration in list_iterations(storage)]
+    iterations = [get_checkpoint_name(iteration) for iteration in list_iterations(storage)]
     entries = {name: storage.list_names(name) for name in (*iterations, *(["release"] if "release" in names else []))}
     if any(MANIFEST in entry_names for entry_names in entries.values()):
         return FolderType.RUN
@@ -51,7 +51,7 @@ def detect_folder_type(storage: Storage) -> FolderType | None:
 
 
 def _has_model_type(storage: Storage) -> bool:
-    """Return whether config.json has the key `model_type`, by which a Hugging Face folder is recognised."""
+    """Return whether the folder's config.json has the key `model_type`, as in a Hugging Face folder."""
     try:
         content = json.loads(storage.read(CONFIG))
     except (OSError, ValueError, RecursionError):
@@ -70,7 +70,7 @@ def check_not_foreign(folder: str) -> None:
     storage = open_storage(folder)
     if storage.local is not None and storage.local.exists() and not storage.local.is_dir():
         file_type = "a file" if storage.local.is_file() else "a device or a pipe"
-        raise CheckpointError(f"{folder} is {file_type}: give the --save folder of a run")
+        raise CheckpointError(f"cannot load from {folder}: the path is {file_type}. Give the --save folder of a run")
     folder_type = detect_folder_type(storage)
     if folder_type in FOREIGN_TYPES:
         raise CheckpointError(

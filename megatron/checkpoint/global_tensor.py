@@ -1,7 +1,7 @@
-"""Interface between a run's tensors and checkpoints: the slices of a global tensor that a rank holds, and the dtype and raw bytes
-of tensors.
+"""Interface between the tensors of a run and its checkpoints: the slices of each global tensor that a rank holds. Also the dtype
+names and raw bytes of tensors.
 
-The code of this package knows nothing else about the layout of a run.
+The checkpoint package knows nothing else about the layout of a run.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ class GlobalTensor:
     global_shape: tuple[int, ...]
     """Shape of the tensor in the unsharded model, without padding."""
     local: torch.Tensor
-    """Elements of the tensor on this rank, contiguous, on any device. The offsets of `slices` are indices into the flattened
-    `local`."""
+    """Elements of the tensor in the memory of this rank: contiguous, on any device, of any shape. `slices` gives offsets into the
+    flattened tensor."""
     slices: list[BufferSlice]
-    """Slices of the global tensor in `local`. Empty if `local` holds only padding."""
+    """Slices of the global tensor that `local` holds, each with its offset in the flattened `local`. Empty if `local` holds only
+    padding."""
 
     def __post_init__(self) -> None:
         assert self.local.is_contiguous(), f"{self.name}: the local tensor must be contiguous"
@@ -54,7 +55,7 @@ class GlobalTensor:
                 f"{self.name}: {tensor_slice} is outside the global shape {self.global_shape}"
             )
 
-    def local_view(self, local_slice: BufferSlice) -> torch.Tensor:
+    def get_local_view(self, local_slice: BufferSlice) -> torch.Tensor:
         """Return the elements of a slice as a view of `local`, in the shape of the slice."""
         flat = self.local.detach().view(-1)
         return flat[local_slice.offset : local_slice.offset + local_slice.slice.numel].view(local_slice.slice.sizes)
@@ -63,11 +64,12 @@ class GlobalTensor:
 _BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype with this name in the manifest, such as `bfloat16`."""
+def get_torch_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype for a dtype name of a checkpoint's manifest, such as `bfloat16`."""
     return _BY_NAME[name]
 
 
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the raw bytes of a tensor, row-major. They are copied only if the tensor is not contiguous in host memory."""
+def get_tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the raw bytes of a tensor in row-major order. The bytes are copied only if the tensor is not contiguous in host
+    memory."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -2,9 +2,11 @@
 torch.
 
 The first rank of a run sends heartbeats: it rewrites `run.alive` every 10 s, with its host, its process and an increasing counter.
-It removes the file when the run ends, with or without an error. A second run on the same host checks whether that process still
-exists. A second run on another host waits up to 25 s for the file to change. If a run finds the token of another run in `run.json`,
-the other run has taken over the folder: the heartbeat stops and the run ends.
+It removes the file when the run ends, with or without an error.
+
+If a second run on the same host finds the file, it checks whether the process of the first run still exists. A second run on
+another host waits up to 25 s for the file to change. If a run finds the token of another run in `run.json`, the other run has taken
+over the folder: the heartbeat stops and the run ends.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ def check_no_live_owner(storage: Storage, log: Callable[[str], None], patience_s
     """Check that no live run saves in a folder. Only one rank calls this function.
 
     Args:
+        storage: save folder.
         log: called with a message before the function waits.
         patience_s: seconds to wait for a heartbeat of a run on another host.
 
@@ -50,7 +53,8 @@ def check_no_live_owner(storage: Storage, log: Callable[[str], None], patience_s
 
 
 class Heartbeat:
-    """Sign of life of this run for other runs: a thread on the first rank that rewrites `run.alive` until the run ends.
+    """Thread on the first rank that shows other runs that this run is alive: it rewrites `run.alive` in the save folder until the
+    run ends.
 
     Args:
         location: path or URL of the save folder.
@@ -66,7 +70,7 @@ class Heartbeat:
         self._identity = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "process": process_identity(os.getpid()),
+            "process": get_process_identity(os.getpid()),
             "token": token,
         }
         storage = open_storage(location)
@@ -75,7 +79,8 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the heartbeat and remove `run.alive`, so that the next run does not wait for a heartbeat."""
+        """Stop the heartbeat and remove `run.alive`. The next run in this save folder then need not wait to see whether this run is
+        alive."""
         self._stop_requested.set()
         self._thread.join(self._interval_s)  # with a timeout, because the storage may not respond
 
@@ -98,15 +103,16 @@ class Heartbeat:
 
 
 def _is_alive(storage: Storage, owner: dict[str, Any], log: Callable[[str], None], patience_s: float) -> bool:
-    """Return whether another run is alive. If it runs on another host, wait up to `patience_s` for a heartbeat.
+    """Return whether the run that has written `run.alive` is alive. If it runs on another host, wait up to `patience_s` for a
+    heartbeat.
 
     Args:
-        owner: content of the other run's `run.alive`: its host, process and counter.
+        owner: content of `run.alive`: host, process and counter of that run.
         log: called with a message before the function waits.
         patience_s: seconds to wait.
     """
-    if owner["host"] == socket.gethostname() and owner.get("process", "").partition(" ")[0] == _process_namespace():
-        return bool(process_identity(owner["pid"]) == owner["process"])
+    if owner["host"] == socket.gethostname() and owner.get("process", "").partition(" ")[0] == _read_process_namespace():
+        return bool(get_process_identity(owner["pid"]) == owner["process"])
     log(
         f"the last run in {storage.location}, on {owner['host']}, did not end by itself: "
         f"waiting up to {patience_s:.0f} s to see whether it is still alive"
@@ -136,22 +142,22 @@ def _write_alive_file(storage: Storage, content: dict[str, Any]) -> None:
     storage.write(ALIVE_FILE, json.dumps(content).encode())
 
 
-def _process_namespace() -> str:
-    """Return an identifier of the boot and of the container (PID namespace). A PID identifies a process only within these."""
+def _read_process_namespace() -> str:
+    """Return an identifier of this boot of the machine and of the container (PID namespace), within which a PID is unique."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
 
 
-def process_identity(pid: int) -> str:
-    """Return a string that identifies a process: PID namespace, PID and start time.
+def get_process_identity(pid: int) -> str:
+    """Return a string that identifies a process: boot and PID namespace, PID and start time.
 
-    A later process with the same PID has another identity. If the process does not exist, the string consists of the namespace
-    only.
+    A later process with the same PID has another identity. If the process does not exist, the string has neither PID nor start
+    time.
     """
     try:
         stat_fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return _process_namespace()
-    return _process_namespace() if stat_fields[0] in "ZX" else f"{_process_namespace()} {pid} {stat_fields[19]}"
+        return _read_process_namespace()
+    return _read_process_namespace() if stat_fields[0] in "ZX" else f"{_read_process_namespace()} {pid} {stat_fields[19]}"

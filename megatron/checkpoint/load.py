@@ -1,6 +1,6 @@
 """Loading of a checkpoint into any layout. All ranks call `load_tensors` together.
 
-A load has three rounds. After each round either all ranks continue or all ranks raise an error:
+A load has three steps. After each step either all ranks continue or all ranks raise an error:
 
 1. Each rank reads the manifest and plans its reads: the stored slices that overlap its local slices. The first rank checks that all
 ranks see the same checkpoint, and that the checkpoint and the run have the same tensors.
@@ -23,7 +23,7 @@ import torch
 
 from megatron.checkpoint.data_files import DataFileReader, SliceRead
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, format_list, format_ranks
-from megatron.checkpoint.global_tensor import GlobalTensor, tensor_bytes, torch_dtype
+from megatron.checkpoint.global_tensor import GlobalTensor, get_tensor_bytes, get_torch_dtype
 from megatron.checkpoint.manifest import EMPTY_HASH, ContentHash, Manifest, StoredSlice, StoredTensor, hash_content, is_partition
 from megatron.checkpoint.save_folder import load_manifest
 from megatron.checkpoint.savers import coordinate
@@ -40,17 +40,18 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class LoadResult:
-    """Result of a load: how many of the loaded tensors were verified."""
+    """Result of a load: the digest of the checkpoint, and how many of the loaded tensors were proven equal to the stored ones."""
 
     content_digest: str | None
-    """Digest of the content of the checkpoint, the same at every layout. None in old checkpoints."""
+    """Digest of all tensors of the checkpoint, the same at every layout. None in checkpoints of early versions, which have no
+    content hashes."""
     num_equal: int
-    """Number of tensors whose content in memory equals the stored content."""
+    """Number of tensors whose content in memory is proven equal to the stored content."""
     num_narrowed: int
     """Number of tensors that were rounded to a narrower dtype. Their content cannot be compared with the stored content."""
     num_unverified: int
-    """Number of tensors that cannot be compared: the manifest has no content hash (old checkpoints), or not all elements were
-    loaded."""
+    """Number of tensors that cannot be compared. Either not all elements were loaded, or the checkpoint is of an early version
+    without content hashes."""
 
 
 def load_tensors(
@@ -62,9 +63,9 @@ def load_tensors(
 ) -> LoadResult:
     """Load a checkpoint of any layout into existing tensors.
 
-    Call it on every rank of the group. Each rank reads only the stored slices that overlap its local slices, and verifies them.
-    Floating-point dtypes are converted into each other; other dtypes must be equal. Then the content of memory is compared with the
-    saved content.
+    Call this function on every rank of the group. Each rank reads only the stored slices that overlap its local slices, and
+    verifies their checksums. Floating-point dtypes are converted into each other; other dtypes must be equal. Finally the content
+    of memory is compared with the saved content.
 
     Args:
         path: path or URL of the checkpoint's folder.
@@ -107,25 +108,26 @@ def load_tensors(
 
 
 def count_read_threads() -> int:
-    """Return the number of threads that a rank reads with: its share of the cores of this process, at most `_MAX_THREADS`."""
+    """Return the number of threads with which a rank reads: the CPU cores of this process divided by the ranks of the node, at most
+    `_MAX_THREADS`."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(_MAX_THREADS, num_cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
 @dataclass
 class LoadRequest:
-    """Message of a rank to the first rank before a load: the slices that the rank will read, and its tensors that do not fit the
+    """Message of a rank to the first rank before a load: which slices the rank needs, and which of its tensors do not fit the
     checkpoint."""
 
     digest: str
-    """Digest of the manifest that the rank has read. All ranks must have read the same manifest."""
+    """Digest of the manifest that the rank has read. It must be the same on all ranks."""
     slices: dict[str, set[TensorSlice]] = field(default_factory=lambda: defaultdict(set))
     mismatches: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """Descriptions of the tensors that do not fit the checkpoint, by the category of the mismatch."""
+    """For each category, such as "of another shape": descriptions of the tensors that do not fit the checkpoint."""
 
 
 class ReadItem(NamedTuple):
-    """Planned read of one region: from a stored slice into one of the rank's local slices."""
+    """Planned read of one region, from a stored slice into a local slice of this rank."""
 
     tensor: GlobalTensor
     local_slice: BufferSlice
@@ -133,9 +135,12 @@ class ReadItem(NamedTuple):
     """Region in which the stored slice and the local slice overlap, with offsets in the global tensor."""
 
     def to_slice_read(self, stored_slice: StoredSlice) -> SliceRead:
-        """Convert to a `SliceRead`: the region relative to the stored slice, and the view of the local tensor that receives the
-        region."""
-        target = self.tensor.local_view(self.local_slice)[self.overlap.relative_to(self.local_slice.slice).index]
+        """Convert to a request for the data file.
+
+        Returns:
+            the region, relative to the start of the stored slice, and the view of the local tensor that receives the region.
+        """
+        target = self.tensor.get_local_view(self.local_slice)[self.overlap.relative_to(self.local_slice.slice).index]
         return SliceRead(self.overlap.relative_to(stored_slice.tensor_slice), target)
 
 
@@ -143,11 +148,14 @@ LoadPlan = dict[StoredSlice, list[ReadItem]]
 
 
 def plan_load(tensors: list[GlobalTensor], manifest: Manifest) -> tuple[LoadRequest, LoadPlan]:
-    """Plan which regions of stored slices a rank reads. Returns the rank's request for the first rank, and the plan.
+    """Plan which regions of which stored slices this rank reads.
 
     Args:
         tensors: local slices of the rank.
         manifest: manifest of the checkpoint.
+
+    Returns:
+        the message to the first rank, and the reads of this rank by stored slice.
     """
     request, load_plan = LoadRequest(manifest.digest), defaultdict[StoredSlice, list[ReadItem]](list)
     for tensor in tensors:
@@ -179,7 +187,7 @@ def plan_reads(tensor: GlobalTensor, stored_tensor: StoredTensor) -> list[tuple[
 
 
 def read_slices(storage: Storage, manifest: Manifest, load_plan: LoadPlan, num_threads: int = 1) -> Counter[str]:
-    """Read and verify all planned slices, in the order of the data files.
+    """Read all slices of the plan, in the order of the data files, and verify their checksums.
 
     Returns:
         by tensor name, the number of elements that were read directly into their final memory. The checksum of the slice proves
@@ -197,7 +205,7 @@ def read_slices(storage: Storage, manifest: Manifest, load_plan: LoadPlan, num_t
             reads = [item.to_slice_read(stored_slice) for item in items]
             if len(reads) == 1 and reads[0].is_direct(stored_slice, dtype) and items[0].overlap == stored_slice.tensor_slice:
                 num_verified[name] += stored_slice.tensor_slice.numel
-            jobs.append((stored_slice.file, reader.data_offset(stored_slice, dtype), stored_slice, dtype, reads))
+            jobs.append((stored_slice.file, reader.get_data_offset(stored_slice, dtype), stored_slice, dtype, reads))
         jobs.sort(key=lambda job: job[:2])
         _run_in_threads(lambda job: reader.read(*job[2:]), jobs, num_threads)
     return num_verified
@@ -224,13 +232,16 @@ HINT = "Is it a checkpoint of another model, or of another kind of run? Compare 
 
 
 def _describe_mismatch(tensor: GlobalTensor, stored_tensor: StoredTensor) -> tuple[str, str] | None:
-    """Describe why a stored tensor does not fit the requested one. Returns (category, description), or None if it fits.
+    """Describe why a stored tensor does not fit the tensor of this run.
 
     Floating-point dtypes are converted into each other (rounded to nearest); all other dtypes and all shapes must be equal.
+
+    Returns:
+        (category of the mismatch, description), or None if the stored tensor fits.
     """
     if stored_tensor.shape != tensor.global_shape:
         return SHAPE, f"{tensor.name} (stored {list(stored_tensor.shape)}, in this run {list(tensor.global_shape)})"
-    local_dtype, stored_dtype = tensor.local.dtype, torch_dtype(stored_tensor.dtype)
+    local_dtype, stored_dtype = tensor.local.dtype, get_torch_dtype(stored_tensor.dtype)
     if local_dtype != stored_dtype and not (local_dtype.is_floating_point and stored_dtype.is_floating_point):
         return DTYPE, f"{tensor.name} (stored {stored_dtype}, in this run {local_dtype})"
     if not is_partition(stored_tensor.shape, [stored_slice.tensor_slice for stored_slice in stored_tensor.slices]):
@@ -239,11 +250,10 @@ def _describe_mismatch(tensor: GlobalTensor, stored_tensor: StoredTensor) -> tup
 
 
 def check_requests(requests: Sequence[LoadRequest], manifest: Manifest, allow_unused: Callable[[str], bool]) -> None:
-    """Check, on the first rank, that all ranks see the same checkpoint, that all requested tensors are stored, and that all stored
-    tensors are requested.
+    """Check that all ranks see the same checkpoint, and that checkpoint and run have the same tensors. Called on the first rank.
 
     Args:
-        requests: requests of all ranks.
+        requests: messages of all ranks.
         manifest: manifest of the checkpoint.
         allow_unused: returns whether the stored tensor of this name may be left unread.
 
@@ -252,7 +262,7 @@ def check_requests(requests: Sequence[LoadRequest], manifest: Manifest, allow_un
     """
     if ranks := [rank for rank, request in enumerate(requests) if request.digest != manifest.digest]:
         raise CheckpointError(
-            f"{format_ranks(ranks)} sees another checkpoint under this path than rank 0: "
+            f"{format_ranks(ranks)} {'sees' if len(ranks) == 1 else 'see'} another checkpoint under this path than rank 0: "
             f"--load must be a folder on a file system that all nodes share"
         )
     slices: dict[str, set[TensorSlice]] = defaultdict(set)
@@ -286,13 +296,13 @@ _HASH_NUMEL = 1 << 24
 
 
 class LocalContent(NamedTuple):
-    """Message of a rank to all ranks after a load: content hashes of its loaded tensors."""
+    """Message of a rank to the first rank after a load: content hashes of its loaded tensors, by which they are compared with the
+    stored ones."""
 
     names: set[str]
     """Names of all tensors on the rank."""
     narrowed: set[str]
-    """Names of the tensors that the rank has rounded to a narrower dtype. Their content cannot be compared with the stored
-    content."""
+    """Names of the tensors that the rank has rounded to a narrower dtype. They cannot be compared with the stored content."""
     hashes: dict[tuple[str, TensorSlice], ContentHash]
     """Content hashes of the slices that can be compared, by (tensor name, slice)."""
 
@@ -302,9 +312,10 @@ def compare_content(
 ) -> LoadResult:
     """Compare the loaded tensors of all ranks with the saved ones. All ranks call this together.
 
-    If a stored slice was read directly into its target, its checksum proves that the content in memory is correct. The tensors in
-    `unverified` were read in another way on at least one rank: only a region of a stored slice, with another dtype, or through a
-    copy to a device. They are proven by their content hashes, which are combined over all ranks.
+    If a stored slice was read directly into the memory of its tensor, the checksum proves that the content of memory is correct.
+    The tensors in `unverified` were read in another way on at least one rank: only a region of a stored slice, with another dtype,
+    or through a copy to a device. For these tensors, each rank hashes its slices in memory. The sum of the hashes over the ranks
+    must equal the stored content hash.
 
     Args:
         tensors: loaded tensors of this rank.
@@ -327,10 +338,11 @@ def compare_content(
 
 
 def _hash_local_content(tensors: list[GlobalTensor], unverified: set[str], manifest: Manifest, num_threads: int) -> LocalContent:
-    """Hash the local slices of the unverified tensors from memory, in the stored dtype."""
+    """Compute the content hashes of this rank's slices of the unverified tensors, from memory. The hash is that of the elements in
+    the stored dtype."""
     candidates = [(tensor, manifest.tensors[tensor.name]) for tensor in tensors if tensor.name in unverified]
     candidates = [(tensor, stored_tensor) for tensor, stored_tensor in candidates if stored_tensor.content is not None]
-    dtypes = {tensor.name: (tensor.local.dtype, torch_dtype(stored_tensor.dtype)) for tensor, stored_tensor in candidates}
+    dtypes = {tensor.name: (tensor.local.dtype, get_torch_dtype(stored_tensor.dtype)) for tensor, stored_tensor in candidates}
     # If the local dtype represents every stored value exactly, converting back to the stored dtype restores the stored bits.
     narrowed = {
         name
@@ -338,7 +350,7 @@ def _hash_local_content(tensors: list[GlobalTensor], unverified: set[str], manif
         if torch.promote_types(local_dtype, stored_dtype) != local_dtype
     }
     tasks = {
-        (tensor.name, local_slice.slice): (local_slice.slice, tensor.local_view(local_slice), stored_tensor)
+        (tensor.name, local_slice.slice): (local_slice.slice, tensor.get_local_view(local_slice), stored_tensor)
         for tensor, stored_tensor in candidates
         if tensor.name not in narrowed
         for local_slice in tensor.slices
@@ -348,16 +360,20 @@ def _hash_local_content(tensors: list[GlobalTensor], unverified: set[str], manif
 
 
 def _hash_slice(tensor_slice: TensorSlice, data: torch.Tensor, stored_tensor: StoredTensor) -> ContentHash:
-    """Return the content hash of a slice in the stored dtype.
+    """Return the content hash of a slice, converted to the stored dtype.
 
     Data that must be converted or copied to the host is hashed in blocks, so that the copy needs little memory.
+
+    Args:
+        tensor_slice: region of the global tensor.
+        data: elements of this region.
     """
-    stored_dtype, flat, content_hash = torch_dtype(stored_tensor.dtype), data.reshape(-1), EMPTY_HASH
+    stored_dtype, flat, content_hash = get_torch_dtype(stored_tensor.dtype), data.reshape(-1), EMPTY_HASH
     block_numel = tensor_slice.numel if data.dtype == stored_dtype and data.device.type == "cpu" else _HASH_NUMEL
     for start in range(0, tensor_slice.numel, block_numel):
         offset = start
         for block_slice in cover_flat_range(tensor_slice.sizes, start, min(start + block_numel, tensor_slice.numel)):
-            block_bytes = tensor_bytes(flat[offset : offset + block_slice.numel].to(stored_dtype))
+            block_bytes = get_tensor_bytes(flat[offset : offset + block_slice.numel].to(stored_dtype))
             content_hash = content_hash.combine(
                 hash_content(block_bytes, stored_tensor.dtype, block_slice.offset_by(tensor_slice), stored_tensor.shape)
             )
@@ -366,7 +382,14 @@ def _hash_slice(tensor_slice: TensorSlice, data: torch.Tensor, stored_tensor: St
 
 
 def _check_content(contents: list[LocalContent], unverified: set[str], manifest: Manifest) -> LoadResult:
-    """Check that the content hashes of all ranks add up to the stored hashes. Returns how many tensors were verified.
+    """Check that the content hashes of all ranks add up to the stored hashes. Called on the first rank.
+
+    Args:
+        contents: messages of all ranks.
+        unverified: names of the tensors whose checksums do not prove the content in memory.
+
+    Returns:
+        how many tensors were verified.
 
     Raises:
         DamagedCheckpointError: a tensor differs from the stored one, or ranks hold different content for the same slice.
@@ -391,6 +414,7 @@ def _check_content(contents: list[LocalContent], unverified: set[str], manifest:
     if errors:
         messages = [errors[name] for name in sorted(errors)]
         raise DamagedCheckpointError(
-            f"the loaded content differs from the saved content, by its content hashes ({len(messages)}): {format_list(messages)}"
+            f"the loaded content of these tensors differs from the saved content, by the content hashes: "
+            f"{format_list(messages)}. Copy the checkpoint again, or load another checkpoint (--ckpt-step)"
         )
     return LoadResult(manifest.content_digest, len(names - narrowed - not_comparable), len(narrowed), len(not_comparable))

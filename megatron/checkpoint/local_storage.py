@@ -31,7 +31,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def sync_folder(path: Path) -> None:
-    """Flush the list of names in a folder to the disk (fsync of the folder)."""
+    """Flush the list of files in a folder to the disk (fsync of the folder), so that new names survive a power loss."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
@@ -53,7 +53,8 @@ def make_durable_folder(path: Path) -> None:
 
 
 def rename_to_hidden(path: Path, suffix: str) -> Path:
-    """Rename a folder to the hidden name `.<name>.<suffix>`. A folder with that name is removed first. Returns the new path."""
+    """Rename a folder `name` to the hidden name `.name.suffix`, and return the new path. A folder that already has the hidden name
+    is removed first."""
     hidden = path.with_name(f".{path.name}.{suffix}")
     if hidden.exists():
         shutil.rmtree(hidden)
@@ -62,14 +63,15 @@ def rename_to_hidden(path: Path, suffix: str) -> Path:
 
 
 def exchange_names(first: Path, second: Path) -> bool:
-    """Exchange the names of two folders atomically. Returns False if the file system cannot do this, like many network file
-    systems."""
-    return _linux_function("renameat2")(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0
+    """Exchange the names of two folders atomically. Returns False if the file system does not support this; many network file
+    systems do not."""
+    return _get_linux_function("renameat2")(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0
 
 
 @functools.cache
-def _linux_function(name: str) -> Callable[..., int]:
-    """Return a function of the Linux C library. If it does not exist, return a function that returns -1 (failure)."""
+def _get_linux_function(name: str) -> Callable[..., int]:
+    """Return a function of the C library of Linux. On other systems, or if the library lacks the function, return one that always
+    returns -1 (failure)."""
     function = getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
     return function or (lambda *arguments: -1)
 
@@ -95,7 +97,7 @@ class LocalFileReader(FileReader):
         while total < len(buffer):  # preadv reads at most 2 GiB per call
             num_read = os.preadv(self._handle, [buffer[total:]], start + total)
             if not num_read:
-                raise TruncatedError(f"{self._path} ends before byte {start + total}: it was truncated")
+                raise TruncatedError(f"{self._path} ends before byte {start + total}: it was truncated; copy the file again")
             total += num_read
 
 
@@ -121,7 +123,7 @@ class LocalFileWriter(FileWriter):
 
 @contextlib.contextmanager
 def _add_file_name(path: Path) -> Iterator[None]:
-    """Add the file's name to errors that the block raises."""
+    """Add the file's name to any `OSError` that is raised within the context."""
     try:
         yield
     except OSError as error:
@@ -133,8 +135,14 @@ _SYNC_FILE_RANGE_WRITE = 2
 
 
 def start_writeback(handle: int, start: int, length: int) -> None:
-    """Ask Linux to start writing a range of a file to the disk. Errors are ignored here, because the later fsync reports them."""
-    _linux_function("sync_file_range")(handle, ctypes.c_int64(start), ctypes.c_int64(length), _SYNC_FILE_RANGE_WRITE)
+    """Ask Linux to start writing a range of a file to the disk, without waiting. Errors are ignored here, because the later fsync
+    reports them.
+
+    Args:
+        handle: file descriptor.
+        start, length: range in bytes.
+    """
+    _get_linux_function("sync_file_range")(handle, ctypes.c_int64(start), ctypes.c_int64(length), _SYNC_FILE_RANGE_WRITE)
 
 
 _LEFTOVER = re.compile(r"\.(?P<name>iter_\d+)\.(?:(?P<token>[0-9a-f]+)\.)?(?P<what>saving|removing|replaced)")
@@ -143,18 +151,18 @@ _CHECKPOINT_FILE = re.compile(rf"rank_.*|{re.escape(CONFIG)}|{re.escape(STATE)}"
 
 
 class LocalStorage(Storage):
-    """`Storage` in a local folder."""
+    """`Storage` in a local folder, or in a folder of a network file system that is mounted as a local path."""
 
     def __init__(self, folder: Path) -> None:
         self.local, self.location = folder, str(folder)
 
-    def location_of(self, name: str) -> str:
+    def get_location(self, name: str) -> str:
         return str(self.local / name)
 
-    def child(self, name: str) -> LocalStorage:
+    def get_child(self, name: str) -> LocalStorage:
         return LocalStorage(self.local / name)
 
-    def file_size(self, name: str) -> int | None:
+    def get_file_size(self, name: str) -> int | None:
         path = self.local / name
         try:
             return path.stat().st_size if path.is_file() else None
@@ -239,13 +247,13 @@ class LocalStorage(Storage):
 
 
 class LocalDraft(Draft):
-    """`Draft` of a checkpoint in a hidden folder next to the checkpoint's final folder."""
+    """Checkpoint that is being written in a hidden folder, next to its final folder."""
 
     def __init__(self, final: Path, folder: Path) -> None:
         self._final, self._folder = final, folder
         self.storage = LocalStorage(folder)
 
-    def file_name(self, name: str) -> str:
+    def get_file_name(self, name: str) -> str:
         return name
 
     def create_folder(self) -> None:
@@ -259,7 +267,7 @@ class LocalDraft(Draft):
         self._folder.mkdir(exist_ok=True)
 
     def publish(self, small_files: Mapping[str, bytes]) -> None:
-        """Write the last files, flush all names to the disk, and rename the draft to its final name."""
+        """Write the last files, flush all names to the disk, and rename the hidden folder to the final name of the checkpoint."""
         for name, data in small_files.items():
             with self.storage.create(name) as file:
                 file.write(data)
@@ -270,8 +278,11 @@ class LocalDraft(Draft):
             shutil.rmtree(old, ignore_errors=True)  # the new checkpoint is complete; `remove_unfinished` removes the remains
 
     def _move_to_final(self) -> Path | None:
-        """Give the draft's folder its final name. If an older checkpoint had this name, return the new path of the older
-        checkpoint; otherwise return None."""
+        """Rename the hidden folder to the final name of the checkpoint.
+
+        Returns:
+            if an older checkpoint had this name: the path to which it was moved. None otherwise.
+        """
         if not self._final.exists():
             self._folder.rename(self._final)
             return None
@@ -292,7 +303,8 @@ class LocalDraft(Draft):
 
 @contextlib.contextmanager
 def _raise_not_found() -> Iterator[None]:
-    """Convert errors about a folder that is read as a file, or a file used as a folder, to `FileNotFoundError`."""
+    """Within the context, convert `IsADirectoryError` (a folder is read as a file) and `NotADirectoryError` (a file is used as a
+    folder) to `FileNotFoundError`."""
     try:
         yield
     except (IsADirectoryError, NotADirectoryError) as error:

@@ -1,7 +1,8 @@
-"""The manifest of a checkpoint: which tensors it holds, and in which files. A reader needs only the manifest and the data files.
+"""The manifest of a checkpoint (`manifest.json`): which tensors the checkpoint holds, and in which files. A reader needs only the
+manifest and the data files.
 
-A reader does not need to know which rank wrote a file, or at which offset of the file a slice starts. Readers ignore fields that
-they do not know. A change that old readers must not ignore increases the version.
+A reader need not know which rank wrote a file, or at which offset of the file a slice starts. Readers ignore fields that they do
+not know. A change that old readers must not ignore increases the version.
 
 docs/checkpoints.md describes `manifest.json`. Manifests of the first versions have no `content` and no `content_digest`.
 """
@@ -61,12 +62,12 @@ class ContentHash(NamedTuple):
     column_sum: int
 
     def combine(self, other_hash: ContentHash) -> ContentHash:
-        """Return the hash of the union of two disjoint regions."""
+        """Return the hash of the union of two disjoint regions of a tensor."""
         return ContentHash((self.row_sum + other_hash.row_sum) & 0xFFFFFFFF, (self.column_sum + other_hash.column_sum) & 0xFFFFFFFF)
 
     @property
     def hex(self) -> str:
-        """Return the hash as 16 hexadecimal digits."""
+        """The hash as 16 hexadecimal digits."""
         return f"{self.row_sum:08x}{self.column_sum:08x}"
 
     @classmethod
@@ -90,11 +91,11 @@ def hash_content(
 
     Args:
         data: raw bytes of the slice, row-major, little-endian, contiguous.
-        dtype: name of the dtype of the elements.
+        dtype: name of the dtype of the elements, such as `bfloat16`.
         tensor_slice: region of the global tensor that `data` holds.
         global_shape: shape of the global tensor.
-        on_block: called with each block of the data, in order, just before the block is hashed. So another pass over the block,
-            such as a write, finds the block in the CPU cache.
+        on_block: called with each block of the data, in order, just before the block is hashed. A caller that also writes or checks
+            the block thus loads it into the CPU cache only once.
         block_bytes: approximate maximum size of a block in bytes.
     """
     if not tensor_slice.numel:
@@ -111,7 +112,7 @@ def hash_content(
     # A block holds complete rows, or a segment of one row that is longer than a block.
     max_block_numel = max(1, block_bytes // word_dtype.itemsize)
     block_rows, block_columns = max(1, max_block_numel // width), min(width, max_block_numel)
-    row_weights = _row_weights(tensor_slice, global_shape)
+    row_weights = _compute_row_weights(tensor_slice, global_shape)
     row_sum, column_sums = 0, np.zeros(width, np.uint32)
     scratch = np.empty(block_rows * block_columns, np.uint32)
     for row in range(0, len(row_weights), block_rows):
@@ -131,18 +132,24 @@ def hash_content(
             matrix = mixed.reshape(len(weights), -1)
             column_sums[column : column + matrix.shape[1]] += np.add.reduce(matrix, axis=0, dtype=np.uint32)
             row_sum += int(np.add.reduce(np.add.reduce(matrix, axis=1, dtype=np.uint32) * weights, dtype=np.uint32))
-    column_weights = _index_weights(first_column, width, 1)
+    column_weights = _compute_index_weights(first_column, width, 1)
     return ContentHash(row_sum & 0xFFFFFFFF, int(np.add.reduce(column_sums * column_weights, dtype=np.uint32)))
 
 
-def _row_weights(tensor_slice: TensorSlice, global_shape: tuple[int, ...]) -> np.ndarray:
-    """Return the hash's multiplier for each row of a slice, [product of all sizes but the last]. A row's multiplier depends on its
-    position in the global tensor."""
+def _compute_row_weights(tensor_slice: TensorSlice, global_shape: tuple[int, ...]) -> np.ndarray:
+    """Return the multiplier that the content hash uses for each row of a slice. It depends on the row's position in the global
+    tensor.
+
+    A row is a sequence of elements along the last dimension.
+
+    Returns:
+        uint32, [product of all sizes of the slice but the last].
+    """
     if len(tensor_slice.sizes) <= 1:
-        return _index_weights(0, 1, 0)
+        return _compute_index_weights(0, 1, 0)
     if tensor_slice.offsets[1:-1] == (0,) * (len(global_shape) - 2) and tensor_slice.sizes[1:-1] == global_shape[1:-1]:
         rows_per_index = math.prod(global_shape[1:-1])  # the rows are consecutive
-        return _index_weights(tensor_slice.offsets[0] * rows_per_index, tensor_slice.sizes[0] * rows_per_index, 0)
+        return _compute_index_weights(tensor_slice.offsets[0] * rows_per_index, tensor_slice.sizes[0] * rows_per_index, 0)
     row_indices = np.zeros(1, np.int64)
     for offset, size, global_size in zip(tensor_slice.offsets[:-1], tensor_slice.sizes[:-1], global_shape[:-1], strict=True):
         row_indices = (row_indices[:, None] * global_size + np.arange(offset, offset + size)).reshape(-1)
@@ -150,13 +157,17 @@ def _row_weights(tensor_slice: TensorSlice, global_shape: tuple[int, ...]) -> np
 
 
 @functools.lru_cache(maxsize=32)
-def _index_weights(first: int, count: int, seed: int) -> np.ndarray:
-    """Return the hash's multipliers for the elements with the indices first, first + 1, ..., [count]."""
+def _compute_index_weights(first: int, count: int, seed: int) -> np.ndarray:
+    """Return the multipliers that the content hash uses for the indices first, ..., first + count - 1.
+
+    Returns:
+        uint32, [count].
+    """
     return _hash_indices(np.arange(first, first + count, dtype=np.int64), seed)
 
 
 def _hash_indices(indices: np.ndarray, seed: int) -> np.ndarray:
-    """Return the pseudo-random multiplier, an odd uint32, by which the content hash multiplies the values at each index."""
+    """Return a pseudo-random odd uint32 for each index. The content hash multiplies the elements at the index by this number."""
     hashes = indices.astype(np.uint32) ^ np.uint32(seed * 0x9E3779B9 & 0xFFFFFFFF)
     hashes ^= hashes >> np.uint32(16)
     hashes *= np.uint32(0x85EBCA6B)
@@ -170,10 +181,10 @@ _ALGORITHM = "xxh3:"
 
 
 class Checksum:
-    """Incremental checksum of raw bytes (XXH3, 64 bits, seed 0).
+    """Checksum of raw bytes that are passed in several pieces (XXH3, 64 bits, seed 0).
 
-    It reaches 28 GB/s per core, about the speed of memory (CRC-32 of zlib: 4 GB/s), so it adds almost nothing to the time of a
-    load.
+    It reaches 28 GB/s per core, about the speed of memory (CRC-32 of zlib: 4 GB/s). Therefore it adds almost nothing to the time of
+    a load.
     """
 
     def __init__(self, data: memoryview | bytes = b"") -> None:
@@ -187,28 +198,29 @@ class Checksum:
 
     @property
     def text(self) -> str:
-        """Return the checksum of all bytes so far, with the name of the algorithm: `xxh3:` and 16 hexadecimal digits."""
+        """Checksum of all bytes so far, with the name of the algorithm: `xxh3:` and 16 hexadecimal digits."""
         return f"{_ALGORITHM}{self._hash.hexdigest()}"
 
 
 def checksums_match(actual: str, expected: str) -> bool:
-    """Return whether the checksum of some bytes equals the stored checksum.
+    """Return whether a computed checksum equals the stored one.
 
     Raises:
         CheckpointError: this program does not know the algorithm of the stored checksum.
     """
     if not expected.startswith(_ALGORITHM):
         raise CheckpointError(
-            f"checksum {expected!r} has an unknown algorithm, so a newer version of this program wrote it: update this program"
+            f"the checkpoint contains the checksum {expected!r}, whose algorithm is unknown: a newer version of this program wrote "
+            "the checkpoint. Update this program"
         )
     return actual == expected
 
 
 def digest_entries(entries: Iterable[str]) -> str:
-    """Return one digest of all entries (lines of text): the SHA-256 of the sorted entries, each followed by a newline.
+    """Return the SHA-256 of the sorted entries (lines of text), each followed by a newline.
 
-    The digest does not depend on which rank wrote which file. It does depend on how tensors are divided into slices if the entries
-    describe slices.
+    Because the entries are sorted, the digest does not depend on which rank wrote which file. If the entries describe slices, it
+    does depend on how tensors are divided into slices.
     """
     sha256 = hashlib.sha256()
     for entry in sorted(entries):
@@ -240,12 +252,13 @@ class StoredTensor:
     """Name of the dtype, a key of `DTYPES`."""
     slices: tuple[StoredSlice, ...]
     content: str | None = None
-    """Content hash of the tensor as hexadecimal digits (`ContentHash.hex`). None in old checkpoints."""
+    """Content hash of the tensor as hexadecimal digits (`ContentHash.hex`). None in checkpoints of early versions."""
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """File of a checkpoint: its size, and a checksum of the file if it does not consist of slices with checksums."""
+    """File of a checkpoint: its size, and its checksum. A data file has no checksum of its own, because each of its slices has
+    one."""
 
     num_bytes: int
     checksum: str | None = None
@@ -253,15 +266,15 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Index of a checkpoint: all its tensors, and all its files."""
+    """Index of a checkpoint (`manifest.json`): all tensors with their slices, and all files."""
 
     tensors: dict[str, StoredTensor]
     files: dict[str, StoredFile]
 
     @functools.cached_property
     def digest(self) -> str:
-        """Return the digest of the stored slices and of the training state. It has one entry per slice: `name shape dtype offsets
-        sizes checksum`."""
+        """Digest of the stored slices and of the training state. It combines one line per slice, `name shape dtype offsets sizes
+        checksum`, and one for `state.json`."""
         entries = [f"{STATE} {self.files[STATE].checksum}"] if STATE in self.files else []
         for name, tensor in self.tensors.items():
             head = f"{name} {list(tensor.shape)} {tensor.dtype}"
@@ -272,16 +285,17 @@ class Manifest:
 
     @functools.cached_property
     def content_digest(self) -> str | None:
-        """Return the digest of the tensors' content, with one entry per tensor: `name shape dtype content`.
+        """Digest of the content of all tensors, the same at every layout. It combines one line per tensor: `name shape dtype
+        content`.
 
-        The content digest is the same at every layout. It is None in old checkpoints.
+        None in checkpoints of early versions, which have no content hashes.
         """
         if any(tensor.content is None for tensor in self.tensors.values()):
             return None
         return digest_entries(f"{name} {list(t.shape)} {t.dtype} {t.content}" for name, t in self.tensors.items())
 
     def to_json(self) -> bytes:
-        """Return the content of `manifest.json`."""
+        """Return the manifest as the bytes of `manifest.json`."""
         files = {
             name: {"bytes": file.num_bytes} | ({"checksum": file.checksum} if file.checksum else {})
             for name, file in self.files.items()
@@ -311,11 +325,15 @@ class Manifest:
 
 
 def merge_tensors(entries: Iterable[tuple[str, StoredTensor]]) -> dict[str, StoredTensor]:
-    """Merge the entries that several ranks have written for each tensor: concatenate their slices and combine their content hashes.
+    """Merge the descriptions of a tensor that several ranks have written: concatenate their slices and combine their content
+    hashes.
 
     Args:
-        entries: pairs of a tensor's name and the entry of one rank, which lists only the slices that this rank has written. Every
-            entry must have a content hash, as all entries of a checkpoint that is being saved do.
+        entries: (name of a tensor, description by one rank). A description lists only the slices that this rank has written, and
+            must have a content hash.
+
+    Returns:
+        the merged tensors by name.
     """
     first_entries: dict[str, StoredTensor] = {}
     slices: dict[str, list[StoredSlice]] = defaultdict(list)
@@ -331,7 +349,7 @@ def merge_tensors(entries: Iterable[tuple[str, StoredTensor]]) -> dict[str, Stor
 
 
 def parse_manifest(data: bytes, path: str, name: str) -> Manifest:
-    """Parse and check a manifest: that of a checkpoint, or that of the files of one rank.
+    """Parse and check the manifest of a checkpoint, or the manifest that one rank has written for its files.
 
     Args:
         data: content of the file.
@@ -349,7 +367,7 @@ def parse_manifest(data: bytes, path: str, name: str) -> Manifest:
         if format_name != FORMAT or not isinstance(version, int):
             raise CheckpointError(
                 f"{path} has the format {format_name!r}, version {version!r}, but this program reads only the format {FORMAT!r}, "
-                f"versions 1 to {VERSION}"
+                f"versions 1 to {VERSION}: give the path of a checkpoint that this program wrote"
             )
         if version > VERSION:
             raise CheckpointError(
@@ -365,9 +383,11 @@ def parse_manifest(data: bytes, path: str, name: str) -> Manifest:
     except CheckpointError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{file} is not readable ({error!r})") from error
+        raise DamagedCheckpointError(f"{file} is not readable ({error!r}): the file is damaged; copy it again") from error
     if computed_digests != stated_digests:
-        raise DamagedCheckpointError(f"{file} was altered: its content does not match the digest that is stored in it")
+        raise DamagedCheckpointError(
+            f"{file} was altered: its content does not match the digest that is stored in the file; copy the file again"
+        )
     invalid_keys = [
         stored.key
         for name, tensor in manifest.tensors.items()
@@ -376,22 +396,28 @@ def parse_manifest(data: bytes, path: str, name: str) -> Manifest:
     ]
     if invalid_keys:
         raise DamagedCheckpointError(
-            f"{file} lists slices under keys that do not match their tensors and offsets: {invalid_keys[:3]}"
+            f"{file} is damaged: it lists slices under keys that do not match their tensors and offsets, such as "
+            f"{invalid_keys[:3]}; copy the file again"
         )
     used_files = {stored.file for tensor in manifest.tensors.values() for stored in tensor.slices}
     if invalid_names := sorted(
         name for name in used_files | manifest.files.keys() if name not in manifest.files or Path(name).name != name
     ):
         raise DamagedCheckpointError(
-            f"{file} names files that are missing from its file list, or outside the checkpoint folder: {invalid_names[:3]}"
+            f"{file} is damaged: it names files that are missing from its file list, or outside the checkpoint folder, such as "
+            f"{invalid_names[:3]}; copy the file again"
         )
     return manifest
 
 
 def slice_key(name: str, shape: tuple[int, ...], tensor_slice: TensorSlice) -> str:
-    """Return the key of a slice in its data file: `name` if it is the full tensor of `shape`, otherwise `name[0:128,64:128]`.
+    """Return the key of a slice in its data file: `name` for a complete tensor, otherwise name and ranges, such as
+    `name[0:128,64:128]`.
 
     Readers look slices up by this key, so they cannot confuse two slices of the same size.
+
+    Args:
+        name, shape: name and shape of the global tensor.
     """
     if tensor_slice.sizes == shape:
         return name
@@ -414,22 +440,25 @@ def _parse_tensor(content: dict) -> StoredTensor:
 
 
 def _parse_count(value: object) -> int:
-    """Return a number of elements or bytes from JSON.
+    """Check that a value from JSON is a valid number of elements or bytes, and return it.
 
     Raises:
         ValueError: the value is not an integer in [0, 2^62).
     """
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
-        raise ValueError(f"{str(value)[:40]} is not a number of elements or bytes")
+        raise ValueError(
+            f"the value {str(value)[:40]} is not a number of elements or bytes, which must be an integer from 0 to 2^62 - 1"
+        )
     return value
 
 
 def is_partition(shape: tuple[int, ...], slices: Iterable[TensorSlice]) -> bool:
     """Return whether the slices cover every element of a tensor of `shape` exactly once, and nothing outside of the tensor.
 
-    Consider a slice as a function that is 1 inside and 0 outside. It is determined by its corners, each with the sign (-1)^(number
-    of dimensions in which the corner is an upper end). The functions of the slices add up to that of the full tensor exactly if
-    their signed corners do. So one pass over the slices is enough; comparing all pairs would take quadratic time.
+    Consider a slice as a function that is 1 inside and 0 outside. It is determined by its corners with signs: each corner has the
+    sign (-1)^m, where m is the number of dimensions in which the corner is at the end of the slice. The functions of the slices add
+    up to that of the full tensor exactly if their signed corners do. So one pass over the slices is enough; comparing all pairs
+    would take quadratic time.
     """
     corners: Counter[tuple[int, ...]] = Counter()
     full_slice, slices = TensorSlice.full(shape), [*slices]

@@ -27,7 +27,8 @@ CONCURRENT_RANGES = 8
 
 @contextlib.contextmanager
 def _convert_errors(location: str) -> Iterator[None]:
-    """Convert all errors of the block to an `OSError` that names the location, or to `FileNotFoundError` if a file is missing."""
+    """Within the context, convert every error to one that names the location: `FileNotFoundError` if a file is missing, otherwise
+    `OSError`."""
     try:
         yield
     except OSError as error:
@@ -62,7 +63,7 @@ class ObjectFileReader(FileReader):
             for (range_start, range_end), data in zip(batch, contents, strict=True):
                 if len(data) != range_end - range_start:
                     missing_byte = start + range_start + len(data)
-                    raise TruncatedError(f"{self._url} ends before byte {missing_byte}: it was truncated")
+                    raise TruncatedError(f"{self._url} ends before byte {missing_byte}: it was truncated; copy the file again")
                 buffer[range_start:range_end] = data
 
 
@@ -105,47 +106,47 @@ class ObjectStorage(Storage):
         self.location, self._filesystem, self._root = url, filesystem, root
         self.local = None
 
-    def location_of(self, name: str) -> str:
+    def get_location(self, name: str) -> str:
         return posixpath.join(self.location, name) if name else self.location
 
-    def child(self, name: str) -> ObjectStorage:
-        return ObjectStorage(self.location_of(name), self._filesystem, self._path(name))
+    def get_child(self, name: str) -> ObjectStorage:
+        return ObjectStorage(self.get_location(name), self._filesystem, self._get_path(name))
 
-    def file_size(self, name: str) -> int | None:
-        with _convert_errors(self.location_of(name)), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            info = self._uncached(name).info(self._path(name))
+    def get_file_size(self, name: str) -> int | None:
+        with _convert_errors(self.get_location(name)), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            info = self._get_uncached_filesystem(name).info(self._get_path(name))
             if info["type"] == "file":
                 return int(info["size"])
         return None
 
     def list_names(self, folder: str = "") -> list[str]:
-        path = self._path(folder)
-        with _convert_errors(self.location_of(folder)), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            entries = self._uncached(folder).ls(path, detail=False)
+        path = self._get_path(folder)
+        with _convert_errors(self.get_location(folder)), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            entries = self._get_uncached_filesystem(folder).ls(path, detail=False)
             # Some stores list the folder itself, or, for a file, the file.
             return sorted(posixpath.basename(entry.rstrip("/")) for entry in entries if entry.strip("/") != path.strip("/"))
         return []
 
     def read(self, name: str) -> bytes:
-        with _convert_errors(self.location_of(name)):
-            return self._filesystem.cat_file(self._path(name))
+        with _convert_errors(self.get_location(name)):
+            return self._filesystem.cat_file(self._get_path(name))
 
     def open(self, name: str) -> contextlib.AbstractContextManager[ObjectFileReader]:
-        size = self.file_size(name)
+        size = self.get_file_size(name)
         if size is None:
-            raise FileNotFoundError(f"{self.location_of(name)} does not exist")
-        return contextlib.nullcontext(ObjectFileReader(self._filesystem, self._path(name), self.location_of(name), size))
+            raise FileNotFoundError(f"the file {self.get_location(name)} does not exist: check the path, or copy the file again")
+        return contextlib.nullcontext(ObjectFileReader(self._filesystem, self._get_path(name), self.get_location(name), size))
 
     def create_folder(self) -> None:
-        """Create the folder, if the store has folders."""
+        """Create the folder. Does nothing in an object store that has no folders, such as S3."""
         protocol = self._filesystem.protocol
         if _PROTOCOLS_WITHOUT_FOLDERS.isdisjoint([protocol] if isinstance(protocol, str) else protocol):
-            with _convert_errors(self.location_of("")):
+            with _convert_errors(self.get_location("")):
                 self._filesystem.makedirs(self._root, exist_ok=True)
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[ObjectFileWriter]:
-        location, path = self.location_of(name), self._path(name)
+        location, path = self.get_location(name), self._get_path(name)
         with _convert_errors(location):
             file = self._filesystem.open(path, "wb", block_size=BLOCK_BYTES)
         try:
@@ -164,39 +165,45 @@ class ObjectStorage(Storage):
             raise
 
     def write(self, name: str, data: bytes) -> None:
-        with _convert_errors(self.location_of(name)):
-            self._filesystem.pipe_file(self._path(name), data)
+        with _convert_errors(self.get_location(name)):
+            self._filesystem.pipe_file(self._get_path(name), data)
 
     def remove(self, name: str) -> None:
-        with _convert_errors(self.location_of(name)), contextlib.suppress(FileNotFoundError):
-            self._uncached(name).rm(self._path(name), recursive=True)
+        with _convert_errors(self.get_location(name)), contextlib.suppress(FileNotFoundError):
+            self._get_uncached_filesystem(name).rm(self._get_path(name), recursive=True)
 
     def draft(self, name: str, token: str) -> ObjectDraft:
-        return ObjectDraft(self.child(name), token)
+        return ObjectDraft(self.get_child(name), token)
 
     def remove_checkpoint(self, name: str) -> None:
-        """Remove the manifest of a checkpoint first, then the other files."""
+        """Remove a checkpoint: first its manifest, so that the checkpoint counts as incomplete, then the other files."""
         if not self.list_names(name):
-            raise FileNotFoundError(f"{self.location_of(name)} does not exist")
-        self.child(name).remove(MANIFEST)
+            raise FileNotFoundError(f"the checkpoint {self.get_location(name)} does not exist, so it cannot be removed")
+        self.get_child(name).remove(MANIFEST)
         self.remove(name)
 
     def remove_unfinished(self, active_token: str) -> None:
-        """Remove checkpoints without a manifest, which a save or removal has left incomplete. A folder is not touched if it has
-        files of other programs, or files of the active run."""
+        """Remove the folders of incomplete checkpoints (without a manifest), which interrupted saves and removals have left.
+
+        A folder is not touched if it has files of other programs, or files of the active run.
+
+        Args:
+            active_token: hexadecimal digits that identify the active run; its file names contain them.
+        """
         for name in filter(_CHECKPOINT.fullmatch, self.list_names()):
             file_names = self.list_names(name)
             if all(_is_checkpoint_file(file) and not _has_token(file, active_token) for file in file_names):
                 with contextlib.suppress(OSError):
                     self.remove(name)
 
-    def _path(self, name: str) -> str:
+    def _get_path(self, name: str) -> str:
         return posixpath.join(self._root, name) if name else self._root
 
-    def _uncached(self, name: str) -> Any:
-        """Return the file system after dropping its cached listing of the folder, because other processes write there too."""
-        self._filesystem.invalidate_cache(self._path(name))
-        self._filesystem.invalidate_cache(posixpath.dirname(self._path(name)))
+    def _get_uncached_filesystem(self, name: str) -> Any:
+        """Return the file system without its cached listing of the folder of `name`. Other processes write there too, so the cache
+        may be out of date."""
+        self._filesystem.invalidate_cache(self._get_path(name))
+        self._filesystem.invalidate_cache(posixpath.dirname(self._get_path(name)))
         return self._filesystem
 
 
@@ -207,22 +214,23 @@ class ObjectDraft(Draft):
     def __init__(self, final: ObjectStorage, token: str) -> None:
         self.storage, self._token = final, token
 
-    def file_name(self, name: str) -> str:
+    def get_file_name(self, name: str) -> str:
         """Return the file name with the token of the run inserted before its extensions."""
         stem, dot, extensions = name.partition(".")
         return f"{stem}-{self._token}{dot}{extensions}"
 
     def create_folder(self) -> None:
-        """Create the folder, and remove files that an earlier attempt of this run has left there."""
+        """Create the checkpoint's folder, and remove files that an earlier attempt of this run has left there."""
         self.storage.create_folder()
         self._remove_matching(lambda name: _has_token(name, self._token))
 
     def ensure_folder(self) -> None:
-        """Create the draft's folder if the store has folders and the folder does not exist."""
+        """Create the checkpoint's folder if it does not exist. Does nothing in an object store that has no folders."""
         self.storage.create_folder()
 
     def publish(self, small_files: Mapping[str, bytes]) -> None:
-        """Write the files with fixed names, the manifest at the end. Then remove files of other runs from the folder."""
+        """Write the files whose names do not contain the token (`config.json` and so on), the manifest last. Then remove the files
+        of other runs from the folder."""
         # The new files replace those of an older checkpoint, which is incomplete from here on.
         self.storage.remove(MANIFEST)
         for name, data in small_files.items():
@@ -233,7 +241,7 @@ class ObjectDraft(Draft):
             )
 
     def discard(self) -> None:
-        """Remove the files of this draft, and the folder if it holds no other files."""
+        """Remove the files of this unfinished checkpoint, and its folder if no other files are left."""
         with contextlib.suppress(OSError):
             self._remove_matching(lambda name: _has_token(name, self._token))
             if not self.storage.list_names():
@@ -246,7 +254,7 @@ class ObjectDraft(Draft):
 
 
 def _is_checkpoint_file(name: str) -> bool:
-    """Return whether the file may belong to a save of this program. Files of other programs are not touched."""
+    """Return whether a file name is one that saves of this program use. Files with other names are left alone."""
     return _CHECKPOINT_FILE.fullmatch(name) is not None
 
 

@@ -16,7 +16,7 @@ from typing import IO
 
 import torch
 
-from megatron.checkpoint.global_tensor import GlobalTensor, torch_dtype
+from megatron.checkpoint.global_tensor import GlobalTensor, get_torch_dtype
 from megatron.checkpoint.save_folder import Retention
 from megatron.checkpoint.save_plan import SavePlan
 from megatron.checkpoint.storage import Storage
@@ -40,17 +40,18 @@ _KILL_TIMEOUT_S = 2.0
 
 
 class WriterDied(Exception):
-    """Error that reports the unexpected end of the writer process."""
+    """Error for a writer process that has ended unexpectedly."""
 
 
 class WriterProcess:
-    """Writer process of this rank (`writer_main.py`), and the memory that it shares with the training process.
+    """Process that writes this rank's files of each checkpoint (`writer_main.py`), and the memory that it shares with the training
+    process.
 
     The shared memory has no name in the file system, so the system frees it when both processes have ended, for whatever reason.
     All pages are touched once at the start, because the first copy into fresh pages takes several times as long as later copies.
 
     Args:
-        setup: first message to the process: the files that each save writes.
+        setup: first message to the process: the files that it writes in each save.
         pinned: pin the shared memory, if the system allows it. Copies from a CUDA device then run at the speed of the bus.
 
     Raises:
@@ -60,12 +61,12 @@ class WriterProcess:
     def __init__(self, setup: WriterSetup, *, pinned: bool) -> None:
         self.setup = setup
         num_bytes = max(sum(file.num_data_bytes for file in setup.plan.file_plans), 1)
-        with _anonymous_file() as file:
+        with _open_anonymous_file() as file:
             try:
                 file.truncate(num_bytes)
                 shared = mmap.mmap(file.fileno(), num_bytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
             except OSError as error:
-                reason = f"no host memory for the copy of {num_bytes:,} bytes (--async-save): {error.strerror}"
+                reason = f"not enough host memory for the copy that --async-save needs ({num_bytes:,} bytes): {error.strerror}"
                 raise OSError(error.errno, reason) from error
             self._connection, child_connection = multiprocessing.Pipe()
             arguments = (file.fileno(), num_bytes, child_connection.fileno(), os.getpid())
@@ -82,24 +83,25 @@ class WriterProcess:
         self._memory = torch.frombuffer(shared, dtype=torch.uint8)
         self.pinned = pinned and int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), num_bytes, 0)) == 0
         self.targets = {
-            (item.name, item.tensor_slice): self._memory[byte_range].view(torch_dtype(item.dtype)).view(item.tensor_slice.sizes)
-            for item, byte_range in setup.plan.buffer_ranges().items()
+            (item.name, item.tensor_slice): self._memory[byte_range].view(get_torch_dtype(item.dtype)).view(item.tensor_slice.sizes)
+            for item, byte_range in setup.plan.get_buffer_ranges().items()
         }
         """View of each slice in the shared memory, by (tensor name, slice)."""
         self.send(setup)
 
     @property
     def pid(self) -> int:
-        """PID of the writer process, for messages."""
+        """PID of the writer process, for log messages."""
         return self._process.pid
 
     def send(self, message: Message) -> None:
-        """Send a message to the writer process. If the process has ended, the message is dropped and `receive` reports the end."""
+        """Send a message to the writer process. If the process has ended, the message is dropped, and `receive` reports the end."""
         with contextlib.suppress(ConnectionError):
             self._connection.send(message)
 
     def receive(self, timeout: float = 0.0) -> list[Reply]:
-        """Return the replies that have arrived, or that arrive within `timeout` seconds.
+        """Return the replies of the writer process that have arrived. If there are none, wait up to `timeout` seconds for the
+        first.
 
         Raises:
             WriterDied: there are no replies left, and the writer process has ended.
@@ -112,7 +114,7 @@ class WriterProcess:
             if not replies:
                 code = self._process.wait()
                 outcome = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-                raise WriterDied(f"the process that writes it {outcome}") from None
+                raise WriterDied(f"the writer process {outcome}, so this checkpoint is incomplete") from None
         return replies
 
     def stop(self) -> None:
@@ -125,7 +127,7 @@ class WriterProcess:
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
 
 
-def _anonymous_file() -> IO[bytes]:
+def _open_anonymous_file() -> IO[bytes]:
     if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create("checkpoint", os.MFD_CLOEXEC), "r+b", buffering=0)
     return tempfile.TemporaryFile(buffering=0)
@@ -182,11 +184,11 @@ class RankWriter:
 
         Args:
             iteration: iteration of the checkpoint.
-            token: token of the run.
-            plan: files to write.
+            token: hexadecimal digits that identify the run.
+            plan: files that this rank writes.
             tensors: local slices of this rank. They may change as soon as this returns.
             small_files: on rank 0, contents of `config.json` and `state.json` by name.
-            failed_iterations: iterations of failed saves, whose files the process removes.
+            failed_iterations: iterations of failed saves, whose files the writer process of rank 0 removes.
         """
         self.iteration, self._token = iteration, token
         self.rank_result = self.commit_result = None
@@ -200,14 +202,17 @@ class RankWriter:
                 self._fail(f"rank {self._rank}: {error}")
                 return
         _copy_slices(tensors, self._process.targets)
-        self._activity, self._advanced_at, self._warned_at = "the process that writes it", time.monotonic(), 0.0
+        self._activity, self._advanced_at, self._warned_at = "the writer process", time.monotonic(), 0.0
         self._process.send(
             SaveRequest(iteration, token, small_files if self._rank == 0 else None, failed_iterations if self._rank == 0 else ())
         )
 
     def receive(self, timeout: float = 0.0) -> bool:
-        """Handle the replies of the writer process. Waits at most `timeout` seconds for the first reply. Returns whether there was
-        a reply."""
+        """Store the replies of the writer process that have arrived. If there are none, wait up to `timeout` seconds for the first.
+
+        Returns:
+            whether there was a reply.
+        """
         if self._process is None:
             return False
         try:
@@ -226,9 +231,11 @@ class RankWriter:
                 self.log_lines.append(reply.text)
         return bool(replies)
 
-    def stall_warning(self) -> str | None:
-        """Return a warning if the running save has made no progress for `STALL_WARNING_S` seconds, at most one warning per
-        `STALL_WARNING_S`. Used on rank 0."""
+    def get_stall_warning(self) -> str | None:
+        """Return a warning for the log if the running save has made no progress for `STALL_WARNING_S` seconds, otherwise None.
+
+        The warning is repeated after every further `STALL_WARNING_S` seconds. Used on rank 0.
+        """
         now_s = time.monotonic()
         if (
             self.iteration is None
@@ -243,8 +250,8 @@ class RankWriter:
         )
 
     def wait_for_rank_result(self) -> str | None:
-        """Wait until this rank has written its files of the last save. Returns the reason if they could not be written, else
-        None."""
+        """Wait until this rank has written its files of the last save. Returns None, or the reason why the files could not be
+        written."""
         self._wait_until(lambda: self.rank_result is not None)
         return None if self.rank_result is None else self.rank_result.failure
 
@@ -260,11 +267,11 @@ class RankWriter:
         self._wait_until(lambda: self.commit_result is not None)
 
     def shut_down(self, failed_iterations: tuple[int, ...] = ()) -> None:
-        """Let the writer process finish its work (on rank 0 it may be removing old checkpoints), end it, and free the memory shared
-        with it.
+        """End the writer process after its current work, and free the memory shared with it. On rank 0 it may still be removing old
+        checkpoints.
 
         Args:
-            failed_iterations: iterations of failed saves, whose files the process removes.
+            failed_iterations: iterations of failed saves, whose files the writer process of rank 0 removes.
         """
         if self._process is not None:
             self._process.send(Shutdown(failed_iterations if self._rank == 0 else (), self._token))
@@ -283,7 +290,7 @@ class RankWriter:
         warn_at = start + _FIRST_WARNING_S
         while self.iteration is not None and not is_done():
             if self._process is None:
-                self._fail(f"rank {self._rank}: the process that writes it has ended")
+                self._fail(f"rank {self._rank}: the writer process has ended")
                 return
             pid = self._process.pid
             has_replied = self.receive(min(1.0, self._patience_s))
@@ -291,7 +298,7 @@ class RankWriter:
             last_reply = now_s if has_replied else last_reply
             if now_s - last_reply > self._patience_s:
                 reason = f"made no progress for {now_s - last_reply:.0f} s and was ended"
-                self._fail_and_mark(f"rank {self._rank}: the process that writes it {reason}")
+                self._fail_and_mark(f"rank {self._rank}: the writer process {reason}")
             elif now_s > warn_at and not is_done():
                 _log.error(
                     f"rank {self._rank}: still waiting for the save of iteration {self.iteration} "
@@ -300,10 +307,10 @@ class RankWriter:
                 warn_at = now_s + _WARNING_INTERVAL_S
 
     def _fail_and_mark(self, reason: str) -> None:
-        """End the writer process, record the failure of the save, and report the failure to rank 0.
+        """Kill the writer process, record that the save has failed, and report the failure to rank 0.
 
         Training itself never accesses the storage. On ranks other than 0 a new writer process therefore writes a failure mark: a
-        file in the draft's folder, which the writer of rank 0 finds.
+        file that tells the writer process of rank 0 that the files of this rank will be missing.
         """
         assert self._process is not None
         setup, pinned, needs_mark = (
@@ -320,7 +327,11 @@ class RankWriter:
                 self._process.send(FailureMark(self.iteration, self._token, reason))
 
     def _fail(self, reason: str) -> None:
-        """Record that the files of this rank will not be written. On rank 0 this also means that there will be no checkpoint."""
+        """Record that the save has failed on this rank. On rank 0 this also means that there will be no checkpoint.
+
+        Args:
+            reason: part of the error message.
+        """
         if self.iteration is None:
             return
         if self.rank_result is None:
@@ -330,13 +341,17 @@ class RankWriter:
 
 
 def _copy_slices(tensors: list[GlobalTensor], targets: Mapping[tuple[str, TensorSlice], torch.Tensor]) -> None:
-    """Copy the slices that have a target to the shared memory, and wait until copies from CUDA devices have finished."""
+    """Copy slices into the shared memory, and wait until copies from CUDA devices have finished.
+
+    Args:
+        targets: views of the shared memory by (tensor name, slice). Other slices are not copied.
+    """
     devices = set()
     for tensor in tensors:
         for local_slice in tensor.slices:
             target = targets.get((tensor.name, local_slice.slice))
             if target is not None:
-                target.copy_(tensor.local_view(local_slice), non_blocking=True)
+                target.copy_(tensor.get_local_view(local_slice), non_blocking=True)
                 devices.add(tensor.local.device)
     for device in devices:
         if device.type == "cuda":

@@ -26,7 +26,7 @@ LENGTH_BYTES = 8
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Tensor in a safetensors file: the key, dtype and shape that the header lists."""
+    """Tensor in a safetensors file, as the header lists it: key, dtype and shape."""
 
     key: str
     dtype: str
@@ -39,11 +39,11 @@ class TensorEntry:
 
 
 def split_into_files(items: Sequence[T], num_bytes: Callable[[T], int], max_bytes: int | None) -> list[list[T]]:
-    """Split items, in order, into groups that each fit into one file.
+    """Split items, such as tensors, into groups that each fit into one file. The order of the items does not change.
 
     Args:
-        num_bytes: returns the size of an item's data.
-        max_bytes: maximum size of a file's data. A single item may be larger and then has its own file. None for one file.
+        num_bytes: function that returns the size of an item's data.
+        max_bytes: maximum size of a file's data. A single larger item gets its own file. None for one file.
     """
     groups: list[list[T]] = []
     size = 0
@@ -57,7 +57,8 @@ def split_into_files(items: Sequence[T], num_bytes: Callable[[T], int], max_byte
 
 
 def encode_header(entries: Sequence[TensorEntry], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Return the bytes before the data of a safetensors file. The entries' data must follow in this order, without gaps.
+    """Return the header of a safetensors file with its length: all bytes before the data. The data of the entries must follow in
+    this order, without gaps.
 
     Args:
         metadata: strings about the file, stored under `__metadata__`.
@@ -92,13 +93,16 @@ class Header:
                 raise ValueError("the file ends before the end of the header")
             content = json.loads(file.read(LENGTH_BYTES, self._data_start - LENGTH_BYTES))
             if not isinstance(content, dict):
-                raise ValueError("not a table")
+                raise ValueError("the header is not a JSON object")
         except (ValueError, RecursionError) as error:
-            raise DamagedCheckpointError(f"{name} has no readable header ({error})") from error
+            raise DamagedCheckpointError(f"{name} has no readable header ({error}): the file is damaged; copy it again") from error
         self._content: dict[str, Any] = content
 
-    def data_offset(self, entry: TensorEntry) -> int:
+    def get_data_offset(self, entry: TensorEntry) -> int:
         """Return the offset in the file, in bytes, at which the data of a tensor starts.
+
+        Args:
+            entry: key, dtype and shape that the tensor must have.
 
         Raises:
             DamagedCheckpointError: the file does not list the tensor, or lists it with another dtype, shape or size.
@@ -109,17 +113,20 @@ class Header:
             is_valid = record["dtype"] == DTYPES[entry.dtype].code and tuple(record["shape"]) == entry.shape
             is_valid &= end - start == entry.num_bytes and start >= 0
         except (KeyError, TypeError, ValueError) as error:
-            raise DamagedCheckpointError(f"{self._name} holds no readable entry {entry.key} ({error!r})") from error
+            raise DamagedCheckpointError(
+                f"{self._name} holds no readable entry {entry.key} ({error!r}): the file is damaged; copy it again"
+            ) from error
         if not is_valid:
             raise DamagedCheckpointError(
-                f"{self._name}: entry {entry.key} is {record}, but must be {entry.dtype} {list(entry.shape)}"
+                f"{self._name}: entry {entry.key} is {record}, but must be {entry.dtype} {list(entry.shape)}: "
+                "the file is damaged; copy it again"
             )
         return int(self._data_start + start)
 
 
 @dataclass(frozen=True)
 class DType:
-    """Dtype that checkpoints support: its name in safetensors files, and its size."""
+    """Dtype that checkpoints support: its name in safetensors files, and its size per element."""
 
     code: str
     """Name of the dtype in the header of a safetensors file."""

@@ -1,8 +1,7 @@
-"""Save folder of a run: names, small files, selection of the checkpoint to load, and the work that a single process does in the
-folder.
+"""Save folder of a run: its file names, small files and owner, and the selection of the checkpoint to load.
 
-That process checks at the start of a run that checkpoints can be written, commits a checkpoint when all ranks have written their
-files, and removes old checkpoints. Needs no torch.
+A single process does the work in the folder. It checks at the start of a run that checkpoints can be written, commits a checkpoint
+when all ranks have written their files, and removes old checkpoints. Needs no torch.
 
 ::
 
@@ -35,13 +34,14 @@ LATEST = "latest_checkpointed_iteration.txt"
 RUN = "run.json"
 
 
-def checkpoint_name(iteration: int) -> str:
-    """Return the folder name of a complete checkpoint."""
+def get_checkpoint_name(iteration: int) -> str:
+    """Return the folder name of a complete checkpoint, such as `iter_0000100`."""
     return f"iter_{iteration:07d}"
 
 
 def list_iterations(save: Storage) -> list[int]:
-    """Return the iterations for which a save folder has a checkpoint folder, ascending. The checkpoints may be incomplete."""
+    """Return the iterations whose checkpoint folders (`iter_0000100`) exist in a save folder, ascending. The checkpoints may be
+    incomplete."""
     return sorted(iteration for name in save.list_names() if (iteration := parse_iteration(name)) is not None)
 
 
@@ -55,8 +55,9 @@ def read_latest(save: Storage) -> int | None:
 
 
 def list_checkpoints(folder: Path) -> dict[int, Path]:
-    """Return the checkpoints in a local save folder by iteration, ascending. Empty if the folder does not exist."""
-    return {iteration: folder / checkpoint_name(iteration) for iteration in list_iterations(open_storage(folder))}
+    """Return the folders of the checkpoints in a local save folder by iteration, ascending. Empty if the save folder does not
+    exist. The checkpoints may be incomplete."""
+    return {iteration: folder / get_checkpoint_name(iteration) for iteration in list_iterations(open_storage(folder))}
 
 
 def find_checkpoint(
@@ -68,9 +69,9 @@ def find_checkpoint(
 ) -> PathOrUrl | None:
     """Return the checkpoint to resume from. One rank should call this and broadcast the result.
 
-    Without `step`, return the checkpoint that the latest file (`latest_checkpointed_iteration.txt`) names. If this checkpoint is
-    missing or incomplete, return the newest complete checkpoint. Checkpoints beyond the one that the latest file names are
-    otherwise ignored: they were written before the run was resumed from an earlier step.
+    Without `step`, return the checkpoint that `latest_checkpointed_iteration.txt` names, even if there are newer ones: the run
+    wrote those before it was resumed from an earlier step. If the named checkpoint is missing or incomplete, return the newest
+    complete one.
 
     Args:
         folder: path or URL of the save folder.
@@ -85,45 +86,52 @@ def find_checkpoint(
         CheckpointError: checkpoint `step` does not exist, no checkpoint is complete, or `folder` is itself a checkpoint.
     """
     storage = open_storage(folder)
-    if storage.file_size(MANIFEST) is not None:
+    if storage.get_file_size(MANIFEST) is not None:
         parent = storage.location.rstrip("/").rpartition("/")[0]
-        raise CheckpointError(f"{folder} is a checkpoint itself: give --load {parent}, with --ckpt-step to choose one")
+        raise CheckpointError(f"{folder} is a checkpoint itself: give --load {parent}, with --ckpt-step to choose the iteration")
     iterations = list_iterations(storage)
     if step is not None:
         if step not in iterations:
             available = format_list([str(iteration) for iteration in reversed(iterations)]) or "none"
-            raise CheckpointError(f"--ckpt-step {step}: {folder} has no checkpoint of this iteration; it has: {available}")
-        if problem := find_problem(storage.child(checkpoint_name(step))):
-            raise DamagedCheckpointError(f"--ckpt-step {step}: {problem}")
-        return storage.child(checkpoint_name(step)).path_or_url
+            raise CheckpointError(
+                f"--ckpt-step {step}: {folder} has no checkpoint of this iteration. "
+                f"Choose an iteration with a checkpoint: {available}"
+            )
+        if problem := find_problem(storage.get_child(get_checkpoint_name(step))):
+            raise DamagedCheckpointError(f"--ckpt-step {step}: {problem}, or choose another iteration")
+        return storage.get_child(get_checkpoint_name(step)).path_or_url
     latest = read_latest(storage)
     if latest is None and not iterations:
         return None
-    problems = [f"{storage.location_of(LATEST)} is missing or unreadable"] if latest is None else []
+    problems = [f"{storage.get_location(LATEST)} is missing or unreadable"] if latest is None else []
     candidates = ([] if latest is None else [latest]) + [iteration for iteration in reversed(iterations) if iteration != latest]
     for iteration in candidates:
-        checkpoint = storage.child(checkpoint_name(iteration))
+        checkpoint = storage.get_child(get_checkpoint_name(iteration))
         if problem := (damaged or {}).get(iteration) or find_problem(checkpoint):
             problems.append(problem)
             continue
         if problems:
             warn(f"taking {checkpoint.location}, because {'; '.join(problems)}")
         elif iteration != max(iterations):
-            newest = storage.location_of(checkpoint_name(max(iterations)))
+            newest = storage.get_location(get_checkpoint_name(max(iterations)))
             warn(f"taking {checkpoint.location}, which {LATEST} names; {newest} is newer but was not saved last")
         return checkpoint.path_or_url
-    raise DamagedCheckpointError(f"{folder} holds no complete checkpoint:\n  " + format_list(problems, "\n  "))
+    raise DamagedCheckpointError(
+        f"{folder} holds no complete checkpoint, so nothing can be loaded from this folder. Copy its files again, or give another "
+        "folder. Problems:\n  " + format_list(problems, "\n  ")
+    )
 
 
 def parse_iteration(path: PathOrUrl) -> int | None:
-    """Return the iteration in the name of a checkpoint's folder, or None if the folder has another name."""
+    """Return the iteration in the path of a checkpoint's folder (100 for `.../iter_0000100`), or None if the folder has another
+    name."""
     match = re.fullmatch(r"(?:.*/)?iter_(\d{7,})/?", str(path))
     return int(match[1]) if match else None
 
 
 def record_damage(path: PathOrUrl, error: DamagedCheckpointError, damaged: dict[int, str], may_fall_back: bool) -> None:
-    """Record that a checkpoint is damaged, so that the next selection skips it. Raise the error if no other checkpoint may be
-    loaded.
+    """Record that a checkpoint is damaged, so that the next `find_checkpoint` skips it. If no other checkpoint may be loaded
+    instead, raise the error.
 
     Args:
         path: path or URL of the checkpoint.
@@ -138,8 +146,8 @@ def record_damage(path: PathOrUrl, error: DamagedCheckpointError, damaged: dict[
 
 
 def find_problem(checkpoint: Storage) -> str | None:
-    """Return the reason why a checkpoint is incomplete, or None if it is complete. Checks only the manifest and the sizes of the
-    files."""
+    """Return why a checkpoint is incomplete, as a message, or None if it is complete. Only the manifest and the sizes of the files
+    are checked, not the checksums of the data."""
     try:
         return next(find_file_problems(checkpoint, load_manifest(checkpoint)), None)
     except DamagedCheckpointError as error:
@@ -147,13 +155,16 @@ def find_problem(checkpoint: Storage) -> str | None:
 
 
 def find_file_problems(checkpoint: Storage, manifest: Manifest) -> Iterator[str]:
-    """Yield a message for each file of the manifest that is missing or has another size."""
+    """Yield a message for each file that the manifest lists and that is missing or has another size."""
     for name, file in manifest.files.items():
-        size = checkpoint.file_size(name)
+        size = checkpoint.get_file_size(name)
         if size is None:
-            yield f"{checkpoint.location_of(name)} is missing"
+            yield f"{checkpoint.get_location(name)} is missing; copy the file again"
         elif size != file.num_bytes:
-            yield f"{checkpoint.location_of(name)} has {size} bytes, it was written with {file.num_bytes}"
+            yield (
+                f"{checkpoint.get_location(name)} has {size} bytes, but was written with {file.num_bytes} bytes; "
+                "copy the file again"
+            )
 
 
 def load_manifest(checkpoint: Storage) -> Manifest:
@@ -166,15 +177,20 @@ def load_manifest(checkpoint: Storage) -> Manifest:
     try:
         data = checkpoint.read(MANIFEST)
     except FileNotFoundError as error:
-        raise DamagedCheckpointError(f"{checkpoint.location} is not a complete checkpoint: it has no {MANIFEST}") from error
+        raise DamagedCheckpointError(
+            f"{checkpoint.location} is not a complete checkpoint: it has no {MANIFEST}; copy the checkpoint again"
+        ) from error
     manifest = parse_manifest(data, checkpoint.location, MANIFEST)
     if missing := [name for name in (CONFIG, STATE) if name not in manifest.files]:
-        raise DamagedCheckpointError(f"{checkpoint.location_of(MANIFEST)} is damaged: it does not list {missing[0]}")
+        raise DamagedCheckpointError(
+            f"{checkpoint.get_location(MANIFEST)} is damaged: it does not list {missing[0]}; copy the file again"
+        )
     return manifest
 
 
 def read_state(path: PathOrUrl) -> dict[str, Any]:
-    """Return the training state of a checkpoint (`state.json`). Its checksum and its counters are verified."""
+    """Return the training state of a checkpoint (`state.json`). Its checksum, and the ranges of its counters such as
+    `consumed_samples`, are verified."""
     return read_json(open_storage(path), STATE)
 
 
@@ -198,18 +214,20 @@ def read_json(checkpoint: Storage, name: str, manifest: Manifest | None = None) 
     try:
         data = checkpoint.read(name)
     except FileNotFoundError as error:
-        raise DamagedCheckpointError(f"{checkpoint.location_of(name)} is missing") from error
+        raise DamagedCheckpointError(f"{checkpoint.get_location(name)} is missing; copy the file again") from error
     if not checksums_match(Checksum(data).text, expected_checksum):
-        raise DamagedCheckpointError(f"{checkpoint.location_of(name)} was altered: its checksum does not match")
+        raise DamagedCheckpointError(
+            f"{checkpoint.get_location(name)} was altered: its checksum does not match the manifest; copy the file again"
+        )
     try:
         content: dict[str, Any] = json.loads(data)
         if not isinstance(content, dict):
-            raise ValueError("it does not contain a JSON object")
+            raise ValueError("the content is not a JSON object")
         if name == STATE:
             check_counts(content, parse_iteration(checkpoint.location))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise DamagedCheckpointError(
-            f"{checkpoint.location_of(name)} does not have the content that a run writes: {error}"
+            f"{checkpoint.get_location(name)} does not have the content that a run writes ({error}); copy the file again"
         ) from error
     return content
 
@@ -219,9 +237,11 @@ _MAX_RECENT = 1 << 12
 
 
 def check_counts(state: Mapping[str, Any], iteration: int | None) -> None:
-    """Check the counters of a training state, so that a forged or damaged file does not make a run start at a wrong step.
+    """Check the counters of a training state, such as `iteration` and `consumed_samples`. A forged or damaged file must not make a
+    run start at a wrong step.
 
     Args:
+        state: content of `state.json`.
         iteration: iteration in the name of the checkpoint's folder; None if the folder has another name.
 
     Raises:
@@ -233,12 +253,12 @@ def check_counts(state: Mapping[str, Any], iteration: int | None) -> None:
     counts = {name: state["progress"][name] for name in PROGRESS_COUNTS} | {"optimizer_updates": state.get("optimizer_updates", 0)}
     for name, value in counts.items():
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_COUNT:
-            raise ValueError(f"{name} is {str(value)[:40]}")
+            raise ValueError(f"the counter {name} is {str(value)[:40]}, but must be an integer from 0 to 2^60")
     if iteration is not None and counts["iteration"] != iteration:
-        raise ValueError(f"iteration is {counts['iteration']}, but the folder is that of iteration {iteration}")
+        raise ValueError(f"the counter iteration is {counts['iteration']}, but the folder's name is that of iteration {iteration}")
     recent = state["progress"].get(RECENT_STEPS, [])
     if not isinstance(recent, list) or len(recent) > _MAX_RECENT or not all(map(_is_pair_of_finite_values, recent)):
-        raise ValueError(f"{RECENT_STEPS} is {str(recent)[:40]}")
+        raise ValueError(f"{RECENT_STEPS} is {str(recent)[:40]}, but must be a list of pairs of finite numbers")
     if counts["updated_samples"] > counts["consumed_samples"] or counts["skipped_iterations"] > counts["iteration"]:
         raise ValueError(
             f"the counters contradict each other (updated_samples > consumed_samples, or skipped_iterations > iteration): {counts}"
@@ -250,7 +270,8 @@ def _is_pair_of_finite_values(pair: object) -> bool:
 
 
 def encode_json_files(config: dict[str, Any], state: dict[str, Any]) -> dict[str, bytes]:
-    """Return the contents of `config.json` and `state.json` by name.
+    """Encode the settings and the training state of a checkpoint. Returns the contents of `config.json` and `state.json` by file
+    name.
 
     Raises:
         CheckpointError: config or state cannot be encoded as JSON.
@@ -260,16 +281,18 @@ def encode_json_files(config: dict[str, Any], state: dict[str, Any]) -> dict[str
         try:
             contents[name] = json.dumps(content, indent=1).encode()
         except (TypeError, ValueError) as error:
-            raise CheckpointError(f"{name} cannot be encoded as JSON: {error}") from error
+            raise CheckpointError(
+                f"the checkpoint's {name} cannot be encoded as JSON ({error}): store only numbers, texts, lists and mappings in it"
+            ) from error
     return contents
 
 
 def claim_folder(save: Storage, record: dict[str, Any], token: str) -> None:
-    """Make this run the owner of the save folder: write `run.json`.
+    """Make this run the owner of the save folder: write `run.json`. Runs that find another owner there stop saving.
 
     Args:
         save: save folder.
-        record: settings, versions and command line of the run. Host and process are added to them.
+        record: settings, versions and command line of the run. Host and process are added to the file.
         token: random hexadecimal digits that identify the run.
     """
     process_info = {"host": socket.gethostname(), "pid": os.getpid()}
@@ -277,9 +300,16 @@ def claim_folder(save: Storage, record: dict[str, Any], token: str) -> None:
 
 
 def _check_still_owner(save: Storage, token: str) -> None:
-    """Check that no other run has claimed the save folder since the run with this token did.
+    """Check that no other run has claimed the save folder after this run.
 
-    A run that was considered dead (unreachable node, stopped process) must not overwrite the checkpoints of its successor.
+    This run may have been considered dead (unreachable node, stopped process). Then it must not overwrite the checkpoints of its
+    successor.
+
+    Args:
+        token: hexadecimal digits that identify this run.
+
+    Raises:
+        CheckpointError: `run.json` has the token of another run.
     """
     try:
         owner = json.loads(save.read(RUN))["token"]
@@ -300,15 +330,16 @@ def commit(
     token: str | None = None,
 ) -> Manifest:
     """Turn the files that all ranks have written into a complete checkpoint: write the manifest, give the checkpoint its final
-    name, then update the latest file (`latest_checkpointed_iteration.txt`).
+    name, then update `latest_checkpointed_iteration.txt`.
 
     Args:
         save: save folder.
-        draft: draft of the checkpoint.
+        draft: the unfinished checkpoint.
         iteration: iteration of the checkpoint.
         rank_manifests: results of `write_rank_files` on all ranks.
         small_files: result of `encode_json_files`.
-        token: token of the run. If not None, check that no other run has claimed the folder (`claim_folder`).
+        token: hexadecimal digits that identify the run. If not None, check that no other run has claimed the folder
+            (`claim_folder`).
 
     Returns:
         the manifest of the checkpoint.
@@ -320,10 +351,11 @@ def commit(
     """
     manifest = merge_manifests(rank_manifests)
     for name, file in manifest.files.items():
-        if (size := draft.storage.file_size(name)) != file.num_bytes:
+        if (size := draft.storage.get_file_size(name)) != file.num_bytes:
             raise CheckpointError(
-                f"{draft.storage.location_of(name)} was written with {file.num_bytes} bytes, but the first rank sees "
-                f"{'no such file' if size is None else size}"
+                f"{draft.storage.get_location(name)} was written with {file.num_bytes} bytes, but the first rank sees "
+                f"{'no such file' if size is None else f'{size} bytes'}: "
+                "--save must be a folder on a file system that all nodes share"
             )
     stored_files = {name: StoredFile(len(data), Checksum(data).text) for name, data in small_files.items()}
     manifest = Manifest(manifest.tensors, dict(sorted((manifest.files | stored_files).items())))
@@ -335,7 +367,7 @@ def commit(
 
 
 def merge_manifests(rank_manifests: Sequence[Manifest]) -> Manifest:
-    """Merge the manifests of all ranks' files into the manifest of the checkpoint."""
+    """Merge the manifests that all ranks have written for their files into the manifest of the checkpoint."""
     stored_files = {name: file for rank_manifest in rank_manifests for name, file in rank_manifest.files.items()}
     return Manifest(merge_tensors(item for rank_manifest in rank_manifests for item in rank_manifest.tensors.items()), stored_files)
 
@@ -346,7 +378,8 @@ class Retention(NamedTuple):
     keep_last: int | None = None
     """Number of newest checkpoints to keep (`--keep-last`). None means 1 if `save_retain_interval` is set, and all otherwise."""
     save_retain_interval: int | None = None
-    """Keep also the checkpoints whose iteration is a multiple of this number (`--save-retain-interval`)."""
+    """Checkpoints whose iteration is a multiple of this number are also kept (`--save-retain-interval`). None for no such
+    checkpoints."""
 
 
 def select_retained(iterations: list[int], latest: int | None, retention: Retention) -> set[int]:
@@ -371,15 +404,17 @@ def apply_retention(save: Storage, retention: Retention) -> None:
     """Remove the checkpoints of a save folder that the retention rules do not keep. Call this in one process, while no save is
     running.
 
-    Folders without a manifest are neither counted nor removed: checkpoints of other programs may have the same folder names.
+    Folders without a manifest are neither counted nor removed, because they may be checkpoints of other programs.
     """
     iterations = [
-        candidate for candidate in list_iterations(save) if save.file_size(f"{checkpoint_name(candidate)}/{MANIFEST}") is not None
+        candidate
+        for candidate in list_iterations(save)
+        if save.get_file_size(f"{get_checkpoint_name(candidate)}/{MANIFEST}") is not None
     ]
     retained = select_retained(iterations, read_latest(save), retention)
     for iteration in iterations:
         if iteration not in retained:
-            save.remove_checkpoint(checkpoint_name(iteration))
+            save.remove_checkpoint(get_checkpoint_name(iteration))
 
 
 def check_writable(save: Storage) -> None:
@@ -395,24 +430,24 @@ def check_writable(save: Storage) -> None:
     except OSError as error:
         raise CheckpointError(
             f"--save {save.location}: cannot write there ({error.strerror or error}). "
-            f"Give a folder that this user can create and write"
+            f"Set --save to a folder that this user can create and write"
         ) from error
 
 
 def check_no_foreign_checkpoints(save: Storage) -> None:
-    """Check that the save folder holds no checkpoints of other programs, whose folders may have the same names as those of this
-    program.
+    """Check that the save folder holds no checkpoints of other programs. Their folders may have the same names as those of this
+    program, such as `iter_0000100`.
 
     Raises:
         CheckpointError: a checkpoint of another program is in the folder.
     """
     foreign_names = []
-    for name in map(checkpoint_name, list_iterations(save)):
+    for name in map(get_checkpoint_name, list_iterations(save)):
         file_names = save.list_names(name)  # a damaged or unfinished checkpoint of this program may lack any file
         if file_names and not any(file in (CONFIG, MANIFEST, STATE) or file.startswith("rank_") for file in file_names):
             foreign_names.append(name)
     if foreign_names:
         raise CheckpointError(
             f"--save {save.location} holds checkpoints of another program: {format_list(foreign_names)}. "
-            f"Give another folder (tools/checkpoint.py import converts a checkpoint of Megatron-LM)"
+            f"Set --save to another folder (tools/checkpoint.py import converts a checkpoint of Megatron-LM)"
         )

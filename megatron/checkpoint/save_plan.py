@@ -1,7 +1,7 @@
-"""Plan of a save, which assigns every slice to one rank, and the writing of one rank's files.
+"""Planning of a save, which assigns every slice to one rank, and writing of one rank's files.
 
-Each slice is written only once, although several ranks may hold a replica. The bytes are balanced over the ranks that hold them.
-Each file is written in one pass. The module needs no torch, so that a separate writer process can use it.
+Each slice is written only once, although several ranks may hold a replica. The bytes to write are balanced over these ranks. Each
+file is written in one pass. The module needs no torch, so that a separate writer process can use it.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from megatron.parallel.tensor_slice import TensorSlice
 
 
 class LocalTensorSpec(NamedTuple):
-    """Name, shape and dtype of a global tensor, and its slices on one rank, without their elements. There are no slices if the rank
-    holds only padding."""
+    """Description of a global tensor on one rank: name, shape, dtype, and the slices that the rank holds, without their elements.
+    There are no slices if the rank holds only padding."""
 
     name: str
     global_shape: tuple[int, ...]
-    """Shape of the global tensor."""
+    """Shape of the tensor in the unsharded model."""
     dtype: str
     slices: tuple[TensorSlice, ...]
 
 
 class WriteItem(NamedTuple):
-    """Slice to write, with the name, shape and dtype of its global tensor."""
+    """Slice that a rank writes, with the name, shape and dtype of its global tensor."""
 
     name: str
     global_shape: tuple[int, ...]
-    """Shape of the global tensor."""
+    """Shape of the tensor in the unsharded model."""
     dtype: str
     tensor_slice: TensorSlice
 
     @property
     def key(self) -> str:
-        """Key under which the data file lists the slice."""
+        """Key of the slice in its data file, such as `name[0:128,64:128]`."""
         return slice_key(self.name, self.global_shape, self.tensor_slice)
 
     @property
@@ -65,7 +65,7 @@ class WriteItem(NamedTuple):
 
     @property
     def entry(self) -> TensorEntry:
-        """Entry of the slice in the header of the data file."""
+        """Entry of the slice in the header of its safetensors file."""
         return TensorEntry(self.key, self.dtype, self.tensor_slice.sizes)
 
 
@@ -74,7 +74,7 @@ class FilePlan:
     """Plan of one data file: its name, and its slices in the order of their data."""
 
     name: str
-    """Name of the file, before the draft changes it (`Draft.file_name`)."""
+    """Name of the data file. Drafts in an object store add the token of the run (`Draft.get_file_name`)."""
     items: tuple[WriteItem, ...]
 
     @property
@@ -85,15 +85,15 @@ class FilePlan:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Plan of the files that one rank writes in a save."""
+    """Plan of one rank for a save: the data files that the rank writes."""
 
     rank: int
     file_plans: tuple[FilePlan, ...]
     empty_tensors: tuple[LocalTensorSpec, ...] = ()
-    """Tensors without elements. The manifest lists them, but no file holds them."""
+    """Tensors with zero elements. The manifest lists them, but no file holds them. Set on rank 0."""
 
-    def buffer_ranges(self) -> dict[WriteItem, slice]:
-        """Return the byte range of each slice in a buffer that holds all slices consecutively, in the order of the files."""
+    def get_buffer_ranges(self) -> dict[WriteItem, slice]:
+        """Return where each slice lies in a buffer that holds all slices of this rank one after the other: its byte range."""
         items = [item for file in self.file_plans for item in file.items]
         ends = itertools.accumulate((item.num_bytes for item in items), initial=0)
         return {item: slice(start, end) for item, (start, end) in zip(items, itertools.pairwise(ends), strict=True)}
@@ -104,8 +104,9 @@ def plan_save(world_specs: Sequence[Sequence[LocalTensorSpec]], max_file_bytes: 
     slices are assigned first.
 
     Args:
-        world_specs: for each rank, the specs of its local tensors.
-        max_file_bytes: start another data file when the current one would exceed this size. A slice is never split.
+        world_specs: for each rank, descriptions of its local tensors.
+        max_file_bytes: start another data file when the current one would exceed this size. A slice is never split. None for one
+            file per rank.
 
     Returns:
         the plan of each rank.
@@ -127,7 +128,10 @@ def plan_save(world_specs: Sequence[Sequence[LocalTensorSpec]], max_file_bytes: 
     for item in holders:
         slices[item.name].append(item.tensor_slice)
     if incomplete := [name for name, tensor in tensors.items() if not is_partition(tensor.global_shape, slices[name])]:
-        raise CheckpointError(f"the slices of all ranks do not cover these tensors exactly once: {format_list(incomplete)}")
+        raise CheckpointError(
+            f"internal error: the slices of all ranks do not cover these tensors exactly once: {format_list(incomplete)}. "
+            "Please report this"
+        )
     assigned_bytes, writers = [0] * len(world_specs), {}
     for item in sorted(holders, key=lambda item: (len(holders[item]) > 1, -item.num_bytes)):
         writers[item] = min(holders[item], key=assigned_bytes.__getitem__)
@@ -144,7 +148,7 @@ def plan_save(world_specs: Sequence[Sequence[LocalTensorSpec]], max_file_bytes: 
 
 
 def _merge_specs(world_specs: Sequence[Sequence[LocalTensorSpec]]) -> dict[str, LocalTensorSpec]:
-    """Return one spec for each tensor, by name: that of the first rank that holds the tensor.
+    """Return one description for each tensor, by name: that of the first rank that holds the tensor.
 
     Raises:
         CheckpointError: ranks disagree on a tensor's shape or dtype, or a dtype is not supported.
@@ -156,16 +160,20 @@ def _merge_specs(world_specs: Sequence[Sequence[LocalTensorSpec]]) -> dict[str, 
             name, shape, dtype, _ = tensor
             first = merged.setdefault(name, tensor)
             if (first.global_shape, first.dtype) != (shape, dtype):
-                errors.append(f"{name} is {shape} {dtype} on rank {rank}, {first.global_shape} {first.dtype} on a lower rank")
+                errors.append(
+                    f"{name} is {shape} {dtype} on rank {rank}, but {first.global_shape} {first.dtype} on a lower rank "
+                    "(internal error, please report this)"
+                )
             if dtype not in DTYPES:
                 errors.append(f"{name} is {dtype}, but checkpoints support only {', '.join(DTYPES)}")
     if errors:
-        raise CheckpointError(f"tensors cannot be saved: {format_list(errors, '; ')}")
+        raise CheckpointError(f"these tensors of the run cannot be saved: {format_list(errors, '; ')}")
     return merged
 
 
 def _plan_files(rank: int, items: Sequence[WriteItem], max_file_bytes: int | None) -> tuple[FilePlan, ...]:
-    """Distribute a rank's slices over files: one file, or several if `max_file_bytes` requires it. No file if there are no slices.
+    """Distribute the slices that a rank writes over data files. There are several files only if `max_file_bytes` requires it, and
+    none without slices.
 
     Within a file, slices with wide dtypes come first, so that the data of every slice is aligned.
     """
@@ -185,10 +193,10 @@ _SYNC_BYTES = 128 << 20
 def write_rank_files(
     draft: Draft, plan: SavePlan, read_data: Callable[[WriteItem], memoryview], on_progress: Callable[[], None] | None = None
 ) -> Manifest:
-    """Write a rank's files to the storage.
+    """Write a rank's data files.
 
     Args:
-        draft: draft of the checkpoint. Its folder exists.
+        draft: the unfinished checkpoint. Its folder exists.
         plan: the files to write.
         read_data: returns the raw bytes of a slice (row-major, little-endian). It is called once per slice, just before the write.
         on_progress: called each time more bytes have been flushed to the disk.
@@ -209,8 +217,8 @@ def write_rank_files(
     tensors = [(spec.name, StoredTensor(spec.global_shape, spec.dtype, (), EMPTY_HASH.hex)) for spec in plan.empty_tensors]
     stored_files = {}
     for file_plan in plan.file_plans:
-        name = draft.file_name(file_plan.name)
-        with _explain_full_disk(file_plan.num_data_bytes, draft.storage.location_of(name)), draft.storage.create(name) as writer:
+        name = draft.get_file_name(file_plan.name)
+        with _explain_full_disk(file_plan.num_data_bytes, draft.storage.get_location(name)), draft.storage.create(name) as writer:
             writer.write(encode_header([item.entry for item in file_plan.items]))
             for item in file_plan.items:
                 checksum, content_hash = _write_slice(writer, item, read_data(item), on_progress)
@@ -222,7 +230,12 @@ def write_rank_files(
 
 @contextlib.contextmanager
 def _explain_full_disk(num_bytes: int, location: str) -> Iterator[None]:
-    """Add the required size to the error if the disk has no space left for a file."""
+    """Within the context, add the size of the file to an error that means that the disk is full.
+
+    Args:
+        num_bytes: size of the file.
+        location: path or URL of the file.
+    """
     try:
         yield
     except OSError as error:
@@ -234,13 +247,13 @@ def _explain_full_disk(num_bytes: int, location: str) -> Iterator[None]:
 def _write_slice(
     writer: FileWriter, item: WriteItem, data: memoryview, on_progress: Callable[[], None] | None
 ) -> tuple[str, ContentHash]:
-    """Write one slice in blocks. Each block is hashed and written while it is in the CPU cache.
+    """Write one slice to a data file in blocks. Each block is hashed and written while it is in the CPU cache.
 
     With `on_progress` the file is flushed to the disk regularly. Then little is left to flush at the end, the page cache does not
-    fill with data that waits for the disk, and progress is visible.
+    fill with data that waits for the disk, and the caller sees progress.
 
     Returns:
-        the checksum and the content hash.
+        the checksum and the content hash of the slice.
     """
     checksum = Checksum()
 

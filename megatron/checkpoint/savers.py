@@ -28,15 +28,15 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch.distributed as dist
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, format_list, format_ranks
-from megatron.checkpoint.global_tensor import GlobalTensor, tensor_bytes
+from megatron.checkpoint.global_tensor import GlobalTensor, get_tensor_bytes
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.rank_writer import PATIENCE_S, RankWriter
-from megatron.checkpoint.save_folder import Retention, checkpoint_name, claim_folder, commit, encode_json_files, read_latest
+from megatron.checkpoint.save_folder import Retention, claim_folder, commit, encode_json_files, get_checkpoint_name, read_latest
 from megatron.checkpoint.save_plan import LocalTensorSpec, SavePlan, WriteItem, plan_save, write_rank_files
 from megatron.checkpoint.storage import Draft, Storage
 from megatron.checkpoint.writer_messages import CommitResult
 from megatron.parallel.context import Group
-from megatron.parallel.matmul import dtype_name
+from megatron.parallel.matmul import get_dtype_name
 
 # ---- Coordination of the ranks: either all ranks continue or all ranks fail.
 
@@ -91,8 +91,15 @@ class _Failure(NamedTuple):
 
 
 def _raise_for_user(failures: Mapping[int, _Failure], action: str) -> NoReturn:
-    """Raise one error for the failures of some ranks: a `CheckpointError` with their messages, or a `RuntimeError` if a failure is
-    a bug (see `coordinate`)."""
+    """Raise one error that names the failed ranks: a `CheckpointError` with their messages, or a `RuntimeError` if a failure is a
+    bug.
+
+    Only an `OSError` or a `CheckpointError` counts as no bug (see `coordinate`).
+
+    Args:
+        failures: failures by rank.
+        action: start of the error message, such as "cannot save /runs/a/iter_0000100".
+    """
     errors = {rank: failure.error for rank, failure in failures.items()}
     first = next(iter(errors.values()))
     if not all(isinstance(error, (CheckpointError, OSError)) for error in errors.values()):
@@ -114,7 +121,11 @@ def _raise_for_user(failures: Mapping[int, _Failure], action: str) -> NoReturn:
 
 
 def _attempt(action: Callable[[], Any]) -> tuple[Any, _Failure | None]:
-    """Call a function. Returns its result, or its failure in a form that can be pickled and sent to another process."""
+    """Call a function and catch its error.
+
+    Returns:
+        (result of the function, None), or (None, the failure). The failure can be pickled and sent to another process.
+    """
     try:
         return action(), None
     except Exception as error:  # noqa: BLE001 - sent to all ranks
@@ -127,7 +138,7 @@ def _attempt(action: Callable[[], Any]) -> tuple[Any, _Failure | None]:
 
 
 def _gather(value: Any, group: Group) -> list[Any] | None:
-    """Gather a value of every rank on the first rank. Returns None on all other ranks."""
+    """Gather one value from every rank. Returns the list of values on the first rank, and None on all others."""
     if group.size == 1:
         return [value]
     values: list[Any] | None = [None] * group.size if group.rank == 0 else None
@@ -136,7 +147,11 @@ def _gather(value: Any, group: Group) -> list[Any] | None:
 
 
 def _scatter(values: list[Any] | None, group: Group) -> Any:
-    """Send each rank its element of the list on the first rank."""
+    """Send each rank one element of a list and return the element of this rank.
+
+    Args:
+        values: on the first rank, one element for each rank; None on all others.
+    """
     if group.size == 1:
         assert values is not None
         return values[0]
@@ -146,18 +161,19 @@ def _scatter(values: list[Any] | None, group: Group) -> Any:
 
 
 class Assignment(NamedTuple):
-    """Message of the first rank to each rank before a save: the files that the rank writes."""
+    """Message of the first rank to each rank before a save: the files that the rank is to write."""
 
     token: str
-    """Token of the run, which is part of the name of an unfinished save."""
+    """Hexadecimal digits that identify the run. They are part of the name of an unfinished checkpoint."""
     plan: SavePlan | None
-    """Files that the rank writes. None if the plan of the previous save is still valid."""
+    """Files that the rank writes. None if they are the same as in the previous save."""
 
 
 class BaseSaver:
-    """Base class of the savers of a run. It plans which rank writes which slices.
+    """Base class of the objects that save the checkpoints of a run. It plans which rank writes which slices.
 
-    A save needs one round of communication. Its messages are small if no slices have changed since the previous save.
+    A save needs one exchange of messages between the ranks and the first rank. The messages are small if no slices have changed
+    since the previous save.
 
     Args:
         storage: save folder, on a file system that all ranks share. It is created if it does not exist.
@@ -195,17 +211,17 @@ class BaseSaver:
         self._storage.remove_unfinished(self._token)
 
     def _draft(self, iteration: int) -> Draft:
-        return self._storage.draft(checkpoint_name(iteration), self._token)
+        return self._storage.draft(get_checkpoint_name(iteration), self._token)
 
-    def _changed_specs(self, specs: list[LocalTensorSpec]) -> list[LocalTensorSpec] | None:
-        """Return the specs of this rank's tensors, or None if they have not changed since the previous save."""
+    def _get_changed_specs(self, specs: list[LocalTensorSpec]) -> list[LocalTensorSpec] | None:
+        """Return the descriptions of this rank's tensors if they differ from those of the previous save, otherwise None."""
         return None if specs == self._specs else specs
 
     def _plan_assignments(self, changed_specs: list[list[LocalTensorSpec] | None]) -> list[Assignment]:
-        """Plan the files of every rank. Called on the first rank.
+        """Plan which files each rank writes. Called on the first rank.
 
         Args:
-            changed_specs: results of `_changed_specs` on all ranks.
+            changed_specs: results of `_get_changed_specs` on all ranks.
 
         Raises:
             CheckpointError: the tensors cannot be saved; `plan_save` lists the reasons.
@@ -217,7 +233,14 @@ class BaseSaver:
         return [Assignment(self._token, plan) for plan in plan_save(self._world_specs)]
 
     def _apply_assignment(self, specs: list[LocalTensorSpec], assignment: Assignment) -> SavePlan:
-        """Store the assignment of the first rank. Returns the plan of this rank."""
+        """Adopt the token and the plan that the first rank has sent.
+
+        Args:
+            specs: descriptions of this rank's tensors, to which the plan belongs.
+
+        Returns:
+            the plan of this rank, which may be that of the previous save.
+        """
         self._token = assignment.token
         if assignment.plan is not None:
             self._plan = assignment.plan
@@ -226,12 +249,12 @@ class BaseSaver:
 
 
 def build_specs(tensors: list[GlobalTensor]) -> list[LocalTensorSpec]:
-    """Build the specs of a rank's local tensors: names, shapes, dtypes and slices, without the elements."""
+    """Describe a rank's local tensors for the plan of a save: names, shapes, dtypes and slices, without the elements."""
     return [
         LocalTensorSpec(
             tensor.name,
             tensor.global_shape,
-            dtype_name(tensor.local.dtype),
+            get_dtype_name(tensor.local.dtype),
             tuple(local_slice.slice for local_slice in tensor.slices),
         )
         for tensor in tensors
@@ -239,19 +262,19 @@ def build_specs(tensors: list[GlobalTensor]) -> list[LocalTensorSpec]:
 
 
 def build_data_reader(tensors: list[GlobalTensor]) -> Callable[[WriteItem], memoryview]:
-    """Build the function that returns the bytes of a local slice. Data on a device is copied to the host when the function is
-    called."""
+    """Build the function that returns the bytes of a slice from the local tensors. A slice on a device is copied to the host only
+    when the function is called."""
     local_slices = {(tensor.name, local_slice.slice): (tensor, local_slice) for tensor in tensors for local_slice in tensor.slices}
 
     def read_data(item: WriteItem) -> memoryview:
         tensor, local_slice = local_slices[item.name, item.tensor_slice]
-        return tensor_bytes(tensor.local_view(local_slice))
+        return get_tensor_bytes(tensor.get_local_view(local_slice))
 
     return read_data
 
 
 class SyncSaver(BaseSaver):
-    """Saver whose checkpoints are complete when `save` returns."""
+    """Saver that writes a checkpoint while training waits: the checkpoint is complete when `save` returns."""
 
     def save(self, iteration: int, tensors: list[GlobalTensor], config: dict[str, Any], state: dict[str, Any]) -> str:
         """Write the checkpoint `<folder>/iter_<iteration>/` in the format of docs/checkpoints.md, and update the latest file
@@ -274,7 +297,7 @@ class SyncSaver(BaseSaver):
             CheckpointError: a rank cannot write, config or state cannot be encoded as JSON, or the slices do not cover the tensors
                 exactly.
         """
-        action = f"cannot save {self._storage.location_of(checkpoint_name(iteration))}"
+        action = f"cannot save {self._storage.get_location(get_checkpoint_name(iteration))}"
         specs = build_specs(tensors)
         small_files: dict[str, bytes] = {}
         drafts: list[Draft] = []
@@ -291,7 +314,9 @@ class SyncSaver(BaseSaver):
             return [str(manifest.content_digest)] * len(rank_manifests)
 
         try:
-            local_plan = self._apply_assignment(specs, coordinate(self._group, action, lambda: self._changed_specs(specs), plan))
+            local_plan = self._apply_assignment(
+                specs, coordinate(self._group, action, lambda: self._get_changed_specs(specs), plan)
+            )
             return coordinate(
                 self._group,
                 action,
@@ -312,12 +337,12 @@ _MIN_LOGGED_WAIT_S = 0.1
 
 
 class _Status(NamedTuple):
-    """Message of a rank to the first rank before a save: the result of its previous save, and changes of its tensors."""
+    """Message of a rank to the first rank before a save: the result of its previous save, and its tensors if they have changed."""
 
     failure: str | None
-    """Reason for the failed write of the rank's files in the previous save. None if they were written."""
+    """Reason why the rank could not write its files in the previous save. None if they were written."""
     changed_specs: list[LocalTensorSpec] | None
-    """Specs of the rank's tensors. None if they have not changed since the previous save."""
+    """Descriptions of the rank's tensors. None if they have not changed since the previous save."""
 
 
 class AsyncSaver(BaseSaver):
@@ -350,7 +375,7 @@ class AsyncSaver(BaseSaver):
     ) -> None:
         """Start a save in the background. All ranks call this together. The tensors may change as soon as the call returns.
 
-        A failed write raises no error here. The first rank logs it, in `poll` or at the next save.
+        A failed write raises no error here. The first rank logs the failure, in `poll` or at the next save.
 
         Args:
             iteration: iteration of the checkpoint.
@@ -363,7 +388,7 @@ class AsyncSaver(BaseSaver):
             CheckpointError: on all ranks, if config or state cannot be encoded as JSON, or the slices do not cover the tensors
                 exactly.
         """
-        location, specs = self._storage.location_of(checkpoint_name(iteration)), build_specs(tensors)
+        location, specs = self._storage.get_location(get_checkpoint_name(iteration)), build_specs(tensors)
         small_files: dict[str, bytes] = {}
         start = time.monotonic()
 
@@ -372,7 +397,7 @@ class AsyncSaver(BaseSaver):
             small_files.update(encode_json_files(config, state))
             return self._plan_assignments([status.changed_specs for status in statuses])
 
-        assignment = coordinate(self._group, f"cannot save {location}", lambda: self._status(specs), plan)
+        assignment = coordinate(self._group, f"cannot save {location}", lambda: self._get_status(specs), plan)
         copy_start = time.monotonic()
         failed_iterations = tuple(i for i in self._failed_iterations if i != iteration)
         self._writer.start(
@@ -384,23 +409,24 @@ class AsyncSaver(BaseSaver):
             self._log_results(log)
 
     def poll(self, log: LogFunction) -> None:
-        """Read the replies of the writer process without waiting. The first rank logs the result of a save, or that the save has
-        stalled."""
+        """Read the replies of this rank's writer process without waiting. The first rank logs that a save is complete, has failed
+        or makes no progress."""
         self._writer.receive()
         if self._group.rank == 0:
             self._log_results(log)
-            if (message := self._writer.stall_warning()) is not None:
+            if (message := self._writer.get_stall_warning()) is not None:
                 log(message)
 
     def wait(self, log: LogFunction) -> None:
-        """Wait until the last save has completed or failed. All ranks call this together. A failed save raises no error here."""
+        """Wait until the last save has completed or failed. All ranks call this together. A failure is only logged; no error is
+        raised."""
         start = time.monotonic()
 
         def finish_last_save(statuses: list[_Status]) -> list[None]:
             self._finish_last_save(statuses, start, log)
             return [None] * len(statuses)
 
-        coordinate(self._group, "cannot wait for the last save", lambda: self._status(None), finish_last_save)
+        coordinate(self._group, "cannot wait for the last save", lambda: self._get_status(None), finish_last_save)
 
     def finish(self, log: LogFunction) -> None:
         """Wait for the last save and end the writer processes. All ranks call this together.
@@ -417,7 +443,7 @@ class AsyncSaver(BaseSaver):
             return [None] * len(statuses)
 
         try:
-            coordinate(self._group, "the run ends without its last checkpoint", lambda: self._status(None), finish_last_save)
+            coordinate(self._group, "the run ends without its last checkpoint", lambda: self._get_status(None), finish_last_save)
         except BaseException as error:
             if not isinstance(error, CheckpointError):
                 self._writer.close()  # another rank has died: its files may never be written
@@ -427,15 +453,15 @@ class AsyncSaver(BaseSaver):
         if self._group.rank == 0:
             self._log_results(log)
 
-    def _status(self, specs: list[LocalTensorSpec] | None) -> _Status:
-        return _Status(self._writer.wait_for_rank_result(), None if specs is None else self._changed_specs(specs))
+    def _get_status(self, specs: list[LocalTensorSpec] | None) -> _Status:
+        return _Status(self._writer.wait_for_rank_result(), None if specs is None else self._get_changed_specs(specs))
 
     def _finish_last_save(self, statuses: list[_Status], start: float, log: LogFunction) -> None:
-        """Wait until the last checkpoint is complete and log the result. Called on the first rank when all ranks have written their
-        files.
+        """Wait until the last checkpoint is complete or has failed, and log the result. Called on the first rank when all ranks
+        have written their files or have failed.
 
         Args:
-            statuses: reports of all ranks.
+            statuses: messages of all ranks.
             start: time.monotonic() at the start of the wait for all ranks.
             log: writes a line to the log.
         """
@@ -448,14 +474,14 @@ class AsyncSaver(BaseSaver):
         self._log_results(log)
 
     def _log_results(self, log: LogFunction) -> None:
-        """Log results of saves that the writer process has reported since the last call."""
+        """Log the messages of the writer process, and the result of the last save if it is not logged yet."""
         while self._writer.log_lines:
             log(self._writer.log_lines.pop(0))
         result = self._writer.commit_result
         if result is None or result is self._logged:
             return
         self._logged = result
-        location = self._storage.location_of(checkpoint_name(result.iteration))
+        location = self._storage.get_location(get_checkpoint_name(result.iteration))
         if result.failure is not None:
             # Files remain: the writer process has died, or other ranks were still writing.
             self._failed_iterations.append(result.iteration)
@@ -468,6 +494,6 @@ class AsyncSaver(BaseSaver):
         self._failure = f"cannot save {location}:\n  {reason}"
         last = self._last_complete
         last_checkpoint = (
-            "There is no complete checkpoint yet" if last is None else f"The last complete one is {checkpoint_name(last)}"
+            "There is no complete checkpoint yet" if last is None else f"The last complete one is {get_checkpoint_name(last)}"
         )
         log(f"SAVE FAILED: {self._failure}\n  {last_checkpoint}.{'' if self._is_finishing else ' Training goes on.'}")

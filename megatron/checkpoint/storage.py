@@ -1,4 +1,5 @@
-"""Interfaces of the storage of checkpoints: folders, files, and drafts of checkpoints. They know nothing of tensors.
+"""Interfaces of the storage of checkpoints: folders, files, and drafts (checkpoints that are being written). They know nothing of
+tensors.
 
 The implementations are a local folder (`local_storage.py`), an object store through fsspec (`object_storage.py`) and the memory of
 the nodes (`node_storage.py`). `open_storage` in `storage_url.py` selects one by the path or URL.
@@ -13,7 +14,7 @@ from typing import Protocol
 
 
 class FileReader(Protocol):
-    """File that is open for reading."""
+    """Interface of a file that is open for reading."""
 
     size: int
     """Size of the file in bytes."""
@@ -37,7 +38,7 @@ class FileReader(Protocol):
 
 
 class FileWriter(Protocol):
-    """File that is open for writing."""
+    """Interface of a file that is open for writing."""
 
     num_bytes: int = 0
     """Number of bytes written so far."""
@@ -51,8 +52,11 @@ class FileWriter(Protocol):
             remaining = remaining[num_written:]
 
     def write_partial(self, data: memoryview) -> int:
-        """Append the first bytes of `data` with a single call of the storage. Returns the number of bytes that the call has
-        written."""
+        """Append the first bytes of `data` by one call of the storage. The storage decides how many.
+
+        Returns:
+            the number of bytes that were written.
+        """
 
     def sync(self) -> None:
         """Flush the bytes written so far to the disk, if the storage can do that before the file is closed."""
@@ -72,29 +76,29 @@ PathOrUrl = Path | str
 
 
 class Storage(Protocol):
-    """Folder that holds save files, at a local path or a URL. Names are relative to the folder and use `/`; the empty name is the
-    folder itself.
+    """Interface of a folder for checkpoints and their files, at a local path or a URL. Names are relative to the folder and use
+    `/`; the empty name is the folder itself.
 
     All implementations raise `OSError` on failure, and `FileNotFoundError` if a file to read does not exist.
     """
 
     location: str
-    """Path or URL of the folder, as a user writes it. Another process can open the same storage with this string."""
+    """Path or URL of the folder, as a user writes it. Another process can open the folder with this string (`open_storage`)."""
     local: Path | None
     """Path of the folder if it is local, otherwise None."""
 
     @property
     def path_or_url(self) -> PathOrUrl:
-        """Path or URL of the folder, for callers outside this package."""
+        """The folder as a `Path` if it is local, otherwise its URL; for callers outside this package."""
         return self.local or self.location
 
-    def location_of(self, name: str) -> str:
+    def get_location(self, name: str) -> str:
         """Return the path or URL of a file in the folder, as a user writes it."""
 
-    def child(self, name: str) -> Storage:
-        """Return the storage of a subfolder. The subfolder need not exist."""
+    def get_child(self, name: str) -> Storage:
+        """Return the `Storage` of a subfolder. The subfolder need not exist."""
 
-    def file_size(self, name: str) -> int | None:
+    def get_file_size(self, name: str) -> int | None:
         """Return the size of a file in bytes, or None if there is no such file."""
 
     def list_names(self, folder: str = "") -> list[str]:
@@ -124,12 +128,11 @@ class Storage(Protocol):
         """Remove a file, or a folder and its content, if it exists."""
 
     def draft(self, name: str, token: str) -> Draft:
-        """Return the draft in which the files of a new checkpoint are written until it is complete.
+        """Return the draft of a new checkpoint: the place where its files are written until the checkpoint is complete.
 
         Args:
             name: folder name of the checkpoint.
-            token: token of the run that writes the checkpoint, in characters of `[0-9a-f]`. Drafts of other tokens do not
-                interfere.
+            token: hexadecimal digits that identify the run that writes the checkpoint. Drafts of other runs do not interfere.
         """
 
     def remove_checkpoint(self, name: str) -> None:
@@ -141,21 +144,21 @@ class Storage(Protocol):
         Call this only while no other run saves in the folder.
 
         Args:
-            active_token: token of the run whose drafts are not removed.
+            active_token: hexadecimal digits that identify the active run, whose drafts are not removed.
         """
 
 
 class Draft(Protocol):
-    """Checkpoint that is being written. Readers do not see it as a checkpoint before `publish`."""
+    """Interface of a checkpoint that is being written. Readers do not see it as a checkpoint before `publish`."""
 
     storage: Storage
     """Folder that holds the draft's files."""
 
-    def file_name(self, name: str) -> str:
-        """Return the name that a file of a rank has in the draft and in the manifest.
+    def get_file_name(self, name: str) -> str:
+        """Return the name that a rank's file has in the draft and in the manifest.
 
-        The name contains the token of the run if the storage writes files directly into the final folder of the checkpoint. Then
-        neither a new save nor a late writer of a killed run can overwrite files of a complete checkpoint.
+        Some storages write files directly into the final folder of the checkpoint. They insert the token that identifies the run
+        into the name. Then neither a new save nor a late writer of a killed run can overwrite files of a complete checkpoint.
 
         Args:
             name: name of a data file, or of a file by which writer processes report to each other.
@@ -166,19 +169,19 @@ class Draft(Protocol):
         process writes."""
 
     def ensure_folder(self) -> None:
-        """Create the draft's folder if no other process that writes the same checkpoint has created it."""
+        """Create the draft's folder unless another process that writes the same checkpoint has already created it."""
 
     def publish(self, small_files: Mapping[str, bytes]) -> None:
-        """Write the files with fixed names and make the draft a complete checkpoint. An older checkpoint of the same name is
-        replaced.
+        """Write the small files of the checkpoint, and make the draft a complete checkpoint under its final name. An older
+        checkpoint of the same name is replaced.
 
         Args:
-            small_files: contents of the files with fixed names, by name. The manifest is last, because it makes the checkpoint
-                complete.
+            small_files: contents of `config.json`, `state.json` and `manifest.json`, by name. The manifest is last, because it
+                makes the checkpoint complete.
         """
 
     def discard(self) -> None:
-        """Remove the draft's files, as far as possible."""
+        """Remove the draft's files. Files that cannot be removed are ignored."""
 
 
 def is_url(location: str) -> bool:

@@ -1,4 +1,4 @@
-"""Opening of a storage by its path or URL: a local folder, an object store, or the memory of the nodes."""
+"""Selection of the storage by a path or URL: a local folder, an object store, or the memory of the nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NODE_MEMORY_URL = "nodes://state"
 
 
 def open_storage(location: str | os.PathLike[str]) -> Storage:
-    """Return the storage of a folder. The folder need not exist.
+    """Return the `Storage` object that reads and writes a folder. The folder need not exist.
 
     Args:
         location: a local path, also as `file:///path`; a URL that fsspec knows, such as `s3://bucket/folder`; or `nodes://state`,

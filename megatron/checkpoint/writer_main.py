@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, format_list
 from megatron.checkpoint.manifest import Manifest, parse_manifest
-from megatron.checkpoint.save_folder import apply_retention, checkpoint_name, commit
+from megatron.checkpoint.save_folder import apply_retention, commit, get_checkpoint_name
 from megatron.checkpoint.save_plan import write_rank_files
 from megatron.checkpoint.storage import Draft
 from megatron.checkpoint.storage_url import open_storage
@@ -40,8 +40,8 @@ from megatron.checkpoint.writer_messages import (
     SaveRequest,
     Shutdown,
     WriterSetup,
-    failure_mark_name,
-    rank_manifest_name,
+    get_failure_mark_name,
+    get_rank_manifest_name,
 )
 
 _PR_SET_PDEATHSIG = 1
@@ -56,11 +56,11 @@ _MANIFEST_TIMEOUT_S = 10.0
 
 
 class BackgroundWriter:
-    """Writer of one rank's files in the writer process. It executes the messages of the training process.
+    """Writer of one rank's files, which runs in a process of its own. It does what the messages of the training process request.
 
     Args:
-        data: shared memory.
-        inbox: messages after `WriterSetup`.
+        data: memory shared with the training process, which holds the rank's slices.
+        inbox: messages of the training process after `WriterSetup`.
         setup: files that each save writes.
         reply: function that sends a reply to the training process.
     """
@@ -70,10 +70,10 @@ class BackgroundWriter:
         self._storage = open_storage(setup.location)
         self._reported_at = -PROGRESS_INTERVAL_S
         self._activity = ""
-        self._data = {item: data[byte_range] for item, byte_range in setup.plan.buffer_ranges().items()}
+        self._data = {item: data[byte_range] for item, byte_range in setup.plan.get_buffer_ranges().items()}
 
     def run(self) -> None:
-        """Execute the requests of training until the message `Shutdown`."""
+        """Write saves and failure marks, as the messages of the training process request, until the message `Shutdown`."""
         while not isinstance(message := self._inbox.get(), Shutdown):
             if isinstance(message, SaveRequest):
                 self._save(message)
@@ -91,7 +91,7 @@ class BackgroundWriter:
             draft.ensure_folder()
             self._report_activity("the write of its files")
             rank_manifest = write_rank_files(draft, self._setup.plan, self._data.__getitem__, self._report_progress)
-            draft.storage.write(draft.file_name(rank_manifest_name(rank)), rank_manifest.to_json())
+            draft.storage.write(draft.get_file_name(get_rank_manifest_name(rank)), rank_manifest.to_json())
             failure = None
         except Exception as error:  # noqa: BLE001 - training continues and logs the failure
             failure = _format_reason(error, rank)
@@ -116,11 +116,11 @@ class BackgroundWriter:
             self._draft(iteration, message.token).discard()
 
     def _draft(self, iteration: int, token: str) -> Draft:
-        return self._storage.draft(checkpoint_name(iteration), token)
+        return self._storage.draft(get_checkpoint_name(iteration), token)
 
     def _write_failure_mark(self, draft: Draft, failure: str) -> None:
         with contextlib.suppress(Exception):
-            draft.storage.write(draft.file_name(failure_mark_name(self._setup.plan.rank)), failure.encode())
+            draft.storage.write(draft.get_file_name(get_failure_mark_name(self._setup.plan.rank)), failure.encode())
 
     def _commit(self, draft: Draft, message: SaveRequest, failure: str | None) -> Manifest:
         if failure is not None:
@@ -129,7 +129,7 @@ class BackgroundWriter:
         self._report_activity("the files that make it a checkpoint")
         rank_manifests = []
         for rank in range(self._setup.num_ranks):
-            name = draft.file_name(rank_manifest_name(rank))
+            name = draft.get_file_name(get_rank_manifest_name(rank))
             rank_manifests.append(_read_rank_manifest(draft, name))
             draft.storage.remove(name)
         assert message.small_files is not None
@@ -145,13 +145,13 @@ class BackgroundWriter:
         pause, deadline = 0.002, float("inf")
         while True:
             file_names = set(draft.storage.list_names())
-            failed = [rank for rank in sorted(missing) if draft.file_name(failure_mark_name(rank)) in file_names]
+            failed = [rank for rank in sorted(missing) if draft.get_file_name(get_failure_mark_name(rank)) in file_names]
             if failed:
                 reasons = dict.fromkeys(
-                    draft.storage.read(draft.file_name(failure_mark_name(rank))).decode(errors="replace") for rank in failed
+                    draft.storage.read(draft.get_file_name(get_failure_mark_name(rank))).decode(errors="replace") for rank in failed
                 )
                 raise CheckpointError(format_list(list(reasons), "\n  "))
-            missing = {rank for rank in missing if draft.file_name(rank_manifest_name(rank)) not in file_names}
+            missing = {rank for rank in missing if draft.get_file_name(get_rank_manifest_name(rank)) not in file_names}
             if not missing:
                 return
             self._report_activity(f"the files of other ranks ({format_list([str(rank) for rank in sorted(missing)])})")
@@ -164,7 +164,10 @@ class BackgroundWriter:
                 message = self._inbox.get(timeout=pause)
                 if isinstance(message, Shutdown):
                     self._inbox.put(message)
-                    raise CheckpointError("training has ended before all ranks had written their files")
+                    raise CheckpointError(
+                        "training has ended before all ranks had written their files, so this checkpoint is incomplete and will "
+                        "not be loaded"
+                    )
                 if isinstance(message, RanksFinished):
                     if message.failure is not None:
                         raise CheckpointError(message.failure)
@@ -173,15 +176,19 @@ class BackgroundWriter:
             self._report_progress(has_advanced=False)
 
     def _report_activity(self, activity: str) -> None:
-        """Report a new activity to the training process. The report is sent before the activity starts, because the storage may
-        then not respond."""
+        """Tell the training process what this writer does next, for its log. The report is sent first, because the storage may then
+        not respond."""
         if activity != self._activity:
             self._activity = activity
             self._reply(SaveProgress(activity, True))
 
     def _report_progress(self, *, has_advanced: bool = True) -> None:
-        """Report that the save continues. At most one report is sent per `PROGRESS_INTERVAL_S`, because training may not read
-        replies for a long time."""
+        """Tell the training process that this writer is still working on the save. At most one report is sent per
+        `PROGRESS_INTERVAL_S` seconds, because training may not read replies for a long time.
+
+        Args:
+            has_advanced: whether more data is on the disk; False while the writer waits for other ranks.
+        """
         if (time_s := time.monotonic()) - self._reported_at >= PROGRESS_INTERVAL_S:
             self._reported_at = time_s
             self._reply(SaveProgress(self._activity, has_advanced))
@@ -194,8 +201,8 @@ class BackgroundWriter:
 
 
 def _read_rank_manifest(draft: Draft, name: str) -> Manifest:
-    """Read the manifest of a rank's files. If it is incomplete, read it again: some remote file systems show a file while it is
-    being written."""
+    """Read the manifest that a rank has written for its files. If the manifest is incomplete, read it again: some remote file
+    systems show a file while it is being written."""
     deadline = time.monotonic() + _MANIFEST_TIMEOUT_S
     while True:
         try:
@@ -207,7 +214,7 @@ def _read_rank_manifest(draft: Draft, name: str) -> Manifest:
 
 
 def _format_reason(error: Exception, rank: int) -> str:
-    """Return a message for the user about a failed write. Errors that indicate a bug are shown with their type."""
+    """Return a message for the user about a failed write. An error that indicates a bug is shown with its type."""
     text = str(error) if isinstance(error, (CheckpointError, OSError)) else repr(error)
     return f"rank {rank}: {text}"
 
@@ -230,7 +237,7 @@ def _forward_messages(connection: Connection, inbox: queue.Queue[Message]) -> No
 
 
 def main() -> None:
-    """Run the writer process: map the shared memory, then write saves on request."""
+    """Run the writer process: map the memory shared with the training process, then write saves on request."""
     memory_fd, num_bytes, message_fd, parent = (int(text) for text in sys.argv[1:])
     _die_with_parent(parent)
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -1,4 +1,5 @@
-"""Messages between a rank and its writer process (`writer_main.py`), and names of the files by which writers report to each other.
+"""Messages between the training process of a rank and its writer process (`writer_main.py`), and names of the files by which writer
+processes report to each other.
 
 Needs no torch.
 """
@@ -12,8 +13,8 @@ from megatron.checkpoint.save_plan import SavePlan
 
 
 class WriterSetup(NamedTuple):
-    """First message to a writer process: the files that each save writes. `SavePlan.buffer_ranges` returns where each slice is in
-    the shared memory."""
+    """First message to a writer process: the files that each save writes. The slices lie in the shared memory as
+    `SavePlan.get_buffer_ranges` returns."""
 
     location: str
     """Path or URL of the save folder."""
@@ -23,7 +24,7 @@ class WriterSetup(NamedTuple):
 
 
 class SaveRequest(NamedTuple):
-    """Message to a writer process: write the shared memory, which training has filled, as one checkpoint."""
+    """Message to a writer process: write the slices in the shared memory to the rank's files of a checkpoint."""
 
     iteration: int
     token: str
@@ -31,12 +32,14 @@ class SaveRequest(NamedTuple):
     """Contents of `config.json` and `state.json`, for the writer that commits the checkpoint of all ranks. None for all other
     writers."""
     failed_iterations: tuple[int, ...] = ()
-    """Iterations whose saves have failed. The writer that commits checkpoints removes their files."""
+    """Iterations whose saves have failed. Rank 0's writer process, which commits checkpoints, removes their files."""
 
 
 class FailureMark(NamedTuple):
-    """Message to a new writer process: write a failure mark, because the previous writer process died during a save. The writer
-    that commits checkpoints finds the mark."""
+    """Message to a new writer process: write a failure mark, because the previous writer process died during a save.
+
+    The failure mark is a file that tells the writer process of rank 0 not to wait for the files of this rank.
+    """
 
     iteration: int
     token: str
@@ -44,17 +47,17 @@ class FailureMark(NamedTuple):
 
 
 class RanksFinished(NamedTuple):
-    """Message to the writer that commits checkpoints: every rank has reported whether its files are written."""
+    """Message to the writer process of rank 0, which commits checkpoints: every rank has written its files or failed."""
 
     failure: str | None
-    """Reasons of the ranks that could not write their files. None if all ranks have written them."""
+    """Reasons why ranks could not write their files. None if all ranks have written them."""
 
 
 class Shutdown(NamedTuple):
-    """Last message to a writer process."""
+    """Last message to a writer process: remove the files of failed saves, then end."""
 
     failed_iterations: tuple[int, ...] = ()
-    """Iterations whose saves have failed, as in `SaveRequest`."""
+    """Iterations whose saves have failed. Rank 0's writer process removes their files."""
     token: str = ""
 
 
@@ -71,26 +74,27 @@ class SaveProgress(NamedTuple):
 
 
 class RankResult(NamedTuple):
-    """Reply of a writer process when the files of its rank are written or have failed. Training may then fill the shared memory
-    again."""
+    """Reply of a writer process: the files of its rank are written, or could not be written. Training may then fill the shared
+    memory again."""
 
     failure: str | None
-    """Reason for a failed write. None if the files were written."""
+    """Reason why the files could not be written. None if they were written."""
 
 
 class CommitResult(NamedTuple):
-    """Reply of the writer that commits checkpoints: the checkpoint is complete, or has failed."""
+    """Reply of rank 0's writer process, which commits checkpoints: the checkpoint is complete, or has failed."""
 
     iteration: int
     failure: str | None
-    """Reason for the failure. None if the checkpoint is complete."""
+    """Reason why there is no checkpoint. None if the checkpoint is complete."""
     content_digest: str
     duration_s: float
     """Seconds from the receipt of the `SaveRequest` to this reply."""
 
 
 class LogLine(NamedTuple):
-    """Reply of a writer process with a line for the log, about a problem after the checkpoint was complete."""
+    """Reply of a writer process with a line for the log: a problem that does not affect the checkpoint, such as old checkpoints
+    that cannot be removed."""
 
     text: str
 
@@ -98,11 +102,11 @@ class LogLine(NamedTuple):
 Reply = SaveProgress | RankResult | CommitResult | LogLine
 
 
-def rank_manifest_name(rank: int) -> str:
-    """Return the name of a rank's manifest: the file that lists the data files of the rank."""
+def get_rank_manifest_name(rank: int) -> str:
+    """Return the name of the manifest that a rank writes for its files: a JSON file with their tensors, slices and checksums."""
     return f"rank_{rank:05d}.part.json"
 
 
-def failure_mark_name(rank: int) -> str:
-    """Return the name of the file with the reason why a rank could not write its files."""
+def get_failure_mark_name(rank: int) -> str:
+    """Return the name of the file in which a rank says why it could not write its files."""
     return f"rank_{rank:05d}.failed"
