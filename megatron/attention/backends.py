@@ -1,9 +1,11 @@
-"""Selection of the attention kernel: which kernel runs, and whether it saves the probabilities. Used by the attention layers, and
-by dry runs on machines without the device.
+"""Selection of the attention kernel: which kernel runs, and whether it saves the softmax probabilities for backward. Used by the
+attention layers, and by dry runs on machines without the device.
 
-torch chooses a kernel at every call among those that are enabled. So a run selects its backend once, by enabling only the kernels
-of that backend. Code that needs to know the kernel reads the same switches. cuDNN's kernel and flash attention are never both
-enabled in a run. So it does not matter which of the two torch would try first, which depends on the device.
+torch chooses a kernel at every call among those that are enabled in the process. So a run applies `--attention-backend` once, by
+enabling only the kernels of that backend. Code that needs to know the kernel reads which kernels torch has enabled.
+
+The order in which torch tries cuDNN's kernel and flash attention depends on the device. The order does not matter, because a run
+never enables both.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ def backend_in_use(backend: AttentionBackend) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_cudnn() -> Iterator[None]:
-    """Within the context, disable cuDNN's attention kernel. If it is enabled, the kernels of the backend "auto" replace it.
+    """Within the context, enable the kernels of `--attention-backend auto` instead of cuDNN's attention kernel. If cuDNN's kernel
+    is not enabled, nothing changes.
 
     Used for calls with a mask, and for calls whose shapes change from call to call.
     """
@@ -64,7 +67,8 @@ def without_cudnn() -> Iterator[None]:
 
 
 def get_enabled_kernels() -> tuple[AttentionKernel, ...]:
-    """Return the enabled attention kernels. Torch chooses one of them at every call."""
+    """Return the attention kernels that are enabled in this process. Torch chooses one of them at every call of
+    `scaled_dot_product_attention`."""
     is_enabled: dict[AttentionKernel, bool] = {
         "flash": switches.flash_sdp_enabled(),
         "cudnn": switches.cudnn_sdp_enabled(),
@@ -82,12 +86,13 @@ def _enable_only(kernels: tuple[AttentionKernel, ...]) -> None:
 
 
 def is_flash_enabled() -> bool:
-    """Return whether flash attention is enabled."""
+    """Return whether torch may choose flash attention in this process, on any device that supports it."""
     return bool(switches.flash_sdp_enabled())
 
 
 def select_kernel(call: AttentionCall, *, has_flash: bool = True) -> AttentionKernel:
-    """Predict which enabled kernel `scaled_dot_product_attention` chooses for a call.
+    """Predict which enabled kernel `scaled_dot_product_attention` chooses for a call, from the call's dtype, head sizes and other
+    properties.
 
     Args:
         has_flash: whether the GPU supports flash attention.
@@ -99,19 +104,24 @@ def select_kernel(call: AttentionCall, *, has_flash: bool = True) -> AttentionKe
 
 
 def saves_probabilities(q: torch.Tensor, v: torch.Tensor, *, is_grouped: bool, dropout: float) -> bool:
-    """Return whether the attention kernel chosen for queries [..., d] and values [..., e] saves the probabilities for backward, as
-    only the unfused kernel ("math") does."""
+    """Return whether the attention kernel for these queries and values saves the softmax probabilities for backward. Only the
+    unfused kernel ("math") does.
+
+    Args:
+        q, v: queries [..., head size] and values [..., head size].
+        is_grouped: whether there are fewer key-value heads than query heads.
+    """
     has_flash = not q.is_cuda or has_flash_attention(q.device)
     call = AttentionCall(8 * q.itemsize, q.shape[-1], is_grouped, q.is_cuda, dropout, value_head_size=v.shape[-1])
     return select_kernel(call, has_flash=has_flash) == "math"
 
 
 def find_kernel_name(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, *, is_grouped: bool) -> str | None:
-    """Return the name of the kernel that torch chooses for causal attention of these tensors; None if no enabled kernel supports
-    them.
+    """Return the name, as in log lines, of the kernel that torch chooses for causal attention of these tensors; None if no enabled
+    kernel supports them.
 
     Args:
-        q, k, v: [samples, heads, s, channels], with the shapes, strides and `requires_grad` of the call. Their values do not
+        q, k, v: [samples, heads, tokens, channels], with the shapes, strides and `requires_grad` of the call. The elements do not
             matter.
         is_grouped: whether there are fewer key-value heads than query heads.
     """
@@ -124,7 +134,8 @@ def find_kernel_name(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout:
 
 @functools.cache
 def has_flash_attention(device: torch.device) -> bool:
-    """Return whether the device supports flash attention."""
+    """Return whether the device supports flash attention: compute capability 8.0 or higher. The "meta" device of a dry run counts
+    as a GPU that does."""
     if device.type == "meta":  # in a dry run, for GPUs that this machine need not have
         return True
     return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)

@@ -1,4 +1,5 @@
-"""Causal attention computed in blocks of queries, for cases that torch's kernels do not support: windows, capped scores and sinks.
+"""Causal attention computed in blocks of queries, for cases that torch's kernels do not support: windows, capped scores and
+attention sinks.
 
 No [s, s] tensor is allocated. A block of queries is multiplied only by the keys that the mask lets it see, and backward recomputes
 the probabilities.
@@ -34,13 +35,13 @@ class CausalMask(NamedTuple):
     documents: Documents | None
     """Documents that attention does not cross; None if a token may attend to its complete sample."""
     query_offset: int = 0
-    """Position of the first query relative to the first key."""
+    """Position of the first query minus the position of the first key."""
     key_offset: int = 0
     """Position of the first key in its sample."""
 
     def iterate_blocks(self, num_queries: int, num_keys: int, scores_per_pair: int) -> Iterator[tuple[slice, slice]]:
-        """Divide the score matrix into blocks of queries, and yield for each block its slice of queries and the slice of keys that
-        they may attend to.
+        """Divide the score matrix (queries times keys) into blocks of consecutive queries. Yield for each block its slice of
+        queries and the slice of keys that these queries may attend to.
 
         Blocks without visible keys are left out.
 
@@ -54,13 +55,17 @@ class CausalMask(NamedTuple):
             first_key = 0 if self.window is None else max(0, self.query_offset + start - self.window)
             if self.documents is not None:
                 first_key = max(
-                    first_key, self.documents.min_document_start(self.key_offset + self.query_offset + start) - self.key_offset
+                    first_key, self.documents.get_min_document_start(self.key_offset + self.query_offset + start) - self.key_offset
                 )
             if first_key < (end_key := min(num_keys, self.query_offset + block.stop)):
                 yield block, slice(first_key, end_key)
 
     def compute_mask(self, queries: slice, keys: slice, device: torch.device) -> torch.Tensor:
-        """Compute the mask of a block, [b or 1, q, k]: True where a query must not attend to a key."""
+        """Compute the mask of a block: True where a query must not attend to a key.
+
+        Returns:
+            [samples, queries, keys], or [1, queries, keys] if all samples have the same mask.
+        """
         query_positions = torch.arange(self.query_offset + queries.start, self.query_offset + queries.stop, device=device)[:, None]
         key_positions = torch.arange(keys.start, keys.stop, device=device)
         is_masked = key_positions > query_positions
@@ -73,7 +78,8 @@ class CausalMask(NamedTuple):
         return is_masked | (key_positions + self.key_offset < starts.t()[..., None])
 
     def is_unmasked(self, queries: slice, keys: slice) -> bool:
-        """Return whether every query of a block certainly sees every key. With documents the answer is always False."""
+        """Return whether the mask hides no key of a block from any query. With documents this is not examined: the answer is
+        False."""
         max_distance = self.query_offset + queries.stop - 1 - keys.start
         return (
             self.documents is None
@@ -100,7 +106,7 @@ def block_attention(
     """Compute softmax(score(q k^T)) v block by block. Everything except the matrix products is computed in at least float32.
 
     Args:
-        q: queries, [s, b, g, r, d].
+        q: queries, [s, b, g, r, d]: sequence, microbatch, key-value heads, query heads per key-value head, channels.
         k, v: keys [keys, b, g, d] and values [keys, b, g, e].
         sinks: attention sinks, one more logit in each head's softmax, [g * r]; None for no learnable sinks.
 
@@ -119,12 +125,13 @@ def single_token_attention(
     score_spec: ScoreSpec,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute `block_attention` for one new token after all stored tokens, without support for backward.
+    """Compute `block_attention` for one new token of each sample, which attends to the tokens in a key-value cache. There is no
+    backward.
 
     Args:
-        q: [b, g, r, d].
-        k, v: [b, g, keys, d] and [b, g, keys, e]: the tokens of the window.
-        is_visible: [b, 1, 1, keys], False for slots without a token; None if all slots have one.
+        q: queries, [b, g, r, d]: microbatch, key-value heads, query heads per key-value head, channels.
+        k, v: cached keys [b, g, keys, d] and values [b, g, keys, e]: the tokens of the window.
+        is_visible: [b, 1, 1, keys], False for cache slots without a token; None if all slots have one.
 
     Returns:
         [b, g, r, e].
@@ -137,12 +144,14 @@ def single_token_attention(
 
 
 def compute_max_logits(q: torch.Tensor, k: torch.Tensor, options: BlockAttentionOptions) -> torch.Tensor:
-    """Compute the largest score of each head over all samples and all pairs of a query and a key that it may attend to: [g * r], in
-    at least float32.
+    """Compute the largest score of each head, over all samples and all pairs of a query and a key that it may attend to.
 
     Args:
-        q: [s, b, g, r, d].
-        k: [keys, b, g, d].
+        q: queries, [s, b, g, r, d]: sequence, microbatch, key-value heads, query heads per key-value head, channels.
+        k: keys, [keys, b, g, d].
+
+    Returns:
+        [g * r], in at least float32.
     """
     s, b, g, r, _ = q.shape
     max_logits = q.new_full((g, r), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
@@ -182,17 +191,20 @@ class _BlockAttention(torch.autograd.Function):
 
 
 class AttentionGrads(NamedTuple):
-    """Output buffers for the gradients of one attention call."""
+    """Buffers that receive the gradients of one attention call."""
 
     q: torch.Tensor
-    """Gradient of the queries, [s, b, g, r, d]. `block_attention_backward` overwrites it or, with `accumulate_grad_q`, adds to
-    it."""
+    """Gradient of the queries: [sequence, microbatch, key-value heads, query heads per key-value head, channels].
+    `block_attention_backward` overwrites this buffer or, with `accumulate_grad_q`, adds to it."""
     k: torch.Tensor
-    """Gradient of the keys, [B, keys, d] (B = b g), in the dtype of the softmax. The backward adds to it."""
+    """Gradient of the keys, [B, keys, channels], with B = microbatch * key-value heads. In the dtype of the softmax (at least
+    float32). The backward adds to it."""
     v: torch.Tensor
-    """Gradient of the values, [B, keys, e] (B = b g), in the dtype of the softmax. The backward adds to it."""
+    """Gradient of the values, [B, keys, channels], with B = microbatch * key-value heads. In the dtype of the softmax (at least
+    float32). The backward adds to it."""
     sinks: torch.Tensor | None = None
-    """Gradient of the attention sinks, [g, r], in the dtype of the softmax. The backward adds to it."""
+    """Gradient of the attention sinks, [key-value heads, query heads per key-value head], in the dtype of the softmax (at least
+    float32). The backward adds to it. None if the sinks are not learnable, or not part of the call."""
 
 
 def block_attention_forward(
@@ -204,12 +216,14 @@ def block_attention_forward(
     logsumexp: torch.Tensor,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Compute attention of queries [s, b, g, r, d] to keys and values, [keys, b, g, d] and [keys, b, g, e], into given tensors.
+    """Compute attention block by block, and write the output and the logsumexp of the scores into given tensors.
 
-    A query of a block without visible keys is not written. A query that sees no key, in a block with visible keys, gets the output
-    zero and the logsumexp minus infinity.
+    Blocks of queries without visible keys are not written. In other blocks, a query that sees no key gets the output zero and the
+    logsumexp minus infinity.
 
     Args:
+        q: queries, [s, b, g, r, d]: sequence, microbatch, key-value heads, query heads per key-value head, channels.
+        k, v: keys [keys, b, g, d] and values [keys, b, g, e].
         out: output [s, b, g, r, e].
         logsumexp: logarithm of the sum of exp(score) of each query, [s, b, g, r].
         sinks: [g * r]; None if the softmax has no learnable sinks, or if another call includes them.
@@ -244,9 +258,11 @@ def block_attention_backward(
     """Compute the gradients of `block_attention_forward`.
 
     Args:
-        grad: gradient of the output, [s, b, g, r, e].
-        out, logsumexp: of all keys that a query sees, including keys outside of this call.
-        grads: receives the gradients.
+        grad: gradient of the output, [s, b, g, r, e]: sequence, microbatch, key-value heads, query heads per key-value head,
+            channels of a value.
+        out, logsumexp: output [s, b, g, r, e] and logsumexp [s, b, g, r] over all keys that a query sees, including keys outside of
+            this call.
+        grads: buffers that receive the gradients.
         accumulate_grad_q: add to the gradients of the queries instead of overwriting them.
     """
     s, b, g, r, d = q.shape
@@ -283,12 +299,16 @@ def _softmax_scale(score_spec: ScoreSpec, head_size: int) -> float:
 
 
 def _compute_scores(q: torch.Tensor, k: torch.Tensor, options: BlockAttentionOptions) -> torch.Tensor:
-    """Multiply queries [q, b, g, r, d] by keys [k, b, g, d], and scale and cap the scores: [B, q * r, k]."""
+    """Multiply queries [q, b, g, r, d] by keys [k, b, g, d], then scale the products and apply the softcap, if there is one.
+
+    Returns:
+        the scores, [b * g, q * r, k].
+    """
     return _scale_and_cap(_matmul(_flatten_queries(q), _flatten_heads(k).mT), options.score_spec, q.shape[-1])
 
 
 def _scale_and_cap(logits: torch.Tensor, score_spec: ScoreSpec, head_size: int) -> torch.Tensor:
-    """Scale and cap products of queries and keys in place."""
+    """Multiply the products q k^T by the softmax scale and apply the softcap, if there is one. In place."""
     logits.mul_(_softmax_scale(score_spec, head_size))
     return logits if score_spec.softcap is None else logits.div_(score_spec.softcap).tanh_().mul_(score_spec.softcap)
 
@@ -296,11 +316,15 @@ def _scale_and_cap(logits: torch.Tensor, score_spec: ScoreSpec, head_size: int) 
 def _softmax_in_place(
     scores: torch.Tensor, score_spec: ScoreSpec, sinks: torch.Tensor | None, *, has_partial_keys: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turn scores [b, g, q, r, k] into probabilities in place, and compute the logsumexp of each row, [b, g, q, r].
+    """Turn scores [b, g, q, r, k] into probabilities in place (softmax over the keys k), and compute their logsumexp.
 
     Args:
-        has_partial_keys: whether rows may consist of minus infinity only. Their probabilities become zero, and their logsumexp
-            minus infinity.
+        sinks: learnable attention sinks, or None.
+        has_partial_keys: whether all scores of a query may be minus infinity. The probabilities of this query become zero, and its
+            logsumexp minus infinity.
+
+    Returns:
+        the probabilities, and the logsumexp [b, g, q, r].
     """
     row_max = scores.amax(-1)
     if has_partial_keys:
@@ -318,7 +342,7 @@ def _softmax_in_place(
 
 
 def _apply_mask(scores: torch.Tensor, options: BlockAttentionOptions, queries: slice, keys: slice) -> None:
-    """Set the scores [B, q * r, k] of masked keys to minus infinity."""
+    """Set the scores of masked keys to minus infinity. The scores have the shape [b * g, q * r, k]."""
     if options.mask.is_unmasked(queries, keys):
         return
     is_masked = options.mask.compute_mask(queries, keys, scores.device)  # [b or 1, q, k]
@@ -330,14 +354,15 @@ def _apply_mask(scores: torch.Tensor, options: BlockAttentionOptions, queries: s
 
 
 def _broadcast_sinks(sinks: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """Return the sink of each head, broadcastable to [b, g, q, r]; zero if the sinks are not learnable."""
+    """Return the attention sink of each head, broadcastable to `like` ([b, g, q, r]). The sinks are zero if they are not
+    learnable."""
     if sinks is None:
         return like.new_zeros(())
     return sinks.to(like.dtype).view(1, like.shape[1], 1, like.shape[3])
 
 
 def _dropout_mask(probs: torch.Tensor, options: BlockAttentionOptions, block_index: int) -> torch.Tensor:
-    """Draw the dropout mask of a block: 0, or 1 / (1 - p) for the probabilities that are kept."""
+    """Draw the dropout mask of a block of probabilities: 0 for a dropped probability, 1 / (1 - dropout) for any other."""
     seed_device(probs.device, options.dropout_seed + block_index)
     return torch.empty_like(probs).bernoulli_(1 - options.dropout).div_(1 - options.dropout)
 
@@ -353,9 +378,10 @@ def _flatten_heads(x: torch.Tensor) -> torch.Tensor:
 
 
 def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Multiply batches of matrices. The products are summed, and the result is returned, in at least float32.
+    """Multiply batches of matrices. The sums and the returned products are in at least float32.
 
-    16-bit factors are multiplied as on tensor cores, which sum in float32. A CPU converts the factors to float32 first.
+    16-bit matrices are multiplied by tensor cores, which sum in float32. Where the device does not support this, such as on a CPU,
+    the matrices are first converted to float32.
     """
     half_dtypes = {a.dtype, b.dtype} & {torch.float16, torch.bfloat16}
     if not half_dtypes:

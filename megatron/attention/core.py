@@ -31,12 +31,13 @@ def core_attention(
     sinks: torch.Tensor | None = None,
     seed: int | None = None,
 ) -> torch.Tensor:
-    """Compute softmax(scale q k^T) v with a causal mask, or the variant that `score_spec` describes. The softmax is in at least
-    float32.
+    """Compute softmax(scale q k^T) v with a causal mask. `score_spec` may add a window, a softcap or attention sinks. The softmax
+    is in at least float32.
 
     Args:
-        q: [s, b, g, r, d] or [s, b, n, d].
-        k, v: [s, b, g, d] and [s, b, g, e]; each head serves r neighboring query heads.
+        q: queries, [s, b, g, r, d] (sequence, microbatch, key-value heads, query heads per key-value head, channels) or [s, b, n,
+            d] with n = g * r.
+        k, v: keys [s, b, g, d] and values [s, b, g, e]; each head serves r neighboring query heads.
         documents: documents that attention does not cross; None to attend to the whole sample.
         sinks: learnable attention sinks [n], if the softmax has them.
         seed: seed of the dropout mask; None to use the current state of the generator.
@@ -50,7 +51,7 @@ def core_attention(
     if is_slow_half(q):
         q, k, v = q.float(), k.float(), v.float()
     if not has_fused_kernel(score_spec, shape[0] if documents is None else documents.max_seqlen):
-        return _attention_without_fused_kernel(q, k, v, documents, dropout, score_spec, sinks, seed).to(dtype)
+        return _compute_unfused_attention(q, k, v, documents, dropout, score_spec, sinks, seed).to(dtype)
     if dropout > 0.0 and seed is not None:
         seed_device(q.device, seed)
     if documents is not None:
@@ -63,11 +64,12 @@ def core_attention(
 
 
 def view_as_sdpa_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
-    """View queries [s, b, g, r, d], keys and values [s, b, g, d] in the layout of `scaled_dot_product_attention`.
+    """View queries [s, b, g, r, d], keys and values [s, b, g, d] in the layout of `scaled_dot_product_attention`. Dimensions:
+    sequence, microbatch, key-value heads, query heads per key-value head, channels.
 
     Returns:
-        q, k and v as [samples, heads, s, d], and whether query heads share keys and values. If they do, each key-value group
-        becomes a sample: in one sample, keys and values could not be viewed in this layout without a copy.
+        q, k and v as [samples, heads, s, d], and whether query heads share keys and values. If they do, each key-value head
+        becomes a sample, because several heads in one sample could not be viewed in this layout without a copy.
     """
     is_grouped = q.shape[3] > 1
     if is_grouped:
@@ -78,8 +80,8 @@ def view_as_sdpa_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tu
 
 
 def has_fused_kernel(score_spec: ScoreSpec, max_seqlen: int) -> bool:
-    """Return whether torch has a fused attention kernel for these scores on every device: a plain softmax without window, softcap
-    or sinks.
+    """Return whether torch has a fused attention kernel on every device for scores of this kind. It has one for a plain softmax
+    without window, softcap or sinks.
 
     Args:
         max_seqlen: tokens of the longest sample or document. A window that is not shorter has no effect.
@@ -89,8 +91,8 @@ def has_fused_kernel(score_spec: ScoreSpec, max_seqlen: int) -> bool:
 
 
 def name_kernel(score_spec: ScoreSpec, q: torch.Tensor, v: torch.Tensor, dropout: float) -> str:
-    """Return the name of the kernel for scores that have no fused kernel on every device (`has_fused_kernel`): flash attention or
-    the blockwise computation.
+    """Return the name, as in log lines, of the kernel for scores with a window, a softcap or sinks: flash attention or the
+    blockwise computation. Plain scores (`has_fused_kernel`) do not need this function.
 
     Args:
         q, v: any tensors with the dtype, device and head size of queries and values.
@@ -101,7 +103,7 @@ def name_kernel(score_spec: ScoreSpec, q: torch.Tensor, v: torch.Tensor, dropout
     return "flash attention" if window_only and flash_supports(q, v, dropout) else BLOCKWISE_KERNEL_NAME
 
 
-def _attention_without_fused_kernel(
+def _compute_unfused_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -111,11 +113,11 @@ def _attention_without_fused_kernel(
     sinks: torch.Tensor | None,
     seed: int | None,
 ) -> torch.Tensor:
-    """Compute attention with a window, a softcap or sinks, for which torch has no fused kernel on every device
-    (`has_fused_kernel`).
+    """Compute attention with a window, a softcap or sinks. `scaled_dot_product_attention` has no fused kernel for these.
 
-    Flash attention computes it if the scores only add a window, flash attention supports the call (`name_kernel`), and there are at
-    most `MAX_SEQUENCES_PER_CALL` samples or documents. Otherwise it is computed block by block (`block_attention`).
+    torch's flash attention for sequences of different lengths (`varlen_attn`) supports a window. It is used if there is no softcap
+    and no sink, it supports the call (`name_kernel`), and there are at most `MAX_SEQUENCES_PER_CALL` samples or documents.
+    Otherwise attention is computed block by block (`block_attention`).
     """
     from megatron.attention.documents import MAX_SEQUENCES_PER_CALL, flash_attention
 

@@ -35,9 +35,10 @@ class Documents:
     """Boundaries of the documents in the packed samples of one microbatch. All layers share one object.
 
     Args:
-        cu_seqlens: offset of each document in the concatenated samples, and the total b x s: int32 [D + 1], on the host.
+        cu_seqlens: offset of each document in the concatenated samples, and at the end the total number of tokens: int32
+            [documents + 1], on the host.
         cu_seqlens_device: `cu_seqlens` on the device of the model.
-        batch_size: samples of the microbatch (b).
+        batch_size: samples of the microbatch.
         sequence_split: which context ranks hold which tokens; None without context parallelism.
     """
 
@@ -59,48 +60,53 @@ class Documents:
 
     @property
     def sample_length(self) -> int:
-        """Number of tokens of a full sample (s)."""
+        """Number of tokens of a sample, over all context ranks."""
         return int(self.cu_seqlens[-1]) // self.batch_size
 
     @property
     def is_packed(self) -> bool:
-        """Whether a sample contains several documents."""
+        """Whether any sample contains several documents."""
         return len(self.cu_seqlens) > self.batch_size + 1
 
     @functools.cached_property
     def context_rank_order(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Permutation between the order of the context ranks and the order of the sequence.
+        """Permutation between two orders of the tokens: concatenated over the context ranks, and by position in the sequence.
 
         Returns:
-            the position in the sequence of each token, where the tokens of all context ranks are concatenated, and the inverse
-            permutation; int64 [s] each.
+            for each token of the concatenation over the ranks, its position in the sequence; and the inverse permutation. Both
+            int64 [tokens of the sequence].
         """
         assert self.sequence_split is not None, "without context parallelism, tokens have no order of context ranks"
         order, device = self.sequence_split.order, self.cu_seqlens_device.device
         return copy_to_device(order, device), copy_to_device(np.argsort(order), device)
 
     def find_document_starts(self, start: int, end: int) -> NDArray[np.int64]:
-        """Return where documents begin strictly between the offsets `start` and `end` of the concatenated samples, relative to
-        `start`."""
+        """Return at which offsets documents begin, strictly between the offsets `start` and `end` of the concatenated samples. The
+        returned offsets are relative to `start`."""
         low, high = np.searchsorted(self.cu_seqlens, [start + 1, end])
         return self.cu_seqlens[low:high].astype(np.int64) - start
 
     def find_document(self, token: int) -> tuple[int, int]:
-        """Return the start and end offset of the document that contains a token. All offsets are in the concatenated samples."""
+        """Return the start and end of the document that contains a token. `token`, start and end are offsets in the concatenated
+        samples of the microbatch."""
         index = int(np.searchsorted(self.cu_seqlens, token, side="right"))
         return int(self.cu_seqlens[index - 1]), int(self.cu_seqlens[index])
 
-    def cached_for_pair(self, queries: TokenRange, keys: TokenRange, build: Callable[[TokenRange, TokenRange, Documents], T]) -> T:
-        """Return `build(queries, keys, self)` for two token ranges. The result is cached, and so built once for all layers."""
+    def get_cached_for_pair(
+        self, queries: TokenRange, keys: TokenRange, build: Callable[[TokenRange, TokenRange, Documents], T]
+    ) -> T:
+        """Return `build(queries, keys, self)` for a token range of queries and one of keys. The result is cached, so that it is
+        built only once for all layers."""
         if (queries, keys) not in self._pair_cache:
             self._pair_cache[queries, keys] = build(queries, keys, self)
         return self._pair_cache[queries, keys]  # type: ignore[no-any-return]
 
     def count_equivalent_samples(self, window_shares: Mapping[int | None, float]) -> float:
-        """Return the number of samples with a single document that have as many attention FLOPs as this microbatch.
+        """Return the number of single-document samples that have the same attention FLOPs as this microbatch.
 
         Args:
-            window_shares: share of each attention window in the attention FLOPs of a sample (`compute_window_shares`).
+            window_shares: for each attention window of the model's layers (None: no window), its share in the attention FLOPs of
+                such a sample (`compute_window_shares`).
         """
         lengths, counts = np.unique(np.diff(self.cu_seqlens), return_counts=True)
         length_counts, sample_length = list(zip(lengths.tolist(), counts.tolist(), strict=True)), self.sample_length
@@ -118,16 +124,17 @@ class Documents:
 
     @functools.cached_property
     def document_starts(self) -> torch.Tensor:
-        """Position, within its sample, of the first token of each token's document: int32 [s, b]."""
+        """For each token, the position in the sample at which the token's document begins: int32 [sequence, microbatch]."""
         return copy_to_device(self._host_document_starts, self.cu_seqlens_device.device)
 
-    def min_document_start(self, position: int) -> int:
-        """Return the smallest position, over all samples, at which the document that contains `position` begins."""
+    def get_min_document_start(self, position: int) -> int:
+        """Return where the document at `position` begins, as a position in the sample: the smallest over all samples of the
+        microbatch."""
         return self._min_document_starts[position]
 
     @functools.cached_property
     def _min_document_starts(self) -> list[int]:
-        """`min_document_start` of every position. Cached, because every layer needs it for each block of queries."""
+        """`get_min_document_start` of every position. Cached, because every layer reads it for each block of queries."""
         return self._host_document_starts.min(axis=1).tolist()  # type: ignore[no-any-return]
 
     @functools.cached_property
@@ -138,28 +145,35 @@ class Documents:
 
 
 def build_unpacked_documents(sample_length: int, batch_size: int, sequence_split: SequenceSplit, device: torch.device) -> Documents:
-    """Build the documents of samples with one document each, whose tokens are split over context ranks."""
+    """Build the `Documents` of samples that consist of a single document and are split over context ranks."""
     cu_seqlens = np.arange(0, (batch_size + 1) * sample_length, sample_length, dtype=np.int32)
     return Documents(cu_seqlens, torch.from_numpy(cu_seqlens).to(device), batch_size, sequence_split)
 
 
 class DocumentsByLength(NamedTuple):
-    """Permutation of tokens that makes documents of equal length adjacent, so that one attention call computes all of them.
+    """Permutation of the tokens of a microbatch that makes documents of equal length adjacent, so that one attention call computes
+    all of them.
 
-    Documents of k different lengths have at least k (k + 1) / 2 tokens. So there are at most sqrt(2 T) calls, whatever the number
-    of documents, plus one call for every further 65,535 documents of a length.
+    Documents of k different lengths have at least k (k + 1) / 2 tokens. So for T tokens there are at most sqrt(2 T) different
+    lengths and as many calls, whatever the number of documents. Every further 65,535 documents of one length need one more call.
     """
 
     token_order: torch.Tensor
-    """Index of a token in the flattened [s, b], for each position of the sorted order: [T]."""
+    """For each position of the sorted order, the index of its token in the flattened [sequence, microbatch]: [number of tokens]."""
     inverse_order: torch.Tensor
-    """Position in the sorted order, for each token of the flattened [s, b]: [T]."""
+    """For each token of the flattened [sequence, microbatch], its position in the sorted order: [number of tokens]."""
     groups: list[tuple[int, int]]
-    """Number of documents and their length, for each group of equally long documents that one attention call computes."""
+    """(number of documents, length of each) for each attention call, in the sorted order."""
 
     @classmethod
     def of(cls, cu_seqlens: NDArray[np.int32], batch_size: int, device: torch.device) -> DocumentsByLength:
-        """Sort the documents of a microbatch by length."""
+        """Sort the documents of a microbatch by length.
+
+        Args:
+            cu_seqlens: offset of each document in the concatenated samples, and at the end the total number of tokens.
+            batch_size: samples of the microbatch.
+            device: device of the permutations.
+        """
         lengths = np.diff(cu_seqlens).astype(np.int64)
         length_order = np.argsort(lengths, kind="stable")
         starts, sorted_lengths = cu_seqlens[:-1][length_order].astype(np.int64), lengths[length_order]
@@ -184,9 +198,10 @@ def document_attention(
     """Compute softmax(scale q k^T) v, where a token attends to itself and the earlier tokens of its document.
 
     Args:
-        q: [s, b, n, d].
-        k, v: [s, b, g, d]; each head serves n/g neighboring query heads. The values may have another number of channels.
-        scale: factor of the products; None for 1 / sqrt(d).
+        q: queries [s, b, n, d]: sequence, microbatch, heads, channels.
+        k, v: keys and values [s, b, g, d]; each head serves n / g neighboring query heads. The values may have another number of
+            channels.
+        scale: factor of the products q k^T; None for 1 / sqrt(d).
 
     Returns:
         [s, b, n * channels of v].
@@ -206,10 +221,8 @@ def flash_attention(
     window: int | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Compute `document_attention` by flash attention, torch's `varlen_attn`.
-
-    Args and shapes: `varlen_attention`.
-    """
+    """Compute attention within documents by flash attention (torch's `varlen_attn`). Arguments and shapes are those of
+    `varlen_attention`."""
     return varlen_attention(q, k, v, cu_seqlens, max_seqlen, *_load_varlen_attn(), window=window, scale=scale)
 
 
@@ -225,14 +238,19 @@ def varlen_attention(
     window: int | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Compute attention within sequences of different lengths by one call of flash attention.
+    """Compute causal attention within sequences of different lengths by one call of flash attention.
 
     Args:
-        cu_seqlens: offset of each sequence in the concatenated samples, and the total: int32 [D + 1].
+        q, k, v: [s, b, heads, channels], for s tokens of b samples. A sequence is a document or a complete sample.
+        cu_seqlens: offset of each sequence in the concatenated samples, and at the end the total: int32 [sequences + 1].
         max_seqlen: length of the longest sequence.
         varlen_attn: torch's `varlen_attn`.
         has_enable_gqa: whether `varlen_attn` supports key-value heads that serve several query heads (`enable_gqa`).
         window: number of earlier tokens that a token attends to; None for all.
+        scale: factor of the products q k^T; None for 1 / sqrt(channels).
+
+    Returns:
+        [s, b, heads * channels].
     """
     length, batch_size, num_heads, _ = q.shape
     is_grouped = num_heads != k.shape[2]
@@ -247,15 +265,21 @@ def varlen_attention(
     return out.reshape(batch_size, length, -1).transpose(0, 1).contiguous()
 
 
-def bytes_copied_for_groups(num_tokens: int, num_heads: int, head_size: int, itemsize: int) -> int:
-    """Return the bytes of keys and values that `flash_attention` copies if query heads share them; 0 if torch needs no copy."""
+def count_bytes_copied_for_groups(num_tokens: int, num_heads: int, head_size: int, itemsize: int) -> int:
+    """Return the size in bytes of the copies of keys and values that `flash_attention` makes for grouped-query attention, one for
+    each query head. 0 if torch's kernel needs no copies.
+
+    Args:
+        num_heads: query heads.
+        itemsize: bytes per element.
+    """
     return 0 if _load_varlen_attn()[1] else 2 * num_tokens * num_heads * head_size * itemsize
 
 
 def grouped_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, dropout: float, scale: float | None = None
 ) -> torch.Tensor:
-    """Compute document attention by one call of `scaled_dot_product_attention` for all documents of one length."""
+    """Compute attention within documents by `scaled_dot_product_attention`, with one call for all documents of one length."""
     sorted_documents, is_grouped = documents.sorted_by_length, q.shape[2] != k.shape[2]
     sorted_qkv = [reorder(x.flatten(0, 1), sorted_documents.token_order, sorted_documents.inverse_order) for x in (q, k, v)]
     outs, start = [], 0
@@ -272,7 +296,11 @@ def grouped_attention(
 
 
 def reorder(x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """Permute the rows of x: row i of the result is row `order[i]` of x. `inverse` is the inverse permutation."""
+    """Permute the rows of x: row i of the result is row `order[i]` of x. Differentiable.
+
+    Args:
+        inverse: inverse permutation of `order`, which backward applies.
+    """
     reordered: torch.Tensor = _Reorder.apply(x, order, inverse)
     return reordered
 
@@ -291,8 +319,11 @@ class _Reorder(torch.autograd.Function):
 
 
 def flash_supports(q: torch.Tensor, v: torch.Tensor, dropout: float) -> bool:
-    """Return whether flash attention supports a call: 16-bit values on CUDA, no dropout, queries and values of equal head size, a
-    multiple of 8."""
+    """Return whether flash attention is enabled and supports a call.
+
+    The call must have fp16 or bf16 tensors on a GPU with flash attention, and no dropout. Queries and values must have the same
+    head size, a multiple of 8 and at most `MAX_FLASH_HEAD_SIZE`.
+    """
     return (
         q.is_cuda
         and q.shape[-1] == v.shape[-1]
@@ -307,13 +338,15 @@ def flash_supports(q: torch.Tensor, v: torch.Tensor, dropout: float) -> bool:
 
 @functools.cache
 def _load_varlen_attn() -> tuple[Callable[..., Any], bool]:
-    """Return torch's `varlen_attn`, and whether it supports grouped queries (not in torch 2.11, but in 2.13)."""
+    """Return torch's `varlen_attn`, and whether it supports fewer key-value heads than query heads (`enable_gqa`). That of torch
+    2.11 does not, that of torch 2.13 does."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def copy_to_device(array: NDArray[np.int64] | NDArray[np.int32], device: torch.device) -> torch.Tensor:
-    """Copy a host array to the device asynchronously, by way of pinned memory: the host does not wait."""
+    """Copy a host array to the device. For a CUDA device the copy is asynchronous, through pinned memory, and the host does not
+    wait."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -43,15 +43,19 @@ class MaxLogitTracker:
 
     @classmethod
     def of(cls, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> MaxLogitTracker:
-        """Build the tracker of a model with activations of the given dtype."""
+        """Build the tracker of a model. The maxima have the dtype of the activations, or float32 if that is narrower.
+
+        Args:
+            dtype: dtype of the activations.
+        """
         return cls(
             model.num_layers + model.mtp_num_layers, model.num_attention_heads, torch.promote_types(dtype, torch.float32), device
         )
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Reset the maxima, and record logits within the context. Outside the context, for example in evaluation, nothing is
-        recorded."""
+        """Reset the maxima, and let attention layers record their logits within the context. Outside the context, for example in
+        evaluation, `record` does nothing."""
         self.max_logits.fill_(-torch.inf)
         self._is_recording = True
         try:
@@ -76,8 +80,9 @@ class MaxLogitTracker:
         Args:
             row: row of the layer in `max_logits`.
             first_head: index of the first local query head in the full model.
-            q: [s, b, g, r, d] or [s, b, n, d].
-            k: [s, b, g, d].
+            q: queries [s, b, g, r, d] or [s, b, g * r, d]: sequence, microbatch, key-value heads, query heads per key-value head,
+                channels.
+            k: keys [s, b, g, d].
             documents: documents that attention does not cross; None for complete samples.
             context_group: ranks that share the sequence; each has some of the tokens.
             num_padding_tokens: tokens at the end of the sequence that do not belong to the sample; their queries do not count.
@@ -93,7 +98,7 @@ class MaxLogitTracker:
             )
             k, token_ranges = (
                 _to_sequence_order(all_gather(k.contiguous(), context_group), documents.sequence_split),
-                documents.sequence_split.token_ranges(context_group.rank),
+                documents.sequence_split.get_token_ranges(context_group.rank),
             )
         uncapped_spec, window, offset = replace(score_spec, softcap=None), score_spec.get_effective_window(len(k)), 0
         layer_max = self.max_logits[row, first_head : first_head + q.shape[2] * q.shape[3]]
@@ -107,7 +112,7 @@ class MaxLogitTracker:
 
 @dataclass(frozen=True)
 class LayerLogitTracker:
-    """Handle by which one attention layer records its logits: the tracker of the model, and the layer's row in it."""
+    """Handle by which one attention layer records its logits: the tracker of the model, and the layer's row in `max_logits`."""
 
     tracker: MaxLogitTracker
     row: int
@@ -116,10 +121,10 @@ class LayerLogitTracker:
 
 
 def _to_sequence_order(gathered: torch.Tensor, sequence_split: SequenceSplit) -> torch.Tensor:
-    """Sort the tokens of all context ranks, concatenated in the order of the ranks, by their position in the sequence."""
+    """Sort tokens by their position in the sequence. In `gathered` they are concatenated in the order of the context ranks."""
     ranges, offset = [], 0
     for rank in range(sequence_split.num_ranks):
-        for start, end in sequence_split.token_ranges(rank):
+        for start, end in sequence_split.get_token_ranges(rank):
             ranges.append((start, gathered[offset : offset + end - start]))
             offset += end - start
     return torch.cat([tokens for _, tokens in sorted(ranges, key=lambda entry: entry[0])])

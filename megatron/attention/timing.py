@@ -33,21 +33,21 @@ class KernelChoice:
 
     kernel: AttentionKernel
     milliseconds: Mapping[AttentionKernel, float]
-    """Median time of one forward and backward of a layer's attention over one microbatch, for each usable kernel."""
+    """Median time of one forward and backward of a layer's attention over one microbatch, for each kernel that works."""
     failures: Mapping[AttentionKernel, str]
-    """Error message of each unusable kernel."""
+    """Error message of each kernel that failed or computed wrong results."""
 
     def __str__(self) -> str:
-        """Format the measured times and the errors of unusable kernels, as "flash 1.83 ms, cudnn 1.21 ms"."""
+        """Format the measured times, and the errors of kernels that failed, such as "flash 1.83 ms, cudnn 1.21 ms"."""
         times = [f"{kernel} {time:.3g} ms" for kernel, time in self.milliseconds.items()]
         return ", ".join([*times, *(f"{kernel} failed ({error})" for kernel, error in self.failures.items())])
 
 
 def choose_kernel(kernels: Sequence[AttentionKernel], time_kernel: Callable[[AttentionKernel], float]) -> KernelChoice:
-    """Measure every kernel and select the fastest. A kernel that raises an error is left out.
+    """Measure the time of every kernel and select the fastest. A kernel that raises an error is left out.
 
     Args:
-        kernels: candidates. If all fail, the first is selected, and its error is raised again in the first step.
+        kernels: candidates. If all fail, the first is selected, and the first training step raises its error again.
         time_kernel: returns milliseconds, or raises RuntimeError.
     """
     milliseconds: dict[AttentionKernel, float] = {}
@@ -66,10 +66,13 @@ def choose_on_device(
     dropout: float = 0.0,
     seed: int = 0,
 ) -> KernelChoice:
-    """Select the fastest kernel on the current GPU. Restores the state of the random generators and frees all memory afterwards.
+    """Select the fastest attention kernel on the current GPU. Afterwards the states of the random generators are as before, and the
+    memory of the measurement is free.
 
     Args:
-        inputs: q [s, b, g, r, d], k and v [s, b, g, channels of a head]. They are overwritten with random numbers.
+        kernels: candidates.
+        inputs: q [s, b, g, r, d], k and v [s, b, g, channels of a head]: sequence, microbatch, key-value heads, query heads per
+            key-value head, channels. They are overwritten with random numbers.
     """
     device = inputs[0].device
     generator = torch.Generator(device).manual_seed(seed)
@@ -82,7 +85,11 @@ def choose_on_device(
 
 
 def time_on_device(kernel: AttentionKernel, run: AttentionStep) -> float:
-    """Return the median time of one forward and backward on a GPU, in milliseconds. Waits for the device.
+    """Return the median time of one forward and backward with a kernel on a GPU, in milliseconds. Waits for the device.
+
+    Args:
+        kernel: the only kernel that is enabled during the measurement.
+        run: the operation to time.
 
     Raises:
         RuntimeError: the kernel does not support the call, or its results are wrong.
@@ -104,7 +111,8 @@ class AttentionStep:
     """One forward and backward of a layer's attention over one microbatch, as in training: the operation that is timed.
 
     Args:
-        inputs: q [s, b, g, r, d], k and v [s, b, g, channels of a head].
+        inputs: q [s, b, g, r, d], k and v [s, b, g, channels of a head]: sequence, microbatch, key-value heads, query heads per
+            key-value head, channels.
     """
 
     def __init__(self, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], dropout: float) -> None:
@@ -112,24 +120,28 @@ class AttentionStep:
         self._expected: list[torch.Tensor] | None = None
 
     def __call__(self) -> list[torch.Tensor]:
-        """Return the output and the gradients of q, k and v, computed by the enabled kernels."""
+        """Run attention forward and backward with the enabled kernels. Returns the output and the gradients of q, k and v."""
         q, k, v = self._inputs
         out = core_attention(q, k, v, dropout=self._dropout)
         return [out.detach(), *torch.autograd.grad(out, self._inputs, torch.ones_like(out))]
 
     def check(self) -> None:
-        """Check that the results are finite, and close to those of the first kernel that was checked.
+        """Check that output and gradients are finite, and close to those of the kernel that was checked first.
+
+        With dropout only finiteness is checked, because each kernel drops other elements.
 
         Raises:
-            RuntimeError: the results are not finite, or differ too much.
+            RuntimeError: output or gradients are not finite, or differ too much.
         """
         results = self()
-        for name, tensor in zip(("result", "gradient of q", "gradient of k", "gradient of v"), results, strict=True):
+        for name, tensor in zip(("output", "gradient of q", "gradient of k", "gradient of v"), results, strict=True):
             if not tensor.isfinite().all():
-                raise RuntimeError(f"the {name} contains NaN or infinity")
+                raise RuntimeError(f"the {name} contains NaN or infinity, although all inputs are finite: the kernel is not used")
         if self._expected is None:
             self._expected = results
         elif not self._dropout:  # with dropout, each kernel drops other elements
             for tensor, expected in zip(results, self._expected, strict=True):
                 if (tensor - expected).abs().max() > _TOLERANCE * expected.abs().max():
-                    raise RuntimeError("the results differ from those of flash attention")
+                    raise RuntimeError(
+                        "the results differ from those of the kernel that was measured first: the kernel is not used"
+                    )
