@@ -2,18 +2,19 @@
 
 With g the gradient of a matrix [R, C], t the number of the update and b = 1 - t^-decay_rate ::
 
-    rows    = b rows    + (1 - b) mean over columns of (g^2 + eps)         [R]
-    columns = b columns + (1 - b) mean over rows    of (g^2 + eps)         [C]
-    u = g / sqrt(rows columns / mean(rows))
+    rows    = b * rows    + (1 - b) * mean over columns of (g^2 + eps)         [R]
+    columns = b * columns + (1 - b) * mean over rows    of (g^2 + eps)         [C]
+    u = g / sqrt(rows * columns / mean(rows))
     u = u / max(1, RMS(u) / clip_threshold) * rate
-    m = beta1 m + (1 - beta1) u, and m in place of u, if there is a first moment
+    m = beta1 * m + (1 - beta1) * u, and m in place of u, if there is a first moment
     weights = weights - rate * decay * weights - u
 
 With --adafactor-relative-step, the rate is multiplied by max(min_scale, RMS(weights)). Vectors have one second moment per element.
-If a parameter holds several matrices, each is treated separately. All means are over the full matrix, on whichever ranks it is.
+If a parameter holds several matrices, each is treated separately. All means are over the full matrix, even if several ranks hold
+its elements.
 
-An update needs two rounds of statistics: first the sums over rows and columns, then RMS(u), which depends on these sums. Between
-the rounds, u overwrites the gradient, so that u needs no extra memory.
+An update therefore needs two reductions over the ranks: first the sums over rows and columns, then RMS(u), which depends on these
+sums. Between the two reductions, u overwrites the gradient, so that u needs no extra memory.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from megatron.config.training import OptimizerConfig
 from megatron.optimizer.matrices import (
     TargetSlice,
     add_squared_norms,
-    num_unit_dims,
+    compute_unit_numel,
+    count_unit_dims,
+    get_units_shape,
     slice_norm_range,
     slice_target,
-    unit_numel,
-    units_shape,
     view_column_states,
     view_row_state,
 )
@@ -44,7 +45,7 @@ _ROWS, _COLUMNS, _FIRST, _SECOND = "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg"
 
 
 class Adafactor(UpdateRule):
-    """Adafactor update rule. Learning rate and weight decay are those of the parameter's group."""
+    """Adafactor update rule. Learning rate and weight decay are those of the parameter group."""
 
     elementwise = False
 
@@ -54,31 +55,32 @@ class Adafactor(UpdateRule):
         self.min_scale = config.adafactor_least_scale if config.adafactor_relative_step else None
 
     def states(self, record: ParamRecord) -> tuple[StateSpec, ...]:
-        """Return the optimizer states of a parameter: second moments, factored for matrices, and the first moment if beta1 is not
-        0."""
+        """Return the optimizer states of a parameter: second moments, and the first moment if beta1 is not 0. A matrix has one
+        second moment per row and one per column; a vector has one per element."""
         first = (StateSpec(_FIRST),) if self.beta1 else ()
         if record.param_type == "vector":
             return (*first, StateSpec(_SECOND))
         return (*first, StateSpec(_ROWS, PER_ROW), StateSpec(_COLUMNS, PER_COLUMN))
 
     def statistics(self, param: ParamPartition, context: ParallelContext) -> StatisticsRounds:
-        """Return the sums over a full parameter that an update needs, for each of two rounds of reductions.
+        """Return the sums over a full parameter that an update needs, as two lists. The ranks reduce the sums of the first list,
+        then those of the second list.
 
-        - Round 1: sums over rows and columns, sums of the row states and, with --adafactor-relative-step, squared norms of the
-          weights.
-        - Round 2: squared norms of the update.
+        - First list: squared gradients summed over each row and each column, the sum of the row states (second moments of the rows)
+          and, with --adafactor-relative-step, squared norms of the weights.
+        - Second list: squared norms of the update.
         """
-        record, units = param.record, units_shape(param.record)
+        record, units = param.record, get_units_shape(param.record)
         first: list[Statistic] = []
         if record.param_type != "vector":
-            first += [Statistic("rows", PER_ROW.shape(record.shape)), Statistic("columns", PER_COLUMN.shape(record.shape))]
+            first += [Statistic("rows", PER_ROW.get_shape(record.shape)), Statistic("columns", PER_COLUMN.get_shape(record.shape))]
             first.append(Statistic("kept", units))
         if self.min_scale is not None:
             first.append(Statistic("weights", units))
         return first, [Statistic("updates", units)]
 
     def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
-        """Build the updater: the function that updates the main parameters and states of the targets in place."""
+        """Build the function that updates the targets (main parameters with their gradients and states) in place."""
         target_updates = [_TargetUpdate(self, target, context) for target in targets]
 
         def step(update: Update) -> Iterator[None]:
@@ -96,17 +98,18 @@ class Adafactor(UpdateRule):
 
 
 class _TargetUpdate:
-    """Update of one target (main parameter with its gradient and states), in three steps: sum the statistics, compute the update u,
-    and update the main parameter."""
+    """Update of one target (main parameter with its gradient and states), in three steps: sum the squared gradients, compute the
+    update u, and update the main parameter."""
 
     def __init__(self, rule: Adafactor, target: Target, context: ParallelContext) -> None:
         self.target, self._rule, self._statistics, self._context = target, rule, target.statistics, context
-        self._dims, self._numel = num_unit_dims(target.record), unit_numel(target.record)
+        self._dims, self._numel = count_unit_dims(target.record), compute_unit_numel(target.record)
         self._factored = target.record.param_type != "vector"
         self._slices, self._norm_slices = slice_target(target, context), slice_norm_range(target, context)
 
     def sum_statistics(self, grad_factor: float) -> None:
-        """Add this rank's contributions to the statistics of the first round of reductions: the sums over rows and columns.
+        """Add this rank's contributions to the sums that the ranks reduce first: squared gradients over rows and columns, second
+        moments, and squared weights.
 
         Args:
             grad_factor: number by which the gradient is multiplied (clip coefficient / loss scale).
@@ -123,10 +126,11 @@ class _TargetUpdate:
                 statistics[name][index].add_(norms.square_().to(statistics[name].device))
             if target_slice.has_row_starts:
                 row_state = view_row_state(self.target, _ROWS, target_slice, self._context)
-                statistics["kept"][target_slice.unit_index(2)].add_(row_state.sum(-1).to(statistics["kept"].device))
+                statistics["kept"][target_slice.get_unit_index(2)].add_(row_state.sum(-1).to(statistics["kept"].device))
 
     def compute_update(self, beta2: float, grad_factor: float) -> None:
-        """Overwrite the gradient with u, and add this rank's contribution to the squared norm of u.
+        """Overwrite the gradient with the update u = gradient / sqrt(second moments), and add this rank's contribution to the
+        squared norm of u.
 
         Args:
             beta2: decay rate of the second moments in this update (b in the module's formulas).
@@ -141,7 +145,8 @@ class _TargetUpdate:
         add_squared_norms(self._statistics["updates"], self.target.grad, self._norm_slices, self._dims)
 
     def _compute_factored_update(self, beta2: float, grad_factor: float) -> None:
-        """Update the row and column states of a matrix, and overwrite the gradient with u."""
+        """Update the second moments of a matrix, which are stored per row and per column, and overwrite the gradient with the
+        update u."""
         target, statistics, eps = self.target, self._statistics, self._rule.eps
         num_rows, row_length = target.record.shape[-2:]
         device, new_weight = target.main.device, 1.0 - beta2
@@ -154,16 +159,17 @@ class _TargetUpdate:
         for target_slice in self._slices:
             mean_square = statistics["rows"][target_slice.row_index].to(device) / row_length + eps
             row_state = view_row_state(target, _ROWS, target_slice, self._context).lerp_(mean_square, new_weight)
-            row_factor = row_state.div(mean[target_slice.unit_index(2)].to(device).unsqueeze(-1)).rsqrt_().mul_(grad_factor)
+            row_factor = row_state.div(mean[target_slice.get_unit_index(2)].to(device).unsqueeze(-1)).rsqrt_().mul_(grad_factor)
             column_factor = statistics["columns"][target_slice.column_index].to(device).rsqrt()
             target_slice.of(target.grad).mul_(row_factor.unsqueeze(-1)).mul_(column_factor.unsqueeze(-2))
 
     def update(self, rate: float, decay: float) -> None:
-        """Update the main parameter from u, with clipping, first moment and weight decay.
+        """Update the main parameter from u, which `compute_update` wrote over the gradient. Apply clipping by RMS(u), first moment
+        and weight decay.
 
         Args:
-            rate: learning rate of the parameter's group.
-            decay: weight decay of the parameter's group.
+            rate: learning rate of the parameter group.
+            decay: weight decay of the parameter group.
         """
         target, rule = self.target, self._rule
         rms = (self._statistics["updates"] / self._numel).sqrt_()
@@ -183,5 +189,10 @@ class _TargetUpdate:
             main.sub_(u)
 
     def _expand_units(self, unit_values: torch.Tensor, target_slice: TargetSlice) -> torch.Tensor:
-        """Return a value per unit (matrix or vector of the parameter) in a shape that broadcasts over the elements of a slice."""
-        return unit_values[target_slice.unit_index(self._dims)][(..., *(None for _ in range(self._dims)))]
+        """Return values that belong to full matrices or vectors in a shape that broadcasts over the elements of a slice.
+
+        Args:
+            unit_values: one value per unit, that is per matrix or vector of the parameter.
+            target_slice: slice of the parameter.
+        """
+        return unit_values[target_slice.get_unit_index(self._dims)][(..., *(None for _ in range(self._dims)))]

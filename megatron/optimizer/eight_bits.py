@@ -5,9 +5,9 @@ A block is `block_size` consecutive elements of a row of the full matrix; the la
 the rounding, do not depend on the layout. A moment is stored as one code per element and, per block, the largest absolute value as
 the scale. An update dequantizes the moments, uses their new values before rounding, and quantizes them for the next update.
 
-If several ranks hold elements of a block, they need its largest value over all of them. This takes one round of statistics, for
-these blocks only: blocks at the boundaries of ZeRO shards, and blocks of a row that several tensor ranks share. Biases and the
-weights of norms are few and are not quantized.
+If several ranks hold elements of a block, each of them needs the largest absolute value of the full block. The ranks get it by one
+reduction (maximum). Only two types of blocks need this reduction: blocks at the boundaries of ZeRO shards, and blocks of a row that
+several tensor ranks share. Biases and the weights of norms are few and are not quantized.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAX_ELEMENTS = 2**22
 
 
 @functools.cache
-def dynamic_codes(*, signed: bool) -> tuple[float, ...]:
+def build_dynamic_codes(*, signed: bool) -> tuple[float, ...]:
     """Return the 256 values that an 8-bit code can stand for, ascending, from about -1 (or 0) to 1: the quantization that Dettmers
     2015 calls dynamic tree quantization.
 
@@ -59,22 +59,27 @@ class EightBitAdamW(UpdateRule):
         self.blocks = PerBlock(config.adam_8bit_block_size)
 
     def states(self, record: ParamRecord) -> tuple[StateSpec, ...]:
-        """Return the optimizer states of a parameter: for both moments, a code per element and a scale per block."""
+        """Return the optimizer states of a parameter: for both moments, an 8-bit code per element and a scale per quantization
+        block."""
         pairs = ((StateSpec(code, dtype=torch.uint8), StateSpec(scale, self.blocks)) for code, scale in (_FIRST, _SECOND))
         return tuple(state for pair in pairs for state in pair)
 
     def statistics(self, param: ParamPartition, context: ParallelContext) -> StatisticsRounds:
-        """Return the statistics of a full parameter that an update needs: the largest moments of each block that several ranks
-        share."""
+        """Return the maxima that the ranks must reduce for an update: the largest absolute moments of each quantization block that
+        several ranks share."""
         record = param.record
-        tp_shared, at_boundaries = self._tp_shared_blocks(record, context), self._boundary_blocks(record, param.boundaries, context)
+        tp_shared, at_boundaries = (
+            self._find_tp_shared_blocks(record, context),
+            self._find_boundary_blocks(record, param.boundaries, context),
+        )
         statistics = [Statistic("within rows", (2, len(tp_shared), *record.shape[:-1]), uses_max=True)] if tp_shared else []
         statistics += [Statistic("at ends", (2, len(at_boundaries)), uses_max=True)] if at_boundaries else []
         return (statistics,) if statistics else ()
 
-    def _tp_shared_blocks(self, record: ParamRecord, context: ParallelContext) -> dict[int, int]:
-        """Return the blocks of a row whose elements are on several tensor ranks. The values number these blocks from 0."""
-        (row_length,), (local_length,) = record.shape[-1:], record.local_shape(context.axis_sizes)[-1:]
+    def _find_tp_shared_blocks(self, record: ParamRecord, context: ParallelContext) -> dict[int, int]:
+        """Find the quantization blocks of a row whose elements are on several tensor ranks. Return a dict from the block's index in
+        the row to a consecutive number from 0."""
+        (row_length,), (local_length,) = record.shape[-1:], record.get_local_shape(context.axis_sizes)[-1:]
         shared_blocks = dict.fromkeys(
             column // self.blocks.block_size
             for column in range(local_length, row_length, local_length)
@@ -82,17 +87,20 @@ class EightBitAdamW(UpdateRule):
         )
         return {block: i for i, block in enumerate(shared_blocks)}
 
-    def _boundary_blocks(
+    def _find_boundary_blocks(
         self, record: ParamRecord, boundaries: Sequence[int], context: ParallelContext
     ) -> dict[tuple[int, int, int], int]:
-        """Return the blocks that a shard boundary divides, without those of `_tp_shared_blocks`. The values number these blocks
-        from 0.
+        """Find the quantization blocks that a shard boundary divides, without those of `_find_tp_shared_blocks`.
 
-        A key is (tensor rank, row in the rank's local tensor, block in the row).
+        Args:
+            boundaries: indices of the flattened local parameter at which a shard starts.
+
+        Returns:
+            a dict from (tensor rank, row in the rank's local tensor, block in the row) to a consecutive number from 0.
         """
-        tp_shared, local_length = self._tp_shared_blocks(record, context), record.local_shape(context.axis_sizes)[-1]
+        tp_shared, local_length = self._find_tp_shared_blocks(record, context), record.get_local_shape(context.axis_sizes)[-1]
         indices = dict[tuple[int, int, int], int]()
-        for tp_rank in range(_num_distinct_tp_ranks(record, context)):
+        for tp_rank in range(_count_distinct_tp_ranks(record, context)):
             first_column = tp_rank * local_length % record.shape[-1]
             for row, column in (divmod(boundary, local_length) for boundary in boundaries):
                 block, offset_in_block = divmod(first_column + column, self.blocks.block_size)
@@ -101,38 +109,38 @@ class EightBitAdamW(UpdateRule):
         return indices
 
     def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
-        """Build the updater: the function that updates the main parameters and moments of the targets in place."""
+        """Build the function that updates the targets (main parameters with their gradients and moments) in place."""
         for signed in (True, False):  # fill the caches now: the host waits when a list is copied to the device
             for target in targets[:1]:
-                _rounding_bounds(target.main.dtype, target.main.device, signed=signed)
-                _code_values(target.main.dtype, target.main.device, signed=signed)
-        block_views = [views for target in targets for views in self._block_views(target, context)]
+                _compute_rounding_bounds(target.main.dtype, target.main.device, signed=signed)
+                _build_code_values(target.main.dtype, target.main.device, signed=signed)
+        block_views = [views for target in targets for views in self._iter_block_views(target, context)]
         has_statistics = any(target.statistics for target in targets)
 
         def step(update: Update) -> Iterator[None]:
             for views in block_views:
                 if views.shared_max is not None:
-                    for batch in views.row_batches():
+                    for batch in views.iter_row_batches():
                         batch.report_max(update)
             if has_statistics:
                 yield
             for views in block_views:
-                for batch in views.row_batches():
+                for batch in views.iter_row_batches():
                     batch.update(update)
 
         return step
 
-    def _block_views(self, target: Target, context: ParallelContext) -> Iterator[_BlockViews]:
+    def _iter_block_views(self, target: Target, context: ParallelContext) -> Iterator[_BlockViews]:
         """Divide the elements of a target (a part of a main parameter) into quantization blocks, and yield views of blocks of equal
         length."""
         record, sizes = target.record, context.axis_sizes
-        shape, local_slice = record.local_shape(sizes), record.local_slice(sizes, context.coordinates)
+        shape, local_slice = record.get_local_shape(sizes), record.get_local_slice(sizes, context.coordinates)
         tp_shared, at_boundaries = (
-            self._tp_shared_blocks(record, context),
-            self._boundary_blocks(record, target.shard_boundaries, context),
+            self._find_tp_shared_blocks(record, context),
+            self._find_boundary_blocks(record, target.shard_boundaries, context),
         )
-        tp_rank = context.coordinates["tp"] if _num_distinct_tp_ranks(record, context) > 1 else 0
-        for block_range in self.blocks.block_ranges(shape, local_slice, target.flat_range):
+        tp_rank = context.coordinates["tp"] if _count_distinct_tp_ranks(record, context) > 1 else 0
+        for block_range in self.blocks.iter_block_ranges(shape, local_slice, target.flat_range):
             block_slice, shared_max = block_range.blocks.slice, None
             block_key = tp_rank, (target.flat_range.start + block_range.elements.offset) // shape[-1], block_slice.offsets[-1]
             if block_slice.offsets[-1] in tp_shared:
@@ -145,8 +153,8 @@ class EightBitAdamW(UpdateRule):
 
 @dataclass(frozen=True)
 class _BlockViews:
-    """Views of a main parameter, its gradient and its moments as quantization blocks, [rows, blocks, elements]. All blocks, or
-    parts of blocks, have equal length and are in consecutive rows."""
+    """Views of a main parameter, its gradient and its moments as quantization blocks, [rows, blocks, elements]. All blocks in one
+    object, or parts of blocks, have equal length and are in consecutive rows."""
 
     group: ParamGroup
     main: torch.Tensor
@@ -156,14 +164,16 @@ class _BlockViews:
     scales: tuple[torch.Tensor, torch.Tensor]
     """Scales of the first and of the second moment, [rows, blocks]."""
     shared_max: tuple[torch.Tensor, torch.Tensor] | None
-    """Largest values of both moments, [rows, blocks], if other ranks hold elements of the blocks; else None."""
+    """Largest absolute values of both moments over all ranks, each [rows, blocks], if other ranks hold elements of the blocks;
+    else None."""
 
     @classmethod
     def of(cls, target: Target, block_range: BlockRange, shared_max: torch.Tensor | None) -> _BlockViews:
-        """Build the views of the blocks in a range of a target.
+        """Build the views of the quantization blocks in a range of a target (a part of a main parameter).
 
         Args:
-            shared_max: statistics [moments, rows] if other ranks hold elements of the blocks. There is then one block per row.
+            shared_max: if other ranks hold elements of the blocks, the largest absolute moments over all ranks, [2 moments, rows],
+                with one block per row. Otherwise None.
         """
         blocks, element_rows, states = block_range.blocks, block_range.elements, target.moments
 
@@ -179,7 +189,7 @@ class _BlockViews:
         block_max = None if shared_max is None else (shared_max[0].unsqueeze(-1), shared_max[1].unsqueeze(-1))
         return cls(target.group, view_elements(target.main), view_elements(target.grad), codes, scales, block_max)
 
-    def row_batches(self) -> Iterator[_BlockViews]:
+    def iter_row_batches(self) -> Iterator[_BlockViews]:
         """Yield these views in batches of rows, to limit the memory for moments in full precision."""
         batch_rows = max(1, _MAX_ELEMENTS // self.main[0].numel())
         for start in range(0, len(self.main), batch_rows):
@@ -189,16 +199,17 @@ class _BlockViews:
             yield _BlockViews(self.group, self.main[batch], self.grad[batch], codes, scales, shared_max)
 
     def compute_moments(self, update: Update) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return both moments after the update, before rounding."""
+        """Return both moments of this update in full precision, before they are rounded to 8 bits."""
         (beta1, beta2), grad = self.group.betas, self.grad * update.grad_factor
         first, second = (
-            _code_values(grad.dtype, grad.device, signed=signed)[codes.int()].mul_(scales.unsqueeze(-1))
+            _build_code_values(grad.dtype, grad.device, signed=signed)[codes.int()].mul_(scales.unsqueeze(-1))
             for codes, scales, signed in zip(self.codes, self.scales, (True, False), strict=True)
         )
         return first.lerp_(grad, 1.0 - beta1), second.mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
 
     def report_max(self, update: Update) -> None:
-        """Write the largest moments of each block, over this rank's elements, to the statistics."""
+        """Write the largest absolute moments of each block, over this rank's elements, to `shared_max`, which the ranks then
+        reduce."""
         assert self.shared_max is not None
         for block_max, moment in zip(self.shared_max, self.compute_moments(update), strict=True):
             block_max.copy_(moment.abs().amax(-1))
@@ -215,24 +226,28 @@ class _BlockViews:
         self.main.mul_(1.0 - rate * update.decay(self.group)).addcdiv_(first, denominator, value=-rate / (1.0 - beta1**update.step))
 
 
-def _num_distinct_tp_ranks(record: ParamRecord, context: ParallelContext) -> int:
+def _count_distinct_tp_ranks(record: ParamRecord, context: ParallelContext) -> int:
     """Return the number of tensor ranks that hold different elements of the parameter; 1 if the parameter is replicated."""
     return 1 if "tp" in record.replicated_axes else context.topology.tp
 
 
 @functools.cache
-def _code_values(dtype: torch.dtype, device: torch.device, *, signed: bool) -> torch.Tensor:
-    """Return the values of the 256 codes as a tensor."""
-    return torch.tensor(dynamic_codes(signed=signed), dtype=dtype, device=device)
+def _build_code_values(dtype: torch.dtype, device: torch.device, *, signed: bool) -> torch.Tensor:
+    """Return the values of the 256 codes of a moment as a tensor.
+
+    Args:
+        signed: True for the first moment, False for the second.
+    """
+    return torch.tensor(build_dynamic_codes(signed=signed), dtype=dtype, device=device)
 
 
 @functools.cache
-def _rounding_bounds(dtype: torch.dtype, device: torch.device, *, signed: bool) -> torch.Tensor:
+def _compute_rounding_bounds(dtype: torch.dtype, device: torch.device, *, signed: bool) -> torch.Tensor:
     """Return the midpoints between adjacent code values. A value between two midpoints is rounded to the code between them."""
-    table = _code_values(torch.float64, device, signed=signed)
+    table = _build_code_values(torch.float64, device, signed=signed)
     return ((table[1:] + table[:-1]) / 2).to(dtype)
 
 
 def _quantize(tensor: torch.Tensor, *, signed: bool) -> torch.Tensor:
     """Return for each element the code whose value is nearest."""
-    return torch.bucketize(tensor, _rounding_bounds(tensor.dtype, tensor.device, signed=signed), out_int32=True)
+    return torch.bucketize(tensor, _compute_rounding_bounds(tensor.dtype, tensor.device, signed=signed), out_int32=True)

@@ -30,8 +30,11 @@ class GradScaler:
         """Factor on the loss."""
 
     def update(self, found_inf: bool) -> None:
-        """Record whether the gradients of a step overflowed on any rank. That step is then skipped. The constant scale does not
-        change."""
+        """Do nothing, because the scale is constant. `DynamicGradScaler` adapts its scale here.
+
+        Args:
+            found_inf: whether the gradients of the step overflowed on any rank. That step is then skipped.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state on which future updates of the scale depend, as JSON values for checkpoints."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from megatron.optimizer.matrices import add_squared_norms, num_unit_dims, slice_norm_range, slice_target, units_shape
+from megatron.optimizer.matrices import add_squared_norms, count_unit_dims, get_units_shape, slice_norm_range, slice_target
 from megatron.optimizer.rule import Target, Update, Updater, UpdateRule
 from megatron.optimizer.statistics import Statistic, StatisticsRounds
 from megatron.parallel.context import ParallelContext
@@ -20,25 +20,25 @@ from megatron.parallel.params import ParamPartition
 
 
 class Lamb(UpdateRule):
-    """LAMB update rule, for matrices and tables. Betas and eps are those of the parameter group."""
+    """LAMB update rule, for matrices and embedding tables. Betas and eps are those of the parameter group."""
 
     elementwise = False
     moments = ("exp_avg", "exp_avg_sq")
 
     def statistics(self, param: ParamPartition, context: ParallelContext) -> StatisticsRounds:
-        """Return the statistics of a full parameter that an update needs: squared norms of weights and update, for each unit
-        (matrix or vector)."""
-        units = units_shape(param.record)
+        """Return the sums over a full parameter that an update needs: squared norms of the weights and of the update, for each
+        matrix or vector of the parameter."""
+        units = get_units_shape(param.record)
         return ([Statistic("weights", units), Statistic("updates", units)],)
 
     def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
-        """Build the updater: the function that updates the main parameters and moments of the targets in place."""
+        """Build the function that updates the targets (main parameters with their gradients and moments) in place."""
         slices = [(slice_target(target, context), slice_norm_range(target, context)) for target in targets]
 
         def step(update: Update) -> Iterator[None]:
             for target, (_, norm_slices) in zip(targets, slices, strict=True):
                 _compute_update(target, update)
-                dims = num_unit_dims(target.record)
+                dims = count_unit_dims(target.record)
                 add_squared_norms(target.statistics["weights"], target.main, norm_slices, dims)
                 add_squared_norms(target.statistics["updates"], target.grad, norm_slices, dims)
             yield
@@ -51,16 +51,17 @@ class Lamb(UpdateRule):
                     .mul_(update.rate(target.group))
                     .to(target.main.device)
                 )
-                dims = num_unit_dims(target.record)
+                dims = count_unit_dims(target.record)
                 for target_slice in target_slices:
-                    scale = ratio[target_slice.unit_index(dims)][(..., *(None for _ in range(dims)))]
+                    scale = ratio[target_slice.get_unit_index(dims)][(..., *(None for _ in range(dims)))]
                     target_slice.of(target.main).sub_(target_slice.of(target.grad).mul_(scale))
 
         return step
 
 
 def _compute_update(target: Target, update: Update) -> None:
-    """Update the moments of a target with its gradient, and overwrite the gradient with the update u of the module's formulas."""
+    """Update the moments of a target (main parameter with its gradient and moments). Overwrite the gradient with u = m / (sqrt(v) +
+    eps) + decay * weights."""
     (beta1, beta2), grad = target.group.betas, target.grad.mul_(update.grad_factor)
     first, second = (target.moments[name] for name in Lamb.moments)
     first.lerp_(grad, 1.0 - beta1)

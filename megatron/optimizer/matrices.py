@@ -1,5 +1,5 @@
-"""Helpers for update rules that sum over rows, columns or whole matrices: where the flat elements of a target are in the full
-parameter.
+"""Helpers for update rules that sum over rows, columns or full matrices. They find the position of a target's elements in the full
+parameter. A target is a flat main parameter or a part of one.
 
 A contiguous range of a flattened matrix consists of at most three slices: the end of a row, complete rows, and the start of a row.
 (A parameter with several matrices may need more.) Each slice is a rectangular region of the global tensor. So its elements can be
@@ -26,33 +26,34 @@ from megatron.spec.weights import get_score_row
 Index = tuple[slice, ...]
 
 
-def num_unit_dims(record: ParamRecord) -> int:
-    """Return the number of trailing dimensions that form a unit: 1 for vectors, 2 for matrices."""
+def count_unit_dims(record: ParamRecord) -> int:
+    """Return the number of trailing dimensions that form a unit (one matrix or vector of the parameter): 1 for vectors, 2 for
+    matrices."""
     return 1 if record.param_type == "vector" else 2
 
 
-def units_shape(record: ParamRecord) -> tuple[int, ...]:
-    """Return the leading dimensions of a parameter: the shape of an array with one entry per unit."""
-    return record.shape[: -num_unit_dims(record)]
+def get_units_shape(record: ParamRecord) -> tuple[int, ...]:
+    """Return the leading dimensions of a parameter: the shape of an array with one entry per unit (matrix or vector of the
+    parameter)."""
+    return record.shape[: -count_unit_dims(record)]
 
 
-def unit_numel(record: ParamRecord) -> int:
-    """Return the number of elements of a unit."""
-    return math.prod(record.shape[-num_unit_dims(record) :])
+def compute_unit_numel(record: ParamRecord) -> int:
+    """Return the number of elements of a unit: one matrix of the parameter, or one vector."""
+    return math.prod(record.shape[-count_unit_dims(record) :])
 
 
 @dataclass(frozen=True)
 class TargetSlice:
-    """Slice of a target (a main parameter or a part of it): elements that form a rectangular region of the global tensor,
-    contiguous in the target's flat memory."""
+    """Rectangular region of the global tensor whose elements are contiguous in a target (a flat main parameter or a part of it)."""
 
     buffer_slice: BufferSlice
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return a view of these elements in the shape of the region.
+        """Return a view of the slice's elements in the shape of the region.
 
         Args:
-            flat: flat tensor with one value per element of the target.
+            flat: flat tensor with one value per element of the target (the main parameter or the part of it that has this slice).
         """
         start = self.buffer_slice.offset
         return flat[start : start + self.buffer_slice.slice.numel].view(self.buffer_slice.slice.sizes)
@@ -72,46 +73,48 @@ class TargetSlice:
         """Whether the slice starts at the first column, so that it contains the start of each of its rows."""
         return self.buffer_slice.slice.offsets[-1] == 0
 
-    def unit_index(self, dims: int) -> Index:
-        """Return the index that selects the units of this slice in an array with one entry per unit of the parameter.
+    def get_unit_index(self, dims: int) -> Index:
+        """Return the index that selects the units of this slice in an array with one entry per unit (matrix or vector) of the
+        parameter.
 
         Args:
-            dims: number of dimensions of a unit (`num_unit_dims`).
+            dims: number of dimensions of a unit (`count_unit_dims`).
         """
         return self.buffer_slice.slice.index[:-dims]
 
 
 def slice_target(target: Target, context: ParallelContext) -> list[TargetSlice]:
     """Divide all elements of a target (a main parameter or a part of it), without padding, into rectangular slices."""
-    return [TargetSlice(buffer_slice) for buffer_slice in target.record.slices(target.flat_range, context)]
+    return [TargetSlice(buffer_slice) for buffer_slice in target.record.get_slices(target.flat_range, context)]
 
 
 def slice_norm_range(target: Target, context: ParallelContext) -> list[TargetSlice]:
-    """Divide into rectangular slices the elements of a target that this rank contributes to sums over the full parameter.
+    """Divide into rectangular slices the elements of a target (a main parameter or a part of it) that this rank contributes to sums
+    over the full parameter.
 
-    Each element of the parameter is in such a slice on exactly one rank.
+    Each element of the parameter is in one of these slices on exactly one rank.
     """
     start, norm_range = target.flat_range.start, target.norm_range
-    buffer_slices = target.record.slices(FlatRange(start + norm_range.start, start + norm_range.stop), context)
+    buffer_slices = target.record.get_slices(FlatRange(start + norm_range.start, start + norm_range.stop), context)
     return [TargetSlice(BufferSlice(buffer_slice.slice, norm_range.start + buffer_slice.offset)) for buffer_slice in buffer_slices]
 
 
 def view_row_state(target: Target, state_name: str, target_slice: TargetSlice, context: ParallelContext) -> torch.Tensor:
-    """Return a view [..., R] of an optimizer state with one value per row, for the rows of a slice. A row is in at most one slice
-    of a target."""
-    row_length = target.record.local_shape(context.axis_sizes)[-1]
+    """Return a view of an optimizer state with one value per row, for the R rows of a slice: [..., R]. A row is in at most one
+    slice of a target."""
+    row_length = target.record.get_local_shape(context.axis_sizes)[-1]
     first_row = (target.flat_range.start + target_slice.buffer_slice.offset) // row_length - target.flat_range.start // row_length
     sizes = target_slice.buffer_slice.slice.sizes[:-1]
     return target.moments[state_name][first_row : first_row + math.prod(sizes)].view(sizes)
 
 
 def view_column_states(target: Target, state_name: str, context: ParallelContext) -> list[tuple[torch.Tensor, Index]]:
-    """Return an optimizer state with one value per column, for all columns of a target.
+    """Return an optimizer state with one value per column, for all columns of a target (a main parameter or a part of it).
 
     Returns:
         views of the state, each with its index in an array with one entry per column of the parameter.
     """
-    state_slices = target.record.state_slices(PER_COLUMN, target.flat_range, context)
+    state_slices = target.record.get_state_slices(PER_COLUMN, target.flat_range, context)
     flat = target.moments[state_name]
     return [
         (
@@ -122,23 +125,28 @@ def view_column_states(target: Target, state_name: str, context: ParallelContext
     ]
 
 
-def unit_squared_norms(view: torch.Tensor, dims: int) -> torch.Tensor:
+def compute_unit_squared_norms(view: torch.Tensor, dims: int) -> torch.Tensor:
     """Return the squared norm of each unit in a view. A unit is a matrix or a vector: the last `dims` dimensions of the view.
 
-    Each row is summed in the tensor's dtype, and the sums of the rows are added in float64, as in `statistics.squared_norms`.
+    Each row is summed in the tensor's dtype, and the sums of the rows are added in float64, as in
+    `statistics.compute_squared_norms`.
     """
     row_sums = torch.linalg.vector_norm(view, dim=-1).double().square_()
     return (row_sums.sum(-1) if dims == 2 else row_sums).to(view.dtype)
 
 
 def add_squared_norms(unit_sums: torch.Tensor, tensor: torch.Tensor, slices: Sequence[TargetSlice], dims: int) -> None:
-    """Add the squared norms of slices of a tensor to `unit_sums`, an array with one entry per unit.
+    """Add the squared norms of slices of a tensor to `unit_sums`, an array with one entry per unit (matrix or vector of the
+    parameter).
 
     Args:
-        dims: number of dimensions of a unit (`num_unit_dims`).
+        tensor: flat tensor with one value per element of the target.
+        dims: number of dimensions of a unit (`count_unit_dims`).
     """
     for target_slice in slices:
-        unit_sums[target_slice.unit_index(dims)].add_(unit_squared_norms(target_slice.of(tensor), dims).to(unit_sums.device))
+        unit_sums[target_slice.get_unit_index(dims)].add_(
+            compute_unit_squared_norms(target_slice.of(tensor), dims).to(unit_sums.device)
+        )
 
 
 # ---- QK-clip: after an update, scale down the query and key weights of heads with too large attention logits (MuonClip; Kimi K2,
@@ -176,8 +184,8 @@ class QKClip:
         self._gammas = {gammas.device: gammas}
 
     def build_clip(self, targets: Sequence[Target]) -> Callable[[], None]:
-        """Return a function that scales the query and key rows of the main parameters in `targets`. The caller calls it after the
-        update of the parameters."""
+        """Return a function that scales the query and key rows of the main parameters in `targets`. Call the function after each
+        update of these parameters."""
         query_key_slices = [
             (target_slice.of(target.main), target.record, target_slice.buffer_slice.slice.index[0])
             for target in targets
@@ -187,12 +195,12 @@ class QKClip:
 
         def clip() -> None:
             for view, record, rows in query_key_slices:
-                factors = self._factors(record, view.device)[rows].to(view.dtype)
+                factors = self._compute_factors(record, view.device)[rows].to(view.dtype)
                 view.mul_(factors.view(-1, *[1] * (view.dim() - 1)))
 
         return clip
 
-    def _factors(self, record: ParamRecord, device: torch.device) -> torch.Tensor:
+    def _compute_factors(self, record: ParamRecord, device: torch.device) -> torch.Tensor:
         """Return the number by which QK-clip multiplies each row of a parameter, as a tensor on `device`."""
         if device not in self._gammas:
             self._gammas[device] = next(iter(self._gammas.values())).to(device)

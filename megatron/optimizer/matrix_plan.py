@@ -1,12 +1,13 @@
 """Plan which rank gathers and updates which full matrix, and the exchange that carries it out.
 
-Rules such as Muon compute with full matrices, of which each rank holds shards: tensor ranks hold rows or columns, and data ranks
-hold slices of these. Each matrix has one owner among the ranks of a stage. In a round, every rank sends its shards to the owners,
-the owners compute, and each rank receives the results for the elements of its shards. If several ranks hold the same shard, as
-replicas do, the rank nearest to the owner sends the shard, and all of these ranks receive the result.
+Update rules such as Muon compute with full matrices, of which each rank holds shards: tensor ranks hold rows or columns, and data
+ranks hold slices of these. Each matrix has one owner among the ranks of a pipeline stage. In a round, every rank sends its shards
+to the owners, the owners compute, and each rank receives the results for the elements of its shards. If several ranks hold the same
+shard, as replicas do, the rank nearest to the owner sends the shard, and all of these ranks receive the result.
 
-Matrices are assigned in descending order of cost, each to the rank with the least load so far (Graham 1969), in rounds of similar
-matrices. So all ranks have about equal load in each round, and the exchange of one round overlaps the computation of another.
+Matrices are assigned in descending order of cost, such as FLOPs, each to the rank with the least load so far (Graham 1969), in
+rounds of similar matrices. So all ranks have about equal load in each round, and the exchange of one round overlaps the computation
+of another.
 
 The plan depends only on shapes and the layout. Every rank of a stage computes the same plan without communication.
 """
@@ -39,21 +40,23 @@ class MatrixShard:
     """Part of a matrix: the elements that one rank holds, or that several ranks hold as replicas."""
 
     ranks: tuple[int, ...]
-    """Ranks within the stage's group that hold the shard, ascending."""
+    """Ranks that hold the shard, ascending, numbered within the pipeline stage."""
     flat_range: FlatRange
-    """Range of the elements in each of these ranks' flattened local tensors."""
+    """Range of the shard's elements in the flattened local parameter. The range is equal on all ranks that hold the shard
+    (`ranks`)."""
     slices: tuple[BufferSlice, ...]
-    """Regions of the matrix that the range covers, in the order of the range."""
+    """Rectangular regions of the matrix that the shard consists of, in the order of `flat_range`."""
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements of the shard."""
         return self.flat_range.stop - self.flat_range.start
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """One matrix of a parameter, formed by the last two dimensions at one index of the leading dimensions, and its shards."""
+    """Matrix of a parameter, with the shards in which the ranks hold it. The last two dimensions form a matrix; `index` counts the
+    matrices over the leading dimensions."""
 
     record: ParamRecord
     index: int
@@ -66,33 +69,34 @@ class Matrix:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements of the full matrix."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class ShardTransfer:
-    """Transfer of one shard between the ranks that hold the shard and the owner of its matrix."""
+    """Transfer of one shard: from a rank that holds the shard to the owner of its matrix, and of the results back to all ranks that
+    hold the shard."""
 
     matrix: Matrix
     owner: int
-    """Rank within the stage's group that computes with the full matrix."""
+    """Rank, numbered within the pipeline stage, that computes with the full matrix."""
     sender: int
-    """Rank within the stage's group that sends the shard to the owner."""
+    """Rank, numbered within the pipeline stage, that sends the shard to the owner."""
     shard: MatrixShard
 
 
 @dataclass(frozen=True)
 class MatrixRound:
-    """One round of an update: the matrices that are gathered, computed and scattered at a time."""
+    """Matrices of a pipeline stage that are gathered, computed and scattered together, in one of the rounds of an update."""
 
     owned: tuple[tuple[Matrix, ...], ...]
-    """For each rank within the stage's group, the matrices that it owns in this round. Matrices that can be computed in one batch
-    are adjacent."""
+    """For each rank of the pipeline stage, the matrices that it gathers and computes in this round. Matrices that can be
+    computed in one batch are adjacent."""
 
     @cached_property
     def transfers(self) -> tuple[ShardTransfer, ...]:
-        """All transfers of the round, ordered by owner, matrix and shard."""
+        """All transfers of shards in the round, ordered by owner, matrix and shard."""
         return tuple(
             ShardTransfer(matrix, owner, min(shard.ranks, key=lambda rank: abs(rank - owner)), shard)
             for owner, matrices in enumerate(self.owned)
@@ -103,20 +107,22 @@ class MatrixRound:
 
 @dataclass(frozen=True)
 class MatrixPlan:
-    """Plan of one update of a stage: the rounds in which its ranks exchange and compute all matrices."""
+    """Plan of one update of a pipeline stage for rules that need full matrices: the rounds in which its ranks gather, compute and
+    scatter all matrices."""
 
     num_ranks: int
     rounds: tuple[MatrixRound, ...]
 
     @property
     def num_slots(self) -> int:
-        """Number of buffers of each type: 2 with several rounds, so that one is filled while the other is in flight; otherwise
-        1."""
+        """Number of send buffers and of receive buffers for each all-to-all. With several ranks and several rounds it is 2, so that
+        one buffer is filled while the other is in flight. Otherwise it is 1."""
         return min(len(self.rounds), 2 if self.num_ranks > 1 else 1)
 
     @cached_property
     def max_sent(self) -> tuple[int, int]:
-        """Largest number of elements that any rank sends in a round: of shards to owners, and of results from owners.
+        """Largest number of elements that any rank sends in a round, as two numbers: elements of shards sent to the owners of the
+        matrices, and elements of computed results sent by owners.
 
         Elements that a rank sends to itself count too.
         """
@@ -126,21 +132,20 @@ class MatrixPlan:
 
     @cached_property
     def max_owned(self) -> int:
-        """Largest number of elements of full matrices that a rank owns in a round, over ranks and rounds."""
+        """Largest number of elements of full matrices that any rank gathers and computes in one round."""
         return max((sum(m.numel for m in matrices) for matrix_round in self.rounds for matrices in matrix_round.owned), default=0)
 
     @cached_property
     def max_returned(self) -> int:
-        """Largest number of elements that any rank receives in a round as results, the shards of the matrices that owners have
-        computed.
+        """Largest number of elements of computed results that any rank gets back for its shards in one round.
 
-        Elements that a rank receives from itself count too.
+        Elements that a rank gets from itself count too.
         """
         return max((max(row) for row in self._round_loads(2)), default=0)
 
     @property
     def buffer_elements(self) -> int:
-        """Number of elements in all buffers of the exchange. It is the same on all ranks."""
+        """Number of elements in all buffers for the exchange of matrices. It is the same on all ranks of the pipeline stage."""
         max_shard_elements, max_result_elements = self.max_sent
         exchange_elements = max_shard_elements + max_result_elements  # a single rank uses its send buffers to receive
         if self.num_ranks > 1:
@@ -148,7 +153,7 @@ class MatrixPlan:
         return self.num_slots * exchange_elements + 2 * self.max_owned
 
     def compute_rank_costs(self, cost: Callable[[Matrix], float]) -> list[float]:
-        """Return for each rank the total cost of the matrices that it owns in an update.
+        """Return for each rank of the pipeline stage the total cost of the matrices that it computes in an update.
 
         Args:
             cost: returns the cost of computing with a matrix, for example its FLOPs.
@@ -160,7 +165,9 @@ class MatrixPlan:
         return costs
 
     def count_sent_elements(self) -> list[int]:
-        """Return the number of elements that each rank sends to other ranks in an update."""
+        """Return how many elements each rank of the pipeline stage sends to other ranks in an update. A rank sends its gradient
+        shards
+        to the ranks that compute the matrices, and the computed results back to the ranks that hold the shards."""
         sent = [0] * self.num_ranks
         for transfer in itertools.chain.from_iterable(matrix_round.transfers for matrix_round in self.rounds):
             sent[transfer.sender] += transfer.shard.numel * (transfer.sender != transfer.owner)
@@ -171,7 +178,7 @@ class MatrixPlan:
         """Return how many elements each rank sends or receives in each round: a list per round, with one number per rank.
 
         Args:
-            role: 0 counts elements sent to owners, 1 results sent by owners, 2 results received from owners.
+            role: 0 counts elements of shards sent to owners, 1 elements of results sent by owners, 2 elements of results received.
         """
         loads = []
         for matrix_round in self.rounds:
@@ -184,15 +191,16 @@ class MatrixPlan:
 
 
 def plan_matrices(params: Iterable[ParamPartition], context: ParallelContext, cost: Callable[[Matrix], float]) -> MatrixPlan:
-    """Plan the exchange of a stage's parameters whose update rule needs full matrices.
+    """Plan which rank of a pipeline stage computes which full matrix, and in which round, for the parameters whose update rule
+    needs full matrices.
 
     Args:
-        params: parameters of the stage, in an order that is the same on all ranks.
+        params: these parameters of the stage, in an order that is the same on all ranks.
         cost: returns the cost of computing with a matrix, for example its FLOPs. Ranks get about equal sums of costs.
     """
     num_ranks = context.group(*STAGE_AXES).size
     shard_map = _MatrixShards(context)
-    matrices = [matrix for param in params for matrix in shard_map.matrices(param)]
+    matrices = [matrix for param in params for matrix in shard_map.get_matrices(param)]
     remaining = sorted(matrices, key=lambda m: (-cost(m), m.shape))  # a stable sort
     rank_loads = [(0.0, rank) for rank in range(num_ranks)]  # a heap of (cost so far, rank)
     rounds = []
@@ -204,16 +212,16 @@ def plan_matrices(params: Iterable[ParamPartition], context: ParallelContext, co
             load, rank = heapq.heappop(rank_loads)
             owned[rank].append(matrix)
             heapq.heappush(rank_loads, (load + cost(matrix), rank))
-        rounds.append(MatrixRound(tuple(tuple(sorted(rank_matrices, key=_batch_key)) for rank_matrices in owned)))
+        rounds.append(MatrixRound(tuple(tuple(sorted(rank_matrices, key=_build_batch_key)) for rank_matrices in owned)))
     return MatrixPlan(num_ranks, tuple(rounds))
 
 
 def group_by_batch_key(matrices: Sequence[Matrix]) -> list[list[Matrix]]:
-    """Group matrices that can be computed in one batch. The matrices must be sorted accordingly, as in `MatrixRound.owned`."""
-    return [list(group) for _, group in itertools.groupby(matrices, key=_batch_key)]
+    """Group matrices that can be computed in one batch. Such matrices must be adjacent, as in `MatrixRound.owned`."""
+    return [list(group) for _, group in itertools.groupby(matrices, key=_build_batch_key)]
 
 
-def _batch_key(matrix: Matrix) -> tuple[int, ...]:
+def _build_batch_key(matrix: Matrix) -> tuple[int, ...]:
     """Return a key that is equal for matrices that can be computed in one batch: the shape, and the arrangement of attention heads
     in the rows."""
     heads = matrix.record.fused_heads
@@ -221,28 +229,28 @@ def _batch_key(matrix: Matrix) -> tuple[int, ...]:
 
 
 class _MatrixShards:
-    """Finds the matrices of a stage's parameters, and the ranks that hold each shard of a matrix."""
+    """Finder of the matrices in the parameters of a pipeline stage, and of the ranks that hold each shard of a matrix."""
 
     def __init__(self, context: ParallelContext) -> None:
         self._axis_sizes = context.axis_sizes
         ranks = context.group(*STAGE_AXES).ranks
-        self._coordinates = [context.topology.coordinates(rank) for rank in ranks]
+        self._coordinates = [context.topology.get_coordinates(rank) for rank in ranks]
         self._topology, self._ranks = context.topology, ranks
         self._ranks_by_shard: dict[tuple[tuple[str, ...], int], dict[int, list[int]]] = {}
 
-    def matrices(self, param: ParamPartition) -> list[Matrix]:
+    def get_matrices(self, param: ParamPartition) -> list[Matrix]:
         """Return the matrices of a parameter with their shards."""
         record = param.record
-        local_shape = record.local_shape(self._axis_sizes)
+        local_shape = record.get_local_shape(self._axis_sizes)
         num_local_matrices, matrix_numel = math.prod(local_shape[:-2]), math.prod(local_shape[-2:])
         assert all(split.dim >= len(local_shape) - 2 for split in record.splits), f"{record.name} is split between matrices"
         shards: list[list[MatrixShard]] = [[] for _ in range(num_local_matrices)]
-        for shard_index, flat_range in enumerate(param.flat_ranges(num_local_matrices * matrix_numel)):
+        for shard_index, flat_range in enumerate(param.get_flat_ranges(num_local_matrices * matrix_numel)):
             replicas: dict[tuple[int, ...], list[int]] = defaultdict(list)
             for rank in self._shard_ranks(param.axes, param.num_ranks)[param.first_rank + shard_index]:
                 replicas[tuple(self._coordinates[rank][split.axis] for split in record.splits)].append(rank)
             for ranks in replicas.values():
-                local_slice = record.local_slice(self._axis_sizes, self._coordinates[ranks[0]])
+                local_slice = record.get_local_slice(self._axis_sizes, self._coordinates[ranks[0]])
                 for index in range(flat_range.start // matrix_numel, -(-flat_range.stop // matrix_numel)):
                     matrix_range = FlatRange(
                         max(flat_range.start, index * matrix_numel), min(flat_range.stop, (index + 1) * matrix_numel)
@@ -258,12 +266,12 @@ class _MatrixShards:
         return [Matrix(record, index, tuple(matrix_shards)) for index, matrix_shards in enumerate(shards)]
 
     def _shard_ranks(self, axes: Sequence[str], num_ranks: int) -> dict[int, list[int]]:
-        """Return the ranks, within the stage's group, that hold each shard of a parameter. The key is the shard's position among
-        the ranks that divide the parameter.
+        """Return the ranks, numbered within the pipeline stage, that hold each shard of a parameter. The key is the position of the
+        shard's rank among the ranks that divide the parameter's update.
 
         Args:
-            axes: axes of the ranks that divide the parameter.
-            num_ranks: number of ranks that divide the parameter.
+            axes: axes of the ranks that divide the update.
+            num_ranks: number of ranks that divide the update.
         """
         key = (tuple(axes), num_ranks)
         if key not in self._ranks_by_shard:
@@ -297,29 +305,29 @@ Compute = Callable[[int], None]
 
 @dataclass(frozen=True)
 class LocalShard:
-    """This rank's shard of a parameter, with the values to exchange."""
+    """This rank's shard of a parameter, with the values to send to the owners of its matrices."""
 
     flat_range: FlatRange
     """Range of the shard in the flattened local parameter."""
     values: torch.Tensor
-    """Flat values that are sent to the owners."""
+    """Flat values of the shard's elements that are sent, such as the momentum."""
 
 
 @dataclass(frozen=True)
 class ReturnedResult:
-    """Result that an owner has computed for some elements of this rank's shard of a parameter."""
+    """Values that the owner of a matrix has computed for elements of this rank's shard of a parameter."""
 
     param_name: str
     """Global name of the parameter."""
     shard_range: FlatRange
-    """Range of the elements within the rank's shard."""
+    """Range of these elements within the rank's shard."""
     result: torch.Tensor
-    """Flat result, in the dtype of the exchange."""
+    """Computed values, flat, in the dtype of the exchange."""
 
 
 @dataclass(frozen=True)
 class _Exchange:
-    """One all-to-all of a round, with its buffers and the tensors that are copied into the send buffer."""
+    """One all-to-all between the ranks of a pipeline stage, with its buffers and the tensors to copy into the send buffer."""
 
     receive_buffer: torch.Tensor
     send_buffer: torch.Tensor
@@ -339,7 +347,7 @@ class _Exchange:
 
 @dataclass(frozen=True)
 class _RoundExchange:
-    """The two all-to-alls of one round on this rank: shards to the owners, and results back."""
+    """The two all-to-alls of one round on this rank: shards go to the owners of the matrices, and computed results come back."""
 
     gather: _Exchange
     """Exchange that brings shards to the owners."""
@@ -379,7 +387,7 @@ class MatrixExchange:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """All buffers of the exchange. They stay allocated between updates."""
+        """All buffers for the exchange of matrices. They stay allocated between updates."""
         buffers = [
             self.full_matrices,
             self.results,
@@ -390,14 +398,17 @@ class MatrixExchange:
         ]
         return list({id(buffer): buffer for buffer in buffers}.values())
 
-    def owned_matrices(self, round_index: int) -> Sequence[Matrix]:
-        """Return the matrices that this rank owns in a round, in their order in `full_matrices`."""
+    def get_owned_matrices(self, round_index: int) -> Sequence[Matrix]:
+        """Return the matrices that this rank gathers and computes in a round, in their order in `full_matrices`."""
         return self.plan.rounds[round_index].owned[self._stage_rank]
 
     def run(self, compute: Compute) -> Iterator[Sequence[ReturnedResult]]:
-        """Run all rounds and yield the results that this rank received in each round, in order.
+        """Run all rounds, in order. For each round, yield the computed results that this rank received for its shards.
 
         All ranks of the stage must call this together.
+
+        Args:
+            compute: computes the results of this rank's full matrices in a round, given the index of the round.
         """
         context, rounds = self._context, self._round_exchanges
         pending_gather = rounds[0].gather.start(context) if rounds else None
@@ -427,10 +438,10 @@ class MatrixExchange:
             yield previous[1].returned_results
 
     def _build_round(self, matrix_round: MatrixRound, slot: int) -> _RoundExchange:
-        """Build the exchanges of a round, with all views of the buffers.
+        """Build the two all-to-alls of a round, with all views of the buffers.
 
         Args:
-            slot: index of the send and receive buffers.
+            slot: index of the send and receive buffers to use.
         """
         owned = matrix_round.owned[self._stage_rank]
         offsets, offset = {}, 0
@@ -461,25 +472,25 @@ class MatrixExchange:
 
         gather_send, gather_receive = self._gather_send[slot], self._gather_receive[slot]
         gather = self._build_exchange(gather_receive, from_senders, gather_send, to_owners)
-        for transfer, view in _views(gather_send, to_owners):
+        for transfer, view in _iter_views(gather_send, to_owners):
             gather.send_views.append(view)
-            gather.send_sources.append(self._local_values(transfer))
+            gather.send_sources.append(self._get_local_values(transfer))
         received_copies = []
-        for transfer, view in _views(gather_receive, from_senders):
+        for transfer, view in _iter_views(gather_receive, from_senders):
             for slice_index, buffer_slice in enumerate(transfer.shard.slices):
                 received = view[buffer_slice.offset : buffer_slice.offset + buffer_slice.slice.numel].view(buffer_slice.slice.sizes)
                 received_copies.append((view_slice(self.full_matrices, transfer, slice_index), received))
         scatter_send, scatter_receive = self._scatter_send[slot], self._scatter_receive[slot]
         scatter = self._build_exchange(scatter_receive, from_owners, scatter_send, to_holders)
-        for transfer, view in _views(scatter_send, to_holders):
+        for transfer, view in _iter_views(scatter_send, to_holders):
             for slice_index, buffer_slice in enumerate(transfer.shard.slices):
                 scatter.send_views.append(
                     view[buffer_slice.offset : buffer_slice.offset + buffer_slice.slice.numel].view(buffer_slice.slice.sizes)
                 )
                 scatter.send_sources.append(view_slice(self.results, transfer, slice_index))
         returned_results = [
-            ReturnedResult(transfer.matrix.record.name, self._range_in_shard(transfer), view)
-            for transfer, view in _views(scatter_receive, from_owners)
+            ReturnedResult(transfer.matrix.record.name, self._compute_range_in_shard(transfer), view)
+            for transfer, view in _iter_views(scatter_receive, from_owners)
         ]
         return _RoundExchange(gather, received_copies, scatter, returned_results)
 
@@ -493,8 +504,8 @@ class MatrixExchange:
         """Build an all-to-all whose list of tensors to copy into the send buffer is still empty.
 
         Args:
-            receives: transfers from each rank.
-            sends: transfers to each rank.
+            receives: for each rank, the transfers of shards or results from this rank.
+            sends: for each rank, the transfers to this rank.
         """
         receive_splits, send_splits = (
             [sum(transfer.shard.numel for transfer in transfers) for transfers in direction] for direction in (receives, sends)
@@ -503,7 +514,7 @@ class MatrixExchange:
             receive_buffer[: sum(receive_splits)], send_buffer[: sum(send_splits)], (receive_splits, send_splits), [], []
         )
 
-    def _range_in_shard(self, transfer: ShardTransfer) -> FlatRange:
+    def _compute_range_in_shard(self, transfer: ShardTransfer) -> FlatRange:
         """Return the range of a transfer's elements within this rank's shard of the parameter."""
         local_range, transfer_range = self._local_shards[transfer.matrix.record.name].flat_range, transfer.shard.flat_range
         assert local_range.start <= transfer_range.start and transfer_range.stop <= local_range.stop, (
@@ -511,13 +522,13 @@ class MatrixExchange:
         )
         return FlatRange(transfer_range.start - local_range.start, transfer_range.stop - local_range.start)
 
-    def _local_values(self, transfer: ShardTransfer) -> torch.Tensor:
+    def _get_local_values(self, transfer: ShardTransfer) -> torch.Tensor:
         """Return the values of this rank's shard that belong to a transfer."""
-        shard_range = self._range_in_shard(transfer)
+        shard_range = self._compute_range_in_shard(transfer)
         return self._local_shards[transfer.matrix.record.name].values[shard_range.start : shard_range.stop]
 
 
-def _views(
+def _iter_views(
     buffer: torch.Tensor, transfers_by_rank: Sequence[Sequence[ShardTransfer]]
 ) -> Iterator[tuple[ShardTransfer, torch.Tensor]]:
     """Yield each transfer with its view of a flat buffer. The buffer holds the transfers of the first rank, then those of the

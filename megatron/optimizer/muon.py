@@ -39,7 +39,7 @@ Stack = tuple[int, int, int]
 
 
 class Muon(UpdateRule):
-    """Muon update rule, for the matrices of transformer layers. Embeddings, the output layer and vectors have another rule."""
+    """Muon update rule, for the matrices of transformer layers. Embeddings, the output layer and vectors use another rule."""
 
     moments = ("momentum_buffer",)
     elementwise = False
@@ -49,8 +49,8 @@ class Muon(UpdateRule):
         self._config = config
 
     def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
-        """Build the updater, the function that adds the gradients of the targets to their momentum. `OrthogonalizationUpdate` then
-        updates the main parameters."""
+        """Build the function that adds the gradients of the targets (this rank's main parameters) to their momentum. Afterwards,
+        `OrthogonalizationUpdate` updates the main parameters."""
         grads = [target.grad for target in targets]
         momentum_buffers, momentum_factor = [target.moments["momentum_buffer"] for target in targets], self._config.muon_momentum
 
@@ -67,23 +67,24 @@ class Muon(UpdateRule):
     def build_stage_update(
         self, targets: Sequence[Target], params: Sequence[ParamPartition], context: ParallelContext
     ) -> StageUpdate:
-        """Build the orthogonalization and update that all ranks of a stage compute together."""
+        """Build the orthogonalization and update that all ranks of a pipeline stage compute together."""
         return OrthogonalizationUpdate(self._config, targets, params, context)
 
-    def stage_update_size(self, params: Sequence[ParamPartition], context: ParallelContext) -> StageUpdateSize:
-        """Return the memory and traffic of the orthogonalization, the same on all ranks of a stage."""
+    def compute_stage_update_size(self, params: Sequence[ParamPartition], context: ParallelContext) -> StageUpdateSize:
+        """Return the buffer memory of the orthogonalization, and the bytes that the rank with the most traffic sends. They are the
+        same on all ranks of a stage."""
         plan, itemsize = build_matrix_plan(params, self._config, context), exchange_dtype(params, self._config).itemsize
-        num_elements = plan.buffer_elements + scratch_elements(plan, self._config)
+        num_elements = plan.buffer_elements + count_scratch_elements(plan, self._config)
         return StageUpdateSize(num_elements * itemsize, max(plan.count_sent_elements(), default=0) * itemsize)
 
 
 class OrthogonalizationUpdate(StageUpdate):
-    """Update by Muon that all ranks of a stage compute together: each rank orthogonalizes the full matrices that it owns, and
-    updates its shards of all matrices.
+    """Update by Muon that all ranks of a pipeline stage compute together. Each matrix is orthogonalized by one rank, its owner.
+    Then each rank updates its shards of all matrices.
 
     Args:
         targets: main parameters of this rank with their gradients and momentum.
-        params: all parameters of the stage with this rule, in an order that is the same on all ranks.
+        params: all parameters of the stage that Muon updates, in an order that is the same on all ranks.
     """
 
     def __init__(
@@ -98,17 +99,19 @@ class OrthogonalizationUpdate(StageUpdate):
         }
         plan, dtype = build_matrix_plan(params, config, context), exchange_dtype(params, config)
         self._exchange = MatrixExchange(plan, local_shards, context, dtype)
-        scratch = scratch_elements(plan, config)
+        scratch = count_scratch_elements(plan, config)
         self._scratch = torch.empty(2, scratch // 2, dtype=dtype, device=context.device)
-        self._batches = [group_by_batch_key(self._exchange.owned_matrices(round_index)) for round_index in range(len(plan.rounds))]
+        self._batches = [
+            group_by_batch_key(self._exchange.get_owned_matrices(round_index)) for round_index in range(len(plan.rounds))
+        ]
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """Buffers of the exchange and scratch memory for products."""
+        """Buffers for the exchange of matrices between ranks, and scratch memory for matrix products."""
         return [*self._exchange.buffers, self._scratch]
 
     def run(self, update: Update) -> None:
-        """Orthogonalize all matrices of the stage and update this rank's targets."""
+        """Orthogonalize all matrices of the stage, and update this rank's main parameters."""
         for results in self._exchange.run(self._compute):
             for result in results:
                 target = self._targets[result.param_name]
@@ -117,8 +120,8 @@ class OrthogonalizationUpdate(StageUpdate):
                 main.add_(result.result.to(main.device), alpha=-rate)
 
     def _compute(self, round_index: int) -> None:
-        """Orthogonalize the matrices that this rank owns in a round: read `full_matrices` of the exchange and write its
-        `results`."""
+        """Orthogonalize the matrices that this rank computes in a round. Read them from `full_matrices` of the exchange and write
+        to its `results`."""
         exchange, config, offset = self._exchange, self._config, 0
         for matrices in self._batches[round_index]:
             numel, heads = sum(matrix.numel for matrix in matrices), matrices[0].record.fused_heads
@@ -144,8 +147,13 @@ class OrthogonalizationUpdate(StageUpdate):
             results.view(qkv_shape)[:, :, queries_per_group:].copy_(inputs[query_numel:].view(key_value_shape).transpose(1, 2))
 
     def _orthogonalize(self, x: torch.Tensor, scratch: torch.Tensor, stacks: Sequence[Stack]) -> torch.Tensor:
-        """Orthogonalize and scale the matrices in x, which are stored stack after stack. Return the buffer with the result, x or
-        scratch."""
+        """Orthogonalize and scale the matrices in x. Return the buffer with the result, x or scratch.
+
+        Args:
+            x: flat buffer with the matrices of the first stack, then those of the second, and so on.
+            scratch: buffer of the size of x.
+            stacks: shapes [matrices, rows, columns] of batches of equally shaped matrices.
+        """
         offset, steps, result_buffer = 0, self._config.muon_num_ns_steps, x
         for stack in stacks:
             count, rows, row_length = stack
@@ -208,21 +216,25 @@ def exchange_dtype(params: Sequence[ParamPartition], config: OptimizerConfig) ->
 
 
 def build_matrix_plan(params: Sequence[ParamPartition], config: OptimizerConfig, context: ParallelContext) -> MatrixPlan:
-    """Plan which rank orthogonalizes which matrix."""
-    return plan_matrices(params, context, lambda matrix: matrix_flops(matrix, config))
+    """Plan which rank orthogonalizes which matrix, so that the ranks of a stage have about equal FLOPs."""
+    return plan_matrices(params, context, lambda matrix: count_matrix_flops(matrix, config))
 
 
-def matrix_flops(matrix: Matrix, config: OptimizerConfig) -> float:
-    """Return the floating-point operations to orthogonalize a matrix. A step takes 4 s^2 l + 2 s^3 for sides s <= l."""
+def count_matrix_flops(matrix: Matrix, config: OptimizerConfig) -> float:
+    """Return the floating-point operations to orthogonalize a matrix. One Newton-Schulz iteration takes 4 * s^2 * l + 2 * s^3
+    operations for sides s <= l."""
     return sum(
         count * config.muon_num_ns_steps * (4 * min(m, n) ** 2 * max(m, n) + 2 * min(m, n) ** 3)
         for count, m, n in _stack_shapes(1, matrix, config)
     )
 
 
-def scratch_elements(plan: MatrixPlan, config: OptimizerConfig) -> int:
+def count_scratch_elements(plan: MatrixPlan, config: OptimizerConfig) -> int:
     """Return the number of elements of scratch memory that `newton_schulz` needs for two products [k, s, s], for the largest batch
-    of any round and rank."""
+    of any round and rank.
+
+    k is the number of matrices of the batch, and s the smaller side of a matrix.
+    """
     sizes = (
         count * min(m, n) ** 2
         for matrix_round in plan.rounds
@@ -234,7 +246,8 @@ def scratch_elements(plan: MatrixPlan, config: OptimizerConfig) -> int:
 
 
 def _stack_shapes(count: int, matrix: Matrix, config: OptimizerConfig) -> list[Stack]:
-    """Return the shapes of the stacks that `count` equal matrices form, after queries, keys and values are separated."""
+    """Return the shapes [matrices, rows, columns] of the batches that `count` equal matrices form, after queries, keys and values
+    are separated."""
     (rows, row_length), heads = matrix.shape, matrix.record.fused_heads
     if heads is not None and config.muon_split_heads:
         return [(count * (rows // heads.head_size), heads.head_size, row_length)]

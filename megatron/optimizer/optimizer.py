@@ -40,8 +40,8 @@ class ShardedOptimizer:
     Gradients and weights must keep their memory addresses for the lifetime of the optimizer.
 
     Args:
-        groups: shards, grouped by whose updated parameters are all-gathered together.
-        context: provides the local shapes of parameters and the process groups for the rules' communication.
+        groups: groups of shards. The updated parameters of a group are all-gathered together.
+        context: gives the local shapes of parameters, and the process groups over which update rules communicate.
         uses_staging: copy gradients of offloaded shards from the device to the host, and updated weights back. False if the
             device's memory is the host's memory. Default: True, except on the CPU and the meta device.
         max_logits: largest attention logit of each head in a step, [layers, query heads]. Required only for --qk-clip.
@@ -157,9 +157,9 @@ class ShardedOptimizer:
 
         Args:
             learning_rate: current value of the --lr schedule.
-            weight_decay: current weight decay, before the factors of the parameter groups.
-            grad_factor: factor on every gradient, that is clip coefficient / loss scale.
-            group_rates: current learning rates of the parameter groups with bounds other than --lr and --min-lr.
+            weight_decay: current weight decay, before it is multiplied by the factor of each parameter group.
+            grad_factor: number by which every gradient is multiplied: clip coefficient / loss scale.
+            group_rates: current learning rates of the parameter groups whose bounds differ from --lr and --min-lr, by these bounds.
         """
         update = Update(learning_rate, weight_decay, grad_factor, self.num_steps + 1, group_rates)
         if self._qk_clip is not None:

@@ -93,8 +93,8 @@ class StatePlacement(ABC):
         device = self.main_params[0].device
         allocate_states(self.shards, self.main_params, rule, context)
         if ema_decay is not None:
-            buffer = torch.zeros(buffer_numel(self.main_params), dtype=self.main_params[0].dtype, device=device)
-            for shard, average in zip(self.shards, flat_views(buffer, self.main_params), strict=True):
+            buffer = torch.zeros(compute_buffer_numel(self.main_params), dtype=self.main_params[0].dtype, device=device)
+            for shard, average in zip(self.shards, build_flat_views(buffer, self.main_params), strict=True):
                 shard.average = average
         casts_on_host = self.main_params[0] is not self.shards[0].weights and device.type == "cpu"
         max_elements = _BATCH_ELEMENTS * torch.get_num_threads() if casts_on_host and rule.elementwise else math.inf
@@ -102,7 +102,7 @@ class StatePlacement(ABC):
         def add_target(span: ParamSpan) -> Target:
             shard = self.shards[span.param_index]
 
-            per_element_names = {name for name in shard.moments if shard.state_shape(name) is PER_ELEMENT}
+            per_element_names = {name for name in shard.moments if shard.get_state_shape(name) is PER_ELEMENT}
             states = {name: span.of(state) if name in per_element_names else state for name, state in shard.moments.items()}
             norm_range = range(
                 max(shard.norm_range.start, span.start) - span.start, min(shard.norm_range.stop, span.stop) - span.start
@@ -138,8 +138,8 @@ class StatePlacement(ABC):
         together."""
 
     def update(self, update: Update) -> Iterator[None]:
-        """Update the shards once. The method is a generator that yields each time this rank has contributed to a round of
-        statistics, so that the caller can reduce them.
+        """Update the shards once. The method is a generator. It yields each time this rank has added its contributions to sums over
+        full parameters, so that the caller can all-reduce these sums.
 
         The new weights are ready for work that is issued to the current stream afterwards.
         """
@@ -165,19 +165,19 @@ class StatePlacement(ABC):
         """Return a function that starts to copy these spans of the main parameters to the model's weights."""
 
     def wait_for_copies(self) -> None:  # noqa: B027
-        """Ensure that work that is issued after this call reads the copied weights. On the device, the order of the stream ensures
-        this."""
+        """Ensure that work issued after this call reads the copied weights. On the device, the order of operations in the stream
+        ensures this."""
 
     def _build_averaging(self, spans: Sequence[ParamSpan], decay: float | None) -> Callable[[], None]:
         """Return a function that updates the moving averages from these spans of the main parameters."""
         if decay is None:
             return lambda: None
-        _, main_params = self._span_tensors(spans)
+        _, main_params = self._get_span_tensors(spans)
         averages = [span.of(average) for span in spans if (average := self.shards[span.param_index].average) is not None]
         return lambda: foreach_lerp_(averages, main_params, 1.0 - decay)
 
-    def _span_tensors(self, spans: Sequence[ParamSpan]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return, for these spans, views of the model's weights and views of the main parameters."""
+    def _get_span_tensors(self, spans: Sequence[ParamSpan]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return views of the model's weights and views of the main parameters, for these ranges of the main parameters."""
         shard_spans = [(self.shards[span.param_index], span) for span in spans]
         return [span.of(shard.weights) for shard, span in shard_spans], [span.of(shard.main_param) for shard, span in shard_spans]
 
@@ -211,15 +211,15 @@ class OnDevice(StatePlacement):
         weights."""
         if not self._has_copies:
             return lambda: None
-        weights, main_params = self._span_tensors(spans)
+        weights, main_params = self._get_span_tensors(spans)
         return lambda: foreach_copy_(weights, main_params)
 
 
 class OnHost(StatePlacement):
     """Main parameters and optimizer states in host memory. Main parameters are copies even if the dtypes agree.
 
-    They are not pinned, because they are never copied to the device themselves, and torch rounds the size of pinned memory up to a
-    power of two.
+    Their memory is not pinned, because they are never copied to the device themselves. Torch also rounds the size of pinned memory
+    up to a power of two.
     """
 
     def __init__(
@@ -238,9 +238,9 @@ class OnHost(StatePlacement):
         self._wait_for_copy: Callable[[], None] | None = None
         self._device_grads = [shard.grad for shard in shards]
         buffer = torch.empty(
-            buffer_numel(self._device_grads), dtype=self._device_grads[0].dtype, pin_memory=transfer.uses_pinned_memory
+            compute_buffer_numel(self._device_grads), dtype=self._device_grads[0].dtype, pin_memory=transfer.uses_pinned_memory
         )
-        self._host_grads = flat_views(buffer, self._device_grads)
+        self._host_grads = build_flat_views(buffer, self._device_grads)
         super().__init__(shards, copy_weights(shards), self._host_grads, rule, get_group, context, statistics, ema_decay, qk_clip)
         group.on_reduced.append(self._start_copy)
 
@@ -254,9 +254,10 @@ class OnHost(StatePlacement):
         self._wait_for_copy = None
 
     def build_copy(self, spans: Sequence[ParamSpan]) -> Callable[[], None]:
-        """Return a function that casts the spans to the model's dtype and starts to copy them to the device."""
-        weights, main_params = self._span_tensors(spans)
-        self._transfer.reserve(buffer_numel(weights) * weights[0].itemsize)
+        """Return a function that casts these spans of the main parameters to the model's dtype and starts to copy them to the
+        device."""
+        weights, main_params = self._get_span_tensors(spans)
+        self._transfer.reserve(compute_buffer_numel(weights) * weights[0].itemsize)
         return lambda: self._transfer.copy_to_device(main_params, weights)
 
     @property
@@ -288,7 +289,7 @@ class HostTransfer:
         self._next_buffer = 0
 
     def reserve(self, num_bytes: int) -> None:
-        """Make each buffer at least `num_bytes` large. No copy of weights may be in flight."""
+        """Make each host buffer for weights at least `num_bytes` large. No copy of weights may be in flight."""
         if self.buffers[0].numel() < num_bytes:
             self.buffers = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.uses_pinned_memory) for _ in self.buffers]
 
@@ -311,7 +312,7 @@ class HostTransfer:
         """
         buffer_index, self._next_buffer = self._next_buffer, 1 - self._next_buffer
         self._buffer_free[buffer_index].synchronize()
-        staging = flat_views(self.buffers[buffer_index].view(weights[0].dtype), weights)
+        staging = build_flat_views(self.buffers[buffer_index].view(weights[0].dtype), weights)
         foreach_copy_(staging, list(main_params))
         self._to_device_stream.wait_stream(self._streams.current_stream(self._device))  # it may still read the old weights
         with self._streams.stream(self._to_device_stream):
@@ -319,7 +320,7 @@ class HostTransfer:
             self._buffer_free[buffer_index].record(self._to_device_stream)
 
     def wait_for_copies(self) -> None:
-        """Let the current stream wait for all copies to the device."""
+        """Let the current stream wait for all copies of weights to the device."""
         self._streams.current_stream(self._device).wait_stream(self._to_device_stream)
 
 
@@ -327,9 +328,9 @@ def select_offloaded(sizes: Mapping[str, int], fraction: float) -> set[str]:
     """Select the shards whose state is in host memory, so that they have about the requested fraction of all elements. Shards are
     not divided.
 
-    First, select the largest shards as long as they fit. Then add or remove single shards as long as the result comes closer to the
-    fraction. Among shards of equal size, the first name counts as the largest, so that the result is deterministic: states of
-    equally large shards may have different sizes.
+    First, select the largest shards as long as they fit. Then add or remove single shards as long as the selected share comes
+    closer to the fraction. Among shards of equal size, the first name counts as the largest. This makes the selection
+    deterministic, because states of equally large shards may have different sizes.
 
     Args:
         sizes: number of elements of each shard by the name of its parameter, in any order.
@@ -383,7 +384,7 @@ def copy_weights(shards: Sequence[Shard], device: torch.device | None = None) ->
         device: device of the copies; None for host memory.
     """
     weights = [shard.weights for shard in shards]
-    views = flat_views(torch.empty(buffer_numel(weights), dtype=shards[0].grad.dtype, device=device), weights)
+    views = build_flat_views(torch.empty(compute_buffer_numel(weights), dtype=shards[0].grad.dtype, device=device), weights)
     for view, weight in zip(views, weights, strict=True):
         view.copy_(weight)
     return views
@@ -400,7 +401,7 @@ def allocate_states(
         for state in rule.states(shard.record):
             shards_by_state.setdefault(state, []).append(shard)
     for state, state_shards in shards_by_state.items():
-        sizes = [state.max_numel(shard.record, context.axis_sizes, shard.main_param.numel()) for shard in state_shards]
+        sizes = [state.compute_max_numel(shard.record, context.axis_sizes, shard.main_param.numel()) for shard in state_shards]
         offsets = list(itertools.accumulate((align_numel(size) for size in sizes), initial=0))
         buffer = torch.zeros(offsets[-1], dtype=state.dtype or main_params[0].dtype, device=main_params[0].device)
         for shard, offset, size in zip(state_shards, offsets, sizes, strict=False):
@@ -408,12 +409,12 @@ def allocate_states(
             shard.state_shapes[state.name] = state.shape
 
 
-def buffer_numel(tensors: Sequence[torch.Tensor]) -> int:
-    """Return the number of elements of a buffer for these flat tensors, each padded to the alignment."""
+def compute_buffer_numel(tensors: Sequence[torch.Tensor]) -> int:
+    """Return the number of elements of a buffer for these flat tensors, each padded to the alignment of tensors in buffers."""
     return sum(align_numel(tensor.numel()) for tensor in tensors)
 
 
-def flat_views(buffer: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return views of a buffer with the lengths of these flat tensors, at the offsets that `buffer_numel` assumes."""
+def build_flat_views(buffer: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return views of a buffer with the lengths of these flat tensors, at the offsets that `compute_buffer_numel` assumes."""
     offsets = itertools.accumulate((align_numel(tensor.numel()) for tensor in like), initial=0)
     return [buffer[offset : offset + tensor.numel()] for offset, tensor in zip(offsets, like, strict=False)]

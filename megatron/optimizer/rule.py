@@ -1,8 +1,8 @@
 """Update rules: the interface between the sharded optimizer and an algorithm such as AdamW. AdamW itself is also here.
 
 A rule declares its optimizer states and its statistics of full parameters (such as norms), and builds the functions that update.
-The parameter group (`spec/groups.py`) and the record of a parameter select its rule. An optimizer may therefore treat some
-parameters differently, as Muon leaves vectors and embeddings to AdamW.
+The parameter group (`spec/groups.py`) and the record of a parameter (its name, shape and sharding) select its rule. An optimizer
+may therefore treat some parameters differently, as Muon leaves vectors and embeddings to AdamW.
 
 A rule updates targets: the main parameters of this rank, each with its parameter's record and group. `Update.rate` and
 `Update.decay` give the group's learning rate and weight decay. A rule does not depend on how states are sharded, reduced, gathered,
@@ -14,8 +14,8 @@ A target is a flat view of a main parameter and its gradient, or of any part of 
 as Muon, runs a computation on all ranks of a stage (`StageUpdate`).
 
 Torch's fused kernels are called directly because an update in host memory calls them for a few hundred thousand elements at a time.
-At this size, the bookkeeping of `torch.optim.AdamW.step` takes a third as long as the kernel, because the data evicts it from the
-cache.
+At this size, the bookkeeping of `torch.optim.AdamW.step` takes a third as long as the kernel, because the kernel's data evicts the
+bookkeeping's data from the CPU cache.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Target:
     norm_range: range
     """Indices in `main` of the elements that this rank contributes to sums over the full parameter."""
     shard_boundaries: tuple[int, ...]
-    """Elements of this rank's flattened parameter at which another rank's shard starts (see `ParamPartition`)."""
+    """Indices of this rank's flattened local parameter at which another rank's shard starts (see `ParamPartition`)."""
     statistics: Mapping[str, torch.Tensor]
     """Statistics of the full parameter (such as norms) that `UpdateRule.statistics` declares, by name."""
 
@@ -74,11 +74,11 @@ class Update:
     step: int
     """Number of the update, starting at 1."""
     group_rates: Mapping[LearningRateBounds, float] = field(default_factory=dict)
-    """Current learning rates of the parameter groups whose bounds differ from --lr and --min-lr."""
+    """Current learning rates of the parameter groups whose bounds differ from --lr and --min-lr, by these bounds."""
     _scalars: dict[tuple[float, torch.device], torch.Tensor] = field(default_factory=dict)
 
-    def scalar(self, value: float, device: torch.device) -> torch.Tensor:
-        """Return a float32 scalar on a device. Each value is created once and cached."""
+    def get_scalar(self, value: float, device: torch.device) -> torch.Tensor:
+        """Return `value` as a float32 scalar tensor on a device. Each value is created once and cached."""
         if (value, device) not in self._scalars:
             self._scalars[value, device] = torch.full((), value, dtype=torch.float32, device=device)
         return self._scalars[value, device]
@@ -102,7 +102,7 @@ to `Target.statistics` and yields. When it continues, `Target.statistics` has th
 
 @dataclass(frozen=True)
 class StateSpec:
-    """Specification of an optimizer state that a rule keeps for a parameter."""
+    """Name, shape and dtype of an optimizer state that an update rule keeps for a parameter."""
 
     name: str
     """Name of the state. A checkpoint stores it as `<name>.<parameter>`."""
@@ -111,32 +111,36 @@ class StateSpec:
     dtype: torch.dtype | None = None
     """Dtype of the state; None for the dtype of the main parameter."""
 
-    def max_numel(self, record: ParamRecord, axis_sizes: dict[str, int], numel: int) -> int:
-        """Return the number of elements to allocate for a shard of `numel` elements. It is the same on all ranks.
+    def compute_max_numel(self, record: ParamRecord, axis_sizes: dict[str, int], numel: int) -> int:
+        """Return the number of elements of this state to allocate for a shard of `numel` parameter elements. It is the same on all
+        ranks.
 
         Args:
-            record: record of the parameter.
+            record: global shape of the parameter, and how ranks split it.
             axis_sizes: number of ranks along each axis.
         """
-        return self.shape.max_numel(record.shape, record.local_shape(axis_sizes), numel)
+        return self.shape.compute_max_numel(record.shape, record.get_local_shape(axis_sizes), numel)
 
-    def num_bytes(self, record: ParamRecord, axis_sizes: dict[str, int], numel: int, main_dtype: torch.dtype) -> tuple[int, int]:
-        """Return the allocated bytes for a shard of `numel` elements, and how many of these bytes are padding.
+    def compute_num_bytes(
+        self, record: ParamRecord, axis_sizes: dict[str, int], numel: int, main_dtype: torch.dtype
+    ) -> tuple[int, int]:
+        """Return the bytes of this state to allocate for a shard of `numel` parameter elements, and how many of these bytes are
+        padding.
 
         Args:
-            record: record of the parameter.
+            record: global shape of the parameter, and how ranks split it.
             axis_sizes: number of ranks along each axis.
             main_dtype: dtype of the main parameter.
         """
-        numel_max = self.max_numel(record, axis_sizes, numel)
+        numel_max = self.compute_max_numel(record, axis_sizes, numel)
         itemsize = (self.dtype or main_dtype).itemsize
         return align_numel(numel_max) * itemsize, (align_numel(numel_max) - numel_max) * itemsize
 
 
 class StageUpdate(ABC):
-    """Computation that all ranks of a stage run together to update parameters, for rules that need full matrices.
+    """Computation that all ranks of a pipeline stage run together to update parameters, for rules that need full matrices.
 
-    It runs after each rank has added its gradients to its optimizer states.
+    The computation runs after each rank has added its gradients to its optimizer states.
     """
 
     @property
@@ -146,7 +150,7 @@ class StageUpdate(ABC):
 
     @abstractmethod
     def run(self, update: Update) -> None:
-        """Update the main parameters of this rank's targets. All ranks of the stage must call this together."""
+        """Update this rank's main parameters. All ranks of the stage must call this together."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,7 @@ class StageUpdateSize:
     """Memory and traffic of a `StageUpdate`, the same on all ranks of a stage."""
 
     buffer_bytes: int = 0
-    """Bytes of device memory."""
+    """Bytes of device memory for the buffers of the computation."""
     max_sent_bytes: int = 0
     """Bytes that a rank sends in an update; the maximum over the ranks."""
     statistics_bytes: int = 0
@@ -162,13 +166,13 @@ class StageUpdateSize:
     tied_statistics_bytes: int = 0
     """Bytes that the first and the last stage exchange, for statistics of tied parameters."""
 
-    def plus(self, size: StageUpdateSize) -> StageUpdateSize:
-        """Return the sum of both sizes, field by field."""
+    def add(self, size: StageUpdateSize) -> StageUpdateSize:
+        """Return the sum of this object and `size`, field by field."""
         return StageUpdateSize(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(size)))
 
 
 class UpdateRule(ABC):
-    """Algorithm that updates parameters, such as AdamW: its optimizer states, and the functions that update."""
+    """Algorithm that updates parameters, such as AdamW: declares its optimizer states, and builds the functions that update."""
 
     has_stage_update = False
     """Whether all ranks of a stage compute a part of the update together. If so, an updater is a generator that yields before this
@@ -184,17 +188,17 @@ class UpdateRule(ABC):
         return tuple(StateSpec(name) for name in self.moments)
 
     def statistics(self, param: ParamPartition, context: ParallelContext) -> StatisticsRounds:
-        """Return the statistics of a full parameter (such as norms) that an update needs, one list for each round of reductions.
-        Statistics of the second round may depend on results of the first.
+        """Return the statistics (sums or maxima over a full parameter, such as norms) that an update needs, one list for each round
+        of reductions. Statistics of the second round may depend on results of the first.
 
-        The result may depend on the layout and the shape of the parameter, but not on values.
+        The returned lists may depend on the layout and the shape of the parameter, but not on its values.
         """
         return ()
 
     def build_stage_update(
         self, targets: Sequence[Target], params: Sequence[ParamPartition], context: ParallelContext
     ) -> StageUpdate:
-        """Build the computation that all ranks of a stage run together. Only for rules that need full matrices.
+        """Build the computation that all ranks of a pipeline stage run together. Only for rules that need full matrices.
 
         Args:
             targets: main parameters of this rank with their gradients and states; each target has all elements of its shard.
@@ -202,13 +206,14 @@ class UpdateRule(ABC):
         """
         raise NotImplementedError
 
-    def stage_update_size(self, params: Sequence[ParamPartition], context: ParallelContext) -> StageUpdateSize:
-        """Return the memory and traffic of the `StageUpdate` for these parameters."""
+    def compute_stage_update_size(self, params: Sequence[ParamPartition], context: ParallelContext) -> StageUpdateSize:
+        """Return the memory and traffic of the computation that all ranks of a stage run together for these parameters. Both are 0
+        for rules that need no full matrices."""
         return StageUpdateSize()
 
     @abstractmethod
     def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
-        """Build the updater: the function that updates the main parameters and states of the targets in place.
+        """Build the function that updates the targets (main parameters with their gradients and states) in place.
 
         Raises:
             ValueError: a package that the settings need is not installed.
@@ -217,8 +222,8 @@ class UpdateRule(ABC):
 
 @dataclass(frozen=True)
 class TensorLists:
-    """Everything that the optimizer updates in one parameter group, as one list of tensors per type (main parameters, gradients,
-    states). Foreach and fused kernels take such lists."""
+    """Main parameters, gradients and states of one parameter group, as one list of tensors for each of these types. Foreach and
+    fused kernels take such lists."""
 
     group: ParamGroup
     main_params: list[torch.Tensor]
@@ -247,7 +252,8 @@ def build_tensor_lists(targets: Sequence[Target], moments: Sequence[str]) -> lis
 def fused(
     targets: Sequence[Target], moments: Sequence[str], kernel: Callable[[TensorLists, Update, torch.Tensor | None], None]
 ) -> Updater:
-    """Build an updater that calls a fused torch kernel. All tensors of the targets are on one device and in one dtype.
+    """Build a function that updates the targets by a fused torch kernel. All tensors of the targets must be on one device and in
+    one dtype.
 
     Args:
         moments: names of the states, in the order in which the kernel takes them.
@@ -263,15 +269,15 @@ def fused(
                 if lists.grads[0].dtype == torch.float64:  # a float32 scalar is too coarse for float64
                     foreach_mul_(lists.grads, update.grad_factor)
                 else:
-                    scale = update.scalar(1.0 / update.grad_factor, lists.grads[0].device)
+                    scale = update.get_scalar(1.0 / update.grad_factor, lists.grads[0].device)
             kernel(lists, update, scale)
 
     return step
 
 
 def scaled(targets: Sequence[Target], moments: Sequence[str], kernel: Callable[[TensorLists, Update], None]) -> Updater:
-    """Build an updater that first unscales and clips the gradients, and then calls operations on lists of tensors. All tensors of
-    the targets are on one device and in one dtype.
+    """Build a function that unscales and clips the gradients of the targets, and then calls operations on lists of tensors. All
+    tensors of the targets must be on one device and in one dtype.
 
     Multiplying the gradients by `Update.grad_factor` costs an extra pass over their memory.
 
@@ -291,8 +297,8 @@ def scaled(targets: Sequence[Target], moments: Sequence[str], kernel: Callable[[
 
 
 def wrap_torch_optimizer(targets: Sequence[Target], optimizer: torch.optim.Optimizer) -> Updater:
-    """Build an updater from a `torch.optim.Optimizer`, which reads gradients from `.grad` and keeps its states in
-    `optimizer.state`.
+    """Build a function that updates the targets by a `torch.optim.Optimizer`. The optimizer reads gradients from `.grad` and keeps
+    its states in `optimizer.state`.
 
     Multiplying the gradients by `Update.grad_factor` (unscaling and clipping) costs an extra pass over their memory.
 
@@ -341,8 +347,8 @@ def load_apex_optimizer(name: str) -> Any:
         from apex import optimizers
     except ImportError as error:
         raise ValueError(
-            "--use-apex, but NVIDIA apex is not installed (the package named apex on the Python index is another project). "
-            "Leave the flag out: torch's fused optimizers do the same."
+            "--use-apex is set, but NVIDIA apex is not installed (the package named apex on PyPI is another project). "
+            "Leave the flag out: torch's fused optimizers compute the same updates."
         ) from error
     return getattr(optimizers, name)
 
@@ -359,7 +365,7 @@ class AdamW(UpdateRule):
         self._uses_apex = config.use_apex
 
     def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
-        """Build the updater from torch's fused AdamW or, with --use-apex, from NVIDIA apex."""
+        """Build the function that updates the targets by torch's fused AdamW or, with --use-apex, by NVIDIA apex."""
         if self._uses_apex:
             return wrap_torch_optimizer(
                 targets, load_apex_optimizer("FusedAdam")(build_param_groups(targets), adam_w_mode=True, lr=0.0)
@@ -368,7 +374,7 @@ class AdamW(UpdateRule):
 
     def _kernel(self, lists: TensorLists, update: Update, grad_scale: torch.Tensor | None) -> None:
         """Call torch's fused AdamW. The kernel reads the step of each tensor from a scalar on the tensor's device."""
-        step = update.scalar(float(update.step), lists.main_params[0].device)
+        step = update.get_scalar(float(update.step), lists.main_params[0].device)
         first, second = lists.moments
         fused_adamw_(
             lists.main_params,

@@ -1,4 +1,4 @@
-"""Table of update rules by the value of --optimizer, and which parameters use which rule. AdamW is in `rule.py`."""
+"""Table of update rules by the value of --optimizer, and the choice of the rule for each parameter. AdamW is in `rule.py`."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class ExpertCountsRule(UpdateRule):
     """Update rule for vectors that are updated from the number of tokens per expert instead of a gradient, such as the router's
     expert bias.
 
-    `CountUpdate` defines the update, and `RouterTracker.excess_load` provides the load of each expert. Learning rate, weight decay
-    and clipping do not apply.
+    `CountUpdate` defines the update, and `RouterTracker.compute_excess_load` provides the load of each expert. Learning rate,
+    weight decay and clipping do not apply.
     """
 
     def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
-        """Build the updater: the function that updates the main parameters of the targets in place."""
+        """Build the function that updates the targets (main parameters of vectors such as the router's expert bias) in place."""
 
         def apply_counts(update: Update) -> None:
             for target in targets:
@@ -76,7 +76,7 @@ class SGD(UpdateRule):
         self.moments = ("momentum_buffer",) if config.sgd_momentum else ()
 
     def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
-        """Build the updater from torch's fused SGD or, with --use-apex, from NVIDIA apex."""
+        """Build the function that updates the targets by torch's fused SGD or, with --use-apex, by NVIDIA apex."""
         if self._uses_apex:
             return wrap_torch_optimizer(
                 targets, load_apex_optimizer("FusedSGD")(build_param_groups(targets), lr=0.0, momentum=self._momentum)
@@ -110,7 +110,7 @@ class Lion(UpdateRule):
         self._betas = config.lion_beta1, config.lion_beta2
 
     def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
-        """Build the updater: the function that updates the main parameters and momentum of the targets in place."""
+        """Build the function that updates the targets (main parameters with their gradients and momentum) in place."""
         return scaled(targets, self.moments, self._kernel)
 
     def _kernel(self, lists: TensorLists, update: Update) -> None:
@@ -125,8 +125,9 @@ class Lion(UpdateRule):
 class AdEMAMix(UpdateRule):
     """AdamW with a second, slow moving average of the gradients (Pagliardini et al. 2024, algorithm 1).
 
-    The update is (m / (1 - beta1^t) + alpha slow) / (sqrt(v / (1 - beta2^t)) + eps). During the warm-up, alpha grows linearly from
-    0. The decay rate of the slow average grows from beta1 to beta3 so that its half-life, ln(1/2) / ln(rate), grows linearly.
+    The update is (m / (1 - beta1^t) + alpha * slow) / (sqrt(v / (1 - beta2^t)) + eps), where m and v are AdamW's moments, slow is
+    the slow average and t the number of the update. During the warm-up, alpha grows linearly from 0. The decay rate of the slow
+    average grows from beta1 to beta3 so that its half-life, ln(1/2) / ln(rate), grows linearly.
     """
 
     moments = ("exp_avg", "exp_avg_sq", "exp_avg_slow")
@@ -136,13 +137,13 @@ class AdEMAMix(UpdateRule):
         self._warmup = config.ademamix_warmup_iters or 0
 
     def make(self, targets: Sequence[Target], context: ParallelContext) -> Updater:
-        """Build the updater: the function that updates the main parameters and moments of the targets in place."""
+        """Build the function that updates the targets (main parameters with their gradients and moments) in place."""
         return scaled(targets, self.moments, self._kernel)
 
     def _kernel(self, lists: TensorLists, update: Update) -> None:
         rate, (beta1, beta2), step = update.rate(lists.group), lists.group.betas, update.step
         (fast, second, slow), grads = lists.moments, lists.grads
-        alpha, beta3 = self._slow_schedule(step, beta1)
+        alpha, beta3 = self._compute_slow_schedule(step, beta1)
         foreach_lerp_(fast, grads, 1.0 - beta1)
         foreach_lerp_(slow, grads, 1.0 - beta3)
         foreach_mul_(second, beta2)
@@ -156,8 +157,8 @@ class AdEMAMix(UpdateRule):
         foreach_mul_(lists.main_params, 1.0 - rate * update.decay(lists.group))
         foreach_addcdiv_(lists.main_params, steps, grads, value=-rate)
 
-    def _slow_schedule(self, step: int, beta1: float) -> tuple[float, float]:
-        """Return the weight alpha and the decay rate of the slow average for an update."""
+    def _compute_slow_schedule(self, step: int, beta1: float) -> tuple[float, float]:
+        """Return alpha (the weight of the slow average) and the decay rate of the slow average, for update number `step`."""
         if step >= self._warmup:
             return self._alpha, self._beta3
         progress = step / self._warmup
@@ -172,12 +173,13 @@ RuleSelector = Callable[[ParamRecord], UpdateRule]
 
 
 def use_for_all(rule: UpdateRule) -> RuleSelector:
-    """Return a selector that uses one rule for every parameter."""
+    """Return a function that selects the same update rule for every parameter."""
     return lambda record: rule
 
 
 def use_by_param_type(vector_rule: UpdateRule, matrix_rule: UpdateRule) -> RuleSelector:
-    """Return a selector that uses one rule for biases and the weights of norms, and another rule for matrices and tables."""
+    """Return a function that selects one update rule for biases and the weights of norms, and another rule for matrices and
+    embedding tables."""
     return lambda record: vector_rule if record.param_type == "vector" else matrix_rule
 
 
@@ -219,7 +221,8 @@ def register_optimizer(
 
 
 def build_rule_selector(config: OptimizerConfig) -> RuleSelector:
-    """Return a function that selects the update rule of each parameter by the optimizer of its parameter group.
+    """Return a function that selects the update rule of each parameter by the optimizer of its parameter group. Vectors that are
+    updated from token counts get `ExpertCountsRule`.
 
     The returned function raises a ValueError if no module has registered the optimizer.
     """

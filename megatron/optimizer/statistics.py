@@ -1,10 +1,10 @@
 """Statistics of full parameters, such as the row sums of a matrix, for update rules that need more than the elements of their
 shard.
 
-A rule declares its statistics in rounds. In each round, every rank writes the contribution of its own elements. One all-reduce over
-the tensor and data ranks then combines the contributions of all parameters, so the number of collectives does not grow with the
-number of parameters. Every rank reads the result for the full parameter. Updates that use these statistics therefore do not depend
-on the layout.
+A rule declares its statistics as one or several lists, one list for each round of reductions. In each round, every rank writes the
+contribution of its own elements. One all-reduce over the tensor and data ranks then combines the contributions of all parameters,
+so the number of collectives does not grow with the number of parameters. Every rank reads the result for the full parameter.
+Updates that use these statistics therefore do not depend on the layout.
 
 For sums, each element of the model contributes exactly once: on the rank that counts the element in the global gradient norm. All
 ranks of a stage arrange the statistics in memory in the same way.
@@ -51,7 +51,8 @@ StatisticsFunction = Callable[[ParamPartition], StatisticsRounds]
 
 @dataclass(frozen=True)
 class StatisticsBufferPlan:
-    """Plan of one flat buffer, which holds statistics of several parameters and is reduced by one collective."""
+    """Layout of one flat buffer for statistics (sums or maxima over full parameters) of several parameters. One collective reduces
+    the buffer."""
 
     statistics: tuple[tuple[ParamPartition, Statistic], ...]
     """Each statistic with its parameter, in the order of the buffer. Tied parameters come first."""
@@ -65,7 +66,7 @@ class StatisticsBufferPlan:
 
     @property
     def tied_numel(self) -> int:
-        """Number of elements, at the start of the buffer, for parameters that another stage holds too."""
+        """Number of elements, at the start of the buffer, for tied parameters, which another pipeline stage holds too."""
         return self.offsets[sum(param.is_tied_across_stages for param, _ in self.statistics)]
 
     @property
@@ -73,16 +74,17 @@ class StatisticsBufferPlan:
         """Size of the buffer in bytes."""
         return self.offsets[-1] * self.dtype.itemsize
 
-    def sent_bytes(self, num_ranks: int) -> tuple[int, int]:
-        """Return how many bytes a rank sends: in a ring all-reduce over `num_ranks` ranks, and between the first and the last
-        stage."""
+    def count_sent_bytes(self, num_ranks: int) -> tuple[int, int]:
+        """Return how many bytes a rank sends to reduce the buffer: in a ring all-reduce over `num_ranks` ranks, and between the
+        first and the last pipeline stage."""
         return 2 * (num_ranks - 1) * self.offsets[-1] // num_ranks * self.dtype.itemsize, self.tied_numel * self.dtype.itemsize
 
 
 def plan_statistics_buffers(
     params: Sequence[ParamPartition], get_statistics: StatisticsFunction
 ) -> list[list[StatisticsBufferPlan]]:
-    """Plan the buffers of each round of reductions: one buffer for each combination of dtype and reduction (sum or maximum).
+    """Plan the buffers for statistics (sums or maxima over full parameters) in each round of reductions. There is one buffer for
+    each combination of dtype and reduction (sum or maximum).
 
     Args:
         params: parameters of the stage, in an order that is the same on all of its ranks.
@@ -107,8 +109,8 @@ def plan_statistics_buffers(
 
 
 class ParamStatistics:
-    """Statistics of all parameters of a stage, in buffers that are allocated once. Update rules add this rank's contributions, and
-    one collective per buffer reduces the contributions of all ranks.
+    """Statistics (sums or maxima over full parameters) of all parameters of a stage, in buffers that are allocated once. Update
+    rules add this rank's contributions, and one collective per buffer reduces the contributions of all ranks.
 
     Args:
         params: parameters of all shards of the stage, in an order that is the same on all of its ranks.
@@ -150,13 +152,13 @@ class ParamStatistics:
         return self._boundaries.get(param_name, ())
 
     def reset(self) -> None:
-        """Set all statistics to zero at the start of an update."""
+        """Set the statistics of all parameters to zero at the start of an update."""
         for buffer in self.buffers:
             buffer.zero_()
 
     def reduce_round(self, round_index: int) -> None:
         """Reduce the statistics of one round over the ranks that hold elements of the parameters. All ranks of the stage must call
-        this together."""
+        this method together."""
         group, pipeline_ends = self._context.group("tp", *GRADIENT_AXES), self._context.pipeline_ends
         for statistics_buffer in self._rounds[round_index]:
             all_reduce(statistics_buffer.data, group, statistics_buffer.op)
@@ -175,7 +177,7 @@ class ParamStatistics:
 
 @dataclass(frozen=True)
 class _StatisticsBuffer:
-    """Flat buffer of statistics on this rank, which one collective reduces."""
+    """Flat buffer for statistics (sums or maxima over full parameters) on this rank, which one collective reduces."""
 
     data: torch.Tensor
     tied_numel: int
@@ -197,7 +199,7 @@ class _StatisticsBuffer:
 _ROW = 4096
 
 
-def squared_norms(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+def compute_squared_norms(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return the sum of squares of each tensor, float64 [len(tensors)] on `device`.
 
     Args:
@@ -207,21 +209,21 @@ def squared_norms(tensors: Sequence[torch.Tensor], device: torch.device) -> torc
     if not tensors:
         return torch.zeros(0, dtype=torch.float64, device=device)
     if len(cuda_indices) == len(tensors):
-        return _fused_squared_norms(tensors)
+        return _compute_fused_squared_norms(tensors)
     host_indices = [index for index, tensor in enumerate(tensors) if tensor.device.type != "cuda"]
-    host_norms = torch.stack([_squared_norm(tensors[index]) for index in host_indices]).to(device, non_blocking=True)
+    host_norms = torch.stack([_compute_squared_norm(tensors[index]) for index in host_indices]).to(device, non_blocking=True)
     if not cuda_indices:
         return host_norms
     norms = dict(zip(host_indices, host_norms.unbind(), strict=True))
-    norms |= zip(cuda_indices, _fused_squared_norms([tensors[index] for index in cuda_indices]).unbind(), strict=True)
+    norms |= zip(cuda_indices, _compute_fused_squared_norms([tensors[index] for index in cuda_indices]).unbind(), strict=True)
     return torch.stack([norms[index] for index in range(len(tensors))])  # indexing with a list would make the host wait
 
 
-def _fused_squared_norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _compute_fused_squared_norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(foreach_norm(list(tensors))).double().square_()  # the kernel sums in a tree
 
 
-def _squared_norm(tensor: torch.Tensor) -> torch.Tensor:
+def _compute_squared_norm(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.reshape(-1)
     num_full = flat.numel() // _ROW * _ROW
     row_norms = torch.linalg.vector_norm(flat[:num_full].view(-1, _ROW), dim=1).double()
