@@ -1,7 +1,7 @@
 """Blends: samples drawn from several datasets by weight.
 
-A formula gives the dataset of each sample directly from the sample's index. It is exact for any index and needs no state and no
-tables.
+A formula gives the dataset of each sample directly from the sample's index. The formula needs no state and no tables, and is exact
+for any index.
 """
 
 from __future__ import annotations
@@ -24,38 +24,41 @@ _SHARE_SCALE = 1 << 2 * _HALF_BITS
 
 
 class BlendOrder(Protocol):
-    """Interface that assigns each sample of a blend to a dataset. Within a dataset, samples come in the dataset's own order."""
+    """Order of the samples of a blend, a weighted mixture of datasets: decides from which dataset each sample comes. Within a
+    dataset, samples come in the dataset's own order."""
 
     weights: list[float]
     """Fraction of the samples that comes from each dataset. The fractions sum to 1."""
 
     def locate(self, sample_indices: NDArray[np.integer]) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
-        """Return the dataset of each sample, and the sample's index within that dataset.
+        """Return the index of the dataset from which each sample comes, and the sample's index within that dataset.
 
         Raises:
             ValueError: the blend ends before one of the samples.
         """
 
-    def counts(self, num_samples: int) -> list[int]:
+    def count_samples(self, num_samples: int) -> list[int]:
         """Return how many of the first `num_samples` samples come from each dataset."""
 
 
 class Blend(BlendOrder):
-    """Blend order for any number of samples. A binary tree, whose leaves are the datasets, divides the samples: each sample goes
-    from the root to one dataset.
+    """Blend order for any number of samples. A binary tree whose leaves are the datasets divides the samples: each sample goes from
+    the root to one dataset.
 
-    A node sends the fraction a of its samples to its left child. Sample i goes left if floor((i + 1) a + 1/2) > floor(i a + 1/2),
-    where a is a multiple of 2**-62. Of the first n samples of the node, floor(n a + 1/2) go left, which differs from n a by at most
-    half a sample.
+    A node sends the fraction a of its samples to its left child, where a is a multiple of 2**-62. Sample i of the node goes left if
+    floor((i + 1) * a + 1/2) > floor(i * a + 1/2). Of the node's first n samples, floor(n * a + 1/2) go left. This number differs
+    from n * a by at most half a sample.
 
-    Error bound: the tree joins the two smallest weights first, as a Huffman code does. So the weights of the nodes above a dataset
-    grow at least like Fibonacci numbers. The error of a node, half a sample, reaches a dataset multiplied by the dataset's share of
-    the node. So the number of a dataset's samples among the first n differs from n times its weight by at most half the sum of the
-    reciprocal Fibonacci numbers, 3.36 / 2 = 1.68 samples, for any n and any number of datasets. This holds exactly for weights that
-    are multiples of 2**-62. Rounding to floating point changes weights by about 2**-53, which is far less than a sample in any run.
+    Error bound: the number of a dataset's samples among the first n differs from n times its weight by at most 1.68 samples. This
+    holds for any n and any number of datasets. The tree joins the two smallest weights first, as a Huffman code does. So the
+    weights of the nodes above a dataset grow at least like Fibonacci numbers. The error of a node, half a sample, reaches a dataset
+    multiplied by the dataset's share of the node. The total error is therefore at most half the sum of the reciprocal Fibonacci
+    numbers, 3.36 / 2 = 1.68 samples. The bound holds exactly for weights that are multiples of 2**-62. Rounding to floating point
+    changes weights by about 2**-53, which is far less than a sample in any run.
 
     Args:
-        weights: finite, not negative, not all 0. Only their ratios matter. A dataset of weight 0 is never read.
+        weights: weight of each dataset: finite, not negative, not all 0. Only their ratios matter. A dataset of weight 0 is never
+            read.
 
     Raises:
         ValueError: the weights do not satisfy these conditions.
@@ -85,7 +88,7 @@ class Blend(BlendOrder):
             pending.append((node.right, rows[~is_left], (node_indices - num_left)[~is_left]))
         return datasets, indices
 
-    def counts(self, num_samples: int) -> list[int]:
+    def count_samples(self, num_samples: int) -> list[int]:
         counts = [0] * len(self.weights)
         pending = [(self._root, num_samples)]
         while pending:
@@ -100,19 +103,19 @@ class Blend(BlendOrder):
 
 @dataclass(frozen=True)
 class _Node:
-    """Inner node of the binary tree of a `Blend`, which divides its samples between two children."""
+    """Inner node of the binary tree of a `Blend`: divides the samples that reach it between its two children."""
 
     left: _Node | int
     """Left child: a node, or the index of a dataset."""
     right: _Node | int
-    """Right child: a node, or the index of a dataset. It gets the remaining samples."""
+    """Right child, which gets the samples that do not go left: a node, or the index of a dataset."""
     left_share: int
     """Share of samples that go to the left child, in units of 2**-62; at most a half."""
 
     def count_left(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many of the first `counts` samples go left: floor(count * left_share / 2**62 + 1/2).
+        """Return how many of the node's first `counts` samples go to the left child: floor(count * left_share / 2**62 + 1/2).
 
-        The product is computed in halves of 31 bits, which cannot overflow int64.
+        The product is computed in halves of 31 bits, so that it cannot overflow int64.
         """
         count_high, count_low = counts >> _HALF_BITS, counts & _LOW_MASK
         high, low = self.left_share >> _HALF_BITS, self.left_share & _LOW_MASK
@@ -129,12 +132,12 @@ def check_weights(weights: Sequence[float]) -> None:
     for i, weight in enumerate(weights):
         if not (math.isfinite(weight) and weight >= 0):
             raise ValueError(
-                f"the weight of dataset {i + 1} of {len(weights)} is {weight}.\n  Weights are finite numbers of 0 or more."
+                f"the weight of dataset {i + 1} of {len(weights)} is {weight}.\n  A weight must be a finite number of 0 or more."
             )
     if not sum(weights) > 0:
         raise ValueError(
             f"no dataset has a weight above 0 (weights: {', '.join(map(str, weights)) or 'none'}).\n"
-            "  Give at least one dataset a weight."
+            "  Give at least one dataset a weight above 0."
         )
 
 
@@ -160,11 +163,11 @@ def _build_tree(weights: Sequence[float]) -> _Node | int:
 
 
 class BlendedDataset(SampleSource):
-    """Sample source that draws its samples from several other sources.
+    """Sample source for a blend of datasets: each sample comes from one of several sources.
 
     Args:
-        sources: sources with the same sequence length.
-        blend: assignment of samples to sources.
+        sources: one source for each dataset of the blend. All have the same sequence length.
+        blend: decides from which source each sample comes.
         first_sample: index of the blend's first sample in the run. It is above 0 if the run had another blend before.
     """
 
@@ -173,36 +176,41 @@ class BlendedDataset(SampleSource):
         self._sources, self._blend, self._first_sample = sources, blend, first_sample
         self.seq_length = sources[0].seq_length
 
-    def samples(self, first: int, count: int) -> NDArray[np.int64]:
+    def get_samples(self, first: int, count: int) -> NDArray[np.int64]:
         samples = np.empty((count, self.seq_length + 1), dtype=np.int64)
-        for rows, source, source_first, source_count in self._samples_by_source(first, count):
-            samples[rows] = source.samples(source_first, source_count)
+        for rows, source, source_first, source_count in self._iter_samples_by_source(first, count):
+            samples[rows] = source.get_samples(source_first, source_count)
         return samples
 
-    def marks(self, first: int, count: int) -> NDArray[np.uint8] | None:
+    def get_marks(self, first: int, count: int) -> NDArray[np.uint8] | None:
         all_marks = np.full((count, self.seq_length + 1), DEFAULT_MARKS, dtype=MARK_TYPE)
         has_marks = False
-        for rows, source, source_first, source_count in self._samples_by_source(first, count):
-            if (marks := source.marks(source_first, source_count)) is not None:
+        for rows, source, source_first, source_count in self._iter_samples_by_source(first, count):
+            if (marks := source.get_marks(source_first, source_count)) is not None:
                 all_marks[rows], has_marks = marks, True
         return all_marks if has_marks else None
 
-    def _samples_by_source(self, first: int, count: int) -> Iterator[tuple[NDArray[np.bool_], SampleSource, int, int]]:
-        """Yield, for each source that has samples in the range: a mask of its samples within the range, the source, the index of
-        its first sample, and the number of its samples."""
+    def _iter_samples_by_source(self, first: int, count: int) -> Iterator[tuple[NDArray[np.bool_], SampleSource, int, int]]:
+        """Divide the `count` samples from `first` on by their source. For each source that has any of them, yield:
+
+        - a mask [count] of the samples that come from this source,
+        - the source,
+        - the index of the first of these samples within the source,
+        - the number of these samples.
+        """
         datasets, indices = self._blend.locate(np.arange(first, first + count) - self._first_sample)
         for dataset in np.unique(datasets).tolist():
             is_selected = datasets == dataset  # samples of one source; their indices within it are consecutive
             yield is_selected, self._sources[dataset], int(indices[is_selected][0]), int(is_selected.sum())
 
-    def lineage(self, sample_index: int) -> list[DocumentSpan]:
+    def get_lineage(self, sample_index: int) -> list[DocumentSpan]:
         datasets, indices = self._blend.locate(np.array([sample_index - self._first_sample]))
-        return self._sources[int(datasets[0])].lineage(int(indices[0]))
+        return self._sources[int(datasets[0])].get_lineage(int(indices[0]))
 
     def describe(self, num_samples: int) -> list[str]:
         num_samples -= self._first_sample
         lines = []
-        for source, weight, count in zip(self._sources, self._blend.weights, self._blend.counts(num_samples), strict=True):
+        for source, weight, count in zip(self._sources, self._blend.weights, self._blend.count_samples(num_samples), strict=True):
             first_line, *further_lines = source.describe(count)
             share = f"{weight:.4%} of the blend: {count:,} of {num_samples:,} samples" if weight else "weight 0, never read"
             lines += [f"{first_line}; {share}", *(further_lines if weight else [])]

@@ -13,7 +13,14 @@ from megatron.config.imports import import_object
 from megatron.data.blend import Blend, BlendedDataset
 from megatron.data.gpt_dataset import GPTDataset, PackedDataset
 from megatron.data.history import BlendEntry, Blending, LengthPeriod, Phase, find_earlier_periods, merge_batch_phases
-from megatron.data.indexed_dataset import DatasetError, IndexedDataset, fingerprint, has_loss_mask, loss_mask_prefix, open_loss_mask
+from megatron.data.indexed_dataset import (
+    DatasetError,
+    IndexedDataset,
+    fingerprint,
+    get_loss_mask_prefix,
+    has_loss_mask,
+    open_loss_mask,
+)
 from megatron.data.indexed_writer import open_index_cache
 from megatron.data.samples import DocumentRules, SampleSource
 from megatron.data.splits import DataSplit
@@ -35,14 +42,14 @@ def open_split(
     tokenizer: Tokenizer,
     datasets_by_prefix: dict[str, IndexedDataset],
 ) -> SplitData:
-    """Open the datasets of a split.
+    """Open the datasets of one split (training, validation or test).
 
     Args:
         split: 0 training, 1 validation, 2 test.
-        datasets_by_prefix: datasets that are already open. Datasets that this call opens are added.
+        datasets_by_prefix: datasets that are already open, by path without .bin and .idx. Datasets that this call opens are added.
 
     Raises:
-        ValueError: the settings name no dataset, the value of a flag is not a blend, or a file is damaged.
+        ValueError: the settings name no dataset, a flag is not a list of datasets with optional weights, or a file is damaged.
     """
     has_per_split_data, per_split = read_split_blends(config)
     weighted_prefixes = per_split[split]
@@ -70,7 +77,11 @@ def _open_components(
     order: DataOrder,
     seq_length: int,
 ) -> list[Component]:
-    """Open the datasets of a blend, select the documents of each that belong to the split, and determine the weights.
+    """Open the datasets of a blend, select the documents of each that belong to the split, and determine each dataset's weight.
+
+    Args:
+        split: index of the split: 0 training, 1 validation, 2 test.
+        split_shares: value of --split, by which the splits share a dataset; None if each split has its own datasets.
 
     Raises:
         DatasetError: a dataset occurs twice. Both copies would yield the same samples in the same order.
@@ -89,7 +100,7 @@ def _open_components(
             if split_shares is None
             else split_document_ranges(split_shares, dataset.num_documents)[split]
         )
-        samples_per_epoch = max(dataset.num_tokens(documents) - 1, 0) // seq_length  # the number of samples in an epoch
+        samples_per_epoch = max(dataset.count_tokens(documents) - 1, 0) // seq_length  # the number of samples in an epoch
         components.append(Component(dataset, documents, float(samples_per_epoch) if weighted.weight is None else weighted.weight))
     if len(components) > 1 and order != "megatron":  # Megatron-LM accepts repeated datasets
         first_prefixes: dict[str, str] = {}
@@ -98,17 +109,18 @@ def _open_components(
             if content_hash in first_prefixes:
                 raise DatasetError(
                     f"the blend contains one dataset twice, as {first_prefixes[content_hash]} and {prefix}: each sample would be "
-                    "read twice.\n  Name it once, with the sum of the weights."
+                    "read twice.\n  Name the dataset once, with the sum of the weights."
                 )
             first_prefixes[content_hash] = prefix
     return components
 
 
 def _open_loss_masks(components: list[Component], split: int, config: DataConfig) -> list[Component]:
-    """Open the loss masks of datasets (--data-loss-mask). All tokens of datasets without a mask count in the loss.
+    """Return the datasets with their loss masks opened, if --data-loss-mask is set. All tokens of datasets without a mask count in
+    the loss.
 
     Raises:
-        DatasetError: no dataset has a mask.
+        DatasetError: --data-loss-mask is set, but no dataset has a mask.
     """
     has_masks = [has_loss_mask(component.dataset.prefix) for component in components]
     split_name = SPLIT_NAMES[split]
@@ -120,8 +132,10 @@ def _open_loss_masks(components: list[Component], split: int, config: DataConfig
     if not any(has_masks):
         prefix = components[0].dataset.prefix
         raise DatasetError(
-            f"--data-loss-mask: no dataset of the {split_name} split has a loss mask (such as {loss_mask_prefix(prefix)}.idx).\n"
-            "  tools/preprocess_data.py --chat-template writes it; or leave the flag out, so that every token counts."
+            f"--data-loss-mask: no dataset of the {split_name} split has a loss mask "
+            f"(such as {get_loss_mask_prefix(prefix)}.idx).\n"
+            "  Write the mask with tools/preprocess_data.py --chat-template, or leave the flag out, so that "
+            "every token counts in the loss."
         )
     for component, has_mask in zip(components, has_masks, strict=True):
         if not has_mask:
@@ -134,7 +148,7 @@ def _open_loss_masks(components: list[Component], split: int, config: DataConfig
 
 @dataclass(frozen=True)
 class Component:
-    """Dataset of a blend, restricted to the documents of one split."""
+    """Dataset of a blend, restricted to the documents of one split (training, validation or test)."""
 
     dataset: IndexedDataset
     documents: range
@@ -142,12 +156,15 @@ class Component:
     """Weight from the flags, or the number of samples in an epoch if the flags give no weights. Only the ratios in a blend
     matter."""
     marks: IndexedDataset | None = None
-    """Loss mask of the dataset (--data-loss-mask): one byte per token, see `open_loss_mask`."""
+    """Loss mask of the dataset (--data-loss-mask), with one byte per token (see `open_loss_mask`); None if all tokens count in
+    the loss."""
 
     def blend_entry(self, *, whole_documents: bool = False) -> BlendEntry:
-        """Return the entry of this dataset in the history of the run (`history.py`).
+        """Return a description of this dataset (path, fingerprint, documents and weight) for the data history that checkpoints
+        contain.
 
-        With `whole_documents`, the fingerprint differs, because samples of complete documents are not the samples of windows.
+        With `whole_documents`, the fingerprint is different. Samples of complete documents are not the samples of windows, so a run
+        cannot continue from one to the other.
         """
         first, count = self.documents.start, len(self.documents)
         content = fingerprint(self.dataset) + (WHOLE_DOCUMENTS_SUFFIX if whole_documents else "")
@@ -155,18 +172,18 @@ class Component:
 
 
 class SplitData(DataSplit):
-    """Data of one split: a blend of indexed datasets."""
+    """Data of one split (training, validation or test): a blend of indexed datasets."""
 
     components: tuple[Component, ...]
 
-    def warnings(self, rules: DocumentRules) -> list[str]:
+    def find_warnings(self, rules: DocumentRules) -> list[str]:
         """Return a warning for each dataset whose documents seem to have no end-of-document token."""
         unmasked = [] if self.config.whole_documents else [component for component in self.components if component.marks is None]
         texts = (find_missing_ends(component.dataset, component.documents, rules) for component in unmasked)
         return [text for text in texts if text is not None]
 
     def build_source(self, num_samples: int, phases: Sequence[Phase] = (), *, num_consumed: int | None = None) -> SampleSource:
-        """Build the source of the split's samples. `DataSplit.build_source` describes the arguments."""
+        """Build the source of the split's samples. The arguments are those of `DataSplit.build_source`."""
         if self.config.data_order == "megatron":
             return self._build_megatron_source(num_samples, num_samples if num_consumed is None else num_consumed)
         earlier_periods = [find_earlier_periods(phases, entry) if phases else [] for entry in self.blend_entries()]
@@ -180,7 +197,15 @@ class SplitData(DataSplit):
         return BlendedDataset(sources, Blend([component.weight for component in self.components]), first_sample=first_sample)
 
     def _build_megatron_source(self, num_samples: int, num_consumed: int) -> SampleSource:
-        """Build the source for --data-order megatron, with Megatron-LM's blend if the split has several datasets."""
+        """Build the source for --data-order megatron, with Megatron-LM's blend if the split has several datasets.
+
+        Args:
+            num_samples: number of samples of the run, on which Megatron-LM's order depends.
+            num_consumed: number of these samples that are read.
+
+        Raises:
+            DatasetError: a blend without weights ends before `num_consumed` samples.
+        """
         if self.blending == "none":
             return self._build_dataset(self.components[0], num_samples=num_samples)
         weights = [component.weight for component in self.components]
@@ -206,7 +231,15 @@ class SplitData(DataSplit):
     def _build_dataset(
         self, component: Component, *, num_samples: int | None = None, earlier_periods: Sequence[LengthPeriod] = ()
     ) -> GPTDataset | PackedDataset:
-        """Build the samples of one dataset: windows, or complete documents with --whole-documents."""
+        """Build the sample source of one dataset. The samples are windows, or complete documents with --whole-documents.
+
+        Args:
+            num_samples: number of samples of the run, on which Megatron-LM's order depends; None for one epoch.
+            earlier_periods: number of samples that the run has already read from the dataset, for each sequence length in turn.
+
+        Raises:
+            DatasetError: --whole-documents is set and the sequence length has changed.
+        """
         if self.config.whole_documents:
             if other_lengths := [period.seq_length for period in earlier_periods if period.seq_length != self.seq_length]:
                 raise DatasetError(
@@ -249,8 +282,8 @@ consists of several texts."""
 
 
 def find_missing_ends(dataset: IndexedDataset, documents: range, rules: DocumentRules) -> str | None:
-    """Return a warning if document rules are enabled (such as --reset-attention-mask) but documents have no end-of-document token;
-    else None.
+    """Return a warning if a flag that acts at the ends of documents is set (such as --reset-attention-mask) but documents have no
+    end-of-document token; else None.
 
     The check reads up to 64 documents, evenly spread over the range.
     """

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron.data.history import LengthPeriod, merge_periods
 from megatron.data.indexed_writer import IndexCache
-from megatron.data.samples import DOCUMENT_ORDER, UNREAD_WINDOW_ORDER, WINDOW_ORDER, Key, permutation
+from megatron.data.samples import DOCUMENT_ORDER, UNREAD_WINDOW_ORDER, WINDOW_ORDER, Key, compute_permutation
 from megatron.data.windows import (
     DocumentLayout,
     Intervals,
@@ -23,56 +23,58 @@ from megatron.data.windows import (
     SamplePosition,
     Selection,
     Windows,
+    compute_window_offsets,
     cut_windows,
     lay_out,
-    window_offsets,
 )
 
 _MAX_DROPPED_SHARE = 0.05
 
 
 class PartialRead(NamedTuple):
-    """Samples of an unfinished epoch that a run has read with one sequence length."""
+    """Number of samples of an unfinished epoch that a run has read with one sequence length."""
 
     period_index: int
-    """Index of the `LengthPeriod` in which the samples were read."""
+    """Index of the `LengthPeriod` (part of the run with one sequence length) in which the samples were read."""
     seq_length: int
     num_samples: int
 
 
 @dataclass(frozen=True)
 class EpochStart:
-    """Epoch with which a `LengthPeriod` starts, and the samples of this epoch that earlier periods have read."""
+    """State in which a `LengthPeriod` (part of the run with one sequence length) starts: the current epoch, and the samples of this
+    epoch that earlier periods have read."""
 
     epoch: int
     partial_reads: tuple[PartialRead, ...]
-    """Samples of this epoch that earlier periods have read. Empty if the period starts a new epoch."""
+    """Samples of this epoch that earlier periods have read, one entry for each period. Empty if the period starts a new
+    epoch."""
     period_index: int
-    """Index of the `LengthPeriod` that starts."""
+    """Index of the period that starts, in the order of the run."""
 
 
 class EpochOrder(SampleOrder):
     """Order of samples in which each epoch is shuffled separately, and epochs follow each other without end.
 
     In each epoch, the documents are permuted pseudo-randomly by (seed, split, epoch) and cut into windows that overlap by one
-    token, so that every token but the first is a label once. Then the windows are permuted by the same values. The last tokens of
-    the epoch, too few for a window, are left out. These are different tokens in each epoch.
+    token, so that every token but the first is a label once. Then the windows are permuted by the same three numbers. The last
+    tokens of the epoch, too few for a window, are left out. These are different tokens in each epoch.
 
     Args:
         selection: documents to order. They must have enough tokens for a window.
-        earlier: samples that the run has already read from these documents, by sequence length.
-        cache: cache of document layouts and windows.
+        earlier: number of samples that the run has already read from these documents, for each sequence length in turn.
+        cache: file cache for the arrays of document layouts and windows.
     """
 
     def __init__(self, selection: Selection, *, earlier: Sequence[LengthPeriod], cache: IndexCache) -> None:
         self._selection = selection
         self._cache = cache
-        self.samples_per_epoch = self._windows_per_epoch(selection.seq_length)
+        self.samples_per_epoch = self._count_windows_per_epoch(selection.seq_length)
         periods = merge_periods(earlier)
         # If the last period had this sequence length, the order continues that period.
         self._offset = periods.pop().num_samples if periods and periods[-1].seq_length == selection.seq_length else 0
         self._start = self._start_after(periods)
-        self._num_resumed = self._num_unread_windows(self._start, selection.seq_length) if self._start.partial_reads else 0
+        self._num_resumed = self._count_unread_windows(self._start, selection.seq_length) if self._start.partial_reads else 0
 
     def locate(self, sample_index: int) -> SamplePosition:
         sample_index, first_full_epoch = sample_index + self._offset, self._start.epoch
@@ -83,7 +85,7 @@ class EpochOrder(SampleOrder):
         epochs, position = divmod(sample_index, self.samples_per_epoch)
         return SamplePosition(first_full_epoch + epochs, position, self.samples_per_epoch - position)
 
-    def index(self, pass_index: int) -> PassIndex:
+    def get_index(self, pass_index: int) -> PassIndex:
         selection = self._selection
         epoch_start = self._start if pass_index == self._start.epoch else EpochStart(pass_index, (), 0)
         window_key = (
@@ -92,7 +94,7 @@ class EpochOrder(SampleOrder):
             *map(tuple, epoch_start.partial_reads),
         )
 
-        def key() -> tuple[object, ...]:
+        def build_key() -> tuple[object, ...]:
             return (
                 selection.dataset.digest,
                 selection.documents.start,
@@ -103,12 +105,12 @@ class EpochOrder(SampleOrder):
             )
 
         layout_arrays = self._cache.get(
-            "documents", ("sequences", "starts"), key, len(selection.documents), lambda: self._lay_out_documents(pass_index)
+            "documents", ("sequences", "starts"), build_key, len(selection.documents), lambda: self._lay_out_documents(pass_index)
         )
         interval_starts, first_windows, order = self._cache.get(
             "windows",
             ("begins", "firsts", "order"),
-            lambda: (*key(), *window_key),
+            lambda: (*build_key(), *window_key),
             self.samples_per_epoch,
             lambda: self._cut_unread(epoch_start)[:3],
         )
@@ -117,7 +119,8 @@ class EpochOrder(SampleOrder):
     def describe(self, num_samples: int) -> list[str]:
         num_leftover = self._selection.num_tokens - 1 - self.samples_per_epoch * self._selection.seq_length
         lines = [
-            f"epochs {self._epochs_before(0):.2f} to {self._epochs_before(num_samples):.2f} of {self.samples_per_epoch:,} samples "
+            f"epochs {self._count_epochs_before(0):.2f} to {self._count_epochs_before(num_samples):.2f} "
+            f"of {self.samples_per_epoch:,} samples "
             f"({num_leftover:,} tokens of each left out: less than a sample)"
         ]
         if self._start.partial_reads:
@@ -126,7 +129,7 @@ class EpochOrder(SampleOrder):
                 for partial_read in self._start.partial_reads
             )
             num_remaining = self._num_resumed * self._selection.seq_length
-            num_dropped = self._unread_intervals(self._start).num_predicted - num_remaining
+            num_dropped = self._compute_unread_intervals(self._start).num_predicted - num_remaining
             lines.append(
                 f"epoch {self._start.epoch:,}: {partial_text} were read; {self._num_resumed:,} samples of "
                 f"{self._selection.seq_length} tokens remain, and {num_dropped:,} tokens "
@@ -139,7 +142,7 @@ class EpochOrder(SampleOrder):
                 )
         return lines
 
-    def _epochs_before(self, sample_index: int) -> float:
+    def _count_epochs_before(self, sample_index: int) -> float:
         """Return the number of epochs that are read before a sample. The number may be fractional."""
         position = self.locate(sample_index)
         if self._start.partial_reads and position.pass_index == self._start.epoch:
@@ -151,62 +154,67 @@ class EpochOrder(SampleOrder):
         return position.pass_index + position.position / self.samples_per_epoch
 
     def _lay_out_documents(self, epoch: int) -> DocumentLayout:
-        documents = permutation(
+        documents = compute_permutation(
             len(self._selection.documents), (DOCUMENT_ORDER, self._selection.seed, self._selection.split, epoch)
         )
         if self._selection.documents.start:
             documents = documents + documents.dtype.type(self._selection.documents.start)
         return lay_out(self._selection.dataset, documents)
 
-    def _windows_per_epoch(self, seq_length: int) -> int:
-        """Return the number of windows in an epoch that is read with one sequence length."""
+    def _count_windows_per_epoch(self, seq_length: int) -> int:
+        """Return the number of windows in a complete epoch for a sequence length."""
         return (self._selection.num_tokens - 1) // seq_length
 
     def _cut_unread(self, epoch_start: EpochStart) -> Windows:
-        """Cut the unread tokens of an epoch into windows."""
+        """Cut the unread tokens of an epoch into windows of the current sequence length."""
         return cut_windows(
-            self._unread_intervals(epoch_start),
+            self._compute_unread_intervals(epoch_start),
             self._selection.seq_length,
-            self._permutation_key(epoch_start.epoch, epoch_start.period_index if epoch_start.partial_reads else 0),
+            self._build_permutation_key(epoch_start.epoch, epoch_start.period_index if epoch_start.partial_reads else 0),
         )
 
-    def _num_unread_windows(self, epoch_start: EpochStart, seq_length: int) -> int:
-        """Return the number of windows with `seq_length` in the unread tokens of an epoch."""
-        return int(window_offsets(self._unread_intervals(epoch_start), seq_length)[1][-1])
+    def _count_unread_windows(self, epoch_start: EpochStart, seq_length: int) -> int:
+        """Return how many windows for `seq_length` the unread tokens of an epoch yield."""
+        return int(compute_window_offsets(self._compute_unread_intervals(epoch_start), seq_length)[1][-1])
 
-    def _unread_intervals(self, epoch_start: EpochStart) -> Intervals:
-        """Return the tokens of an epoch that are not in `partial_reads`."""
+    def _compute_unread_intervals(self, epoch_start: EpochStart) -> Intervals:
+        """Return the ranges of an epoch's tokens that earlier periods (parts of the run with other sequence lengths) have not
+        read."""
         unread = Intervals(np.array([0], np.int64), np.array([self._selection.num_tokens], np.int64))
         for i, partial_read in enumerate(epoch_start.partial_reads):
             unread = cut_windows(
-                unread, partial_read.seq_length, self._permutation_key(epoch_start.epoch, partial_read.period_index if i else 0)
-            ).unread_intervals(partial_read.num_samples)
+                unread,
+                partial_read.seq_length,
+                self._build_permutation_key(epoch_start.epoch, partial_read.period_index if i else 0),
+            ).compute_unread_intervals(partial_read.num_samples)
         return unread
 
-    def _permutation_key(self, epoch: int, period_index: int) -> Key:
-        """Return the key (integers that determine the random permutation) of the windows of an epoch. If the windows are cut from
-        the complete epoch, `period_index` is 0. If they are cut from its unread tokens, it is the index of the period that reads
-        them.
+    def _build_permutation_key(self, epoch: int, period_index: int) -> Key:
+        """Return the key (integers that determine the random permutation) of the windows of an epoch.
+
+        Args:
+            period_index: 0 if the windows are cut from the complete epoch. If they are cut from the tokens that earlier sequence
+                lengths left unread, index of the `LengthPeriod` that reads them.
         """
         if not period_index:
             return (WINDOW_ORDER, self._selection.seed, self._selection.split, epoch)
         return (UNREAD_WINDOW_ORDER, self._selection.seed, self._selection.split, epoch, period_index)
 
     def _start_after(self, earlier: Sequence[LengthPeriod]) -> EpochStart:
-        """Return the epoch, and the tokens of it that are already read, with which a period starts that follows the periods in
-        `earlier`."""
+        """Return the state after the periods in `earlier`: the current epoch, and the samples of this epoch that these periods have
+        read. A period is a part of the run with one sequence length."""
         epoch_start = EpochStart(0, (), 0)
         for period_index, period in enumerate(earlier):
             num_samples, epoch, partial_reads = period.num_samples, epoch_start.epoch, epoch_start.partial_reads
             if partial_reads:
-                num_unread = self._num_unread_windows(epoch_start, period.seq_length)
+                num_unread = self._count_unread_windows(epoch_start, period.seq_length)
                 if num_samples < num_unread:
                     epoch_start = EpochStart(
                         epoch, (*partial_reads, PartialRead(period_index, period.seq_length, num_samples)), period_index + 1
                     )
                     continue
                 num_samples, epoch = num_samples - num_unread, epoch + 1
-            epochs, num_partial = divmod(num_samples, self._windows_per_epoch(period.seq_length))
+            epochs, num_partial = divmod(num_samples, self._count_windows_per_epoch(period.seq_length))
             partial_reads = (PartialRead(period_index, period.seq_length, num_partial),) if num_partial else ()
             epoch_start = EpochStart(epoch + epochs, partial_reads, period_index + 1)
         return epoch_start

@@ -22,27 +22,47 @@ from megatron.data.epoch_order import EpochOrder
 from megatron.data.history import LengthPeriod
 from megatron.data.indexed_dataset import MARK_TYPE, DatasetError, IndexedDataset
 from megatron.data.indexed_writer import IndexCache
-from megatron.data.samples import DOCUMENT_END, DOCUMENT_ORDER, IN_LOSS, WINDOW_ORDER, DocumentSpan, SampleSource, permutation
-from megatron.data.windows import PassIndex, SampleOrder, Selection, SequenceSpans, TokenReader, lay_out, read_spans, window_spans
+from megatron.data.samples import (
+    DOCUMENT_END,
+    DOCUMENT_ORDER,
+    IN_LOSS,
+    WINDOW_ORDER,
+    DocumentSpan,
+    SampleSource,
+    compute_permutation,
+)
+from megatron.data.windows import (
+    PassIndex,
+    SampleOrder,
+    Selection,
+    SequenceSpans,
+    TokenReader,
+    compute_window_spans,
+    lay_out,
+    read_spans,
+)
 
 
 class GPTDataset(SampleSource):
     """Sample source over one split of an indexed dataset. Samples are windows over the documents, which are laid end to end.
 
     Args:
-        dataset, documents, split, seed, seq_length: dataset, its documents of the split, and order and length of samples (see
-            `Selection`).
+        dataset: indexed dataset.
+        documents: consecutive documents of the dataset that belong to the split.
+        split: index of the split: 0 training, 1 validation, 2 test.
+        seed: seed of the order of samples.
+        seq_length: number of tokens that the model reads per sample. A window has one token more, for the last label.
         vocab_size: upper bound of token ids, exclusive.
         order: "epoch" for `EpochOrder`, which has no end, or "megatron" for `MegatronOrder`.
-        num_samples: number of samples of the run, on which Megatron's order depends; None for one epoch.
-        earlier: samples that the run has already read from this split, at other sequence lengths (epoch order only). The first
-            sample after these has index 0.
+        num_samples: number of samples of the run, on which Megatron-LM's order depends; None for one epoch.
+        earlier: number of samples that the run has already read from this split, for each sequence length in turn (epoch order
+            only). The first sample after these has index 0.
         cache: cache of large indexes; None for no cache.
         marks: loss mask of the dataset, one byte per token (see `open_loss_mask`); None if all tokens count in the loss.
 
     Raises:
         DatasetError: the split is shorter than one window.
-        ValueError: the sequence length changes in Megatron's order.
+        ValueError: the sequence length changes in Megatron-LM's order.
     """
 
     def __init__(
@@ -77,7 +97,7 @@ class GPTDataset(SampleSource):
         else:
             order_class = import_object("megatron_lab.data_tools.megatron_order:MegatronOrder")
             self.order = order_class(self.selection, num_samples=num_samples, cache=cache)
-        self._passes = PassCache(self.order.index)
+        self._passes = PassCache(self.order.get_index)
         self._tokens = TokenReader(dataset, vocab_size)
 
     @property
@@ -85,12 +105,12 @@ class GPTDataset(SampleSource):
         """Number of samples in one pass over the split."""
         return self.order.samples_per_epoch
 
-    def samples(self, first: int, count: int) -> NDArray[np.int64]:
+    def get_samples(self, first: int, count: int) -> NDArray[np.int64]:
         samples = np.empty((count, self.seq_length + 1), dtype=np.int64)
         self._fill_rows(samples, first, self._tokens.read)
         return samples
 
-    def marks(self, first: int, count: int) -> NDArray[np.uint8] | None:
+    def get_marks(self, first: int, count: int) -> NDArray[np.uint8] | None:
         if (marks := self._marks) is None:
             return None
         rows = np.empty((count, self.seq_length + 1), dtype=MARK_TYPE)
@@ -98,12 +118,12 @@ class GPTDataset(SampleSource):
         return rows
 
     def _fill_rows(self, rows: NDArray[Any], first: int, read_values: Callable[[SequenceSpans], NDArray[np.integer]]) -> None:
-        """Fill each row with the values of one sample.
+        """Fill each row with the values (tokens or loss-mask bytes) of one sample.
 
         Args:
             rows: array to fill, [samples, seq_length + 1].
             first: index of the first sample.
-            read_values: returns the values of a sample's spans in the dataset: tokens, or bytes of the loss mask.
+            read_values: reads ranges of the dataset's sequences and returns their values, concatenated.
         """
         count, length = rows.shape
         batch_size, row = max(1, _MAX_BATCH_TOKENS // length), 0
@@ -112,20 +132,20 @@ class GPTDataset(SampleSource):
             layout, windows = self._passes.get(position.pass_index)
             stop = row + min(position.num_remaining, count - row, batch_size)
             starts = windows.starts(windows.order[position.position : position.position + stop - row])
-            rows[row:stop] = read_values(window_spans(layout, starts, length)).reshape(-1, length)
+            rows[row:stop] = read_values(compute_window_spans(layout, starts, length)).reshape(-1, length)
             row = stop
 
-    def lineage(self, sample_index: int) -> list[DocumentSpan]:
+    def get_lineage(self, sample_index: int) -> list[DocumentSpan]:
         dataset, position = self.selection.dataset, self.order.locate(sample_index)
         layout, windows = self._passes.get(position.pass_index)
-        sequence_spans = window_spans(
+        sequence_spans = compute_window_spans(
             layout, windows.starts(windows.order[position.position : position.position + 1]), self.seq_length + 1
         )
         spans: list[DocumentSpan] = []
         for sequence, first, count in zip(*(array.tolist() for array in sequence_spans), strict=True):
             if not count:
                 continue
-            document = dataset.document_of(sequence)
+            document = dataset.find_document(sequence)
             num_preceding = dataset.lengths[dataset.document_index[document] : sequence].sum(dtype=np.int64)
             span = DocumentSpan(dataset.prefix, document, int(num_preceding) + first, count)
             last = spans[-1] if spans else None
@@ -151,8 +171,8 @@ _MAX_CACHED_PASSES = 2  # prefetching reads the next epoch before the current ep
 
 
 class PassCache:
-    """Cache of the indexes (document layout and windows) of the two most recently used passes over the data. An index is built when
-    it is first needed.
+    """Cache of the indexes of the two most recently used passes over the data. The index of a pass gives the order of its documents
+    and windows. An index is built when it is first needed.
 
     Threads that need the same pass wait for the thread that builds its index. Other threads continue to read.
     """
@@ -163,7 +183,7 @@ class PassCache:
         self._passes: OrderedDict[int, _CachedPass] = OrderedDict()
 
     def get(self, pass_index: int) -> PassIndex:
-        """Return the index of a pass, and build it if it is not in the cache."""
+        """Return the index of a pass (the layout of its documents, and its windows). Build it if it is not in the cache."""
         with self._lock:
             cached = self._passes.get(pass_index)
             if cached is None:
@@ -196,12 +216,12 @@ def _check_size(selection: Selection, seq_length: int) -> None:
     """
     dataset, split = selection.dataset, selection.split
     if selection.num_tokens <= seq_length:
-        advice = f", give this split data of its own ({_PATH_FLAGS[split]}), or do without evaluation (--eval-iters 0)."
+        advice = f", give this split its own data ({_PATH_FLAGS[split]}), or do without evaluation (--eval-iters 0)."
         raise DatasetError(
             f"the {SPLIT_NAMES[split]} split of {dataset.prefix} has {len(selection.documents):,} of {dataset.num_documents:,} "
-            f"documents and {selection.num_tokens:,} tokens, but one sample needs {seq_length + 1:,} "
+            f"documents and {selection.num_tokens:,} tokens, but one sample needs {seq_length + 1:,} tokens "
             f"(--seq-length {seq_length} + 1).\n"
-            "  Give it a larger share with --split, use a dataset with more documents or a shorter --seq-length"
+            "  Give this split a larger share with --split, use a dataset with more documents or a shorter --seq-length"
             + (advice if split else ".")
         )
 
@@ -221,7 +241,7 @@ class PackingItems(NamedTuple):
     """Items to pack into samples. An item is a document, or a part of a document that is longer than a sample."""
 
     documents: NDArray[np.int64]
-    """Document of each item, as an index into the `lengths` from which the items were made."""
+    """Document of each item: its index in the `lengths` that `split_into_items` got."""
     starts: NDArray[np.int64]
     """First token of each item within its document."""
     lengths: NDArray[np.int64]
@@ -249,15 +269,18 @@ def split_into_items(lengths: NDArray[np.int64], sample_length: int) -> PackingI
     )
 
 
-def best_fit(lengths: NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """Pack items into bins of equal capacity by best-fit decreasing. Returns the items of each bin.
+def pack_best_fit(lengths: NDArray[np.int64], capacity: int) -> list[list[int]]:
+    """Pack items into bins of equal capacity by best-fit decreasing.
 
-    The longest items are packed first, and items of equal length in ascending order. Each item goes into the bin that has the least
-    remaining space among those with enough space.
+    The longest items are packed first, and items of equal length in the order of their index. Each item goes into the bin that has
+    the least remaining space among those with enough space.
 
     Args:
         lengths: length of each item.
         capacity: maximum total length of the items of a bin.
+
+    Returns:
+        for each bin, the indices of its items.
     """
     bins: list[list[int]] = []
     bins_by_space: dict[int, list[int]] = {}
@@ -284,8 +307,11 @@ class PackedDataset(SampleSource):
     """Sample source over one split of an indexed dataset. Each sample is packed from complete documents (--whole-documents).
 
     Args:
-        dataset, documents, split, seed, seq_length: dataset, its documents of the split, and order and length of samples (see
-            `Selection`).
+        dataset: indexed dataset.
+        documents: consecutive documents of the dataset that belong to the split.
+        split: index of the split: 0 training, 1 validation, 2 test.
+        seed: seed of the order of samples.
+        seq_length: number of tokens that the model reads per sample. A packed sample has one token more, for the last label.
         vocab_size: upper bound of token ids, exclusive.
         eod: end-of-document token, which also pads samples.
         num_consumed: number of samples that the run has already read. The first sample after these has index 0.
@@ -312,18 +338,18 @@ class PackedDataset(SampleSource):
         self.seq_length, self._eod, self._num_consumed, self._marks = seq_length, eod, num_consumed, marks
         self._tokens = TokenReader(dataset, vocab_size)
         # Shuffle, so that documents that are adjacent in the file do not end up in the same samples.
-        order = np.arange(documents.start, documents.stop)[permutation(len(documents), (DOCUMENT_ORDER, seed, split, 0))]
+        order = np.arange(documents.start, documents.stop)[compute_permutation(len(documents), (DOCUMENT_ORDER, seed, split, 0))]
         self._layout = lay_out(dataset, order)
         firsts = dataset.document_index[order]
         counts = dataset.document_index[order + 1] - firsts
         self._document_order, ends = order, np.cumsum(counts)
         self._starts = self._layout.starts[ends - counts]
         self._items = split_into_items(self._layout.starts[ends] - self._starts, seq_length + 1)
-        self._samples = best_fit(self._items.lengths, seq_length + 1)
+        self._samples = pack_best_fit(self._items.lengths, seq_length + 1)
         if not self._samples:
             raise DatasetError(
                 f"the {SPLIT_NAMES[split]} split of {dataset.prefix} has no document of two tokens or more.\n"
-                "  Give it a larger share with --split, or do without evaluation (--eval-iters 0)."
+                "  Give this split a larger share with --split, or do without evaluation (--eval-iters 0)."
             )
         self._epoch_order = functools.lru_cache(maxsize=2)(self._permute_samples)  # prefetching reads the next epoch early
 
@@ -332,35 +358,35 @@ class PackedDataset(SampleSource):
         """Number of samples in one pass over the split."""
         return len(self._samples)
 
-    def samples(self, first: int, count: int) -> NDArray[np.int64]:
+    def get_samples(self, first: int, count: int) -> NDArray[np.int64]:
         samples = np.full((count, self.seq_length + 1), self._eod, dtype=np.int64)
         for row, sample_index in zip(samples, range(first, first + count), strict=True):
             offset = 0
-            for item in self._items_of_sample(sample_index):
+            for item in self._get_items_of_sample(sample_index):
                 length = self._items.lengths[item]
-                row[offset : offset + length] = self._tokens.read(self._item_spans(item))
+                row[offset : offset + length] = self._tokens.read(self._get_item_spans(item))
                 offset += length
         return samples
 
-    def marks(self, first: int, count: int) -> NDArray[np.uint8]:
+    def get_marks(self, first: int, count: int) -> NDArray[np.uint8]:
         rows = np.zeros((count, self.seq_length + 1), dtype=MARK_TYPE)
         for row, sample_index in zip(rows, range(first, first + count), strict=True):
             offset = 0
-            for item in self._items_of_sample(sample_index):
+            for item in self._get_items_of_sample(sample_index):
                 item_marks = row[offset : offset + self._items.lengths[item]]
-                item_marks[:] = IN_LOSS if self._marks is None else read_spans(self._marks, self._item_spans(item)) & IN_LOSS
+                item_marks[:] = IN_LOSS if self._marks is None else read_spans(self._marks, self._get_item_spans(item)) & IN_LOSS
                 item_marks[0] &= ~MARK_TYPE(IN_LOSS)
                 item_marks[-1] |= DOCUMENT_END
                 offset += len(item_marks)
         return rows
 
-    def lineage(self, sample_index: int) -> list[DocumentSpan]:
+    def get_lineage(self, sample_index: int) -> list[DocumentSpan]:
         prefix, items = self.selection.dataset.prefix, self._items
         return [
             DocumentSpan(
                 prefix, int(self._document_order[items.documents[item]]), int(items.starts[item]), int(items.lengths[item])
             )
-            for item in self._items_of_sample(sample_index)
+            for item in self._get_items_of_sample(sample_index)
         ]
 
     def describe(self, num_samples: int) -> list[str]:
@@ -382,13 +408,13 @@ class PackedDataset(SampleSource):
         return [f"{SPLIT_NAMES[selection.split]}: {dataset.prefix}: {line}" for line in lines]
 
     def _permute_samples(self, epoch: int) -> NDArray[np.integer]:
-        return permutation(len(self._samples), (WINDOW_ORDER, self.selection.seed, self.selection.split, epoch))
+        return compute_permutation(len(self._samples), (WINDOW_ORDER, self.selection.seed, self.selection.split, epoch))
 
-    def _items_of_sample(self, sample_index: int) -> list[int]:
+    def _get_items_of_sample(self, sample_index: int) -> list[int]:
         epoch, position = divmod(self._num_consumed + sample_index, self.samples_per_epoch)
         return self._samples[self._epoch_order(epoch)[position]]
 
-    def _item_spans(self, item: int) -> SequenceSpans:
-        """Return the spans of an item's tokens in the dataset's sequences."""
+    def _get_item_spans(self, item: int) -> SequenceSpans:
+        """Return where the tokens of an item (a document or a part of one) are stored: ranges of the dataset's sequences."""
         start = self._starts[self._items.documents[item]] + self._items.starts[item]
-        return window_spans(self._layout, np.array([start]), int(self._items.lengths[item]))
+        return compute_window_spans(self._layout, np.array([start]), int(self._items.lengths[item]))

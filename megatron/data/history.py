@@ -22,7 +22,7 @@ distinguishes these types."""
 
 @dataclass(frozen=True)
 class BlendEntry:
-    """Dataset in a blend of training data, as the history of a run records it."""
+    """Description of one dataset of a training blend, for the data history that checkpoints contain."""
 
     prefix: str
     fingerprint: str
@@ -30,11 +30,11 @@ class BlendEntry:
     first_document: int
     num_documents: int
     weight: float
-    """Weight in the blend. Only the ratios within a phase matter."""
+    """Weight in the blend. Only the ratios between the weights of a blend matter."""
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """Identity of the documents in any run: dataset and range."""
+        """Identity of the dataset's documents in any run: fingerprint of the dataset, first document and number of documents."""
         return self.fingerprint, self.first_document, self.num_documents
 
 
@@ -68,15 +68,15 @@ class Phase:
     passed_over: int = 0
     """Number of samples, just before the phase, that were skipped after a loss spike and belong to no step."""
 
-    def settings(self) -> dict[str, Any]:
-        """Return the data settings by name. If one of them changes, a new phase starts."""
+    def get_settings(self) -> dict[str, Any]:
+        """Return the data settings of this phase by field name. If one of them changes, the run starts a new phase."""
         fields = {name: value for name, value in vars(self).items() if name not in _START_FIELDS}
         total = sum(entry.weight for entry in self.parts)
         return fields | {"parts": tuple((entry.key, entry.weight / total) for entry in self.parts)}
 
     def order_settings(self) -> dict[str, Any]:
         """Return the settings that determine the order of samples. These are all data settings except the batch size."""
-        return {name: value for name, value in self.settings().items() if name not in _BATCH_FIELDS}
+        return {name: value for name, value in self.get_settings().items() if name not in _BATCH_FIELDS}
 
     def to_json(self) -> dict[str, Any]:
         """Return the phase as JSON values for a checkpoint. Fields that earlier versions of this program do not know are left out
@@ -97,8 +97,9 @@ class Phase:
 
 
 def continue_phases(phases: Sequence[Phase], current: Phase) -> list[Phase]:
-    """Return the phases of a run that resumes from a checkpoint. `current` is added as a new phase if its settings differ from
-    those of the last phase.
+    """Return the phases (parts with constant data settings) of a run that resumes from a checkpoint.
+
+    `current` is added as a new phase if its settings differ from those of the last phase.
 
     Args:
         phases: phases up to the checkpoint.
@@ -107,7 +108,7 @@ def continue_phases(phases: Sequence[Phase], current: Phase) -> list[Phase]:
     earlier = [phase for phase in phases if phase.first_sample < current.first_sample]
     if not earlier:
         return [replace(current, first_iteration=0, first_sample=0)]  # nothing is read yet, or an older checkpoint has no history
-    if earlier[-1].settings() == current.settings():
+    if earlier[-1].get_settings() == current.get_settings():
         return [*earlier[:-1], replace(earlier[-1], parts=current.parts)]  # the files may have moved
     return [*earlier, current]
 
@@ -116,8 +117,8 @@ def count_tokens(phases: Sequence[Phase], num_samples: int, seq_length: int) -> 
     """Return the number of tokens in the first `num_samples` samples of a run, whose phases may have different sequence lengths.
 
     Args:
-        phases: phases up to these samples; empty if they are not known.
-        seq_length: tokens of a sample if there are no phases.
+        phases: parts of the run with constant data settings, up to these samples; empty if they are not known.
+        seq_length: tokens of a sample if `phases` is empty.
     """
     starts = [*(phase.first_sample for phase in phases), num_samples]
     lengths = [phase.seq_length for phase in phases]
@@ -128,7 +129,8 @@ def count_tokens(phases: Sequence[Phase], num_samples: int, seq_length: int) -> 
 
 
 def skip_samples(phases: Sequence[Phase], iteration: int, first_sample: int, num_samples: int) -> list[Phase]:
-    """Return the phases of a run that goes back to an earlier iteration and skips samples there.
+    """Return the phases (parts with constant data settings) of a run that goes back to an earlier iteration and skips samples
+    there.
 
     Skipped samples count as consumed: each dataset continues after them.
 
@@ -145,7 +147,8 @@ def skip_samples(phases: Sequence[Phase], iteration: int, first_sample: int, num
 
 
 def merge_batch_phases(phases: Sequence[Phase]) -> list[Phase]:
-    """Merge consecutive phases that differ only in the batch size, because the blend continues across them."""
+    """Merge consecutive phases of a run that differ only in the batch size. The batch size does not change the order of samples, so
+    the blend continues across these phases."""
     merged: list[Phase] = []
     for phase in phases:
         if not merged or merged[-1].order_settings() != phase.order_settings():
@@ -163,7 +166,7 @@ class LengthPeriod:
 
 
 def merge_periods(earlier: Sequence[LengthPeriod]) -> list[LengthPeriod]:
-    """Drop empty periods, and merge consecutive periods of equal sequence length."""
+    """Drop periods without samples, and merge consecutive periods of equal sequence length."""
     merged: list[LengthPeriod] = []
     for period in earlier:
         if merged and merged[-1].seq_length == period.seq_length:
@@ -174,12 +177,13 @@ def merge_periods(earlier: Sequence[LengthPeriod]) -> list[LengthPeriod]:
 
 
 def find_earlier_periods(phases: Sequence[Phase], entry: BlendEntry) -> list[LengthPeriod]:
-    """Return how many samples of one dataset the earlier phases have read, with which sequence lengths, in chronological order.
+    """Return how many samples of one dataset the earlier phases of a run have read, with which sequence lengths, in chronological
+    order.
 
     Only phases that have the same order and seed as the last phase count.
 
     Args:
-        phases: phases of the run. The dataset is read in the last one.
+        phases: parts of the run with constant data settings. The last one is the part that now reads the dataset.
         entry: the dataset.
     """
     last = phases[-1]
@@ -187,7 +191,7 @@ def find_earlier_periods(phases: Sequence[Phase], entry: BlendEntry) -> list[Len
     for phase, next_phase in pairwise(merge_batch_phases(phases)):
         if (phase.order, phase.seed) != (last.order, last.seed) or not phase.parts:
             continue
-        counts = import_object("megatron.data.blend:Blend")([phase_entry.weight for phase_entry in phase.parts]).counts(
+        counts = import_object("megatron.data.blend:Blend")([phase_entry.weight for phase_entry in phase.parts]).count_samples(
             next_phase.first_sample - phase.first_sample
         )
         for phase_entry, count in zip(phase.parts, counts, strict=True):
@@ -219,7 +223,7 @@ def _describe_changes(phases: Sequence[Phase]) -> list[str]:
 
 
 def _describe_continuation(phases: Sequence[Phase], entry: BlendEntry) -> str:
-    """Describe how the last phase reads a dataset: from its start, or after the samples that earlier phases have read."""
+    """Describe how the current phase reads a dataset: from its start, or after the samples that earlier phases have read."""
     if periods := merge_periods(find_earlier_periods(phases, entry)):
         descriptions = [f"{period.num_samples:,} samples of {period.seq_length} tokens" for period in periods]
         return f"continues after {' and '.join(descriptions)}"

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.samples import index_dtype
+from megatron.data.samples import get_index_dtype
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
@@ -42,7 +42,7 @@ class DatasetError(ValueError):
     """Error for a dataset that cannot be used. The message contains the file, the problem and the remedy."""
 
 
-def token_dtype(vocab_size: int) -> type[np.integer]:
+def get_token_dtype(vocab_size: int) -> type[np.integer]:
     """Return the integer type for the tokens of a vocabulary: uint16 below 65,500 ids, otherwise int32, as in Megatron-LM."""
     return np.uint16 if vocab_size < 65500 else np.int32
 
@@ -58,7 +58,7 @@ class IndexedDataset:
     """
 
     dtype: np.dtype[np.integer]
-    """Type of the tokens."""
+    """Integer type of the tokens in .bin."""
     lengths: NDArray[np.int32]
     """Number of tokens of each sequence."""
     offsets: NDArray[np.int64]
@@ -88,25 +88,27 @@ class IndexedDataset:
         if index[: len(MAGIC)] != MAGIC or len(index) < HEADER.size:
             raise DatasetError(
                 f"{path} is not the index of an indexed dataset: it does not start with {MAGIC!r} and a header of {HEADER.size} "
-                "bytes.\n  Give the prefix of files made by tools/preprocess_data.py; if this was one, it is damaged: make or copy "
-                "it again."
+                "bytes.\n  Give the path, without .bin and .idx, of files made by tools/preprocess_data.py. If these are such "
+                "files, the .idx file is damaged: make or copy it again."
             )
         _, version, code, num_sequences, num_entries = HEADER.unpack_from(index)
         if version != VERSION:
             raise DatasetError(
-                f"{path} has version {version}; only version {VERSION} is supported.\n  Make the dataset again from its text."
+                f"{path} has version {version} of the index format, but only version {VERSION} is supported.\n"
+                "  Make the dataset again from its text with tools/preprocess_data.py."
             )
         dtype: np.dtype[Any] = np.dtype(TOKEN_TYPES.get(code, np.float64)).newbyteorder("<")
         if dtype.kind not in "iu":
             supported = ", ".join(f"{code} {np.dtype(t).name}" for code, t in TOKEN_TYPES.items() if np.dtype(t).kind in "iu")
             raise DatasetError(
-                f"{path} has token type {code}; token ids are one of: {supported}.\n  Make the dataset again from its text."
+                f"{path} has token type {code}, but the type of token ids must be one of: {supported}.\n"
+                "  Make the dataset again from its text with tools/preprocess_data.py."
             )
         expected = HEADER.size + 12 * num_sequences + 8 * num_entries
         if len(index) != expected:
             raise DatasetError(
                 f"{path} has {len(index):,} bytes, but its header ({num_sequences:,} sequences, {num_entries:,} entries of the "
-                f"document index) requires {expected:,}.\n  It is truncated or damaged: make or copy it again."
+                f"document index) requires {expected:,} bytes.\n  The file is truncated or damaged: make or copy it again."
             )
         self.dtype = dtype
         offsets_start, documents_start = HEADER.size + 4 * num_sequences, HEADER.size + 12 * num_sequences
@@ -115,23 +117,26 @@ class IndexedDataset:
         self.document_index = np.frombuffer(index, "<i8", num_entries, documents_start)
 
     def _check_index(self) -> None:
-        """Check every entry of the index. The entries are checked in blocks, so that a large index is never copied as a whole."""
+        """Check that the document index rises from 0 to the number of sequences, and that every sequence lies within .bin.
+
+        The index is checked in blocks, so that a large index is never copied as a whole.
+        """
         path, num_sequences = f"{self.prefix}.idx", len(self.lengths)
         entries = self.document_index
         is_ascending, has_single_sequences = True, len(entries) == num_sequences + 1
-        for block in blocks(len(entries) - 1):
+        for block in iter_blocks(len(entries) - 1):
             starts, ends = entries[block], entries[block.start + 1 : block.stop + 1]
             is_ascending = is_ascending and bool((starts <= ends).all())
             has_single_sequences = has_single_sequences and bool((ends - starts == 1).all())
         if not len(entries) or entries[0] != 0 or entries[-1] != num_sequences or not is_ascending:
             raise DatasetError(
                 f"{path}: the document index must rise from 0 to the number of sequences, {num_sequences:,}.\n"
-                "  It is damaged: make or copy it again."
+                "  The file is damaged: make or copy it again."
             )
         self.has_single_sequences = has_single_sequences
         """Whether each document is one sequence, as in almost all datasets."""
         size, itemsize, covered_bytes = len(self.data), self.dtype.itemsize, 0
-        for block in blocks(num_sequences):
+        for block in iter_blocks(num_sequences):
             lengths, offsets = self.lengths[block].astype(np.int64), self.offsets[block]
             # Compare with a difference, because offset + length of a damaged file may overflow int64.
             is_invalid = (lengths < 0) | (offsets < 0) | (offsets > size - lengths * itemsize) | (offsets & (itemsize - 1) != 0)
@@ -173,18 +178,18 @@ class IndexedDataset:
         """Number of documents."""
         return len(self.document_index) - 1
 
-    def num_tokens(self, documents: range) -> int:
+    def count_tokens(self, documents: range) -> int:
         """Return the number of tokens in a range of consecutive documents."""
         first, stop = self.document_index[documents.start], self.document_index[documents.stop]
         return int(self.lengths[first:stop].sum(dtype=np.int64))
 
-    def sequences(self, documents: NDArray[np.integer]) -> NDArray[np.integer]:
+    def get_sequences(self, documents: NDArray[np.integer]) -> NDArray[np.integer]:
         """Return the indices of all sequences of these documents, in order."""
-        dtype = index_dtype(len(self.lengths))
+        dtype = get_index_dtype(len(self.lengths))
         if self.has_single_sequences:
             return documents.astype(dtype, copy=False)
         index_blocks = [np.empty(0, dtype)]
-        for block in blocks(len(documents)):
+        for block in iter_blocks(len(documents)):
             first = self.document_index[documents[block]]
             counts = self.document_index[documents[block] + np.int64(1)] - first
             indices = np.repeat(first - np.cumsum(counts) + counts, counts)  # first, first + 1, ... of each document
@@ -212,21 +217,22 @@ class IndexedDataset:
         start = int(self.offsets[sequence]) + offset * self.dtype.itemsize
         return np.frombuffer(self.data[start : start + count * self.dtype.itemsize], self.dtype)
 
-    def document(self, document: int) -> NDArray[np.integer]:
+    def get_document(self, document: int) -> NDArray[np.integer]:
         """Return all tokens of a document."""
         sequences = range(self.document_index[document], self.document_index[document + 1])
         token_arrays = [self.read(sequence, 0, int(self.lengths[sequence])) for sequence in sequences]
         return np.concatenate([np.empty(0, self.dtype), *token_arrays])
 
-    def document_of(self, sequence: int) -> int:
+    def find_document(self, sequence: int) -> int:
         """Return the index of the document to which a sequence belongs."""
         if self.has_single_sequences:
             return sequence
         return bisect.bisect_right(self.document_index, sequence) - 1
 
 
-def blocks(count: int) -> Iterator[slice]:
-    """Yield consecutive slices that cover the `count` entries of an index. Each slice has bounded size."""
+def iter_blocks(count: int) -> Iterator[slice]:
+    """Yield consecutive slices that together cover `count` array entries. Each slice has bounded size, so that a large index can be
+    processed without a full copy."""
     return (slice(start, min(start + _BLOCK, count)) for start in range(0, count, _BLOCK))
 
 
@@ -282,26 +288,26 @@ def fingerprint(dataset: IndexedDataset) -> str:
 MARK_TYPE = np.uint8
 
 
-def loss_mask_prefix(prefix: str) -> str:
-    """Return the path of a dataset's loss mask, without .bin and .idx."""
+def get_loss_mask_prefix(prefix: str) -> str:
+    """Return the path of a dataset's loss mask, PREFIX_loss_mask, without .bin and .idx. The mask has one byte per token."""
     return f"{prefix}_loss_mask"
 
 
 def has_loss_mask(prefix: str) -> bool:
-    """Return whether a dataset has a loss mask."""
-    return Path(f"{loss_mask_prefix(prefix)}.idx").exists()
+    """Return whether the file PREFIX_loss_mask.idx of a dataset's loss mask exists."""
+    return Path(f"{get_loss_mask_prefix(prefix)}.idx").exists()
 
 
 def open_loss_mask(dataset: IndexedDataset) -> IndexedDataset:
-    """Open the loss mask of a dataset: an indexed dataset with one byte, called marks, for each token.
+    """Open the loss mask of a dataset: an indexed dataset that has one mark byte for each token.
 
-    The bits of a mark say whether the token counts in the loss as a label (`IN_LOSS`), and whether it ends a document
-    (`DOCUMENT_END`).
+    One bit of the byte says whether the token counts in the loss as a label (`IN_LOSS`). Another bit says whether it ends a
+    document (`DOCUMENT_END`).
 
     Raises:
         DatasetError: a file is missing or damaged, or the mask belongs to another dataset.
     """
-    marks = IndexedDataset(loss_mask_prefix(dataset.prefix))
+    marks = IndexedDataset(get_loss_mask_prefix(dataset.prefix))
     if marks.dtype != MARK_TYPE:
         raise DatasetError(
             f"{marks.prefix} is not a loss mask: its values are {marks.dtype.name}, but must be {np.dtype(MARK_TYPE).name}.\n"
@@ -309,12 +315,12 @@ def open_loss_mask(dataset: IndexedDataset) -> IndexedDataset:
         )
     is_same = all(
         len(dataset_array) == len(marks_array)
-        and all(np.array_equal(dataset_array[block], marks_array[block]) for block in blocks(len(dataset_array)))
+        and all(np.array_equal(dataset_array[block], marks_array[block]) for block in iter_blocks(len(dataset_array)))
         for dataset_array, marks_array in ((dataset.lengths, marks.lengths), (dataset.document_index, marks.document_index))
     )
     if not is_same:
         raise DatasetError(
             f"{marks.prefix} is not the loss mask of {dataset.prefix}: the lengths of the documents differ.\n"
-            "  They come from different runs of tools/preprocess_data.py: make both again, or copy both again."
+            "  The two datasets come from different runs of tools/preprocess_data.py: make both again, or copy both again."
         )
     return marks

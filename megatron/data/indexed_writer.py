@@ -28,21 +28,34 @@ from numpy.lib import format as npy
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from megatron.config.regular_file import open_regular
-from megatron.data.indexed_dataset import COUNTS_OFFSET, HEADER, MAGIC, TOKEN_TYPES, VERSION, DatasetError, IndexedDataset, blocks
-from megatron.data.samples import SHUFFLED_FILE, permutation
+from megatron.data.indexed_dataset import (
+    COUNTS_OFFSET,
+    HEADER,
+    MAGIC,
+    TOKEN_TYPES,
+    VERSION,
+    DatasetError,
+    IndexedDataset,
+    iter_blocks,
+)
+from megatron.data.samples import SHUFFLED_FILE, compute_permutation
 
 
-def host_marker() -> str:
-    """Return a string for the names of temporary files that identifies this host."""
+def get_host_marker() -> str:
+    """Return a string that identifies this host, for the names of temporary files."""
     return f".partial-{socket.gethostname()}-"
 
 
-def partial_name(suffix: str) -> str:
-    """Return a unique, unpredictable name for a file that is being written."""
-    return f"{suffix}{host_marker()}{secrets.token_hex(8)}"
+def create_partial_name(suffix: str) -> str:
+    """Return a unique, unpredictable name for a file that is being written.
+
+    Args:
+        suffix: start of the name, such as the file's final path.
+    """
+    return f"{suffix}{get_host_marker()}{secrets.token_hex(8)}"
 
 
-def _header(dtype: np.dtype[Any], num_sequences: int, num_entries: int) -> bytes:
+def _build_header(dtype: np.dtype[Any], num_sequences: int, num_entries: int) -> bytes:
     code = next(code for code, dtype_of_code in TOKEN_TYPES.items() if np.dtype(dtype_of_code) == dtype.newbyteorder("="))
     return HEADER.pack(MAGIC, VERSION, code, num_sequences, num_entries)
 
@@ -51,14 +64,17 @@ def _header(dtype: np.dtype[Any], num_sequences: int, num_entries: int) -> bytes
 def write_atomically(*paths: str, folder: str | None = None, sync: bool = True) -> Iterator[list[BinaryIO]]:
     """Open new files under temporary names. After the block, rename them to `paths`, or delete them if the block failed.
 
-    The files are renamed in order. If the process is killed in between, the first files have their new names and the others do not.
-    So an index is never next to the .bin of another dataset.
+    Before the renaming, old files at all paths but the first are deleted. Then the files are renamed in order. If the process is
+    killed in between, the later paths do not exist. So, with .bin as the first path, an index is never next to the .bin of another
+    dataset.
 
     Args:
         folder: folder of the temporary files, on the same disk; None for the folders of `paths`.
         sync: flush the files to the disk before they are renamed, so that a power failure leaves no empty files.
     """
-    temporary_paths = [Path(partial_name(path if folder is None else f"{folder}/{os.path.basename(path)}")) for path in paths]
+    temporary_paths = [
+        Path(create_partial_name(path if folder is None else f"{folder}/{os.path.basename(path)}")) for path in paths
+    ]
     try:
         with contextlib.ExitStack() as stack:
             files: list[BinaryIO] = [stack.enter_context(path.open("x+b")) for path in temporary_paths]
@@ -82,7 +98,7 @@ def write_dataset(prefix: str, dtype: DTypeLike, sync: bool = True, folder: str 
 
     Args:
         prefix: path without ``.bin`` and ``.idx``. Its folder must exist.
-        dtype: type of the tokens, for example `token_dtype(vocab_size)`.
+        dtype: type of the tokens, for example `get_token_dtype(vocab_size)`.
         sync: flush the files to the disk, so that a power failure leaves no empty files.
         folder: folder of the files until they are complete, on the same disk; None for the folder of `prefix`.
     """
@@ -100,7 +116,7 @@ class IndexedDatasetWriter:
         self.prefix, self.dtype = prefix, dtype
         self.num_documents = self.num_tokens = 0
         self._tokens, self._index = tokens, index
-        self._index.write(_header(self.dtype, 0, 0))  # the counts are filled in at the end
+        self._index.write(_build_header(self.dtype, 0, 0))  # the counts are filled in at the end
 
     def add_documents(self, tokens: ArrayLike, lengths: Sequence[int] | NDArray[np.integer] | None = None) -> None:
         """Append documents.
@@ -119,11 +135,15 @@ class IndexedDatasetWriter:
             low, high, bounds = array.min(), array.max(), np.iinfo(self.dtype)
             if array.dtype.kind not in "iu" or low < bounds.min or high > bounds.max:
                 raise ValueError(
-                    f"tokens from {low} to {high} ({array.dtype}) do not fit into {self.dtype.name} of {self.prefix}.bin"
+                    f"token ids from {low} to {high} ({array.dtype}) do not fit into {self.dtype.name}, the token type of "
+                    f"{self.prefix}.bin.\n"
+                    "  Pass integer ids, and open the writer with a dtype for all of them (get_token_dtype(vocab_size))."
                 )
         if document_lengths.size and document_lengths.max() >= 2**31:
             raise ValueError(
-                f"a document of {document_lengths.max():,} tokens is too long for {self.prefix}.idx (below 2**31 = {2**31:,})"
+                f"a document has {document_lengths.max():,} tokens, but {self.prefix}.idx only stores lengths below "
+                f"2**31 = {2**31:,}.\n"
+                "  Split the document."
             )
         self._tokens.write(array.astype(self.dtype, copy=False).tobytes())
         self._index.write(document_lengths.astype("<i4").tobytes())
@@ -134,7 +154,7 @@ class IndexedDatasetWriter:
         """Write the index. No document can be added afterwards."""
         lengths_end = HEADER.size + 4 * self.num_documents
         num_tokens = 0
-        for block in blocks(self.num_documents):
+        for block in iter_blocks(self.num_documents):
             self._index.seek(HEADER.size + 4 * block.start)
             ends = num_tokens + np.cumsum(np.frombuffer(self._index.read(4 * (block.stop - block.start)), "<i4"), dtype="<i8")
             offsets = np.concatenate([np.array([num_tokens], "<i8"), ends[:-1]]) * self.dtype.itemsize
@@ -142,7 +162,7 @@ class IndexedDatasetWriter:
             self._index.seek(lengths_end + 8 * block.start)
             self._index.write(offsets.tobytes())
         self._index.seek(lengths_end + 8 * self.num_documents)
-        for block in blocks(self.num_documents + 1):
+        for block in iter_blocks(self.num_documents + 1):
             self._index.write(np.arange(block.start, block.stop, dtype="<i8").tobytes())
         self._index.seek(COUNTS_OFFSET)
         self._index.write(struct.pack("<QQ", self.num_documents, self.num_documents + 1))
@@ -162,7 +182,7 @@ def write_shuffled(prefix: str, output: str, seed: int, folder: str | None = Non
     """
     dataset = IndexedDataset(prefix)
     assert dataset.has_single_sequences, "each document must be one sequence, as preprocessing writes it"
-    order = permutation(dataset.num_documents, (SHUFFLED_FILE, seed))
+    order = compute_permutation(dataset.num_documents, (SHUFFLED_FILE, seed))
     with write_dataset(output, dataset.dtype, folder=folder) as writer:
         buffered: list[NDArray[np.integer]] = []
         num_tokens = 0
@@ -210,20 +230,23 @@ def join_datasets(
     if free_bytes < num_bytes:
         raise ValueError(
             f"{Path(output).absolute().parent}: the disk has {free_bytes / 1e6:,.1f} MB free, but {output} takes "
-            f"{num_bytes / 1e6:,.1f} MB.\n  Make room there. {advice}"
+            f"{num_bytes / 1e6:,.1f} MB.\n  Free space on this disk. {advice}"
         )
     with write_atomically(f"{output}.bin", f"{output}.idx", folder=folder) as (tokens, index):
         for prefix in prefixes:
             with open(f"{prefix}.bin", "rb") as source:
                 shutil.copyfileobj(source, tokens, _COPY_BUFFER_BYTES)
         if tokens.tell() != joined_size.bin_bytes:
-            raise OSError("a .bin file was changed while it was copied")
+            raise OSError(
+                f"a .bin file was changed while it was copied to {output}.bin. Join the datasets again when they are complete."
+            )
         _write_index(prefixes, index, dtype, joined_size)
     return joined_size
 
 
 def _check_and_measure(prefixes: Sequence[str]) -> tuple[np.dtype[Any], JoinedDatasetSize]:
-    """Check every dataset. Return the common token type and the size of the joined dataset."""
+    """Check that every dataset is undamaged and that all have the same token type. Return this type and the size of the joined
+    dataset."""
     dtype: np.dtype[Any] = IndexedDataset(prefixes[0]).dtype
     num_sequences = num_documents = num_tokens = bin_bytes = 0
     for prefix in prefixes:
@@ -231,25 +254,30 @@ def _check_and_measure(prefixes: Sequence[str]) -> tuple[np.dtype[Any], JoinedDa
         size = len(dataset.data)
         if dataset.dtype != dtype:
             raise DatasetError(
-                f"{prefix} holds tokens of type {dataset.dtype.name}, but {prefixes[0]} holds {dtype.name}.\n"
-                "  Datasets of one vocabulary have one type: preprocess the text of one of them again with the other's tokenizer."
+                f"{prefix} holds tokens of type {dataset.dtype.name}, but {prefixes[0]} holds tokens of type {dtype.name}.\n"
+                "  Datasets of one vocabulary have one type: preprocess the text of one dataset again with the tokenizer of "
+                "the other."
             )
         if size % dtype.itemsize:
             raise DatasetError(
                 f"{prefix}.bin has {size:,} bytes, which is not a multiple of the token size of {dtype.itemsize} bytes.\n"
-                "  It is damaged: make or copy it again."
+                "  The .bin file is damaged: make or copy it again."
             )
         num_sequences += len(dataset.lengths)
         num_documents += dataset.num_documents
-        num_tokens += dataset.num_tokens(range(dataset.num_documents))
+        num_tokens += dataset.count_tokens(range(dataset.num_documents))
         bin_bytes += size
     return dtype, JoinedDatasetSize(num_sequences, num_documents, num_tokens, bin_bytes)
 
 
 def _write_index(prefixes: Sequence[str], lengths: BinaryIO, dtype: np.dtype[Any], joined_size: JoinedDatasetSize) -> None:
-    """Write the index of the joined dataset. Its three lists are written in one pass over the datasets, with one file handle per
-    list."""
-    lengths.write(_header(dtype, joined_size.num_sequences, joined_size.num_documents + 1))
+    """Write the .idx file of the joined dataset. Its three lists (sequence lengths, offsets, document index) are written in one
+    pass over the datasets, with one file handle per list.
+
+    Args:
+        lengths: the new .idx file. The header and the list of lengths are written through this handle.
+    """
+    lengths.write(_build_header(dtype, joined_size.num_sequences, joined_size.num_documents + 1))
     lengths.flush()
     with open(lengths.name, "r+b") as offsets, open(lengths.name, "r+b") as documents:
         offsets.seek(HEADER.size + 4 * joined_size.num_sequences)
@@ -258,10 +286,10 @@ def _write_index(prefixes: Sequence[str], lengths: BinaryIO, dtype: np.dtype[Any
         byte_offset = num_sequences = 0
         for prefix in prefixes:
             dataset = IndexedDataset(prefix)
-            for block in blocks(len(dataset.lengths)):
+            for block in iter_blocks(len(dataset.lengths)):
                 lengths.write(dataset.lengths[block].tobytes())
                 offsets.write((dataset.offsets[block] + byte_offset).tobytes())
-            for block in blocks(dataset.num_documents):
+            for block in iter_blocks(dataset.num_documents):
                 documents.write((dataset.document_index[block.start + 1 : block.stop + 1] + num_sequences).tobytes())
             byte_offset += len(dataset.data)
             num_sequences += len(dataset.lengths)
@@ -285,12 +313,13 @@ Key = tuple[object, ...]
 
 
 def open_index_cache(prefix: str, data_cache_path: str | None, notify: Callable[[str], None] | None = None) -> IndexCache:
-    """Return the index cache of a dataset: the folder of --data-cache-path, or the folder `cache` next to the dataset."""
+    """Return the file cache for the large indexes of a dataset. Its folder is --data-cache-path, or the folder `cache` next to the
+    dataset."""
     return IndexCache(Path(data_cache_path) if data_cache_path else Path(prefix).parent / "cache", notify)
 
 
 class IndexCache:
-    """Cache of arrays in files, by key. Safe to use from several threads and processes.
+    """Cache of index arrays in files, by a key of all their inputs. Safe to use from several threads and processes.
 
     Args:
         folder: folder of the files, created at the first use; None to cache nothing.
@@ -346,13 +375,17 @@ class IndexCache:
             return cached if cached is not None else self._save(files, build())
 
     def _load(self, files: Mapping[Path, bytes]) -> tuple[NDArray, ...] | None:
-        """Return the arrays from files of the cache, or None if a file is missing or damaged."""
+        """Return the arrays from files of the cache, or None if a file is missing or damaged.
+
+        Args:
+            files: digest that each file must contain, by path.
+        """
         try:
             arrays = tuple(read_array(file, file_digest) for file, file_digest in files.items())
         except FileNotFoundError:
             return None
         except DamagedIndexError as error:
-            self._report(f"{error}; the index is computed again")
+            self._report(str(error))
         except OSError as error:
             self._report_os_error(error)
         else:
@@ -361,8 +394,12 @@ class IndexCache:
         return None
 
     def _save(self, files: Mapping[Path, bytes], arrays: tuple[NDArray, ...]) -> tuple[NDArray, ...]:
-        """Write the arrays to files of the cache. Returns the arrays mapped from the files, or the arrays in memory if writing
-        failed."""
+        """Write the arrays to files of the cache. Return the arrays mapped from the files, or the arrays in memory if writing
+        failed.
+
+        Args:
+            files: digest to write into each file, by path, in the order of the arrays.
+        """
         assert self.folder is not None
         _remove_partial_files(self.folder)
         try:
@@ -391,9 +428,9 @@ class IndexCache:
 def _remove_partial_files(folder: Path) -> None:
     """Remove unfinished files of killed processes: those of this host, and those of any host that are older than a day.
 
-    The caller must hold the lock, so that no other process of this host is writing.
+    The caller must hold the lock of the cache folder, so that no other process of this host is writing.
     """
-    marker = host_marker()
+    marker = get_host_marker()
     for partial in folder.glob("*.partial-*"):
         try:
             if marker in partial.name or time.time() - partial.stat().st_mtime > _MAX_PARTIAL_AGE_S:
@@ -407,7 +444,7 @@ _MAGIC = b"mindex1\0"
 
 
 class DamagedIndexError(Exception):
-    """Error for a damaged file of the cache. The message contains the file and the damage."""
+    """Error for a damaged file of the index cache. The message contains the file and the damage."""
 
 
 def write_array(file: BinaryIO, digest: bytes, array: NDArray) -> None:
@@ -439,16 +476,16 @@ def read_array(path: Path, digest: bytes) -> NDArray:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size <= _FOOTER.size:
-            raise DamagedIndexError(f"the cached index {path} is truncated")
+            raise DamagedIndexError(f"the cached index {path} is truncated; the index is computed again")
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     magic, stored_digest, checksum = _FOOTER.unpack_from(mapped, size - _FOOTER.size)
     if magic != _MAGIC or stored_digest != digest:
-        raise DamagedIndexError(f"the cached index {path} is truncated or belongs to another dataset")
+        raise DamagedIndexError(f"the cached index {path} is truncated or belongs to another dataset; the index is computed again")
     from xxhash import xxh3_128_digest
 
     with memoryview(mapped) as view, view[: size - len(checksum)] as content:
         if xxh3_128_digest(content) != checksum:
-            raise DamagedIndexError(f"the cached index {path} is damaged: its checksum does not match")
+            raise DamagedIndexError(f"the cached index {path} is damaged: its checksum does not match; the index is computed again")
     header = io.BytesIO(mapped[:128])
     npy.read_magic(header)
     shape, _, dtype = npy.read_array_header_1_0(header)

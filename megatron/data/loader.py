@@ -1,4 +1,4 @@
-"""Loader of a data rank's microbatches. It yields the microbatches of one step at a time, and threads read ahead."""
+"""Loader of the microbatches of a data-parallel rank. It yields the microbatches of one step at a time, and threads read ahead."""
 
 from __future__ import annotations
 
@@ -29,18 +29,21 @@ _PREFETCHED_TASKS = 2
 
 
 class StepLoader(Iterator[list[T]], Generic[T]):
-    """Iterator over the training steps of a data rank. Each item is the list of the rank's microbatches.
+    """Iterator over the training steps of a data-parallel rank. Each item is the list of the rank's microbatches.
 
     The step at `consumed` samples consists of the next `global_batch_size_at(consumed)` samples. Microbatch m of data rank r has
     the `micro_batch_size` samples from consumed + (m * data_size + r) * micro_batch_size on. So the samples of a step do not depend
     on the layout. The only state is `consumed_samples`, the number of samples in all steps that the loader has returned.
 
-    Threads read ahead two steps. If the samples of two steps are fewer, they read ahead two tasks of about 64 samples per thread.
-    These samples are in memory.
+    Threads read two steps ahead. A task of a thread reads about 64 samples. If two steps have fewer than two tasks per thread, the
+    threads read more steps ahead. These samples are in memory.
 
     Args:
         prepare: converts a microbatch to the form that the loader returns. Runs in the thread that read the microbatch.
+        data_rank: index of this rank among the data-parallel ranks.
+        data_size: number of data-parallel ranks.
         global_batch_size_at: returns the number of samples of the step that starts after the given number of consumed samples.
+        consumed_samples: number of samples that the run has already read.
         total_samples: no step starts at this sample or later.
         num_workers: number of threads; 0 to read in the calling thread. The number does not affect the result.
     """
@@ -83,7 +86,7 @@ class StepLoader(Iterator[list[T]], Generic[T]):
             self.close()
             raise StopIteration
         if self._closed:
-            raise RuntimeError("the loader is closed")
+            raise RuntimeError("the data loader is closed: it was closed by `close` or by an earlier error. Build a new loader.")
         try:
             if self._threads is None:
                 size, first_samples = self._plan(self.consumed_samples)
@@ -124,8 +127,8 @@ class StepLoader(Iterator[list[T]], Generic[T]):
             self._threads.close()
 
     def _plan(self, consumed: int) -> tuple[int, range]:
-        """Return the number of samples in the step that starts at `consumed`, and the first sample of each of this rank's
-        microbatches."""
+        """Return the number of samples in the step that starts after `consumed` samples, and the first sample of each of this
+        rank's microbatches."""
         size = self._global_batch_size_at(consumed)
         stride = self._micro_batch_size * self._data_size
         if size < 1 or size % stride:

@@ -50,24 +50,26 @@ class SampleSource(Protocol):
 
     seq_length: int
 
-    def samples(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return the tokens of `count` samples from index `first` on, [count, s + 1].
+    def get_samples(self, first: int, count: int) -> NDArray[np.int64]:
+        """Return the tokens of `count` samples from index `first` on, [count, s + 1], where s is the sequence length. The extra
+        token is the last label.
 
         Raises:
             ValueError: a token id is not below the vocabulary size, or the source has no samples with these indices.
         """
 
-    def marks(self, first: int, count: int) -> NDArray[np.uint8] | None:
-        """Return the mark byte of each token of these samples, [count, s + 1], or None if the source has no marks.
+    def get_marks(self, first: int, count: int) -> NDArray[np.uint8] | None:
+        """Return a byte with marks for each token of these samples, [count, s + 1], or None if the source has no marks.
 
-        The bits of a mark are `IN_LOSS` (the token counts in the loss as a label), `DOCUMENT_END` and `DOCUMENT_END_IF_EOD`.
+        The marks are bits. `IN_LOSS`: the token counts in the loss as a label. `DOCUMENT_END`: the token ends a document.
+        `DOCUMENT_END_IF_EOD`: the token ends a document if it is the end-of-document token.
 
         Raises:
             ValueError: the source has no samples with these indices.
         """
         return None
 
-    def lineage(self, sample_index: int) -> list[DocumentSpan]:
+    def get_lineage(self, sample_index: int) -> list[DocumentSpan]:
         """Return the documents from which a sample's tokens come, in order."""
 
     def describe(self, num_samples: int) -> list[str]:
@@ -79,10 +81,13 @@ class DocumentRules:
     """Rules for the end of a document within a sample: whether positions restart, attention stops, and the next token counts in the
     loss.
 
-    Without --data-loss-mask, a document ends with each end-of-document token. With it, the data has a mark byte for each token, and
-    the marks decide: a token with `DOCUMENT_END` ends a document, and an end-of-document token ends a document only if it has the
-    mark `DOCUMENT_END_IF_EOD`, as all tokens of datasets without a mask do. The token that ends a document belongs to this
-    document.
+    Without --data-loss-mask, every end-of-document token ends a document. With it, the data has a byte of marks for each token:
+
+    - A token with the mark `DOCUMENT_END` ends a document.
+    - An end-of-document token ends a document only if it has the mark `DOCUMENT_END_IF_EOD`. All tokens of datasets without a loss
+      mask have this mark.
+
+    The token that ends a document belongs to this document.
     """
 
     eod: int
@@ -96,14 +101,17 @@ class DocumentRules:
 
     @property
     def needed_by_all_stages(self) -> bool:
-        """Whether all layers need to know the documents of the tokens. Otherwise only the first layer (tokens) and the last layer
-        (labels) need the data."""
+        """Whether the layers of all pipeline stages need to know which document each token belongs to. Otherwise only the first
+        layer (tokens) and the last layer (labels) need the data."""
         return self.reset_position_ids or self.reset_attention_mask
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Samples that one data rank reads for one forward pass, as arrays."""
+    """Samples that one data-parallel rank reads for one forward pass, as arrays.
+
+    Shapes: b samples, s tokens per sample, D documents.
+    """
 
     tokens: NDArray[np.int64]
     """Input ids, [b, s]."""
@@ -112,19 +120,23 @@ class Microbatch:
     loss_mask: NDArray[np.float32]
     """1 where the position counts in the loss, else 0, [b, s]."""
     first_sample: int
-    """Index of the first sample. The other samples are consecutive."""
+    """Index of the first sample in the sample source. The other samples follow it."""
     positions: NDArray[np.int64] | None = None
     """Position of each token, [b, s]; None if the positions of each sample are 0 to s - 1."""
     cu_seqlens: NDArray[np.int32] | None = None
-    """Cumulative lengths of the documents, [D + 1], with all samples laid end to end; None if a token attends to its whole sample.
+    """Cumulative lengths of the D documents, [D + 1], with all samples laid end to end; None if a token attends to its whole
+    sample.
 
-    Entry d is the token at which document d starts. The last entry is b x s.
+    Entry d is the token at which document d starts. The last entry is b * s, the number of tokens.
     """
 
 
 def read_microbatch(source: SampleSource, first_sample: int, size: int, rules: DocumentRules) -> Microbatch:
-    """Read the microbatch of `size` samples from `first_sample` on."""
-    windows, marks = source.samples(first_sample, size), source.marks(first_sample, size)
+    """Read the microbatch of `size` samples from `first_sample` on.
+
+    `rules` determines which document ends leave the loss, where positions restart, and where attention stops.
+    """
+    windows, marks = source.get_samples(first_sample, size), source.get_marks(first_sample, size)
     tokens, labels = np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
     loss_mask = np.ones(tokens.shape, dtype=np.float32)
     if marks is not None:
@@ -142,7 +154,12 @@ def read_microbatch(source: SampleSource, first_sample: int, size: int, rules: D
 
 
 def _find_ends(tokens: NDArray[np.int64], marks: NDArray[np.uint8] | None, eod: int) -> NDArray[np.bool_]:
-    """Return which tokens [b, s] are the last of a document, by their marks [b, s + 1] or by the end-of-document id."""
+    """Return for each token, [b, s], whether it is the last of a document.
+
+    Args:
+        marks: bytes of the loss mask, [b, s + 1]; None if every end-of-document token ends a document.
+        eod: end-of-document token.
+    """
     is_end = tokens == eod
     if marks is not None:
         is_end = (is_end & (marks[:, :-1] & DOCUMENT_END_IF_EOD > 0)) | (marks[:, :-1] & DOCUMENT_END > 0)
@@ -150,12 +167,12 @@ def _find_ends(tokens: NDArray[np.int64], marks: NDArray[np.uint8] | None, eod: 
 
 
 def compute_cu_seqlens(is_end: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """Return the cumulative lengths of the documents of a microbatch, [D + 1], with all samples laid end to end.
+    """Return the cumulative lengths of the D documents of a microbatch, [D + 1], with all samples laid end to end.
 
     The end of a sample also ends its last document, even if the document is incomplete.
 
     Args:
-        is_end: whether each token is the last of a document, [b, s].
+        is_end: whether each token is the last of a document, [samples, tokens per sample].
     """
     is_end = is_end.copy()
     is_end[:, -1] = True
@@ -176,7 +193,7 @@ Key = tuple[int, ...]
 _BLOCK = 1 << 20
 
 
-def random_bits(count: int, key: Key) -> NDArray[np.uint64]:
+def generate_random_bits(count: int, key: Key) -> NDArray[np.uint64]:
     """Return `count` uniform pseudo-random 64-bit integers that depend only on the key.
 
     Args:
@@ -185,26 +202,27 @@ def random_bits(count: int, key: Key) -> NDArray[np.uint64]:
     return np.random.PCG64(np.random.SeedSequence(key)).random_raw(count)
 
 
-def permutation(count: int, key: Key) -> NDArray[np.integer]:
-    """Return a permutation of the integers below `count` that depends only on the key (integers, as for `random_bits`); int32 if
-    possible.
+def compute_permutation(count: int, key: Key) -> NDArray[np.integer]:
+    """Return a permutation of the integers below `count` that depends only on the key (integers, as for `generate_random_bits`);
+    int32 if possible.
 
     The function sorts pairs (random bits, integer), each packed into 64 bits. All pairs differ, so every sorting algorithm gives
-    the same result, and sorting 64-bit integers is fast. Pairs with equal random bits (39 bits at 30 million integers) stay in
-    ascending order, which is a negligible bias.
+    the same result, and sorting 64-bit integers is fast. The integer leaves room for fewer random bits, for example 39 at 30
+    million integers. Integers with equal random bits stay in ascending order, which is a negligible bias.
     """
     bits = max(count - 1, 1).bit_length()
-    packed = random_bits(count, key)
+    packed = generate_random_bits(count, key)
     packed <<= np.uint64(bits)
     for start in range(0, count, _BLOCK):  # in blocks, so that no second array of this size is needed
         packed[start : start + _BLOCK] |= np.arange(start, min(start + _BLOCK, count), dtype=np.uint64)
     packed.sort()
     packed &= np.uint64((1 << bits) - 1)
-    return packed.astype(index_dtype(count))
+    return packed.astype(get_index_dtype(count))
 
 
-def index_dtype(count: int) -> type[np.integer]:
-    """Return the smallest integer type for indices below `count`. All but the largest datasets need only half the memory."""
+def get_index_dtype(count: int) -> type[np.integer]:
+    """Return the smallest integer type for indices below `count`: int32 if possible, otherwise int64. All but the largest datasets
+    therefore need only half the memory."""
     return np.int32 if count <= 2**31 else np.int64
 
 
@@ -238,21 +256,23 @@ class MockDataset(SampleSource):
         count = min(vocab_size - 1, _MAX_CIRCLE)
         ids = np.arange(count, dtype=np.int64) * (vocab_size - 1) // count
         ids += ids >= eod  # all ids except the end-of-document id
-        self._circle = ids[permutation(count, (MOCK_CIRCLE, seed, 0, 0))]
+        self._circle = ids[compute_permutation(count, (MOCK_CIRCLE, seed, 0, 0))]
 
-    def samples(self, first: int, count: int) -> NDArray[np.int64]:
-        samples = [self._sample(sample_index) for sample_index in range(first, first + count)]
+    def get_samples(self, first: int, count: int) -> NDArray[np.int64]:
+        samples = [self._build_sample(sample_index) for sample_index in range(first, first + count)]
         return np.stack(samples) if samples else np.empty((0, self.seq_length + 1), np.int64)
 
-    def lineage(self, sample_index: int) -> list[DocumentSpan]:
+    def get_lineage(self, sample_index: int) -> list[DocumentSpan]:
         return [DocumentSpan("made-up tokens", sample_index, 0, self.seq_length + 1)]
 
     def describe(self, num_samples: int) -> list[str]:
         return [f"{SPLIT_NAMES[self.split]}: made-up tokens (--mock-data), {len(self._circle) + 1} different ids, never repeated"]
 
-    def _sample(self, sample_index: int) -> NDArray[np.int64]:
+    def _build_sample(self, sample_index: int) -> NDArray[np.int64]:
         """Return the tokens of a sample. They depend only on (seed, split, sample index) and the position in the sample."""
-        draws, jumps = random_bits(2 * (self.seq_length + 1), (MOCK_SAMPLE, self.seed, self.split, sample_index)).reshape(2, -1)
+        draws, jumps = generate_random_bits(2 * (self.seq_length + 1), (MOCK_SAMPLE, self.seed, self.split, sample_index)).reshape(
+            2, -1
+        )
         positions = np.arange(self.seq_length + 1)
         ends = draws < np.uint64(_END_PROBABILITY * 2**64)
         # After each end of a document (and at the first position), start at a random id of the circle, then follow the circle.

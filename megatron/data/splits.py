@@ -30,11 +30,12 @@ class DataSplit(ABC):
     blending: Blending = "none"
 
     def blend_entries(self) -> tuple[BlendEntry, ...]:
-        """Return the entries of the split's datasets in the history of the run (`history.py`)."""
+        """Return a description of each dataset of the split (path, fingerprint, documents and weight) for the data history that
+        checkpoints contain."""
         return tuple(component.blend_entry(whole_documents=self.config.whole_documents) for component in self.components)
 
-    def warnings(self, rules: DocumentRules) -> list[str]:
-        """Return warnings about documents without the end-of-document tokens that the document rules need."""
+    def find_warnings(self, rules: DocumentRules) -> list[str]:
+        """Return warnings about datasets whose documents lack the end-of-document tokens on which the document rules act."""
         return []
 
     @abstractmethod
@@ -43,8 +44,9 @@ class DataSplit(ABC):
 
         Args:
             num_samples: number of samples of the run, on which the order depends with --data-order megatron.
-            phases: history of the run. The source gives the samples of the last phase. Empty to read from the start.
-            num_consumed: number of samples that are read, if it is less than `num_samples`.
+            phases: history of the run: its parts with constant data settings. The source gives the samples of the last part. Empty
+                to read from the start.
+            num_consumed: number of samples that are read; None for all `num_samples`.
 
         Raises:
             DatasetError: a dataset of the split has less than one sample.
@@ -55,7 +57,7 @@ class MockSplit(DataSplit):
     """Split of mock data (--mock-data)."""
 
     def build_source(self, num_samples: int, phases: Sequence[Phase] = (), *, num_consumed: int | None = None) -> SampleSource:
-        """Build the source of mock samples."""
+        """Build the source of mock samples. The arguments have no effect: mock samples do not depend on the history of the run."""
         return MockDataset(split=self.split, seed=self.seed, seq_length=self.seq_length, vocab_size=self.vocab_size, eod=self.eod)
 
 
@@ -74,8 +76,8 @@ def open_datasets(
     function.
 
     Raises:
-        ValueError: the settings name no dataset, the value of a flag is not a blend, a file is damaged, or a required split has
-            less than one sample.
+        ValueError: the settings name no dataset, a flag is not a list of datasets with optional weights, a file is damaged, or a
+            required split has less than one sample.
     """
     datasets_by_prefix: dict[str, Any] = {}
 

@@ -77,7 +77,10 @@ class NullTokenizer(Tokenizer):
         numbers = text.split()
         for word in numbers:
             if not (word.isascii() and word.isdigit() and int(word) < self.eod):
-                raise ValueError(f"{word!r} is not an id from 0 to {self.eod - 1} (--vocab-size {self.eod} of NullTokenizer)")
+                raise ValueError(
+                    f"{word!r} is not an id from 0 to {self.eod - 1}: with --tokenizer-type NullTokenizer and --vocab-size "
+                    f"{self.eod}, the text must consist of such ids, separated by spaces"
+                )
         return np.array([int(word) for word in numbers], np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -107,8 +110,8 @@ class SentencePieceTokenizer(Tokenizer):
         except (RuntimeError, OSError) as error:
             raise ValueError(
                 f"--tokenizer-model {path} is not a sentencepiece model: {error}\n"
-                "  It is truncated or of another type: use --tokenizer-type HuggingFaceTokenizer for tokenizer.json, TikTokenizer "
-                "for tiktoken's files (Llama 3)."
+                "  The file is truncated or of another type: use --tokenizer-type HuggingFaceTokenizer for tokenizer.json, "
+                "TikTokenizer for tiktoken's files (Llama 3)."
             ) from error
         self.vocab_size = self._model.vocab_size()
         self.eod = self._model.eos_id()
@@ -117,7 +120,7 @@ class SentencePieceTokenizer(Tokenizer):
             if missing:
                 raise ValueError(
                     f"--tokenizer-model {path} has no {name} id, which this tokenizer type needs.\n"
-                    f"  Train the model with {name}_id set (sentencepiece's default)."
+                    f"  Train the tokenizer again with sentencepiece's option --{name}_id set to 0 or more, as it is by default."
                 )
         self._prefix = np.array([self.bos] if add_bos else [], np.int32)
 
@@ -179,15 +182,14 @@ def compute_embedding_rows(tokenizer: Tokenizer, config: DataConfig) -> int:
     if requested_rows < tokenizer.vocab_size:
         raise ValueError(
             f"--vocab-size {requested_rows:,} is less than the {tokenizer.vocab_size:,} ids of the tokenizer "
-            f"({config.tokenizer_model or config.vocab_file}).\n  The word embedding needs a row for each: leave "
+            f"({config.tokenizer_model or config.vocab_file}).\n  The word embedding needs a row for each id: leave "
             f"--vocab-size out, or give at least that number."
         )
     return requested_rows
 
 
 def predict_embedding_rows(config: DataConfig) -> int:
-    """Return the number of rows of the word embedding for a dry run. If --vocab-size is sufficient, the tokenizer's files are not
-    read.
+    """Return the number of rows of the word embedding for a dry run. If --vocab-size is set, the tokenizer's files are not read.
 
     Raises:
         ValueError: the vocabulary size is not known, or a file is missing or of another type.
@@ -229,10 +231,10 @@ def build_tokenizer(config: DataConfig) -> Tokenizer:
 
 
 def _build_byte_bpe(reader: str, *source: object) -> Tokenizer:
-    """Build a byte-level BPE tokenizer.
+    """Build a byte-level BPE tokenizer from a vocabulary.
 
     Args:
-        reader: name of the function of `vocabulary_files.py` that reads the vocabulary.
+        reader: name of the function in `megatron_lab/tokenizers/vocabulary_files.py` that reads the vocabulary.
         source: arguments of this function.
     """
     vocabulary = import_object(f"megatron_lab.tokenizers.vocabulary_files:{reader}")(*source)

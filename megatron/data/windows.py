@@ -13,17 +13,17 @@ from numpy.typing import NDArray
 
 from megatron.config.data import parse_split
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
-from megatron.data.samples import Key, permutation
+from megatron.data.samples import Key, compute_permutation
 
 
 def split_document_ranges(text: str, num_documents: int) -> tuple[range, range, range]:
     """Return the documents of the training, validation and test split. Each split is a consecutive range of documents.
 
-    The bounds are rounded as in Megatron-LM (half to even, of the cumulative shares), so that a dataset is split at the same
-    documents.
+    The bounds are rounded as in Megatron-LM (half to even, of the cumulative shares), so that both programs split a dataset at the
+    same documents.
 
     Args:
-        text: shares of the splits, as for --split.
+        text: shares of the three splits, in the format of --split.
     """
     bounds = [round(share * num_documents) for share in itertools.accumulate(parse_split(text), initial=0.0)]
     train, valid, test = (range(start, stop) for start, stop in itertools.pairwise(bounds))
@@ -32,8 +32,7 @@ def split_document_ranges(text: str, num_documents: int) -> tuple[range, range, 
 
 @dataclass(frozen=True)
 class Selection:
-    """Documents of a split that are read in one order: the dataset, the range of documents, the seed of the order and the sequence
-    length."""
+    """Documents of one split, and what determines their order and the samples: the seed and the sequence length."""
 
     dataset: IndexedDataset
     documents: range
@@ -47,7 +46,7 @@ class Selection:
     @cached_property
     def num_tokens(self) -> int:
         """Number of tokens in the split."""
-        return self.dataset.num_tokens(self.documents)
+        return self.dataset.count_tokens(self.documents)
 
 
 class DocumentLayout(NamedTuple):
@@ -61,8 +60,8 @@ class DocumentLayout(NamedTuple):
 
 
 def lay_out(dataset: IndexedDataset, documents: NDArray[np.integer]) -> DocumentLayout:
-    """Return the layout in which these documents are concatenated in the given order."""
-    sequences = dataset.sequences(documents)
+    """Concatenate these documents in the given order. Return the sequences of the concatenation and where each starts."""
+    sequences = dataset.get_sequences(documents)
     starts = np.zeros(len(sequences) + 1, dtype=np.int64)
     np.cumsum(dataset.lengths[sequences], out=starts[1:])
     return DocumentLayout(sequences, starts)
@@ -83,17 +82,18 @@ class Intervals:
 
 
 class Windows(NamedTuple):
-    """Windows of seq_length + 1 tokens, cut from intervals of a document layout, in the order in which they are read.
+    """Windows of seq_length + 1 tokens, cut from ranges (intervals) of concatenated documents, and the order in which they are
+    read.
 
     Consecutive windows of an interval overlap by one token, so that every token of the interval but the first is a label once.
     """
 
     interval_starts: NDArray[np.int64]
-    """First token of each interval."""
+    """Position of each interval's first token in the concatenated documents."""
     first_windows: NDArray[np.int64]
     """Index of the first window of each interval, followed by the total number of windows."""
     order: NDArray[np.integer]
-    """Index of the window that is read at each position."""
+    """Index of the window that is read first, second, and so on."""
     seq_length: int
 
     def starts(self, window_indices: NDArray[np.integer]) -> NDArray[np.int64]:
@@ -101,9 +101,9 @@ class Windows(NamedTuple):
         interval = self.first_windows.searchsorted(window_indices, side="right") - 1
         return self.interval_starts[interval] + (window_indices - self.first_windows[interval]) * self.seq_length
 
-    def unread_intervals(self, num_consumed: int) -> Intervals:
-        """Return the intervals of tokens that are unread after the first `num_consumed` windows are read. Adjacent unread windows
-        form one interval."""
+    def compute_unread_intervals(self, num_consumed: int) -> Intervals:
+        """Return the ranges of tokens that are unread after the first `num_consumed` windows are read. Adjacent unread windows form
+        one range."""
         unread = np.ones(len(self.order), dtype=bool)
         unread[self.order[:num_consumed]] = False
         starts = self.starts(np.flatnonzero(unread))
@@ -116,18 +116,22 @@ class Windows(NamedTuple):
 
 
 def cut_windows(intervals: Intervals, seq_length: int, key: Key) -> Windows:
-    """Cut each interval into windows and permute the windows. The tokens at the end of an interval that are too few for a window
-    are left out.
+    """Cut each interval (range of tokens) into windows and permute the windows. The tokens at the end of an interval that are too
+    few for a window are left out.
 
     Args:
-        key: integers that determine the permutation (`random_bits`).
+        key: integers that determine the permutation (`generate_random_bits`).
     """
-    interval_starts, first_windows = window_offsets(intervals, seq_length)
-    return Windows(interval_starts, first_windows, permutation(int(first_windows[-1]), key), seq_length)
+    interval_starts, first_windows = compute_window_offsets(intervals, seq_length)
+    return Windows(interval_starts, first_windows, compute_permutation(int(first_windows[-1]), key), seq_length)
 
 
-def window_offsets(intervals: Intervals, seq_length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return `Windows.interval_starts` and `Windows.first_windows` for windows that are cut from these intervals."""
+def compute_window_offsets(intervals: Intervals, seq_length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return where the windows of each interval (range of tokens) start.
+
+    Returns:
+        the first token of each interval (`Windows.interval_starts`), and the index of its first window (`Windows.first_windows`).
+    """
     counts = (intervals.ends - intervals.starts - 1) // seq_length
     return intervals.starts, np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
 
@@ -137,7 +141,7 @@ PassIndex = tuple[DocumentLayout, Windows]
 
 
 class SamplePosition(NamedTuple):
-    """Position of a sample: the pass over the data that contains the sample, and the position in this pass."""
+    """Position of a sample in the reading order: the pass over the data that contains the sample, and the position in this pass."""
 
     pass_index: int
     position: int
@@ -147,7 +151,10 @@ class SamplePosition(NamedTuple):
 
 
 class SampleOrder(Protocol):
-    """Interface of an order of samples: for each sample index, the pass over the data and the window in this pass."""
+    """Interface of an order of samples: for each sample index, the pass over the data and the window in this pass.
+
+    A window is a range of seq_length + 1 tokens of the concatenated documents.
+    """
 
     samples_per_epoch: int
 
@@ -158,9 +165,9 @@ class SampleOrder(Protocol):
             DatasetError: the order has fewer samples.
         """
 
-    def index(self, pass_index: int) -> PassIndex:
-        """Return the document layout and the windows of a pass. For a large dataset that is not in the cache, this takes
-        seconds."""
+    def get_index(self, pass_index: int) -> PassIndex:
+        """Return the document layout and the windows of a pass over the data. For a large dataset that is not in the cache, this
+        takes seconds."""
 
     def describe(self, num_samples: int) -> list[str]:
         """Return log lines about a run that reads `num_samples` samples: the epochs that the samples cover, and the tokens that are
@@ -171,16 +178,17 @@ class SampleOrder(Protocol):
 
 
 class SequenceSpans(NamedTuple):
-    """Ranges of consecutive tokens in stored sequences. Their concatenation is one or more windows, or complete documents."""
+    """Ranges of consecutive tokens within the stored sequences of a dataset. Concatenated, these ranges are one or more windows, or
+    complete documents."""
 
     sequences: NDArray[np.integer]
     first_tokens: NDArray[np.int64]
-    """Index of each span's first token within its sequence."""
+    """Index of each range's first token within its sequence."""
     counts: NDArray[np.int64]
 
 
 def read_spans(dataset: IndexedDataset, spans: SequenceSpans) -> NDArray[np.integer]:
-    """Return the values of these spans of a dataset, concatenated: tokens, or the bytes of a loss mask."""
+    """Return the values in these ranges of a dataset's sequences, concatenated: tokens, or the bytes of a loss mask."""
     dataset.check_not_truncated()
     itemsize, data = dataset.dtype.itemsize, dataset.data
     starts = dataset.offsets[spans.sequences] + spans.first_tokens * itemsize
@@ -191,11 +199,12 @@ def read_spans(dataset: IndexedDataset, spans: SequenceSpans) -> NDArray[np.inte
     )
 
 
-def window_spans(layout: DocumentLayout, starts: NDArray[np.int64], length: int) -> SequenceSpans:
-    """Return the spans of windows, each of `length` tokens.
+def compute_window_spans(layout: DocumentLayout, starts: NDArray[np.int64], length: int) -> SequenceSpans:
+    """Return where windows of `length` tokens are stored, as ranges of the dataset's sequences.
 
     Args:
-        starts: first token of each window, as a position in the concatenated documents of the layout.
+        layout: concatenation of the dataset's documents.
+        starts: first token of each window, as a position in this concatenation.
     """
     # Array methods: for a single window, the numpy functions of these names take twice as long.
     sequence_index = layout.starts.searchsorted(starts, side="right") - 1
@@ -209,7 +218,7 @@ def window_spans(layout: DocumentLayout, starts: NDArray[np.int64], length: int)
 
 
 class TokenReader:
-    """Reader of a dataset's tokens that checks them against the vocabulary size.
+    """Reader of a dataset's tokens that checks each token id against the vocabulary size.
 
     Args:
         vocab_size: upper bound of token ids, exclusive.
@@ -221,7 +230,7 @@ class TokenReader:
         self._may_be_beyond = self._may_be_negative or 1 << 8 * dataset.dtype.itemsize > vocab_size
 
     def read(self, spans: SequenceSpans) -> NDArray[np.integer]:
-        """Return the tokens of these spans, concatenated.
+        """Return the tokens in these ranges of the dataset's sequences, concatenated.
 
         Raises:
             DatasetError: a token id is negative or not below the vocabulary size.
@@ -235,8 +244,8 @@ class TokenReader:
         dataset, position = self._dataset, int(np.argmax((tokens < 0) | (tokens >= self._vocab_size)))
         i = int(np.searchsorted(np.cumsum(spans.counts), position, side="right"))
         raise DatasetError(
-            f"{dataset.prefix}: document {dataset.document_of(int(spans.sequences[i])):,} has token id {tokens[position]:,}, but "
+            f"{dataset.prefix}: document {dataset.find_document(int(spans.sequences[i])):,} has token id {tokens[position]:,}, but "
             f"the tokenizer has {self._vocab_size:,} ids (0 to {self._vocab_size - 1:,}).\n"
-            "  The dataset was made with another tokenizer: give that one (--tokenizer-type and its files, or --vocab-size), or "
-            "make the dataset again with tools/preprocess_data.py."
+            "  The dataset was made with another tokenizer: set that tokenizer (--tokenizer-type and its files, or --vocab-size), "
+            "or make the dataset again with tools/preprocess_data.py."
         )
