@@ -1,4 +1,4 @@
-"""Metrics of a run: log lines, the run's history file, peak rates of devices, timers."""
+"""Metrics of a training run: log lines, the history file (`history.jsonl`), peak FLOP/s of devices, and timers."""
 
 from megatron.moved import find_moved
 

@@ -1,8 +1,10 @@
-"""History of a run: `history.jsonl` in its folder, from the first start to the last. The module needs neither torch nor numpy.
+"""History file of a run, `history.jsonl`: metrics and events from the first start to the last. The module needs neither torch nor
+numpy.
 
-The folder is --save, or --tensorboard-dir if --save is no local folder (`get_run_folder` in `megatron/config/outputs.py`). A start
-appends to the file and removes nothing. Each line is a JSON object with `kind`, `time` (seconds since 1970) and `iteration`
-(completed steps of the run); NaN and infinity are null. The kinds and their other keys:
+The file is in the folder of --save, or of --tensorboard-dir if --save is no local folder (`get_run_folder` in
+`megatron/config/outputs.py`). Each start of the run appends to the file and removes nothing. Each line is a JSON object with
+`kind`, `time` (seconds since 1970) and `iteration` (completed steps of the run); NaN and infinity are null. The kinds and their
+other keys:
 
     start       first line of every start. `iteration` is the one that the run continues from. `format` (1), `consumed_samples`,
                 `tokens` (read so far), `total_iterations`, `total_samples`, `seq_length`, `parameters`, `world_size`, `layout`
@@ -15,15 +17,15 @@ appends to the file and removes nothing. Each line is a JSON object with `kind`,
     log         the values of a log line, as in --metrics-file (names in `megatron_lab/monitoring/loggers.py`), without values of
                 single layers; means and sums are over the steps since the previous line. Also `memory_bytes` (peak memory of
                 rank 0: on its device with CUDA, else of the process), `host_bytes`, `spent` (seconds of the run so far by use,
-                which sum to the run's time: `megatron/training/progress.py`), and with --timing-log-level `timers_ms` (the
+                which sum to the run's time: `megatron_lab/monitoring/goodput.py`), and with --timing-log-level `timers_ms` (the
                 slowest rank's)
     evaluation  `validation_loss` or `test_loss`, and the same with suffix `_mtp_loss`
     measured    other measurements: memory of ranks by --log-memory, stragglers, ...
     event       `event` and `words`, the log's message about it. Events: warning, spike, rewind (`iteration` is the one that the
                 run went back to, `left` the one that it came from), save, end
 
-`read_history` omits steps that a later start or a rewind repeats. It also skips lines that are not valid JSON, because the process
-was killed while it wrote them, and lines of unknown kinds.
+`read_history` omits steps that were run again after a resume or a rewind. It also skips lines of unknown kinds, and lines that are
+not valid JSON, because the process was killed while it wrote them.
 """
 
 from __future__ import annotations
@@ -48,12 +50,13 @@ _REVOCABLE_TYPES = ("steps", "log", "evaluation", "measured")
 
 
 class HistoryFile:
-    """Writer of a run's history file, `history.jsonl`. If a line cannot be written, it is lost, and the error is reported once.
+    """Writer of `history.jsonl`, the file of a run to which metrics and events are appended as JSON lines. A line that cannot be
+    written is lost, and the error is reported on stderr once.
 
     Args:
-        folder: folder of the run.
+        folder: folder of the run, in which the file is written.
         seq_length: tokens per sample.
-        clock: returns seconds since 1970.
+        clock: function that returns the seconds since 1970.
 
     Raises:
         ValueError: the file cannot be opened.
@@ -68,24 +71,26 @@ class HistoryFile:
         self._flushed = clock()
 
     def write_start(self, iteration: int, consumed_samples: int, tokens: int, fields: Mapping[str, Any]) -> None:
-        """Write the line of a new start of the run (kind `start`).
+        """Write a line of kind `start`: the run starts for the first time, or is resumed.
 
         Args:
-            iteration: the iteration that the run continues from.
-            consumed_samples: samples read so far.
-            tokens: tokens read so far. Earlier samples may have had another sequence length.
-            fields: other fields of the line.
+            iteration: iteration that the run continues from, 0 for a new run.
+            consumed_samples: samples that earlier steps of the run have consumed.
+            tokens: tokens of these samples. Earlier samples may have had another sequence length.
+            fields: further keys of the line, such as `world_size` and `config`.
         """
         self.flush()
         self._start_counts = (consumed_samples, tokens)
         self._write("start", iteration, {"format": FORMAT_VERSION, **self._count_consumed(consumed_samples), **fields})
 
     def add_step(self, iteration: int, consumed_samples: int, batch: int, **metrics: float | None) -> None:
-        """Add the metrics of a step. Steps are buffered, and several are written as one line.
+        """Add the metrics of a step to the buffer. Several steps are written together, as one line.
 
         Args:
+            iteration: number of the step, counted from 1.
+            consumed_samples: samples of the run so far, including those of the step.
             batch: number of sequences of the step.
-            metrics: lm_loss, grad_norm, learning_rate and seconds.
+            metrics: values of lm_loss, grad_norm, learning_rate and seconds (duration of the step).
         """
         if self._steps and self._last_step[2] != batch:
             self.flush()
@@ -98,12 +103,19 @@ class HistoryFile:
             self.flush()
 
     def write_line(self, line_type: str, iteration: int, consumed_samples: int, fields: Mapping[str, Any]) -> None:
-        """Write a line of the given type (see the module docstring). Buffered steps are written before it."""
+        """Write a line. Buffered steps are written before it.
+
+        Args:
+            line_type: "log", "evaluation", "measured" or "event".
+            iteration: number of completed steps.
+            consumed_samples: samples that these steps have consumed.
+            fields: further keys of the line. The module docstring lists them for each type.
+        """
         self.flush()
         self._write(line_type, iteration, {**self._count_consumed(consumed_samples), **fields})
 
     def flush(self) -> None:
-        """Write the buffered steps."""
+        """Write the buffered steps as one line of the file."""
         self._flushed = self._clock()
         if not self._steps:
             return
@@ -144,11 +156,11 @@ class StepRecord(NamedTuple):
 
     iteration: int
     tokens: int
-    """Tokens read so far, including those of the step."""
+    """Tokens read since the start of the run, including those of the step."""
     batch: int
     """Number of sequences of the step."""
     lm_loss: float | None
-    """Language-model loss; None for a skipped step, or if the loss is not finite."""
+    """Language-model loss. None if --iterations-to-skip skips the iteration, or if the loss is not finite."""
     grad_norm: float | None
     learning_rate: float | None
     seconds: float | None
@@ -156,20 +168,21 @@ class StepRecord(NamedTuple):
 
 @dataclass
 class History:
-    """Content of a run's history file, in order. Each dictionary is one line of the file, with the keys that the module docstring
-    lists."""
+    """Content of a run's history file (`history.jsonl`), sorted by type of line. Each dictionary is one parsed JSON line, with the
+    keys that the module docstring lists."""
 
     starts: list[dict[str, Any]] = field(default_factory=list)
-    """One line of the file for each start of the run (the first start and each resume)."""
+    """One dictionary for each start of the run: the first start and each resume."""
     steps: list[StepRecord] = field(default_factory=list)
-    """Valid steps (not repeated by a later start or rewind), in ascending order."""
+    """Steps in ascending order. A step that was run again after a resume or a rewind is contained once, with its latest
+    metrics."""
     logs: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     measurements: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
-    """All events, including those of repeated steps."""
+    """All events (warnings, loss spikes, rewinds, saves, ends), including those of steps that were run again."""
     num_unreadable: int = 0
-    """Number of lines that were skipped because they are not valid JSON or lack an entry."""
+    """Number of lines that were skipped because they are not valid JSON or lack a key."""
 
     def discard_after(self, iteration: int) -> None:
         """Discard steps, log lines, evaluations and measurements after `iteration`, because the run has gone back to this
@@ -181,7 +194,8 @@ class History:
                 records.pop()
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Add a line of the history file, as a parsed JSON object.
+        """Add a parsed line of the history file. If the line says that the run has restarted or gone back to an earlier iteration,
+        later steps are discarded.
 
         Raises:
             KeyError, TypeError, ValueError: the line does not have the format that a run writes.
@@ -211,12 +225,14 @@ def _parse_steps(record: Mapping[str, Any]) -> list[StepRecord]:
 
 
 def read_first_losses(folder: str | Path, max_losses: int) -> list[float]:
-    """Return the losses of the run's first steps; an empty list if the folder has no history.
+    """Return the language-model losses of the first steps of the run in `folder`. Return an empty list if the history file
+    (`history.jsonl`) is missing or damaged.
 
-    Later lines of a long history are not parsed.
+    Steps without a loss are left out. If a run was started at iteration 0 again, only the losses of the last such start count.
+    Later lines of a long file are not parsed.
 
     Args:
-        max_losses: maximal number of losses.
+        max_losses: maximum number of losses to return.
     """
     losses: list[float] = []
     try:
@@ -233,7 +249,7 @@ def read_first_losses(folder: str | Path, max_losses: int) -> list[float]:
 
 
 def read_history(folder: str | Path) -> History:
-    """Read the history of a run.
+    """Read the history file (`history.jsonl`) of a run. Lines that cannot be parsed are counted and skipped.
 
     Args:
         folder: folder of the run, or path of its history file.
@@ -245,7 +261,10 @@ def read_history(folder: str | Path) -> History:
     path = path / HISTORY_FILE if path.is_dir() else path
     history = History()
     if not path.is_file():
-        raise ValueError(f"{path} is not a file. A run writes its history to the folder of --save, or of --tensorboard-dir.")
+        raise ValueError(
+            f"{path} is not a file, so there is no history to read. A run writes it to the folder of --save, or of "
+            "--tensorboard-dir. Give the path of this folder."
+        )
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:

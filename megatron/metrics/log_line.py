@@ -14,79 +14,83 @@ from pathlib import Path
 from typing import Literal, Protocol, TextIO
 
 
-def perplexity(loss: float) -> float:
-    """Return the perplexity exp(loss). The loss is limited to 20 to avoid an overflow."""
+def compute_perplexity(loss: float) -> float:
+    """Return the perplexity exp(loss). A loss above 20 counts as 20, so that the result does not overflow."""
     return math.exp(min(20.0, loss))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogLineValues:
-    """Values of a log line. A value of None is omitted from the line."""
+    """Values of one progress line of the log. A value of None is omitted from the line. Means and counts are over the steps since
+    the previous log line."""
 
     time: datetime
-    """Time at which the line is printed, with date."""
+    """Date and time at which the line is printed."""
     iteration: int
-    """Last completed step; the first step is 1."""
+    """Number of the last completed step, counted from 1."""
     train_iterations: int
     """Total number of steps of the run."""
     consumed_samples: int
-    """Sequences read so far."""
+    """Sequences read since the start of the run."""
     elapsed_ms: float
-    """Milliseconds for one iteration, mean over the interval."""
+    """Milliseconds per step, averaged over the steps since the previous log line."""
     learning_rate: float
     """Learning rate of the last update."""
     global_batch_size: int
-    """Sequences of the last step."""
+    """Number of sequences in the last step."""
     lm_loss: float | None
-    """Mean language-model loss over the interval; None if no step of the interval had a loss."""
+    """Mean language-model loss over the steps since the previous log line, without skipped steps; None if all were skipped."""
     z_loss: float | None = None
-    """Mean over the interval of the z-loss term (--z-loss-coeff) in the training loss."""
+    """Z-loss term (--z-loss-coeff) of the training loss, averaged over the steps since the previous log line."""
     mtp_loss: float | None = None
-    """Mean over the interval of the multi-token-prediction loss (--mtp-num-layers), without its coefficient."""
+    """Multi-token-prediction loss (--mtp-num-layers) without its coefficient, averaged over the steps since the previous log
+    line."""
     load_balancing_loss: float | None = None
-    """Mean over the interval and the layers with experts of the load-balancing loss, without its coefficient."""
+    """Load-balancing loss of the experts without its coefficient, averaged over the mixture-of-experts layers and over the
+    steps since the previous log line."""
     moe_z_loss: float | None = None
-    """Mean over the interval and the layers with experts of the router z-loss, without its coefficient."""
+    """Router z-loss without its coefficient, averaged over the mixture-of-experts layers and over the steps since the previous
+    log line."""
     busiest_expert: float | None = None
-    """Tokens of the busiest expert, as a multiple of the mean over the experts of its layer; maximum over the interval."""
+    """Number of tokens of the most loaded expert, divided by the mean over the experts of its layer. Maximum over the steps
+    since the previous log line."""
     dropped_share: float | None = None
-    """Share of the (token, expert) assignments that were dropped."""
+    """Fraction of the (token, expert) assignments that were dropped because the expert's capacity was exceeded."""
     loss_scale: float
     """Loss scale of the last step."""
     num_skipped: int
-    """Steps of the interval without an update."""
+    """Number of steps without a parameter update since the previous log line."""
     num_nans: int
-    """Steps of the interval whose loss was NaN."""
+    """Number of steps with a NaN loss since the previous log line."""
     tflops_per_device: float | None = None
     """Throughput in TFLOP/s per device, with --log-throughput."""
     grad_norm: float | None = None
-    """Global gradient norm of the last update; None if there was no update."""
+    """Global gradient norm of the last step; None if the step had no update."""
     num_zeros: float | None = None
-    """Number of zeros in the gradient, with --log-num-zeros-in-grad."""
+    """Number of zeros in the gradient of the last step, with --log-num-zeros-in-grad."""
     params_norm: float | None = None
     """Norm of all parameters, with --log-params-norm."""
     context_imbalance: float | None = None
-    """Attention computation of the busiest context rank, as a multiple of the mean over the context ranks. Logged if it is above
-    1."""
+    """Attention FLOPs of the most loaded context-parallel rank, divided by the mean over the context-parallel ranks. The line
+    shows the quotient only if it is above 1."""
     gradient_noise: float | None = None
-    """Gradient noise scale over the interval, in sequences, with --log-gradient-noise."""
+    """Gradient noise scale in sequences, estimated from the steps since the previous log line, with --log-gradient-noise."""
     max_attention_logit: float | None = None
-    """Largest attention score over the interval, with --log-max-attention-logit."""
+    """Largest attention score in the steps since the previous log line, with --log-max-attention-logit."""
     tokens_per_s: float | None = None
-    """Tokens per second over all ranks. Only in the short line."""
+    """Tokens per second over all ranks. Only the short log format (--log-format short) shows it."""
     mfu: float | None = None
-    """Model FLOPs utilization, if the devices' peak rate is known. Only in the short line."""
+    """Model FLOPs utilization, if the devices' peak rate is known. Only the short log format (--log-format short) shows it."""
     remaining_s: float | None = None
-    """Estimated seconds until the end of the run, once an estimate exists. Only in the short line."""
+    """Estimated seconds until the end of the run; None before the first estimate. Only the short log format (--log-format
+    short) shows it."""
     custom: Mapping[str, float] = field(default_factory=dict)
-    """Values of custom metrics, by name."""
+    """Values of user-defined metrics (`register_metric`), by name."""
 
     @property
     def logged_context_imbalance(self) -> float | None:
-        """Imbalance of the attention computation between context-parallel ranks (largest / mean), or None if it is not logged.
-
-        It is not logged if it is 1 or if there is no context parallelism.
-        """
+        """`context_imbalance` if the log line shows it, else None. The line omits an imbalance of 1, and any value without context
+        parallelism."""
         return self.context_imbalance if self.context_imbalance is not None and self.context_imbalance > 1.0 else None
 
 
@@ -123,7 +127,7 @@ def format_megatron_line(values: LogLineValues) -> str:
 
 
 def format_short_line(values: LogLineValues) -> str:
-    """Format a progress line for people.
+    """Format a progress line for people, in the short log format.
 
     Example: `it 120/5000 | loss 3.41 | norm 0.82 | lr 3e-4 | 41k tok/s | 38 % MFU | 2 h 14 min left`.
     """
@@ -162,7 +166,11 @@ def format_short_line(values: LogLineValues) -> str:
 
 
 def format_compact(value: float, units: str = "kMBT") -> str:
-    """Format a value with three significant digits and a unit per factor of 1,000: 41.2k, 1.5M, 300B."""
+    """Format a value with three significant digits and a suffix for its power of 1,000: 41.2k, 1.5M, 300B.
+
+    Args:
+        units: suffixes for 1,000, 1,000^2 and so on, one letter each.
+    """
     power = 0
     while abs(value) >= 999.5 and power < len(units):
         value, power = value / 1000, power + 1
@@ -171,7 +179,7 @@ def format_compact(value: float, units: str = "kMBT") -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration in its two largest units: 2 h 14 min."""
+    """Format a duration in its one or two largest units, for example `45 s` or `2 h 14 min`."""
     rounded = max(0, round(seconds))
     if rounded < 60:
         return f"{rounded} s"
@@ -190,7 +198,7 @@ def format_progress_bar(share: float, width: int, *, ascii_only: bool = False) -
 
     Args:
         share: completed fraction of the run, 0 to 1.
-        width: characters of the bar and the percentage together.
+        width: number of characters of the bar and the percentage together.
         ascii_only: use only ASCII characters.
     """
     full, empty = "#-" if ascii_only else "━─"
@@ -212,7 +220,7 @@ def format_validation_lines(
         mtp_loss: loss of multi-token prediction, without its coefficient; None without multi-token prediction.
     """
     position = f"iteration {iteration}" if split == "validation" else f"iteration {iteration} on test set"
-    loss_line = f" validation loss at {position} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
+    loss_line = f" validation loss at {position} | lm loss value: {loss:.6E} | lm loss PPL: {compute_perplexity(loss):.6E} | "
     if mtp_loss is not None:
         loss_line += f"mtp loss value: {mtp_loss:.6E} | "
     rule = "-" * (len(loss_line) + 1)
@@ -222,32 +230,46 @@ def format_validation_lines(
 def format_short_validation_line(
     iteration: int, loss: float, split: Literal["validation", "test"] = "validation", *, mtp_loss: float | None = None
 ) -> str:
-    """Format the result of an evaluation for people, in one line. `format_validation_lines` describes the arguments."""
+    """Format the result of an evaluation for people, in one line.
+
+    Args:
+        iteration: last step before the evaluation.
+        loss: mean over the tokens of the evaluation.
+        split: split of the data that was evaluated.
+        mtp_loss: loss of multi-token prediction, without its coefficient; None without multi-token prediction.
+    """
     further = "" if mtp_loss is None else f" | mtp loss {mtp_loss:.3f}"
-    return f"{split} at it {iteration} | loss {loss:.3f} | perplexity {perplexity(loss):.4g}{further}"
+    return f"{split} at it {iteration} | loss {loss:.3f} | perplexity {compute_perplexity(loss):.4g}{further}"
 
 
 # ---- Outputs of a run that may fail without ending it (full disk, closed pipe). Failures are reported once, on stderr.
 
 
 class MetricSink(Protocol):
-    """Destination of metrics, such as a file or TensorBoard. Only the rank that logs opens sinks.
+    """Destination of metrics, such as a file or TensorBoard. Only the rank that writes the log opens sinks.
 
-    Names are those of the metrics file: lm_loss, z_loss, mtp_loss, load_balancing_loss, moe_z_loss, busiest_expert, dropped_share,
-    grad_norm, learning_rate, loss_scale, skipped, spikes, elapsed_ms, tokens_per_s, tflops_per_device, global_batch_size,
-    num_zeros, params_norm, gradient_noise, context_imbalance, max_attention_logit, validation_loss, validation_mtp_loss, test_loss,
-    test_mtp_loss, goodput, and those of custom metrics.
+    Metrics have the same names as in the metrics file: lm_loss, z_loss, mtp_loss, load_balancing_loss, moe_z_loss, busiest_expert,
+    dropped_share, grad_norm, learning_rate, loss_scale, skipped, spikes, elapsed_ms, tokens_per_s, tflops_per_device,
+    global_batch_size, num_zeros, params_norm, gradient_noise, context_imbalance, max_attention_logit, validation_loss,
+    validation_mtp_loss, test_loss, test_mtp_loss, goodput, and the names of user-defined metrics.
     """
 
     def log_scalars(self, iteration: int, samples: int, values: Mapping[str, float]) -> None:
-        """Record the values of step `iteration`, after `samples` consumed sequences."""
+        """Write metrics of the run to the destination.
+
+        Args:
+            iteration: number of completed steps.
+            samples: number of sequences that these steps have consumed.
+            values: metrics by name.
+        """
 
     def close(self) -> None:
-        """Write all buffered values."""
+        """Write all buffered metrics and close the destination."""
 
 
 class OutputStatus:
-    """Reporter of write errors of one output of the run. It reports on stderr when writing starts to fail, and when it works again.
+    """Reporter of write errors of one output of a run. It prints to stderr when writing starts to fail, and when writing works
+    again.
 
     Args:
         name: name of the output in these messages.
@@ -285,7 +307,7 @@ class LineFile:
     A line that cannot be written is lost; the lines before it stay intact.
 
     Args:
-        flag: flag that names the file, for messages.
+        flag: text that introduces the path in error messages, such as the flag --metrics-file.
         path: path of the file. Its folder is created.
         append: keep existing lines (a resumed run) instead of starting a new file.
 
@@ -310,7 +332,7 @@ class LineFile:
             self._write(b"\n")
 
     def write(self, line: str) -> None:
-        """Write a line."""
+        """Append a line. If that fails, the line is lost and the error is reported on stderr."""
         self._write(line.encode() + b"\n")
 
     def close(self) -> None:
@@ -332,15 +354,15 @@ class LineFile:
 
 
 class Printer:
-    """Printer of the run's log to stdout.
+    """Printer of a run's log to stdout.
 
-    Lines are printed immediately. On a terminal, status lines that change can follow below them.
+    Lines are printed immediately. On a terminal, status lines below the log can be updated in place.
 
-    Lines bypass Python's stream buffer. If stdout fails, Python would try to write the buffer again at exit and change the exit
-    code to 120.
+    Lines do not go through Python's stream buffer. Otherwise, if stdout failed, Python would try to write the buffer again at exit
+    and change the exit code to 120.
 
-    The cursor stays in front of the status lines. So output of other code overwrites the status lines, and is never overwritten
-    itself.
+    The cursor stays in front of the status lines. Output of other code therefore overwrites the status lines, and is never
+    overwritten itself.
     """
 
     def __init__(self) -> None:
@@ -369,11 +391,11 @@ class Printer:
         return "utf" not in (sys.stdout.encoding or "").lower()
 
     def print_line(self, line: str) -> None:
-        """Print a line, above the status lines."""
+        """Print a line of the log, above the status lines."""
         self._write(f"{_ERASE_TO_SCREEN_END}{line}\n{self._status_text}" if self._status_text else f"{line}\n")
 
     def show_status(self, lines: Sequence[str]) -> None:
-        """Show status lines below the printed lines, in place of the previous status lines. Call only on a terminal."""
+        """Replace the status lines below the log. Call this only on a terminal (`is_terminal`)."""
         erase = _ERASE_TO_SCREEN_END if self._status_text else ""
         max_width = self.width - 1  # a line of full width would wrap
         self._status_text = (

@@ -1,8 +1,9 @@
 """Peak FLOP/s of devices for the model FLOPs utilization (MFU), timers, and host memory of the process.
 
-All rates are dense. Vendors' headline figures "with sparsity" are twice as high and do not apply to training. float32 is without
-TF32, which PyTorch does not use by default ("tf32" has its own column). Products in 16 and 8 bits accumulate in float32. float64 is
-the matrix rate if the device has one. Rates that a source does not state are omitted.
+All rates are for dense matrices. Vendors' headline figures "with sparsity" are twice as high and do not apply to training. The
+float32 rate is without TF32, which PyTorch does not use by default; "tf32" has a separate rate. Products in 16 and 8 bits
+accumulate in float32. The float64 rate is that of the matrix units if the device has them for float64. Rates that a source does not
+state are omitted.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ def _build_rates(
     float32: float | None = None,
     float64: float | None = None,
 ) -> dict[str, float]:
-    """Build a row of the table of peak rates: the rate of each dtype, from rates in TFLOP/s. `float16` is also the bfloat16 rate if
-    the device has bfloat16."""
+    """Build the entry of one device in the table of peak rates: TFLOP/s by name of the dtype. Dtypes without a rate are left out.
+    The float16 rate also counts for bfloat16 if the device has bfloat16."""
     rates = {
         "float8": float8,
         "float16": float16,
@@ -95,7 +96,8 @@ _SLOWER_VARIANTS = re.compile(r"\b(MIG|GRID|Laptop|Max-Q|Ti|Super|D)\b", re.IGNO
 
 
 def get_peak_flops(device_name: str, dtype_name: str) -> float | None:
-    """Return the dense peak rate of one device in FLOP/s, or None if the table lacks the device or the dtype.
+    """Return the peak rate of one device in FLOP/s, for dense matrices. Return None if the rate of the device or dtype is not
+    known.
 
     Args:
         device_name: name as returned by torch.cuda.get_device_name(), for example "NVIDIA H100 80GB HBM3".
@@ -111,13 +113,14 @@ def get_peak_flops(device_name: str, dtype_name: str) -> float | None:
 
 
 def get_mixed_peak_flops(device_name: str, dtype_name: str, fp8_share: float) -> float | None:
-    """Return the peak rate in FLOP/s for matrix products of which some are in FP8. None if the table lacks a rate.
+    """Return the peak rate of one device in FLOP/s for matrix products of which some are in FP8. Return None if one of the two
+    rates is not known.
 
-    Both kinds of products run at their own peak rate, so the result is the weighted harmonic mean of the two rates.
+    The products of each dtype run at the peak rate of that dtype, so the result is the weighted harmonic mean of the two rates.
 
     Args:
         dtype_name: dtype of the products that are not in FP8.
-        fp8_share: fraction of the FLOPs that is in FP8.
+        fp8_share: fraction of the FLOPs that is in FP8, 0 to 1.
     """
     dtype_peak, fp8_peak = get_peak_flops(device_name, dtype_name), get_peak_flops(device_name, "float8")
     if fp8_share == 0 or dtype_peak is None:
@@ -140,7 +143,7 @@ class Timers:
     """Named timers of one rank.
 
     Args:
-        level: maximum level of detail (--timing-log-level). Timers of a higher level do nothing and never wait for the device.
+        level: maximum level of detail (--timing-log-level). Timers with a higher level do nothing and never wait for the device.
         synchronize: function that waits for the device, called at each start and stop; None if all work is synchronous.
         clock: function that returns seconds since an arbitrary origin.
     """
@@ -159,18 +162,18 @@ class Timers:
         Args:
             level: level of detail of the timer. If it is above the level of --timing-log-level, nothing is measured.
         """
-        return self.at_level(level)(name)
+        return self.select_level(level)(name)
 
-    def at_level(self, level: int) -> Callable[[str], AbstractContextManager[object]]:
-        """Return a function that takes a timer's name and returns a context manager as `__call__` does, for timers of this level of
-        detail.
+    def select_level(self, level: int) -> Callable[[str], AbstractContextManager[object]]:
+        """Return a function that creates context managers for the timers of one level of detail.
 
-        If timers of this level are off, the context managers do nothing.
+        The function takes the name of a timer. The context manager adds the duration of its block to the timer, or does nothing if
+        --timing-log-level is lower than `level`.
         """
         return self._time if level <= self._level else nullcontext
 
     def reset_elapsed_ms(self) -> dict[str, float]:
-        """Return the milliseconds of every timer since the previous call, and reset all timers."""
+        """Return the milliseconds that each timer has measured since the previous call, by name, and reset all timers."""
         elapsed = {name: seconds * 1000.0 for name, seconds in self._elapsed.items()}
         self._elapsed = dict.fromkeys(elapsed, 0.0)
         return elapsed
@@ -192,23 +195,24 @@ class Timers:
 
 
 def merge_rank_times(times_of_ranks: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    """Merge the timers of all ranks: collect the times of each timer name, in the order in which names first occur.
+    """Merge the timers of all ranks: return the times of all ranks for each timer name. Names are in the order in which they first
+    occur.
 
     Args:
         times_of_ranks: milliseconds by timer name, for each rank. Ranks may have different timers (only the last stage has a loss).
 
     Returns:
-        for each name one time per rank, 0 if the rank has no such timer.
+        one time per rank for each name; 0 for a rank without this timer.
     """
     names = dict.fromkeys(name for times in times_of_ranks for name in times)
     return {name: [times.get(name, 0.0) for times in times_of_ranks] for name in names}
 
 
 def format_times(times: Mapping[str, Sequence[float]], option: TimingOption) -> str:
-    """Format the report of --timing-log-option, in Megatron-LM's format.
+    """Format the times of all ranks as --timing-log-option requires, in Megatron-LM's format.
 
     Args:
-        times: milliseconds of each rank, by name. Ranks with 0 have no such timer and are omitted.
+        times: milliseconds of each rank, by timer name. Ranks with 0 have no such timer and are omitted.
         option: report the minimum and maximum ("minmax"), the maximum ("max") or the time of each rank ("all").
 
     Returns:
