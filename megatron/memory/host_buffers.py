@@ -27,7 +27,7 @@ def get_buffer_size(num_bytes: int) -> int:
 
 
 class HostBuffer:
-    """Buffer in host memory, either in use or free for the next use."""
+    """Buffer in host memory for the content of one tensor. It is used again once the tensor is copied back to the device."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
@@ -47,7 +47,7 @@ class HostBufferPool:
 
     @functools.cached_property
     def device_module(self) -> Any:
-        """Torch's module for streams and events of the device, such as torch.cuda."""
+        """Torch module with the streams and events of the device, such as torch.cuda."""
         return torch.get_device_module(self._device)
 
     @functools.cached_property
@@ -67,7 +67,7 @@ class HostBufferPool:
             source: uint8, one-dimensional.
         """
         size = get_buffer_size(len(source))
-        buffer = self._free_buffers[size].pop() if self._free_buffers[size] else self._new_buffer(size)
+        buffer = self._free_buffers[size].pop() if self._free_buffers[size] else self._allocate_buffer(size)
         self._to_host_stream.wait_stream(self.device_module.current_stream(self._device))
         with self.device_module.stream(self._to_host_stream):
             if buffer.read_event is not None:
@@ -105,16 +105,16 @@ class HostBufferPool:
         return tensors, read_event
 
     def wait(self, event: StreamEvent) -> None:
-        """Let the current stream wait for an event."""
+        """Let the current stream wait for the event of a copy, without making the host wait. None waits for nothing."""
         if event is not None:
             self.device_module.current_stream(self._device).wait_event(event)
 
-    def _new_buffer(self, size: int) -> HostBuffer:
+    def _allocate_buffer(self, size: int) -> HostBuffer:
         self.num_bytes += size
         return HostBuffer(self.allocate(size))
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Start to copy `source` to `target` on the current stream."""
+        """Start to copy `source` into `target` on the current stream, without making the host wait."""
         target.copy_(source, non_blocking=True)
 
     def allocate(self, size: int) -> torch.Tensor:

@@ -29,14 +29,14 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.memory.host_buffers import HostBuffer, HostBufferPool, StreamEvent
-from megatron.memory.recompute import ActivationStore, current_store, get_storage_key
+from megatron.memory.recompute import ActivationStore, get_current_store, get_storage_key
 
 _MIN_RELATIVE_SIZE = 1 / 16
 """A storage is offloaded if it is larger than the layer's input times this factor."""
 
 
 class _OffloadedStorage:
-    """Storage that is copied to a host buffer."""
+    """Torch storage whose content is copied to a host buffer, and later back to the device."""
 
     def __init__(self, source: torch.Tensor, buffer: HostBuffer) -> None:
         self.num_bytes, self.buffer = len(source), buffer
@@ -58,10 +58,11 @@ class LayerOffloader:
     """Offloader for one forward and backward of a layer, or of several layers that are recomputed together.
 
     Args:
-        store: activations of the microbatch. The offloader adds itself to it.
+        store: activations of the microbatch. The offloader adds itself to `store.offloaders`.
         x: input of the layer.
         shared: saved tensors that are kept alive elsewhere until backward, so offloading them would free no memory.
-        stays_on_device: do not offload any tensor. The offloader then only starts the copies of the previous layer in backward.
+        stays_on_device: do not offload any tensor of this layer. In backward, the offloader then only starts to copy the previous
+            offloaded layer back to the device.
         is_recomputed_ahead: the layer may be recomputed in a separate operation before its backward.
     """
 
@@ -94,7 +95,8 @@ class LayerOffloader:
 
     @property
     def offloaded_sizes(self) -> list[int]:
-        """Number of bytes of each storage in host memory whose copy back to the device has not started."""
+        """Sizes in bytes of the layer's storages that are only in host memory or on their way there: their copy back to the device
+        has not started."""
         return [storage.num_bytes for storage in self._storages_to_fetch]
 
     def run(self, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
@@ -126,7 +128,11 @@ class LayerOffloader:
                 storage.device_bytes = tensor
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _OffloadedTensor:
-        """Start to offload a saved tensor if that frees enough memory. Return the object that autograd saves in its place."""
+        """Start to copy a tensor that autograd saves to the host, if offloading it frees enough memory.
+
+        Returns:
+            the object that autograd saves instead: a placeholder, or the tensor if it is not offloaded.
+        """
         if self._stays_on_device or not self._should_offload(tensor):
             return tensor.detach()
         key = get_storage_key(tensor)
@@ -140,7 +146,10 @@ class LayerOffloader:
         return _OffloadedTensor(storage, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(self, packed: torch.Tensor | _OffloadedTensor) -> torch.Tensor:
-        """Return the tensor for an object that `pack` returned. The first call also starts to fetch the previous layer."""
+        """Return the tensor for which autograd saved `packed`, a result of `pack`.
+
+        The first call in backward also starts to copy the previous offloaded layer back to the device.
+        """
         if not self._has_entered_backward:
             self._enter_backward()
         if isinstance(packed, torch.Tensor):
@@ -170,7 +179,7 @@ class LayerOffloader:
 def create_offloader(
     x: torch.Tensor, *, shared: Iterable[torch.Tensor] = (), is_last: bool = False, is_recomputed_ahead: bool = False
 ) -> LayerOffloader | None:
-    """Return an offloader for a layer if its saved tensors should be in host memory. Return None if offloading or autograd is off.
+    """Return an offloader for a layer whose saved tensors may move to host memory, or None if offloading or autograd is off.
 
     Args:
         x: input of the layer.
@@ -178,7 +187,7 @@ def create_offloader(
         is_last: the layer is the last offloaded layer of the chunk.
         is_recomputed_ahead: the layer may be recomputed in a separate operation before its backward.
     """
-    store = current_store()
+    store = get_current_store()
     if store is None or store.host_pool is None or not torch.is_grad_enabled():
         return None
     return LayerOffloader(

@@ -47,7 +47,8 @@ class Offloader(Protocol):
 
     @property
     def offloaded_sizes(self) -> list[int]:
-        """Number of bytes of each storage in host memory whose copy back to the device has not started."""
+        """Sizes in bytes of the layer's storages that are only in host memory or on their way there: their copy back to the device
+        has not started."""
 
     def release_device_copies(self) -> None:
         """Free the device copies of the offloaded storages. The current stream first waits for the copies to the host."""
@@ -56,15 +57,16 @@ class Offloader(Protocol):
         """Start to copy the offloaded storages back to the device."""
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Start to offload a saved tensor if that frees enough memory. Return the object that autograd saves in its place."""
+        """Start to copy a tensor that autograd saves to the host, if offloading it frees enough memory. Return the object that
+        autograd saves instead."""
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        """Return the tensor for an object that `pack` returned."""
+        """Return the tensor for which autograd saved `packed`, a result of `pack`."""
 
 
 class ActivationStore:
-    """Activations of one microbatch in one model chunk that autograd does not store itself: the inputs of regions to recompute, and
-    offloaded layers.
+    """Activations of one microbatch in one model chunk that autograd does not keep itself: the inputs of regions (parts of the
+    forward) that are recomputed in backward, and layers whose saved tensors are offloaded to host memory.
 
     Args:
         before_recompute: called before each recomputation of a region.
@@ -114,14 +116,14 @@ class ActivationStore:
 _current_store: ActivationStore | None = None
 
 
-def current_store() -> ActivationStore | None:
+def get_current_store() -> ActivationStore | None:
     """Return the activation store of the running forward, or None if no executor or planner has set one."""
     return _current_store
 
 
 @contextmanager
 def storing_activations(store: ActivationStore | None = None) -> Iterator[ActivationStore]:
-    """Set the activation store that `current_store` returns, for the forward of one microbatch in one model chunk.
+    """Set the activation store that `get_current_store` returns, for the forward of one microbatch in one model chunk.
 
     Args:
         store: activation store to use; None for a new one.
@@ -154,11 +156,12 @@ class _AllTensorsSaved(Exception):
 
 
 class _Region:
-    """State of one forward of a recomputed region, until backward has taken all of its saved tensors."""
+    """Recomputed part of the forward, for one microbatch: its inputs until it is recomputed, then its recomputed tensors until
+    backward has taken them."""
 
     def __init__(self, function: RegionFunction, inputs: Sequence[torch.Tensor], modules: Sequence[nn.Module]) -> None:
         self._function, self._modules = function, modules
-        store = current_store()
+        store = get_current_store()
         self._before_recompute = None if store is None else store.before_recompute
         self._offloader = None if store is None else store.running_offloader
         self._requires_grad = [x.requires_grad for x in inputs]
@@ -169,7 +172,7 @@ class _Region:
         self._recomputed: list[torch.Tensor | None] | None = None
 
     def run(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Run the first forward, and save an index in place of each tensor."""
+        """Run the first forward. Autograd saves an index in place of each tensor, so the activations are freed."""
         global _running_region
         _running_region = self
         try:
@@ -179,7 +182,7 @@ class _Region:
             _running_region = None
 
     def recompute(self) -> None:
-        """Recompute the region up to the last tensor that backward needs. Further calls do nothing."""
+        """Run the region's forward again, up to the last tensor that backward needs. Further calls do nothing."""
         global recomputing_region
         if self._recomputed is not None:
             return
@@ -199,8 +202,10 @@ class _Region:
         assert len(self._recomputed) == self._num_saved, "recomputation saved another number of tensors than the forward"
 
     def offer(self, x: torch.Tensor) -> None:
-        """Check whether a tensor that an operation is about to save is the last tensor that backward needs. If so, save it and stop
-        the recomputation."""
+        """Save `x` and stop the recomputation if `x` is the last tensor that backward needs; otherwise do nothing.
+
+        An operation calls this in recomputation, before it computes its output, with a tensor that it is about to save.
+        """
         assert self._recomputed is not None
         if len(self._recomputed) == self._num_saved - 1:
             self._save(x)
@@ -229,7 +234,8 @@ class _Region:
 
 def _unpack_never(saved: None) -> torch.Tensor:
     raise AssertionError(
-        "internal error: backward reached an operation of a recomputation, whose results should have been detached from autograd"
+        "internal error: backward entered the autograd graph of a recomputation, from which it only needs the saved tensors; "
+        "please report this error"
     )
 
 
@@ -256,7 +262,7 @@ def run_with_recompute(
     if not torch.is_grad_enabled():
         return function(*inputs, is_recompute=False)
     assert recomputing_region is None, "regions to recompute must not be nested"
-    region, store = _Region(function, inputs, modules), current_store()
+    region, store = _Region(function, inputs, modules), get_current_store()
     if is_recomputed_ahead and store is not None:
         store.recomputations.append(region.recompute)
     return region.run(inputs)
@@ -265,7 +271,7 @@ def run_with_recompute(
 def reuse_in_recompute(compute: Callable[[], Result]) -> Result:
     """Return the result of `compute`. In recomputation, return the result of the first forward instead of calling `compute` again.
 
-    For decisions that must not change between forward and recomputation, and for results of communication. The result has no
+    Use it for decisions that must not change between forward and recomputation, and for results of communication. The result has no
     gradient.
     """
     if recomputing_region is not None:
@@ -278,5 +284,5 @@ def reuse_in_recompute(compute: Callable[[], Result]) -> Result:
 
 
 def is_recomputing() -> bool:
-    """Return whether a region is being recomputed."""
+    """Return whether a region of the model's forward is being recomputed at the moment."""
     return recomputing_region is not None
