@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> None:
-    """Parse the settings, then train, or plan the run with --dry-run. Modules that need torch are imported only after the settings
-    are checked."""
+    """Parse the settings, then train, or with --dry-run print the plan of the run. Modules that need torch are imported only after
+    the settings are checked."""
     started_at = time.monotonic()
     if "--plan" in argv:
         sys.exit(plan_layouts(argv))
@@ -50,7 +50,8 @@ def main(argv: list[str]) -> None:
 
 
 def plan_layouts(argv: list[str]) -> int:
-    """Pass a command line with --plan to the planner, together with the launcher's number of ranks. Returns the exit status."""
+    """Run the planner of parallel layouts (tools/plan.py) for a command line with --plan, with the launcher's number of ranks.
+    Returns the exit status."""
     from megatron_lab.commands.plan import main as plan
 
     job = read_process_info()
@@ -61,8 +62,8 @@ def check_trace_file(path: str | None) -> None:
     """Exit with an error if the file of --save-trace cannot be written. This is checked before the ranks connect and build the
     model.
 
-    The first rank writes the file, and other nodes may not have its folder. So all ranks of the first node check the file with the
-    same result, and the first rank prints the error.
+    The first rank writes the file. Other nodes may not have its folder, so only the ranks of the first node check the file. All of
+    them get the same answer and exit, and the first rank prints the error.
     """
     job = read_process_info()
     if path is None or job.rank != job.local_rank:
@@ -122,7 +123,14 @@ def plan_run(settings: LoadedConfig, job: DryRun) -> None:
 
 
 def pretrain(settings: LoadedConfig, argv: list[str], started_at: float, explanations: Explanations, signals: ExitSignals) -> bool:
-    """Build the run from its settings and train to its end. Returns whether a signal ended the run."""
+    """Build the run from its settings and train to the end. Returns whether a signal ended the run.
+
+    Args:
+        argv: arguments of the command line, for the history file of the run.
+        started_at: time at which the job started, by time.monotonic().
+        explanations: registry in which components explain errors.
+        signals: handler of the signals that ask the run to exit.
+    """
     from megatron.training.trainer import Trainer
 
     with Trainer(

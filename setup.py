@@ -1,4 +1,4 @@
-"""Setup script for tools that require one. All settings are in pyproject.toml."""
+"""Setup script for tools that need a setup.py. All settings are in pyproject.toml."""
 
 from setuptools import setup
 

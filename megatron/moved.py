@@ -89,7 +89,7 @@ for _package, _names in _MERGED_MODULES.items():
 
 
 def find_new_name(name: str) -> str | None:
-    """Return the current name of a former name, or None for any other name."""
+    """Return the current name of a moved module. Return None if `name` is not a former name."""
     prefix = name
     while prefix not in NEW_NAMES:
         prefix, dot, _ = prefix.rpartition(".")
@@ -99,14 +99,18 @@ def find_new_name(name: str) -> str | None:
 
 
 def find_moved() -> None:
-    """Install an import hook that finds modules by their former names."""
+    """Install an import hook, so that moved modules can be imported by their former names."""
     if _FINDER not in sys.meta_path:
         # Insert it first: the standard finders would load a second copy of a module from the folder of a current package.
         sys.meta_path.insert(0, _FINDER)
 
 
 def take_place(name: str) -> None:
-    """Replace a module that is imported by its former name with the current module, and warn the importing file."""
+    """Let the import of a former module name return the current module. The importing file gets a DeprecationWarning.
+
+    Args:
+        name: former name, under which Python is importing the calling module.
+    """
     find_moved()
     new_name = find_new_name(name)
     assert new_name is not None, name
@@ -120,7 +124,7 @@ def _format_warning(name: str, new_name: str) -> str:
 
 
 def _find_new_spec(name: str) -> ModuleSpec | None:
-    """Return the spec of the current module for a former name, or None for any other name."""
+    """Return the import spec of the module that has replaced the module `name`. Return None if `name` is not a former name."""
     new_name = find_new_name(name)
     if new_name is None:
         return None
@@ -130,11 +134,12 @@ def _find_new_spec(name: str) -> ModuleSpec | None:
 
 
 class _Finder:
-    """Finder and loader of modules by their former names. It implements `importlib.abc.MetaPathFinder` and `Loader`, whose import
-    would take 5 ms."""
+    """Finder and loader of modules by their former names. It has the methods of `MetaPathFinder` and `Loader` of `importlib.abc`,
+    but does not derive from them, because importing `importlib.abc` takes 5 ms."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the spec that imports a former name; None for other names and for modules that never existed."""
+        """Return an import spec with this loader if `name` is a former name. Return None for other names, and if no current module
+        exists."""
         new_spec = _find_new_spec(name)
         if new_spec is None:
             return None
@@ -143,17 +148,19 @@ class _Finder:
         return spec
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """Let Python create an empty module, which `exec_module` replaces."""
+        """Return None, so that Python creates an empty module. `exec_module` then replaces it."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Import the current module in place of `module`."""
+        """Import the module under its new name, and put it into `sys.modules` in place of `module`, the empty module of the former
+        name."""
         take_place(module.__name__)
 
     def get_code(self, name: str) -> CodeType | None:
-        """Return the code of the current module for `python -m`, and warn about the former name."""
+        """Return the code of the current module and warn about the former name. Python calls this method for `python -m
+        FORMER_NAME`."""
         new_spec = _find_new_spec(name)
         if new_spec is None or new_spec.loader is None:
-            raise ImportError(f"there is no code of {name}")
+            raise ImportError(f"python -m {name}: the module of this former name no longer exists. Run a script of tools/ instead.")
         warnings.warn_explicit(_format_warning(name, new_spec.name), DeprecationWarning, f"python -m {name}", 1, "__main__")
         code: CodeType | None = new_spec.loader.get_code(new_spec.name)  # type: ignore[attr-defined]
         return code

@@ -1,4 +1,4 @@
-"""The former name of `megatron_lab.verification`."""
+"""Former name of the package `megatron_lab.verification`. Importing this name returns the package, with a DeprecationWarning."""
 
 from megatron.moved import take_place
 

@@ -1,5 +1,5 @@
-"""Python interface of the framework: train, observe and verify runs from a program or a notebook. It uses the same classes as the
-command line.
+"""Python interface of the framework: start training runs from a program or a notebook, observe them with callbacks, and verify
+parallel layouts. The command line uses the same classes.
 
 docs/python.md has examples.
 """

@@ -1,5 +1,5 @@
-"""Functions that prepare a run from Python (settings, dataset, process groups, model), the verification of a layout, and the
-trainer with a method for text generation."""
+"""Functions that prepare a run from Python: settings, dataset, process groups and model. Also the verification of a layout, and a
+trainer that can generate text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.config.data import DataConfig
 from megatron.config.errors import ConfigError
 from megatron.config.launcher import read_process_info
 from megatron.config.rules import find_violations
-from megatron.data.indexed_dataset import IndexedDataset, token_dtype
+from megatron.data.indexed_dataset import IndexedDataset, get_token_dtype
 from megatron.data.indexed_writer import write_dataset as writing
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.model.build import Model, build_model_from_config
@@ -37,21 +37,22 @@ def settings(
     True or False.
 
     Args:
-        values: a mapping, flat or by topic as `--print-config` prints it, or the path of a YAML file as for --config.
+        values: settings as a mapping, or the path of a YAML file (as for --config). A mapping may be flat, or nested by topic as
+            `--print-config` prints it.
         world_size: number of ranks of the run; by default that of the launcher, or one.
         overrides: additional settings, which take precedence over `values`. `model="llama3-8b"` loads the settings of a model that
             --model knows. `config=[...]` loads settings from files, which have the lowest precedence.
 
     Raises:
-        ConfigError: the settings have problems. `violations` lists all of them.
+        ConfigError: settings are invalid or contradict each other. The error's attribute `violations` lists all problems.
     """
     source_values: Mapping[str, Any] = {"config": values} if isinstance(values, str | os.PathLike) else values or {}
     return load_values(source_values, read_process_info().world_size if world_size is None else world_size, overrides)
 
 
 def write_dataset(prefix: str | os.PathLike[str], texts: str | Iterable[str], **tokenizer: Any) -> str:
-    """Write texts to an indexed dataset, as documents with end-of-document tokens. Returns the prefix of the dataset, for
-    `data_path`.
+    """Write texts to an indexed dataset. Each text becomes a document that ends with an end-of-document token. Returns the prefix
+    of the dataset's files, which is the value for the setting `data_path`.
 
     The dataset equals that of tools/preprocess_data.py, which is meant for texts that do not fit in memory. Only one process may
     write: under a launcher, the first rank, before the other ranks read the dataset.
@@ -73,13 +74,13 @@ def write_dataset(prefix: str | os.PathLike[str], texts: str | Iterable[str], **
     if Path(f"{path}.idx").exists() or Path(f"{path}.bin").exists():
         existing = IndexedDataset(path)
         is_same = existing.num_documents == len(documents) and all(
-            np.array_equal(existing.document(document_index), document) for document_index, document in enumerate(documents)
+            np.array_equal(existing.get_document(document_index), document) for document_index, document in enumerate(documents)
         )
         if not is_same:
             raise ValueError(f"{path}.bin and {path}.idx contain other data, which is not overwritten: use another prefix")
         return path
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with writing(path, token_dtype(built_tokenizer.vocab_size)) as file:
+    with writing(path, get_token_dtype(built_tokenizer.vocab_size)) as file:
         for document in documents:
             file.add_documents(document)
     return path
@@ -88,6 +89,8 @@ def write_dataset(prefix: str | os.PathLike[str], texts: str | Iterable[str], **
 def connect(run: LoadedConfig) -> ParallelContext:
     """Connect this process with the other ranks of the launcher's job, or create a world of one process. Returns the process groups
     of this rank.
+
+    PyTorch's attention kernels, float32 precision and deterministic mode are also set as the settings require.
 
     A trainer does this itself. This function is for programs that build the components of a run one by one; they call `disconnect`
     at the end.
@@ -100,10 +103,11 @@ def connect(run: LoadedConfig) -> ParallelContext:
 
 
 def build_model(run: LoadedConfig, context: ParallelContext, vocab_size: int) -> Model:
-    """Build this rank's part of the model on the meta device. A trainer allocates and initialises it.
+    """Build this rank's part of the model on the meta device, without memory for the parameters. A trainer allocates and
+    initialises them.
 
     Args:
-        vocab_size: rows of the word embedding, from `open_data`.
+        vocab_size: number of rows of the word embedding: `open_data(...).vocab_size`.
 
     Raises:
         ValueError: the layers cannot be distributed over the pipeline stages.
@@ -123,7 +127,7 @@ def verify_layout(
     reference: ReferenceType = "plain",
     isolate_settings: bool = False,
 ) -> list[Proof]:
-    """Prove that a layout gives the same training as a single process, like tools/verify_layout.py.
+    """Prove that a parallel layout trains like a single process, as tools/verify_layout.py does.
 
     The model is scaled down and trained in float64 on forked processes. Losses, gradients and weights are compared with those of a
     reference run.
@@ -132,14 +136,15 @@ def verify_layout(
         run: settings of the run, of any size (`settings(..., world_size=N)`).
         world_size: number of ranks of the run.
         steps: number of iterations to compare.
-        max_ranks: maximum number of processes at a time. Larger layouts are reduced axis by axis.
+        max_ranks: maximum number of processes at a time. A layout with more ranks is replaced by smaller layouts that together
+            contain every pair of its axes.
         reference: "plain" for a model that shares no code with the framework, or "self" for a run of the same code in one process.
             Only "self" supports user-defined components.
         isolate_settings: search for the settings that cause a difference, for at most one minute.
 
     Returns:
-        a proof for each of the small layouts that together represent the layout of `run`. `equal` is its result, `findings` lists
-        the differences, those first that cause the others.
+        one proof for each of the smaller layouts. Its attribute `equal` says whether training is the same. `findings` lists the
+        differences, causes before their consequences.
 
     Raises:
         ConfigError: the settings do not fit the number of ranks.
@@ -179,7 +184,7 @@ class Trainer(trainer.Trainer):
         parallel = self.config.parallel
         if parallel.sharding == "optim_grads_params" or self.model.sequence_parallel or self.context.topology.cp > 1:
             raise ValueError(
-                "a trainer with --sequence-parallel, context parallelism or optim_grads_params cannot generate text: "
-                "save a checkpoint, and use LanguageModel.load"
+                "a trainer with --sequence-parallel, --context-parallel-size above 1, or --data-parallel-sharding-strategy "
+                "optim_grads_params cannot generate text: save a checkpoint, and load it with LanguageModel.load"
             )
         return LanguageModel(self.model, self.context, tokenizer or build_tokenizer(self.config.data))

@@ -54,7 +54,7 @@ class KeyValueTransfer(Protocol):
     """Interface of the communication that brings the keys and values of all context ranks to each rank."""
 
     def forward(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[RankKeyValues]:
-        """Yield the keys and values of each context rank, first those of this rank.
+        """Yield the keys and values of each context rank, with its index. This rank's come first.
 
         Args:
             k, v: keys and values of this rank.
@@ -63,17 +63,18 @@ class KeyValueTransfer(Protocol):
     def backward(
         self, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, add_key_grads: AddKeyGrads
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradients of this rank's keys and values, summed over all ranks in `dtype`.
+        """Return the gradients of this rank's keys and values, summed over the queries of all context ranks.
 
         Args:
             k, v: keys and values of this rank.
-            add_key_grads: adds the contribution of the local queries to the gradients of one rank's keys and values. Called once
-                per context rank.
+            dtype: dtype in which the gradients are summed.
+            add_key_grads: function that adds what the local queries contribute to the gradients of one rank's keys and values.
+                Called once per context rank.
         """
 
 
 class AllGatherTransfer:
-    """Transfer by all-gather, which overlaps with the attention to the local keys.
+    """Exchange of keys and values between context ranks by all-gather, which overlaps with the attention to the local keys.
 
     Backward all-gathers keys and values again, and reduce-scatters their gradients.
     """
@@ -82,22 +83,23 @@ class AllGatherTransfer:
         self._group = group
 
     def forward(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[RankKeyValues]:
-        """Yield the keys and values of each context rank, first those of this rank."""
+        """Yield the keys and values of each context rank, with its index. This rank's come first."""
         pending = start_all_gather(_pack(k, v), self._group)
         yield self._group.rank, k, v
-        yield from self._remote_key_values(pending, k, v)
+        yield from self._iter_remote_key_values(pending, k, v)
 
     def backward(
         self, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, add_key_grads: AddKeyGrads
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradients of this rank's keys and values, summed over all ranks in `dtype` by a reduce-scatter."""
-        grads = torch.zeros((self._group.size, *_packed_shape(k, v)), dtype=dtype, device=k.device)
+        """Return the gradients of this rank's keys and values, summed over the queries of all context ranks by a reduce-scatter in
+        `dtype`."""
+        grads = torch.zeros((self._group.size, *_get_packed_shape(k, v)), dtype=dtype, device=k.device)
         for key_rank, keys, values in self.forward(k, v):
             add_key_grads(key_rank, keys, values, KeyValueGrads.from_buffer(grads[key_rank], k.shape[-1]))
         del keys, values  # views of the gathered keys and values, which can be freed now
         return _unpack(start_reduce_scatter(grads.flatten(0, 1), self._group).wait(), k, v)
 
-    def _remote_key_values(self, pending: Pending, k: torch.Tensor, v: torch.Tensor) -> Iterator[RankKeyValues]:
+    def _iter_remote_key_values(self, pending: Pending, k: torch.Tensor, v: torch.Tensor) -> Iterator[RankKeyValues]:
         gathered = pending.wait().unflatten(0, (self._group.size, -1))
         for key_rank in range(self._group.size):
             if key_rank != self._group.rank:
@@ -105,7 +107,7 @@ class AllGatherTransfer:
 
 
 class RingTransfer:
-    """Transfer by sends and receives around a ring of ranks (Ring Attention).
+    """Exchange of keys and values between context ranks around a ring (Ring Attention).
 
     Each rank sends keys and values to the next rank while it computes attention to them. In backward, their gradients follow in a
     second ring.
@@ -115,7 +117,7 @@ class RingTransfer:
         self._group, self._grad_group = group, grad_group
 
     def forward(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[RankKeyValues]:
-        """Yield the keys and values of each context rank, first those of this rank."""
+        """Yield the keys and values of each context rank, with its index. This rank's come first."""
         key_values, keys, values = _pack(k, v), k, v
         for step in range(self._group.size):
             pending = start_ring_shift(key_values, self._group) if step < self._group.size - 1 else None
@@ -127,13 +129,14 @@ class RingTransfer:
     def backward(
         self, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, add_key_grads: AddKeyGrads
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradients of this rank's keys and values, summed over all ranks in `dtype`.
+        """Return the gradients of this rank's keys and values, summed over the queries of all context ranks in `dtype`.
 
-        The last shift of the ring brings the complete sum for this rank from the previous rank.
+        The gradients pass once around the ring, and every rank adds to them. The last shift brings the complete sum back to this
+        rank.
         """
         pending: Pending | None = None
         for key_rank, keys, values in self.forward(k, v):
-            grads = torch.zeros(_packed_shape(k, v), dtype=dtype, device=k.device)
+            grads = torch.zeros(_get_packed_shape(k, v), dtype=dtype, device=k.device)
             add_key_grads(key_rank, keys, values, KeyValueGrads.from_buffer(grads, k.shape[-1]))
             if pending is not None:
                 grads += pending.wait()
@@ -148,7 +151,7 @@ def _pack(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.cat([k, v], -1)
 
 
-def _packed_shape(k: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
+def _get_packed_shape(k: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
     return (*k.shape[:-1], k.shape[-1] + v.shape[-1])
 
 
@@ -167,7 +170,8 @@ class ContextRanks(NamedTuple):
     comm_type: CpCommType
     group: Group
     ring_groups: tuple[Group, Group]
-    """Groups of the same ranks with separate communicators, for the ring of keys and values and for the ring of their gradients."""
+    """Two process groups of the context ranks with separate communicators: for the ring of keys and values, and for the ring of
+    their gradients."""
 
 
 class _AttentionCall(NamedTuple):
@@ -180,20 +184,22 @@ class _AttentionCall(NamedTuple):
     seed: int
 
     def create_transfer(self) -> KeyValueTransfer:
-        """Create the transfer of keys and values that the communication type requires."""
+        """Create the exchange of keys and values between context ranks that `--cp-comm-type` selects: ring or all-gather."""
         if self.context_ranks.comm_type == "p2p":
             return RingTransfer(*self.context_ranks.ring_groups)
         return AllGatherTransfer(self.context_ranks.group)
 
-    def range_pairs(self, key_rank: int) -> Iterator[RangePair]:
-        """Yield the pairs of a token range of this rank (queries) and a token range of the context rank `key_rank` (keys). Pairs in
-        which no query sees a key are left out."""
+    def iter_range_pairs(self, key_rank: int) -> Iterator[RangePair]:
+        """Yield the pairs of a token range of this rank (queries) and a token range of the context rank `key_rank` (keys).
+
+        Pairs in which no query sees a key are left out.
+        """
         sequence_split, rank = self.documents.sequence_split, self.context_ranks.group.rank
         assert sequence_split is not None
         query_offset = 0
-        for query_index, query_range in enumerate(sequence_split.token_ranges(rank)):
+        for query_index, query_range in enumerate(sequence_split.get_token_ranges(rank)):
             key_offset = 0
-            for key_index, key_range in enumerate(sequence_split.token_ranges(key_rank)):
+            for key_index, key_range in enumerate(sequence_split.get_token_ranges(key_rank)):
                 if is_pair_visible(query_range, key_range, self.documents, self.score_spec.window):
                     pair_index = (key_rank * len(sequence_split.segments[rank]) + query_index) * len(
                         sequence_split.segments[key_rank]
@@ -223,12 +229,14 @@ def context_attention(
     """Compute softmax(score(q k^T)) v for the tokens of this rank, with the keys and values of all context-parallel ranks.
 
     Args:
-        q: [t, b, g, r, d] or [t, b, n, d].
-        k, v: [t, b, g, d] and [t, b, g, e].
+        q: queries, [t, b, g, r, d] (tokens of this rank, microbatch, key-value heads, query heads per key-value head, channels) or
+            [t, b, n, d] with n = g * r.
+        k, v: keys [t, b, g, d] and values [t, b, g, e]; each head serves r query heads.
         documents: documents of the complete microbatch, with the split over the ranks.
         sinks: learnable attention sinks, [n], if the softmax has them.
         seed: seed for the dropout masks of this rank.
-        core: attention of complete samples for some of the heads: `core_attention` or an equivalent function. Only for "a2a".
+        core: `core_attention` or an equivalent function. With `--cp-comm-type a2a` it computes complete samples for some of the
+            heads; the other types do not use it.
 
     Returns:
         [t, b, n * e].
@@ -244,8 +252,8 @@ def context_attention(
 
 
 class _PairwiseAttention(torch.autograd.Function):
-    """Autograd function of attention computed in range pairs (queries of one token range, keys of another). Saves inputs, output
-    and the logsumexp of each query, all only for the tokens of this rank."""
+    """Autograd function of attention between pairs of token ranges (queries of one, keys of another). For backward it saves inputs,
+    output and logsumexp only of this rank's tokens."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -255,7 +263,7 @@ class _PairwiseAttention(torch.autograd.Function):
         out = q.new_zeros((*q.shape[:4], v.shape[-1]), dtype=sum_dtype)
         logsumexp = q.new_full(q.shape[:4], -torch.inf, dtype=sum_dtype)
         for key_rank, keys, values in call.create_transfer().forward(k, v):
-            for pair in call.range_pairs(key_rank):
+            for pair in call.iter_range_pairs(key_rank):
                 rows = pair.query_rows
                 pair_out, pair_logsumexp = attend_pair(pair, q[rows], keys[pair.key_rows], values[pair.key_rows])
                 _merge_pair(out[rows], logsumexp[rows], pair_out, pair_logsumexp)
@@ -277,7 +285,7 @@ class _PairwiseAttention(torch.autograd.Function):
         grad_q = torch.zeros(q.shape, dtype=logsumexp.dtype, device=q.device)
 
         def add_key_grads(key_rank: int, keys: torch.Tensor, values: torch.Tensor, grads: KeyValueGrads) -> None:
-            for pair in call.range_pairs(key_rank):
+            for pair in call.iter_range_pairs(key_rank):
                 query_rows, key_rows = pair.query_rows, pair.key_rows
                 attend_pair_backward(
                     pair,
@@ -295,12 +303,13 @@ class _PairwiseAttention(torch.autograd.Function):
 
 
 def _merge_pair(out: torch.Tensor, logsumexp: torch.Tensor, pair_out: torch.Tensor, pair_logsumexp: torch.Tensor) -> None:
-    """Merge the output of a range pair into the output for the same queries over earlier pairs. The two outputs are averaged with
-    their softmax sums, exp(logsumexp), as weights.
+    """Merge the attention output over the keys of one token range into the output over earlier ranges, for the same queries.
+
+    The merged output is the average of the two, weighted by their softmax sums, exp(logsumexp).
 
     Args:
-        out, pair_out: [q, b, g, r, e]; `out` is updated in place.
-        logsumexp, pair_logsumexp: [q, b, g, r]; `logsumexp` is updated in place.
+        out, pair_out: earlier and new output, [q, b, g, r, e]; `out` is updated in place.
+        logsumexp, pair_logsumexp: earlier and new logsumexp, [q, b, g, r]; `logsumexp` is updated in place.
     """
     total_logsumexp = torch.logaddexp(logsumexp, pair_logsumexp)
     # Queries without visible keys so far have -inf in both, and -inf - -inf would be NaN.
@@ -337,8 +346,8 @@ def _all_to_all_attention(
     seed: int | None,
     core: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """Compute attention by two all-to-alls. The first gives each rank all tokens of some heads, and the second gives it all heads
-    of the local tokens again."""
+    """Compute attention by two all-to-alls in the context group. The first gives each rank all tokens of some heads. The second
+    gives each rank all heads of its local tokens again."""
     num_ranks, sequence_split = group.size, documents.sequence_split
     assert sequence_split is not None
     t, _, g, r, d = q.shape

@@ -45,12 +45,12 @@ from megatron.precision.gemms import GemmSplit
 
 @dataclass(frozen=True)
 class Fp8Type:
-    """8-bit floating-point type: e4m3 or e5m2, named by the bits of exponent and mantissa."""
+    """8-bit floating-point type: e4m3 or e5m2, named by its numbers of exponent and mantissa bits."""
 
     name: str
     dtype: torch.dtype
     max_value: float
-    """Largest finite value. Larger values are clamped to it."""
+    """Largest finite value. Casts clamp larger values to it."""
 
 
 E4M3 = Fp8Type("e4m3", torch.float8_e4m3fn, 448.0)
@@ -75,27 +75,28 @@ _QUANTIZE_CHUNK_ELEMENTS = 1 << 25
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """Matrix [rows, k] in 8 bits with contiguous rows, and its scales."""
+    """Matrix [rows, k] in 8 bits with contiguous rows, and the scaling factors by which its elements are multiplied. `granularity`
+    says which elements share a scale."""
 
     values: torch.Tensor
     scale: torch.Tensor
     granularity: ScaleGranularity
 
     def dequantize(self) -> torch.Tensor:
-        """Return the matrix in the dtype of its scales."""
+        """Return the 8-bit elements multiplied by their scales, in the dtype of the scales."""
         values = self.values.to(self.scale.dtype)
         return _view_as_blocks(values, self.granularity).mul_(_align_scale(self.scale, self.granularity)).view_as(values)
 
     def slice_rows(self, start: int, end: int) -> QuantizedMatrix:
-        """Return a range of rows. The granularity must not be "tile"."""
+        """Return the rows [start, end) with their scales. The granularity must not be "tile"."""
         scale = self.scale if self.granularity == "tensor" else self.scale[start:end]
         return QuantizedMatrix(self.values[start:end], scale, self.granularity)
 
 
 def compute_amax(x: torch.Tensor, granularity: ScaleGranularity) -> torch.Tensor:
-    """Return the largest magnitude (amax) of the elements that share each scale, for x [rows, k].
+    """Return the largest magnitude (amax) of the elements that share a scale, for each scale of x [rows, k].
 
-    The result has the shape and dtype of the scales. If any of the elements is NaN, their amax is NaN.
+    The returned tensor has the shape and dtype of the scales. If any of the elements is NaN, their amax is NaN.
     """
     dims = {"tensor": (0, 1), "row": (1,), "strip": (2,), "tile": (1, 3)}[granularity]
     amax: torch.Tensor = torch.linalg.vector_norm(
@@ -108,8 +109,8 @@ def quantize(x: torch.Tensor, amax: torch.Tensor, granularity: ScaleGranularity,
     """Quantize a matrix [rows, k] to 8 bits. The matrix may have any strides.
 
     Args:
-        amax: largest magnitude of the elements that share each scale. It is mapped to the largest value of the type. Where it is 0,
-            the scale is 1.
+        amax: for each scale, the largest magnitude of the elements that share it. This magnitude is mapped to the largest value of
+            the 8-bit type. Where it is 0, the scale is 1.
     """
     scale = amax / fp8_type.max_value
     scale = scale.masked_fill_(scale == 0, 1.0)
@@ -129,15 +130,16 @@ def quantize(x: torch.Tensor, amax: torch.Tensor, granularity: ScaleGranularity,
 
 
 def _view_as_blocks(x: torch.Tensor, granularity: ScaleGranularity) -> torch.Tensor:
-    """Return a view of a matrix in which each blocked dimension is split into (number of blocks, block size), so that all elements
-    with a common scale share the block-size dimensions."""
+    """Return a view of a matrix in which each dimension that scales divide into blocks is split into (number of blocks, block
+    size). Elements with a common scale then differ only in their indices within the block."""
     if granularity == "strip":
         return x.unflatten(1, (-1, BLOCK_SIZE))
     return x.unflatten(1, (-1, BLOCK_SIZE)).unflatten(0, (-1, BLOCK_SIZE)) if granularity == "tile" else x
 
 
 def _align_scale(scale: torch.Tensor, granularity: ScaleGranularity) -> torch.Tensor:
-    """Return a view of the scales that broadcasts to the result of `_view_as_blocks`, so that the two can be multiplied."""
+    """Return a view of the scales that broadcasts to the result of `_view_as_blocks`, so that each element is multiplied by its
+    scale."""
     if granularity == "strip":
         return scale[:, :, None]
     return scale[:, None, :, None] if granularity == "tile" else scale
@@ -163,10 +165,10 @@ _TILE_SCALE_ALIGNMENT = 4
 def scaled_matmul(
     a: QuantizedMatrix, b: QuantizedMatrix, dtype: torch.dtype, bias: torch.Tensor | None = None, *, use_fast_accum: bool = False
 ) -> torch.Tensor:
-    """Return a b^T + bias, for a [m, k] and b [n, k].
+    """Return the matrix product a @ b^T + bias, for a [m, k] and b [n, k].
 
     Args:
-        dtype: dtype of the result.
+        dtype: dtype of the returned product.
         bias: [n], in that dtype.
         use_fast_accum: allow accumulation in lower precision (`use_fast_accum` of torch: Hopper then accumulates in the tensor
             cores only).
@@ -178,7 +180,7 @@ def scaled_matmul(
 
 
 def scaled_matmul_into(out: torch.Tensor, a: QuantizedMatrix, b: QuantizedMatrix, *, add: bool) -> None:
-    """Write a b^T to `out` [m, n], or add it if `add` is true, for a [m, k] and b [n, k]."""
+    """Write the matrix product a @ b^T to `out` [m, n], or add it if `add` is true, for a [m, k] and b [n, k]."""
     if not _has_native_kernel(a) and out.dtype == a.scale.dtype:
         left, right = a.dequantize(), b.dequantize().t()
         _ = out.addmm_(left, right) if add else torch.mm(left, right, out=out)
@@ -192,7 +194,7 @@ def scaled_matmul_into(out: torch.Tensor, a: QuantizedMatrix, b: QuantizedMatrix
 
 
 def _has_native_kernel(a: QuantizedMatrix) -> bool:
-    """Return whether a kernel of the device computes products of this matrix in 8 bits. Otherwise they are emulated.
+    """Return whether the device has a kernel for products of this matrix in 8 bits. Without a kernel the products are emulated.
 
     A float64 model, which only proofs of correctness use, is always emulated.
     """
@@ -221,9 +223,10 @@ def _native_scaled_matmul(
 
 
 def _arrange_scale_for_kernel(matrix: QuantizedMatrix) -> torch.Tensor:
-    """Return the scales of a blockwise quantized matrix in the memory layout that kernels expect.
+    """Return the scales of a matrix with scales per strip (128 elements of a row) or tile (128 x 128), in the memory layout that
+    kernels expect.
 
-    Strip scales have the shape [rows, k / 128]. Tile scales have the shape [k / 128, rows / 128], with the rows padded to a
+    Strip scales have the shape [rows, k / 128]. Tile scales have the shape [k / 128, rows / 128], where rows / 128 is padded to a
     multiple of 4. In both, the first dimension is contiguous.
     """
     scale = matrix.scale
@@ -233,7 +236,8 @@ def _arrange_scale_for_kernel(matrix: QuantizedMatrix) -> torch.Tensor:
 
 
 def _select_weight_grad_dtype(a: QuantizedMatrix, out: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which the weight gradient is computed: that of the output, unless the kernel supports only bfloat16."""
+    """Return the dtype in which the weight gradient is computed: that of `out`, or bfloat16 if the kernel supports no other
+    dtype."""
     if (
         a.granularity == "row"
         and _has_native_kernel(a)
@@ -246,7 +250,7 @@ def _select_weight_grad_dtype(a: QuantizedMatrix, out: torch.Tensor) -> torch.dt
 
 @functools.cache
 def _supports_float32_rowwise(device: torch.device) -> bool:
-    """Return whether the device can return products with rowwise scales in float32.
+    """Return whether the device can return products with one scale per row in float32.
 
     cuBLAS can. Torch's own kernel can in some versions only.
     """
@@ -259,7 +263,7 @@ def _supports_float32_rowwise(device: torch.device) -> bool:
 
 
 class _Operand(NamedTuple):
-    """Factor [rows, k] of a matrix product that sums over k, and how tensor and context parallelism split its dimensions."""
+    """Operand [rows, k] of a matrix product that sums over k, and how tensor and context parallelism split its dimensions."""
 
     matrix: torch.Tensor
     fp8_type: Fp8Type
@@ -269,11 +273,12 @@ class _Operand(NamedTuple):
     is_rows_split: bool
     """Whether the tensor-parallel group splits the rows."""
     token_dim: Literal["k", "rows"] | None = None
-    """Dimension of the tokens, which the context-parallel group splits."""
+    """Dimension of the tokens, which the context-parallel group splits; None for a weight."""
 
     @property
     def needs_tensor_reduce(self) -> bool:
-        """Whether a tensor-parallel rank has only some of the elements that share a scale, so that their amax must be reduced.
+        """Whether a tensor-parallel rank has only some of the elements that share a scale. Their largest magnitude (amax) must then
+        be reduced over the tensor-parallel ranks.
 
         Blocks are never split across ranks: a check of the settings requires suitable sizes.
         """
@@ -281,7 +286,8 @@ class _Operand(NamedTuple):
 
     @property
     def needs_context_reduce(self) -> bool:
-        """Whether a context-parallel rank has only some of the elements that share a scale, so that their amax must be reduced."""
+        """Whether a context-parallel rank has only some of the elements that share a scale. Their largest magnitude (amax) must
+        then be reduced over the context-parallel ranks."""
         return (self.token_dim == "k" and self.granularity in ("tensor", "row")) or (
             self.token_dim == "rows" and self.granularity == "tensor"
         )
@@ -301,8 +307,8 @@ class Fp8Gemms:
     Weights and inputs are e4m3. Output gradients are e4m3 too, or e5m2 with the hybrid format.
 
     Scales are computed from the current values; no state is carried from one product to the next. They are independent of the
-    layout: if the tensor- or context-parallel group splits elements that share a scale, its ranks take the maximum over all of
-    them.
+    parallel layout: if ranks of the tensor- or context-parallel group have different elements that share a scale, they take the
+    maximum over all of these elements.
 
     A matrix is quantized again for each product, because each product sums over another dimension, along which the scale of a row
     or a strip must be constant. So the weight gradient, which sums over tokens, needs scales per column. Transposing the quantized
@@ -310,7 +316,7 @@ class Fp8Gemms:
 
     Args:
         group: tensor-parallel group.
-        split: dimension that this group splits: outputs or inputs of the weight, or the tokens.
+        split: dimension that the tensor-parallel group splits: outputs or inputs of the weight, or the tokens.
         context_group: context-parallel group, which splits the tokens.
     """
 
@@ -325,7 +331,7 @@ class Fp8Gemms:
         self._uses_fast_accum = fp8.recipe != "blockwise"
 
     def compute_output(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the output of the layer, x w^T + bias, computed in 8 bits."""
+        """Return the output of the layer, x @ w^T + bias, computed in 8 bits: x [..., in] and w [out, in] to [..., out]."""
         is_out_split, is_in_split = self._outputs_split, self._inputs_split
         a, b = self._quantize(
             _Operand(
@@ -336,7 +342,7 @@ class Fp8Gemms:
         return scaled_matmul(a, b, x.dtype, bias, use_fast_accum=self._uses_fast_accum).view(*x.shape[:-1], -1)
 
     def compute_input_grad(self, grad_output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the layer's input, dy w, computed in 8 bits."""
+        """Return the gradient of the layer's input, dy @ w, computed in 8 bits: dy [..., out] and w [out, in] to [..., in]."""
         is_out_split, is_in_split = self._outputs_split, self._inputs_split
         a, b = self._quantize(
             _Operand(
@@ -352,7 +358,12 @@ class Fp8Gemms:
         return scaled_matmul(a, b, grad_output.dtype).view(*grad_output.shape[:-1], -1)
 
     def compute_weight_grad(self, grad_output: torch.Tensor, x: torch.Tensor, into: torch.Tensor, *, add: bool) -> None:
-        """Compute the weight gradient dy^T x in 8 bits, and write it to `into` [out, in], or add it if `add` is true."""
+        """Compute the weight gradient dy^T @ x in 8 bits, and write it to `into` [out, in], or add it if `add` is true.
+
+        Args:
+            grad_output: dy, [n, out] for `n` tokens.
+            x: [n, in].
+        """
         is_out_split, is_in_split = self._outputs_split, self._inputs_split
         a, b = self._quantize(
             _Operand(
@@ -379,7 +390,8 @@ class Fp8Gemms:
 
 
 def _reduce_amax(group: Group, amaxes: list[torch.Tensor], needs_reduce: Sequence[bool]) -> list[torch.Tensor]:
-    """Return the amax tensors, the selected ones replaced by their maximum over the ranks of `group`, in one all-reduce.
+    """Return the amax tensors (largest magnitudes), of which the selected ones are replaced by their maximum over the ranks of
+    `group`. One all-reduce serves all selected tensors.
 
     Args:
         needs_reduce: for each tensor, whether to reduce it.

@@ -1,4 +1,4 @@
-"""The three matrix products (GEMMs) of a linear layer y = x w^T: output, input gradient and weight gradient.
+"""The three matrix products (GEMMs) of a linear layer y = x @ w^T: output, input gradient and weight gradient.
 
 A linear layer calls one `LinearGemms` object for all three.
 
@@ -14,27 +14,27 @@ import torch
 from megatron.config.imports import import_object
 from megatron.config.precision import Fp8, PrecisionConfig
 from megatron.parallel.context import Group
-from megatron.parallel.matmul import input_product, linear, weight_product
+from megatron.parallel.matmul import compute_input_product, compute_weight_product, linear
 
 GemmSplit = Literal["nothing", "outputs", "inputs", "tokens"]
 """Dimension of a linear layer's matrices that the tensor-parallel group splits: outputs or inputs of the weight, or the tokens."""
 
 
 class LinearGemms(Protocol):
-    """Interface of an implementation of the three matrix products of a linear layer."""
+    """Interface of implementations of the three matrix products of a linear layer: output, input gradient and weight gradient."""
 
     def compute_output(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the output of the layer, x w^T + bias."""
+        """Return the output of the layer, x @ w^T + bias: x [..., in] and w [out, in] to [..., out]."""
 
     def compute_input_grad(self, grad_output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the layer's input, dy w."""
+        """Return the gradient of the layer's input, dy @ w: dy [..., out] and w [out, in] to [..., in]."""
 
     def compute_weight_grad(self, grad_output: torch.Tensor, x: torch.Tensor, into: torch.Tensor, *, add: bool) -> None:
-        """Compute the weight gradient dy^T x, and write it to `into`, or add it if `add` is true.
+        """Compute the weight gradient dy^T @ x, and write it to `into`, or add it if `add` is true.
 
         Args:
-            grad_output: dy, [n, out].
-            x: [n, in].
+            grad_output: gradient dy of the output, [n, out] for `n` tokens.
+            x: input, [n, in].
             into: [out, in], in the dtype of the operands or float32.
         """
 
@@ -43,20 +43,20 @@ class DefaultGemms:
     """Matrix products of a linear layer in the dtype of the operands (not in 8 bits)."""
 
     compute_output = staticmethod(linear)
-    compute_input_grad = staticmethod(input_product)
-    compute_weight_grad = staticmethod(weight_product)
+    compute_input_grad = staticmethod(compute_input_product)
+    compute_weight_grad = staticmethod(compute_weight_product)
 
 
 DEFAULT_GEMMS: LinearGemms = DefaultGemms()
 
 
 def build_gemms(fp8: Fp8 | None, group: Group, split: GemmSplit, context_group: Group) -> LinearGemms:
-    """Build the implementation of a linear layer's matrix products: in 8 bits (`Fp8Gemms`) with `fp8`, otherwise in the dtype of
-    the operands.
+    """Build the implementation of a linear layer's matrix products: in 8 bits (`Fp8Gemms`) if `fp8` is set, otherwise in the dtype
+    of the operands.
 
     Args:
         group: tensor-parallel group.
-        split: dimension of the layer's matrices that this group splits.
+        split: dimension of the layer's matrices that the tensor-parallel group splits.
         context_group: context-parallel group.
     """
     if fp8 is None:
@@ -77,7 +77,7 @@ def check_fp8_support(precision: PrecisionConfig, device: torch.device) -> None:
     CPUs, and all devices with --fp64, emulate the products and need no support.
 
     Raises:
-        ValueError: the device or the torch build does not support them. The message names both.
+        ValueError: the GPU, or the CUDA version of the installed torch, does not support them.
     """
     if precision.fp8_format is None or precision.fp64 or device.type != "cuda":
         return
@@ -89,12 +89,13 @@ def check_fp8_support(precision: PrecisionConfig, device: torch.device) -> None:
     if problem is not None:
         raise ValueError(
             f"--fp8-format {precision.fp8_format} --fp8-recipe {precision.fp8_recipe} {problem}; "
-            f"{name} has {capability[0]}.{capability[1]}, torch CUDA {torch.version.cuda}."
+            f"{name} has compute capability {capability[0]}.{capability[1]}, and torch was built with CUDA {torch.version.cuda}."
         )
 
 
 def find_fp8_problem(fp8: Fp8, capability: tuple[int, int], cuda: str) -> str | None:
-    """Return why the GPU cannot compute products in this 8-bit format and recipe, as a predicate for a message; None if it can.
+    """Return why the GPU cannot compute products in this 8-bit format and recipe, or None if it can. The reason is the end of a
+    sentence, such as "needs compute capability 9.0".
 
     The conditions are those of aten/src/ATen/native/cuda/ScaledBlas.cpp.
 
@@ -115,11 +116,8 @@ def find_fp8_problem(fp8: Fp8, capability: tuple[int, int], cuda: str) -> str | 
 
 
 def format_precision(precision: PrecisionConfig, num_layers: int, device: torch.device, num_mtp_layers: int = 0) -> list[str]:
-    """Format the start-up log line about matrix products in lower precision than the model.
-
-    Returns:
-        A list with the line; an empty list if all products have the precision of the model.
-    """
+    """Return a list with the start-up log line about matrix products in lower precision than the model. The list is empty if all
+    products have the precision of the model."""
     if precision.fp32_matmul_precision == "high" and device.type == "cuda":
         return ["products of float32 in TensorFloat32, where the GPU has it (--fp32-matmul-precision high)"]
     if precision.fp8_format is None:
