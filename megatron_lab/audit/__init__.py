@@ -1,1 +1,2 @@
-"""Checks that a run makes on itself during training: replicas of weights are equal, and gradients are summed over all ranks."""
+"""Checks that a training run makes on itself: copies of weights are equal, gradients are summed over the right ranks, and devices
+compute the same results twice. The package also writes traces, by which runs are compared."""

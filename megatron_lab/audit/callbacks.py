@@ -1,4 +1,5 @@
-"""Callbacks that check a run: comparison of weight copies (--check-replicas-every), and a trace of its results (--save-trace)."""
+"""Callbacks that check a run: comparison of weight copies and audit of the gradient sums (--check-replicas-every), and a trace of
+the run's results (--save-trace)."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 from megatron.config.config import Config
 from megatron.config.save import to_dict
 from megatron.model.gpt import ModelInputs
-from megatron.parallel.matmul import dtype_name
+from megatron.parallel.matmul import get_dtype_name
 from megatron.parallel.params import build_global_records
 from megatron.training.callbacks import Callback
 from megatron.training.failure import run_on_all_ranks
@@ -25,12 +26,15 @@ _ADVICE = "Training stops before the update. tools/verify_layout.py with the sam
 
 
 class ReplicaChecks(Callback):
-    """Callback of --check-replicas-every. It compares copies of the weights at the start, every N steps and before every save, and
-    audits the sums of gradients in the first step that makes an update.
+    """Callback of --check-replicas-every: compares the copies of weights that several ranks hold. It compares them at the start,
+    every N steps and before every save.
+
+    In the first step that updates the weights, the callback also audits the gradients. It computes the local gradients in an
+    additional pass, and checks that the optimizer uses their sum over ranks.
 
     Args:
-        interval: steps between comparisons.
-        iteration: completed iterations at the start.
+        interval: number of steps between two comparisons.
+        iteration: number of completed iterations at the start.
         log: function that writes a log line on the first rank.
     """
 
@@ -47,8 +51,8 @@ class ReplicaChecks(Callback):
         log(f"  copies of weights that must be equal, compared {interval_text}: {self._replicas.describe()}")
 
     def before_step(self, batch: Sequence[ModelInputs], iteration: int) -> None:
-        """If this step is audited, first compute its gradients without sums over ranks, and check that every parameter receives all
-        its gradients."""
+        """If no step has been audited yet, compute the gradients of this batch in an additional pass without sums over ranks. Check
+        that every parameter receives all its gradients. A check of the sums follows before the update."""
         if self._audited:
             return
         step = self._step
@@ -64,23 +68,24 @@ class ReplicaChecks(Callback):
         step.before_update_hooks.append(self._audit)
 
     def after_step(self, progress: Progress, result: StepResult, samples: int, learning_rate: float, weight_decay: float) -> None:
-        """Compare the copies if a comparison is due. If the step made no update, the next step is audited."""
+        """Compare the copies of weights if a comparison is due. If this step made no update, its gradients were not audited, and
+        the next step is audited instead."""
         if self._audit in self._step.before_update_hooks:
             self._step.before_update_hooks.remove(self._audit)
         if progress.iteration % self._interval == 0:
             self._compare(progress.iteration)
 
     def before_save(self, progress: Progress) -> None:
-        """Compare the copies, so that only compared weights are saved."""
+        """Compare the copies of weights. If copies differ, the error prevents the save."""
         self._compare(progress.iteration)
 
     def after_rewind(self, progress: Progress) -> None:
-        """Compare the copies, because all weights have been reloaded."""
+        """Compare the copies of weights, because all weights have been reloaded from a checkpoint."""
         self._last_compared = None
         self._compare(progress.iteration)
 
     def close(self) -> None:
-        """Log that the gradients were not audited, if no step made an update."""
+        """Log that the gradients were not audited, if no step of the run updated the weights."""
         if not self._audited:
             self._log("  no step made an update: gradients were not audited")
 
@@ -112,8 +117,9 @@ class ReplicaChecks(Callback):
 
 
 class TraceCallback(Callback):
-    """Callback of --save-trace. It writes the results of the first steps of a run, so that runs with different layouts can be
-    compared. Only the first rank writes.
+    """Callback of --save-trace: writes the results of the first --trace-steps steps to a file, so that runs with different layouts
+    can be compared. The results are the loss, and a signature (five numbers) of every gradient and weight. Only the first rank
+    writes.
 
     Args:
         progress: progress at the start. A run that resumes appends to the file.
@@ -136,9 +142,9 @@ class TraceCallback(Callback):
         step.before_update_hooks.append(self._record_gradients)
         self._header = TraceHeader(
             settings=to_dict(config),
-            layout={axis: context.topology.size(axis) for axis in ("tp", "cp", "dp", "pp")},
+            layout={axis: context.topology.get_size(axis) for axis in ("tp", "cp", "dp", "pp")},
             layers=[(chunk.stage, list(chunk.layers)) for chunk in model.layer_table],
-            dtype=dtype_name(model.dtype),
+            dtype=get_dtype_name(model.dtype),
             torch=torch.__version__,
             vocab_size=model.vocab_size,
             parameters={name: list(record.shape) for name, record in records.items()},
@@ -153,11 +159,12 @@ class TraceCallback(Callback):
 
     @property
     def is_finished(self) -> bool:
-        """Whether all requested steps are written."""
+        """Whether the callback has stopped recording: all --trace-steps steps are written, or the run has ended."""
         return self._record_gradients not in self._step.before_update_hooks
 
     def after_step(self, progress: Progress, result: StepResult, samples: int, learning_rate: float, weight_decay: float) -> None:
-        """Write the results of the step."""
+        """Write the results of the step as one line of the trace file. Close the file after the last step that the trace must
+        contain."""
         if self.is_finished:
             return
         gradients, weights = self._recorder.collect()
@@ -182,12 +189,12 @@ class TraceCallback(Callback):
             self.close()
 
     def after_rewind(self, progress: Progress) -> None:
-        """Write a new header and start line, as a run does that resumes from this checkpoint."""
+        """Write a new header line, and a line with the reloaded weights, as a run does that resumes from this checkpoint."""
         if not self.is_finished:
             self._write_start(progress)
 
     def close(self) -> None:
-        """Stop recording, and close the file."""
+        """Stop recording, and close the trace file."""
         if self.is_finished:
             return
         self._step.before_update_hooks.remove(self._record_gradients)
@@ -196,18 +203,20 @@ class TraceCallback(Callback):
 
 
 class TraceFeature(Feature):
-    """Feature of --save-trace."""
+    """Optional part of a run that writes a trace file (--save-trace)."""
 
-    def callbacks(self, run: RunComponents) -> list[Callback]:
-        """Build the callback that writes the trace."""
+    def build_callbacks(self, run: RunComponents) -> list[Callback]:
+        """Build the callback that writes the trace file."""
         return [TraceCallback(run.config, run.step, run.progress)]
 
 
 class ChecksFeature(Feature):
-    """Feature of --check-replicas-every."""
+    """Optional part of a run that compares the copies of replicated weights every N steps, and once checks that the optimizer uses
+    the
+    sums of all ranks' local gradients (--check-replicas-every)."""
 
-    def callbacks(self, run: RunComponents) -> list[Callback]:
-        """Build the callback that compares copies of weights and audits the first step."""
+    def build_callbacks(self, run: RunComponents) -> list[Callback]:
+        """Build the callback that compares copies of weights and audits the gradients of the first step with an update."""
         interval = run.config.debug.check_replicas_every
         assert interval is not None
         return [ReplicaChecks(run.step, interval, run.progress.iteration, run.reporter.log)]

@@ -1,5 +1,5 @@
-"""Digests of a tensor, computed on its device without a wait of the host. A digest describes either the bits of the tensor, or its
-values up to rounding.
+"""Digests: short summaries of tensors, by which ranks compare large tensors. They are computed on the tensor's device without a
+wait of the host. There are two types: a bit digest detects any changed bit, and a sketch compares up to rounding.
 
 A bit digest is a wrapping 64-bit sum of the tensor's 64-bit integers, each multiplied by an odd weight. A single changed integer
 always changes the digest, because the product of an odd weight and a nonzero difference is not 0. Other changes are missed with a
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron.parallel.random import stable_seed
+from megatron.parallel.random import compute_stable_seed
 
 _ROW_LENGTH = 1 << 14
 """Integers or elements per row. Each position of a row has a weight, and each row has another weight."""
@@ -29,8 +29,8 @@ a key bias, are zero except for rounding."""
 
 
 def compute_bit_digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Compute the digest of a tensor's bits: an int64 scalar on its device. Equal bytes in equal order have equal digests, at any
-    address."""
+    """Compute a 64-bit hash of a tensor's bytes: an int64 scalar on the tensor's device. Tensors with equal bytes in equal order
+    have equal hashes, wherever they are in memory."""
     integers = _view_as_int64(tensor)
     num_rows = -(-len(integers) // _ROW_LENGTH)
     weights, row_weights = _get_weights(tensor.device), _get_row_weights(tensor.device, num_rows.bit_length())
@@ -46,8 +46,15 @@ def compute_bit_digest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def compute_sketch(tensor: torch.Tensor) -> torch.Tensor:
-    """Compute the sketch of a tensor of any floating-point dtype (the sums with random signs and the sum of squares that the module
-    docstring defines): float64 [5] on the tensor's device."""
+    """Compute the sketch of a tensor: four sums of all elements, each with other random signs, and the sum of squares. The distance
+    of two tensors can be estimated from their sketches.
+
+    Args:
+        tensor: tensor of any shape and floating-point dtype.
+
+    Returns:
+        float64 [5] on the tensor's device. The sum of squares is the last element.
+    """
     flat = tensor.detach().reshape(-1)
     total = torch.zeros(_NUM_SIGNS + 1, dtype=torch.float64, device=tensor.device)
     signs = _get_signs(_get_weights(tensor.device))
@@ -67,30 +74,38 @@ def compute_sketch(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class DigestComparer:
-    """Computes and compares digests of tensors that two ranks, or two forward-backward passes, should have computed equally.
+    """Computes and compares digests of tensors that should be equal, because two ranks or two forward-backward passes have computed
+    the same.
+
+    A digest is either a hash of the tensor's bits, or a sketch: five sums from which the distance of two tensors is estimated.
 
     Args:
-        tolerance: largest difference of two tensors that counts as rounding, relative to the norm of the tensor. None compares bit
-            digests instead of sketches, which requires deterministic kernels.
+        tolerance: largest distance of two tensors that counts as rounding, relative to the norm of the tensor. None compares hashes
+            of the bits instead of sketches, which requires deterministic kernels.
     """
 
     tolerance: float | None = None
 
-    def empty(self, rows: int, device: torch.device) -> torch.Tensor:
-        """Allocate zeros for the digests of `rows` tensors: int64 [rows, 1] for bit digests, float64 [rows, 5] for sketches."""
+    def allocate_digests(self, rows: int, device: torch.device) -> torch.Tensor:
+        """Allocate the digests of `rows` tensors, filled with zeros: int64 [rows, 1] for hashes of the bits, float64 [rows, 5] for
+        sketches."""
         if self.tolerance is None:
             return torch.zeros(rows, 1, dtype=torch.int64, device=device)
         return torch.zeros(rows, _NUM_SIGNS + 1, dtype=torch.float64, device=device)
 
     def compute(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Compute the digest of one tensor: int64 [1] or float64 [5]."""
+        """Compute the digest of one tensor: an int64 scalar for a hash of the bits, float64 [5] for a sketch."""
         return compute_bit_digest(tensor) if self.tolerance is None else compute_sketch(tensor)
 
     def find_differences(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Compare two sets of digests row by row, and return which rows differ: bool [rows].
+        """Compare the digests that two computations gave, row by row. Return which rows differ: bool [rows].
 
-        Each row is the digest of one parameter's gradient. The last row is the digest of the loss. The tolerance is relative to the
-        norm of the row's gradient, or to `_MIN_RELATIVE_NORM` times the norm of all gradients if that is larger.
+        Each row is the digest of one parameter's gradient. The last row is the digest of the loss. For sketches, the tolerance is
+        relative to the norm of the row's gradient, or to `_MIN_RELATIVE_NORM` times the norm of all gradients if that is larger.
+
+        Args:
+            a: digests of the first computation: int64 [rows, 1] (hashes of the bits) or float64 [rows, 5] (sketches).
+            b: digests of the second computation, of the same shape.
         """
         if self.tolerance is None:
             return (a != b).any(1)
@@ -102,8 +117,8 @@ class DigestComparer:
 
 
 def get_rounding_tolerance(dtype: torch.dtype) -> float:
-    """Return the tolerance for comparing a gradient that is computed twice with a model of this dtype: the largest difference that
-    rounding can cause, relative to the norm of the gradient."""
+    """Return the largest difference that rounding can cause between two computations of the same gradient, relative to the norm of
+    the gradient. `dtype` is the dtype of the model."""
     eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     return max(1e4 * eps, 4 * torch.finfo(dtype).eps)
 
@@ -120,24 +135,26 @@ def _view_as_int64(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _get_weights(device: torch.device) -> torch.Tensor:
-    """Return the random odd weights of the columns when a tensor is viewed as rows of 16384 elements: int64 [16384]."""
+    """Return the random odd weights of a bit digest for the positions within a row: int64 [16384]. A flattened tensor is viewed as
+    rows of 16384 elements."""
     return _draw_odd_integers(_ROW_LENGTH).to(device)
 
 
 @functools.lru_cache(maxsize=64)
 def _get_row_weights(device: torch.device, bits: int) -> torch.Tensor:
-    """Return the random odd weights of the rows of 16384 elements, for row indices of at most `bits` bits: int64 [2^bits]."""
+    """Return one random odd weight for each row of 16384 elements: int64 [2^bits]. `bits` is the bit length of the number of
+    rows."""
     return _draw_odd_integers(1 << bits).to(device)
 
 
 def _draw_odd_integers(count: int) -> torch.Tensor:
-    """Draw random odd integers with a fixed seed: int64 [count], in host memory. A longer result starts with the values of a
-    shorter one."""
-    data = np.random.Generator(np.random.Philox(stable_seed("bits"))).bytes(8 * count)
+    """Draw random odd integers, always with the same seed: int64 [count], in host memory. A longer tensor starts with the values of
+    a shorter tensor."""
+    data = np.random.Generator(np.random.Philox(compute_stable_seed("bits"))).bytes(8 * count)
     return torch.from_numpy(np.frombuffer(data, dtype=np.int64) | 1)
 
 
 def _get_signs(integers: torch.Tensor) -> torch.Tensor:
-    """Convert random integers [n] to four signs each, from four of their bits: float64 [n, 4] of 1 and -1."""
+    """Convert each random integer to four signs, from four of its bits: int64 [n] to float64 [n, 4] with elements 1 and -1."""
     bits = torch.stack([(integers >> (32 + k)) & 1 for k in range(_NUM_SIGNS)], 1)
     return 1.0 - 2.0 * bits.to(torch.float64)

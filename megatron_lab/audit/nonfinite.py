@@ -1,8 +1,8 @@
 """Diagnosis of a loss or gradient that is not finite: which tensors are affected, and whether the data or a device is the likely
 cause.
 
-A step is a deterministic function of its inputs, including dropout, so it is run again. If it fails again, it is run a third time
-with the microbatches of another data rank. docs/spikes.md explains the conclusions.
+A step is a deterministic function of its inputs, including dropout, so the step is run again. If the results are again not finite,
+each data rank runs the step a third time, with the microbatches of another data rank. docs/spikes.md explains the conclusions.
 """
 
 from __future__ import annotations
@@ -31,44 +31,55 @@ class RepeatableStep(Protocol):
     context: ParallelContext
     providers: list[ShardProvider]
     on_loss: Callable[[int, torch.Tensor], None]
-    """Callback for each microbatch, called on the last stage with the index of the microbatch (from 0 on) and its loss."""
+    """Callback for each microbatch, called on the last pipeline stage with the index of the microbatch (from 0 on) and its
+    loss."""
 
     def compute_gradients(
         self, batch: Sequence[ModelInputs], *, inspect: GradInspector | None = None, reuse_token_count: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the gradients of a batch. `inspect` is called with each local gradient of this rank when backward writes it."""
+        """Compute the gradients of a batch.
+
+        Args:
+            inspect: called with each local gradient of this rank when backward writes it. The gradients are then not reduced over
+                ranks.
+            reuse_token_count: use the token count of the previous step.
+
+        Returns:
+            this rank's summands of the global sums of loss and loss mask.
+        """
 
 
 class _RerunResult(NamedTuple):
-    """Parameters and microbatches of this rank that are not finite when the step is run again, before any sum over ranks."""
+    """Result of running the step again on one rank: its parameters and microbatches that are not finite, before any sum over
+    ranks."""
 
     names: list[str]
-    """Parameters whose gradient is not finite."""
+    """Names of the parameters whose gradient is not finite."""
     microbatches: list[int]
     """Indices of the microbatches whose loss is not finite; empty on ranks that do not compute the loss."""
 
     @property
     def has_nonfinite(self) -> bool:
-        """Whether any loss or gradient is not finite."""
+        """Whether any loss or gradient of the rank is not finite."""
         return bool(self.names or self.microbatches)
 
 
 class _RankSamples(NamedTuple):
-    """Location of a rank and of its data: its node, and the samples of its batch."""
+    """Node of a rank, and the samples that the rank processes in the step."""
 
     host: str
     samples: list[range]
-    """Indices of the samples, for each microbatch; empty if unknown."""
+    """Indices of the samples of each microbatch; empty if unknown."""
 
 
 def raise_nonfinite(step: RepeatableStep, batch: Sequence[ModelInputs], iteration: int, loss_sum: float) -> NoReturn:
-    """Run the step again to find the source of a nonfinite loss or gradient, and raise an error with the explanation. All ranks
-    call it together.
+    """Run the step again to find the source of a loss or gradient that is not finite, and raise an error with the explanation. All
+    ranks must call this function together.
 
     Args:
         batch: microbatches of this data rank.
         iteration: iteration of the step, for the message.
-        loss_sum: summand of the loss on this rank.
+        loss_sum: this rank's summand of the loss.
 
     Raises:
         NonFiniteError: always.
@@ -101,8 +112,12 @@ def raise_nonfinite(step: RepeatableStep, batch: Sequence[ModelInputs], iteratio
 
 
 def _diagnose_with_shifted_data(step: RepeatableStep, batch: Sequence[ModelInputs], results: Sequence[_RerunResult]) -> str:
-    """Run the step with the microbatches of the previous data rank, and return a message that names the likely cause. All ranks
-    call it together."""
+    """Run the step on each data rank with the microbatches of the previous data rank. Return a message that names the likely cause:
+    data, device or weights. All ranks must call this function together.
+
+    Args:
+        results: for each rank, which losses and gradients are not finite with the rank's own microbatches.
+    """
     context, group = step.context, step.context.data_group
     if group.size == 1:
         return "with a single data rank it cannot be decided whether the data or a device is the cause"
@@ -111,7 +126,7 @@ def _diagnose_with_shifted_data(step: RepeatableStep, batch: Sequence[ModelInput
     size = batch[0].positions.shape[1]
     samples = [range(key.first_sample, key.first_sample + size) for key in keys if key is not None]
     rank_samples = gather_objects(_RankSamples(socket.gethostname(), samples), context.world)
-    data_ranks = [context.topology.coordinates(rank)["dp"] for rank in range(context.world.size)]
+    data_ranks = [context.topology.get_coordinates(rank)["dp"] for rank in range(context.world.size)]
     by_loss = any(result.microbatches for result in results)  # experts can spread nonfinite gradients to other ranks
     bad_data_ranks, bad_shifted_data_ranks = (
         {data_ranks[rank] for rank, result in enumerate(ranks) if (result.microbatches if by_loss else result.has_nonfinite)}
@@ -131,7 +146,8 @@ def _diagnose_with_shifted_data(step: RepeatableStep, batch: Sequence[ModelInput
 
 
 def determine_causes(bad_ranks: Collection[int], bad_shifted_ranks: Collection[int], num_data_ranks: int) -> Mapping[int, str]:
-    """Return the likely cause on each data rank with nonfinite results: "data", "device", "both together" or "unknown".
+    """Return the likely cause of nonfinite results on each affected data rank: its data or its device. Each data rank has run the
+    step with its own data, and with the data of the previous data rank.
 
     Args:
         bad_ranks: data ranks whose results are not finite with their own data.
@@ -140,7 +156,14 @@ def determine_causes(bad_ranks: Collection[int], bad_shifted_ranks: Collection[i
         num_data_ranks: number of data ranks.
 
     Returns:
-        cause by data rank; empty if all data ranks are bad with both data.
+        likely cause, by data rank:
+
+        - "data": the data also gives nonfinite results on the next data rank.
+        - "device": the data rank also gives nonfinite results with other data.
+        - "unknown": both of these hold.
+        - "both together": neither holds, so only this data on this device fails.
+
+        Empty if every data rank fails with both batches.
     """
     if len(set(bad_ranks)) == len(set(bad_shifted_ranks)) == num_data_ranks:
         return {}
@@ -167,7 +190,14 @@ def determine_causes(bad_ranks: Collection[int], bad_shifted_ranks: Collection[i
 def _format_cause(
     data_rank: int, cause: str, ranks: Sequence[int], results: Sequence[_RerunResult], rank_samples: Sequence[_RankSamples]
 ) -> str:
-    """Format the cause on one data rank as a sentence."""
+    """Format the likely cause on one data rank as a sentence of the error message.
+
+    Args:
+        cause: "data", "device", "both together" or "unknown".
+        ranks: ranks of this data rank whose results are not finite.
+        results: results of the repeated step, by rank.
+        rank_samples: node and samples of each rank.
+    """
     nodes = format_list(list(dict.fromkeys(rank_samples[rank].host for rank in ranks)))
     device_text = f"{'the device' if len(ranks) == 1 else 'one of the devices'} of {format_ranks(list(ranks))} on node {nodes}"
     bad_microbatches = sorted({microbatch for rank in ranks for microbatch in results[rank].microbatches})
@@ -223,8 +253,8 @@ def _rerun_step(step: RepeatableStep, batch: Sequence[ModelInputs]) -> _RerunRes
 
 
 def _shift_batch(batch: Sequence[ModelInputs], group: Group, device: torch.device) -> list[ModelInputs]:
-    """Send the microbatches of this rank to the next rank of the group, and return those of the previous rank. The ranks form a
-    ring. The microbatches are sent through host memory."""
+    """Return the microbatches of the previous rank of the group, and those of the last rank on the first rank. The microbatches are
+    exchanged through host memory."""
     batches: list[list[ModelInputs]] = gather_objects([_move_inputs(inputs, torch.Tensor.cpu) for inputs in batch], group)
     return [_move_inputs(inputs, lambda tensor: tensor.to(device)) for inputs in batches[group.rank - 1]]
 

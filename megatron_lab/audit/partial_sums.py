@@ -1,9 +1,10 @@
-"""Signatures that gradients would have if some axes were left out of their sum over ranks. The audit compares them with the actual
-signatures to name the axes that were left out.
+"""Signatures that gradients would have if some axes were left out of their sum over ranks. If the actual signature of a gradient
+equals one of these, the audit reports the axes that were left out. A signature consists of four signed sums and the sum of squares
+of a tensor (`signature.py`).
 
-If axes are left out, the shard of a rank contains only the sum over the remaining axes: the sum over those ranks that have equal
-coordinates along the omitted axes. Each rank therefore computes the signatures of its local gradients, restricted to the ranges
-that these ranks count in the norm. The sum of these signatures over all ranks is the signature that the shards would have together.
+If axes are left out, the shard of a rank contains only the sum over the remaining axes. This is the sum over those ranks that have
+equal coordinates along the omitted axes. Each rank therefore computes the signature of those elements of its local gradients that
+these ranks count in the global gradient norm. Summed over all ranks, these signatures are the signature of all shards together.
 """
 
 from __future__ import annotations
@@ -28,17 +29,18 @@ notices by itself that its shard contains its local gradient."""
 
 
 def get_summed_axes(record: ParamRecord, topology: Topology) -> tuple[str, ...]:
-    """Return the axes of size greater than 1 over which the gradient of a parameter is summed."""
-    return tuple(axis for axis in record.partial_axes if topology.size(axis) > 1)
+    """Return the axes of size greater than 1 over which the gradient of a parameter is summed: some of "tp", "cp" and "dp", or
+    "edp" for experts."""
+    return tuple(axis for axis in record.partial_axes if topology.get_size(axis) > 1)
 
 
 class PartialSumSignatures:
-    """Computes, from the local gradients of one step, the signatures that the shards would have if some axes were left out of the
-    sum.
+    """Computes the signatures (four signed sums and the sum of squares) that the gradients in the shards would have if some axes
+    were left out of the sum over ranks. They are computed from the local gradients of one step.
 
     Args:
         shards: shards of this rank.
-        row_of: row of each parameter in the signatures.
+        row_of: row of `signatures` for each parameter, by name.
     """
 
     def __init__(self, shards: Sequence[Shard], row_of: Mapping[str, int], context: ParallelContext) -> None:
@@ -57,7 +59,11 @@ class PartialSumSignatures:
         self._ranges: dict[str, list[tuple[int, FlatRange, list[BufferSlice]]]] = {}
 
     def add_grad(self, record: ParamRecord, grad: torch.Tensor) -> None:
-        """Add one local gradient of a parameter, in the shape of the local parameter, to the signatures."""
+        """Add one local gradient of a parameter to the signatures.
+
+        Args:
+            grad: gradient in the shape of this rank's part of the parameter.
+        """
         if record.name not in self._ranges:
             self._ranges[record.name] = [*self._find_ranges(record)]
         for omitted_index, flat_range, buffer_slices in self._ranges[record.name]:
@@ -67,11 +73,12 @@ class PartialSumSignatures:
             )
 
     def _find_ranges(self, record: ParamRecord) -> Iterator[tuple[int, FlatRange, list[BufferSlice]]]:
-        """Find the elements of the local gradient that this rank would contribute to the shards of other ranks if axes were left
-        out of the sum.
+        """Yield the ranges of the local gradient that this rank would contribute to the shards of each rank if axes were left out
+        of the sum.
 
         Yields:
-            index into `OMITTED_AXES`, range of the flattened local gradient, and slices of the global parameter in this range.
+            index of the set of omitted axes in `OMITTED_AXES`, range of the flattened local gradient, and slices of the global
+            parameter in this range.
         """
         context = self._context
         summed_axes = get_summed_axes(record, context.topology)
@@ -82,4 +89,4 @@ class PartialSumSignatures:
                     start, size = self._counted_ranges[rank].get(record.name, (0, 0))
                     if size:
                         flat_range = FlatRange(start, start + size)
-                        yield omitted_index, flat_range, record.slices(flat_range, context)
+                        yield omitted_index, flat_range, record.get_slices(flat_range, context)

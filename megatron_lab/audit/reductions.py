@@ -1,9 +1,9 @@
 """Audit of a step: check that the optimizer uses the sum of the gradients that all ranks computed, with each element counted once
-in the norm.
+in the gradient norm.
 
 `LocalGradients` receives each gradient that the rank's backward computes, before any sum over ranks. It counts the gradients and
-adds up their signatures (`signature.py`). The signed sums of a signature are linear, so the signatures of all microbatches and uses
-of a parameter add up to the signature of its complete gradient.
+adds up their signatures: four signed sums and the sum of squares of a tensor (`signature.py`). The signed sums are linear. So the
+signatures of all microbatches and uses of a parameter add up to the signature of its complete gradient.
 
 There are two checks for every parameter:
 
@@ -35,7 +35,7 @@ from megatron_lab.audit.trace_file import NUM_SIGNS, SIGNATURE_SIZE
 
 
 def get_replicated_axes(record: ParamRecord) -> tuple[str, ...]:
-    """Return the axes along which the gradient of a parameter is not summed, because every rank should compute an equal
+    """Return the axes along which a parameter's gradient is not summed, because every rank along these axes should compute an equal
     gradient."""
     split = {split.axis for split in record.splits}
     grid = EXPERT_AXES if record.is_expert else ("tp", *GRADIENT_AXES)
@@ -43,14 +43,14 @@ def get_replicated_axes(record: ParamRecord) -> tuple[str, ...]:
 
 
 class LocalGradients:
-    """Signatures of all gradients that this rank computes in one step, before any sum over ranks. `add_grad` is called for every
-    gradient.
+    """Signatures (four signed sums and the sum of squares) of all gradients that this rank computes in one step, before any sum
+    over ranks. `add_grad` must be called for every gradient.
 
     Args:
         params: parameters of this rank that have a gradient.
         shards: shards of this rank.
-        records: properties of all parameters of the unsharded model that have a gradient, by name. Row i of all signatures belongs
-            to the i-th of them.
+        records: properties of all parameters of the unsharded model that have a gradient, by name. Row i of every tensor of
+            signatures belongs to the i-th parameter.
     """
 
     def __init__(
@@ -67,20 +67,24 @@ class LocalGradients:
         self.partial_sums = PartialSumSignatures(shards, self._row_of, context)
 
     def add_grad(self, entry: ParamEntry, grad: torch.Tensor) -> None:
-        """Add the gradient of one use of a parameter in one microbatch."""
+        """Add the gradient of one use of a parameter in one microbatch to the signatures, and count it."""
         name = entry.record.name
         row, shard = self._row_of[name], self._shards.get(name)
-        local_slice = entry.record.local_slice(self._context.axis_sizes, self._context.coordinates)
+        local_slice = entry.record.get_local_slice(self._context.axis_sizes, self._context.coordinates)
         self._num_writes[name] += 1
         self.signatures[row] += compute_slice_signature(name, local_slice, grad[tuple(slice(size) for size in local_slice.sizes)])
         if shard is not None:
             shard_grad = grad.view(-1)[shard.flat_range.start : shard.flat_range.stop]
-            self._shard_signatures[row] += compute_buffer_signature(name, shard.slices(self._context), shard_grad)
+            self._shard_signatures[row] += compute_buffer_signature(name, shard.get_slices(self._context), shard_grad)
         self.partial_sums.add_grad(entry.record, grad)
 
     def find_missing_grads(self, num_microbatches: int) -> list[str]:
-        """Return an error message for each parameter that received too few or too many gradients on any rank. All ranks call it
-        together."""
+        """Return an error message for each parameter that received too few or too many gradients on any rank. All ranks must call
+        this method together.
+
+        Args:
+            num_microbatches: number of microbatches of this rank in the step.
+        """
         problems = {}
         for entry in self._params:
             name, expected = entry.record.name, entry.uses_per_microbatch * num_microbatches
@@ -93,8 +97,8 @@ class LocalGradients:
         return [f"{name}: {message} on {format_rank_list(ranks)}" for (name, message), ranks in ranks_by_problem.items()]
 
     def get_summands(self) -> torch.Tensor:
-        """Return this rank's summands of the expected signatures: summed over all ranks, they are the signatures of the complete
-        gradients.
+        """Return this rank's summands of the expected signatures: float64 [number of parameters, 5]. Summed over all ranks, they
+        are the signatures of the complete gradients.
 
         If several ranks compute an equal gradient, only the first of these ranks has a nonzero summand.
         """
@@ -107,8 +111,9 @@ class LocalGradients:
         return summands
 
     def compute_tensor_rank_spread(self) -> torch.Tensor:
-        """For parameters whose complete gradient every tensor rank should compute, return the largest difference of the signed sums
-        between tensor ranks: float64 [number of parameters]."""
+        """Return how far the gradients of tensor ranks differ where each tensor rank should compute the complete gradient. The
+        result is the largest difference of a signed sum between tensor ranks: float64 [number of parameters]. It is 0 for all other
+        parameters."""
         extremes = torch.zeros(2, len(self._row_of), NUM_SIGNS, dtype=torch.float64, device=self._context.device)
         for entry in self._params:
             if "tp" in get_replicated_axes(entry.record):
@@ -118,20 +123,20 @@ class LocalGradients:
         return all_reduce((maxima[0] + maxima[1]).amax(1), self._context.world, dist.ReduceOp.MAX)
 
     def inspect_shard(self, name: str, tolerance: float) -> tuple[ParamRecord, bool] | None:
-        """Check whether this rank's shard of a parameter contains only the local gradient of this rank, that is, was not summed
-        over ranks.
+        """Check whether the gradient in this rank's shard of a parameter is only the local gradient of this rank, so that the sum
+        over ranks is missing.
 
         Args:
+            name: name of the parameter.
             tolerance: largest difference of the signed sums that counts as rounding, relative to the norm of the local gradient.
 
         Returns:
-            record of the parameter, which names the axes of its sum, and the result of the check. None if this rank has no shard of
-            the parameter.
+            properties of the parameter, and whether the sum is missing. None if this rank has no shard of the parameter.
         """
         shard, local_signature = self._shards.get(name), self._shard_signatures[self._row_of[name]]
         if shard is None or not shard.grad.numel():
             return None
-        shard_signature = compute_buffer_signature(name, shard.slices(self._context), shard.grad)
+        shard_signature = compute_buffer_signature(name, shard.get_slices(self._context), shard.grad)
         is_near = (shard_signature - local_signature)[:NUM_SIGNS].abs().max() <= tolerance * local_signature[NUM_SIGNS].sqrt()
         return shard.record, bool(is_near and local_signature[NUM_SIGNS] > 0)
 
@@ -146,19 +151,20 @@ def audit(
     squared_norms: torch.Tensor,
     dtype: torch.dtype,
 ) -> tuple[list[str], list[str]]:
-    """Compare the gradients that the ranks computed with the gradients that the optimizer is about to use. All ranks call it
-    together, before the update.
+    """Compare the gradients that the ranks computed with the gradients that the optimizer is about to use. All ranks must call this
+    function together, before the update.
 
     Args:
-        local_gradients: gradients of the step, computed a second time without sums over ranks.
-        shards: shards whose elements this rank counts in the global norm. Their gradients are complete.
-        norm: global norm that the step computed for the gradients, which are still multiplied by the loss scale.
+        local_gradients: local gradients of the step, computed in a separate pass without sums over ranks.
+        shards: shards whose elements this rank counts in the global norm, with the gradients that the optimizer uses.
+        records: properties of all parameters of the unsharded model that have a gradient, by name.
+        norm: global gradient norm that the step computed. The gradients are still multiplied by the loss scale.
         squared_norms: this rank's summands of the squared norm.
         dtype: dtype of the model. Its rounding bounds the difference between gradients that are computed twice.
 
     Returns:
-        messages about the problems, and names of the parameters whose gradient is zero in every element. Both are identical on
-        every rank.
+        messages about the problems, and names of the parameters whose gradient is zero in every element. Both lists are identical
+        on every rank.
     """
     miscounted = _find_miscounted_params(shards, records, context)
     shard_signatures = compute_shard_signatures(shards, records, context, lambda shard: shard.norm_grad)
@@ -202,9 +208,9 @@ def audit(
 def _find_miscounted_params(
     shards: Sequence[Shard], records: Mapping[str, ParamRecord], context: ParallelContext
 ) -> dict[str, str]:
-    """Find parameters with elements that no rank or several ranks count in the global norm. Return a message for each of them, by
-    name."""
-    local_slices = [(shard.record.name, buffer_slice.slice) for shard in shards for buffer_slice in shard.norm_slices(context)]
+    """Find parameters with elements that no rank, or more than one rank, counts in the global gradient norm. Return a message for
+    each of these parameters, by name."""
+    local_slices = [(shard.record.name, buffer_slice.slice) for shard in shards for buffer_slice in shard.get_norm_slices(context)]
     slices_by_name: dict[str, list[tuple[int, TensorSlice]]] = {name: [] for name in records}
     for rank, rank_slices in enumerate(gather_objects(local_slices, context.world)):
         for name, tensor_slice in rank_slices:
@@ -217,7 +223,11 @@ def _find_miscounted_params(
 
 
 def _describe_miscount(record: ParamRecord, ranked_slices: Sequence[tuple[int, TensorSlice]]) -> str:
-    """Describe which ranks count an element twice, or how many elements no rank counts."""
+    """Describe which ranks count elements of a parameter twice in the global norm, or how many elements no rank counts.
+
+    Args:
+        ranked_slices: slices of the parameter that are counted, each with the rank that counts it.
+    """
     for i, (rank, tensor_slice) in enumerate(ranked_slices):
         for second_rank, second_slice in ranked_slices[i + 1 :]:
             common = tensor_slice.intersect(second_slice)
@@ -243,7 +253,7 @@ def _describe_wrong_sum(
     """Describe how the gradients in the shards of one parameter differ from the sum of the local gradients.
 
     Args:
-        expected: signature of the sum of the local gradients.
+        expected: signature (four signed sums, sum of squares) of the sum of the local gradients.
         actual: signature of the gradients in the shards.
         inspected: result of `LocalGradients.inspect_shard` of each rank that has a shard of the parameter.
         omitted_axes: sets of axes that explain the difference if they are left out of the sum.
@@ -281,7 +291,7 @@ def _describe_wrong_sum(
 
 
 def _format_groups(ranks: Iterable[int], axes: Sequence[str], topology: Topology) -> str:
-    """Format the process groups of these ranks along some axes as text, at most four of them."""
+    """Format the process groups that contain these ranks along the given axes as text, at most four groups."""
     groups = sorted({topology.group(rank, *axes) for rank in ranks})
     return f" (group {', '.join(str(list(ranks)) for ranks in groups[:4])})"
 
@@ -290,9 +300,9 @@ _RANK_NAMES = {"tp": "tensor ranks", "cp": "context ranks", "dp": "data ranks"}
 
 
 def _explain_factor(factor: float, topology: Topology) -> str:
-    """Return text that explains why a sum is wrong by `factor`: the parallel sizes that equal `factor` or 1 / `factor`.
+    """Return text that explains why a gradient sum is wrong by `factor`: the parallel sizes that equal `factor` or 1 / `factor`.
 
-    For example, " (the tensor size)". The text is empty if no parallel size fits.
+    For example, " (the tensor size)" for the tensor-parallel size. The text is empty if no parallel size fits.
     """
     sizes = {"tensor": topology.tp, "context": topology.cp, "data": topology.dp, "pipeline": topology.pp}
     for prefix, value in (("", factor), ("one over ", 1 / factor if factor else 0.0)):
@@ -303,11 +313,12 @@ def _explain_factor(factor: float, topology: Topology) -> str:
 
 
 def _find_norm_error(sq_sum: float, counted_sq_norms: Mapping[str, float], tolerance: float) -> str | None:
-    """Check this rank's summand of the squared norm. Return a message about the error, or None if the summand is correct.
+    """Check this rank's summand of the squared gradient norm. Return a message about the error, or None if the summand is correct.
 
     Args:
-        sq_sum: summand of this rank.
+        sq_sum: summand that the step computed on this rank.
         counted_sq_norms: squared norm of the elements that this rank should count, by parameter.
+        tolerance: largest relative difference that counts as rounding.
     """
     total = sum(counted_sq_norms.values())
     excess = sq_sum - total

@@ -1,8 +1,8 @@
-"""Checks that copies of weights on several ranks are bitwise equal: on tensor ranks, on data ranks, and on the first and last stage
-for a tied embedding.
+"""Checks that copies of weights on several ranks are equal in all bits: on tensor ranks, on data ranks, and on the first and last
+pipeline stage for a tied embedding.
 
-Each process group compares digests of its copies with one small all-reduce. If a digest differs, the ranks exchange their digests,
-and all ranks raise an error that names the differing ranks.
+Each process group compares digests (64-bit hashes) of its copies with one small all-reduce. If a digest differs, the ranks exchange
+their digests, and all ranks raise an error that names the differing ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.parallel.collectives import all_reduce, gather_objects
 from megatron.parallel.context import Group, ParallelContext
 from megatron.parallel.params import ParamEntry, ParamTable, Shard
-from megatron.parallel.random import stable_seed
+from megatron.parallel.random import compute_stable_seed
 from megatron.parallel.tensor_slice import TensorSlice
 from megatron.parallel.topology import EXPERT_AXES, GRADIENT_AXES, Topology
 from megatron.training.failure import AuditError
@@ -28,7 +28,8 @@ MAX_LINES = 8
 
 
 def raise_audit(summary: str, problems: Sequence[str], advice: str) -> None:
-    """Raise an error that lists the problems. Do nothing if there are no problems. Every rank must call it with the same arguments.
+    """Raise an error that lists the problems of a check. Do nothing if there are no problems. Every rank must call this function
+    with the same arguments.
 
     Args:
         summary: first line of the message.
@@ -58,14 +59,14 @@ class ReplicatedTensor:
 
     name: str
     weight_type: str
-    """`weights`, or `main weights` for separate main parameters."""
+    """`weights` for a parameter, or `main weights` for a main parameter that is a separate tensor."""
     slices: tuple[TensorSlice, ...]
     get_tensor: Callable[[], torch.Tensor]
 
     @property
     def key(self) -> int:
-        """Key by which ranks recognize copies: it is equal on all ranks for equal slices of the same parameter."""
-        return stable_seed(self.weight_type, self.name, repr(self.slices))
+        """Hash by which ranks recognize copies: it is equal on all ranks that hold equal slices of the same parameter."""
+        return compute_stable_seed(self.weight_type, self.name, repr(self.slices))
 
     def __str__(self) -> str:
         return self.name if self.weight_type == "weights" else f"{self.name} ({self.weight_type})"
@@ -77,7 +78,7 @@ def find_replicated_tensors(params: ParamTable, shards: Sequence[Shard], context
     fully_sharded_names = {shard.record.name for shard in shards if shard.is_fully_sharded}
     tensors = [_build_local_param(entry, context) for entry in params if entry.record.name not in fully_sharded_names]
     for shard in shards:
-        slices = tuple(buffer_slice.slice for buffer_slice in shard.slices(context))
+        slices = tuple(buffer_slice.slice for buffer_slice in shard.get_slices(context))
         if shard.record.name in fully_sharded_names:
             tensors.append(ReplicatedTensor(shard.record.name, "weights", slices, lambda shard=shard: shard.weights))  # type: ignore[misc]
         if shard.main_param.data_ptr() != shard.weights.data_ptr():
@@ -86,12 +87,12 @@ def find_replicated_tensors(params: ParamTable, shards: Sequence[Shard], context
 
 
 def _build_local_param(entry: ParamEntry, context: ParallelContext) -> ReplicatedTensor:
-    local_slice = entry.record.local_slice(context.axis_sizes, context.coordinates)
+    local_slice = entry.record.get_local_slice(context.axis_sizes, context.coordinates)
     return ReplicatedTensor(entry.record.name, "weights", (local_slice,), lambda: entry.param)
 
 
 class Replicas:
-    """Comparison of the copies of weights that several ranks hold. All ranks create it together and call `compare` together.
+    """Compares the copies of weights that several ranks hold. All ranks must create it together and call `compare` together.
 
     Args:
         tensors: tensors of this rank of which other ranks may have copies.
@@ -103,9 +104,9 @@ class Replicas:
         groups = {
             "tensor ranks": context.group("tp"),
             f"{axis_names} ranks": context.gradient_group,
-            f"the {axis_names} ranks with the same shard": context.fsdp_replica_group(),
+            f"the {axis_names} ranks with the same shard": context.get_fsdp_replica_group(),
             "the ranks with the same experts": context.group("edp"),
-            "the ranks with the same shard of the same experts": context.fsdp_replica_group(EXPERT_AXES[-1:]),
+            "the ranks with the same shard of the same experts": context.get_fsdp_replica_group(EXPERT_AXES[-1:]),
             "the first and the last stage": context.pipeline_ends,
         }
         if context.group("edp").ranks == context.gradient_group.ranks:
@@ -116,16 +117,16 @@ class Replicas:
         self._needed_indices = sorted({index for _, indices in self._common_tensors.values() for index in indices})
 
     def describe(self) -> str:
-        """Format, for the log, how many tensors are compared in each group of ranks."""
+        """Format, for the log, how many tensors are compared over each group of ranks."""
         counts = [f"{len(indices)} over {group_name}" for group_name, (_, indices) in self._common_tensors.items() if indices]
         return ", ".join(counts) or "no weight is on several ranks"
 
     def compare(self, iteration: int, last_checked: int | None) -> None:
-        """Compare all copies.
+        """Compare all copies of weights bit by bit.
 
         Args:
-            iteration: completed iterations, for the error message.
-            last_checked: iteration of the previous comparison; None for the first one.
+            iteration: number of completed iterations, for the error message.
+            last_checked: iteration of the previous comparison; None for the first comparison.
 
         Raises:
             AuditError: on every rank, if any two copies differ in any bit.
@@ -180,10 +181,10 @@ class Replicas:
 
 
 def _describe_minority(by_rank: dict[int, int], topology: Topology) -> str:
-    """Describe which ranks have other values than the majority, and in which process groups.
+    """Describe which ranks hold other values of a weight than the majority of ranks, and in which process groups.
 
     Args:
-        by_rank: digest of each rank that must have an equal copy.
+        by_rank: digest (hash of the bits) of each rank's copy. All digests should be equal.
     """
     counts = Counter(by_rank.values()).most_common()
     if len(counts) > 1 and counts[0][1] == counts[1][1]:
@@ -217,5 +218,5 @@ def _get_groups(rank: int, topology: Topology) -> dict[str, tuple[int, ...]]:
 
 
 def _format_gradient_axes(topology: Topology) -> str:
-    """Format the axes over which gradients are summed as text, for a message about differing weights."""
+    """Return the names of the axes over which gradients are summed, as text: "data", or "context and data"."""
     return "context and data" if topology.cp > 1 else "data"

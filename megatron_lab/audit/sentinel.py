@@ -1,10 +1,14 @@
 """Detection of silent data corruption (--sentinel-interval): devices that compute wrong results, and memory that changes, without
 an error.
 
-In every N-th step, two comparisons run before the update. The first compares the gradients of each data rank's first microbatch,
-which the step has computed, with those that another data rank computes for the same microbatch. `audit/votes.py` defines that rank,
-and decides which rank is wrong. The second compares the optimizer state with its contents after the previous update. docs/trust.md
-lists the faults that are detected.
+In every N-th step, two comparisons run before the update:
+
+- Each data rank's step has computed gradients of its first microbatch. Another data rank computes the gradients of the same
+  microbatch again, and both results are compared. `audit/votes.py` defines which data rank this is, and decides which rank is
+  wrong.
+- The optimizer state is compared with its contents after the previous update.
+
+docs/trust.md lists the faults that are detected.
 """
 
 from __future__ import annotations
@@ -40,7 +44,8 @@ from megatron_lab.audit.votes import Dispute, DisputeResolver, build_model_repli
 
 
 class FirstMicrobatchGrads:
-    """Computes digests of this rank's local gradients of the first microbatch while a step writes them, before any sum over ranks.
+    """Records digests (short summaries) of this rank's local gradients of the first microbatch in a step. The digests are computed
+    when backward writes the gradients, before any sum over ranks.
 
     If a parameter is used several times in a microbatch, its digest is that of the sum of the gradients of all uses.
     """
@@ -51,7 +56,7 @@ class FirstMicrobatchGrads:
         """Last chunk of the model, whose outputs are the losses; None on ranks without it."""
         self._hook: RemovableHandle | None = None
         self._losses: torch.Tensor | None = None
-        sinks = {record.name: sink for provider in step.providers for record, sink in provider.grad_sinks()}
+        sinks = {record.name: sink for provider in step.providers for record, sink in provider.iter_grad_sinks()}
         self._entries = [entry for entry in step.model.params if entry.uses_per_microbatch]
         self._sinks = [sinks[entry.record.name] for entry in self._entries]
         self._row_of = {entry.record.name: row for row, entry in enumerate(self._entries)}
@@ -60,12 +65,12 @@ class FirstMicrobatchGrads:
 
     @property
     def names(self) -> list[str]:
-        """Names of the parameters, in the order of the rows of the digests."""
+        """Names of the parameters, in the order of the rows of the digests. The last row, for the loss, has no name."""
         return list(self._row_of)
 
     def start(self) -> None:
-        """Start to compute digests, in the next step."""
-        self._digests = self._comparer.empty(len(self._entries) + 1, self._device)
+        """Start to record digests. The next step computes them."""
+        self._digests = self._comparer.allocate_digests(len(self._entries) + 1, self._device)
         self._writes: list[list[tuple[int, int]]] = [[] for _ in self._entries]
         self._original_on_write = [sink.on_write for sink in self._sinks]
         for row, sink in enumerate(self._sinks):
@@ -74,11 +79,12 @@ class FirstMicrobatchGrads:
             self._hook = self._last_chunk.register_forward_hook(self._on_forward)
 
     def stop(self) -> tuple[torch.Tensor, list[list[tuple[int, int]]]]:
-        """Stop computing digests, and return those of the step.
+        """Stop recording, and return the digests of the step.
 
         Returns:
-            the digests [number of parameters + 1, width], where the last row is the digest of the loss. For each parameter also the
-            (microbatch, chunk) pairs whose gradients are summed in its digest. In some schedules these include a later microbatch.
+            digests [number of parameters + 1, width], where the last row is the digest of the loss. The width is 1 for hashes of
+            the bits, and 5 for comparison up to rounding. Also, for each parameter, the (microbatch, chunk) pairs whose gradients
+            are summed in its digest. In some schedules these include a later microbatch.
         """
         for sink, on_write in zip(self._sinks, self._original_on_write, strict=True):
             sink.on_write = on_write
@@ -89,7 +95,11 @@ class FirstMicrobatchGrads:
         return self._digests, self._writes
 
     def accumulate_grad(self, entry: ParamEntry, grad: torch.Tensor) -> None:
-        """Add the next gradient of the parameter in this microbatch to `grad`, as a step does without an `inspect` callback."""
+        """Let the parameter's next gradient in this microbatch be added to `grad`, as in a step without an `inspect` callback.
+
+        This method is the `inspect` callback of `TrainStep.compute_gradients`. With such a callback, gradients are otherwise not
+        summed.
+        """
         row = self._row_of[entry.record.name]
         if len(self._writes[row]) < entry.uses_per_microbatch:
             self._sinks[row].main_grad, self._sinks[row].is_written = grad, True
@@ -110,10 +120,11 @@ class FirstMicrobatchGrads:
 
 
 class PersistentState:
-    """Digests of all tensors that this rank updates: weights, main parameters, moments and averages of the weights. The tensors
-    must not change between two updates.
+    """Computes digests (hashes of the bits) of all tensors that this rank updates: weights, main parameters, moments and averages
+    of the weights. These tensors must not change between two updates.
 
     Args:
+        shards: shards of this rank, which hold the tensors.
         device: device on which digests are compared.
     """
 
@@ -133,23 +144,26 @@ class PersistentState:
 
     @property
     def names(self) -> list[str]:
-        """Name and type of the tensor of each row of the digests, for messages."""
+        """Name and type of each tensor, in the order of the digests, for messages."""
         return list(self._tensors)
 
     def compute_digests(self) -> torch.Tensor:
-        """Compute bit digests of the tensors: int64 [number of tensors]."""
+        """Compute a hash of the bits of each tensor: int64 [number of tensors]."""
         digests = [compute_bit_digest(tensor).to(self._device) for tensor in self._tensors.values()]
         return torch.stack(digests) if digests else torch.zeros(0, dtype=torch.int64, device=self._device)
 
 
 class Sentinel(Callback):
-    """Callback of --sentinel-interval. In every N-th step, before its update, it compares gradients between replicas and the
-    optimizer state with its previous digests, and reports the ranks that differ.
+    """Callback of --sentinel-interval, which detects silent data corruption. In every N-th step, before the update, it makes two
+    comparisons and reports the ranks that are wrong:
+
+    - Two replicas (copies of the model) compute the gradients of the same microbatch, which must agree.
+    - The optimizer state must be the same as after the previous update.
 
     Args:
-        interval: steps between comparisons.
+        interval: number of steps between comparisons.
         stops_run: whether a difference ends the run. If not, the run logs a warning and continues with the update.
-        comparer: comparison of gradients, by bits or up to rounding.
+        comparer: comparison of gradients, exactly or up to rounding.
     """
 
     def __init__(self, step: TrainStep, interval: int, *, stops_run: bool, comparer: DigestComparer, reporter: Reporter) -> None:
@@ -173,13 +187,14 @@ class Sentinel(Callback):
 
     @classmethod
     def of(cls, config: Config, step: TrainStep, interval: int, reporter: Reporter) -> Sentinel:
-        """Build the sentinel of a run. It compares gradients bitwise if the kernels are deterministic."""
+        """Build the sentinel of a run. It compares gradients bit by bit if the kernels are deterministic, and otherwise up to
+        rounding."""
         is_exact = step.context.device.type == "cpu" or config.training.deterministic_mode
         comparer = DigestComparer(None if is_exact else get_rounding_tolerance(step.model.dtype))
         return cls(step, interval, stops_run=config.debug.sentinel_action == "stop", comparer=comparer, reporter=reporter)
 
     def before_step(self, batch: Sequence[ModelInputs], iteration: int) -> None:
-        """Start to record digests if a comparison is due in this step."""
+        """Start to record digests of gradients if this step has a comparison."""
         if iteration % self._interval:
             return
         self._batch, self._iteration = batch, iteration
@@ -189,7 +204,8 @@ class Sentinel(Callback):
         self._gradients.start()
 
     def after_step(self, progress: Progress, result: StepResult, samples: int, learning_rate: float, weight_decay: float) -> None:
-        """Log the result of the comparison, and compute the digests of the optimizer state if the next step has a comparison."""
+        """Log the result of the comparison if this step had one. Compute the digests of the optimizer state if the next step has
+        one."""
         if self._check in self._step.before_update_hooks:
             self._step.before_update_hooks.remove(self._check)
             if self._measurements is None:  # the step made no update
@@ -205,8 +221,11 @@ class Sentinel(Callback):
         self._state_digests = iteration, self._state.compute_digests()
 
     def _check(self, result: StepResult) -> None:
-        """Compare this rank's results for the microbatch of another replica with that replica's results, and the optimizer state
-        with its previous digests. Called before the update.
+        """Compare gradients between replicas, and the optimizer state with its digests after the previous update. Called before the
+        update.
+
+        For the gradients, this rank computes the first microbatch of another replica again. The result is compared with that of the
+        other replica.
 
         Raises:
             AuditError: on every rank, if anything differs and the run must stop.
@@ -230,12 +249,14 @@ class Sentinel(Callback):
         self._report_findings(messages)
 
     def _find_disputes(self, shift_digests: list[torch.Tensor], comparable_rows: torch.Tensor) -> list[Dispute]:
-        """Find the replicas whose results differ, and decide which replica is wrong. All ranks call it together.
+        """Find the replicas whose gradients for the same microbatch differ, and decide which replica is wrong. All ranks must call
+        this method together.
 
         Args:
-            shift_digests: digests of this rank's results for its own microbatch (shift 0) and for that of the previous replica
-                (shift 1).
-            comparable_rows: bool [rows, 1]: rows of the digests that can be compared.
+            shift_digests: digests of this rank's gradients for the first microbatch of its own replica (shift 0) and of the
+                previous replica (shift 1).
+            comparable_rows: bool [rows, 1]: rows of the digests that contain only gradients of the first microbatch, so that they
+                can be compared.
         """
         extra_digests = [
             torch.where(comparable_rows, self._compute_shifted(shift)[0], 0)
@@ -248,8 +269,8 @@ class Sentinel(Callback):
         ).find_disputes()
 
     def _find_changed_memory(self, has_changed: torch.Tensor) -> dict[int, str]:
-        """Return a message for each rank whose optimizer state has changed since the previous update, by rank. All ranks call it
-        together.
+        """Return a message for each rank whose optimizer state has changed since the previous update, by rank. All ranks must call
+        this method together.
 
         Args:
             has_changed: bool [number of tensors]: which tensors of this rank's optimizer state have changed.
@@ -274,8 +295,12 @@ class Sentinel(Callback):
             self._reporter.log(f"  WARNING: sentinel: {message}")
 
     def _compute_shifted(self, shift: int) -> tuple[torch.Tensor, list[list[tuple[int, int]]]]:
-        """Compute gradients for the first microbatch of the replica that is `shift` positions before this one in the ring, and
-        return their digests. All ranks call it together. The results of the step do not change."""
+        """Compute the gradients for the first microbatch of another replica, and return their digests as
+        `FirstMicrobatchGrads.stop` does. All ranks must call this method together. The results of the step do not change.
+
+        Args:
+            shift: distance to the other replica, which is `shift` positions before this replica in the ring of replicas.
+        """
         step, group = self._step, self._context.data_group
         distance = shift * self._data_ranks_per_replica
         inputs = _to_device(
@@ -295,8 +320,8 @@ _DocumentArgs = tuple[NDArray[np.int32], int, SequenceSplit | None]
 
 
 def _to_host(inputs: ModelInputs) -> tuple[ModelInputs, _DocumentArgs | None]:
-    """Return a copy of a microbatch that can be sent to another rank: its tensors in host memory, and the constructor arguments of
-    its `Documents`."""
+    """Return a copy of a microbatch that can be sent to another rank: its tensors in host memory, and separately the constructor
+    arguments of its `Documents`."""
     documents = inputs.documents
     document_args = None if documents is None else (documents.cu_seqlens, documents.batch_size, documents.sequence_split)
     return _move_inputs(replace(inputs, documents=None), torch.Tensor.cpu), document_args
@@ -315,10 +340,10 @@ def _move_inputs(inputs: ModelInputs, move: Callable[[torch.Tensor], torch.Tenso
 
 
 class SentinelFeature(Feature):
-    """Feature of --sentinel-interval."""
+    """Optional part of a run that detects silent data corruption (--sentinel-interval)."""
 
-    def callbacks(self, run: RunComponents) -> list[Callback]:
-        """Build the sentinel of the run."""
+    def build_callbacks(self, run: RunComponents) -> list[Callback]:
+        """Build the callback that compares gradients between replicas and checks the optimizer state."""
         interval = run.config.debug.sentinel_interval
         assert interval is not None
         return [Sentinel.of(run.config, run.step, interval, run.reporter)]

@@ -1,12 +1,13 @@
-"""Signatures of global tensors: five numbers that do not depend on how the tensor is split. A trace stores them for gradients and
-weights.
+"""Signatures of global tensors: five numbers by which tensors are compared, and which do not depend on how a tensor is split over
+ranks. A trace (--save-trace) stores the signatures of gradients and weights.
 
 A signature contains the sum of squares and, for k = 0 .. 3, the signed sum s_k: the sum of all elements, each multiplied by a sign.
 The sign of an element is a product of one sign per dimension, which depends on the tensor's name, on k and on the index along the
-dimension. All are sums over elements in float64, so the signatures of disjoint slices add up. The signed sums are also linear in
-the tensor. For two tensors x and y the mean of (s_k(x) - s_k(y))^2 is an unbiased estimate of ||x - y||^2 (Alon, Matias and Szegedy
-1996, section 2.2). `TraceRecorder` computes the signatures of the gradients and weights of the complete model from the shards of
-all ranks.
+dimension. All five are sums over elements in float64, so the signatures of disjoint slices add up. The signed sums are also linear
+in the tensor. For two tensors x and y the mean of (s_k(x) - s_k(y))^2 is an unbiased estimate of ||x - y||^2 (Alon, Matias and
+Szegedy 1996, section 2.2).
+
+`TraceRecorder` computes the signatures of the gradients and weights of the complete model from the shards of all ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamRecord, Shard
-from megatron.parallel.random import stable_seed
+from megatron.parallel.random import compute_stable_seed
 from megatron.parallel.tensor_slice import BufferSlice, TensorSlice
 from megatron_lab.audit.trace_file import NUM_SIGNS, SIGNATURE_SIZE, Signature
 
@@ -31,11 +32,16 @@ _PERIOD = 1 << 12
 
 
 def compute_slice_signature(name: str, tensor_slice: TensorSlice, elements: torch.Tensor) -> torch.Tensor:
-    """Compute the signature of a slice of a global tensor: float64 [5], on the device of `elements`.
+    """Compute the signature of a slice of a global tensor: its four signed sums, then its sum of squares. The signatures of
+    disjoint slices add up to that of the tensor.
 
     Args:
-        name: global name of the tensor.
+        name: global name of the tensor. The signs depend on it.
+        tensor_slice: offsets and sizes of the slice in the global tensor.
         elements: elements of the slice, contiguous, of any floating-point dtype.
+
+    Returns:
+        float64 [5], on the device of `elements`.
     """
     total = torch.zeros(SIGNATURE_SIZE, dtype=torch.float64, device=elements.device)
     if not tensor_slice.numel:
@@ -56,13 +62,19 @@ def compute_slice_signature(name: str, tensor_slice: TensorSlice, elements: torc
 
 
 def compute_signature(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Compute the signature of a complete tensor: float64 [5]."""
+    """Compute the signature of a complete tensor: its four signed sums, then its sum of squares, float64 [5]. The signs depend on
+    the tensor's name."""
     return compute_slice_signature(name, TensorSlice.full(tuple(tensor.shape)), tensor.contiguous())
 
 
 def compute_buffer_signature(name: str, buffer_slices: Sequence[BufferSlice], flat: torch.Tensor) -> torch.Tensor:
-    """Compute the signature of several slices of a tensor, whose elements are in one flat buffer: float64 [5]. Elements outside of
-    the slices (padding) are ignored."""
+    """Compute the sum of the signatures (four signed sums, sum of squares) of several slices of a tensor: float64 [5].
+
+    Args:
+        name: global name of the tensor.
+        buffer_slices: slices, each with its offset in `flat`.
+        flat: flat buffer with the elements of the slices. Elements outside of the slices (padding) are ignored.
+    """
     total = torch.zeros(SIGNATURE_SIZE, dtype=torch.float64, device=flat.device)
     for buffer_slice in buffer_slices:
         total += compute_slice_signature(
@@ -77,31 +89,35 @@ def compute_shard_signatures(
     context: ParallelContext,
     get_tensor: Callable[[Shard], torch.Tensor],
 ) -> torch.Tensor:
-    """Compute this rank's summand of the signatures of all parameters: float64 [len(records), 5] on the context's device.
+    """Compute this rank's summand of the signatures (four signed sums, sum of squares) of all parameters: float64 [len(records), 5]
+    on the context's device.
 
     A rank includes the elements that it counts in the global norm, so the sum over all ranks includes each element once.
 
     Args:
-        records: properties of all parameters of the unsharded model, by name. Row i of the result belongs to the i-th of them.
+        shards: shards of this rank.
+        records: properties of all parameters of the unsharded model, by name. Row i of the result belongs to the i-th parameter.
         get_tensor: function that returns a flat tensor of the shard's counted elements, such as `lambda shard: shard.norm_grad`.
     """
     row_of = {name: row for row, name in enumerate(records)}
     signatures = torch.zeros(len(records), SIGNATURE_SIZE, dtype=torch.float64, device=context.device)
     for shard in shards:
         name = shard.record.name
-        signatures[row_of[name]] += compute_buffer_signature(name, shard.norm_slices(context), get_tensor(shard)).to(context.device)
+        signatures[row_of[name]] += compute_buffer_signature(name, shard.get_norm_slices(context), get_tensor(shard)).to(
+            context.device
+        )
     return signatures
 
 
 def to_trace_signature(signature: torch.Tensor) -> tuple[float, ...]:
-    """Convert a signature to the order of a trace file: the norm, then the four signed sums."""
+    """Convert a signature [5] to the numbers that a trace file stores: the norm, then the four signed sums."""
     *signed, sq_sum = signature.tolist()
     return (sq_sum**0.5, *signed)
 
 
 def _get_row_signs(name: str, tensor_slice: TensorSlice, device: torch.device) -> torch.Tensor:
-    """Return the signs of the rows of a slice, each the product of the signs of all dimensions but the last: float64 [4, number of
-    rows]."""
+    """Return the signs of the rows of a slice: float64 [4, number of rows]. The sign of a row is the product of its signs along all
+    dimensions but the last."""
     rows = torch.ones(NUM_SIGNS, 1, dtype=torch.float64, device=device)
     for dim in range(len(tensor_slice.sizes) - 1):
         rows = (rows.unsqueeze(2) * _get_signs(name, tensor_slice, dim, device).unsqueeze(1)).flatten(1)
@@ -122,15 +138,17 @@ def _get_signs(name: str, tensor_slice: TensorSlice, dim: int, device: torch.dev
 
 @functools.lru_cache(maxsize=4096)
 def _draw_signs(name: str, dim: int, period: int) -> np.ndarray:
-    """Draw the signs of the indices [period * 4096, (period + 1) * 4096): int8 [4, 4096]."""
-    generator = np.random.Generator(np.random.Philox(stable_seed("signature", name, dim, period)))
+    """Draw the signs along dimension `dim` for the 4096 indices from period * 4096 on: int8 [4, 4096] of 1 and -1. They depend only
+    on the arguments."""
+    generator = np.random.Generator(np.random.Philox(compute_stable_seed("signature", name, dim, period)))
     bits = np.frombuffer(generator.bytes(NUM_SIGNS * _PERIOD // 8), dtype=np.uint8)
     return (1 - 2 * np.unpackbits(bits).astype(np.int8)).reshape(NUM_SIGNS, _PERIOD)
 
 
 class TraceRecorder:
-    """Computes the signatures of gradients and weights for a trace. Each rank handles the elements that it counts in the norm, and
-    `collect` adds up the ranks.
+    """Computes the signatures of all gradients and weights for a trace. A signature consists of five sums over the elements of a
+    tensor. Each rank computes the sums over the elements that it counts in the gradient norm. `collect` adds up the sums of all
+    ranks.
 
     Args:
         shards: shards of this rank.
@@ -142,18 +160,20 @@ class TraceRecorder:
         self._grad_signatures: torch.Tensor | None = None
 
     def record_gradients(self, loss_scale: float) -> None:
-        """Compute the signatures of the gradients. At this time the gradients are summed over ranks, not clipped, and still
-        multiplied by the loss scale."""
+        """Compute this rank's part of the signatures of the gradients: the sums over its own elements, without the loss scale. At
+        the
+        time of the call the gradients are summed over ranks, not clipped, and still multiplied by the loss scale."""
         signatures = compute_shard_signatures(self._shards, self._records, self._context, lambda shard: shard.norm_grad)
         signatures /= loss_scale
         signatures[:, -1] /= loss_scale
         self._grad_signatures = signatures
 
     def collect(self) -> tuple[dict[str, Signature], dict[str, Signature]]:
-        """Return the signatures of gradients and weights by parameter name. They are identical on every rank.
+        """Return the signatures of gradients and of weights, each by parameter name. They are identical on every rank.
 
-        The gradients are those of the latest `record_gradients`, and empty if it has not been called since the previous `collect`.
-        The weights are the current weights. All ranks call this method together; it makes one reduction over all ranks.
+        The gradients are those of the latest `record_gradients`. Their dict is empty if that method has not been called since the
+        previous `collect`. The weights are the current weights. All ranks must call this method together; it makes one reduction
+        over all ranks.
         """
         local_signatures = [
             compute_shard_signatures(self._shards, self._records, self._context, lambda shard: shard.norm_main_param)

@@ -1,9 +1,10 @@
-"""Trace file (--save-trace): JSON lines, with one header per start of the run, then one line per step. This module does not need
+"""Trace file (--save-trace): JSON lines that record the results of the first steps, to compare runs. This module does not need
 torch.
 
-A header contains the settings of the run, a start line the weights, and a step line the results of the step. A tensor is described
-by its norm and the four signed sums of its signature (`signature.py`), which are equal at every layout up to rounding. Numbers have
-full precision. A number that is not finite is written as null. A run that resumes appends to the file.
+At each start of a run, the file gets a header line with the settings and a start line with the weights. A step line with the
+results follows for each step. A tensor is described by its norm and the four signed sums of its signature (`signature.py`), which
+are equal at every layout up to rounding. Numbers have full precision. A number that is not finite is written as null. A run that
+resumes appends to the file.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ Signature = tuple[float, ...]
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """First line of a trace for each start of a run: settings, layout and parameter shapes, which identify what the trace can be
-    compared with."""
+    """Header line that a trace has for each start of a run: settings, layout and parameter shapes. They show which traces can be
+    compared."""
 
     settings: dict[str, Any]
-    """All settings by topic, as returned by `config.save.to_dict`."""
+    """All settings by topic (model, training, ...), as returned by `config.save.to_dict`."""
     layout: dict[str, int]
-    """Sizes of the axes tp, cp, dp and pp."""
+    """Number of ranks along the axes tp, cp, dp and pp."""
     layers: list[tuple[int, list[int]]]
-    """For each model chunk in order: its pipeline stage, and the indices of its layers."""
+    """For each model chunk, in the order of the forward pass: its pipeline stage, and the indices of its layers."""
     dtype: str
     """Dtype of the model, e.g. bfloat16."""
     torch: str
@@ -49,13 +50,13 @@ class TraceHeader:
 
 @dataclass(frozen=True)
 class TraceStep:
-    """Results of one training step in a trace: batch, loss, and signatures of gradients and weights."""
+    """Results of one training step in a trace: batch, loss, and signatures (norm and four signed sums) of gradients and weights."""
 
     iteration: int
     samples: int
-    """Number of sequences of the global batch."""
+    """Number of samples in the global batch."""
     consumed_samples: int
-    """Samples consumed up to and including this step."""
+    """Number of samples that the run has consumed up to and including this step."""
     loss: float
     tokens: float
     """Number of tokens that count in the loss: the sum of the loss mask over the global batch."""
@@ -64,11 +65,11 @@ class TraceStep:
     weight_decay: float
     loss_scale: float
     skipped: bool
-    """Whether the update was skipped because the gradient overflowed. The line then contains no gradients."""
+    """Whether the update was skipped because the gradient overflowed. The step then has no gradients in the trace."""
     gradients: dict[str, Signature]
-    """Signatures of the gradients of the mean loss, before clipping."""
+    """Signature of each parameter's gradient by name: gradient of the mean loss over the global batch, before clipping."""
     weights: dict[str, Signature]
-    """Signatures of the weights after the update, in the precision of the main parameters."""
+    """Signature of each parameter by name, after the update and in the precision of the main parameters."""
 
 
 @dataclass
@@ -77,14 +78,14 @@ class TraceRun:
 
     header: TraceHeader
     iteration: int = 0
-    """Number of completed training steps at this start."""
+    """Number of training steps that were completed before this start."""
     weights: dict[str, Signature] = field(default_factory=dict)
-    """Signatures of the weights before the first step."""
+    """Signature (norm and four signed sums) of each parameter by name, before the first step."""
     steps: list[TraceStep] = field(default_factory=list)
 
 
 class TraceWriter:
-    """Writer of a trace file. Each call writes one complete line.
+    """Writer of a trace file. Each call of a `write_` method writes one complete line.
 
     Args:
         append: append to an existing file (a resumed run) instead of creating a new file.
@@ -97,19 +98,24 @@ class TraceWriter:
         self._file = LineFile("--save-trace", path, append=append)
 
     def write_header(self, header: TraceHeader) -> None:
-        """Write the header line of a start of the run."""
+        """Write the header line: settings, layout and parameter shapes. Each start of the run writes one."""
         self._write({"kind": "header", "version": VERSION, **dataclasses.asdict(header)})
 
     def write_start(self, iteration: int, weights: Mapping[str, Signature]) -> None:
-        """Write the start line: the signatures of the weights before the first step."""
+        """Write the start line: the signatures of the weights before the first step.
+
+        Args:
+            iteration: number of completed training steps.
+            weights: signature (norm and four signed sums) of each parameter, by name.
+        """
         self._write({"kind": "start", "iteration": iteration, "weights": dict(weights)})
 
     def write_step(self, step: TraceStep) -> None:
-        """Write the results of one step."""
+        """Write the step line: the results of one training step."""
         self._write({"kind": "step", **dataclasses.asdict(step)})
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the trace file."""
         self._file.close()
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -121,12 +127,15 @@ def read_trace(path: str | Path) -> list[TraceRun]:
     ignored.
 
     Raises:
-        ValueError: the file is not a trace. The message names the file and the line.
+        ValueError: the file cannot be read, or is not a trace. The message names the file and the line.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"trace {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise ValueError(
+            f"trace {path} cannot be read: {getattr(error, 'strerror', None) or error}. Check the path, or record the trace again "
+            "with --save-trace"
+        ) from error
     runs: list[TraceRun] = []
     lines = text.splitlines()
     for line_number, line in enumerate(lines, 1):
@@ -135,13 +144,21 @@ def read_trace(path: str | Path) -> list[TraceRun]:
         except json.JSONDecodeError as error:
             if line_number == len(lines) or lines[line_number].startswith('{"kind": "header"'):
                 continue  # truncated when the run was killed
-            raise ValueError(f"trace {path}, line {line_number}: not valid JSON ({error.msg})") from error
+            raise ValueError(
+                f"trace {path}, line {line_number}: not valid JSON ({error.msg}). The file is damaged: copy it again."
+            ) from error
         try:
             _add_line(runs, values)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
-            raise ValueError(f"trace {path}, line {line_number}: not in the format of --save-trace ({error!r})") from error
+            raise ValueError(
+                f"trace {path}, line {line_number}: not in the format of --save-trace ({error!r}). The file is damaged, or another "
+                "version of the program wrote it. Record the trace again with --save-trace."
+            ) from error
     if not runs:
-        raise ValueError(f"trace {path} contains no run: a file of --save-trace begins with a header")
+        raise ValueError(
+            f"trace {path} contains no run, because it has no header line: the file is empty, or --save-trace did not write it. "
+            "Choose another file, or record the trace again"
+        )
     return runs
 
 
@@ -150,7 +167,10 @@ def _add_line(runs: list[TraceRun], line: dict[str, Any]) -> None:
     if line_type == "header":
         version = line.pop("version")
         if version != VERSION:
-            raise ValueError(f"the trace has version {version}, but this program reads version {VERSION}")
+            raise ValueError(
+                f"the trace has version {version}, but this program reads only version {VERSION}: record the trace again with this "
+                "program"
+            )
         layers = [(int(stage), list(layers)) for stage, layers in line.pop("layers")]
         for name, size in line["layout"].items():
             _parse_int(name, size)
@@ -168,7 +188,10 @@ def _add_line(runs: list[TraceRun], line: dict[str, Any]) -> None:
 def _parse_signatures(_: str, signatures: Mapping[str, list[Any]]) -> dict[str, Signature]:
     for name, values in signatures.items():
         if len(values) != SIGNATURE_SIZE:
-            raise ValueError(f"{name} has {len(values)} numbers instead of {SIGNATURE_SIZE}")
+            raise ValueError(
+                f"the signature of the tensor {name} (values that summarize the tensor) has {len(values)} values instead of "
+                f"{SIGNATURE_SIZE}; the trace file is damaged"
+            )
     return {name: tuple(_parse_float(name, value) for value in values) for name, values in signatures.items()}
 
 
@@ -176,19 +199,19 @@ def _parse_float(name: str, value: Any) -> float:
     if value is None:
         return math.nan
     if type(value) not in (int, float):
-        raise TypeError(f"{name}: {value!r} is not a number")
+        raise TypeError(f"the value {value!r} of {name} in the trace is not a number")
     return float(value)
 
 
 def _parse_int(name: str, value: Any) -> int:
     if type(value) is not int:  # isinstance would accept True
-        raise TypeError(f"{name}: {value!r} is not an integer")
+        raise TypeError(f"the value {value!r} of {name} in the trace is not an integer")
     return value
 
 
 def _parse_bool(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise TypeError(f"{name}: {value!r} is neither true nor false")
+        raise TypeError(f"the value {value!r} of {name} in the trace is neither true nor false")
     return value
 
 
@@ -202,7 +225,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
 
 
 def _replace_nonfinite(value: Any) -> Any:
-    """Return a copy of the value in which NaN and infinity, which JSON cannot represent, are replaced by None."""
+    """Return a copy of a JSON value in which None replaces NaN and infinity, which JSON cannot represent."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

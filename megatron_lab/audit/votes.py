@@ -1,13 +1,14 @@
-"""Decision which rank is wrong if ranks have computed the same microbatch with different results.
+"""Decision which rank is wrong if ranks have computed different gradients for the same microbatch.
 
 A *model replica* is a set of ranks that together hold one copy of the model: one data rank, or several if experts are distributed
 over data ranks. The replicas form a ring. *Shift* s means that each replica computes the first microbatch of the replica s
 positions before it. Shift 0 is the replica's own microbatch. With shift 1 the next replica computes the same microbatch again. If
 the results of shift 0 and shift 1 differ:
 
-- With three or more replicas, the third one computes the microbatch, as shift 2.
-- With two replicas, both compute it once more, as shifts 2 and 3. A replica that does not reproduce its own result is wrong.
-- A single replica computes it twice. This detects only transient faults.
+- With three or more replicas, the third replica computes the microbatch, as shift 2.
+- With two replicas, both compute the microbatch once more, as shifts 2 and 3. A replica that does not reproduce its own result is
+  wrong.
+- A single replica computes the microbatch twice. This detects only transient faults.
 """
 
 from __future__ import annotations
@@ -27,39 +28,49 @@ ModelReplicas = Sequence[Sequence[int]]
 
 
 def count_data_ranks_per_replica(topology: Topology) -> int:
-    """Return the number of data ranks that together hold one copy of the model. It is above 1 if experts are distributed over data
-    ranks."""
-    dense_size, expert_size = topology.size("tp", "cp"), topology.size("etp", "ep")
+    """Return the number of data ranks that together hold one copy of the model. The number is above 1 if experts are distributed
+    over data ranks."""
+    dense_size, expert_size = topology.get_size("tp", "cp"), topology.get_size("etp", "ep")
     return math.lcm(dense_size, expert_size) // dense_size
 
 
 def build_model_replicas(topology: Topology) -> ModelReplicas:
-    """Return the ranks of each model replica."""
+    """Return the ranks of each model replica: each list of ranks together holds one copy of the model."""
 
     def get_sort_key(rank: int) -> tuple[int, ...]:
-        coordinates = topology.coordinates(rank)
+        coordinates = topology.get_coordinates(rank)
         return coordinates["dp"], coordinates["pp"], coordinates["cp"], coordinates["tp"]
 
     ranks = sorted(range(topology.world_size), key=get_sort_key)
-    size = count_data_ranks_per_replica(topology) * topology.size("tp", "cp", "pp")
+    size = count_data_ranks_per_replica(topology) * topology.get_size("tp", "cp", "pp")
     return [ranks[first : first + size] for first in range(0, len(ranks), size)]
 
 
 def get_extra_shifts(num_replicas: int) -> range:
-    """Return the additional shifts (computations of the same microbatch by other replicas) that decide which rank is wrong, if the
-    results of shift 0 and shift 1 differ."""
+    """Return the additional computations that decide which replica is wrong, if two replicas have computed different results for
+    the same microbatch.
+
+    In shift s, each replica computes the first microbatch of the replica s positions before it. The results of shift 0 and shift 1
+    differ.
+
+    Returns:
+        numbers of the additional shifts, from 2 on; empty if there is a single replica.
+    """
     return range(2, min(2 * num_replicas, 4) if num_replicas < 3 else 3)
 
 
 def find_wrong_shift(num_replicas: int, is_equal: Callable[[int, int], bool]) -> tuple[int | None, str]:
-    """Decide whether the replica of shift 0 or of shift 1 computed the wrong result.
+    """Decide which of two replicas computed the wrong result for a microbatch: its own replica (shift 0) or the next replica (shift
+    1). Their results differ.
 
     Args:
-        is_equal: function that returns whether the results of two shifts are equal. The results of shift 0 and shift 1 differ.
+        num_replicas: number of model replicas.
+        is_equal: function that returns whether the results of two shifts for the microbatch are equal. In shift s, the replica s
+            positions after the microbatch's own replica computes the microbatch.
 
     Returns:
-        0 or 1, or None if it cannot be decided; and the reason, a template with placeholders for the replicas of shift 0 ({first}),
-        shift 1 ({second}) and shift 2 ({third}).
+        the shift with the wrong result (0 or 1), or None if it cannot be decided. Also the reason: a template with placeholders for
+        the replicas of shift 0 ({first}), shift 1 ({second}) and shift 2 ({third}).
     """
     if num_replicas == 2:
         repeats = is_equal(0, 2), is_equal(1, 3)
@@ -89,7 +100,7 @@ def find_wrong_shift(num_replicas: int, is_equal: Callable[[int, int], bool]) ->
 
 @dataclass(frozen=True)
 class Dispute:
-    """Disagreement of two replicas that computed the same microbatch with different results."""
+    """Disagreement of two replicas (copies of the model) that computed different gradients or losses for the same microbatch."""
 
     message: str
     wrong_ranks: tuple[int, ...]
@@ -98,12 +109,18 @@ class Dispute:
 
 @dataclass(frozen=True)
 class DisputeResolver:
-    """Compares the results that the replicas computed for the same microbatches, and decides which ranks are wrong.
+    """Compares the digests of gradients that replicas computed for the same microbatches, and decides which ranks are wrong.
+
+    In shift s, each replica computes the first microbatch of the replica s positions before it in the ring.
 
     Args:
+        replicas: ranks of each model replica, in the order of the ring.
+        data_ranks_per_replica: number of data ranks that together hold one copy of the model.
         nodes: host of each rank.
-        names: for each rank, the names of its parameters. The digests have one more row, for the loss.
-        digests: for each rank, its digests [shifts, rows, width].
+        names: for each rank, the names of its parameters, one for each row of its digests. The last row, for the loss, has no name.
+        digests: for each rank, its digests [shifts, rows, width]. The width is 1 for hashes of the bits, and 5 for comparison up to
+            rounding.
+        comparer: comparison of digests, exactly or up to rounding.
     """
 
     replicas: ModelReplicas
@@ -114,12 +131,17 @@ class DisputeResolver:
     comparer: DigestComparer
 
     def find_disputes(self) -> list[Dispute]:
-        """Return a `Dispute` for each microbatch with different results. It names the wrong ranks."""
+        """Return a `Dispute` for each microbatch whose results differ between shift 0 and shift 1. A dispute names the wrong ranks,
+        if it can be decided which they are."""
         return [self._resolve(owner) for owner in range(len(self.replicas)) if self._find_differing_pairs(owner, 0, 1)]
 
     def _find_differing_pairs(self, owner: int, shift_a: int, shift_b: int) -> dict[tuple[int, int], list[bool]]:
-        """Compare two shifts that computed the first microbatch of replica `owner`. Return the pairs of ranks whose results differ,
-        each with the rows (bool) that differ."""
+        """Compare the results of two replicas for the first microbatch of replica `owner`: the replicas that are `shift_a` and
+        `shift_b` positions after it.
+
+        Returns:
+            for each pair of corresponding ranks of the two replicas whose results differ: which rows of their digests differ.
+        """
         num_replicas = len(self.replicas)
         pairs = zip(self.replicas[(owner + shift_a) % num_replicas], self.replicas[(owner + shift_b) % num_replicas], strict=True)
         rows = {
