@@ -2,8 +2,8 @@
 
 Layers sleep instead of computing, and the link to the host is emulated. A layer sleeps in its forward and in its backward, and
 saves one tensor. A copy of that tensor over the link takes a given share of the layer's forward time. The two directions of the
-link are independent. The benchmark compares three steps: with the copies of the schedule overlapped, without copies, and with
-computation that waits for each copy. Sleeping uses no CPU core, just as a copy by the copy engine of a GPU uses none.
+link are independent. The benchmark compares three variants of a step: copies that overlap with computation, no copies, and copies
+that computation waits for. Sleeping uses no CPU core, just as a copy by the copy engine of a GPU uses none.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _LAYERS, _MICROBATCHES = 6, 4
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes and durations of the benchmark of activation offloading."""
+    """Durations and number of repetitions of the benchmark of activation offloading."""
 
     forward_s: float = 0.02
-    """Seconds of a layer's forward. The backward takes twice as long."""
+    """Seconds of a layer's forward. Its backward takes twice as long."""
     share: float = 0.8
     """Time that the copy of a layer's saved tensor takes on the host link, as a share of the layer's forward time."""
     repeats: int = 5
@@ -49,7 +49,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class ScheduleTimes:
-    """Step times of three variants under one pipeline schedule: without copies, with overlapped copies, and with blocking copies.
+    """Step times under one pipeline schedule in three variants: without copies, with overlapped copies, and with blocking copies.
 
     Each list has the seconds of a step, one value per repetition of the measurement.
     """
@@ -57,26 +57,31 @@ class ScheduleTimes:
     name: str
     without_copies: list[float]
     overlapped: list[float]
-    """Steps whose copies run concurrently with computation."""
+    """Seconds of steps whose copies run concurrently with computation."""
     blocking: list[float]
-    """Steps whose computation waits for each copy."""
+    """Seconds of steps whose computation waits for each copy."""
 
     @property
     def ratio(self) -> float:
-        """Median ratio of the step with overlapped copies to the step without copies."""
+        """Step time with overlapped copies of activations, divided by the step time without copies. Each repetition gives one
+        ratio;
+        this is the median of the ratios."""
         return statistics.median(
             overlapped / baseline for overlapped, baseline in zip(self.overlapped, self.without_copies, strict=True)
         )
 
 
 class _EmulatedStream:
-    """Emulation of a device stream: the compute stream, or the copy stream of one direction of the host link."""
+    """Emulation of a CUDA stream: the compute stream, or the stream that copies tensors in one direction over the host link."""
 
     def __init__(self, *_: object) -> None:
         self.free_at = 0.0
 
     def wait_stream(self, stream: _EmulatedStream) -> None:
-        """Start the next copy of this stream no earlier than now. The tensor to copy is complete at this time."""
+        """Let the next copy of this stream start no earlier than now.
+
+        The tensor to copy is complete by now, because the layers run (sleep) on the host.
+        """
         self.free_at = max(self.free_at, time.perf_counter())
 
     def record_event(self) -> float:
@@ -84,9 +89,9 @@ class _EmulatedStream:
         return self.free_at
 
     def wait_event(self, event_time: float) -> None:
-        """Wait for a time that `record_event` returned.
+        """Make this stream wait until `event_time`, a time that `record_event` of a stream has returned.
 
-        The compute stream sleeps until that time. A copy stream starts its next copy no earlier.
+        The compute stream sleeps until that time. A copy stream does not sleep: it starts its next copy no earlier than that time.
         """
         if self is SlowHostBufferPool.compute_stream:
             _sleep_until(event_time)
@@ -95,11 +100,11 @@ class _EmulatedStream:
 
 
 class SlowHostBufferPool(HostBufferPool):
-    """Pool of host buffers behind an emulated link with a given bandwidth per direction.
+    """Pool of host buffers for offloaded tensors, behind an emulated host link with a given bandwidth in each direction.
 
     Args:
         bandwidth: bytes per second.
-        overlapped: run copies concurrently with computation. Otherwise computation waits for each copy.
+        overlapped: run copies concurrently with computation. If False, computation waits for each copy.
     """
 
     compute_stream = _EmulatedStream()
@@ -118,7 +123,8 @@ class SlowHostBufferPool(HostBufferPool):
         self._current_stream = self.compute_stream
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy at once, and occupy the current stream for the time that the copy takes on the emulated link."""
+        """Copy `source` to `target` at once, and mark the current stream as busy for the time that the copy takes on the emulated
+        link."""
         target.copy_(source)
         self._current_stream.free_at = max(self._current_stream.free_at, time.perf_counter()) + len(source) / self._bandwidth
         if not self._overlapped:
@@ -149,9 +155,9 @@ def _sleep_until(end: float) -> None:
 
 
 def measure(settings: Settings) -> list[ScheduleTimes]:
-    """Time steps without copies, with overlapped copies and with blocking copies, under 1F1B and GPipe.
+    """Time training steps without copies, with overlapped copies and with blocking copies, under the 1F1B and the GPipe schedule.
 
-    Each repetition runs the three variants one after another.
+    Each repetition runs all three variants.
     """
     bandwidth = torch.empty(_SHAPE).nbytes / (settings.share * settings.forward_s)
     pools: dict[str, HostBufferPool | None] = {
@@ -188,7 +194,7 @@ def find_violations(results: list[ScheduleTimes]) -> list[str]:
     """Return a message for each schedule under which a step with overlapped copies takes more than `BOUND` times as long as a step
     without copies."""
     return [
-        f"{result.name}: a step takes {result.ratio:.2f} x the one without copies; at most {BOUND} is asked for"
+        f"{result.name}: a step with copies takes {result.ratio:.2f} x as long as without; the limit is {BOUND}"
         for result in results
         if result.ratio > BOUND
     ]
@@ -197,12 +203,15 @@ def find_violations(results: list[ScheduleTimes]) -> list[str]:
 def run(settings: Settings) -> bool:
     """Print the step times under each schedule.
 
-    Return whether every ratio is at most `BOUND`; always True if a copy takes at least as long as a forward.
+    Returns:
+        Whether the step with overlapped copies takes at most `BOUND` times as long as the step without copies, under each schedule.
+        Always True if a copy takes at least as long as a layer's forward.
     """
     print(
         f"{_LAYERS} layers of {1e3 * settings.forward_s:.0f} ms forward and {2e3 * settings.forward_s:.0f} ms backward, "
-        f"{_MICROBATCHES} microbatches; a layer's saved tensor takes {1e3 * settings.share * settings.forward_s:.0f} ms each way\n"
-        f"{'schedule':>10}{'no copies':>14}{'beside':>12}{'ratio':>8}{'waiting':>12}   ms a step, medians of {settings.repeats}"
+        f"{_MICROBATCHES} microbatches; a copy of a layer's saved tensor takes {1e3 * settings.share * settings.forward_s:.0f} ms\n"
+        f"{'schedule':>10}{'no copies':>14}{'overlapped':>12}{'ratio':>8}{'blocking':>12}   "
+        f"ms per step, medians of {settings.repeats}"
     )
     results = measure(settings)
     for result in results:
@@ -211,7 +220,7 @@ def run(settings: Settings) -> bool:
         )
         print(f"{result.name:>10}{without_copies:>14.1f}{overlapped:>12.1f}{result.ratio:>8.3f}{blocking:>12.1f}")
     if settings.share >= 1.0:
-        print(f"a ratio of at most {BOUND} is asked for where copies are shorter than forwards")
+        print("no limit applies: a copy takes at least as long as a forward")
         return True
     violations = find_violations(results)
     print("\n".join(f"MISSED: {violation}" for violation in violations) if violations else "the bound holds", flush=True)

@@ -39,36 +39,40 @@ _BUSY_WAIT_S = 0.0002
 
 @dataclass(frozen=True)
 class Settings:
-    """Schedules, sizes and operation durations of the pipeline benchmark."""
+    """Schedules, sizes and durations of operations for the benchmark of the pipeline bubble."""
 
     schedules: tuple[str, ...] = tuple(SCHEDULES)
     stages: int = 8
     microbatches: int = 16
     costs: OpCosts = field(default_factory=lambda: OpCosts(0.04, 0.04, 0.04))
-    """Seconds of the operations of a full pipeline stage. Each of the stage's model chunks takes an equal share."""
+    """Seconds of the forward, input gradient and weight gradient of a full pipeline stage. Each of the stage's model chunks
+    takes an equal share."""
     hidden_shape: tuple[int, int, int] = (128, 1, 512)
-    """Shape [s, b, h] of the float32 tensor that stages send."""
+    """Shape of the float32 tensor that stages send: [s, b, h] (sequence, microbatch size, hidden size)."""
     overlap: bool = True
     repeats: int = 5
 
-    def chunks_per_stage(self, name: str) -> int:
+    def get_chunks_per_stage(self, name: str) -> int:
         """Return the number of model chunks per stage that a schedule requires, or 2 if the schedule allows any number."""
         return SCHEDULES[name].chunks_per_stage or 2
 
     def get_schedule(self, name: str) -> Schedule:
-        """Build the schedule with this name. If `costs` gives a time for recomputation, all model chunks are recomputed."""
-        chunks = self.chunks_per_stage(name)
+        """Build the schedule with this name.
+
+        If `costs` gives a duration for recomputation, all model chunks are recomputed in backward.
+        """
+        chunks = self.get_chunks_per_stage(name)
         recompute_chunks = range(self.stages * chunks) if self.costs.recompute else ()
         return build_schedule(name, self.stages, self.microbatches, chunks, recomputed_chunks=recompute_chunks)
 
-    def costs_per_chunk(self, name: str) -> OpCosts:
-        """Return the operation costs of one model chunk under the schedule with this name."""
-        return self.costs.divide_by_chunks(self.chunks_per_stage(name))
+    def compute_costs_per_chunk(self, name: str) -> OpCosts:
+        """Return the seconds of each type of operation on one model chunk, under the schedule with this name."""
+        return self.costs.divide_by_chunks(self.get_chunks_per_stage(name))
 
 
 @dataclass(frozen=True)
 class ScheduleResult:
-    """Step times of one schedule in seconds: one simulated value, and one measured value per repetition."""
+    """Seconds of a step under one schedule: the time that the simulator predicts, and one measured time per repetition."""
 
     name: str
     simulated_time: float
@@ -76,33 +80,34 @@ class ScheduleResult:
 
     @property
     def median(self) -> float:
-        """Median of the measured steps."""
+        """Median of the measured step times, in seconds."""
         return statistics.median(self.step_times)
 
     @property
     def relative_error(self) -> float:
-        """Ratio of the median measured step time to the simulated step time, minus 1."""
+        """Median measured step time divided by the simulated step time, minus 1."""
         return self.median / self.simulated_time - 1.0
 
 
 class _OpClock:
-    """Observer of the pipeline executor that remembers when the current operation started."""
+    """Observer of the pipeline executor that remembers the time at which the current operation started."""
 
     op_start = 0.0
 
     def start(self, op: Op) -> None:
-        """Record the time. The executor calls this method when an operation starts."""
+        """Store the current time. The executor calls this method when an operation starts."""
         self.op_start = time.perf_counter()
 
     def end(self, op: Op) -> None:
-        """Do nothing, because only the start of an operation matters. The executor calls this method when an operation ends."""
+        """Do nothing. The executor calls this method when an operation ends, but only the start times are needed."""
 
 
 class _SleepChunk(torch.autograd.Function):
-    """Model chunk that adds 1 and sleeps. Its backward sleeps for the input gradient and can defer the weight gradient.
+    """Model chunk that adds 1 to its input and sleeps.
 
-    The sleep ends at a fixed time after the start of the operation. The time that autograd needs before the sleep is therefore part
-    of the operation's duration, as it is for an operation that computes.
+    The backward sleeps for the time of the input gradient. It also sleeps for the time of the weight gradient, at once or, if the
+    schedule defers weight gradients, later. A sleep ends at a fixed time after the start of the operation. The time that autograd
+    needs before the sleep is therefore part of the operation's duration, as in an operation that computes.
     """
 
     @staticmethod
@@ -125,16 +130,19 @@ class _SleepChunk(torch.autograd.Function):
 
 
 def _sleep_until(end: float) -> None:
-    """Sleep until a time, with a busy wait at the end, because the operating system may wake a process late."""
+    """Sleep until the time `end`. The last 0.2 ms are a busy wait, because the operating system may wake a process late."""
     time.sleep(max(0.0, end - _BUSY_WAIT_S - time.perf_counter()))
     while time.perf_counter() < end:
         pass
 
 
 def measure(settings: Settings) -> list[ScheduleResult]:
-    """Run one step of every schedule per repetition, on one process per stage."""
+    """Measure the step time of every schedule, with one process per pipeline stage.
+
+    Each repetition runs one step of every schedule.
+    """
     simulated_times = {
-        name: simulate(settings.get_schedule(name), settings.costs_per_chunk(name)).step_time for name in settings.schedules
+        name: simulate(settings.get_schedule(name), settings.compute_costs_per_chunk(name)).step_time for name in settings.schedules
     }
     timeout = 60.0 + 10.0 * (settings.repeats + 1) * sum(simulated_times.values())
     stage_times = run_ranks(settings.stages, lambda rank: _run_stage(rank, settings, timeout), timeout=timeout)
@@ -149,14 +157,22 @@ def measure(settings: Settings) -> list[ScheduleResult]:
 
 
 def _run_stage(rank: int, settings: Settings, timeout: float) -> dict[str, list[tuple[float, float]]]:
-    """Run the steps of all schedules on one pipeline stage. Return (start time, end time) of each step, by schedule."""
+    """Run the steps of all schedules on one pipeline stage.
+
+    Args:
+        rank: index of the stage.
+        timeout: seconds after which a process that waits for messages gives up.
+
+    Returns:
+        (start time, end time) of each step in seconds, by the name of the schedule.
+    """
     context = make_context(Topology(pp=settings.stages), rank, torch.device("cpu"), timeout_minutes=timeout / 60)
     executor = Executor(context, {"hidden": TensorSpec(settings.hidden_shape, torch.float32)}, overlap=settings.overlap)
     executor.recorder = clock = _OpClock()
     weight = torch.zeros((), requires_grad=True)
 
     def build_step(name: str) -> Callable[[], tuple[float, float]]:
-        schedule, costs = settings.get_schedule(name), settings.costs_per_chunk(name)
+        schedule, costs = settings.get_schedule(name), settings.compute_costs_per_chunk(name)
         last_chunk = schedule.num_chunks - 1
 
         def forward(chunk: int, microbatch: int, received: Tensors) -> Tensors:
@@ -188,14 +204,14 @@ def _run_stage(rank: int, settings: Settings, timeout: float) -> dict[str, list[
 
 
 def find_violations(results: Sequence[ScheduleResult]) -> list[str]:
-    """Return a message for each schedule whose median step time differs too much from the simulation.
+    """Return a message for each schedule whose median step time differs from the simulation by more than `MAX_RELATIVE_ERROR`.
 
-    Return another message if zb-v saves too little time compared with 1f1b.
-
-    The limits are `MAX_RELATIVE_ERROR` and `MIN_MEASURED_SAVING`.
+    A further message says if zb-v saves less of the step time of 1f1b than `MIN_MEASURED_SAVING`, although the simulated saving is
+    at least `MIN_SIMULATED_SAVING`.
     """
     violations = [
-        f"{result.name} is {result.relative_error:+.1%} off the simulator; at most {MAX_RELATIVE_ERROR:.0%} is asked for"
+        f"{result.name} takes {abs(result.relative_error):.1%} {'more' if result.relative_error > 0 else 'less'} time "
+        f"than simulated; the limit is {MAX_RELATIVE_ERROR:.0%}"
         for result in results
         if abs(result.relative_error) > MAX_RELATIVE_ERROR
     ]
@@ -205,16 +221,16 @@ def find_violations(results: Sequence[ScheduleResult]) -> list[str]:
         simulated_saving, measured_saving = 1 - zb_v.simulated_time / baseline.simulated_time, 1 - zb_v.median / baseline.median
         if simulated_saving >= MIN_SIMULATED_SAVING and measured_saving < MIN_MEASURED_SAVING:
             violations.append(
-                f"zb-v saves {measured_saving:.1%} of 1f1b's step ({simulated_saving:.1%} on paper); "
-                f"at least {MIN_MEASURED_SAVING:.0%} is asked for"
+                f"zb-v saves {measured_saving:.1%} of 1f1b's step time ({simulated_saving:.1%} in the simulation); "
+                f"the minimum is {MIN_MEASURED_SAVING:.0%}"
             )
     return violations
 
 
 def format_table(results: Sequence[ScheduleResult]) -> str:
-    """Format the results as a table with one line per schedule."""
+    """Format simulated and measured step times as a table with one line per schedule."""
     baseline = next((result.median for result in results if result.name == "1f1b"), None)
-    rows = [f"{'schedule':12}{'simulated':>13}{'measured':>13}{'(min to max)':>22}{'difference':>13}{'against 1f1b':>15}"]
+    rows = [f"{'schedule':12}{'simulated':>13}{'measured':>13}{'(min to max)':>22}{'difference':>13}{'vs. 1f1b':>15}"]
     for result in results:
         range_text = f"({1e3 * min(result.step_times):.1f} to {1e3 * max(result.step_times):.1f})"
         difference = "" if baseline is None else f"{result.median / baseline - 1:+.1%}"
@@ -226,15 +242,17 @@ def format_table(results: Sequence[ScheduleResult]) -> str:
 def run(settings: Settings) -> bool:
     """Print the measured and the simulated step time of each schedule. Return whether `find_violations` finds nothing.
 
-    If messages do not overlap with computation, the result is always True: some schedules then wait for messages, while the
-    simulator assumes that messages overlap.
+    The result is always True if messages are configured not to overlap with computation: some schedules then wait for messages,
+    while the simulator assumes that messages overlap.
     """
     cost_texts = [f"{1e3 * cost:g}" for cost in (settings.costs.forward, settings.costs.input_grad, settings.costs.weight_grad)]
-    recompute_text = f"; {1e3 * settings.costs.recompute:g} ms to run layers again ahead of it" if settings.costs.recompute else ""
+    recompute_text = (
+        f"; {1e3 * settings.costs.recompute:g} ms to recompute layers before backward" if settings.costs.recompute else ""
+    )
     message_mib = 4 * math.prod(settings.hidden_shape) / 2**20
     print(
         f"{settings.stages} stages, {settings.microbatches} microbatches; a stage's forward, input gradient, weight gradient: "
-        f"{', '.join(cost_texts)} ms{recompute_text}, shared by its chunks\n"
+        f"{', '.join(cost_texts)} ms{recompute_text}, divided among its chunks\n"
         f"messages of {message_mib:.3g} MiB, {'' if settings.overlap else 'not '}overlapped; "
         f"median of {settings.repeats} steps; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
         flush=True,
@@ -242,7 +260,7 @@ def run(settings: Settings) -> bool:
     results = measure(settings)
     print(format_table(results))
     if not settings.overlap:
-        print("without overlap no bounds are asked for")
+        print("no limits apply without overlap")
         return True
     violations = find_violations(results)
     print("\n".join(f"MISSED: {violation}" for violation in violations) if violations else "all bounds hold")

@@ -1,11 +1,12 @@
 """Benchmark of checkpoint loads, compared with plain reads of the same files from the page cache.
 
-A load opens the files, agrees among the ranks on what each of them reads, reads into the tensors, verifies the checksum of every
-stored slice, and compares the content hashes of all loaded tensors. A plain read calls `readinto` on memory that has been touched
-before.
+In a load, the ranks open the files, agree on what each rank reads, and read into the tensors. They also verify the checksum of
+every stored slice, and compare the content hashes of all loaded tensors. A plain read calls `readinto` on memory that has been
+touched before.
 
 1. Load at the layout of the save: every stored slice is read directly into its tensor.
-2. Load at another layout: the ranks hold columns of matrices that were saved as rows, so every stored slice is divided.
+2. Load at another layout: the ranks load columns of matrices that were saved as rows, so every rank reads a part of each stored
+slice.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.global_tensor import GlobalTensor, tensor_bytes
+from megatron.checkpoint.global_tensor import GlobalTensor, get_tensor_bytes
 from megatron.checkpoint.load import load_tensors
-from megatron.checkpoint.save_folder import checkpoint_name
+from megatron.checkpoint.save_folder import get_checkpoint_name
 from megatron.checkpoint.savers import SyncSaver
 from megatron.checkpoint.storage_url import open_storage
 from megatron.parallel.tensor_slice import BufferSlice, TensorSlice
@@ -41,11 +42,11 @@ _TIMEOUT_S = 1200.0
 
 
 def shard_by_columns(tensors: list[GlobalTensor], rank: int, num_ranks: int) -> list[GlobalTensor]:
-    """Return zero-filled tensors of the same global shapes, sharded by columns instead of rows.
+    """Return zero-filled tensors with the same global shapes, of which this rank has columns instead of rows.
 
     Args:
         tensors: tensors that are sharded by rows.
-        rank: rank whose columns the tensors contain.
+        rank: rank whose columns the returned tensors contain.
         num_ranks: number of ranks over which the columns are divided.
     """
     column_tensors = []
@@ -59,7 +60,7 @@ def shard_by_columns(tensors: list[GlobalTensor], rank: int, num_ranks: int) -> 
 
 
 def _measure_rank(rank: int, num_ranks: int, megabytes: int, pairs: int, folder: Path) -> list[tuple[Durations, Durations]]:
-    """Measure plain reads and loads of a checkpoint on this rank: at the layout of the save, and at another layout.
+    """Save a checkpoint, and measure on this rank plain reads and loads of it, at the layout of the save and at another layout.
 
     Args:
         megabytes: MiB that each rank loads.
@@ -67,15 +68,15 @@ def _measure_rank(rank: int, num_ranks: int, megabytes: int, pairs: int, folder:
         folder: folder in which the checkpoint is written.
 
     Returns:
-        For each of the two layouts, the seconds of each plain read and of each load.
+        For each of the two layouts: the seconds of each plain read, and the seconds of each load.
     """
     os.environ["LOCAL_WORLD_SIZE"] = str(num_ranks)  # as a launcher sets it, so that the ranks share the cores
     tensors = create_tensors(rank, num_ranks, megabytes)
     storage = open_storage(folder)
     SyncSaver(storage, get_world_group()).save(1, tensors, {}, {})
-    path = storage.location_of(checkpoint_name(1))
+    path = storage.get_location(get_checkpoint_name(1))
     file = Path(path) / f"rank_{rank:05d}.safetensors"
-    buffer = tensor_bytes(torch.ones(file.stat().st_size, dtype=torch.uint8))
+    buffer = get_tensor_bytes(torch.ones(file.stat().st_size, dtype=torch.uint8))
 
     def read_file() -> None:
         with open(file, "rb", buffering=0) as stream:
@@ -94,15 +95,18 @@ def _measure_rank(rank: int, num_ranks: int, megabytes: int, pairs: int, folder:
 
 
 def run(ranks: int = 2, megabytes: int = 256, pairs: int = 15, folder: Path | None = None) -> bool:
-    """Print the times of plain reads and of loads. Return whether loads at the layout of the save reach `MIN_RELATIVE_SPEED`.
+    """Print the times of plain reads and of loads of a checkpoint.
 
     The function forks processes, so call it before this process has run a backward.
 
     Args:
-        ranks: number of processes that load at the same time. They share the cores.
+        ranks: number of processes that load at the same time. They share the CPU cores.
         megabytes: MiB that each process loads.
         pairs: number of repetitions; each measures one plain read and one load.
         folder: folder in which the checkpoint is written; by default the folder for temporary files.
+
+    Returns:
+        Whether loads at the layout of the save reach `MIN_RELATIVE_SPEED` times the speed of plain reads.
     """
     violations = []
     for num_ranks in dict.fromkeys((1, ranks)):
@@ -124,7 +128,7 @@ def run(ranks: int = 2, megabytes: int = 256, pairs: int = 15, folder: Path | No
             if case_index == 0 and relative_speed < MIN_RELATIVE_SPEED:
                 violations.append(
                     f"{num_ranks} processes load at {relative_speed:.2f} x the speed of plain reads; "
-                    f"at least {MIN_RELATIVE_SPEED} is asked for"
+                    f"the minimum is {MIN_RELATIVE_SPEED}"
                 )
     print("\n".join(f"MISSED: {violation}" for violation in violations) if violations else "the bound holds", flush=True)
     return not violations

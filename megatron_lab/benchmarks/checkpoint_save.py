@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.global_tensor import GlobalTensor, tensor_bytes
+from megatron.checkpoint.global_tensor import GlobalTensor, get_tensor_bytes
 from megatron.checkpoint.save_folder import Retention
 from megatron.checkpoint.savers import AsyncSaver, SyncSaver
 from megatron.checkpoint.storage_url import open_storage
@@ -59,9 +59,9 @@ _STEP = Shape(layers=2, hidden=256, heads=4, seq=64, batch=2, vocab=1024)
 
 
 def create_tensors(rank: int, num_ranks: int, megabytes: int) -> list[GlobalTensor]:
-    """Create about `megabytes` MiB of sharded float32 matrices on this rank, with sizes as in the blocks of a GPT.
+    """Create the local rows of float32 matrices that are sharded by rows over the ranks: about `megabytes` MiB on this rank.
 
-    Each matrix has 1024 columns and at most 4096 local rows.
+    Each matrix has 1024 columns and at most 4096 local rows. The sizes are those of the matrices of GPT blocks.
     """
     tensors: list[GlobalTensor] = []
     remaining_rows = max(1, (megabytes << 20) // (4 * _HIDDEN))
@@ -78,7 +78,7 @@ def _write_file(folder: Path, rank: int, tensors: list[GlobalTensor]) -> None:
     fd = os.open(folder / f"plain_{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         for tensor in tensors:
-            remaining = tensor_bytes(tensor.local)
+            remaining = get_tensor_bytes(tensor.local)
             while remaining:
                 remaining = remaining[os.write(fd, remaining) :]
         os.fsync(fd)
@@ -87,11 +87,15 @@ def _write_file(folder: Path, rank: int, tensors: list[GlobalTensor]) -> None:
 
 
 def _measure_disk(rank: int, num_ranks: int, megabytes: int, pairs: int, folder: Path) -> tuple[Durations, Durations]:
-    """Return the seconds of each plain write and of each save, with all ranks writing at the same time.
+    """Measure plain writes of files and saves of a checkpoint. In both, all ranks write at the same time.
 
     Args:
         megabytes: MiB that each rank writes.
         pairs: number of repetitions; each measures one plain write and one save.
+        folder: folder for the files and the checkpoint. It is emptied before each measurement.
+
+    Returns:
+        The seconds of each plain write, and the seconds of each save.
     """
     tensors = create_tensors(rank, num_ranks, megabytes)
     saver = SyncSaver(open_storage(folder / "save"), get_world_group())
@@ -115,13 +119,16 @@ def _measure_disk(rank: int, num_ranks: int, megabytes: int, pairs: int, folder:
 
 
 def _measure_blocking(rank: int, num_ranks: int, megabytes: int, pairs: int, folder: Path) -> tuple[Durations, Durations]:
-    """Return the seconds of copies in memory, and the seconds for which an asynchronous save blocks training.
+    """Measure copies of tensors in memory, and the time for which an asynchronous save of these tensors blocks training.
 
-    All ranks copy, and all ranks save, at the same time.
+    All ranks copy, and all ranks save, at the same time. The first save plans and allocates memory, and is not measured.
 
     Args:
         megabytes: MiB that each rank copies or saves.
         pairs: number of repetitions; each measures one copy and one save.
+
+    Returns:
+        The seconds of each copy, and the seconds for which each save blocks.
     """
     tensors = create_tensors(rank, num_ranks, megabytes)
     targets = [torch.zeros_like(tensor.local) for tensor in tensors]
@@ -167,8 +174,12 @@ def _wait_until_saved(saver: AsyncSaver, rank: int) -> None:
 def _measure_steps(megabytes: int, pairs: int, folder: Path) -> tuple[Durations, Durations, int]:
     """Measure training steps of a single process, without a save and while an asynchronous save is written.
 
+    Args:
+        megabytes: MiB that each save writes.
+        pairs: number of repetitions; each measures steps without a save and steps during one save.
+
     Returns:
-        The seconds per step without a save, the seconds per step during a save, and the bytes of memory that saves use.
+        The seconds per step without a save, the seconds per step during a save, and the bytes of additional memory during saves.
     """
     step = build_framework_step(_STEP, torch.float32, torch.device("cpu"))
     tensors = create_tensors(0, 1, megabytes)
@@ -208,7 +219,7 @@ def _measure_steps(megabytes: int, pairs: int, folder: Path) -> tuple[Durations,
 
 
 def _get_resident_memory() -> int:
-    """Return the resident memory of this process and its child processes in bytes. Shared memory counts once."""
+    """Return the bytes of physical memory that this process and its child processes use. Memory that they share counts once."""
     pid, total = os.getpid(), 0
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -222,16 +233,18 @@ def _get_resident_memory() -> int:
 
 
 def run(ranks: int = 2, megabytes: int = 256, pairs: int = 15, folder: Path | None = None) -> bool:
-    """Print the times of saves and the memory that saves use. Return whether all limits of this module hold.
+    """Print the times of saves and the memory that saves use.
 
-    The limits are `MIN_DISK_SPEED`, `MAX_COPY_RATIO`, `MAX_STEP_RATIO` and `MAX_MEMORY_COPIES`. The function forks processes, so
-    call it before this process has run a backward.
+    The function forks processes, so call it before this process has run a backward.
 
     Args:
         ranks: number of processes that save at the same time, with one thread each.
         megabytes: MiB that each process saves.
         pairs: number of repetitions of each comparison; each measures both sides of the comparison.
         folder: folder in which the checkpoints are written; by default the folder for temporary files.
+
+    Returns:
+        Whether speed, times and memory are within `MIN_DISK_SPEED`, `MAX_COPY_RATIO`, `MAX_STEP_RATIO` and `MAX_MEMORY_COPIES`.
     """
     print(f"{ranks} processes, {megabytes} MiB each, median (min to max) of {pairs} pairs")
     violations, num_bytes = [], ranks * (megabytes << 20)
@@ -242,16 +255,15 @@ def run(ranks: int = 2, megabytes: int = 256, pairs: int = 15, folder: Path | No
             print_comparison("to the disk", ("plain writes", "save"), select_slowest_rank(rank_times), num_bytes)
         )
         if relative_speed < MIN_DISK_SPEED:
-            violations.append(
-                f"a save has {relative_speed:.2f} x the speed of plain writes; at least {MIN_DISK_SPEED} is asked for"
-            )
+            violations.append(f"a save has {relative_speed:.2f} x the speed of plain writes; the minimum is {MIN_DISK_SPEED}")
         rank_times = run_ranks(ranks, lambda rank: _measure_blocking(rank, ranks, megabytes, pairs, root), timeout=_TIMEOUT_S)
         ratio = statistics.median(
-            print_comparison("blocking", ("copy in memory", "save in the background"), select_slowest_rank(rank_times), num_bytes)
+            print_comparison("blocking", ("copy in memory", "asynchronous save"), select_slowest_rank(rank_times), num_bytes)
         )
         if ratio > MAX_COPY_RATIO:
             violations.append(
-                f"a save in the background holds up training for {ratio:.2f} x a copy; at most {MAX_COPY_RATIO} is asked for"
+                f"an asynchronous save blocks training for {ratio:.2f} x the time of a copy in memory; "
+                f"the limit is {MAX_COPY_RATIO}"
             )
         if len(os.sched_getaffinity(0)) > 1:
             # A larger state, so that many steps run during one save.
@@ -259,19 +271,22 @@ def run(ranks: int = 2, megabytes: int = 256, pairs: int = 15, folder: Path | No
                 run_ranks(1, lambda _: _measure_steps(2 * megabytes, pairs, root), timeout=_TIMEOUT_S)[0],
                 2 * megabytes,
             )
-            ratio = statistics.median(print_comparison("steps", ("alone", "while a save is written"), (without_save, during_save)))
+            ratio = statistics.median(
+                print_comparison("steps", ("without a save", "while a save is written"), (without_save, during_save))
+            )
             if ratio > MAX_STEP_RATIO:
-                violations.append(f"a step during a save takes {ratio:.2f} x as long; at most {MAX_STEP_RATIO} is asked for")
+                violations.append(f"a step during a save takes {ratio:.2f} x as long as without; the limit is {MAX_STEP_RATIO}")
             num_copies = max(0, memory - WRITER_PROCESS_BYTES) / (state_megabytes << 20)
             print(
                 f"{'memory':12}{memory / 2**20:.0f} MiB for saves of {state_megabytes} MiB: "
-                f"{memory / (state_megabytes << 20):.3f} copies"
+                f"{memory / (state_megabytes << 20):.3f} copies of the state"
             )
             if math.ceil(100 * num_copies) > 100 * MAX_MEMORY_COPIES:
                 violations.append(
-                    f"saves take {memory >> 20} MiB; asked for is one copy and {WRITER_PROCESS_BYTES >> 20} MiB for the process"
+                    f"saves use {memory >> 20} MiB; the limit is one copy of the state plus "
+                    f"{WRITER_PROCESS_BYTES >> 20} MiB for the writer process"
                 )
         else:
-            print("steps       not measured: this machine has no core to leave free")
+            print("steps       not measured: this machine has only one core, so none is free for the writer process")
     print("\n".join(f"MISSED: {violation}" for violation in violations) if violations else "the bounds hold", flush=True)
     return not violations

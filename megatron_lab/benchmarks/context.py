@@ -1,13 +1,15 @@
 """Benchmark of context parallelism: keys and values travel over an emulated slow link while attention computes.
 
-The ranks run `context_attention` forward and backward, with real messages and collectives over `slow_link`. Attention of a range
-pair sleeps in proportion to its (query, key) pairs, and 2.5 times as long in backward (five matrix products instead of two: Dao
-2023, FlashAttention-2, section 4.1). The bandwidth of the link is set so that the keys and values of one rank take a given share of
-a ring step. Sleeping uses no CPU core, just as a network card uses none.
+The ranks run `context_attention` forward and backward, with real messages and collectives over the emulated link (`slow_link`).
+Attention is computed for one range of queries and one range of keys at a time. It sleeps in proportion to the number of (query,
+key) pairs in the two ranges, and 2.5 times as long in backward (five matrix products instead of two: Dao 2023, FlashAttention-2,
+section 4.1). The bandwidth of the link is set so that sending the keys and values of one rank takes a given share of the time of a
+ring step. Sleeping uses no CPU core, just as a network card uses none.
 
-The simulated best time is the computation plus the communication that no order of these messages can hide. For the ring that is the
-message which returns the gradient sum to its owner after the last ring step. For the all-gather only the local range pair overlaps
-with the gather, and the reduce-scatter after backward is exposed completely.
+The simulated best time is the computation plus the communication that no order of these messages can hide. With ring attention
+(p2p), only one message cannot be hidden: it returns the sum of the gradients to the rank of the keys after the last ring step. With
+the all-gather, only attention to the rank's own keys overlaps with the gather, and the reduce-scatter after backward cannot be
+hidden at all.
 """
 
 from __future__ import annotations
@@ -47,32 +49,34 @@ _BACKWARD = 2.5
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes and durations of the benchmark of context parallelism."""
+    """Number of ranks and durations of the benchmark of context parallelism."""
 
     num_ranks: int
     step_s: float = 0.1
-    """Seconds of a ring step in forward: attention between the queries of one rank and the keys of one rank."""
+    """Seconds of a ring step in forward: attention of the queries of one rank to the keys of one rank."""
     share: float = 0.5
-    """Time that the link needs for the keys and values of one rank, as a share of `step_s`."""
+    """Time that the link needs to send the keys and values of one rank, as a fraction of `step_s`, the time of the attention in one
+    step of the ring."""
     repeats: int = 5
 
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Times of a forward and backward of attention on the slowest rank: seconds by communication type, one value per repetition."""
+    """Seconds of a forward and backward of attention on the slowest rank, one value per repetition, by communication type."""
 
     computation: dict[CpCommType, list[float]]
-    """Passes without communication."""
+    """Seconds without communication."""
     sequential: dict[CpCommType, list[float]]
-    """Passes without overlap: a rank waits for each message as soon as the message starts."""
+    """Seconds without overlap: a rank waits for each message as soon as the message starts."""
     overlapped: dict[CpCommType, list[float]]
-    """Passes in which communication overlaps with computation."""
+    """Seconds with communication that overlaps with computation."""
 
-    def ratio(self, comm_type: CpCommType, times: Sequence[float], best_ratio: float) -> float:
-        """Return the median ratio of the passes in `times` to the simulated best pass.
+    def compute_ratio(self, comm_type: CpCommType, times: Sequence[float], best_ratio: float) -> float:
+        """Return the median over the repetitions of the times in `times` divided by the simulated best time.
 
         Args:
-            times: seconds of passes, one value per repetition.
+            comm_type: context-parallel communication type of the passes.
+            times: seconds of passes (forward and backward of attention), one value per repetition.
             best_ratio: simulated best time as a multiple of the computation (`simulate_best_ratio`).
         """
         return statistics.median(
@@ -81,12 +85,12 @@ class PassTimes:
 
 
 def simulate_best_ratio(settings: Settings, comm_type: CpCommType) -> float:
-    """Return the shortest possible time of a pass, as a multiple of the pass's computation.
+    """Return the shortest possible time of a forward and backward of attention, as a multiple of its time without communication.
 
-    The function calculates in units of the time of a ring step.
+    The function calculates in units of the time of a ring step in forward.
 
     Args:
-        comm_type: context-parallel communication type of the pass (--cp-comm-type), such as p2p.
+        comm_type: context-parallel communication type (--cp-comm-type), such as p2p.
     """
     ranks, share = settings.num_ranks, settings.share
     computation = ranks * (1 + _BACKWARD)
@@ -102,7 +106,7 @@ class _BlockingLink(SlowLink):
     def start(
         self, name: str, collective: Callable[..., Pending], tensor: torch.Tensor, group: Group, *args: Any, **kwargs: Any
     ) -> Pending:
-        """Start a collective and wait for it.
+        """Start a collective and wait until it is complete.
 
         The arguments are those of `SlowLink.start`.
         """
@@ -110,9 +114,10 @@ class _BlockingLink(SlowLink):
 
 
 def measure(settings: Settings) -> PassTimes:
-    """Time passes without communication, with blocking communication and with overlapped communication.
+    """Time a forward and backward of attention without communication, with blocking communication and with overlapped
+    communication.
 
-    Each repetition measures the three variants one after another.
+    Each repetition measures all three variants.
     """
 
     def run_rank(rank: int) -> PassTimes:
@@ -143,7 +148,10 @@ def measure(settings: Settings) -> PassTimes:
 
 
 def _build_pass(num_ranks: int, rank: int, comm_type: CpCommType) -> Callable[[], float]:
-    """Build a function that runs attention forward and backward. It returns a sum over the output and the gradient of the keys."""
+    """Build a function that runs attention forward and backward on this rank.
+
+    The function returns the sum of the elements of the output and of the gradient of the keys.
+    """
     context = make_context(Topology(cp=num_ranks), rank, _CPU)
     bounds = np.array([0, num_ranks * _TOKENS], dtype=np.int32)
     documents = Documents(bounds, torch.from_numpy(bounds), 1, split_zigzag(num_ranks * _TOKENS, num_ranks))
@@ -163,11 +171,11 @@ def _build_pass(num_ranks: int, rank: int, comm_type: CpCommType) -> Callable[[]
 
 @contextmanager
 def _delay_attention(settings: Settings) -> Iterator[None]:
-    """Make attention of each range pair (a range of queries with a range of keys) sleep in this process.
+    """Make attention sleep in this process, while the context is active, in proportion to its number of (query, key) pairs.
 
-    The sleep is proportional to the number of (query, key) pairs. Under the zigzag split, every ring step has half the square of a
-    rank's tokens in (query, key) pairs, and takes `step_s` in forward. A range pair whose queries and keys are the same tokens
-    counts half, because of the causal mask.
+    Attention is computed for one range of queries and one range of keys at a time. Let t be the number of tokens of a rank. Under
+    the zigzag split, every ring step has t^2 / 2 (query, key) pairs and takes `step_s` in forward. If the queries and the keys of a
+    range are the same tokens, only half of the pairs count, because of the causal mask.
     """
     pairs_per_s = _TOKENS**2 / 2 / settings.step_s
     originals = attention.attend_pair, attention.attend_pair_backward
@@ -191,36 +199,42 @@ def _delay_attention(settings: Settings) -> Iterator[None]:
 
 
 def find_violations(settings: Settings, result: PassTimes) -> list[str]:
-    """Return a message for each communication type whose overlapped pass takes more than `BOUND` times the simulated best time."""
+    """Return a message for each communication type with which attention takes more than `BOUND` times the simulated best time,
+    although communication overlaps."""
     ratios = {
-        comm_type: result.ratio(comm_type, result.overlapped[comm_type], simulate_best_ratio(settings, comm_type))
+        comm_type: result.compute_ratio(comm_type, result.overlapped[comm_type], simulate_best_ratio(settings, comm_type))
         for comm_type in COMM_TYPES
     }
     return [
-        f"{comm_type} takes {ratio:.2f} x the simulated best; at most {BOUND} is asked for"
+        f"{comm_type} takes {ratio:.2f} x the simulated best time; the limit is {BOUND}"
         for comm_type, ratio in ratios.items()
         if ratio > BOUND
     ]
 
 
 def run(settings: Settings) -> bool:
-    """Print the pass times of each communication type. Return whether `find_violations` finds nothing."""
+    """Print the times of a forward and backward of attention with each communication type.
+
+    Returns:
+        Whether `find_violations` finds nothing.
+    """
     print(
-        f"{settings.num_ranks} context ranks, attention forward and backward: a step of the ring has products of "
-        f"{1e3 * settings.step_s:.0f} ms forward, and one rank's keys and values take "
+        f"{settings.num_ranks} context ranks, attention forward and backward: the products of a ring step take "
+        f"{1e3 * settings.step_s:.0f} ms in forward, and sending the keys and values of a rank takes "
         f"{1e3 * settings.share * settings.step_s:.0f} ms\n"
-        f"milliseconds a pass, medians of {settings.repeats} (min to max), and as a multiple of computation"
+        f"milliseconds per pass (forward and backward), medians of {settings.repeats} (min to max), "
+        "and as a multiple of computation"
     )
     result = measure(settings)
     for comm_type in COMM_TYPES:
         times_by_label = {
             "computation": result.computation,
-            "one after the other": result.sequential,
-            "beside products": result.overlapped,
+            "without overlap": result.sequential,
+            "with overlap": result.overlapped,
         }
         for label, times in times_by_label.items():
             range_text = f"({1e3 * min(times[comm_type]):.0f} to {1e3 * max(times[comm_type]):.0f})"
-            median_ms, ratio = 1e3 * statistics.median(times[comm_type]), result.ratio(comm_type, times[comm_type], 1.0)
+            median_ms, ratio = 1e3 * statistics.median(times[comm_type]), result.compute_ratio(comm_type, times[comm_type], 1.0)
             print(f"{comm_type:>11} {label:>20}{median_ms:>10.1f} {range_text:<14}{ratio:>8.3f}")
         print(f"{comm_type:>11} {'simulated best':>20}{'':>25}{simulate_best_ratio(settings, comm_type):>8.3f}")
     violations = find_violations(settings, result)

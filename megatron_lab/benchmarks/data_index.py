@@ -1,7 +1,7 @@
 """Benchmark of dataset indexes, of random samples from a file in the page cache, and of the two blend orders.
 
-The index is timed in a separate process on one core, with the peak of its memory: opening and checking the dataset, building the
-index of an epoch, and reading the first sample. A second process does the same with the index from the cache.
+The index is timed in a separate process on one core, which also reports its peak memory. The time covers opening and checking the
+dataset, building the index of an epoch, and reading the first sample. A second process does the same with the index from the cache.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def write_synthetic_dataset(prefix: Path, num_documents: int, num_tokens: int) -
     """Write a dataset of about `num_tokens` tokens that are all 0. Its .bin file is sparse and takes no disk space.
 
     Args:
-        prefix: path of the dataset without .bin and .idx.
+        prefix: path of the dataset's files, without the suffixes .bin and .idx.
+        num_documents: number of documents, with random lengths.
     """
     lengths = _sample_lengths(num_documents, num_tokens)
     offsets = np.zeros(num_documents, dtype="<i8")
@@ -64,12 +65,12 @@ def _time_start(prefix: str, order: DataOrder) -> dict[str, float]:
     The function runs in a child process.
 
     Args:
-        prefix: path of the dataset without .bin and .idx.
+        prefix: path of the dataset's files, without the suffixes .bin and .idx.
         order: value of --data-order.
 
     Returns:
-        By name: seconds until the dataset is open and until the sample is read, processor seconds, the peak memory in MB, and 1.0
-            if the index came from the cache.
+        Measured values by name. opened: seconds until the dataset is open. ready: seconds until the sample is read. cpu: seconds of
+        processor time. peak_mb: peak memory in MB. cached: 1.0 if the index came from the cache, else 0.0.
     """
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     start, cpu_start = time.perf_counter(), time.process_time()
@@ -80,7 +81,7 @@ def _time_start(prefix: str, order: DataOrder) -> dict[str, float]:
     source = GPTDataset(
         dataset, documents, split=0, seed=1, seq_length=_SEQ_LENGTH, vocab_size=_VOCAB_SIZE, order=order, cache=cache
     )
-    source.samples(0, 1)
+    source.get_samples(0, 1)
     ready_at = time.perf_counter()
     cached = float(bool(cache.loaded_files))
     return {
@@ -95,14 +96,15 @@ def _time_start(prefix: str, order: DataOrder) -> dict[str, float]:
 def _get_peak_mb() -> float:
     """Return the peak memory of this process so far, in MB.
 
-    getrusage would include the memory of the parent from before this process executed its program.
+    It is read from /proc, because getrusage would include the memory of the parent process from before this process executed its
+    program.
     """
     status = Path("/proc/self/status").read_text().split("VmHWM:")[1]
     return int(status.split()[0]) / 1e3
 
 
 def run_index(num_documents: int = 20_000_000, num_tokens: int = 20_000_000_000) -> bool:
-    """Time how long a run needs to build the index of an epoch, and to load it from the cache, for both data orders.
+    """Time how long a run needs at its start to build the index of an epoch, or to load it from the cache, for both data orders.
 
     Args:
         num_documents: number of documents of the dataset.
@@ -129,9 +131,9 @@ def run_index(num_documents: int = 20_000_000, num_tokens: int = 20_000_000_000)
                 if result["cached"] != (source != "built" and num_documents >= MIN_ENTRIES):
                     violations.append(f"{order}: the index was not {source}")
                 if result["ready"] > max_s:
-                    violations.append(f"{order}: {source} in {result['ready']:.2f} s; at most {max_s:.0f} s is asked for")
+                    violations.append(f"{order}: the index was {source} in {result['ready']:.2f} s; the limit is {max_s:.0f} s")
                 if result["peak_mb"] > MAX_BUILD_MB:
-                    violations.append(f"{order}: {result['peak_mb']:.0f} MB; at most {MAX_BUILD_MB:.0f} MB is asked for")
+                    violations.append(f"{order}: peak memory of {result['peak_mb']:.0f} MB; the limit is {MAX_BUILD_MB:.0f} MB")
     return _print_violations(violations)
 
 
@@ -143,9 +145,12 @@ def run_samples(num_tokens: int = 50_000_000, turns: int = 5) -> bool:
         turns: number of repetitions.
 
     Returns:
-        Whether calls for 64 samples each reach `MIN_SAMPLES_PER_S`.
+        Whether calls that read 64 samples each reach `MIN_SAMPLES_PER_S`.
     """
-    print(f"samples of {_SEQ_LENGTH} tokens in random order from a warm file of {num_tokens:,} tokens, ids checked, one thread:")
+    print(
+        f"samples of {_SEQ_LENGTH} tokens in random order from a cached file of {num_tokens:,} tokens, "
+        "token ids checked, one thread:"
+    )
     samples_per_s: dict[int, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         prefix = str(Path(folder) / "warm")
@@ -161,21 +166,22 @@ def run_samples(num_tokens: int = 50_000_000, turns: int = 5) -> bool:
             def read_samples(count: int = count) -> int:
                 stop = min(source.samples_per_epoch, 8192) // count * count
                 for first in range(0, stop, count):
-                    source.samples(first, count)
+                    source.get_samples(first, count)
                 return stop
 
             samples_per_s[count] = _measure_rate(read_samples, turns)
-            print(f"  {count:4} at once{samples_per_s[count]:12,.0f} samples/s", flush=True)
+            print(f"  {count:4} per call{samples_per_s[count]:12,.0f} samples/s", flush=True)
     is_too_slow = samples_per_s[64] < MIN_SAMPLES_PER_S
     return _print_violations(
-        [f"{samples_per_s[64]:,.0f} samples/s; at least {MIN_SAMPLES_PER_S:,.0f} are asked for"] if is_too_slow else []
+        [f"{samples_per_s[64]:,.0f} samples/s; the minimum is {MIN_SAMPLES_PER_S:,.0f}"] if is_too_slow else []
     )
 
 
 def run_blends(num_samples: int = 4_000_000, turns: int = 3) -> bool:
-    """Print how many samples per second the two blend orders select from 2, 10 and 50 datasets.
+    """Print how many samples per second each of the two blend orders assigns to datasets, for blends of 2, 10 and 50 datasets.
 
-    Return True, because there is no limit.
+    A blend order decides from which dataset of a weighted mixture each sample comes. The function returns True, because there is no
+    limit.
 
     Args:
         num_samples: number of samples of a blend.
@@ -196,7 +202,7 @@ def run_blends(num_samples: int = 4_000_000, turns: int = 3) -> bool:
 
 
 def run() -> bool:
-    """Run the benchmarks of the index, of random samples and of blends. Return whether all limits hold."""
+    """Run the benchmarks of dataset indexes, of random samples and of blends. Return whether all limits hold."""
     return all([run_index(), run_samples(), run_blends()])
 
 

@@ -1,7 +1,7 @@
-"""Benchmark of the overhead of the pipeline executor.
+"""Benchmark of the time that the pipeline executor adds to the operations of a step.
 
-All chunks are on one stage, so nothing is sent, and the operations compute almost nothing. The benchmark alternates between the
-executor and a plain loop that makes the same autograd calls. The difference in time is the overhead of the executor.
+All model chunks are on one stage, so nothing is sent, and the operations compute almost nothing. The benchmark alternates between
+the executor and a plain loop that makes the same autograd calls. The difference in time is the overhead of the executor.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CHUNKS = 4
 
 
 class _TinyChunk(torch.autograd.Function):
-    """Model chunk that computes almost nothing: one operation in forward, one in backward, and a weight gradient that can be
+    """Model chunk that computes almost nothing: one addition in forward, one in backward, and an empty weight gradient that can be
     deferred."""
 
     @staticmethod
@@ -64,7 +64,7 @@ def build_executor_step(schedule: Schedule) -> Callable[[], None]:
 
 
 def build_autograd_step(schedule: Schedule) -> Callable[[], None]:
-    """Build a function that makes the autograd calls of a step in the schedule's order, without the executor."""
+    """Build a function that makes the autograd calls of one step in the order of the schedule, without the executor."""
     x, grad, weight = torch.zeros(1), torch.ones(1), torch.zeros((), requires_grad=True)
 
     def step() -> None:
@@ -82,13 +82,16 @@ def build_autograd_step(schedule: Schedule) -> Callable[[], None]:
 
 
 def bench_operations(pairs: int) -> list[str]:
-    """Print the microseconds per operation of each schedule. Return a message for each schedule above `BOUND_US`.
+    """Print the microseconds per operation of each schedule, with the executor and with only the autograd calls.
 
     Args:
         pairs: number of repetitions; each measures a step with the executor and a step without it.
+
+    Returns:
+        A message for each schedule whose median time per operation with the executor is above `BOUND_US`.
     """
     print(
-        f"{'one stage':12}{'chunks':>8}{'operations':>12}{'executor':>13}{'bare autograd':>16}{'its own':>13}{'(min to max)':>18}"
+        f"{'one stage':12}{'chunks':>8}{'operations':>12}{'executor':>13}{'only autograd':>16}{'overhead':>13}{'(min to max)':>18}"
     )
     violations = []
     for name, spec in SCHEDULES.items():
@@ -111,19 +114,19 @@ def bench_operations(pairs: int) -> list[str]:
         )
         print(text + f"({min(overheads):.1f} to {max(overheads):.1f})".rjust(18))
         if executor_median > BOUND_US:
-            violations.append(f"{name} takes {executor_median:.0f} us an operation; at most {BOUND_US:.0f} is asked for")
+            violations.append(f"{name} takes {executor_median:.0f} us per operation; the limit is {BOUND_US:.0f} us")
     return violations
 
 
 def bench_start(sizes: Sequence[tuple[int, int]]) -> None:
     """Print the time to build and to validate each schedule.
 
-    The first step with a schedule needs this time before its first operation.
+    The first step under a schedule needs this time before its first operation.
 
     Args:
-        sizes: (stages, microbatches) of the schedules.
+        sizes: (number of stages, number of microbatches) of the schedules.
     """
-    print(f"{'at start':12}{'size':>10}{'operations':>12}{'make':>13}{'prove':>13}")
+    print(f"{'at start':12}{'size':>10}{'operations':>12}{'build':>13}{'validate':>13}")
     for num_stages, num_microbatches in sizes:
         for name, spec in SCHEDULES.items():
             gc.collect()  # so that garbage of earlier code does not count
@@ -142,11 +145,12 @@ def _time_call(function: Callable[[], Any]) -> tuple[Any, float]:
 def run(pairs: int, sizes: Sequence[tuple[int, int]]) -> bool:
     """Print the executor's time per operation, and the time to build and validate schedules.
 
-    Return whether every schedule is within `BOUND_US`.
-
     Args:
         pairs: number of repetitions; each measures a step with the executor and a step without it.
-        sizes: (stages, microbatches) of the schedules to build and validate.
+        sizes: (number of stages, number of microbatches) of the schedules to build and validate.
+
+    Returns:
+        Whether the time per operation of every schedule is within `BOUND_US`.
     """
     violations = bench_operations(pairs)
     print("\n".join(f"MISSED: {violation}" for violation in violations) if violations else "all bounds hold", flush=True)

@@ -4,9 +4,9 @@
 2. Experts sharded over ranks compared with all experts on every rank.
 3. A training step compared with a step of a dense model.
 
-The two sides of each comparison run forward and backward alternately. Times are processor time summed over all ranks: other
-programs on the machine change it least, and it excludes waiting for the busiest rank. The router has its initial weights, so the
-routing is uneven.
+The two sides of each comparison run forward and backward alternately. Times are processor time summed over all ranks. Other
+programs on the machine hardly change this time, and it excludes the time that ranks wait for the busiest rank. The router has its
+initial weights, so it distributes tokens unevenly over the experts.
 
 The *plain loop* is the usual implementation in a single process: for each expert, select its tokens, multiply them, and add the
 results, with torch's autograd. The dense model has one MLP as wide as all experts of a token together. So a token takes the same
@@ -53,7 +53,7 @@ _TIMEOUT = 3600.0
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of the mixture-of-experts benchmarks."""
+    """Sizes of the models in the mixture-of-experts benchmarks, number of ranks, and number of repetitions."""
 
     shape: Shape
     """Shape of the model and of each rank's microbatch."""
@@ -70,14 +70,14 @@ class Settings:
 
     @property
     def mixture(self) -> ModelConfig:
-        """Settings of the model with experts. All experts of a token together are as wide as the dense MLP."""
+        """Settings of the model with experts. The experts that a token uses are together as wide as the dense MLP."""
         expert_ffn_size = 4 * self.shape.hidden // self.top_k
         config = dataclasses.replace(self.dense, num_experts=self.num_experts, moe_router_topk=self.top_k)
         return dataclasses.replace(config, moe_ffn_hidden_size=expert_ffn_size, moe_aux_loss_coeff=1e-2)
 
 
 def build_layer(settings: Settings, context: ParallelContext, dispatcher: TokenDispatcher) -> MoELayer:
-    """Build a mixture-of-experts layer with random weights that are the same on all ranks.
+    """Build this rank's part of a mixture-of-experts layer. Its random weights are the same however many ranks share the experts.
 
     Each backward overwrites the weight gradients of the previous backward.
     """
@@ -85,21 +85,21 @@ def build_layer(settings: Settings, context: ParallelContext, dispatcher: TokenD
     weights = {weight_spec.name: weight_spec for weight_spec in iter_weights(model, settings.shape.vocab)}
     scope = Scope(
         context, table, weights, torch.float32, sequence_parallel=False, uses_allgather_dispatch=dispatcher == "allgather"
-    ).child("layers.0.mlp")
+    ).get_child("layers.0.mlp")
     layer = MoELayer(scope, build_experts_spec(model), 0)
     materialize(layer, table, _CPU)
     generator = torch.Generator().manual_seed(1)
     for entry in table:
         full_weight = torch.randn(entry.record.shape, generator=generator) * 0.02
         with torch.no_grad():
-            entry.param.copy_(full_weight[entry.record.local_slice(context.axis_sizes, context.coordinates).index])
+            entry.param.copy_(full_weight[entry.record.get_local_slice(context.axis_sizes, context.coordinates).index])
         grad = torch.empty_like(entry.param, requires_grad=False)
         entry.param.grad_sink = GradSink(torch.float32, lambda: None, lambda grad=grad: grad)  # type: ignore[attr-defined, misc]
     return layer
 
 
 class ExpertLoop(nn.Module):
-    """Mixture-of-experts layer in one process that computes one expert after another."""
+    """Mixture-of-experts layer in one process that computes one expert after another, with the weights of a given layer."""
 
     def __init__(self, layer: MoELayer, spec: ExpertsSpec) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class ExpertLoop(nn.Module):
         self.router, self.up, self.down = (nn.Parameter(weight.detach().clone()) for weight in weights)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map tokens [s, b, h] to outputs [s, b, h]."""
+        """Map hidden states [s, b, h] (sequence, batch, hidden) to outputs of the same shape."""
         flat = x.flatten(0, 1)
         logits = F.linear(flat, self.router).float()
         top_logits, expert_ids = logits.topk(self.top_k)
@@ -122,7 +122,7 @@ class ExpertLoop(nn.Module):
 
 
 def _run_pass(module: nn.Module, x: torch.Tensor) -> None:
-    """Run a forward and a backward that replace the gradients of the previous pass."""
+    """Run a forward and a backward whose gradients replace those of the previous backward."""
     for param in module.parameters():
         param.grad, sink = None, get_grad_sink(param)
         if sink is not None:
@@ -137,10 +137,11 @@ def _create_input(settings: Settings, seed: int) -> torch.Tensor:
 
 
 def measure_layer(settings: Settings) -> tuple[Durations, Durations]:
-    """Measure the processor time of a forward and backward on one rank.
+    """Measure the processor time of a forward and backward of one mixture-of-experts layer on one rank.
 
     Returns:
-        The times of the plain loop over experts, and those of the framework's layer.
+        The seconds of the plain loop over experts, and the seconds of the framework's layer. Each list has one value per
+        repetition.
     """
 
     def run_rank(rank: int) -> tuple[Durations, Durations]:
@@ -153,20 +154,21 @@ def measure_layer(settings: Settings) -> tuple[Durations, Durations]:
 
 
 def _require_agreement(first: torch.Tensor, second: torch.Tensor) -> None:
-    """Check that two outputs of the same layer, computed by two implementations, agree.
+    """Check that the outputs of two implementations of the same layer agree.
 
     Raises:
-        RuntimeError: their relative difference is above 1e-5.
+        RuntimeError: the relative difference of the outputs is above 1e-5.
     """
     relative_error = (first - second).norm() / first.norm()
     if relative_error > 1e-5:
         raise RuntimeError(
-            f"the outputs of two implementations of a layer differ by a relative error of {relative_error:.1e}, more than 1e-5"
+            "internal error of the benchmark: the outputs of two implementations of the layer have a relative difference of "
+            f"{relative_error:.1e}, more than 1e-5, so their times cannot be compared. Please report this"
         )
 
 
 def _make_cpu_timer(action: Callable[..., object], *args: Any) -> Callable[[], float]:
-    """Wrap an action in a function that runs the action and returns its processor time, summed over all ranks."""
+    """Return a function that runs `action` and returns the processor time of the call in seconds, summed over all ranks."""
 
     def timer() -> float:
         start = time.process_time()
@@ -180,10 +182,11 @@ def _make_cpu_timer(action: Callable[..., object], *args: Any) -> Callable[[], f
 
 
 def measure_dispatch(settings: Settings, dispatcher: TokenDispatcher) -> tuple[Durations, Durations]:
-    """Measure the processor time of a forward and backward on several ranks, summed over the ranks.
+    """Measure the processor time of a forward and backward of one mixture-of-experts layer on several ranks, summed over the ranks.
 
     Returns:
-        The times with all experts on each rank, and those with experts sharded over the ranks.
+        The seconds with all experts on each rank, and the seconds with experts sharded over the ranks. Each list has one value per
+        repetition.
     """
 
     def run_rank(rank: int) -> tuple[Durations, Durations]:
@@ -200,8 +203,8 @@ def measure_step(settings: Settings, num_ranks: int) -> tuple[Durations, Duratio
     """Measure training steps of two microbatches, with experts sharded over min(num_ranks, num_experts) ranks.
 
     Returns:
-        The times of a step of the dense model, the times of a step with experts, and the largest number of tokens of one expert as
-        a multiple of the mean over the experts.
+        The processor times of a step of the dense model, and those of a step with experts, in seconds; and the largest number of
+        tokens of one expert as a multiple of the mean over the experts.
     """
 
     def run_rank(rank: int) -> tuple[Durations, Durations, float]:
@@ -247,18 +250,20 @@ def _build_train_step(config: ModelConfig, settings: Settings, context: Parallel
 
 
 def run(settings: Settings) -> bool:
-    """Print the times and ratios of all comparisons. Return True, because there is no limit."""
+    """Print the times and ratios of the three comparisons. Return True, because there is no limit."""
     shape, vocab = settings.shape, settings.shape.vocab
     flops = [count_flops_per_token(model, vocab) for model in (settings.dense, settings.mixture)]
     print(
-        f"experts, {settings.num_experts} of which a token passes {settings.top_k}, {shape}, {torch.float32}, "
-        f"torch {torch.__version__}, {torch.get_num_threads()} threads a rank, {os.cpu_count()} cores; "
+        f"{settings.num_experts} experts, of which a token uses {settings.top_k}, {shape}, {torch.float32}, "
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads per rank, {os.cpu_count()} cores; "
         f"{flops[1] / flops[0]:.3f} x the FLOPs of the dense model; processor time of all ranks"
     )
     print_comparison("1 rank", ("plain loop over experts", "layer"), measure_layer(settings))
     larger = dataclasses.replace(settings, num_experts=8 * settings.num_experts, top_k=4 * settings.top_k)
     print_comparison(
-        "1 rank", (f"plain loop over {larger.num_experts}, {larger.top_k} of them", "layer of as many"), measure_layer(larger)
+        "1 rank",
+        (f"plain loop over {larger.num_experts} experts, {larger.top_k} per token", "layer of as many experts"),
+        measure_layer(larger),
     )
     ranks_text = f"{settings.num_ranks} ranks"
     for dispatcher in ("alltoall", "allgather"):
@@ -266,5 +271,5 @@ def run(settings: Settings) -> bool:
     for num_ranks in (1, settings.num_ranks):
         dense, mixture, busiest_ratio = measure_step(settings, num_ranks)
         print_comparison("1 rank" if num_ranks == 1 else ranks_text, ("dense step", "step with experts"), (dense, mixture))
-        print(f"{'':12}the busiest expert had {busiest_ratio:.2f} x the mean", flush=True)
+        print(f"{'':12}the busiest expert had {busiest_ratio:.2f} x the mean number of tokens", flush=True)
     return True

@@ -1,7 +1,7 @@
-"""Benchmark of the data loader: the share of time that a training loop with steps of 5 ms waits for data.
+"""Benchmark of the data loader: the share of the time for which a training loop with steps of 5 ms waits for data.
 
-A step only sleeps, as a host that waits for its device. A microbatch has 4 samples of 2048 tokens, and a step has 8 microbatches.
-So the loader must read and prepare 6400 samples per second.
+A step only sleeps, as the host does while its device computes. A microbatch has 4 samples of 2048 tokens, and a step has 8
+microbatches. So the loader must read and prepare 6400 samples per second.
 """
 
 from __future__ import annotations
@@ -36,15 +36,21 @@ _WARM_UP_STEPS = 10
 
 
 class WaitTimes(NamedTuple):
-    """Waiting times of a training loop for data: the share of the total time, and the longest wait of one step."""
+    """Time for which a training loop waits for data: as a share of the total time, and the longest wait of one step in seconds."""
 
     share: float
-    """Waiting time of all steps, divided by the total time of the loop."""
+    """Time that all steps wait, divided by the total time of the loop."""
     max_s: float
 
 
 def write_tokens(prefix: str, num_tokens: int) -> None:
-    """Write random documents with exponentially distributed lengths. Each document ends with the end-of-document token."""
+    """Write a dataset of random documents with exponentially distributed lengths. Each document ends with the end-of-document
+    token.
+
+    Args:
+        prefix: path of the dataset's files, without the suffixes .bin and .idx.
+        num_tokens: approximate number of tokens of the dataset.
+    """
     random = np.random.default_rng(0)
     lengths = 2 + random.exponential(_MEAN_LENGTH, num_tokens // _MEAN_LENGTH).astype(np.int64)
     with write_dataset(prefix, np.uint16) as writer:
@@ -75,10 +81,13 @@ def measure_loader(
     """Measure how long training steps wait for the data loader.
 
     Args:
-        num_workers: threads that read batches ahead of the training loop; 0 to read each batch when its step asks for it.
+        source: samples to read.
+        document_rules: what happens at the ends of documents within a sample, such as a reset of positions and attention mask.
+        num_workers: threads that read batches ahead of the training loop; 0 to read each batch when its step needs it.
+        steps: number of steps to measure.
     """
     batch_builder = BatchBuilder(make_context(Topology(), 0, device), 1, _SEQ_LENGTH, _MICRO_BATCH_SIZE, document_rules)
-    batches = batch_builder.batches(
+    batches = batch_builder.iter_batches(
         source,
         global_batch_size_at=lambda _: _GLOBAL_BATCH_SIZE,
         consumed_samples=0,
@@ -89,13 +98,16 @@ def measure_loader(
 
 
 def run(num_tokens: int = 20_000_000, steps: int = 200, device: str = "cpu") -> bool:
-    """Print the share of waiting with 0, 2 and 4 workers, for plain and for packed samples.
+    """Print for which share of the time the training loop waits, with 0, 2 and 4 worker threads, for plain and for packed samples.
 
-    Return whether this share is at most `BOUND` with worker threads.
+    In packed samples, attention and positions restart at each document.
 
     Args:
-        num_tokens: approximate size of the file, at 2 bytes per token. The file is read once before the measurement.
+        num_tokens: approximate number of tokens of the file, with 2 bytes each. The file is read once before the measurement.
         steps: number of training steps of each measurement.
+
+    Returns:
+        Whether the share is at most `BOUND` with worker threads.
     """
     violations = []
     with tempfile.TemporaryDirectory(prefix="loader-") as folder:
@@ -103,7 +115,7 @@ def run(num_tokens: int = 20_000_000, steps: int = 200, device: str = "cpu") -> 
         write_tokens(prefix, num_tokens)
         dataset = IndexedDataset(prefix)
         source = GPTDataset(dataset, range(dataset.num_documents), split=0, seed=1, seq_length=_SEQ_LENGTH, vocab_size=_VOCAB_SIZE)
-        source.samples(0, num_tokens // _SEQ_LENGTH)
+        source.get_samples(0, num_tokens // _SEQ_LENGTH)
         print(
             f"loader, steps of {1000 * _STEP_S:g} ms with {_MICROBATCHES} microbatches of {_MICRO_BATCH_SIZE} x {_SEQ_LENGTH:,} "
             f"tokens ({_GLOBAL_BATCH_SIZE / _STEP_S:,.0f} samples/s), {steps} steps, {device}"
@@ -113,11 +125,12 @@ def run(num_tokens: int = 20_000_000, steps: int = 200, device: str = "cpu") -> 
                 wait_times = measure_loader(source, document_rules, num_workers, steps, torch.device(device))
                 print(
                     f"  {name:6s}  {num_workers} workers: {wait_times.share:6.1%} of the time is spent waiting, "
-                    f"at most {1000 * wait_times.max_s:.2f} ms"
+                    f"at most {1000 * wait_times.max_s:.2f} ms in one step"
                 )
                 if num_workers and wait_times.share > BOUND:
                     violations.append(
-                        f"{name}, {num_workers} workers: {wait_times.share:.1%} waiting; at most {BOUND:.0%} is asked for"
+                        f"{name}, {num_workers} workers: {wait_times.share:.1%} of the time is spent waiting; "
+                        f"the limit is {BOUND:.0%}"
                     )
     print("\n".join(f"MISSED: {violation}" for violation in violations) if violations else "the bound holds", flush=True)
     return not violations

@@ -1,4 +1,4 @@
-"""Benchmark of options that save activation memory: predicted and measured peaks, and step times.
+"""Benchmark of options that save activation memory: predicted and measured peak memory, and step times.
 
 The model is a Llama in one process on a CPU.
 """
@@ -30,11 +30,11 @@ MAX_RELATIVE_ERROR = 0.005
 
 @dataclass(frozen=True)
 class MemoryOption:
-    """Flags of a run that save activation memory, and the limit on the step time with these flags."""
+    """Option that saves activation memory: its flags, and the limit on the step time with these flags."""
 
     flags: str
     max_ratio: float | None = None
-    """Maximum ratio of the step time to the step time without any of these options; None for no limit."""
+    """Maximum step time with this option, as a multiple of the step time without any of the options; None for no limit."""
 
 
 BASELINE, FULL = "none", "full"
@@ -55,7 +55,7 @@ LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --dis
 
 @dataclass(frozen=True)
 class OptionResult:
-    """Predicted and measured peak memory, and step times, of one option."""
+    """Predicted and measured peak memory, and step times, with one memory option."""
 
     name: str
     predicted: int
@@ -64,20 +64,22 @@ class OptionResult:
     step_times: tuple[float, ...]
     """Seconds of the step, one value per repetition of the measurement."""
     ratios: tuple[float, ...]
-    """Step time with this option divided by the step time without any option, one value per repetition of the measurement."""
+    """Step time with this option divided by the step time without any of the options, one value per repetition of the
+    measurement."""
     cpu_ratio: float
-    """Median ratio of the processor time of a step to that of the run without any option. Other programs hardly change it."""
+    """Median over the repetitions of the processor time of a step, divided by that of a step without any of the options. Other
+    programs hardly change processor time."""
     predicted_host: int = 0
     """Predicted bytes of the buffers in host memory for offloaded activations."""
 
     @property
     def relative_error(self) -> float:
-        """Measured peak over predicted peak, minus 1."""
+        """Measured peak memory divided by predicted peak memory, minus 1."""
         return self.measured.peak_bytes / self.predicted - 1.0
 
 
 def load_settings(shape: Shape, option: MemoryOption) -> LoadedConfig:
-    """Load the settings of a run that trains a Llama of this shape with the flags of an option."""
+    """Load the settings of a run that trains a Llama of this shape, with the flags of a memory option."""
     # The tokenizer adds the end-of-document token to --vocab-size.
     size_flags = f"""--num-layers {shape.layers} --hidden-size {shape.hidden} --num-attention-heads {shape.heads}
         --seq-length {shape.seq} --micro-batch-size {shape.batch} --vocab-size {shape.vocab - 1}"""
@@ -86,19 +88,21 @@ def load_settings(shape: Shape, option: MemoryOption) -> LoadedConfig:
 
 
 def run(shape: Shape, turns: int) -> bool:
-    """Print a line for each option, and a comparison of the memory under full recomputation with its limit.
-
-    Return whether all limits hold.
+    """Print a line for each memory option, and compare the peak memory under full recomputation with its limit.
 
     Args:
         turns: number of repetitions. In each repetition every option runs one step.
+
+    Returns:
+        Whether all limits on memory and step times hold.
     """
     loaded = {name: load_settings(shape, option) for name, option in MEMORY_OPTIONS.items()}
     model = loaded[BASELINE].config.model
     head_share = count_output_flops(model, shape.vocab) / (count_flops_per_token(model, shape.vocab) / 3)
     print(
         f"memory: a Llama of {shape.layers} layers, hidden {shape.hidden}, {shape.heads} heads, "
-        f"{shape.batch} x {shape.seq:,} tokens, vocabulary {shape.vocab:,} ({head_share:.0%} of the work is the head's), float32, "
+        f"{shape.batch} x {shape.seq:,} tokens, vocabulary {shape.vocab:,} "
+        f"(the output layer is {head_share:.0%} of the work), float32, "
         f"{torch.get_num_threads()} threads, "
         f"median (min to max) of {turns} turns"
     )
@@ -107,43 +111,46 @@ def run(shape: Shape, turns: int) -> bool:
     (one_layer,) = measure_ranks(load_settings(Shape(**{**vars(shape), "layers": 1}), MEMORY_OPTIONS[BASELINE]).config, 1)
     times = _time_in_turns({name: _build_step(loaded_config) for name, loaded_config in loaded.items()}, turns)
     results = [_build_result(name, *predicted[name], measured[name], times) for name in MEMORY_OPTIONS]
-    print(f"{'':14}{'planned MiB':>12}{'measured MiB':>14}{'off':>8}{'on host':>9}   {'step ms':28}{f'/ {BASELINE}':24}processor")
+    print(
+        f"{'':14}{'predicted MiB':>14}{'measured MiB':>14}{'error':>8}{'host MiB':>10}   "
+        f"{'step ms':28}{f'/ {BASELINE}':24}CPU / {BASELINE}"
+    )
     for result in results:
         print(_format_row(result))
     violations = find_violations(results)
     input_bytes = shape.layers * shape.seq * shape.batch * shape.hidden * torch.float32.itemsize
     one_layer_peak, full_peak, baseline_peak = (
-        _peak_in_layers(measured_run) for measured_run in (one_layer, measured[FULL], measured[BASELINE])
+        _compute_peak_in_layers(measured_run) for measured_run in (one_layer, measured[FULL], measured[BASELINE])
     )
     print(
-        f"full, from when the gradient reaches the last layer: {full_peak / 2**20:.2f} MiB at most; asked for are "
+        f"full, after the gradient reaches the last layer: {full_peak / 2**20:.2f} MiB at most; the limit is "
         f"layers x s b h x 4 bytes + one layer = {input_bytes / 2**20:.2f} + {one_layer_peak / 2**20:.2f} = "
         f"{(input_bytes + one_layer_peak) / 2**20:.2f} MiB "
-        f"(without: {baseline_peak / 2**20:.2f} MiB)"
+        f"(without recomputation: {baseline_peak / 2**20:.2f} MiB)"
     )
     if full_peak > input_bytes + one_layer_peak:
-        violations.append(f"full recompute holds {full_peak - input_bytes - one_layer_peak:,} bytes more than its bound")
+        violations.append(f"full recomputation uses {full_peak - input_bytes - one_layer_peak:,} bytes more than its limit")
     print("\n".join(f"MISSED: {violation}" for violation in violations) if violations else "all bounds hold", flush=True)
     return not violations
 
 
 def find_violations(results: Sequence[OptionResult]) -> list[str]:
-    """Return a message for each peak, host buffer size or step time that is out of its limit."""
+    """Return a message for each peak memory, host buffer size or step time that exceeds its limit."""
     violations = [
-        f"{result.name}: the measured peak is {result.relative_error:+.2%} off the planned one; "
-        f"{MAX_RELATIVE_ERROR:.1%} is asked for"
+        f"{result.name}: the measured peak differs by {result.relative_error:+.2%} from the predicted one; "
+        f"the limit is {MAX_RELATIVE_ERROR:.1%}"
         for result in results
         if abs(result.relative_error) > MAX_RELATIVE_ERROR
     ]
     violations += [
-        f"{result.name}: {result.measured.host_bytes:,} bytes of host memory are taken; planned are {result.predicted_host:,}"
+        f"{result.name}: {result.measured.host_bytes:,} bytes of host memory are used; {result.predicted_host:,} were predicted"
         for result in results
         if result.measured.host_bytes != result.predicted_host
     ]
     for result in results:
         ratio, max_ratio = statistics.median(result.ratios), MEMORY_OPTIONS[result.name].max_ratio
         if max_ratio is not None and ratio > max_ratio:
-            violations.append(f"{result.name}: a step takes {ratio:.2f} x the one without; at most {max_ratio:.2f} is asked for")
+            violations.append(f"{result.name}: a step takes {ratio:.2f} x as long as without it; the limit is {max_ratio:.2f}")
     return violations
 
 
@@ -160,9 +167,10 @@ def _build_result(
 
 
 def _predict_peaks(loaded_configs: Sequence[LoadedConfig]) -> list[tuple[int, int]]:
-    """Return the predicted peak of each run: bytes of activations on the device, and bytes of buffers in host memory.
+    """Return the predicted peak memory of each run: bytes of activations on the device, and bytes of buffers in host memory.
 
-    All predictions are made in one separate process, because a process can be a rank of one job only.
+    All predictions are made in one separate process. A prediction connects its process to a simulated job, and a process can be a
+    rank of only one job.
     """
 
     def run_planner(_: int) -> list[tuple[int, int]]:
@@ -178,10 +186,11 @@ def _predict_peaks(loaded_configs: Sequence[LoadedConfig]) -> list[tuple[int, in
     return predictions
 
 
-def _peak_in_layers(measured: MeasuredStep) -> int:
-    """Return the peak memory in bytes from the time at which a gradient reaches the last layer to the end of the step."""
+def _compute_peak_in_layers(measured: MeasuredStep) -> int:
+    """Return the peak memory in bytes, in addition to the model's state, from the time at which backward reaches the last layer to
+    the end of the step."""
     assert measured.last_layer_grad_ms is not None
-    return measured.max_allocated(measured.last_layer_grad_ms, measured.times[-1])
+    return measured.compute_max_allocated(measured.last_layer_grad_ms, measured.times[-1])
 
 
 def _build_step(loaded: LoadedConfig) -> Callable[[], object]:
@@ -190,9 +199,14 @@ def _build_step(loaded: LoadedConfig) -> Callable[[], object]:
 
 
 def _time_in_turns(actions: dict[str, Callable[[], object]], turns: int) -> dict[str, list[tuple[float, float]]]:
-    """Return wall time and processor time of each action in seconds, as (wall, processor) for each repetition.
+    """Time each action once per repetition.
 
-    Each repetition runs all actions once.
+    Args:
+        actions: functions by name.
+        turns: number of repetitions.
+
+    Returns:
+        (wall time, processor time) in seconds of each repetition, by the name of the action.
     """
 
     def time_action(action: Callable[[], object]) -> tuple[float, float]:
@@ -208,7 +222,7 @@ def _format_row(result: OptionResult) -> str:
     time_text = f"{statistics.median(ms):.1f} ({min(ms):.1f} to {max(ms):.1f})"
     ratio = f"{statistics.median(result.ratios):.3f} ({min(result.ratios):.3f} to {max(result.ratios):.3f})"
     sizes = (
-        f"{result.predicted / 2**20:12.2f}{result.measured.peak_bytes / 2**20:14.2f}{result.relative_error:+8.2%}"
-        f"{result.measured.host_bytes / 2**20:9.2f}"
+        f"{result.predicted / 2**20:14.2f}{result.measured.peak_bytes / 2**20:14.2f}{result.relative_error:+8.2%}"
+        f"{result.measured.host_bytes / 2**20:10.2f}"
     )
-    return f"{result.name:14}{sizes}   {time_text:28}{ratio:24}{result.cpu_ratio:9.3f}"
+    return f"{result.name:14}{sizes}   {time_text:28}{ratio:24}{result.cpu_ratio:10.3f}"

@@ -1,6 +1,7 @@
 """Benchmark of optimizer offloading: the optimizer step with all state in host memory, compared with torch's fused AdamW.
 
-Torch's optimizer updates the same tensors in host memory. It only updates: it copies nothing to the device and rounds nothing.
+Torch's optimizer updates the same tensors in host memory. It only updates: it copies no weights to the device, and does not round
+them to the weights' dtype.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def _measure(dtype: torch.dtype, device: torch.device, num_elements: int, turns:
         reduce()
         step()
 
-    actions: dict[str, Callable[[], object]] = {"step": step, "update alone": torch_optimizer.step}
+    actions: dict[str, Callable[[], object]] = {"step": step, "torch's update": torch_optimizer.step}
     if not groups[0].on_reduced:
         return time_in_turns(actions, turns, device_module.synchronize)
     # As in training, the gradients are in host memory before the step begins. The last action times the step without that overlap.
@@ -57,10 +58,10 @@ def run(device: torch.device, num_elements: int = 50_000_000, turns: int = 9) ->
     Args:
         device: device of the weights. The optimizer state is in host memory.
         num_elements: approximate number of elements to update.
-        turns: number of measurements of the step, and of the update.
+        turns: number of repetitions; each measures one step and one update.
 
     Returns:
-        Whether the median step takes at most `BOUND` times the median update.
+        Whether the median step takes at most `BOUND` times as long as the median update.
     """
     print(
         f"offloaded from {device.type}, {num_elements / 1e6:.0f} million elements, {torch.get_num_threads()} threads, "
@@ -69,8 +70,8 @@ def run(device: torch.device, num_elements: int = 50_000_000, turns: int = 9) ->
     violations = []
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
-        ratio = print_times(name, _measure(dtype, device, num_elements, turns), "update alone")
+        ratio = print_times(name, _measure(dtype, device, num_elements, turns), "torch's update")
         if ratio > BOUND:
-            violations.append(f"{name}: the step takes {ratio:.2f} x the update alone; at most {BOUND} is asked for")
+            violations.append(f"{name}: the step takes {ratio:.2f} x as long as torch's update; the limit is {BOUND}")
     print("\n".join(f"MISSED: {violation}" for violation in violations) if violations else "the bound holds", flush=True)
     return not violations

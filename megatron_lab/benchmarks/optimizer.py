@@ -32,10 +32,10 @@ Times = dict[str, list[float]]
 
 
 def create_shard_groups(num_elements: int, dtype: torch.dtype, device: torch.device) -> list[ShardGroup]:
-    """Create shards of parameters and their gradients, with about `num_elements` elements in total.
+    """Create random parameters and gradients for the optimizer, with about `num_elements` parameter elements in total.
 
-    Each shard group has the parameters of one GPT block. The hidden size is 1024, or smaller if a block of that size has more than
-    `num_elements` elements.
+    Each returned shard group has the parameters of one GPT block, unsharded. The hidden size is 1024, or smaller if a block of that
+    size has more than `num_elements` elements.
     """
     grad_dtype = torch.promote_types(dtype, torch.float32)
     h = min(_HIDDEN, max(8, math.isqrt(num_elements // 12)))
@@ -55,7 +55,7 @@ def create_shard_groups(num_elements: int, dtype: torch.dtype, device: torch.dev
 
 
 def build_torch_adamw(optimizer: ShardedOptimizer, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Build torch's fused AdamW for the main parameters, moments and gradients of the framework's optimizer.
+    """Build torch's fused AdamW that updates the main parameters and moments of the framework's optimizer, with its gradients.
 
     It has two parameter groups: with and without weight decay.
     """
@@ -72,16 +72,26 @@ def build_torch_adamw(optimizer: ShardedOptimizer, config: OptimizerConfig) -> t
 
 
 def time_in_turns(actions: dict[str, Callable[[], object]], turns: int, setup: Callable[[], object]) -> Times:
-    """Return the seconds of each action, one value per repetition. Each repetition runs all actions once.
+    """Time each action once per repetition.
 
     Args:
+        actions: functions by name.
+        turns: number of repetitions.
         setup: called before each action; its time does not count.
+
+    Returns:
+        The seconds of each repetition, by the name of the action.
     """
     return run_in_turns({name: make_timer(action, setup) for name, action in actions.items()}, turns)
 
 
 def print_times(name: str, times: Times, reference: str) -> float:
     """Print the median, minimum and maximum time of each action.
+
+    Args:
+        name: first column of the printed lines.
+        times: seconds of each repetition, by the name of the action.
+        reference: name of the action with which the others are compared.
 
     Returns:
         The ratio of the first action's median time to the median time of the action `reference`.
@@ -97,7 +107,7 @@ def print_times(name: str, times: Times, reference: str) -> float:
 
 
 def _measure_rank(dtype: torch.dtype, num_elements: int, turns: int) -> Times:
-    """Return the times of the framework's step and of torch's update in one process, by the name of the action."""
+    """Return the seconds of the framework's optimizer step and of torch's update in this process, by the name of the action."""
     context: ParallelContext = make_context(Topology(), 0, torch.device("cpu"))
     config = OptimizerConfig(optimizer="adam")
     optimizer = ShardedOptimizer(create_shard_groups(num_elements, dtype, context.device), config, context)
@@ -123,18 +133,20 @@ def _merge_ranks(rank_times: Sequence[Times]) -> Times:
 
 
 def run(num_ranks: int = 2, num_elements: int = 25_000_000, turns: int = 9) -> bool:
-    """Print the times of the framework's step and of torch's update. Return whether their median ratio is at most `BOUND`.
+    """Print the times of the framework's optimizer step and of torch's update.
 
     The function forks processes, so call it before this process has run a backward.
 
-    For float32 weights the step is compared with torch's update. For 16-bit weights, the step also rounds the main parameters to
-    the weights' dtype, which torch's update does not do. There the step is compared with torch's update followed by such a
-    rounding.
+    For float32 weights the step is compared with torch's update. For bfloat16 weights, the step also rounds the main parameters to
+    the weights' dtype, which torch's update does not do. So it is compared with torch's update followed by such a rounding.
 
     Args:
-        num_ranks: processes, with one thread each.
+        num_ranks: number of processes, with one thread each.
         num_elements: approximate number of elements that each process updates.
-        turns: number of measurements of the step, and of the update.
+        turns: number of repetitions; each measures every action once.
+
+    Returns:
+        Whether the median step takes at most `BOUND` times as long as the median update, for both dtypes.
     """
     print(f"{num_ranks} processes, {num_elements / 1e6:.0f} million elements each, median (min to max) of {turns} turns")
     violations = []
@@ -143,6 +155,6 @@ def run(num_ranks: int = 2, num_elements: int = 25_000_000, turns: int = 9) -> b
         rank_times = run_ranks(num_ranks, lambda rank: _measure_rank(dtype, num_elements, turns), timeout=_TIMEOUT_S)  # noqa: B023 - called before the next turn
         ratio = print_times(name, _merge_ranks(rank_times), reference)
         if ratio > BOUND:
-            violations.append(f"{name}: the step takes {ratio:.2f} x {reference}; at most {BOUND} is asked for")
+            violations.append(f"{name}: the step takes {ratio:.2f} x as long as {reference}; the limit is {BOUND}")
     print("\n".join(f"MISSED: {violation}" for violation in violations) if violations else "the bound holds", flush=True)
     return not violations

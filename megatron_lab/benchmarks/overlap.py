@@ -2,12 +2,12 @@
 
 Two ranks train a GPT with the framework's training step and real collectives over an emulated slow link (`slow_link`). Each
 repetition has three parts. First it times the computation of a step, without any data-parallel collective. Then it sets the
-bandwidth of the link so that the bytes of a step take the same time as the computation. Then it times steps with overlap off and
+bandwidth of the link so that sending the bytes of a step takes as long as the computation. Then it times steps with overlap off and
 with overlap on. Exposed communication is the time of a step minus its computation.
 
 Not all communication can be hidden: an all-reduce, for example, overlaps only with the last backward. So a simulation computes the
-step time with perfect overlap from the measured times of the model's units (`overlap_bound`). The bound applies only where the step
-with perfect overlap is within it.
+step time with perfect overlap from the measured times of the model's layers (`overlap_bound`). The bound on the step time is
+checked only in cases in which perfect overlap would satisfy it.
 """
 
 from __future__ import annotations
@@ -51,23 +51,24 @@ _TIMEOUT = 3600.0
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes and sharding strategies of the benchmark."""
+    """Model, sharding strategies and numbers of microbatches to measure, and number of repetitions."""
 
     shape: Shape
     """Shape of the model and of each rank's microbatch."""
     strategies: tuple[ShardingStrategy, ...]
     microbatch_counts: tuple[int, ...]
-    """Numbers of microbatches per step to measure."""
+    """Numbers of microbatches per step. Each is measured with each sharding strategy."""
     repeats: int
     dtype: torch.dtype = torch.bfloat16
     """Dtype of weights and activations.
 
-    Gradients are reduced in float32. So a reduction moves twice the bytes of a gather, just as a backward computes twice a forward.
+    Gradients are reduced in float32. So the reduction of the gradients moves twice the bytes of the gather of the weights, just
+    as a backward computes twice as much as a forward.
     """
 
     @property
     def bucket_size(self) -> int:
-        """Maximum number of elements of a gradient bucket: those of the matrices of one block."""
+        """Maximum number of elements of a gradient bucket: the number of elements of the matrices of one block."""
         return 12 * self.shape.hidden**2
 
 
@@ -86,30 +87,31 @@ class Case:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """Step times of one case in seconds, one value per repetition, and the simulated best case."""
+    """Step times of one case in seconds, one value per repetition, and the simulated ratio with perfect overlap."""
 
     case: Case
     sent_bytes: float
-    """Bytes that a rank sends in a step."""
+    """Bytes that a rank sends in one step."""
     perfect_ratio: float
-    """Simulated ratio of a step with perfect overlap to the step's computation."""
+    """Simulated time of a step with perfect overlap, divided by the time of the step's computation."""
     computation: list[float]
-    """Times of steps without communication. The bandwidth of the link is set so that communication takes as long."""
+    """Seconds of steps without communication. The bandwidth of the link is set so that the communication of a step takes as
+    long."""
     off: list[float]
-    """Times of steps with overlap switched off."""
+    """Seconds of steps with communication, without overlap."""
     on: list[float]
-    """Times of steps with overlap switched on."""
+    """Seconds of steps with communication that overlaps with computation."""
 
     @property
     def ratio(self) -> float:
-        """Median ratio of the step with overlap on to the computation."""
+        """Median over the repetitions of the step time with overlap divided by the time of the computation."""
         return statistics.median(on / computation for on, computation in zip(self.on, self.computation, strict=True))
 
-    def exposed_time(self, steps: Sequence[float]) -> float:
+    def compute_exposed_time(self, steps: Sequence[float]) -> float:
         """Return the median exposed communication in seconds: step time minus computation.
 
         Args:
-            steps: step times, one per repetition: `off` or `on`.
+            steps: step times in seconds, one per repetition: the list `off` or the list `on`.
         """
         return statistics.median(step - computation for step, computation in zip(steps, self.computation, strict=True))
 
@@ -144,7 +146,11 @@ def _run_case(case: Case, settings: Settings, context: ParallelContext, link: Sl
     def time_steps(name: str) -> float:
         """Return the seconds per step on the slowest rank.
 
-        One step runs before the clock starts, because a step may leave work, such as the gather of parameters, to the next step.
+        One step runs before the clock starts, because a step may leave communication, such as the gather of parameters, to the next
+        step.
+
+        Args:
+            name: variant to run: "computation", "off" or "on".
         """
         link.is_connected = name != "computation"
         for step in range(1 + _STEPS):
@@ -165,7 +171,10 @@ def _run_case(case: Case, settings: Settings, context: ParallelContext, link: Sl
     turn_times = run_in_turns({name: partial(time_steps, name) for name in ("off", "on")}, settings.repeats, start_turn)
     times = {"computation": computation[1:], **turn_times}  # the first turn opens connections and allocates memory
     if losses["on"] != losses["off"]:
-        raise RuntimeError(f"{case.strategy}: the loss is {losses['off']} without overlap, but {losses['on']} with overlap")
+        raise RuntimeError(
+            f"internal error of the benchmark ({case.strategy}): the loss is {losses['off']} without overlap of communication and "
+            f"computation, but {losses['on']} with this overlap; the losses must be equal. Please report this"
+        )
     return CaseResult(
         case,
         link.sent_bytes / _STEPS,
@@ -182,7 +191,7 @@ def _simulate_perfect_ratio(
     The simulation uses the shortest measured times, because other programs disturb them least.
 
     Args:
-        clock: measured times of the model's units.
+        clock: measured times of the model's units (embedding, blocks, final norm, output layer).
         times: seconds of steps without communication.
         link: emulated link, which has counted the bytes of the measured steps.
     """
@@ -191,8 +200,11 @@ def _simulate_perfect_ratio(
     reductions = case.num_microbatches if case.reduces_every_microbatch else 1
     predicted_share = sum(reductions * bucket.reduce + bucket.gather for bucket in buckets) / computation
     if not math.isclose(predicted_share, 1.0):
-        raise RuntimeError(f"{case.strategy}: the bucket plan predicts {predicted_share:.3f} times the bytes that a step has sent")
-    units = clock.times()
+        raise RuntimeError(
+            f"internal error of the benchmark ({case.strategy}): the gradient buckets have {predicted_share:.3f} times the bytes "
+            "that a step has sent; the two numbers of bytes must be equal. Please report this"
+        )
+    units = clock.compute_times()
     update_time = max(0.0, computation - case.num_microbatches * sum(sum(unit) for unit in units))
     step_time = simulate_shortest_step(
         units, update_time, buckets, case.num_microbatches, every_microbatch=case.reduces_every_microbatch
@@ -236,14 +248,14 @@ def _build_train_step(case: Case, settings: Settings, context: ParallelContext, 
 
 
 def _predict_bucket_times(case: Case, settings: Settings, train_step: TrainStep, bandwidth: float) -> list[BucketTimes]:
-    """Return the seconds that the link needs to reduce and to gather each bucket of the model.
+    """Return the seconds that the link needs to reduce the gradients and to gather the parameters of each bucket.
 
     Args:
         bandwidth: bytes per second of the link.
     """
     (chunk,) = train_step.model.chunks.values()
     first_use: dict[int, int] = {}
-    for unit_index, unit in enumerate(chunk.units()):
+    for unit_index, unit in enumerate(chunk.get_units()):
         for param in unit.parameters():
             first_use.setdefault(id(param), unit_index)
     count_reduce_bytes = SENT_BYTES["start_all_reduce" if case.strategy == "no_shard" else "start_reduce_scatter"]
@@ -258,10 +270,11 @@ def _predict_bucket_times(case: Case, settings: Settings, train_step: TrainStep,
 
 
 def find_violations(results: Sequence[CaseResult]) -> list[str]:
-    """Return a message for each case whose ratio is above `BOUND` although a step with perfect overlap would be within it."""
+    """Return a message for each case whose step time with overlap is above `BOUND` times the computation, although perfect overlap
+    would satisfy this bound."""
     return [
         f"{result.case.strategy} with {result.case.num_microbatches} microbatches takes {result.ratio:.2f} x computation "
-        f"with overlap; at most {BOUND} is asked for"
+        f"with overlap; the limit is {BOUND}"
         for result in results
         if result.ratio > BOUND >= result.perfect_ratio
     ]
@@ -282,17 +295,17 @@ _COLUMN_WIDTHS = {
 
 
 def format_row(*cells: str) -> str:
-    """Return a table row whose cells are padded to the widths of the columns."""
+    """Return one line of the table: the cells, padded to the widths of the columns."""
     return "".join(f"{cell:>{width}}" for cell, width in zip(cells, _COLUMN_WIDTHS.values(), strict=True))
 
 
 def format_cells(result: CaseResult) -> list[str]:
-    """Return the cells of a result's table row, with times in milliseconds."""
+    """Return the texts of the cells of a result's row, with times in milliseconds."""
     steps = [
         f"{1e3 * statistics.median(times):.1f} ({1e3 * min(times):.0f} to {1e3 * max(times):.0f})"
         for times in (result.off, result.on)
     ]
-    exposed = [f"{1e3 * result.exposed_time(times):.1f}" for times in (result.off, result.on)]
+    exposed = [f"{1e3 * result.compute_exposed_time(times):.1f}" for times in (result.off, result.on)]
     computation = f"{1e3 * statistics.median(result.computation):.1f}"
     ratios = [f"{ratio:.2f}" for ratio in (result.ratio, result.perfect_ratio)]
     case = result.case
@@ -300,20 +313,20 @@ def format_cells(result: CaseResult) -> list[str]:
 
 
 def run(settings: Settings) -> bool:
-    """Print the step times of all cases. Return whether `find_violations` finds nothing."""
+    """Print the step times of all cases as a table. Return whether `find_violations` finds nothing."""
     shape = settings.shape
     print(
         f"{_RANKS} ranks of one thread, {count_parameters(shape.model, shape.vocab):,} parameters in {str(settings.dtype)[6:]}, "
         f"microbatches of {shape.batch} x {shape.seq} tokens, buckets of at most {settings.bucket_size:,} elements\n"
         f"the link is slowed so that communication takes as long as computation; {os.cpu_count()} cores, load "
-        f"{os.getloadavg()[0]:.1f}\nmilliseconds a step, medians of {settings.repeats} (min to max)"
+        f"{os.getloadavg()[0]:.1f}\nmilliseconds per step, medians of {settings.repeats} (min to max)"
     )
     print(format_row(*_COLUMN_WIDTHS), flush=True)
     results = measure(settings, lambda result: print(format_row(*format_cells(result)), flush=True))
     violations, num_bounded = find_violations(results), sum(result.perfect_ratio <= BOUND for result in results)
     print(
-        "ratio: overlap on / computation. perfect: what it would be with perfect overlap, by simulation\n"
-        f"a ratio of at most {BOUND} is asked for where perfect overlap gives that: in {num_bounded} of {len(results)}"
+        "ratio: step time with overlap / computation. perfect: simulated ratio with perfect overlap\n"
+        f"the limit of {BOUND} for the ratio applies where perfect overlap is within it: in {num_bounded} of {len(results)} cases"
     )
     if num_bounded:
         print("\n".join(f"MISSED: {violation}" for violation in violations) if violations else "all bounds hold")

@@ -1,14 +1,15 @@
-"""Simulation of the shortest possible step when communication overlaps with computation.
+"""Simulation of the shortest possible training step when data-parallel communication overlaps with computation.
 
-The simulation is pure arithmetic on two resources: a rank computes one operation after another and has one serial link. It follows
-these rules:
+The simulation is pure arithmetic. A rank computes one operation after another, and sends over one link that handles one collective
+at a time. The simulation follows these rules, in which a unit is the embedding, a block, the final norm or the output layer:
 
-- A bucket can be reduced when the backward of its last unit is complete.
-- The update needs all reductions, because it uses the global gradient norm.
-- A bucket is gathered after its update, and the forward of its first unit needs it.
+- A gradient bucket can be reduced when backward has computed the last gradient in the bucket.
+- The optimizer update needs all reductions, because it uses the global gradient norm.
+- The parameters of a bucket are gathered after their update. The first unit that uses one of them waits for the gather in its
+  forward.
 
-A step in steady state runs from the time at which all gradients are reduced to the same time in the next step. Buckets use the link
-in the order in which they become ready. They are needed in the same order, so no other order is faster.
+A step in steady state lasts from the time at which all gradients are reduced to the same time in the next step. Buckets use the
+link in the order in which they become ready. They are needed in the same order, so no other order is faster.
 """
 
 from __future__ import annotations
@@ -20,17 +21,21 @@ from megatron_lab.benchmarks.unit_times import UnitTimes
 
 
 class BucketTimes(NamedTuple):
-    """Seconds that one gradient bucket occupies the link, and the model unit (such as the embedding or a block) that needs the
-    bucket."""
+    """Seconds for which the collectives of one gradient bucket occupy the link, and the unit of the model that needs the bucket
+    first.
+
+    A unit is the embedding, a block, the final norm or the output layer.
+    """
 
     unit: int
     """Index of the first unit, in forward order, that uses parameters of the bucket.
 
-    In forward, this unit is the first to need the gathered parameters. In backward, it completes the gradients of the bucket.
+    In forward, this unit is the first to need the gathered parameters. In backward, it computes the last gradients of the
+    bucket.
     """
     reduce: float
     gather: float
-    """Seconds of the all-gather of the bucket's parameters; 0 without such a gather."""
+    """Seconds of the all-gather of the bucket's parameters; 0 if parameters are not gathered."""
 
 
 def simulate_shortest_step(
@@ -39,11 +44,11 @@ def simulate_shortest_step(
     """Return the seconds of the shortest possible step, in which communication overlaps with computation wherever possible.
 
     Args:
-        units: forward and backward times of the model's units, in forward order.
-        update_time: seconds of the update and of all other computation between backward and the next forward. All buckets have an
-            equal share of it.
-        buckets: gradient buckets of the model.
-        every_microbatch: reduce buckets in every microbatch, instead of only in the last.
+        units: forward and backward times of the model's units (embedding, blocks, final norm, output layer), in forward order.
+        update_time: seconds of the optimizer update and of all other computation between backward and the next forward. All buckets
+            have an equal share of it.
+        buckets: seconds of the collectives of each gradient bucket.
+        every_microbatch: reduce gradients in every microbatch, instead of only in the last one.
     """
     link_time, arrival_times = 0.0, [0.0] * len(units)
     # Buckets are updated in the order in which forward needs them.

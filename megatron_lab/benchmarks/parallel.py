@@ -1,6 +1,6 @@
 """Benchmark of 8 processes with TP=2, PP=2, DP=2, compared with one process.
 
-Both run the training script. The benchmark prints step times and the share of communication.
+Both run the training script. The benchmark prints step times, and the share of the time that rank 0 spends in communication.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_lab.benchmarks.shapes import Shape
 
 
 def run(shape: Shape) -> None:
-    """Train the model once in one process and once in eight. Print both step times and their ratio."""
+    """Train the model with one process and with eight processes. Print both step times and their ratio."""
     train_args = (
         f"--num-layers {shape.layers} --hidden-size {shape.hidden} --num-attention-heads {shape.heads} --seq-length {shape.seq} "
         f"--micro-batch-size 1 --global-batch-size {2 * shape.batch} --mock-data --tokenizer-type NullTokenizer "
@@ -44,7 +44,7 @@ def run(shape: Shape) -> None:
             rows = [json.loads(row) for row in metrics.read_text().splitlines()]
         last = rows[-1]
         times[name] = last["elapsed_ms"]
-        print(f"{name}: {last['elapsed_ms']:.0f} ms a step, {last['tokens_per_s']:,.0f} tokens/s, loss {last['lm_loss']:.4f}")
+        print(f"{name}: {last['elapsed_ms']:.0f} ms per step, {last['tokens_per_s']:,.0f} tokens/s, loss {last['lm_loss']:.4f}")
         for output_line in done.stdout.splitlines():
             if output_line.startswith("share of"):
                 print(output_line)
@@ -52,7 +52,13 @@ def run(shape: Shape) -> None:
 
 
 def run_rank(argv: list[str]) -> None:
-    """Run the training script as one rank, and add up the time that the rank waits for communication. `run` starts it."""
+    """Train with the given flags as one rank, and measure for how long the rank waits for communication.
+
+    `run` starts this function in the processes of the job.
+
+    Args:
+        argv: flags of the training script.
+    """
     from megatron.config.cli import load
     from megatron.parallel.collectives import Pending
     from megatron.pipeline_parallel.p2p import Messenger

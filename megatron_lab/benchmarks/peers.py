@@ -1,8 +1,9 @@
 """Training loops of the same model without this framework: a loop written by hand in plain torch, and GPT-2 of transformers.
 
 All loops have the same sizes and tokens, no dropout, tied word embeddings, torch's fused AdamW, and clipping by the global gradient
-norm. The vocabulary sizes of the shapes are multiples of 128, so no loop needs padding. In 16 bits the loops use autocast with
-float32 parameters, as is usual. The framework has 16-bit parameters and float32 main parameters, and its update is the same.
+norm. The vocabulary sizes of the shapes are multiples of 128, so no loop needs padding. In 16 bits these loops use autocast with
+float32 parameters, as is usual. The framework instead has 16-bit parameters and float32 main parameters, to which it applies the
+same update.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ LR, WEIGHT_DECAY, CLIP = 3e-4, 0.01, 1.0
 
 
 class _TransformersGPT2(nn.Module):
-    """GPT-2 of transformers with torch's attention. It maps tokens and labels [b, s] to the mean loss."""
+    """GPT-2 of transformers with torch's attention. It maps tokens and labels [b, s] (batch, sequence) to the mean loss."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -64,10 +65,12 @@ def _build_step(
 ) -> Step:
     """Build a model on the device and return its training step, with fused AdamW and gradient clipping.
 
-    If `dtype` is not float32, the step uses autocast with float32 parameters.
+    If `dtype` is not float32, the step uses autocast with float32 parameters, unless `pure` is true.
 
     Args:
-        pure: keep parameters, gradients and moments in `dtype`, without main parameters. That is less work, and different training.
+        build: function that builds the model from its shape.
+        pure: keep parameters, gradients and moments in `dtype`, without float32 main parameters. This needs less work, but trains
+            differently.
         compile_model: called with the model to compile it. The first step then waits for the compiler.
     """
     torch.manual_seed(0)
@@ -99,7 +102,7 @@ def _build_step(
 def build_plain_step(
     shape: Shape, dtype: torch.dtype, device: torch.device, *, compiled: bool = False, backend: str = "inductor"
 ) -> Step:
-    """Build the training step of the model written by hand.
+    """Build the training step of the model that is written by hand in plain torch.
 
     Args:
         compiled: compile the layers and the output layer with torch.compile.
@@ -114,17 +117,17 @@ def build_plain_step(
 
 
 def build_pure_step(shape: Shape, dtype: torch.dtype, device: torch.device) -> Step:
-    """Build the training step of the model written by hand, with parameters, gradients and moments all in `dtype`."""
+    """Build the training step of the model that is written by hand, with parameters, gradients and moments all in `dtype`."""
     return _build_step(build_plain_model, shape, dtype, device, pure=True)
 
 
 def build_transformers_step(shape: Shape, dtype: torch.dtype, device: torch.device) -> Step:
-    """Build the training step of transformers' GPT-2."""
+    """Build the training step of GPT-2 from the package transformers."""
     return _build_step(_TransformersGPT2, shape, dtype, device)
 
 
 def get_peers(shape: Shape, dtype: torch.dtype) -> dict[str, Callable[..., Step]]:
-    """Return functions that build the training steps of the peers, by the name of the peer.
+    """Return functions that build the training steps of the peers (other training loops of the same model), by name.
 
     A peer is left out if its package is not installed, or if it does not support this shape or dtype.
     """
@@ -137,6 +140,6 @@ def get_peers(shape: Shape, dtype: torch.dtype) -> dict[str, Callable[..., Step]
 
 
 def create_random_tokens(shape: Shape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random tokens and labels, [b, s] each. Every call returns the same values."""
+    """Return random tokens and labels of shape [batch, sequence]. Every call returns the same values."""
     window = torch.randint(shape.vocab, (shape.batch, shape.seq + 1), generator=torch.Generator().manual_seed(0))
     return window[:, :-1].to(device), window[:, 1:].to(device)

@@ -18,12 +18,13 @@ _INIT_STD = 0.02
 
 
 def build_plain_model(shape: Shape) -> PlainGPT | PlainLlama:
-    """Build the GPT or Llama of a shape. Its forward takes tokens and labels [b, s] and returns the mean loss."""
+    """Build the GPT or Llama of a shape, written by hand in plain torch. Its forward maps tokens and labels [b, s] to the mean
+    loss."""
     return PlainGPT(shape) if shape.style == "gpt" else PlainLlama(shape)
 
 
 def compile_modules(model: PlainGPT | PlainLlama, backend: str) -> None:
-    """Compile each layer, and the output layer together with the loss, with torch.compile.
+    """Compile a model with torch.compile: each layer separately, and the output layer together with the loss.
 
     Equal layers share one compilation, so the compile time does not grow with the number of layers.
     """
@@ -32,7 +33,7 @@ def compile_modules(model: PlainGPT | PlainLlama, backend: str) -> None:
 
 
 class _Output(nn.Module):
-    """Final norm, output matrix and mean cross entropy. It maps hidden states [b, s, h] and labels [b, s] to a scalar."""
+    """Final norm, output matrix and mean cross entropy. The module maps hidden states [b, s, h] and labels [b, s] to a scalar."""
 
     def __init__(self, norm: nn.Module, shape: Shape) -> None:
         super().__init__()
@@ -44,7 +45,7 @@ class _Output(nn.Module):
 
 
 class _GPTAttention(nn.Module):
-    """Causal self-attention with learned positions. It maps [b, s, h] to [b, s, h]."""
+    """Causal self-attention without rotary positions. The module maps [b, s, h] to [b, s, h]."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -59,7 +60,7 @@ class _GPTAttention(nn.Module):
 
 
 class _GPTBlock(nn.Module):
-    """GPT layer. It maps [b, s, h] to [b, s, h]."""
+    """GPT layer: attention and MLP. The module maps [b, s, h] to [b, s, h]."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -73,7 +74,7 @@ class _GPTBlock(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """GPT-2 written by hand. It maps tokens and labels [b, s] to the mean loss."""
+    """GPT-2 written by hand in plain torch. It maps tokens and labels [b, s] to the mean loss."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -91,7 +92,7 @@ class PlainGPT(nn.Module):
 
 
 class _LlamaAttention(nn.Module):
-    """Causal self-attention with rotary positions and grouped queries. It maps [b, s, h] to [b, s, h]."""
+    """Causal self-attention with rotary positions and grouped queries. The module maps [b, s, h] to [b, s, h]."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -108,13 +109,18 @@ class _LlamaAttention(nn.Module):
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the two halves of each head [..., s, d] by the angles of `cos` and `sin` [s, d / 2], in float32 (Su et al. 2021)."""
+    """Apply rotary position embeddings to queries or keys (Su et al. 2021), in float32.
+
+    Args:
+        x: heads [..., s, d].
+        cos, sin: cosine and sine of the angles [s, d / 2]. Element i of a head is rotated together with element i + d / 2.
+    """
     first, second = x.float().chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
 
 class _GatedMLP(nn.Module):
-    """SwiGLU MLP (Shazeer 2020). It maps [b, s, h] to [b, s, h]."""
+    """SwiGLU MLP (Shazeer 2020). The module maps [b, s, h] to [b, s, h]."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -126,7 +132,7 @@ class _GatedMLP(nn.Module):
 
 
 class _Experts(nn.Module):
-    """Mixture of gated MLPs that maps [b, s, h] to [b, s, h].
+    """Mixture of SwiGLU experts that maps [b, s, h] to [b, s, h].
 
     A softmax router selects two experts per token. No tokens are dropped.
     """
@@ -154,12 +160,14 @@ class _Experts(nn.Module):
 
 
 def _grouped_matmul(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Multiply rows [r, in] with the matrices of their experts [E, in, out]; return [r, out].
+    """Multiply each row of `rows` with the matrix of its expert. Return [r, out].
 
-    In bfloat16 it uses torch's grouped matrix product, otherwise one product per expert.
+    In bfloat16 the function uses torch's grouped matrix product, otherwise one product per expert.
 
     Args:
-        ends: index of the row after the last row of each expert [E].
+        rows: [r, in], sorted by expert.
+        matrices: one matrix per expert, [E, in, out].
+        ends: index of the row after the last row of each expert, [E].
     """
     if torch.is_autocast_enabled(rows.device.type):
         rows, matrices = (t.to(torch.get_autocast_dtype(rows.device.type)) for t in (rows, matrices))
@@ -171,7 +179,7 @@ def _grouped_matmul(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tens
 
 
 class _LlamaBlock(nn.Module):
-    """Llama layer, dense or with experts. It maps [b, s, h] to [b, s, h]."""
+    """Llama layer with a dense MLP or with experts. The module maps [b, s, h] to [b, s, h]."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -184,7 +192,7 @@ class _LlamaBlock(nn.Module):
 
 
 class PlainLlama(nn.Module):
-    """Llama written by hand, dense or with experts. It maps tokens and labels [b, s] to the mean loss."""
+    """Llama written by hand in plain torch, dense or with experts. It maps tokens and labels [b, s] to the mean loss."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -208,7 +216,7 @@ class PlainLlama(nn.Module):
 
 
 def _init_weights(model: nn.Module, shape: Shape) -> None:
-    """Draw random initial weights as GPT-2 does: the last matrix of each residual branch has a smaller standard deviation."""
+    """Draw random initial weights as in GPT-2: the last matrix of each residual branch has a smaller standard deviation."""
     for name, p in model.named_parameters():
         if p.dim() > 1:
             ends_branch = name.endswith(("out.weight", "down.weight", "down"))

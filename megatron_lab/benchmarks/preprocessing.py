@@ -1,7 +1,7 @@
-"""Benchmark of preprocessing: its speed compared with tokenizer libraries and with two workers, and its peak memory.
+"""Benchmark of preprocessing: its speed compared with tokenizer libraries, its speed with two workers, and its peak memory.
 
-The text comes from every Python installation: the sources and documents of the standard library and of installed packages. The two
-sides of each comparison are measured alternately.
+The text is available with every Python installation: sources and documents of the standard library and of installed packages. The
+two sides of each comparison are measured alternately.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ _DOCUMENT_STRIDE = 10  # the tokenizers library is slow, so that comparison uses
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of the preprocessing benchmark."""
+    """Sizes of the texts, the vocabulary and the input file, and number of repetitions."""
 
     megabytes: float = 60.0
-    """Size of the text in MB."""
+    """Size in MB of the text for the speed comparisons."""
     pairs: int = 5
-    """Number of repetitions of each comparison. A repetition measures both sides."""
+    """Number of repetitions of each comparison. A repetition measures both sides of the comparison."""
     stream_gb: float = 0.5
-    """Size in GB of the jsonl file for the measurement of the peak memory."""
+    """Size in GB of the jsonl file with which the peak memory is measured."""
     vocab_size: int = _VOCAB_SIZE
-    """Size of the byte-level BPE vocabulary that is trained on a part of the text."""
+    """Size of the byte-level BPE vocabulary, which is trained on a part of the text."""
 
 
 def collect_texts(megabytes: float) -> list[str]:
-    """Return about `megabytes` MB of text from source files, in random order.
+    """Return about `megabytes` MB of text: the contents of files of the Python installation, in random order.
 
-    If the files have too little text, texts of shuffled lines of the same files are added.
+    If the files have too little text, the list also contains copies of the same texts with shuffled lines.
     """
     collected: list[str] = []
     remaining_bytes = megabytes * 1e6
@@ -84,21 +84,22 @@ def _read_texts(paths: Sequence[Path]) -> Iterator[str]:
 
 
 def write_corpus(path: Path, documents: Sequence[str]) -> float:
-    """Write the documents as JSON lines. Return the size of their text in MB."""
+    """Write the documents as JSON lines with the key "text". Return the size of their text in MB."""
     with path.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in documents)
     return sum(len(text.encode()) for text in documents) / 1e6
 
 
 def print_speeds(times: dict[str, list[float]], megabytes: float, bound: float) -> bool:
-    """Print the speed of two competitors and the ratio of the first speed to the second.
-
-    Return whether the median ratio reaches the bound.
+    """Print the speeds of two programs, and the ratio of the first speed to the second.
 
     Args:
-        times: seconds of the two competitors by name, one value per repetition.
-        megabytes: MB of text that each repetition processes.
+        times: seconds of each repetition by the name of the program; two programs.
+        megabytes: MB of text that a program processes in each repetition.
         bound: minimum ratio.
+
+    Returns:
+        Whether the median ratio reaches `bound`.
     """
     for name, durations in times.items():
         speeds = [megabytes / duration for duration in durations]
@@ -108,28 +109,35 @@ def print_speeds(times: dict[str, list[float]], megabytes: float, bound: float) 
     median = statistics.median(ratios)
     is_met = median >= bound
     print(
-        f"  ratio {median:.2f} ({min(ratios):.2f} to {max(ratios):.2f}), wanted {bound:.2f}{'' if is_met else '   MISSED'}",
+        f"  ratio {median:.2f} ({min(ratios):.2f} to {max(ratios):.2f}), minimum {bound:.2f}{'' if is_met else '   MISSED'}",
         flush=True,
     )
     return is_met
 
 
 def build_preprocess_action(corpus: Path, output: Path, config: DataConfig, num_workers: int) -> Callable[[], object]:
-    """Build a function that preprocesses a corpus completely: from the input file to the joined dataset."""
+    """Build a function that preprocesses a corpus completely: it reads the input file and writes the final dataset.
+
+    Args:
+        corpus: jsonl file to read.
+        output: path of the dataset's files, without the suffixes .bin and .idx.
+        config: settings of the tokenizer.
+    """
     job, engine = PreprocessJob(config, ("text",), append_eod=True), Engine(num_workers=num_workers)
     return lambda: preprocess([str(corpus)], str(output), job, engine=engine)
 
 
 def compare_with_tiktoken(folder: Path, config: DataConfig, documents: Sequence[str], pairs: int) -> bool:
-    """Compare preprocessing by one worker with tiktoken, which tokenizes texts in memory.
-
-    Return whether preprocessing reaches `MIN_TIKTOKEN_RATIO` of tiktoken's speed.
+    """Compare the speed of preprocessing by one worker with that of tiktoken, which only tokenizes texts in memory.
 
     Args:
         folder: folder into which the input file and the datasets are written.
         config: settings of the tokenizer.
-        documents: texts of the input file.
+        documents: texts to process.
         pairs: number of repetitions; each measures both programs.
+
+    Returns:
+        Whether preprocessing reaches `MIN_TIKTOKEN_RATIO` times the speed of tiktoken.
     """
     import tiktoken
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
@@ -143,7 +151,7 @@ def compare_with_tiktoken(folder: Path, config: DataConfig, documents: Sequence[
         for text in documents:
             encoding.encode_ordinary(text)
 
-    print(f"one worker against tiktoken alone, {megabytes:.0f} MB in {len(documents):,} documents")
+    print(f"one worker compared with only tokenizing by tiktoken, {megabytes:.0f} MB in {len(documents):,} documents")
     single_worker = build_preprocess_action(folder / "all.jsonl", folder / "one", config, 1)
     return print_speeds(
         run_in_turns(
@@ -155,15 +163,16 @@ def compare_with_tiktoken(folder: Path, config: DataConfig, documents: Sequence[
 
 
 def compare_with_tokenizers(folder: Path, config: DataConfig, documents: Sequence[str], pairs: int) -> bool:
-    """Compare preprocessing by one worker with a plain loop over Hugging Face tokenizers on texts in memory.
-
-    Return whether the speed ratio reaches `MIN_TOKENIZERS_RATIO`.
+    """Compare the speed of preprocessing by one worker with that of a plain loop over texts in memory with Hugging Face tokenizers.
 
     Args:
         folder: folder with tokenizer.json, into which the input file and the datasets are written.
         config: settings of the tokenizer.
-        documents: texts, of which every `_DOCUMENT_STRIDE`-th is used.
+        documents: texts, of which every `_DOCUMENT_STRIDE`-th is processed.
         pairs: number of repetitions; each measures both programs.
+
+    Returns:
+        Whether preprocessing reaches `MIN_TOKENIZERS_RATIO` times the speed of the loop.
     """
     from tokenizers import Tokenizer
 
@@ -175,7 +184,7 @@ def compare_with_tokenizers(folder: Path, config: DataConfig, documents: Sequenc
         for text in subset:
             _ = tokenizer.encode(text).ids
 
-    print(f"one worker against Hugging Face tokenizers in a plain loop, {megabytes:.0f} MB in {len(subset):,} documents")
+    print(f"one worker compared with Hugging Face tokenizers in a plain loop, {megabytes:.0f} MB in {len(subset):,} documents")
     single_worker = build_preprocess_action(folder / "some.jsonl", folder / "some", config, 1)
     return print_speeds(
         run_in_turns({"preprocess_data, 1 worker": make_timer(single_worker), "tokenizers encode": make_timer(encode_all)}, pairs),
@@ -185,11 +194,18 @@ def compare_with_tokenizers(folder: Path, config: DataConfig, documents: Sequenc
 
 
 def compare_worker_counts(folder: Path, config: DataConfig, megabytes: float, pairs: int) -> bool:
-    """Compare preprocessing of a single file by two workers and by one.
+    """Compare the speed of preprocessing a single file with two workers and with one worker.
 
-    Return whether the speed ratio reaches `MIN_TWO_WORKER_RATIO`.
+    Args:
+        folder: folder with the input file all.jsonl, into which the datasets are written.
+        config: settings of the tokenizer.
+        megabytes: size of the text in MB.
+        pairs: number of repetitions; each runs both numbers of workers.
+
+    Returns:
+        Whether two workers reach `MIN_TWO_WORKER_RATIO` times the speed of one worker.
     """
-    print(f"two workers against one, {megabytes:.0f} MB in one file")
+    print(f"two workers compared with one, {megabytes:.0f} MB in one file")
     actions = {
         f"preprocess_data, {num_workers} workers": build_preprocess_action(
             folder / "all.jsonl", folder / f"by{num_workers}", config, num_workers
@@ -202,11 +218,15 @@ def compare_worker_counts(folder: Path, config: DataConfig, megabytes: float, pa
 
 
 def measure_memory(folder: Path, config: DataConfig, gigabytes: float) -> bool:
-    """Measure the peak memory of any process of preprocessing, with two workers on a large jsonl file.
+    """Measure the peak memory of preprocessing a large jsonl file with two workers: that of the process that needs most.
 
-    Return whether it is below `MAX_MEMORY_MB`.
+    Args:
+        folder: folder with the file all.jsonl. The large file consists of copies of it.
+        config: settings of the tokenizer.
+        gigabytes: size of the large file in GB.
 
-    The file consists of copies of the corpus.
+    Returns:
+        Whether the peak memory is below `MAX_MEMORY_MB`.
     """
     corpus = folder / "stream.jsonl"
     with corpus.open("wb") as file, (folder / "all.jsonl").open("rb") as source:
@@ -236,7 +256,7 @@ def measure_memory(folder: Path, config: DataConfig, gigabytes: float) -> bool:
     summary, kilobytes = done.stdout.splitlines()
     peak_mb = int(kilobytes) * 1024 / 1e6
     is_met = peak_mb < MAX_MEMORY_MB
-    print(f"peak memory of a process over {size_gb:.1f} GB of jsonl: {peak_mb:.0f} MB, wanted below {MAX_MEMORY_MB:.0f}", end="")
+    print(f"peak memory of a process over {size_gb:.1f} GB of jsonl: {peak_mb:.0f} MB, limit {MAX_MEMORY_MB:.0f} MB", end="")
     print("" if is_met else "   MISSED")
     print(f"  {summary}", flush=True)
     return is_met

@@ -1,7 +1,7 @@
 """Timers and comparisons that all benchmarks share.
 
-Shared machines and disks are noisy. So the variants of a comparison are measured in turns: each turn measures every variant once.
-The result is the median over the turns of the ratio between two variants.
+Shared machines and disks are noisy. So the variants of a comparison are measured in turns (repetitions), each of which measures
+every variant once. The result is the median over the turns of the ratio between two variants.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def run_in_turns(
     order.
 
     Args:
-        measurements: functions by name. Each runs its action and returns the measured value, such as seconds.
+        measurements: functions by name. Each measures one variant and returns the measured value, such as seconds.
         turns: number of turns, without the warm-up turn.
         before_turn: called before each turn, including the warm-up turn.
 
     Returns:
-        The measured values by the name of the measurement, one per turn.
+        The measured values by the name of the measurement, one value per turn.
     """
     results: dict[str, list[T]] = {name: [] for name in measurements}
     for turn in range(-1, turns):
@@ -45,9 +45,10 @@ def run_in_turns(
 
 
 def make_timer(action: Callable[[], object], setup: Callable[[], object] = lambda: None) -> Callable[[], float]:
-    """Wrap an action in a function that runs the action and returns its duration in seconds.
+    """Return a function that runs `action` and returns its duration in seconds.
 
     Args:
+        action: function to time.
         setup: called before the clock starts, for example to wait for a device or for other processes.
     """
 
@@ -61,9 +62,10 @@ def make_timer(action: Callable[[], object], setup: Callable[[], object] = lambd
 
 
 def run_pair_in_turns(first: Callable[[], float], second: Callable[[], float], pairs: int) -> tuple[Durations, Durations]:
-    """Run two measurements alternately, after one warm-up of each. Return the values of the first and of the second.
+    """Run two measurements alternately, after one warm-up run of each. Return the values of the first and the values of the second.
 
     Args:
+        first, second: functions that return the measured value, such as seconds.
         pairs: number of repetitions; each runs both measurements.
     """
     results = run_in_turns({"first": first, "second": second}, pairs)
@@ -76,7 +78,7 @@ def get_world_group() -> Group:
 
 
 def time_all_ranks(action: Callable[[], object]) -> float:
-    """Run an action on all ranks and return the seconds until all of them have finished."""
+    """Run `action` on all ranks. Return the seconds until all ranks have finished."""
     dist.barrier()
     start = time.perf_counter()
     action()
@@ -85,9 +87,9 @@ def time_all_ranks(action: Callable[[], object]) -> float:
 
 
 def make_slowest_rank_timer(action: Callable[[], object]) -> Callable[[], float]:
-    """Wrap an action that all ranks run in a function that returns the duration on the slowest rank, in seconds.
+    """Return a function that runs `action` on all ranks and returns its duration on the slowest rank, in seconds.
 
-    All ranks start the action at the same time and get the same duration.
+    All ranks must call the returned function. They start the action at the same time and get the same duration.
     """
 
     def timer() -> float:
@@ -102,23 +104,23 @@ def make_slowest_rank_timer(action: Callable[[], object]) -> Callable[[], float]
 
 
 def select_slowest_rank(rank_times: Sequence[tuple[Durations, Durations]]) -> tuple[Durations, Durations]:
-    """Return, for each of two measurements and for each repetition, the duration of the slowest rank.
+    """Return the durations of the slowest rank in each repetition, for each of two measurements.
 
     Args:
-        rank_times: durations of the first and of the second measurement on each rank.
+        rank_times: for each rank, the durations of the first measurement and the durations of the second one, in seconds.
     """
     first, second = ([max(values) for values in zip(*(times[i] for times in rank_times), strict=True)] for i in (0, 1))
     return first, second
 
 
 def print_comparison(label: str, names: tuple[str, str], times: tuple[Durations, Durations], num_bytes: int = 0) -> list[float]:
-    """Print medians and ranges of two measurements. Return the ratio of the second to the first for each repetition.
+    """Print the medians and ranges of two measurements. Return the ratio of the second to the first for each repetition.
 
     Args:
         label: first column of the printed lines.
         names: names of the two measurements.
-        times: durations of the two measurements in seconds.
-        num_bytes: bytes that each measurement moves, to print a speed; 0 to print none.
+        times: durations of the two measurements in seconds, one value per repetition.
+        num_bytes: bytes that each measurement moves, from which a speed is printed; 0 prints no speed.
     """
     for name, durations in zip(names, times, strict=True):
         median = statistics.median(durations)

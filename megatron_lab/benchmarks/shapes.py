@@ -1,4 +1,4 @@
-"""Shapes of the models that the benchmarks train."""
+"""Sizes of the models that the benchmarks train, by name."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megatron.config.model import ModelConfig
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a benchmark's model, which has no dropout, and of the batch of one step.
+    """Sizes of a benchmark's model and of the batch of one step.
 
     A GPT has LayerNorm, learned positions, biases and tied word embeddings. A Llama has RMSNorm, rotary positions, a gated MLP, no
-    biases, and an output matrix separate from the word embeddings.
+    biases, and an output matrix separate from the word embeddings. Neither has dropout.
     """
 
     layers: int
@@ -25,7 +25,7 @@ class Shape:
     vocab: int
     style: Literal["gpt", "llama"] = "gpt"
     kv_heads: int | None = None
-    """Number of key-value heads; None for one per query head."""
+    """Number of key-value heads; None for as many as query heads."""
     ffn: int | None = None
     """Hidden size of the MLP or of each expert; None for 4 x hidden."""
     experts: int = 0
@@ -33,7 +33,10 @@ class Shape:
 
     @property
     def flags(self) -> dict[str, Any]:
-        """Command-line flags that select the model, by field name. A switch (a flag without a value) has the value `True`."""
+        """Values of the command-line flags that select the model, by the name of the flag's field.
+
+        A switch (a flag without a value) has the value True.
+        """
         flags: dict[str, Any] = {
             "num_layers": self.layers,
             "hidden_size": self.hidden,
@@ -54,7 +57,7 @@ class Shape:
 
     @property
     def model(self) -> ModelConfig:
-        """Model settings, as if parsed from the command line of these flags."""
+        """Model settings of a run with the flags of this shape."""
         from megatron.config.cli import load
 
         return load(build_argv({**_REQUIRED_FLAGS, **self.flags}), 1).config.model
@@ -80,10 +83,10 @@ _REQUIRED_FLAGS: Mapping[str, Any] = {
 
 
 def build_argv(flags: Mapping[str, Any]) -> list[str]:
-    """Return the command line with these flags. A flag whose value is None or False is left out.
+    """Return command-line words for flags. A flag whose value is None or False is left out.
 
     Args:
-        flags: values by the field names of the flags.
+        flags: values by the field names of the flags, such as num_layers for --num-layers.
     """
     argv: list[str] = []
     for name, value in flags.items():

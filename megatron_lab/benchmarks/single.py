@@ -1,4 +1,4 @@
-"""Benchmark of one process of this framework, compared with other training loops: ratios of speed and of peak memory.
+"""Benchmark of this framework in a single process, compared with other training loops of the same model: speed and peak memory.
 
 All loops train on the same tokens from memory. CPUs are noisy, so on a CPU the framework and another loop are measured alternately,
 and two models are in memory at a time. On a GPU each loop is timed separately, and only one model is in memory.
@@ -41,17 +41,20 @@ FRAMEWORK = "ours"
 
 
 class Comparison(NamedTuple):
-    """Step times and first losses of the framework and its peers (other training loops of the same model) in one dtype."""
+    """Step times and losses of the framework and of its peers (other training loops of the same model) in one dtype."""
 
     peer_times: dict[str, list[float]]
-    """Seconds per step of each peer, one value per repetition of the measurement."""
+    """Seconds per step of each peer, by the name of the peer; one value per repetition of the measurement."""
     framework_times: dict[str, list[float]]
-    """Seconds per step of the framework by the name of a peer: the times that were measured alternately with that peer."""
+    """Seconds per step of the framework, by the name of a peer: the times that were measured alternately with that peer."""
     losses: dict[str, float]
-    """Loss of the first step of each loop."""
+    """Loss of the first step, by the name of the training loop."""
 
-    def ratios(self, peer: str) -> list[float]:
-        """Return how many times as fast as a peer the framework is, one value per repetition of the measurement."""
+    def compute_ratios(self, peer: str) -> list[float]:
+        """Return the step time of a peer divided by that of the framework, one value per repetition of the measurement.
+
+        A value above 1 means that the framework is faster.
+        """
         return [
             peer_time / framework_time
             for peer_time, framework_time in zip(self.peer_times[peer], self.framework_times[peer], strict=True)
@@ -59,9 +62,9 @@ class Comparison(NamedTuple):
 
     @property
     def all_times(self) -> dict[str, list[float]]:
-        """Seconds per step of the framework and of all peers.
+        """Seconds per step by the name of the training loop: the framework and all peers.
 
-        The framework's list joins the times that were measured alternately with each peer.
+        The framework's list contains its times from the comparisons with all peers.
         """
         return {FRAMEWORK: [time for times in self.framework_times.values() for time in times], **self.peer_times}
 
@@ -73,7 +76,13 @@ def build_framework_step(
     loss: LossOptions = LossOptions(),  # noqa: B008 (frozen)
     compiler: BlockCompiler | None = None,
 ) -> Step:
-    """Build the framework's training step in one process, for the model that the peers train too."""
+    """Build a training step of the framework in one process, for the same model and tokens as those of the peers (other training
+    loops).
+
+    Args:
+        loss: how the loss is computed, such as in chunks of tokens.
+        compiler: compiler of the layers; None runs them without compilation.
+    """
     context = make_context(Topology(), 0, device)
     model = build_model(
         shape.model,
@@ -108,16 +117,19 @@ def build_framework_step(
 def run(
     shape: Shape, device: torch.device, dtype_names: Sequence[str], num_turns: int, steps_per_turn: int, *, compiled: bool = False
 ) -> dict[str, Comparison]:
-    """Print the speed and the peak memory of the framework and its peers. Return the comparison of each dtype, by the dtype's name.
+    """Print the speed and the peak memory of the framework and of its peers (other training loops of the same model).
 
     Args:
         dtype_names: names of dtypes in torch, such as "bfloat16".
         num_turns: number of repetitions of the measurement.
         steps_per_turn: steps that each training loop runs in a repetition.
         compiled: also measure the framework and the loop written by hand with compiled layers.
+
+    Returns:
+        The measured times and losses by the name of the dtype.
     """
     flops = count_flops_per_step(shape.model, shape.vocab, shape.batch)
-    threads = f"{torch.get_num_threads()} threads" if _clock(device) is time.perf_counter else "processor time of 1 thread"
+    threads = f"{torch.get_num_threads()} threads" if _select_clock(device) is time.perf_counter else "processor time of 1 thread"
     setup = f"{threads}, {device}, torch {torch.__version__}"
     print(f"{count_parameters(shape.model, shape.vocab):,} parameters, {shape}, {setup}")
     comparisons = {
@@ -126,7 +138,7 @@ def run(
     for name, comparison in comparisons.items():
         for loop, times in comparison.all_times.items():
             median = statistics.median(times)
-            text = f"{name:9} {loop:14} {1e3 * median:9.1f} ms a step ({1e3 * min(times):.1f} to {1e3 * max(times):.1f}), "
+            text = f"{name:9} {loop:14} {1e3 * median:9.1f} ms per step ({1e3 * min(times):.1f} to {1e3 * max(times):.1f}), "
             text += f"{shape.batch * shape.seq / median:,.0f} tokens/s, {flops / median / 1e12:.3f} TFLOP/s"
             peak_flops = get_peak_flops(torch.cuda.get_device_name(device), name) if device.type == "cuda" else None
             print(
@@ -135,7 +147,7 @@ def run(
                 + f", first loss {comparison.losses[loop]:.3f}"
             )
         for loop in comparison.peer_times:
-            ratios = comparison.ratios(loop)
+            ratios = comparison.compute_ratios(loop)
             range_text = f"median of {num_turns} turns, {min(ratios):.3f} to {max(ratios):.3f}"
             print(f"{name:9} speed of ours / {loop}: {statistics.median(ratios):.3f} ({range_text})")
     for name in dtype_names:
@@ -149,10 +161,12 @@ def run(
 
 
 def get_step_builders(shape: Shape, dtype: torch.dtype, *, compiled: bool) -> dict[str, Callable[..., Step]]:
-    """Return functions that build the training steps of the framework and of its peers, by name. The framework is first.
+    """Return functions that build the training steps of the framework and of its peers (other training loops), by name.
+
+    The framework is first.
 
     Args:
-        compiled: also return the steps with compiled layers.
+        compiled: also return functions for steps with compiled layers.
     """
     with_compiler: dict[str, Callable[..., Step]] = {
         "compiled": functools.partial(build_framework_step, compiler=BlockCompiler()),
@@ -164,7 +178,7 @@ def get_step_builders(shape: Shape, dtype: torch.dtype, *, compiled: bool) -> di
 def _compare(
     shape: Shape, dtype: torch.dtype, device: torch.device, num_turns: int, steps_per_turn: int, *, compiled: bool
 ) -> Comparison:
-    """Time the training steps of the framework and of each peer in one dtype.
+    """Time the training steps of the framework and of each peer (another training loop of the same model) in one dtype.
 
     On a CPU the framework and a peer are measured alternately. On a GPU each is timed separately, so that only one model is in
     memory.
@@ -181,7 +195,7 @@ def _compare(
 
     def time_separately(loop: str, build: Callable[..., Step]) -> list[float]:
         step = build_warm_step(loop, build)
-        times = [_time_steps(step, steps_per_turn, _clock(device)) for _ in range(num_turns)]
+        times = [_time_steps(step, steps_per_turn, _select_clock(device)) for _ in range(num_turns)]
         del step
         release_memory(device)
         return times
@@ -193,7 +207,7 @@ def _compare(
         return result
 
     def make_timer(step: Step) -> Callable[[], float]:
-        return lambda: _time_steps(step, steps_per_turn, _clock(device))
+        return lambda: _time_steps(step, steps_per_turn, _select_clock(device))
 
     framework_timer = make_timer(build_warm_step(FRAMEWORK, build_framework))
     for loop, build in builders.items():
@@ -217,16 +231,17 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _clock(device: torch.device) -> Callable[[], float]:
-    """Return the clock that times steps; its values are in seconds.
+def _select_clock(device: torch.device) -> Callable[[], float]:
+    """Return the clock that times steps, in seconds.
 
-    On one CPU thread it measures processor time, which other programs on the machine hardly change.
+    On a CPU with one thread it measures processor time, which other programs on the machine hardly change. Otherwise it measures
+    wall time.
     """
     return time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
 
 def _time_steps(step: Step, num_steps: int, clock: Callable[[], float]) -> float:
-    """Run `num_steps` steps, and return the seconds per step by the given clock."""
+    """Run `num_steps` steps, and return the mean seconds per step by `clock`."""
     _synchronize()
     start = clock()
     for _ in range(num_steps):
@@ -236,13 +251,15 @@ def _time_steps(step: Step, num_steps: int, clock: Callable[[], float]) -> float
 
 
 def _measure_peak_memory(loop: str, shape: Shape, dtype_name: str, device: torch.device, *, compiled: bool) -> int:
-    """Run a few steps in a new process and return the peak of the memory that they add, in bytes.
+    """Build a training loop and run a few steps in a new process. Return the bytes by which its peak memory exceeds the memory
+    before the model is built.
 
-    Memory in use before the model is built does not count.
+    On a GPU, the value is the peak of the memory that torch has allocated.
 
     Args:
         loop: name of the training loop: the framework or one of its peers.
-        compiled: compile the layers.
+        dtype_name: name of the dtype in torch, such as "bfloat16".
+        compiled: also look for `loop` among the training loops with compiled layers.
     """
     args = (loop, json.dumps(asdict(shape)), dtype_name, device, int(compiled))
     command, environment = build_module_command("megatron_lab.benchmarks.single", *args)
@@ -250,11 +267,11 @@ def _measure_peak_memory(loop: str, shape: Shape, dtype_name: str, device: torch
 
 
 def print_peak_memory(loop: str, shape: Shape, dtype: torch.dtype, device: torch.device, *, compiled: bool) -> None:
-    """Print the peak memory of one training loop. This is the program of the process that `_measure_peak_memory` starts.
+    """Print the peak memory of one training loop in bytes. The process that `_measure_peak_memory` starts calls this function.
 
     Args:
         loop: name of the training loop: the framework or one of its peers.
-        compiled: compile the layers.
+        compiled: also look for `loop` among the training loops with compiled layers.
     """
     torch.ones(64, 64, device=device) @ torch.ones(64, 64, device=device)
     initial_memory = _read_memory("VmRSS")
@@ -272,7 +289,7 @@ def print_peak_memory(loop: str, shape: Shape, dtype: torch.dtype, device: torch
 def _read_memory(field: str) -> int:
     """Return the resident memory of this process in bytes, from /proc/self/status.
 
-    getrusage would also count the peak of the parent process.
+    getrusage is not used, because its peak would include the memory of the parent process.
 
     Args:
         field: "VmRSS" for the current value, "VmHWM" for the peak.

@@ -1,12 +1,12 @@
-"""Emulation of a slow network: a documented delay of the communication of the data ranks, or of other groups.
+"""Emulation of a slow network: collectives of the data-parallel groups, or of other groups, are delayed by a defined time.
 
 The model is one serial link per rank. A collective occupies the link for (bytes that the rank sends) / bandwidth. The bytes are
-those of a ring algorithm over n ranks: (n - 1)/n B for a reduce-scatter or an all-gather of a buffer of B bytes, and twice that for
-an all-reduce (Patarasuk and Yuan 2009). A collective begins when it has been started and the link is free, so collectives use the
-link in the order in which they start.
+those of a ring algorithm over n ranks (Patarasuk and Yuan 2009). For a buffer of B bytes, a reduce-scatter or an all-gather sends
+(n - 1) / n * B bytes, and an all-reduce sends twice as many. Collectives use the link in the order in which they start: a
+collective waits until the link is free.
 
-The real collective runs during that time. `wait()` waits for it and then sleeps until the link is free. Sleeping uses no CPU core,
-just as a network card uses none, so concurrent computation runs at full speed.
+The real collective runs during that time. `wait()` waits for it and then sleeps until the emulated transfer has ended. Sleeping
+uses no CPU core, just as a network card uses none, so concurrent computation runs at full speed.
 
 `SlowLink.installed()` wraps the functions of `megatron.parallel.collectives` that start a collective. The framework itself has no
 code for the emulation.
@@ -43,7 +43,7 @@ def _all_gather_bytes(tensor: torch.Tensor, group_size: int) -> float:
     return (group_size - 1) * tensor.nbytes
 
 
-def _ring_shift_bytes(tensor: torch.Tensor, group_size: int) -> float:
+def _count_ring_shift_bytes(tensor: torch.Tensor, group_size: int) -> float:
     return tensor.nbytes
 
 
@@ -51,24 +51,25 @@ SENT_BYTES: dict[str, Callable[[torch.Tensor, int], float]] = {
     "start_all_reduce": _all_reduce_bytes,
     "start_reduce_scatter": _reduce_scatter_bytes,
     "start_all_gather": _all_gather_bytes,
-    "start_ring_shift": _ring_shift_bytes,
+    "start_ring_shift": _count_ring_shift_bytes,
 }
 """Functions that return the bytes a rank sends in a collective, from the input tensor and the number of ranks."""
 
 
 class SlowPending(Pending):
-    """Collective in flight on the emulated link, complete when both the real collective and the emulated transfer are.
+    """Collective in flight on the emulated link. It is complete when the real collective and the emulated transfer are both
+    complete.
 
     Args:
         pending: the real collective.
-        end_time: time at which the link has sent the collective.
+        end_time: time at which the emulated transfer ends.
     """
 
     def __init__(self, pending: Pending, end_time: float) -> None:
         self._pending, self._end_time = pending, end_time
 
     def wait(self) -> torch.Tensor:
-        """Wait until the real collective has ended and the emulated link has sent its bytes. Return the collective's result."""
+        """Wait until the real collective and the emulated transfer have ended. Return the collective's result."""
         result = self._pending.wait()
         time.sleep(max(0.0, self._end_time - time.perf_counter()))
         return result
@@ -94,11 +95,11 @@ class SlowLink:
     def start(
         self, name: str, collective: Callable[..., Pending], tensor: torch.Tensor, group: Group, *args: Any, **kwargs: Any
     ) -> Pending:
-        """Start a collective, and occupy the link for the time that the collective's bytes take.
+        """Start a collective, and occupy the emulated link for the time that the collective's bytes take.
 
         Args:
             name: name of the function that starts the collective, a key of `SENT_BYTES`.
-            collective: function with that name. It gets all other arguments.
+            collective: the function with that name. It is called with all other arguments.
         """
         if group.name not in self._groups or group.size == 1:
             return collective(tensor, group, *args, **kwargs)
@@ -111,7 +112,10 @@ class SlowLink:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Send all collectives of this process over the emulated link while the context is active, whichever module starts them."""
+        """Send collectives of this process over the emulated link while the context is active, whichever module starts them.
+
+        Only collectives of the groups that were given to the constructor are delayed.
+        """
         originals = {name: getattr(collectives, name) for name in SENT_BYTES}
         slowed = {name: partial(self.start, name, function) for name, function in originals.items()}
         modules = [module for name, module in list(sys.modules.items()) if name.startswith(("megatron.", "megatron_lab."))]
@@ -130,7 +134,7 @@ def _replace(modules: list[Any], old: dict[str, Any], new: dict[str, Any]) -> No
 
 
 def _skip_collective(name: str, tensor: torch.Tensor, group: Group, *args: Any, out: torch.Tensor | None = None) -> Pending:
-    """Return a result of the right shape without communication. Its values are arbitrary."""
+    """Return a tensor of the shape that the collective would return, without communication. Its values are arbitrary."""
     if out is not None or name in ("start_all_reduce", "start_ring_shift"):
         return Pending(tensor if out is None else out)
     rows = tensor.shape[0]

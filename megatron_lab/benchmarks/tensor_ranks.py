@@ -1,9 +1,9 @@
 """Benchmark of tensor parallelism with and without `--tp-comm-overlap`, over an emulated slow link.
 
-The ranks run a column-parallel and a row-parallel layer with sequence parallelism, forward and backward, with real messages and
-collectives over `slow_link`. A matrix product sleeps in proportion to its FLOPs. The bandwidth of the link is set so that an
-all-gather takes a given share of the product that overlaps with it. Sleeping uses no CPU core, just as a network card uses none;
-and matrix products on a GPU use little of the host's cores.
+The ranks run a column-parallel and a row-parallel layer with sequence parallelism, forward and backward. Messages and collectives
+are real and are delayed by `slow_link`. A matrix product sleeps in proportion to its FLOPs. The bandwidth of the link is set so
+that an all-gather takes a given share of the time of the matrix product with which it overlaps. Sleeping uses no CPU core, just as
+a network card uses none; and matrix products on a GPU use little of the host's cores.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from megatron.parallel import overlap
 from megatron.parallel.context import make_context
-from megatron.parallel.matmul import product_into
+from megatron.parallel.matmul import matmul_into
 from megatron.parallel.overlap import Overlap, RingOverlap
 from megatron.parallel.params import ParamTable, Scope, materialize
 from megatron.parallel.topology import Topology
@@ -43,38 +43,38 @@ _NUM_PRODUCTS = 6
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes and durations of the benchmark of tensor parallelism."""
+    """Number of ranks and durations of the benchmark of tensor parallelism."""
 
     num_ranks: int
     product_s: float = 0.2
     """Seconds that each emulated matrix product takes."""
     share: float = 0.8
-    """Time that the link needs for an all-gather, as a share of a matrix product."""
+    """Time that the link needs for an all-gather, as a share of the time of a matrix product."""
     repeats: int = 5
 
 
 @dataclass(frozen=True)
 class LayerPassTimes:
-    """Times of a forward and backward of the two layers on the slowest rank: seconds, one value per repetition."""
+    """Seconds of a forward and backward of the two layers on the slowest rank, one value per repetition."""
 
     computation: list[float]
-    """Passes without communication."""
+    """Seconds without communication."""
     sequential: list[float]
-    """Passes in which matrix products and collectives run one after the other."""
+    """Seconds without overlap: matrix products and collectives run one after the other."""
     overlapped: list[float]
-    """Passes with ring overlap: each collective is split into ring steps that overlap with partial matrix products."""
+    """Seconds with ring overlap: each collective is split into ring steps that overlap with partial matrix products."""
     sent_bytes: float
-    """Bytes that a rank sends in a pass; equal with and without overlap."""
+    """Bytes that a rank sends in one forward and backward. They are the same with and without overlap."""
 
-    def ratio(self, times: Sequence[float]) -> float:
-        """Return the median ratio of the passes in `times` to passes without communication."""
+    def compute_ratio(self, times: Sequence[float]) -> float:
+        """Return the median over the repetitions of the times in `times` divided by the times without communication."""
         return statistics.median(time / computation for time, computation in zip(times, self.computation, strict=True))
 
 
 def measure(settings: Settings) -> LayerPassTimes:
-    """Time passes without communication, with sequential communication and with overlapped communication.
+    """Time a forward and backward without communication, with sequential communication and with overlapped communication.
 
-    Each repetition measures the three variants one after another.
+    Each repetition measures all three variants.
     """
 
     def run_rank(rank: int) -> LayerPassTimes:
@@ -94,8 +94,9 @@ def measure(settings: Settings) -> LayerPassTimes:
             times = run_in_turns({name: make_slowest_rank_timer(partial(run_pass, name)) for name in overlaps}, settings.repeats)
         if outcomes["sequential"] != outcomes["overlapped"]:
             raise RuntimeError(
-                f"overlap changes (sum of results, bytes sent) from {outcomes['sequential']} to {outcomes['overlapped']}; "
-                "they must be equal"
+                "internal error of the benchmark: the pair (sum of output and input gradient, number of bytes sent) is "
+                f"{outcomes['sequential']} without overlap, but {outcomes['overlapped']} with overlap of communication and "
+                "computation; the pairs must be equal. Please report this"
             )
         return LayerPassTimes(**times, sent_bytes=outcomes["overlapped"][1])
 
@@ -103,10 +104,14 @@ def measure(settings: Settings) -> LayerPassTimes:
 
 
 def _build_pass(num_ranks: int, rank: int, overlap_mode: Overlap | None, gemms: LinearGemms) -> Callable[[], float]:
-    """Build a function that runs the column-parallel and the row-parallel layer forward and backward.
+    """Build a function that runs a column-parallel and a row-parallel layer forward and backward on this rank.
 
-    The function returns the sum of the output and of the input gradient. Inputs and weights are ones, so the sum is exact and must
-    be equal with and without overlap.
+    The function returns the sum of the elements of the output and of the input gradient. Inputs and weights are ones, so the sum is
+    exact and must be equal with and without overlap.
+
+    Args:
+        overlap_mode: overlap of communication with matrix products; None for no overlap.
+        gemms: implementation of the matrix products of the layers.
     """
     context, table = make_context(Topology(tp=num_ranks), rank, _CPU), ParamTable()
     weight_specs = [
@@ -121,7 +126,7 @@ def _build_pass(num_ranks: int, rank: int, overlap_mode: Overlap | None, gemms: 
         sequence_parallel=True,
         overlap=overlap_mode,
     )
-    up, down = ColumnParallelLinear(scope.child("up")), RowParallelLinear(scope.child("down"))
+    up, down = ColumnParallelLinear(scope.get_child("up")), RowParallelLinear(scope.get_child("down"))
     for layer in (up, down):
         layer.config = replace(layer.config, gemms=gemms)
     layers = torch.nn.Sequential(up, down)
@@ -148,17 +153,17 @@ class _SleepingGemms:
         self._flops_per_s = flops / settings.product_s
 
     def compute_output(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the output x w^T + bias, with x [..., in] and w [out, in]."""
+        """Return the output x @ w^T + bias, where w is `weight`; x is [..., in], w is [out, in]."""
         return self._run_delayed(2 * x.numel() * len(weight), DEFAULT_GEMMS.compute_output, x, weight, bias)
 
     def compute_input_grad(self, grad_output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the input, dy w, where dy is `grad_output` [..., out] and w is `weight` [out, in]."""
+        """Return the gradient of the input, dy @ w, where dy is `grad_output` [..., out] and w is `weight` [out, in]."""
         return self._run_delayed(2 * grad_output.numel() * weight.shape[1], DEFAULT_GEMMS.compute_input_grad, grad_output, weight)
 
     def compute_weight_grad(self, grad_output: torch.Tensor, x: torch.Tensor, into: torch.Tensor, *, add: bool) -> None:
-        """Write the weight gradient dy^T x to `into`, or add it to `into` if `add` is true.
+        """Write the weight gradient dy^T @ x to `into` [out, in], or add it to `into` if `add` is true.
 
-        dy is `grad_output` [..., out], and the weight gradient is [out, in].
+        dy is `grad_output` [..., out], x is [..., in].
         """
         self._run_delayed(
             2 * grad_output.numel() * x.shape[1], partial(DEFAULT_GEMMS.compute_weight_grad, add=add), grad_output, x, into
@@ -166,16 +171,16 @@ class _SleepingGemms:
 
     @contextmanager
     def delay_ring_products(self) -> Iterator[None]:
-        """Let the partial matrix products of ring overlap sleep too, while the context is active."""
+        """Let the partial matrix products of ring overlap also sleep in proportion to their FLOPs, while the context is active."""
 
-        def delayed_product(out: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor, *args: Any) -> torch.Tensor:
-            return self._run_delayed(2 * x.numel() * matrix.shape[1], product_into, out, x, matrix, *args)
+        def run_delayed_product(out: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor, *args: Any) -> torch.Tensor:
+            return self._run_delayed(2 * x.numel() * matrix.shape[1], matmul_into, out, x, matrix, *args)
 
-        overlap.product_into = delayed_product  # type: ignore[assignment]
+        overlap.matmul_into = run_delayed_product  # type: ignore[assignment]
         try:
             yield
         finally:
-            overlap.product_into = product_into
+            overlap.matmul_into = matmul_into
 
     def _run_delayed(self, flops: int, product: Callable[..., Any], *args: Any) -> Any:
         end = time.perf_counter() + flops / self._flops_per_s
@@ -185,32 +190,36 @@ class _SleepingGemms:
 
 
 def find_violations(result: LayerPassTimes) -> list[str]:
-    """Return a message if an overlapped pass takes more than `BOUND` times its computation."""
-    ratio = result.ratio(result.overlapped)
-    return [f"a pass in pieces takes {ratio:.2f} x computation; at most {BOUND} is asked for"] if ratio > BOUND else []
+    """Return a message if a forward and backward with overlap takes more than `BOUND` times as long as without communication."""
+    ratio = result.compute_ratio(result.overlapped)
+    return [f"a pass with overlap takes {ratio:.2f} x computation; the limit is {BOUND}"] if ratio > BOUND else []
 
 
 def run(settings: Settings) -> bool:
-    """Print the pass times.
+    """Print the times of a forward and backward of the two layers.
 
-    Return whether the overlapped pass is within `BOUND`; always True if an all-gather takes at least as long as a product.
+    Returns:
+        Whether the time with overlap is within `BOUND` times the computation. Always True if an all-gather takes at least as long
+        as a matrix product.
     """
     print(
         f"{settings.num_ranks} tensor ranks, a column- and a row-parallel layer forward and backward: {_NUM_PRODUCTS} products of "
         f"{1e3 * settings.product_s:.0f} ms; a gather takes {1e3 * settings.share * settings.product_s:.0f} ms\n"
-        f"milliseconds a pass, medians of {settings.repeats} (min to max)"
+        f"milliseconds per pass (forward and backward), medians of {settings.repeats} (min to max)"
     )
     result = measure(settings)
     for label, times in (
         ("computation", result.computation),
-        ("one after the other", result.sequential),
-        ("in pieces", result.overlapped),
+        ("without overlap", result.sequential),
+        ("with overlap", result.overlapped),
     ):
         range_text = f"({1e3 * min(times):.0f} to {1e3 * max(times):.0f})"
-        print(f"{label:>20}{1e3 * statistics.median(times):>10.1f} {range_text:<14}{result.ratio(times):>8.3f} x computation")
-    print(f"a rank sends {result.sent_bytes / 1e3:.0f} kB either way")
+        print(
+            f"{label:>20}{1e3 * statistics.median(times):>10.1f} {range_text:<14}{result.compute_ratio(times):>8.3f} x computation"
+        )
+    print(f"a rank sends {result.sent_bytes / 1e3:.0f} kB per pass, with and without overlap")
     if settings.share >= 1.0:
-        print(f"a ratio of at most {BOUND} is asked for where gathers are shorter than products")
+        print("no limit applies: a gather takes at least as long as a product")
         return True
     violations = find_violations(result)
     print("\n".join(f"MISSED: {violation}" for violation in violations) if violations else "the bound holds", flush=True)

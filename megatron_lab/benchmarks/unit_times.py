@@ -22,32 +22,34 @@ class UnitTimes(NamedTuple):
 
 
 class UnitClock:
-    """Clock that times each unit of a model during training steps, on one pipeline stage with one model chunk.
+    """Clock that times each unit of a model (embedding, block, final norm, output layer) during training steps.
 
-    It records as soon as it is created. The forward of a unit lasts until the forward of the next unit. The backward of a unit
-    begins when the gradient of its output is complete, and lasts until the gradient of the preceding unit's output is complete.
+    The model must be on one pipeline stage, in one model chunk. The clock records from its creation on. The forward of a unit lasts
+    until the forward of the next unit. The backward of a unit begins when the gradient of its output is complete, and lasts until
+    the gradient of the preceding unit's output is complete.
     """
 
     def __init__(self, train_step: TrainStep) -> None:
         self._forward: list[list[float]] = []
         self._backward: list[list[float]] = []
         (chunk,) = train_step.model.chunks.values()
-        for unit in chunk.units():
+        for unit in chunk.get_units():
             unit.register_forward_pre_hook(self._on_enter)
             unit.register_forward_hook(self._on_leave)
         train_step.executor.recorder = self
 
     def start(self, op: Op) -> None:
-        """Start a list of timestamps for an operation. The executor calls this method when the operation starts."""
+        """Start a list of timestamps for an operation (a forward or a backward). The executor calls this method when the operation
+        starts."""
         self._get_timestamps(op).append([])
 
     def end(self, op: Op) -> None:
-        """Add the time at which the operation ends. The executor calls this method."""
+        """Append the current time to the operation's timestamps. The executor calls this method when the operation ends."""
         self._get_timestamps(op)[-1].append(time.perf_counter())
 
-    def times(self) -> list[UnitTimes]:
-        """Return the times of each unit, in forward order: the shortest over all microbatches so far."""
-        forward, backward = _min_intervals(self._forward), _min_intervals(self._backward)
+    def compute_times(self) -> list[UnitTimes]:
+        """Return the forward and backward times of each unit, in forward order: the shortest times over all microbatches so far."""
+        forward, backward = _compute_min_intervals(self._forward), _compute_min_intervals(self._backward)
         return [UnitTimes(*pair) for pair in zip(forward, reversed(backward), strict=True)]
 
     def _get_timestamps(self, op: Op) -> list[list[float]]:
@@ -64,6 +66,6 @@ class UnitClock:
         self._backward[-1].append(time.perf_counter())
 
 
-def _min_intervals(timestamps: Sequence[Sequence[float]]) -> list[float]:
+def _compute_min_intervals(timestamps: Sequence[Sequence[float]]) -> list[float]:
     gaps = [[end - start for start, end in pairwise(row)] for row in timestamps]
     return [min(column) for column in zip(*gaps, strict=True)]
