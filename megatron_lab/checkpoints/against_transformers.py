@@ -36,7 +36,8 @@ _SAMPLE_STRINGS = (
 
 @dataclass(frozen=True)
 class _RoundedSource:
-    """Weights of another source, rounded to a dtype as the weights in the exported files are."""
+    """Weights of another source, rounded to the dtype of the exported files. The two models that are compared then have equal
+    weights."""
 
     source: WeightSource
     dtype: torch.dtype
@@ -76,14 +77,15 @@ def compare_logits(source: WeightSource, folder: Path, dtype: torch.dtype, *, se
 
     Args:
         source: weights for the model of this framework.
-        folder: Hugging Face folder for transformers. It was written from `source`, or `source` reads it.
-        dtype: dtype of the weights in the folder.
+        folder: Hugging Face folder for transformers: the folder that was exported from `source`, or the folder that `source` reads.
+        dtype: dtype of the weights in the folder, to which those of `source` are rounded before the comparison.
+        seed: seed of the random token ids.
 
     Returns:
-        The result of the comparison, as a sentence.
+        A sentence with the largest difference between the logits.
 
     Raises:
-        CheckpointError: the logits differ, or transformers reports missing or unexpected tensors.
+        CheckpointError: logits differ by more than `MAX_LOGIT_DIFFERENCE`, or transformers reports missing or unexpected tensors.
         ValueError: transformers is not installed, or cannot open the folder.
     """
     transformers = _import_transformers()
@@ -94,10 +96,11 @@ def compare_logits(source: WeightSource, folder: Path, dtype: torch.dtype, *, se
     logits = compute_sequence_logits(model, context, ids)
     del model
     gc.collect()  # free the reference cycles of the model before transformers needs the memory
-    expected = _transformers_logits(folder, ids)
+    expected = _compute_transformers_logits(folder, ids)
     if logits.shape != expected.shape:
         raise CheckpointError(
-            f"{folder}: the logits of transformers have shape {list(expected.shape)}, those of this framework {list(logits.shape)}"
+            f"{folder}: the logits of transformers have shape {list(expected.shape)}, those of this framework "
+            f"{list(logits.shape)}: the conversion is wrong. Please report this"
         )
     max_difference = (logits - expected).abs().max().item()
     result = (
@@ -105,7 +108,10 @@ def compare_logits(source: WeightSource, folder: Path, dtype: torch.dtype, *, se
         f"{transformers.__version__} (the largest is {expected.abs().max().item():.3g})"
     )
     if not max_difference <= MAX_LOGIT_DIFFERENCE:
-        raise CheckpointError(f"the logits of {source.name} {result}, more than {MAX_LOGIT_DIFFERENCE:g}: the conversion is wrong")
+        raise CheckpointError(
+            f"the logits of {source.name} {result}, more than the allowed {MAX_LOGIT_DIFFERENCE:g}: the conversion is wrong. "
+            "Please report this"
+        )
     return f"Verified: the logits of the source {result}."
 
 
@@ -117,7 +123,7 @@ def _import_transformers() -> Any:
     return transformers
 
 
-def _transformers_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
+def _compute_transformers_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     transformers = _import_transformers()
     dtype_argument = "torch_dtype" if int(transformers.__version__.split(".")[0]) < 5 else "dtype"
     try:
@@ -125,10 +131,16 @@ def _transformers_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
             folder, **{dtype_argument: torch.float32}, output_loading_info=True, local_files_only=True
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise ValueError(f"transformers {transformers.__version__} cannot open {folder}: {error}") from error
+        raise ValueError(
+            f"transformers {transformers.__version__} cannot open {folder}: {error}.\n"
+            "  Another version of transformers may support this model."
+        ) from error
     errors = {category: sorted(map(str, names)) for category, names in report.items() if names and category != "error_msgs"}
     if errors:
-        raise CheckpointError(f"{folder}: transformers reports {errors}")
+        raise CheckpointError(
+            f"{folder} does not fit the model in transformers: transformers reports {errors}, so the conversion is wrong. Please "
+            "report this"
+        )
     with torch.no_grad():
         logits: torch.Tensor = model.eval()(ids).logits
     return logits.float()
@@ -142,7 +154,7 @@ def compare_ids(config: DataConfig, folder: Path) -> str:
         folder: folder with the tokenizer files for transformers.
 
     Returns:
-        The result of the comparison, as a sentence.
+        A sentence that says on how many strings the ids are equal.
 
     Raises:
         CheckpointError: the ids differ, or transformers cannot read the files.
@@ -151,14 +163,17 @@ def compare_ids(config: DataConfig, folder: Path) -> str:
     try:
         transformers_tokenizer = _import_transformers().AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
-        raise CheckpointError(f"transformers cannot read the tokenizer in {folder}: {error}") from error
+        raise CheckpointError(
+            f"transformers cannot read the tokenizer in {folder}: {error}.\n"
+            "  Another version of transformers may read it; --no-tokenizer writes only the weights."
+        ) from error
     for text in _SAMPLE_STRINGS:
         ids = tokenizer.encode(text)
         transformers_ids = transformers_tokenizer(text, add_special_tokens=config.tokenizer_type == "Llama2Tokenizer")["input_ids"]
         if ids != transformers_ids:
             raise CheckpointError(
-                f"the tokenizer in {folder} gives other ids in transformers: {text!r} is {transformers_ids} there "
-                f"and {ids} in this framework.\n"
-                "  --no-tokenizer writes only the weights."
+                f"the tokenizer in {folder} gives other token ids in transformers than in this framework: transformers encodes "
+                f"{text!r} to {transformers_ids}, and this framework encodes the text to {ids}.\n"
+                "  Set --no-tokenizer to write only the weights."
             )
     return f"transformers' AutoTokenizer gives the same ids on {len(_SAMPLE_STRINGS)} texts."

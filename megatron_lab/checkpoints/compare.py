@@ -12,7 +12,7 @@ _BLOCK_NUMEL = 1 << 20
 
 @dataclass(frozen=True)
 class Element:
-    """Index of an element that two tensors have at the same position, and its value in each tensor."""
+    """Element of two tensors that are compared: its index, and its value in the first and in the second tensor."""
 
     index: tuple[int, ...]
     first: float
@@ -30,15 +30,15 @@ class TensorDifference:
     max_difference: Element
     """Element with the largest absolute difference. The difference between NaN and a number counts as infinite."""
     max_abs_difference: float
-    """Largest absolute difference between two elements at the same position, which is the position in `max_difference`. Infinite if
-    only one of the two elements is NaN."""
+    """Absolute difference of the two values of `max_difference`, the largest of all elements. Infinite if either value is
+    infinite or NaN."""
     relative_norm: float
-    """Norm of the difference divided by the norm of the first tensor. Infinite if that norm is 0, or if a difference is not
-    finite."""
+    """Euclidean norm of the difference of the two tensors, divided by the norm of the first tensor. Infinite if the norm of the
+    first tensor is 0 or not finite, or if a difference is not finite."""
 
 
 def compare_tensors(first: torch.Tensor, second: torch.Tensor) -> TensorDifference | None:
-    """Compare the elements of two tensors, whose dtypes may differ. Returns None if all elements are equal.
+    """Compare the elements of two tensors, whose dtypes may differ. Returns None if all elements are equal; NaN equals NaN.
 
     Args:
         first: tensor of any shape, on the CPU.
@@ -73,7 +73,8 @@ def compare_tensors(first: torch.Tensor, second: torch.Tensor) -> TensorDifferen
 
 
 def _to_float64(tensor: torch.Tensor) -> torch.Tensor:
-    """Convert floating-point elements to float64, so that differences are precise enough. Integers do not change."""
+    """Convert a floating-point tensor to float64, so that differences of its elements are precise enough. Return an integer tensor
+    unchanged."""
     return tensor.double() if tensor.is_floating_point() else tensor
 
 

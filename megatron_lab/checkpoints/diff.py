@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_lab.foreign.open_source import open_source
 
     if not args.tolerance >= 0:
-        raise ValueError(f"--tolerance {args.tolerance}: it must not be negative")
+        raise ValueError(f"--tolerance {args.tolerance} must not be negative: set a tolerance of 0 or more")
     first, second = open_source(args.first, args.step[0]), open_source(args.second, args.step[1])
     result = compare(first, second, args.tolerance)
     print(json.dumps(result, indent=1) if args.json else "\n".join(format_lines(result, args.largest)))
@@ -50,14 +50,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def compare(first: WeightSource, second: WeightSource, tolerance: float = 0.0) -> dict[str, Any]:
-    """Compare all tensors of two sources of weights. Returns the differences as a JSON object.
+    """Compare the weights of two sources, and their moments if both sources have them.
 
     Args:
-        tolerance: largest absolute difference that counts as equal.
+        tolerance: two tensors count as equal if the norm of their difference, divided by the norm of the first tensor, is at most
+            this.
+
+    Returns:
+        A JSON object with the two folders, whether everything is equal (key `same`), and the tensors that only one source has or
+        that have another shape or dtype. For each tensor that differs it has the first and the largest difference.
     """
     from megatron_lab.checkpoints.compare import compare_tensors
 
-    tensors_a, tensors_b, prefixes = _common_tensors(first, second)
+    tensors_a, tensors_b, prefixes = _select_common_tensors(first, second)
     only_a = [name for name in tensors_a if name not in tensors_b]
     only_b = [name for name in tensors_b if name not in tensors_a]
     shapes, dtypes, differing, num_equal = {}, {}, {}, 0
@@ -101,7 +106,7 @@ def format_lines(result: dict[str, Any], num_shown: int) -> list[str]:
 
     Args:
         result: return value of `compare`.
-        num_shown: number of largest differences to show.
+        num_shown: maximum number of differing tensors to list. Those with the largest relative differences come first.
     """
     text_rows = [f"a: {result['a']}", f"b: {result['b']}", f"compared: {', '.join(result['kinds'])}"]
     text_rows += [f"only in a: {name}" for name in result["only_in_a"]]
@@ -128,14 +133,20 @@ def format_lines(result: dict[str, Any], num_shown: int) -> list[str]:
     return text_rows
 
 
-def _common_tensors(first: WeightSource, second: WeightSource) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo], list[str]]:
-    """Return the tensors of each source that can be compared, by full name (`model.<parameter>`, `exp_avg.<parameter>`), and the
-    prefixes (`model`, `exp_avg` and so on) that both sources have."""
+def _select_common_tensors(
+    first: WeightSource, second: WeightSource
+) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo], list[str]]:
+    """Select the tensors to compare: weights (prefix `model`), and each moment (`exp_avg` and so on) that both sources have.
+
+    Returns:
+        Shape and dtype of these tensors in the first source, and in the second source, by full name such as `exp_avg.<parameter>`.
+        Then the prefixes that both sources have.
+    """
     from megatron.parallel.params import build_global_records
     from megatron_lab.foreign.source import StoredCheckpoint
 
     tensor_maps = [
-        dict(source.tensors) if isinstance(source, StoredCheckpoint) else _weights_by_full_name(source)
+        dict(source.tensors) if isinstance(source, StoredCheckpoint) else _get_weights_by_full_name(source)
         for source in (first, second)
     ]
     prefixes = [{name.partition(".")[0] for name in tensors} for tensors in tensor_maps]
@@ -147,7 +158,7 @@ def _common_tensors(first: WeightSource, second: WeightSource) -> tuple[dict[str
     return tensors_a, tensors_b, sorted(common, key=lambda prefix: (prefix != "model", prefix))
 
 
-def _weights_by_full_name(source: WeightSource) -> dict[str, TensorInfo]:
+def _get_weights_by_full_name(source: WeightSource) -> dict[str, TensorInfo]:
     return {f"model.{name}": tensor for name, tensor in source.weights.items()}
 
 

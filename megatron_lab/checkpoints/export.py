@@ -83,14 +83,16 @@ def run(args: argparse.Namespace) -> int:
     """Run the subcommand `export`: write the weights in the requested format and print a summary. Returns the exit status."""
     requested = {"family": args.family, "dtype": args.dtype, "max-shard-size": args.max_shard_size, "license": args.license}
     if args.format == "onnx" and (unused := [name for name, value in requested.items() if value is not None]):
-        raise ValueError(f"--{unused[0]} has no effect with --format onnx, which writes one file in float32. Remove it")
+        raise ValueError(f"--{unused[0]} has no effect with --format onnx, which writes one file in float32. Remove the flag")
     unused = [name for name in ("max-shard-size", "license") if requested[name] is not None]
     if args.format == "peft" and (unused or args.verify):
         raise ValueError(
-            f"--{unused[0] if unused else 'verify'} has no effect with --format peft, which writes adapters. Remove it"
+            f"--{unused[0] if unused else 'verify'} has no effect with --format peft, which writes adapters. Remove the flag"
         )
     if args.format != "peft" and args.peft_base is not None:
-        raise ValueError(f"--peft-base {args.peft_base} has an effect only with --format peft. Remove it, or add --format peft")
+        raise ValueError(
+            f"--peft-base {args.peft_base} has an effect only with --format peft. Remove the flag, or add --format peft"
+        )
     import torch
 
     from megatron.data.tokenizer import build_tokenizer
@@ -114,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
         if built_tokenizer.vocab_size > source.vocab_size:
             raise ValueError(
                 f"the tokenizer has {built_tokenizer.vocab_size:,} ids, but {source.name} only {source.vocab_size:,} rows in its "
-                "embedding: this is not its tokenizer"
+                "embedding: the tokenizer belongs to another model. Choose the tokenizer of this model, or set --no-tokenizer"
             )
         tokens = SpecialTokens(bos=built_tokenizer.bos, eos=built_tokenizer.eod, pad=built_tokenizer.pad)
 
@@ -142,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
         has_tokenizer = (folder / "tokenizer_config.json").exists()
         return message if tokenizer is None or not has_tokenizer else f"{message} {compare_ids(tokenizer, folder)}"
 
-    def card(result: Export, has_tokenizer: bool) -> str:
+    def build_card(result: Export, has_tokenizer: bool) -> str:
         return build_model_card(
             source, TrainingSummary.of(checkpoint), result, licence=args.license or UNKNOWN, has_tokenizer=has_tokenizer
         )
@@ -156,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
         tokens=tokens,
         extras=write_tokenizer,
         check=verify if args.verify else None,
-        card=card,
+        card=build_card,
     )
     print(
         f"wrote {result.folder}: {result.num_parameters:,} parameters in {result.dtype} ({format_bytes(result.num_bytes)}) as "
@@ -170,7 +172,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _export_onnx(source: WeightSource, args: argparse.Namespace, write_tokenizer: Callable[[Path], list[str]]) -> int:
-    """Write model.onnx and the tokenizer's files, and print how to use them."""
+    """Write model.onnx and the tokenizer's files, and print a command that runs the model in onnxruntime. Returns the exit
+    status."""
     from megatron_lab.checkpoints.onnx_writer import LOGITS, MODEL, TOKENS, export_onnx
 
     result = export_onnx(source, args.output, write_tokenizer)
@@ -185,7 +188,7 @@ def _export_onnx(source: WeightSource, args: argparse.Namespace, write_tokenizer
 
 
 def _export_adapters(source: WeightSource, args: argparse.Namespace) -> int:
-    """Export only the LoRA adapters, and print a summary."""
+    """Write only the LoRA adapters, as a PEFT folder, and print a summary. Returns the exit status."""
     import torch
 
     from megatron_lab.checkpoints.peft_writer import export_adapters

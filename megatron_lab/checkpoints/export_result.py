@@ -20,6 +20,7 @@ class Export:
     """Peak size of weights in memory, in bytes: the largest parameter in its dtype in the source, and the tensors to which it
     is converted."""
     notes: list[str]
-    """Notes for the user."""
+    """Sentences for the user about what was left out or converted in a special way, such as settings that config.json cannot
+    express."""
     verification: str | None
     """Result of the comparison with transformers, as a sentence. None if there was no comparison."""

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.errors import CheckpointError, format_list
-from megatron.checkpoint.global_tensor import tensor_bytes
+from megatron.checkpoint.global_tensor import get_tensor_bytes
 from megatron.checkpoint.local_storage import sync_folder
 from megatron.checkpoint.safetensors_file import TensorEntry, encode_header, split_into_files
 from megatron.checkpoint.storage_url import open_storage
-from megatron.parallel.matmul import dtype_name
+from megatron.parallel.matmul import get_dtype_name
 from megatron_lab.checkpoints.export_result import Export
 from megatron_lab.checkpoints.model_card import UNKNOWN, build_model_card
 from megatron_lab.foreign.huggingface.families import select_family
@@ -39,14 +39,15 @@ GENERATION_CONFIG = "generation_config.json"
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids of special tokens for config.json and generation_config.json. None if not known."""
+    """Ids of the special tokens for config.json and generation_config.json: beginning of a text, end of a text, padding. None if
+    not known."""
 
     bos: int | None = None
     eos: int | None = None
     pad: int | None = None
 
     def to_json(self) -> dict[str, int | None]:
-        """Return the ids by the names that transformers uses."""
+        """Return the ids by the keys that transformers uses in config.json, such as `bos_token_id`."""
         return {"bos_token_id": self.bos, "eos_token_id": self.eos, "pad_token_id": self.pad}
 
 
@@ -62,10 +63,10 @@ def export(
     check: Callable[[Path], str] | None = None,
     card: Callable[[Export, bool], str] | None = None,
 ) -> Export:
-    """Write a Hugging Face folder. It is written under a temporary name, and renamed when it is complete.
+    """Write a model as a Hugging Face folder. The folder has a temporary name until it is complete.
 
     Args:
-        source: model to write.
+        source: architecture and weights of the model.
         folder: folder to write. It must not exist, or must be empty.
         family: `model_type` of the architecture to write. By default the first architecture that supports all features of the
             model.
@@ -91,9 +92,9 @@ def export(
     weight_dtypes = (source.weights[name].dtype for name, layout in layouts.items() if not layout.requires_float32)
     dtype = dtype or functools.reduce(torch.promote_types, weight_dtypes)
     unique_entries = {  # tensors that several parameters share appear once
-        name: TensorEntry(name, dtype_name(layout.get_hf_dtype(dtype)), shape)
+        name: TensorEntry(name, get_dtype_name(layout.get_hf_dtype(dtype)), shape)
         for layout in layouts.values()
-        for name, shape in layout.hf_shapes().items()
+        for name, shape in layout.get_hf_shapes().items()
     }
     entries = [*unique_entries.values()]
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -111,7 +112,7 @@ def export(
         result = Export(
             folder=folder,
             family=selected_family.model_type,
-            dtype=dtype_name(dtype),
+            dtype=get_dtype_name(dtype),
             num_parameters=sum(math.prod(layout.shape) for layout in layouts.values()),
             num_bytes=sum(entry.num_bytes for entry in entries),
             max_memory_bytes=max(
@@ -139,22 +140,28 @@ def export(
 def _check_tokens(tokens: SpecialTokens, vocab_size: int) -> None:
     for role, id in tokens.to_json().items():
         if id is not None and not 0 <= id < vocab_size:
-            raise CheckpointError(f"{role} is {id}, but the model has {vocab_size} tokens: this is not its tokenizer")
+            raise CheckpointError(
+                f"{role} of the tokenizer is {id}, but the vocabulary of the model has {vocab_size} token ids: the tokenizer "
+                "belongs to another model. Choose the model's tokenizer, or set --no-tokenizer"
+            )
 
 
 def _check_weights(source: WeightSource, layouts: dict[str, WeightLayout]) -> None:
-    """Check that the source and the architecture have the same parameters, so that every parameter is written and none is
-    missing."""
+    """Check that the names and shapes of the source's weights are exactly those that the architecture to write expects."""
     errors = find_mismatches(source.weights, {name: layout.shape for name, layout in layouts.items()})
     errors += [f"{name} is not a parameter of the architecture" for name in source.weights if name not in layouts]
     if errors:
-        raise CheckpointError(f"{source.name} does not hold the model that it describes:\n  " + format_list(errors, "\n  "))
+        raise CheckpointError(
+            f"the weights in {source.name} are not those of the model that its settings describes:\n  "
+            + format_list(errors, "\n  ")
+            + "\n  The source is incomplete or damaged: copy it again."
+        )
 
 
 def _convert_tensors(
     source: WeightSource, layouts: dict[str, WeightLayout], dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the Hugging Face tensors in the order of the files. Only one parameter is converted at a time."""
+    """Yield name and content of each Hugging Face tensor, in the order of the files. Only one parameter is converted at a time."""
     yield from convert_to_hf(layouts, lambda name: source.read(name).to(layouts[name].get_hf_dtype(dtype)))
 
 
@@ -163,14 +170,14 @@ def write_shard(path: Path, entries: Sequence[TensorEntry], stream: Iterator[tup
 
     Args:
         path: path of the file.
-        entries: tensors of the file, in order.
+        entries: name, dtype and shape of each tensor of the file, in order.
         stream: yields the name and content of each tensor, in the order of `entries`.
     """
     with open_storage(path.parent).create(path.name) as file:  # flushes the file to the disk during the write
         file.write(encode_header(entries, metadata={"format": "pt"}))  # transformers requires this entry
         for entry in entries:
             key, tensor = next(stream)
-            data = tensor_bytes(tensor)
+            data = get_tensor_bytes(tensor)
             assert key == entry.key and len(data) == entry.num_bytes, f"{key} instead of {entry.key}"
             file.write(data)
             del tensor, data  # free the memory before the next tensor is created
@@ -181,9 +188,9 @@ def write_shards(folder: Path, shards: Sequence[Sequence[TensorEntry]], tensors:
 
     Args:
         folder: folder of the files.
-        shards: entries of each file, from `split_into_files`.
-        tensors: yields the name and content of all entries, in order. The next tensor is requested when the previous one is
-            written.
+        shards: name, dtype and shape of the tensors of each file, from `split_into_files`.
+        tensors: yields the name and content of all tensors, in the order of `shards`. The next tensor is requested only when the
+            previous one is written, so only one is in memory.
 
     Raises:
         OSError: a file cannot be written.
@@ -212,7 +219,7 @@ def _build_config(family: Family, source: WeightSource, dtype: torch.dtype, toke
         **family.write(source.model),
         "vocab_size": source.vocab_size,
         **tokens.to_json(),
-        "torch_dtype": dtype_name(dtype),
+        "torch_dtype": get_dtype_name(dtype),
         "use_cache": True,
     }
 

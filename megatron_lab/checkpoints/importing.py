@@ -118,7 +118,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Content(NamedTuple):
-    """Tensors, settings and state of the checkpoint to write."""
+    """Content of the checkpoint that an import writes: iteration, settings of the run, and shape and dtype of each tensor by full
+    name. `read` returns a slice of a tensor, `state` is the content of state.json, and `description` is text for the summary."""
 
     iteration: int
     settings: Config
@@ -129,7 +130,7 @@ class _Content(NamedTuple):
 
 
 def _build_content(source: WeightSource, data: DataConfig, *, weights_only: bool) -> _Content:
-    """Collect the content of the checkpoint to write: the weights of a source, or the complete state of a Megatron-LM run.
+    """Collect the content of the checkpoint to write: the complete state of a Megatron-LM run, or only the weights of the source.
 
     Raises:
         CheckpointError: the source has training state that cannot be converted exactly.
@@ -157,7 +158,13 @@ def _build_content(source: WeightSource, data: DataConfig, *, weights_only: bool
 
 
 def _open_source_and_tokenizer(args: argparse.Namespace) -> tuple[WeightSource, DataConfig | None]:
-    """Open the source and find its tokenizer. The padding of the vocabulary in a checkpoint of Megatron-LM is removed."""
+    """Open the source, and select the settings of its tokenizer (None with --no-tokenizer).
+
+    Rows that Megatron-LM added to the word embedding as padding are removed.
+
+    Raises:
+        ValueError: the tokenizer does not fit the embedding, or a flag has no effect on this source.
+    """
     from megatron.data.tokenizer import build_tokenizer
     from megatron_lab.foreign.adapters import merge_adapters
     from megatron_lab.foreign.megatron_source import MegatronSource
@@ -166,9 +173,9 @@ def _open_source_and_tokenizer(args: argparse.Namespace) -> tuple[WeightSource, 
     source = merge_adapters(open_source(args.source, args.step, average=args.ema))
     from_megatron = isinstance(source, MegatronSource)
     if args.weights_only and not from_megatron:
-        raise ValueError(f"--weights-only has no effect on {args.source}, of which only the weights are read. Remove it")
+        raise ValueError(f"--weights-only has no effect on {args.source}, of which only the weights are read. Remove the flag")
     if args.embedding_rows is not None and not from_megatron:
-        raise ValueError(f"--embedding-rows has no effect on {args.source}, which records its number of rows. Remove it")
+        raise ValueError(f"--embedding-rows has no effect on {args.source}, which records its number of rows. Remove the flag")
     tokenizer = select_tokenizer(args, source)
     num_ids = None if tokenizer is None else build_tokenizer(tokenizer).vocab_size
     num_rows = args.embedding_rows or num_ids
@@ -179,8 +186,9 @@ def _open_source_and_tokenizer(args: argparse.Namespace) -> tuple[WeightSource, 
         and not source.pads_to_stored_rows(num_ids)
     ):
         raise ValueError(
-            f"the tokenizer has {num_ids:,} ids, which Megatron-LM does not pad to the rows that {args.source} has: it may "
-            "belong to another model. If it is the right tokenizer, set --embedding-rows to the number of rows without padding"
+            f"the tokenizer has {num_ids:,} ids. Megatron-LM would not pad them to the number of rows in the embedding of "
+            f"{args.source}, so the tokenizer may belong to another model. If it is the right tokenizer, set --embedding-rows to "
+            "the number of rows without padding"
         )
     if from_megatron and num_rows is not None and num_rows != source.vocab_size:
         source = open_source(args.source, args.step, vocab_size=num_rows)
@@ -189,7 +197,7 @@ def _open_source_and_tokenizer(args: argparse.Namespace) -> tuple[WeightSource, 
     if num_ids > source.vocab_size:
         raise ValueError(
             f"the tokenizer has {num_ids:,} ids, but {source.name} only {source.vocab_size:,} rows in its embedding: "
-            "this is not its tokenizer"
+            "the tokenizer belongs to another model. Choose the tokenizer of this model, or set --no-tokenizer"
         )
     tokenizer_type = str(tokenizer.tokenizer_type)
     if "vocab_size" not in get_run_tokenizer_settings(tokenizer_type) or "vocab_size" in get_tokenizer_settings(tokenizer_type):

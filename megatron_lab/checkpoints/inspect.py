@@ -33,7 +33,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe_source(source: WeightSource) -> dict[str, Any]:
-    """Return a description of a source of weights as a JSON object: model, run and tensors."""
+    """Return a description of a source of weights as a JSON object: settings of the model, tensors by full name with shape, dtype
+    and size, and for a training checkpoint also the run."""
     from megatron.parallel.params import build_global_records
     from megatron_lab.foreign.source import StoredCheckpoint
 

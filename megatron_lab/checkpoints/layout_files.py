@@ -19,16 +19,19 @@ from megatron.pipeline_parallel.partition import build_layer_table
 def plan_layout_files(
     model: ModelConfig, parallel: ParallelConfig, vocab_size: int, tensors: Collection[str]
 ) -> list[list[tuple[str, TensorSlice]]]:
-    """Return the tensor slices that each rank of one model replica writes to a checkpoint, by rank. If several ranks hold a slice,
-    only the first of them lists it.
+    """Return the tensor slices that each rank of one model replica writes to a checkpoint. If several ranks hold a slice, only the
+    first of them writes it.
 
     The function creates the default process group and destroys it, so call it in a process without one.
 
     Args:
         model: architecture of the model.
-        parallel: sizes of the tensor, pipeline and expert groups, schedule and split of the layers.
+        parallel: tensor-, pipeline- and expert-parallel sizes, schedule, and split of the layers.
         vocab_size: rows of the word embedding, without padding.
         tensors: full names of the stored tensors, weights and moments (`model.<parameter>`, `exp_avg.<parameter>`).
+
+    Returns:
+        For each rank, pairs of the full name of a tensor and a slice of it.
 
     Raises:
         ValueError: the layers or heads are not divisible by this layout.
@@ -48,7 +51,7 @@ def plan_layout_files(
                 model, context, dtype=torch.float32, vocab_size=vocab_size, sequence_parallel=False, seed=0, table=table
             )
             local_slices = [
-                (param.record.name, param.record.local_slice(context.axis_sizes, context.coordinates))
+                (param.record.name, param.record.get_local_slice(context.axis_sizes, context.coordinates))
                 for param in chunk_model.params
             ]
         finally:
@@ -67,6 +70,7 @@ def plan_layout_files(
 
 
 def build_replica_topology(parallel: ParallelConfig) -> Topology:
-    """Build the smallest topology that holds the complete model. It has one data rank, or more if expert parallelism needs them."""
+    """Build the topology of one model replica, the smallest that holds the complete model. It has one data-parallel rank, or more
+    if expert parallelism needs them."""
     tp, ep, etp = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size, parallel.expert_tensor_size
     return Topology(tp, 1, math.lcm(tp, etp * ep) // tp, parallel.pipeline_model_parallel_size, ep=ep, expert_tensor=etp)

@@ -26,12 +26,13 @@ _LOSS_NAMES = ("lm_loss", "validation_loss", "test_loss")
 
 @dataclass(frozen=True)
 class DatasetSummary:
-    """Name of a dataset, and the number of tokens and documents that the run has read from it."""
+    """Dataset that a training run has read, for the table of datasets in the model card."""
 
     name: str
     num_tokens: float
-    """Number of tokens read from the dataset, estimated from the weight of the dataset in the blends."""
+    """Number of tokens that the run has read from the dataset, estimated from the dataset's weight in each training blend."""
     num_documents: int
+    """Number of documents in the dataset's training split."""
     fingerprint: str
 
 
@@ -85,7 +86,8 @@ class TrainingSummary:
 
 
 def _read_losses(folder: Path, iteration: int) -> dict[str, tuple[int, float]]:
-    """Return the last loss of each type, at or before an iteration, from the history file of a run."""
+    """Return iteration and value of the last loss of each type (training, validation, test) up to `iteration`, from the history
+    file of a run. Empty if the folder has no history file."""
     try:
         history = read_history(folder)
     except ValueError:
@@ -104,13 +106,14 @@ def _read_losses(folder: Path, iteration: int) -> dict[str, tuple[int, float]]:
 def build_model_card(
     source: WeightSource, summary: TrainingSummary | None, result: Export, *, licence: str, has_tokenizer: bool
 ) -> str:
-    """Return the text of the model card.
+    """Return the text of the model card: README.md of an exported model.
 
     Args:
         source: source of the exported weights.
         summary: information about the training run. None if unknown.
         result: result of the export.
         licence: identifier of the licence on the Hugging Face Hub, such as apache-2.0.
+        has_tokenizer: whether the folder contains a tokenizer, which the example code of the card then loads.
     """
     name = result.folder.name
     imports = "AutoModelForCausalLM, AutoTokenizer" if has_tokenizer else "AutoModelForCausalLM"
@@ -141,7 +144,7 @@ def build_model_card(
 
 
 def _format_run(summary: TrainingSummary) -> Iterator[str]:
-    """Yield the lines of the sections on data, training and loss."""
+    """Yield the lines of the model card's sections on data, training and loss."""
     yield "## Data\n"
     yield f"The run read {summary.num_tokens:,} tokens in {summary.iteration:,} iterations" + (
         ":\n" if summary.datasets else " that were made up (--mock-data): the model has learned no language.\n"
@@ -211,7 +214,7 @@ def strip_folders(text: str) -> str:
 
 
 def format_next_steps(folder: Path, *, has_tokenizer: bool) -> list[str]:
-    """Return commands for typical uses of an export, ready to paste into a shell."""
+    """Return commands that load, serve, upload and (with a tokenizer) convert an exported model, ready to paste into a shell."""
     path = shlex.quote(str(folder))
     code = f"from transformers import AutoModelForCausalLM as M; print(M.from_pretrained({str(folder)!r}))"
     if has_tokenizer:

@@ -65,7 +65,11 @@ class _Forward(nn.Module):
 
 
 def find_obstacles(model: ModelConfig, num_bytes: int) -> list[str]:
-    """Return the reasons why a model cannot be exported to ONNX, as sentences. The list is empty if it can be exported."""
+    """Return the reasons why a model cannot be exported to ONNX, as sentences. The list is empty if it can be exported.
+
+    Args:
+        num_bytes: size of the weights in float32.
+    """
     obstacles = []
     if model.num_experts:
         obstacles.append(
@@ -83,7 +87,7 @@ def find_obstacles(model: ModelConfig, num_bytes: int) -> list[str]:
 
 
 def export_onnx(source: WeightSource, folder: Path, extras: Callable[[Path], list[str]] | None = None) -> OnnxExport:
-    """Write a folder with the ONNX file. It is written under a temporary name, and renamed when it is complete and verified.
+    """Write a folder with the ONNX file. The folder has a temporary name until it is complete and verified.
 
     Args:
         source: weights of the model. The complete model is in memory twice.
@@ -92,7 +96,7 @@ def export_onnx(source: WeightSource, folder: Path, extras: Callable[[Path], lis
 
     Raises:
         CheckpointError: the folder is not empty, the model cannot be exported, or the logits of onnxruntime differ.
-        ValueError: a library is missing.
+        ValueError: onnx, onnxscript or onnxruntime is not installed.
     """
     for library in ("onnx", "onnxscript", "onnxruntime"):
         import_optional(library, "--format onnx needs the extra onnx", extra="onnx")
@@ -102,9 +106,8 @@ def export_onnx(source: WeightSource, folder: Path, extras: Callable[[Path], lis
     num_bytes = sum(4 * math.prod(info.shape) for info in exported_source.weights.values())
     if obstacles := find_obstacles(exported_source.model, num_bytes):
         raise CheckpointError(
-            f"{source.name} cannot be exported to ONNX:\n  "
-            + "\n  ".join(obstacles)
-            + "\n  A Hugging Face folder can hold it (without --format)."
+            f"{source.name} cannot be exported to ONNX:\n  " + "\n  ".join(obstacles) + "\n"
+            "  Leave --format out to write a Hugging Face folder, which does not have these limits."
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.parent / f".{folder.name}.exporting-{secrets.token_hex(4)}"
@@ -121,7 +124,8 @@ def export_onnx(source: WeightSource, folder: Path, extras: Callable[[Path], lis
 
 
 def _write_graph(source: WeightSource, path: Path) -> None:
-    """Write the graph with torch's exporter. Its messages are suppressed, because they do not help the user."""
+    """Write the ONNX file of the reference model's forward pass with torch's exporter. The exporter's messages are suppressed,
+    because they do not help the user."""
     tokens = torch.zeros(2, max(2, min(8, source.model.seq_length // 2)), dtype=torch.long)
     max_length = source.model.num_positions if source.model.position_embedding_type == "learned_absolute" else None
     dynamic_dims = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence", max=max_length)}
@@ -143,17 +147,20 @@ def _write_graph(source: WeightSource, path: Path) -> None:
                 verbose=False,
             )
     except torch.onnx.errors.OnnxExporterError as error:
-        raise CheckpointError(f"torch {torch.__version__} cannot export {source.name}: {str(error).splitlines()[0]}") from error
+        raise CheckpointError(
+            f"torch {torch.__version__} cannot export {source.name}: {str(error).splitlines()[0]}.\n"
+            "  Use another version of torch, or leave --format out to write a Hugging Face folder."
+        ) from error
     finally:
         logger.setLevel(old_level)
 
 
 def _compare_logits(source: WeightSource, path: Path) -> str:
-    """Compare the logits of onnxruntime with those of this framework, on random token ids of several shapes. Returns the result as
-    a sentence.
+    """Compare the logits of onnxruntime with those of this framework, on random token ids of several shapes. Returns a sentence
+    with the largest difference.
 
     Raises:
-        CheckpointError: the logits differ.
+        CheckpointError: logits differ by more than `MAX_LOGIT_DIFFERENCE`.
     """
     runtime = import_optional("onnxruntime", "--format onnx needs onnxruntime", extra="onnx")
     session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
@@ -167,7 +174,8 @@ def _compare_logits(source: WeightSource, path: Path) -> str:
         actual = torch.from_numpy(session.run(None, {TOKENS: tokens.numpy()})[0])
         if actual.shape != expected.shape:
             raise CheckpointError(
-                f"the logits of onnxruntime have shape {list(actual.shape)}, those of this framework {list(expected.shape)}"
+                f"the logits of onnxruntime have shape {list(actual.shape)}, those of this framework {list(expected.shape)}: the "
+                "export is wrong. Please report this"
             )
         max_difference, max_logit = (
             max(max_difference, (expected - actual).abs().max().item()),
@@ -175,5 +183,5 @@ def _compare_logits(source: WeightSource, path: Path) -> str:
         )
     result = f"onnxruntime {runtime.__version__}: logits differ by at most {max_difference:.1e} (the largest is {max_logit:.3g})"
     if not max_difference <= MAX_LOGIT_DIFFERENCE:
-        raise CheckpointError(f"{result}, more than {MAX_LOGIT_DIFFERENCE:g}: the export is wrong")
+        raise CheckpointError(f"{result}, more than the allowed {MAX_LOGIT_DIFFERENCE:g}: the export is wrong. Please report this")
     return f"Verified by {result}."

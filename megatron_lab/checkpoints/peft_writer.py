@@ -19,7 +19,7 @@ import torch
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.local_storage import sync_folder
 from megatron.checkpoint.safetensors_file import TensorEntry
-from megatron.parallel.matmul import dtype_name
+from megatron.parallel.matmul import get_dtype_name
 from megatron.spec.weights import split_layer_name
 from megatron_lab.checkpoints.huggingface_writer import write_shard
 from megatron_lab.foreign.adapters import get_adapter_names, remove_lora_settings
@@ -45,7 +45,7 @@ class AdapterExport:
 def export_adapters(
     source: WeightSource, folder: Path, *, base: str | None = None, family: str | None = None, dtype: torch.dtype | None = None
 ) -> AdapterExport:
-    """Write the LoRA adapters of a model as a PEFT folder. It is written under a temporary name, and renamed when it is complete.
+    """Write the LoRA adapters of a model as a PEFT folder. The folder has a temporary name until it is complete.
 
     Args:
         source: model with adapters.
@@ -87,7 +87,7 @@ def export_adapters(
     temporary = folder.parent / f".{folder.name}.exporting-{secrets.token_hex(4)}"
     temporary.mkdir()
     try:
-        entries = [TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in generate_tensors()]
+        entries = [TensorEntry(name, get_dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in generate_tensors()]
         write_shard(temporary / WEIGHTS, entries, generate_tensors())
         content = {
             "peft_type": "LORA",

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand `reshard`: write the checkpoint and print a summary. Returns the exit status."""
     from megatron.checkpoint.errors import CheckpointError
-    from megatron.checkpoint.save_folder import checkpoint_name, parse_iteration
+    from megatron.checkpoint.save_folder import get_checkpoint_name, parse_iteration
     from megatron.checkpoint.storage_url import open_storage
     from megatron_lab.checkpoints.layout_files import plan_layout_files
     from megatron_lab.checkpoints.stream import write_checkpoint
@@ -50,15 +50,18 @@ def run(args: argparse.Namespace) -> int:
 
     source = open_source(args.source, args.step)
     if not isinstance(source, StoredCheckpoint):
-        raise CheckpointError(f"{args.source} is not a checkpoint of this program. Convert it with the import command first")
+        raise CheckpointError(
+            f"{args.source} is not a checkpoint of this program. Convert it with the import command of tools/checkpoint.py first"
+        )
     iteration = parse_iteration(source.name)
     if iteration is None:
         raise CheckpointError(
-            f"{source.name}: the name of the folder must be iter_ followed by the iteration, such as iter_0000100"
+            f"{source.name}: the name of the folder must be iter_ followed by the iteration, such as iter_0000100. Rename the "
+            "folder"
         )
     output = open_storage(args.output)
-    if output.list_names(checkpoint_name(iteration)):
-        raise CheckpointError(f"{output.location_of(checkpoint_name(iteration))} exists already: set another OUTPUT")
+    if output.list_names(get_checkpoint_name(iteration)):
+        raise CheckpointError(f"{output.get_location(get_checkpoint_name(iteration))} exists already: set another OUTPUT")
     config = apply_layout(source.settings, args)
     rank_slices = plan_layout_files(config.model, config.parallel, source.vocab_size, source.tensors)
     _check_complete(source, rank_slices)
@@ -83,20 +86,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def apply_layout(saved: Config, args: argparse.Namespace) -> Config:
-    """Return the settings of the saved run with the layout that the flags request.
+    """Return the settings of the saved run, with the parallel layout replaced by that of the command line.
 
     Raises:
         ConfigError: the model does not fit this layout. The message says which layouts fit.
     """
     from megatron.config.errors import ConfigError
-    from megatron.config.flags import flags
+    from megatron.config.flags import get_flags
     from megatron.config.parallel import ParallelConfig
     from megatron.config.rules import find_violations
     from megatron_lab.checkpoints.layout_files import build_replica_topology
 
     fields = {field.name for field in dataclasses.fields(ParallelConfig)}
     values = {name: value for name, value in vars(args).items() if name in fields and value is not None}
-    flags_by_field = {flag.field: flag for flag in flags().values() if flag.topic == "parallel"}
+    flags_by_field = {flag.field: flag for flag in get_flags().values() if flag.topic == "parallel"}
     for name, value in values.items():
         try:
             values[name] = flags_by_field[name].from_json(value)
@@ -124,9 +127,16 @@ def apply_layout(saved: Config, args: argparse.Namespace) -> Config:
 
 
 def _check_complete(source: StoredCheckpoint, rank_slices: list[list[tuple[str, Any]]]) -> None:
-    """Check that the new layout covers every stored tensor. Otherwise a tensor that the model does not have would be lost."""
+    """Check that some rank of the new layout writes each stored tensor. A tensor that no rank writes would be lost.
+
+    Args:
+        rank_slices: for each rank, pairs of the full name of a tensor and a slice of it.
+    """
     from megatron.checkpoint.errors import CheckpointError, format_list
 
     assigned_names = {name for slices in rank_slices for name, _ in slices}
     if missing := [name for name in source.tensors if name not in assigned_names and 0 not in source.tensors[name].shape]:
-        raise CheckpointError(f"{source.name} holds tensors that its model does not have: {format_list(missing)}")
+        raise CheckpointError(
+            f"{source.name} holds tensors that the model in its settings does not have, so the new checkpoint would lack them: "
+            f"{format_list(missing)}. The checkpoint was altered, or another version of the program wrote it: use that version"
+        )

@@ -27,8 +27,8 @@ def format_table(rows: Sequence[Sequence[str]], right_aligned: Sequence[int] = (
 
 
 def sort_tensor_names(full_names: Iterable[str], model_order: Iterable[str]) -> list[str]:
-    """Sort full tensor names such as `exp_avg.layers.0.mlp.up.weight`: weights first, then moments by prefix; within a prefix in
-    the order of the model.
+    """Sort full tensor names such as `exp_avg.layers.0.mlp.up.weight`: first the weights (prefix `model`), then each moment. Names
+    with the same prefix have the order of the model.
 
     Args:
         full_names: names to sort.

@@ -31,7 +31,7 @@ def add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def select_tokenizer(args: argparse.Namespace, source: WeightSource) -> DataConfig | None:
-    """Return settings for the tokenizer that the flags name, otherwise for the source's tokenizer. Returns None with
+    """Return the settings of the tokenizer that the flags select, or else of the source's tokenizer. Returns None with
     --no-tokenizer.
 
     The flags may also replace single files of the source's tokenizer.
@@ -51,8 +51,8 @@ def select_tokenizer(args: argparse.Namespace, source: WeightSource) -> DataConf
 
 
 def find_tokenizer(args: argparse.Namespace, source: WeightSource) -> DataConfig | None:
-    """Return settings for the tokenizer that the flags name, otherwise for the source's tokenizer. Returns None if neither names a
-    tokenizer.
+    """Return the settings of the tokenizer that the flags select, or else of the source's tokenizer. Returns None if neither
+    exists.
 
     The flags may also replace single files of the source's tokenizer.
 
@@ -67,7 +67,7 @@ def find_tokenizer(args: argparse.Namespace, source: WeightSource) -> DataConfig
     replaced_paths = {name: getattr(args, name) for name in TOKENIZER_FILE_SETTINGS if getattr(args, name) is not None}
     if invalid_names := [name for name in replaced_paths if getattr(source_tokenizer, name) is None]:
         raise ValueError(
-            f"--{invalid_names[0].replace('_', '-')} does not belong to the tokenizer of {source.name}, "
-            f"{source_tokenizer.tokenizer_type}"
+            f"--{invalid_names[0].replace('_', '-')} does not belong to the tokenizer of {source.name}, which is a "
+            f"{source_tokenizer.tokenizer_type}. Remove the flag, or select another tokenizer by --tokenizer-type"
         )
     return dataclasses.replace(source_tokenizer, **replaced_paths)

@@ -9,7 +9,7 @@ import torch
 
 from megatron.checkpoint.data_files import DataFileReader, SliceRead
 from megatron.checkpoint.errors import DamagedCheckpointError
-from megatron.checkpoint.global_tensor import tensor_bytes, torch_dtype
+from megatron.checkpoint.global_tensor import get_tensor_bytes, get_torch_dtype
 from megatron.checkpoint.manifest import EMPTY_HASH, StoredTensor, hash_content, is_partition
 from megatron.checkpoint.save_folder import find_file_problems, load_manifest, read_json
 from megatron.checkpoint.storage import CONFIG, STATE, Storage
@@ -18,7 +18,8 @@ from megatron.parallel.tensor_slice import TensorSlice
 
 @dataclass(frozen=True)
 class VerificationResult:
-    """Result of verifying all files of a checkpoint: the problems, and what was read."""
+    """Result of verifying all files of a checkpoint: number and size of the tensors that were read, and a message for each
+    problem."""
 
     num_tensors: int
     num_bytes: int
@@ -54,7 +55,7 @@ def verify_checkpoint(checkpoint: Storage, on_tensor: Callable[[str], None] = la
             on_tensor(name)
             num_bytes += (
                 sum(stored_slice.tensor_slice.numel for stored_slice in stored_tensor.slices)
-                * torch_dtype(stored_tensor.dtype).itemsize
+                * get_torch_dtype(stored_tensor.dtype).itemsize
             )
             problems += _verify_tensor(name, stored_tensor, reader)
     return VerificationResult(len(manifest.tensors), num_bytes, manifest.content_digest, tuple(dict.fromkeys(problems)))
@@ -65,7 +66,7 @@ def _verify_tensor(name: str, stored_tensor: StoredTensor, reader: DataFileReade
         return [f"{name}: its slices do not cover a tensor of shape {list(stored_tensor.shape)} exactly once"]
     problems, content_hash = [], EMPTY_HASH
     for stored_slice in stored_tensor.slices:
-        data = torch.empty(stored_slice.tensor_slice.sizes, dtype=torch_dtype(stored_tensor.dtype))
+        data = torch.empty(stored_slice.tensor_slice.sizes, dtype=get_torch_dtype(stored_tensor.dtype))
         try:
             reader.read(stored_slice, stored_tensor.dtype, [SliceRead(TensorSlice.full(stored_slice.tensor_slice.sizes), data)])
         except DamagedCheckpointError as error:
@@ -73,7 +74,7 @@ def _verify_tensor(name: str, stored_tensor: StoredTensor, reader: DataFileReade
             continue
         if stored_tensor.content is not None:
             content_hash = content_hash.combine(
-                hash_content(tensor_bytes(data), stored_tensor.dtype, stored_slice.tensor_slice, stored_tensor.shape)
+                hash_content(get_tensor_bytes(data), stored_tensor.dtype, stored_slice.tensor_slice, stored_tensor.shape)
             )
     if not problems and stored_tensor.content not in (None, content_hash.hex):
         problems.append(f"{name}: its content hash is {content_hash.hex}, the manifest has {stored_tensor.content}")

@@ -49,27 +49,35 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _find_checkpoints(source: str, step: int | None) -> Iterator[Storage | str]:
-    """Yield the checkpoints to verify. If the latest file of a save folder is missing or wrong, also yield a message about it."""
+    """Yield the checkpoints to verify. If the latest file of a save folder is missing or names a missing checkpoint, first yield a
+    message about it.
+
+    Args:
+        source: a save folder, or one checkpoint in it.
+        step: only verify the checkpoint of this iteration. None for all.
+    """
     from megatron.checkpoint.errors import CheckpointError
-    from megatron.checkpoint.save_folder import LATEST, checkpoint_name, list_iterations, read_latest
+    from megatron.checkpoint.save_folder import LATEST, get_checkpoint_name, list_iterations, read_latest
     from megatron.checkpoint.storage import MANIFEST
     from megatron.checkpoint.storage_url import open_storage
 
     folder = open_storage(source)
-    if folder.file_size(MANIFEST) is not None:
+    if folder.get_file_size(MANIFEST) is not None:
         if step is not None:
-            raise CheckpointError(f"{source} is one checkpoint, so no iteration ({step}) can be selected in it")
+            raise CheckpointError(f"{source} is one checkpoint, so --step {step} cannot select an iteration. Remove --step")
         yield folder
         return
     iterations = list_iterations(folder)
     if not iterations or (step is not None and step not in iterations):
-        raise CheckpointError(f"{source} holds no checkpoint" + ("" if step is None else f" of iteration {step}"))
+        raise CheckpointError(
+            f"{source} holds no checkpoint{'' if step is None else f' of iteration {step}'}. Choose the --save folder of a run"
+        )
     latest = read_latest(folder)
     if step is None and latest not in iterations:
-        yield f"{folder.location_of(LATEST)} " + (
+        yield f"{folder.get_location(LATEST)} " + (
             "is missing or unreadable" if latest is None else f"names {latest}, which is not there"
         )
-    yield from (folder.child(checkpoint_name(iteration)) for iteration in iterations if step in (None, iteration))
+    yield from (folder.get_child(get_checkpoint_name(iteration)) for iteration in iterations if step in (None, iteration))
 
 
 def _show_progress(name: str) -> None:
