@@ -1,8 +1,8 @@
 """Calibration of a cluster file: its rates are adjusted to the step times that runs with --plan-report have measured.
 
-Two factors are fitted, so that few reports suffice: how much longer than predicted computation takes, and how much longer
-communication takes. Each time that a run can measure contains both computation and communication. The prediction itself counts as
-one more report with both factors 1.
+Two factors are fitted, so that few reports suffice: one for computation and one for communication. A factor is the measured time
+divided by the predicted time. The reported times cannot be separated into computation and communication, so both factors are fitted
+together. The prediction itself counts as one more report with both factors 1.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ class RunReport:
     predicted_s: Mapping[str, float]
     """Predicted seconds of each component of a step, such as matrix products or an all-reduce."""
     measured_s: Mapping[str, float]
-    """Measured seconds of each group of components that timers can separate, by the names of `group_by_timer`."""
+    """Measured seconds of each of the three components that timers can separate: operations, waiting between operations, and
+    end of the step. The names are those of `group_by_timer`."""
     step_s: float
     """Measured duration of a step."""
 
 
 def read_report(path: Path) -> RunReport:
-    """Read a report of --plan-report.
+    """Read the JSON file that a run with --plan-report has written.
 
     Raises:
-        ValueError: the file cannot be read, or is not a report.
+        ValueError: the file cannot be read, or is not such a report.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -53,30 +54,37 @@ def read_report(path: Path) -> RunReport:
         measured_s = {name: float(measured_values["parts"][name]) for name in group_by_timer(predicted_s)}
         report = RunReport(predicted_s, measured_s, float(measured_values["seconds"]))
     except OSError as error:
-        raise ValueError(f"--calibrate {path} cannot be read: {error.strerror}.") from error
+        raise ValueError(f"--calibrate {path} cannot be read: {error.strerror}. Check the path.") from error
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"--calibrate {path} is not a report of --plan-report ({error}).") from error
+        raise ValueError(
+            f"--calibrate {path} is not a report that a run with --plan-report has written: a value is missing or invalid "
+            f"({error!r}). Choose another file."
+        ) from error
     if not all(math.isfinite(x) and x >= 0 for x in (*predicted_s.values(), *measured_s.values())) or report.step_s <= 0:
-        raise ValueError(f"--calibrate {path} contains a time that is negative or not a finite number.")
+        raise ValueError(
+            f"--calibrate {path} contains a negative time, a step of 0 s, or a time that is not a finite number. Choose another "
+            "report."
+        )
     return report
 
 
 def is_communication(work_type: str) -> bool:
-    """Return whether a component of the predicted step time is communication. All other components are computation, or waiting for
+    """Return whether a component of the predicted step time is communication. If not, it is computation, or waiting for
     computation.
 
     Args:
-        work_type: name of the component.
+        work_type: name of the component, as in `RunReport.predicted_s`.
     """
     return work_type in _COMMUNICATION_TYPES or work_type.endswith(" ranks")
 
 
 def pair_times(report: RunReport) -> list[tuple[dict[str, float], float]]:
-    """Pair the predicted and measured times of each group of components that timers can separate.
+    """Pair the predicted and measured times of a step, separately for each component that timers can measure (see
+    `RunReport.measured_s`).
 
     Returns:
-        for each group, the predicted seconds of computation and of communication, and the measured seconds of the group. Groups
-        below 2 % of the step are omitted.
+        for each component, a dict with the predicted seconds of computation (key `COMPUTING`) and of communication (key `SENDING`),
+        and the measured seconds of the component. Components that take less than 2 % of the step are omitted.
     """
     pairs = []
     for name, measured in report.measured_s.items():
@@ -96,8 +104,11 @@ def pair_times(report: RunReport) -> list[tuple[dict[str, float], float]]:
 
 
 def fit_scales(reports: Sequence[RunReport]) -> dict[str, float]:
-    """Fit the two factors by which computation and communication take longer than predicted. Each factor is between fixed bounds,
-    and with few reports it stays close to 1."""
+    """Fit two factors by which measured times exceed predicted times: of computation (key `COMPUTING`) and of communication (key
+    `SENDING`).
+
+    Each factor is between 1/3 and 3. With few reports it stays close to 1.
+    """
     pairs = [pair for report in reports for pair in pair_times(report)]
     has_communication = sum(amounts[SENDING] for amounts, _ in pairs) > _MIN_COMMUNICATION_SHARE * sum(
         measured for _, measured in pairs
@@ -114,8 +125,11 @@ def fit_scales(reports: Sequence[RunReport]) -> dict[str, float]:
 
 
 def calibrate(cluster: Cluster, reports: Sequence[RunReport]) -> tuple[Cluster, list[str]]:
-    """Scale the rates of a cluster so that its predictions fit the measured times of reports. Return the new cluster and messages
-    that describe the changes."""
+    """Scale the rates of a cluster so that the predictions of the planner fit the measured times in reports.
+
+    Returns:
+        the cluster with the new rates, and messages that describe the changes.
+    """
     scales = fit_scales(reports)
     computing, sending = scales[COMPUTING], scales[SENDING]
     log_errors = []
@@ -146,14 +160,16 @@ def calibrate(cluster: Cluster, reports: Sequence[RunReport]) -> tuple[Cluster, 
 
 
 def _scale_efficiency(efficiency: Efficiency, computing: float, sending: float, *, is_measured: bool) -> Efficiency:
-    """Divide the efficiencies of computation and communication by the factors by which they take longer than predicted.
+    """Divide the efficiencies of a cluster by the factors that `fit_scales` returns, so that predictions become longer by these
+    factors.
 
-    An efficiency is at most 1, unless the cluster's peak rates were measured: then they are not upper limits.
+    An efficiency is the fraction of a peak rate that a run reaches. It is at most 1, unless the cluster's peak rates were measured:
+    then they are not upper limits.
 
     Args:
-        computing: factor of computation.
-        sending: factor of communication.
-        is_measured: the peak rates were measured.
+        computing: factor by which computation takes longer than predicted.
+        sending: factor by which communication takes longer than predicted.
+        is_measured: whether the peak rates were measured.
     """
 
     def scale_share(value: float, factor: float) -> float:
@@ -171,10 +187,14 @@ def _scale_efficiency(efficiency: Efficiency, computing: float, sending: float, 
 
 
 def write_calibrated_cluster(path: Path, cluster: Cluster, reports: Sequence[Path]) -> list[str]:
-    """Calibrate a cluster by the reports of runs, and write its cluster file. Return messages for the user.
+    """Calibrate a cluster by the reports of runs, and write the calibrated cluster file. Return messages for the user.
+
+    Args:
+        path: cluster file to write.
+        reports: files written by runs with --plan-report.
 
     Raises:
-        ValueError: a report cannot be used.
+        ValueError: a report cannot be read or is invalid.
     """
     calibrated, messages = calibrate(cluster, [read_report(report) for report in reports])
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,8 @@
-"""Check of a cluster before a run. All nodes execute its steps. One node, the head node, compares the results and decides whether
-there is a problem."""
+"""Check of a cluster before a run (tools/check_cluster.py).
+
+Every node executes the steps of the check. One node, the head node, compares the results of all nodes and decides whether there is
+a problem.
+"""
 
 from __future__ import annotations
 
@@ -29,35 +32,35 @@ _MARGIN_S = 30.0
 
 @dataclass(frozen=True)
 class Job:
-    """Job for which the cluster is checked: its size, the node at which its nodes meet, and how long to wait."""
+    """Job for which the cluster is checked: its size, the head node to which all other nodes connect, and how long to wait."""
 
     num_nodes: int
     ranks_per_node: int
     head: str
-    """Name or address of the head node."""
+    """Name or address of the head node, which compares the results of all nodes."""
     port: int
     """Port of the head node, to which the other nodes connect."""
     expected_hosts: Sequence[str] = ()
-    """Names of the nodes, if known."""
+    """Host names of all nodes, to name the missing ones; empty if unknown."""
     device_bytes: int | None = None
-    """Memory that the run needs on one GPU, if known."""
+    """Bytes that the run needs on one GPU; None if unknown."""
     join_timeout_s: float = 600.0
     """Seconds to wait for all nodes to join."""
     ranks_timeout_s: float = 300.0
-    """Seconds to wait for the ranks to finish."""
+    """Seconds to wait for the ranks to finish the test of the links between them."""
 
 
 def run_check(job: Job, config: Config, program: Sequence[str] = PROGRAM) -> list[str]:
-    """Run all steps of the check on this node. The head node prints the results.
+    """Check this node and its links to the other nodes. Every node of the job calls the function. The head node prints the results.
 
     Args:
         program: command that each rank runs.
 
     Returns:
-        the problems, which are equal on every node.
+        messages about problems, equal on every node; empty if there are none.
 
     Raises:
-        MeetingError: this node and the head node cannot connect.
+        NodeExchangeError: this node and the head node cannot connect.
     """
     node_info = collect_node_info(config, job.ranks_per_node)
     check = _Check(
@@ -70,7 +73,8 @@ def run_check(job: Job, config: Config, program: Sequence[str] = PROGRAM) -> lis
 
 @dataclass
 class _Check:
-    """Steps of the check on one node, called in order. Each `check_` method returns the problems, which are equal on every node."""
+    """Steps of the cluster check on one node, called in order. Each `check_` method returns messages about problems, equal on every
+    node."""
 
     job: Job
     config: Config
@@ -78,11 +82,11 @@ class _Check:
     node_info: NodeInfo
     exchange: NodeExchange
     hosts: dict[int, str] = field(default_factory=dict)
-    """Unique names of the nodes that have joined, by node index. Only set on the head."""
+    """Unique names of the nodes that have joined, by node index. Only set on the head node."""
 
     def check_node_info(self) -> list[str]:
-        """Check that all nodes join, that no node has reported a problem of its own, and that all nodes have equal versions of
-        software and hardware."""
+        """Check that all nodes join, that no node has found a problem of its own, and that software and hardware versions are equal
+        on all nodes."""
         job, result = self.job, Verdict()
         self.exchange.put("facts", asdict(self.node_info))
         if self.exchange.is_head:
@@ -102,7 +106,7 @@ class _Check:
         return self._share_verdict("facts agree", result, job.join_timeout_s)
 
     def check_clocks_and_folder(self) -> list[str]:
-        """Compare the clocks of all nodes. Check that a file that the head writes into the save folder is visible on every node."""
+        """Compare the clocks of all nodes. Check that every node sees a file that the head node writes into the save folder."""
         result, marker, is_head = Verdict(), self._get_marker_path(), self.exchange.is_head
         if is_head and marker is not None:
             marker.touch()
@@ -127,7 +131,8 @@ class _Check:
         return self._share_verdict("nodes see the same", result, _MARGIN_S)
 
     def check_links(self) -> list[str]:
-        """Check that all ranks reach each other, that an all-reduce gives the correct result, and that no node is slow."""
+        """Check that all ranks reach each other, that an all-reduce gives the correct result, and that no node communicates
+        slowly."""
         job, device_type, result = self.job, select_device_type(self.config.parallel.device), Verdict()
         ends = run_ranks(
             self.exchange.index,
@@ -158,7 +163,13 @@ class _Check:
         )
 
     def _share_verdict(self, key: str, result: Verdict, timeout_s: float) -> list[str]:
-        """Send the head node's result to all nodes, and return its problems. The head node also prints the result."""
+        """Send the head node's problems to all nodes, and return them. The head node also prints the problems and notes.
+
+        Args:
+            key: name of the message in the exchange between the nodes.
+            result: result of a step of the check. It is only used on the head node.
+            timeout_s: seconds that the head node may need for its result.
+        """
         if not self.exchange.is_head:
             return self.exchange.receive(key, timeout_s + _MARGIN_S)  # type: ignore[no-any-return]
         self.exchange.broadcast(key, result.problems)
@@ -184,12 +195,13 @@ class _Check:
 
 
 def select_device_type(device: str) -> str:
-    """Return the type of device (cpu or cuda) that ranks use for a value of --device."""
+    """Return the type of device that ranks use for a value of --device: "cuda" if the value allows it and a GPU is available,
+    otherwise "cpu"."""
     return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def _wait_for_file(path: Path) -> bool:
-    """Wait until a file is visible. Return False if it is not visible within the time limit."""
+    """Wait until a file is visible on this node. Return False if it is not visible within 10 seconds."""
     deadline = time.monotonic() + _FILE_VISIBLE_TIMEOUT_S
     while not path.exists():
         if time.monotonic() > deadline:

@@ -1,5 +1,5 @@
-"""File of a measured cluster: YAML with the rates that the planner uses, and comments that say what was measured, when, on which
-hardware and how accurately."""
+"""Writes the cluster file of a measured cluster: YAML with the rates that the planner uses, and comments that say what was
+measured, when, on which hardware and how accurately."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from megatron_lab.planner.cluster import Cluster
 
 
 def write_measured_cluster(path: Path, device: str, num_ranks: int, run_flags: Sequence[str], world_size: int) -> list[str]:
-    """Measure the cluster, and write its cluster file on the first rank. Start local ranks if no launcher has started this process.
+    """Measure the cluster, and write its cluster file on the first rank. If no launcher has started this process, start the ranks
+    on this node.
 
     Args:
-        device: auto, cpu or cuda.
-        num_ranks: number of local ranks to start, without a launcher.
-        run_flags: flags of a run whose shapes of matrix products are also measured.
+        device: value of --device: auto, cpu or cuda.
+        num_ranks: number of ranks to start on this node if there is no launcher.
+        run_flags: command line of a run. The matrix products of that run are measured too, in their shapes. Empty for no run.
         world_size: number of ranks of that run.
 
     Returns:
-        messages for the user; empty on other ranks.
+        messages for the user; empty on other ranks than the first.
     """
     if "RANK" in os.environ:
         measurement = measure_rank(device, run_flags, world_size)
@@ -38,7 +39,12 @@ def write_measured_cluster(path: Path, device: str, num_ranks: int, run_flags: S
 
 
 def format_cluster_file(cluster: Cluster, measurement: Measurement, figures: Sequence[Figure]) -> str:
-    """Format the YAML text of a cluster file, with comments."""
+    """Format the YAML text of a cluster file.
+
+    Args:
+        measurement: measurement to which the rates of the cluster were fitted.
+        figures: lines about the values and their accuracy, for the comments of the file.
+    """
     num_nodes = measurement.num_ranks // measurement.ranks_per_node
     hardware = (
         f"{num_nodes} node{'s' * (num_nodes > 1)} of {measurement.ranks_per_node} ranks, {measurement.device}, "

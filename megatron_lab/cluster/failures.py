@@ -1,5 +1,7 @@
-"""Simulation of a job with random failures, to choose the save interval. The result is the fraction of the job's time that is spent
-on steps that are not lost."""
+"""Simulation of a job with random failures, to choose the interval between saves (tools/simulate_failures.py).
+
+The result is the fraction of the job's time that is spent on training steps that no failure has undone.
+"""
 
 from __future__ import annotations
 
@@ -16,92 +18,106 @@ _MIN_TOTAL_S = 1e-9
 
 @dataclass(frozen=True)
 class Job:
-    """Times of a job with random failures, in seconds: the input of the simulation.
+    """Durations and failure rate of a job: the input of the simulation. Names with the ending `_s` are seconds.
 
     Raises:
         ValueError: a value is out of range.
     """
 
     mtbf_s: float
-    """Mean time between failures of the job as a whole. Failures are independent of each other (exponentially distributed
-    times)."""
+    """Mean time between failures of the whole job. The times between failures are independent and exponentially distributed."""
     step_s: float
-    """Duration of a step."""
+    """Duration of a training step."""
     save_stall_s: float
-    """Time for which a save blocks training."""
+    """Time for which training waits for a save."""
     save_s: float
-    """Time from the end of the stall `save_stall_s` until the checkpoint is complete. The next save waits for it."""
+    """Time that an asynchronous save takes after the stall `save_stall_s`, until its checkpoint is complete. The next save
+    waits for it."""
     detect_s: float
     """Time from a failure to its detection."""
     restart_s: float
-    """Time from the detection of a failure to the first step, including the load of a checkpoint."""
+    """Time from the detection of a failure to the first training step, including the load of a checkpoint."""
     copy_interval: int = 0
-    """Steps between copies of the state into the memory of other nodes; 0 for no copies."""
+    """Number of steps between copies of the training state into the memory of other nodes; 0 for no copies."""
     copy_stall_s: float = 0.0
-    """Time for which a copy blocks training."""
+    """Time for which training waits for a copy."""
     copy_survives: float = 0.0
     """Fraction of failures after which a complete copy in the memory of other nodes remains."""
     copy_restart_s: float = 0.0
-    """Time from the detection of a failure to the first step, for a restart from a copy."""
+    """Time from the detection of a failure to the first training step if the job restarts from a copy in memory."""
 
     def __post_init__(self) -> None:
-        times = self.save_stall_s, self.save_s, self.detect_s, self.restart_s, self.copy_stall_s, self.copy_restart_s
-        if not (self.step_s > 0 and self.mtbf_s > 0 and all(0 <= time < math.inf for time in times)):
-            raise ValueError("times must be at least 0, and the duration of a step must be above 0.")
+        if not (self.step_s > 0 and self.mtbf_s > 0):
+            raise ValueError(f"--step-s {self.step_s:g} and the mean time between failures ({self.mtbf_s:g} s) must be above 0.")
+        for name in ("save_stall_s", "save_s", "detect_s", "restart_s", "copy_stall_s", "copy_restart_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name):g} must be finite and at least 0.")
         if not 0 <= self.copy_survives <= 1 or self.copy_interval < 0:
-            raise ValueError("--copy-survives must be from 0 to 1, and --copy-interval at least 0 steps.")
+            raise ValueError(
+                f"--copy-survives {self.copy_survives:g} must be from 0 to 1, and "
+                f"--copy-interval {self.copy_interval} at least 0 steps."
+            )
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of the simulation: what the time of a job is spent on, as fractions, averaged over the simulated jobs."""
+    """What a job spends its time on, as fractions of that time: mean values over the simulated jobs."""
 
     ettr: float
-    """Effective training time ratio: fraction of the time spent on steps that are not lost."""
+    """Effective training time ratio: fraction of the time spent on training steps that no failure has undone."""
     low: float
     high: float
-    """Upper bound of the range that contains the ratio of nine of ten simulated jobs; `low` is the lower bound."""
+    """95th percentile of the effective training time ratio over the simulated jobs. `low` is the 5th percentile."""
     again: float
-    """Fraction of the time spent on steps that are lost and therefore repeated."""
+    """Fraction of the time spent on training steps that a failure has undone. The job repeats them."""
     saving: float
-    """Fraction of the time in which training is blocked by saves of checkpoints and by copies of the state into the memory of other
-    nodes."""
+    """Fraction of the time in which training waits for saves of checkpoints and for copies of the training state into the
+    memory of other nodes."""
     down: float
-    """Fraction of the time spent on the detection of failures and on restarts."""
+    """Fraction of the time from failures to the first training step after them: detection and restart."""
     failures: float
     """Mean number of failures of a simulated job."""
 
 
 def simulate(job: Job, save_interval: int, days: float, num_draws: int, seed: int) -> Outcome:
-    """Simulate a job several times with random failures.
+    """Simulate several jobs with random failures, and average the results.
 
     Args:
-        save_interval: steps between saves.
+        save_interval: number of steps between saves.
         days: duration of each simulated job.
         num_draws: number of simulated jobs.
+        seed: seed of the random failure times.
 
     Raises:
-        ValueError: the interval is less than one step.
+        ValueError: `save_interval` is less than 1.
     """
     if save_interval < 1:
-        raise ValueError("--save-interval must be at least 1 step.")
+        raise ValueError(f"--save-interval {save_interval} must be at least 1 step.")
     outcomes = [_simulate_once(job, save_interval, 86_400 * days, random.Random(f"{seed} {i}")) for i in range(num_draws)]
     ettrs = sorted(outcome.ettr for outcome in outcomes)
     index_5_percent = (len(ettrs) - 1) / 20
 
-    def mean(name: str) -> float:
+    def compute_mean(name: str) -> float:
         return sum(getattr(outcome, name) for outcome in outcomes) / num_draws
 
     low, high = ettrs[round(index_5_percent)], ettrs[round(19 * index_5_percent)]
-    return Outcome(mean("ettr"), low, high, mean("again"), mean("saving"), mean("down"), mean("failures"))
+    return Outcome(
+        compute_mean("ettr"),
+        low,
+        high,
+        compute_mean("again"),
+        compute_mean("saving"),
+        compute_mean("down"),
+        compute_mean("failures"),
+    )
 
 
 def _simulate_once(job: Job, save_interval: int, horizon: float, rng: random.Random) -> Outcome:
-    """Simulate one job as a sequence of periods. In each period the job works from a checkpoint or a copy until a failure, and then
-    recovers.
+    """Simulate one job as a sequence of periods. A period starts from a checkpoint or a copy in memory, and ends with a failure and
+    the recovery from it.
 
     Args:
-        save_interval: steps between saves.
+        save_interval: number of steps between saves.
         horizon: duration of the job in seconds.
         rng: generator of the random times between failures.
     """
@@ -122,7 +138,7 @@ def _simulate_once(job: Job, save_interval: int, horizon: float, rng: random.Ran
         from_copy = bool(job.copy_interval) and rng.random() < job.copy_survives
         lost_s = steps_s - saved_s + (copy_lead_s if not saved_s else 0.0)
         if from_copy:
-            lost_s = min(lost_s, _seconds_since_copy(job, steps_s))
+            lost_s = min(lost_s, _compute_seconds_since_copy(job, steps_s))
             copy_lead_s = max(0.0, steps_s - saved_s - lost_s + (copy_lead_s if not saved_s else 0.0))
         else:
             copy_lead_s = 0.0
@@ -138,13 +154,14 @@ def _simulate_once(job: Job, save_interval: int, horizon: float, rng: random.Ran
 
 
 def _simulate_work(job: Job, save_interval: int, work_s: float) -> tuple[float, float, float]:
-    """Simulate a period of `work_s` seconds without failures.
+    """Simulate `work_s` seconds of work without failures, from a checkpoint or copy on.
 
     Args:
-        save_interval: steps between saves.
+        save_interval: number of steps between saves.
 
     Returns:
-        seconds of complete steps, seconds of the steps that a complete checkpoint contains at the end, and seconds of stalls.
+        seconds of completed steps; seconds of those steps that are in a complete checkpoint at the end; seconds in which training
+        waits for saves and copies.
     """
     interval_steps_s = save_interval * job.step_s
     copy_stalls_s = (save_interval // job.copy_interval) * job.copy_stall_s if job.copy_interval else 0.0
@@ -160,19 +177,30 @@ def _simulate_work(job: Job, save_interval: int, work_s: float) -> tuple[float, 
     return total_steps_s, num_complete_saves * interval_steps_s, stall_s
 
 
-def _seconds_since_copy(job: Job, steps_s: float) -> float:
-    """Return how many of `steps_s` seconds of steps are not contained in the last copy to the memory of other nodes."""
+def _compute_seconds_since_copy(job: Job, steps_s: float) -> float:
+    """Return how many seconds of steps are lost if the job restarts from its last copy in the memory of other nodes.
+
+    Args:
+        steps_s: seconds of completed steps since the last start.
+    """
     return steps_s % (job.copy_interval * job.step_s)
 
 
 def find_best_interval(outcomes: Mapping[int, Outcome]) -> int:
-    """Return the save interval with the highest effective training time ratio."""
+    """Return the save interval with the highest effective training time ratio.
+
+    Args:
+        outcomes: result of the simulation, by save interval in steps.
+    """
     return max(outcomes, key=lambda interval: outcomes[interval].ettr)
 
 
 def list_intervals(job: Job) -> list[int]:
-    """Return the save intervals to simulate, in steps: from a fifth of Young's interval to the time between failures, each about
-    1.6 times the previous one."""
+    """Return the save intervals to simulate, in steps.
+
+    They range from a fifth of Young's interval (`compute_young_interval_s`) to the mean time between failures. Each is about 1.6
+    times the previous one.
+    """
     max_interval = max(1.0, job.mtbf_s / job.step_s)
     intervals = {max(1, round(max_interval / 1.6**i)) for i in range(64)}
     min_interval = max(1, round(0.2 * compute_young_interval_s(job) / job.step_s))
@@ -180,14 +208,18 @@ def list_intervals(job: Job) -> list[int]:
 
 
 def compute_young_interval_s(job: Job) -> float:
-    """Return the time between saves, in seconds, that minimizes the time lost to saves and repeated steps, by the first-order
-    estimate of Young (1974)."""
+    """Return the time between saves, in seconds, at which waiting for saves and repeating steps cost the least time together.
+
+    Source: first-order estimate of Young (1974).
+    """
     return math.sqrt(2 * job.save_stall_s * job.mtbf_s)
 
 
 def compute_daly_interval_s(job: Job) -> float:
-    """Return the time between saves, in seconds, that minimizes the lost time, by the higher-order estimate of Daly (2006, equation
-    37)."""
+    """Return the time between saves, in seconds, at which waiting for saves and repeating steps cost the least time together.
+
+    Source: higher-order estimate of Daly (2006, equation 37).
+    """
     cost, mtbf = job.save_stall_s, job.mtbf_s
     if cost >= 2 * mtbf:
         return mtbf

@@ -1,4 +1,5 @@
-"""Program of one rank in the link test: do all ranks reach each other, is an all-reduce correct, and how fast is each node?
+"""Program of one rank in the link test of the cluster check: do all ranks reach each other, is an all-reduce correct, and how fast
+is each node?
 
 Usage: ``python -m megatron_lab.cluster.links REPORT DEVICE LIMIT``, with the environment variables of a launcher (RANK, WORLD_SIZE,
 LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
@@ -29,13 +30,13 @@ _REPEATS = 5
 
 
 def measure_links(report: Callable[[dict[str, Any]], None], device_type: str, timeout_s: float) -> None:
-    """Run all steps of the link test, and report their progress and results. Rates are in bytes per second, the fastest of five
-    repeats.
+    """Run all steps of the link test on this rank, and report progress and results. Rates are in bytes per second: the fastest of
+    five repeats.
 
     Args:
-        report: receives each record of the report.
-        device_type: value of --device.
-        timeout_s: time limit of each collective.
+        report: called with {"at": name} at the start of each step, and with {"done": results} at the end.
+        device_type: type of device of the rank: cpu or cuda.
+        timeout_s: time limit of each collective, in seconds.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank, ranks_per_node = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -75,11 +76,13 @@ def measure_links(report: Callable[[dict[str, Any]], None], device_type: str, ti
 
 
 def plan_exchange_rounds(num_nodes: int) -> Iterator[dict[int, int]]:
-    """Yield rounds of exchanges between neighbours on a ring of nodes. A round maps each node to its partner. A node without a
-    partner in a round is not in the mapping.
+    """Yield the rounds in which nodes exchange data in pairs, to measure the links between neighbours on a ring of nodes.
 
-    Over all rounds, each of three or more nodes has two partners. A node whose exchanges with both partners are slow is slow
-    itself.
+    Each node has at most one partner in a round. Over all rounds, each of three or more nodes has two partners. If its exchanges
+    with both partners are slow, the node itself is slow.
+
+    Yields:
+        for each round, the partner of each node by node index. Nodes without a partner are omitted.
     """
     edges = [(node, (node + 1) % num_nodes) for node in range(num_nodes if num_nodes > 2 else num_nodes - 1)]
     last_edges = [edges.pop()] if num_nodes % 2 and num_nodes > 2 else []
@@ -100,7 +103,8 @@ def _build_exchange(values: torch.Tensor, peer: int) -> Callable[[], None]:
 
 
 def _measure_rate(values: torch.Tensor, action: Callable[[], Any]) -> float:
-    """Return the bytes of `values` divided by the shortest duration of the action."""
+    """Return the rate of an action in bytes per second: the bytes of `values` divided by the shortest of several measured
+    durations."""
 
     def time_action() -> float:
         start = time.perf_counter()
@@ -114,7 +118,7 @@ def _measure_rate(values: torch.Tensor, action: Callable[[], Any]) -> float:
 
 
 def main(argv: list[str]) -> None:
-    """Run the link test and write its report."""
+    """Run the link test and write its report. The arguments are described at the top of the module."""
     path, device_type, timeout_s = Path(argv[0]), argv[1], float(argv[2])
     signal.setitimer(signal.ITIMER_REAL, timeout_s)  # by default SIGALRM ends the process
     with path.open("a", buffering=1) as file:

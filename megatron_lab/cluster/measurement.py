@@ -1,7 +1,7 @@
 """Measurements from which `rates.py` builds a cluster file, executed by the ranks of one or more nodes.
 
-The ranks first determine how many of them can compute at full speed at the same time, because a node may have fewer cores than
-ranks. Only that many ranks then measure matrix products, attention, memory and the layers of small models; the others are idle.
+A node may have fewer cores than ranks. The ranks therefore first determine how many of them can compute at full speed at the same
+time. Only that many ranks then measure matrix products, attention, memory and the layers of small models; the others are idle.
 Last, the ranks measure the links inside and between nodes, by message size and number of ranks.
 """
 
@@ -66,12 +66,13 @@ _LLAMA_FLAGS = f"""{_GPT_FLAGS} --swiglu --normalization RMSNorm --position-embe
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Measured durations of the training steps of a small model, divided into layers and the remainder of the step."""
+    """Measured durations of the training steps of a small model: forward and backward of its layers, and the remainder of the
+    step."""
 
     timings: tuple[WorkTiming, ...]
-    """Durations of forward and backward of the layers."""
+    """Forward and backward of the layers: for each, the computation and its duration in each measured step."""
     remaining: Durations
-    """Durations of the remainder of each step, outside of these forward and backward passes."""
+    """Duration of each measured step outside of forward and backward."""
     update_bytes: int
     """Bytes that the optimizer update reads and writes."""
 
@@ -87,30 +88,33 @@ class Measurement:
     ranks_per_node: int
     num_threads: int
     memory_bytes: int
-    """Memory of one device."""
+    """Memory of one GPU. On CPUs: memory of the node divided by its number of ranks."""
     num_cores: int
-    """On CPUs: number of ranks that fit on the cores of a node, each with `num_threads` threads. 0 for GPUs."""
+    """On CPUs: number of ranks that the cores of a node can run, with `num_threads` threads each. 0 for GPUs."""
     date: str = ""
-    """Date of the measurement."""
+    """Date of the measurement, in ISO format."""
     concurrent_gemms: dict[int, Durations] = field(default_factory=dict)
-    """Durations of one matrix product, by the number of ranks of a node that compute it at the same time."""
+    """Durations of one matrix product, by the number of ranks of a node that compute at the same time. They show whether ranks
+    slow each other down."""
     work_timings: list[WorkTiming] = field(default_factory=list)
     """Durations of matrix products, attention and element-wise kernels."""
     layers: list[LayerTimes] = field(default_factory=list)
-    """Durations of the steps of small models."""
+    """Durations of the training steps of small models."""
     empty_kernel: Durations = ()
-    """Durations of a kernel with almost no work."""
+    """Durations of a kernel with almost no work, that is, of a kernel launch."""
     host_copies: list[tuple[int, Durations]] = field(default_factory=list)
-    """(bytes, durations) of copies between device and host."""
+    """Copies from host to device and back: the total bytes of both copies, and their durations."""
     collectives: list[CollectiveTiming] = field(default_factory=list)
-    """Durations of collectives and messages."""
+    """Durations of collectives, and of messages between two ranks."""
     overlap: OverlapTiming | None = None
-    """Durations of matrix products and an all-reduce, both separately and overlapped; None with one rank."""
+    """Durations of matrix products and an all-reduce, executed separately and at the same time; None with one rank."""
 
     @property
     def num_concurrent_ranks(self) -> int:
-        """Number of ranks of a node that can compute at full speed at the same time. If all measured ranks can, it is `num_cores`,
-        which is 0 for GPUs and means no limit."""
+        """Number of ranks of a node that can compute at full speed at the same time.
+
+        If all measured ranks can, return `num_cores`, which is 0 for GPUs. 0 means no limit.
+        """
         single_rank_s = statistics.median(self.concurrent_gemms[1])
         num_concurrent = max(
             1, *(round(count * single_rank_s / statistics.median(times)) for count, times in self.concurrent_gemms.items())
@@ -120,24 +124,24 @@ class Measurement:
 
 @dataclass(frozen=True)
 class MeasurementSizes:
-    """Sizes of matrix products, models and messages to measure on one type of device."""
+    """Sizes of the matrix products, models and messages that are measured, for one type of device."""
 
     model_shapes: tuple[tuple[int, int, int, int], ...]
-    """Small models: (hidden size, sequence length, micro batch size, vocabulary size) of each."""
+    """Hidden size, sequence length, micro batch size and vocabulary size of each small model."""
     gemm_sizes: tuple[int, ...]
-    """Sizes of square matrix products, measured in each dtype."""
+    """Side lengths of the square matrices that are multiplied. Each size is measured in each dtype."""
     dtypes: tuple[str, ...]
-    """Dtypes of matrix products. The small models use the first."""
+    """Dtypes in which matrix products are measured. The small models use the first."""
     attention_shapes: tuple[tuple[int, int, int, int], ...]
-    """Shapes [b, heads, s, d] of attention inputs."""
+    """Shapes [micro batch size, heads, sequence length, head size] of the query, key and value of attention."""
     elementwise_sizes: tuple[int, ...]
-    """Number of elements of the tensors of element-wise kernels."""
+    """Numbers of elements of the tensors on which element-wise kernels are measured."""
     message_bytes: tuple[int, ...]
-    """Message sizes, in bytes, of collectives and of copies to the host."""
+    """Sizes in bytes of the buffers of collectives and of copies to the host."""
     bucket_bytes: int
-    """Bytes of the all-reduce in the overlap measurement."""
+    """Size in bytes of the all-reduce that is overlapped with matrix products."""
     max_gemm_flops: float
-    """Maximum FLOPs of a matrix product of a run. Larger products of the run are not measured."""
+    """Limit on the FLOPs of one matrix product of a run. Larger products are not measured."""
 
 
 CPU = MeasurementSizes(
@@ -179,7 +183,9 @@ def measure_on_local_ranks(device: str, num_ranks: int, run_flags: Sequence[str]
     """Start ranks on this node, and measure the cluster with them.
 
     Args:
-        run_flags: flags of a run whose shapes of matrix products are also measured; empty for none.
+        device: value of --device: auto, cpu or cuda.
+        num_ranks: number of ranks to start.
+        run_flags: command line of a run. The matrix products of that run are measured too, in their shapes. Empty for no run.
         world_size: number of ranks of that run.
     """
     measurements: list[Measurement] = run_ranks(
@@ -189,8 +195,17 @@ def measure_on_local_ranks(device: str, num_ranks: int, run_flags: Sequence[str]
 
 
 def measure_rank(device: str, run_flags: Sequence[str], world_size: int, sizes: MeasurementSizes | None = None) -> Measurement:
-    """Measure the cluster as one of several ranks, which the launcher's environment variables describe. Rank 0 returns the merged
-    results of all ranks.
+    """Measure the cluster as one of several ranks, which the launcher's environment variables describe. All ranks call the function
+    together.
+
+    Args:
+        device: value of --device: auto, cpu or cuda.
+        run_flags: command line of a run. The matrix products of that run are measured too, in their shapes. Empty for no run.
+        world_size: number of ranks of that run.
+        sizes: sizes to measure; by default those for the type of device.
+
+    Returns:
+        the merged measurements of all ranks.
 
     Raises:
         ConfigError: the flags of the run are invalid.
@@ -221,16 +236,16 @@ def _build_config(
 
 
 def _compute_step_work(config: Config, world_size: int) -> StepWork:
-    return Planner(config, DryRun(world_size, 8, None), predict_embedding_rows(config.data), shortened=True).step_work()
+    return Planner(config, DryRun(world_size, 8, None), predict_embedding_rows(config.data), shortened=True).compute_step_work()
 
 
 def _select_gemms(step_works: Sequence[StepWork], sizes: MeasurementSizes) -> list[Gemm]:
-    """Select the matrix products to measure: square ones in every dtype, and products of the runs, spaced evenly in the order of
-    their FLOPs.
+    """Select the matrix products to measure: square ones in every dtype, and up to 24 products of the runs, whose sizes are spread
+    evenly.
 
     Args:
-        step_works: work of a step of each run, with its matrix products.
-        sizes: sizes of the square products, and the limit on FLOPs.
+        step_works: for each run, the computation of one step, with its matrix products.
+        sizes: sizes of the square products, and the limit on FLOPs of a product.
     """
     square_gemms = [Gemm(1, size, size, size, dtype) for dtype in sizes.dtypes for size in sizes.gemm_sizes]
     run_gemms = {gemm for step_work in step_works for ops in step_work.ops for span in ops.values() for gemm in span.work.gemms}
@@ -310,8 +325,14 @@ def _list_group_sizes(max_size: int) -> list[int]:
 
 
 def _create_groups(rank_lists: Any) -> Group | None:
-    """Create a process group for each list of ranks, and return the group that contains this rank, or None. All ranks must call
-    this function with equal arguments."""
+    """Create a process group for each list of ranks. All ranks must call this function together, with equal arguments.
+
+    Args:
+        rank_lists: global ranks of each process group.
+
+    Returns:
+        the process group that contains this rank; None if there is no such group.
+    """
     local_group = None
     for ranks in rank_lists:
         process_group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
@@ -327,13 +348,20 @@ def _get_memory_bytes(device: torch.device, ranks_per_node: int) -> int:
 
 
 def _measure_layers(config: Config, step_work: StepWork, stopwatch: Stopwatch) -> LayerTimes:
-    """Time training steps of a small model on this rank, without communication. All ranks of the stopwatch do so at the same
-    time."""
+    """Time training steps of a small model on this rank, without communication. The ranks of the stopwatch run each step at the
+    same time.
+
+    Args:
+        config: settings of the small model.
+        step_work: computation of one step of that model.
+    """
     context = make_context(Topology(), 0, stopwatch.device, local_groups_only=True)
     data = open_data(config, context)
     step = TrainStep.of(config, build_model_from_config(config, context, data.vocab_size), context)
     step.prepare(1)
-    batches = data.batches_from(Progress(), BatchSizePlan(config.training, 1, config.model.seq_length), context).training_batches(0)
+    batches = data.create_batches(
+        Progress(), BatchSizePlan(config.training, 1, config.model.seq_length), context
+    ).iter_training_batches(0)
     batch = next(batches)
     batches.close()  # type: ignore[attr-defined]
     op_durations: list[dict[OpType, float]] = []
@@ -356,10 +384,13 @@ def _measure_layers(config: Config, step_work: StepWork, stopwatch: Stopwatch) -
 
 
 def merge_measurements(measurements: Sequence[Measurement]) -> Measurement:
-    """Merge the results of all ranks that measured the same work.
+    """Merge the measurements of all ranks into one.
 
     Durations of matrix products, attention and element-wise kernels are concatenated. For the steps of small models the durations
-    of the slowest rank are taken, because in a run the other ranks wait for it. All other results are those of the first rank.
+    of the slowest rank are taken, because in a run the other ranks wait for it. All other measurements are those of the first rank.
+
+    Args:
+        measurements: measurement of each rank, by rank.
     """
     concurrent = [measurement for measurement in measurements if measurement.work_timings]
 

@@ -16,12 +16,14 @@ _POLL_INTERVAL_S = 0.05
 
 
 class NodeExchangeError(Exception):
-    """The nodes of a job cannot connect to each other. The message names the missing node, or the address that was tried."""
+    """The nodes of a job cannot exchange messages. The error message names the node that failed, or the address that does not
+    answer."""
 
 
 class NodeExchange:
-    """Connection of one node to a key-value store, through which the nodes of a cluster check exchange messages. One node, the head
-    node, serves the store.
+    """Connection of one node to a key-value store, through which the nodes of a cluster check exchange messages.
+
+    One node, the head node, serves the store and has node index 0.
 
     Args:
         head: name or address of the head node.
@@ -31,7 +33,7 @@ class NodeExchange:
         timeout_s: seconds to wait for the head node to answer.
 
     Raises:
-        MeetingError: the head node's name does not resolve, its port is in use, or it does not answer in time.
+        NodeExchangeError: the head node's name does not resolve, its port is in use, or it does not answer in time.
     """
 
     def __init__(self, head: str, port: int, num_nodes: int, host: str, timeout_s: float) -> None:
@@ -47,7 +49,9 @@ class NodeExchange:
                 self.store = store(True)
             except (RuntimeError, ValueError) as error:
                 if num_nodes == 1:
-                    raise NodeExchangeError(f"{host}: cannot listen at port {port}: {str(error).splitlines()[0]}") from error
+                    raise NodeExchangeError(
+                        f"{host}: cannot listen at port {port}: {str(error).splitlines()[0]}. Choose another port by --head"
+                    ) from error
                 self.is_head = False  # another node of the job on this machine serves the store already
         if not self.is_head:
             _wait_for_listener(head, port, host, timeout_s)
@@ -55,25 +59,33 @@ class NodeExchange:
                 self.store = store(False)
             except (RuntimeError, ValueError) as error:
                 raise NodeExchangeError(
-                    f"{host}: the process that listens at port {port} of {head} does not belong to this job; choose another port"
+                    f"{host}: the process that listens at port {port} of {head} does not belong to this job; "
+                    "choose another port by --head"
                 ) from error
         self.index = 0 if self.is_head else self.store.add("joined", 1)
         """Index of this node; the head has 0."""
         if self.index >= num_nodes:
             raise NodeExchangeError(
-                f"{host}: more than {num_nodes} nodes connected to port {port} of {head}; another job may use this port"
+                f"{host}: more than {num_nodes} nodes connected to port {port} of {head}. "
+                "If another job uses this port, choose another by --head; otherwise correct --nodes"
             )
 
     def put(self, key: str, value: Any) -> None:
-        """Store a value of this node under a key."""
+        """Store a value of this node under a key, for `gather` on the head node.
+
+        Args:
+            value: value that can be converted to JSON.
+        """
         self.store.set(f"{key}/{self.index}", json.dumps(value))
 
     def gather(self, key: str, deadline: float) -> dict[int, Any]:
-        """On the head node, wait for the values that all nodes have put under a key. Return them by node index. After the deadline,
-        return those that have arrived.
+        """On the head node, wait for the values that all nodes store by `put` under a key.
 
         Args:
-            deadline: a time of time.monotonic().
+            deadline: time until which to wait, as returned by time.monotonic().
+
+        Returns:
+            the values by node index. Nodes whose value has not arrived at the deadline are missing.
         """
         values: dict[int, Any] = {}
         while True:
@@ -85,26 +97,35 @@ class NodeExchange:
             time.sleep(_POLL_INTERVAL_S)
 
     def broadcast(self, key: str, value: Any) -> None:
-        """On the head node, send a value to all nodes under a key."""
+        """On the head node, send a value to all nodes, which get it by `receive` with the same key.
+
+        Args:
+            value: value that can be converted to JSON.
+        """
         self.store.set(key, json.dumps(value))
 
     def receive(self, key: str, timeout_s: float) -> Any:
         """Wait for the value that the head node broadcasts under a key, and return it.
 
         Raises:
-            MeetingError: the value does not arrive in time, or the head node's process has ended.
+            NodeExchangeError: the value does not arrive in time, or the head node's process has ended.
         """
         try:
             self.store.wait([key], datetime.timedelta(seconds=timeout_s))
             return json.loads(self.store.get(key))
         except (RuntimeError, ValueError) as error:
             raise NodeExchangeError(
-                f"{self.host}: no message from the head node within {timeout_s:.0f} s; its process may have ended"
+                f"{self.host}: no message from the head node within {timeout_s:.0f} s; its process may have ended, "
+                "so read its output"
             ) from error
 
     def leave(self, timeout_s: float) -> None:
-        """Leave the exchange of messages. The head node waits until all nodes have left, because the store ends
-        with the head node's process."""
+        """Leave the exchange of messages. The head node waits until all nodes have left, because the store ends with the head
+        node's process.
+
+        Args:
+            timeout_s: maximum seconds that the head node waits.
+        """
         with contextlib.suppress(RuntimeError):
             self.store.add("left", 1)
             deadline = time.monotonic() + timeout_s
@@ -118,11 +139,13 @@ def _resolve_addresses(head: str, host: str) -> list[str]:
             dict.fromkeys(str(address_info[4][0]) for address_info in socket.getaddrinfo(head, None, type=socket.SOCK_STREAM))
         )
     except OSError as error:
-        raise NodeExchangeError(f"{host}: the name of the head, {head}, does not resolve: {error.strerror}") from error
+        raise NodeExchangeError(
+            f"{host}: the name of the head node, {head}, does not resolve: {error.strerror}. Correct --head"
+        ) from error
 
 
 def _is_local_address(address: str) -> bool:
-    """Return whether this machine has the IP address."""
+    """Return whether an IP address belongs to this machine."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         try:
             probe.bind((address, 0))
@@ -132,14 +155,14 @@ def _is_local_address(address: str) -> bool:
 
 
 def _wait_for_listener(head: str, port: int, host: str, timeout_s: float) -> None:
-    """Wait until the head node listens at the port.
+    """Wait until a process listens at the port of the head node.
 
     Args:
         head: name or address of the head node.
         host: name of this node, for the error message.
 
     Raises:
-        MeetingError: the head node does not listen in time.
+        NodeExchangeError: no process listens in time.
     """
     deadline, reason = time.monotonic() + timeout_s, ""
     while time.monotonic() < deadline:
@@ -150,6 +173,6 @@ def _wait_for_listener(head: str, port: int, host: str, timeout_s: float) -> Non
             reason = error.strerror or str(error)
             time.sleep(0.5)
     raise NodeExchangeError(
-        f"{host}: no answer from {head} at port {port} for {timeout_s:.0f} s ({reason}): was the job started there, and may nodes "
-        "reach that port?"
+        f"{host}: no answer from {head} at port {port} for {timeout_s:.0f} s ({reason}). Check that the job was started "
+        "there, and that no firewall blocks that port"
     )

@@ -1,4 +1,4 @@
-"""Properties that a node determines about itself, and the problems that it finds without contact to another node."""
+"""Properties of this node for the cluster check, and the problems that the node can find without contact to other nodes."""
 
 from __future__ import annotations
 
@@ -34,21 +34,23 @@ third of the default --limit, and 10 GB of memory per core."""
 
 @dataclass
 class NodeInfo:
-    """Properties of one node that the cluster check compares with those of other nodes. Serializable as JSON."""
+    """Properties of one node, which the cluster check compares with those of the other nodes. Sent as JSON."""
 
     host: str
     versions: dict[str, str]
-    """Versions of software and hardware that must be equal on all nodes, by name."""
+    """Versions of software and hardware, which must be equal on all nodes: by name, such as "torch", "NCCL" or "GPU"."""
     faults: list[str] = field(default_factory=list)
-    """Problems that the node has found without contact to other nodes, as messages."""
+    """Messages about problems that the node has found without contact to other nodes."""
     free_space: int | None = None
-    """Free bytes in the save folder; None without a save folder or if it is a URL."""
+    """Free bytes on the disk of the save folder; None if there is no save folder, or it is a URL or cannot be written."""
     room_needed: int = 0
-    """Bytes of one checkpoint; 0 if the size of the model is unknown."""
+    """Bytes that one checkpoint takes; 0 if the size of the model is unknown, or there is no save folder on a disk."""
 
 
 def collect_node_info(config: Config, num_ranks: int) -> NodeInfo:
-    """Collect the information about this node, without starting ranks.
+    """Determine the versions and problems of this node without starting ranks.
+
+    Problems are an unreadable tokenizer or dataset, too few devices, and a save folder that is not writable or too small.
 
     Args:
         config: settings of the run.
@@ -67,7 +69,11 @@ def collect_node_info(config: Config, num_ranks: int) -> NodeInfo:
 
 
 def check_num_ranks(num_ranks: int, device: str) -> list[str]:
-    """Check whether this node can run this number of ranks. Return problems as messages."""
+    """Check that this node has enough GPUs or CPU cores for `num_ranks` ranks. Return messages about problems.
+
+    Args:
+        device: value of --device.
+    """
     num_gpus = torch.cuda.device_count() if device != "cpu" else 0
     if num_gpus or device == "cuda":
         return (
@@ -91,7 +97,11 @@ def count_cores() -> int:
 
 
 def collect_versions(device: str) -> dict[str, str]:
-    """Return the versions of software and hardware that must be equal on all nodes, by name."""
+    """Return the versions of software and hardware, which must be equal on all nodes: by name, such as "torch", "NCCL" or "GPU".
+
+    Args:
+        device: value of --device. Versions of the driver, NCCL and GPUs are omitted for cpu.
+    """
     versions = {"torch": torch.__version__, "CUDA of torch": str(torch.version.cuda)}
     if device != "cpu" and torch.cuda.is_available():
         versions["driver"] = _get_driver_version()
@@ -101,7 +111,8 @@ def collect_versions(device: str) -> dict[str, str]:
 
 
 def _get_driver_version() -> str:
-    """Return the version of NVIDIA's kernel module, which a container shares with its host."""
+    """Return the version of NVIDIA's kernel module; "unknown" if it cannot be read. A container shares this module with its
+    host."""
     with contextlib.suppress(OSError):
         match = re.search(r"\s(\d+\.\d+[.\d]*)\s", Path("/proc/driver/nvidia/version").read_text())
         if match:
@@ -110,8 +121,12 @@ def _get_driver_version() -> str:
 
 
 def check_save_folder(folder: Path, node_info: NodeInfo) -> None:
-    """Check that the save folder is writable and has space for a checkpoint. Create the folder if it is missing. The free space and
-    the problems are stored in `node_info`."""
+    """Check that the save folder is writable and has space for a checkpoint. Create the folder if it is missing.
+
+    Args:
+        node_info: information about this node. Its `room_needed` is the required space. The function stores `free_space` and adds
+            problems to `faults`.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".check-") as file:
@@ -130,7 +145,7 @@ def check_save_folder(folder: Path, node_info: NodeInfo) -> None:
 
 
 def _iterate_dataset_prefixes(data: DataConfig, problems: list[str]) -> Iterator[str]:
-    """Yield the path prefix of each dataset once. Add a message to `problems` if the settings of the data cannot be read."""
+    """Yield the path prefix of each dataset once. If the data flags cannot be read, add a message to `problems`."""
     blends = _try_action(problems, lambda: read_split_blends(data))
     if blends:
         yield from dict.fromkeys(dataset.prefix for split in blends[1] for dataset in split)

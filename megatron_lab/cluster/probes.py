@@ -1,4 +1,5 @@
-"""Measurements of one rank: matrix products, attention, memory, kernel launches, host copies, collectives and overlap.
+"""Measurements of one rank: matrix products, attention, memory, kernel launches, host copies, collectives, and their overlap with
+computation.
 
 The code is the same for every type of device. On a device that works asynchronously to the host, device events measure the time.
 """
@@ -29,22 +30,22 @@ _NUM_SAMPLES = 7
 
 @dataclass(frozen=True)
 class WorkTiming:
-    """Computation on a device, and its measured durations."""
+    """A computation on a device, and its measured durations."""
 
     name: str
-    """Type of the computation, such as "products" or "layers"."""
+    """Type of the computation: "products", "attention", "attention backward", "memory" or "layers"."""
     work: DeviceWork
     durations: Durations
     new_bytes: int = 0
-    """Bytes of memory that the computation allocates."""
+    """Peak bytes of memory that the computation allocates."""
 
 
 @dataclass(frozen=True)
 class CollectiveTiming:
-    """Collective among `group_size` ranks, of which `ranks_per_node` are on each node, and its measured durations."""
+    """Measured durations of one collective with one message size. Of its `group_size` ranks, `ranks_per_node` are on each node."""
 
     operation: str
-    """Name of the collective, such as "all-reduce"; "send" for a message between two ranks."""
+    """Name of the collective: "all-reduce", "all-gather" or "reduce-scatter"; "send" for a message between two ranks."""
     group_size: int
     ranks_per_node: int
     num_bytes: float
@@ -54,7 +55,7 @@ class CollectiveTiming:
 
 @dataclass(frozen=True)
 class OverlapTiming:
-    """Durations of matrix products, of an all-reduce, and of both overlapped."""
+    """Durations of matrix products and of an all-reduce, executed separately, and of both executed at the same time."""
 
     gemms: Durations
     all_reduce: Durations
@@ -62,10 +63,10 @@ class OverlapTiming:
 
 
 class Stopwatch:
-    """Timer for computation that several ranks perform at the same time.
+    """Timer of actions that several ranks run at the same time.
 
     Args:
-        group: ranks that time the same action. They start each sample together.
+        group: ranks that time an action together. A barrier precedes each sample.
     """
 
     def __init__(self, device: torch.device, group: Group) -> None:
@@ -75,11 +76,11 @@ class Stopwatch:
     def time_repeated(
         self, action: Callable[[], object], preceding: Callable[[], object] | None = None, min_sample_s: float = _MIN_SAMPLE_S
     ) -> Durations:
-        """Time an action. Each sample is the mean duration of several repetitions.
+        """Time an action. Each of the returned samples is the mean duration of several repetitions, in seconds.
 
         Args:
             preceding: work that keeps the device busy while the host launches the actions, so that launch times are not measured.
-            min_sample_s: minimum seconds of a sample.
+            min_sample_s: seconds that the repetitions of a sample take at least.
         """
         action()
         single_s = self._time_sample(action, 1, None)
@@ -88,7 +89,7 @@ class Stopwatch:
         return tuple(self._time_sample(action, num_repeats, preceding) / num_repeats for _ in range(_NUM_SAMPLES))
 
     def time_calls(self, action: Callable[[], object], num_samples: int) -> Durations:
-        """Time single calls of an action, `num_samples` times."""
+        """Time each of `num_samples` calls of an action. Return the durations in seconds."""
         return tuple(self._time_sample(action, 1, None) for _ in range(num_samples))
 
     def _time_sample(self, action: Callable[[], object], num_repeats: int, preceding: Callable[[], object] | None) -> float:
@@ -116,7 +117,7 @@ class Stopwatch:
 
 
 def time_gemms(stopwatch: Stopwatch, gemms: Sequence[Gemm]) -> Iterator[WorkTiming]:
-    """Time each of these matrix products."""
+    """Time matrix products, and yield the durations of each."""
     for gemm in gemms:
         dtype = getattr(torch, gemm.dtype)
         a = torch.randn(gemm.batch, gemm.m, gemm.k, device=stopwatch.device).to(dtype)
@@ -129,7 +130,11 @@ def time_gemms(stopwatch: Stopwatch, gemms: Sequence[Gemm]) -> Iterator[WorkTimi
 
 
 def time_attention(stopwatch: Stopwatch, shapes: Sequence[tuple[int, int, int, int]], dtype: torch.dtype) -> Iterator[WorkTiming]:
-    """Time forward and backward of causal attention for inputs of these shapes [b, heads, s, d]."""
+    """Time forward and backward of causal attention, and yield the durations of each.
+
+    Args:
+        shapes: shapes [micro batch size, heads, sequence length, head size] of query, key and value.
+    """
     for shape in shapes:
         batch, heads, seq_length, head_dim = shape
         q, k, v = (torch.randn(shape, device=stopwatch.device).to(dtype).requires_grad_() for _ in range(3))
@@ -150,7 +155,11 @@ def time_attention(stopwatch: Stopwatch, shapes: Sequence[tuple[int, int, int, i
 
 
 def time_elementwise_kernels(stopwatch: Stopwatch, sizes: Sequence[int], dtype: torch.dtype) -> Iterator[WorkTiming]:
-    """Time element-wise kernels on existing tensors of these sizes (numbers of elements)."""
+    """Time an addition and a copy of existing tensors, and yield the durations of each.
+
+    Args:
+        sizes: numbers of elements of the tensors.
+    """
     for size in sizes:
         a, b, out = (torch.ones(size, device=stopwatch.device, dtype=dtype) for _ in range(3))
         for num_bytes, action in ((3 * a.nbytes, partial(torch.add, a, b, out=out)), (2 * a.nbytes, partial(out.copy_, a))):
@@ -166,8 +175,14 @@ def time_empty_kernel(stopwatch: Stopwatch) -> Durations:
 
 
 def time_host_copies(stopwatch: Stopwatch, sizes: Sequence[int]) -> list[tuple[int, Durations]]:
-    """Time copies of these numbers of bytes from the host to the device and back. Return, for each size, the total bytes of both
-    copies and the durations."""
+    """Time copies from the host to the device and back.
+
+    Args:
+        sizes: bytes of a copy in one direction.
+
+    Returns:
+        for each size, the total bytes of both copies and the durations.
+    """
     results = []
     for size in sizes:
         device_buffer = torch.zeros(size, dtype=torch.uint8, device=stopwatch.device)
@@ -182,14 +197,16 @@ def time_host_copies(stopwatch: Stopwatch, sizes: Sequence[int]) -> list[tuple[i
 
 
 def time_collectives(stopwatch: Stopwatch, sizes: Sequence[int], ranks_per_node: int, gemm: Gemm) -> Iterator[CollectiveTiming]:
-    """Time collectives of these numbers of bytes among the ranks of the stopwatch, and a message between two ranks.
+    """Time an all-reduce, an all-gather and a reduce-scatter among the ranks of the stopwatch. With two ranks, also time messages
+    between them.
 
     A matrix product precedes each collective, as in a layer. Ranks then arrive at the collective at different times and wait for
     each other. The duration of the product is subtracted.
 
     Args:
-        sizes: bytes of the full buffer.
+        sizes: bytes of the full (not scattered) buffer.
         ranks_per_node: number of these ranks on each node.
+        gemm: matrix product that precedes each collective.
     """
     group, size = stopwatch.group, stopwatch.group.size
     if size == 1:
@@ -225,7 +242,7 @@ def _build_matmul(gemm: Gemm, device: torch.device) -> Callable[[], object]:
 
 
 def _build_exchange(values: torch.Tensor, group: Group) -> Callable[[], None]:
-    """Build an action in which two ranks send a tensor to each other."""
+    """Build a function with which the two ranks of a process group send each other a tensor at the same time."""
     (peer,) = (rank for rank in group.ranks if rank != group.ranks[group.rank])
     received = torch.empty_like(values)
 
@@ -238,8 +255,12 @@ def _build_exchange(values: torch.Tensor, group: Group) -> Callable[[], None]:
 
 
 def time_overlap(stopwatch: Stopwatch, gemm: Gemm, num_bytes: int) -> OverlapTiming | None:
-    """Time an all-reduce overlapped with matrix products. The number of products is chosen so that both take about equally long.
-    Return None with one rank."""
+    """Time matrix products, an all-reduce, and both at the same time. Return None with one rank.
+
+    Args:
+        gemm: matrix product, repeated until the products take about as long as the all-reduce.
+        num_bytes: size of the all-reduce in bytes.
+    """
     if stopwatch.group.size == 1:
         return None
     run_gemm = _build_matmul(gemm, stopwatch.device)

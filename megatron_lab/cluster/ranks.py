@@ -23,17 +23,18 @@ _START_STEP = "its start"
 
 @dataclass(frozen=True)
 class RankEnd:
-    """Result of one rank in the link test. Serializable as JSON by its `__dict__`."""
+    """How one rank ended in the link test, which measures the links between all ranks. Sent as JSON."""
 
     rank: int
     found: dict[str, Any] | None
-    """Measured values of the rank; None if the rank did not finish."""
+    """Measured values of the rank by name, such as "inside" (the all-reduce rate within its node); None if the rank did not
+    finish."""
     at: str
-    """Name of the last step of the test that the rank began."""
+    """Name of the last step of the test that the rank began, such as "joining the other ranks"."""
     places: int
     """Number of steps of the test that the rank began."""
     failed: str | None = None
-    """Error that the rank reported, if any."""
+    """Message of the error that ended the rank's test; None if there was none."""
 
 
 def run_ranks(
@@ -46,16 +47,17 @@ def run_ranks(
     timeout_s: float,
     program: Sequence[str] = PROGRAM,
 ) -> list[RankEnd]:
-    """Run the link test with the ranks of this node, and return their results.
+    """Run the link test, which measures the links between all ranks, with the ranks of this node. Return how each rank ended.
 
     All rank processes have ended when the function returns. If SIGTERM arrives, the function first ends them and then lets the
     signal take effect.
 
     Args:
         node_index: index of this node.
-        head: node that serves the store of the ranks, at `port`.
-        device: value of --device.
-        timeout_s: seconds from the call after which no more ranks are started and all are killed.
+        head: name or address of the node that serves the store in which the ranks meet.
+        port: port of that store.
+        device: type of device of the ranks: cpu or cuda.
+        timeout_s: seconds after the call at which all running ranks are killed and no more are started.
         program: command of a rank, which takes the arguments of `megatron_lab.cluster.links`.
     """
     with _defer_sigterm() as received, tempfile.TemporaryDirectory(prefix="check-cluster-") as folder:
@@ -92,11 +94,11 @@ def run_ranks(
 
 @contextmanager
 def _defer_sigterm() -> Iterator[list[int]]:
-    """Defer SIGTERM to the end of the block. If the signal took effect during the start of a process, that process would be left
-    behind, because it is not recorded yet.
+    """Delay the effect of SIGTERM to the end of the block. Otherwise SIGTERM could arrive while a process is being started, and
+    that process would keep running.
 
     Yields:
-        list that contains the signal once it has arrived.
+        empty list, to which the signal's number is added when SIGTERM arrives.
     """
     received: list[int] = []
     # None means that the handler was not installed from Python. It cannot be restored.

@@ -1,5 +1,5 @@
-"""Rates of a cluster file, fitted to measurements so that the predictions of megatron_lab/planner/durations.py come as close to
-them as possible.
+"""Rates of a cluster file, fitted to measurements. With these rates, the predictions of megatron_lab/planner/durations.py come as
+close to the measured durations as possible.
 
 The duration of each measured computation is modelled as a sum: FLOPs of matrix products, bytes of memory traffic, number of kernels
 and so on, each divided by a rate. A least-squares fit of the relative errors finds the rates. No rate is negative, and outliers get
@@ -37,25 +37,28 @@ ATTENTION, ATTENTION_BACKWARD = "attention", "attention backward"
 
 @dataclass(frozen=True)
 class Figure:
-    """Line about one value of the cluster file, for comments and messages: name, value and accuracy as text."""
+    """One value of a cluster file, for comments and messages: its name, the value and its accuracy, as texts."""
 
     name: str
     value: str
     accuracy: str
 
 
-def lower_quartile(durations: Durations) -> float:
-    """Return the lower quartile of duration samples. It is used instead of the mean, because disturbances can only make a sample
-    longer."""
+def compute_lower_quartile(durations: Durations) -> float:
+    """Return the lower quartile of measured durations. It is more stable than the mean, because disturbances can only make a
+    measurement longer."""
     return sorted(durations)[len(durations) // 4]
 
 
 def compute_amounts(work: DeviceWork, *, includes_launches: bool = True) -> dict[str, float]:
-    """Return the amounts that determine how long a computation takes: FLOPs by type, bytes of memory traffic, and numbers of matrix
-    products and kernels.
+    """Return the amounts of work from which the duration of a computation is predicted.
 
     Args:
-        includes_launches: count the kernels. Use False if launch times have been subtracted from the durations.
+        includes_launches: whether to count kernel launches. Use False if launch times have been subtracted from the durations.
+
+    Returns:
+        by name: FLOPs for each type of matrix product and attention, bytes of memory traffic, number of matrix products, and number
+            of kernels.
     """
     amounts = {MEMORY: float(work.memory_bytes), KERNEL: float(work.num_kernels) * includes_launches}
     for gemm, count in work.gemms.items():
@@ -72,15 +75,15 @@ def compute_amounts(work: DeviceWork, *, includes_launches: bool = True) -> dict
 def fit_rates(
     samples: Sequence[tuple[Mapping[str, float], float]], work_types: Sequence[str] = ()
 ) -> tuple[dict[str, float], list[float]]:
-    """Fit the time per unit of each amount (one FLOP, one byte, one kernel) to measured durations.
+    """Fit the seconds per unit of each amount of work (one FLOP, one byte, one kernel) to measured durations.
 
     Args:
-        samples: pairs of amounts and measured seconds.
-        work_types: type of each sample. All types have equal total weight, apart from `_TYPE_WEIGHTS`. By default all samples have
-            equal weight.
+        samples: for each measurement, the amounts by name and the seconds.
+        work_types: type of each measurement, such as "layers". If given, all types have equal total weight, multiplied by the
+            factors in `_TYPE_WEIGHTS`. By default all measurements have equal weight.
 
     Returns:
-        the seconds per unit by name of the amount, and for each sample the logarithm of measured over fitted seconds.
+        the seconds per unit by name of the amount, and for each measurement the logarithm of measured divided by fitted seconds.
     """
     names = sorted({name for amounts, _ in samples for name, amount in amounts.items() if amount})
     durations = np.array([duration for _, duration in samples])
@@ -102,8 +105,10 @@ def fit_rates(
 
 
 def _solve_non_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Solve the least-squares problem ||matrix x - target|| for a vector x without negative elements. As long as an element is
-    negative, the most negative one is fixed at 0 and the problem is solved again."""
+    """Find a vector x without negative elements for which matrix @ x is close to `target` (least squares).
+
+    Solve without this bound first. As long as an element is negative, fix the most negative one at 0 and solve again.
+    """
     columns = list(range(matrix.shape[1]))
     solution = np.zeros(matrix.shape[1])
     while columns:
@@ -116,26 +121,40 @@ def _solve_non_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
 
 
 def fit_line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """Fit a line through points (amount, seconds). Return the seconds at amount 0 and the seconds per unit."""
+    """Fit a straight line through points (amount of work, seconds). Return its seconds at amount 0, and the seconds per unit of
+    amount."""
     rates, _ = fit_rates([({"each": 1.0, "unit": amount}, duration) for amount, duration in points])
     return rates.get("each", 0.0), rates.get("unit", 0.0)
 
 
 def estimate_std(log_ratios: Sequence[float]) -> float:
-    """Estimate the standard deviation of log ratios robustly: the median of their absolute values, divided by 0.6745 (its value for
-    a normal distribution of standard deviation 1)."""
+    """Estimate the standard deviation of log ratios so that outliers have little influence.
+
+    The estimate is the median of the absolute values divided by 0.6745, which is this median for a normal distribution of standard
+    deviation 1.
+
+    Args:
+        log_ratios: logarithms of measured divided by fitted seconds.
+    """
     return statistics.median(map(abs, log_ratios)) / 0.6745 if log_ratios else 0.0
 
 
 def build_cluster(measurement: Measurement, name: str) -> tuple[Cluster, list[Figure]]:
-    """Fit the rates of a cluster to a measurement. Return the cluster, and a text line about each rate and its accuracy."""
+    """Build a cluster whose rates are fitted to a measurement.
+
+    Args:
+        name: name of the cluster.
+
+    Returns:
+        the cluster, and a line about each value and its accuracy for comments and messages.
+    """
     uses_cuda = measurement.device != "cpu"
     figures: list[Figure] = []
-    kernel_s = lower_quartile(measurement.empty_kernel)
+    kernel_s = compute_lower_quartile(measurement.empty_kernel)
     samples = [
-        (timing.name, compute_amounts(timing.work, includes_launches=False), lower_quartile(timing.durations) - kernel_s)
+        (timing.name, compute_amounts(timing.work, includes_launches=False), compute_lower_quartile(timing.durations) - kernel_s)
         for timing in measurement.work_timings
-        if lower_quartile(timing.durations) > 2 * kernel_s
+        if compute_lower_quartile(timing.durations) > 2 * kernel_s
     ]
     for timing in (layer_timing for layer_times in measurement.layers for layer_timing in layer_times.timings):
         duration = statistics.median(timing.durations)
@@ -164,14 +183,14 @@ def build_cluster(measurement: Measurement, name: str) -> tuple[Cluster, list[Fi
     memory_rate = _invert(rates.get(MEMORY, 0.0))  # 0 if matrix products and launches explain all durations
     memory_timings = [timing for timing in measurement.work_timings if timing.name == "memory"]
     max_memory_bytes = max(timing.work.memory_bytes for timing in memory_timings)
-    max_memory_rate = max(timing.work.memory_bytes / lower_quartile(timing.durations) for timing in memory_timings)
+    max_memory_rate = max(timing.work.memory_bytes / compute_lower_quartile(timing.durations) for timing in memory_timings)
     stream_rate = max(
-        timing.work.memory_bytes / lower_quartile(timing.durations)
+        timing.work.memory_bytes / compute_lower_quartile(timing.durations)
         for timing in memory_timings
         if timing.work.memory_bytes > max_memory_bytes / 2
     )
     measured_peaks, gemm_efficiencies = {}, {}
-    for dtype, max_gemm_rate in _max_gemm_rates(measurement).items():
+    for dtype, max_gemm_rate in _compute_max_gemm_rates(measurement).items():
         seconds_per_flop = rates.get(f"{GEMM_FLOPS} {dtype}", 0.0)
         rate = 1 / seconds_per_flop if seconds_per_flop else max_gemm_rate
         dtype_peak = get_peak_flops(measurement.device, dtype) if uses_cuda else None
@@ -230,12 +249,12 @@ def _has_dtype(timing: WorkTiming, dtype: str) -> bool:
     return any(get_peak_name(gemm.dtype) == dtype for gemm in timing.work.gemms)
 
 
-def _max_gemm_rates(measurement: Measurement) -> dict[str, float]:
-    """Return the FLOP/s of the fastest matrix product in each dtype."""
+def _compute_max_gemm_rates(measurement: Measurement) -> dict[str, float]:
+    """Return the highest FLOP/s that a measured matrix product reaches, by dtype."""
     dtypes = dict.fromkeys(get_peak_name(gemm.dtype) for timing in measurement.work_timings for gemm in timing.work.gemms)
     return {
         dtype: max(
-            timing.work.flops / lower_quartile(timing.durations)
+            timing.work.flops / compute_lower_quartile(timing.durations)
             for timing in measurement.work_timings
             if _has_dtype(timing, dtype) and not timing.work.attention
         )
@@ -244,22 +263,22 @@ def _max_gemm_rates(measurement: Measurement) -> dict[str, float]:
 
 
 def get_fastest_work(measurement: Measurement) -> DeviceWork:
-    """Return the layer computation with the shortest duration. On an asynchronous device this duration is the time to launch its
-    kernels."""
+    """Return the computation with the shortest measured duration: forward or backward of the layers of one of the small models. On
+    a GPU this duration is the time to launch its kernels."""
     return min(
         (timing for layer_times in measurement.layers for timing in layer_times.timings),
-        key=lambda timing: lower_quartile(timing.durations),
+        key=lambda timing: compute_lower_quartile(timing.durations),
     ).work
 
 
 def _compute_launch_us(measurement: Measurement) -> float:
     work = get_fastest_work(measurement)
     (timing,) = (timing for layer_times in measurement.layers for timing in layer_times.timings if timing.work is work)
-    return 1e6 * lower_quartile(timing.durations) / max(1, work.num_kernels)
+    return 1e6 * compute_lower_quartile(timing.durations) / max(1, work.num_kernels)
 
 
 def _get_layer_dtype(measurement: Measurement) -> str:
-    """Return the dtype in which the layers of the small models compute."""
+    """Return the name of the dtype in which the small models compute."""
     return next(
         get_peak_name(gemm.dtype)
         for layer_times in measurement.layers
@@ -269,8 +288,12 @@ def _get_layer_dtype(measurement: Measurement) -> str:
 
 
 def _add_links(cluster: Cluster, measurement: Measurement) -> tuple[Cluster, list[Figure]]:
-    """Add the measured links to a cluster: latencies and rates inside and between nodes, the rate of copies to the host, and the
-    fraction of communication that overlap hides."""
+    """Add the measured links to a cluster: latencies and rates inside and between nodes, and the rate of copies to the host. Also
+    add the fraction of communication that is hidden behind computation.
+
+    Returns:
+        the new cluster, and a line about each added value and its accuracy.
+    """
     figures: list[Figure] = []
     intra_node = [timing for timing in measurement.collectives if timing.ranks_per_node == timing.group_size]
     inter_node = [timing for timing in measurement.collectives if timing.ranks_per_node == 1 and timing.group_size > 1]
@@ -330,16 +353,18 @@ def _add_links(cluster: Cluster, measurement: Measurement) -> tuple[Cluster, lis
     changes.setdefault("network_gb_s", changes["node_gb_s"])
     changes.setdefault("network_us", changes.get("node_us", cluster.network_us))
     if measurement.host_copies:
-        _, seconds_per_byte = fit_line((num_bytes, lower_quartile(durations)) for num_bytes, durations in measurement.host_copies)
+        _, seconds_per_byte = fit_line(
+            (num_bytes, compute_lower_quartile(durations)) for num_bytes, durations in measurement.host_copies
+        )
         changes["host_gb_s"] = _round_to_3_digits(min(1e6, 1e-9 / seconds_per_byte)) if seconds_per_byte else cluster.host_gb_s
     if measurement.overlap is not None:
         changes["hidden"] = _round_to_3_digits(compute_hidden_share(measurement.overlap))
         samples = (measurement.overlap.gemms, measurement.overlap.all_reduce, measurement.overlap.both)
-        value = " and ".join(f"{1e3 * lower_quartile(durations):.2f} ms" for durations in samples[:2])
+        value = " and ".join(f"{1e3 * compute_lower_quartile(durations):.2f} ms" for durations in samples[:2])
         figures.append(
             Figure(
                 "all-reduce and products",
-                f"{value}, {1e3 * lower_quartile(samples[2]):.2f} ms overlapped",
+                f"{value}, {1e3 * compute_lower_quartile(samples[2]):.2f} ms overlapped",
                 _format_accuracy(samples),
             )
         )
@@ -347,7 +372,12 @@ def _add_links(cluster: Cluster, measurement: Measurement) -> tuple[Cluster, lis
 
 
 def _format_accuracy(samples: Iterable[Durations]) -> str:
-    """Format the accuracy of samples as text: half of the relative distance between their quartiles."""
+    """Format the accuracy of measured durations as text: half of the relative distance between their quartiles, as the median over
+    all measurements.
+
+    Args:
+        samples: repeated durations of each measurement.
+    """
     half_spreads = [
         (sorted(durations)[-1 - len(durations) // 4] / sorted(durations)[len(durations) // 4] - 1) / 2 for durations in samples
     ]
@@ -355,7 +385,11 @@ def _format_accuracy(samples: Iterable[Durations]) -> str:
 
 
 def _fit_collectives(timings: Sequence[CollectiveTiming]) -> dict[tuple[str, int], tuple[float, float]]:
-    """Fit latency (seconds) and rate (bytes per second) of each collective, separately for each number of ranks."""
+    """Fit latency and rate of each collective, separately for each number of ranks.
+
+    Returns:
+        latency in seconds and rate in bytes per second, by name of the collective and number of ranks.
+    """
     results = {}
     for key in dict.fromkeys((timing.operation, timing.group_size) for timing in timings):
         points = [
@@ -370,9 +404,9 @@ def _fit_collectives(timings: Sequence[CollectiveTiming]) -> dict[tuple[str, int
 
 
 def compute_hidden_share(overlap: OverlapTiming) -> float:
-    """Return the fraction of the shorter of two times, matrix products and all-reduce, that is hidden behind the longer when both
-    overlap."""
-    gemms, all_reduce, both = (lower_quartile(durations) for durations in (overlap.gemms, overlap.all_reduce, overlap.both))
+    """Return how well matrix products and an all-reduce overlap: 0 if they run one after the other, 1 if the shorter of them takes
+    no extra time."""
+    gemms, all_reduce, both = (compute_lower_quartile(durations) for durations in (overlap.gemms, overlap.all_reduce, overlap.both))
     return min(1.0, max(0.0, (gemms + all_reduce - both) / min(gemms, all_reduce)))
 
 
@@ -381,12 +415,13 @@ def _invert(value: float) -> float:
 
 
 def _compute_efficiency(rate: float, full_rate: float) -> float:
-    """Return a rate as a fraction of the full rate, at most 100. A higher fraction would mean that the work takes no time."""
+    """Return a rate as a fraction of the full rate. The fraction is limited to 100, because a fit may attribute almost no time to
+    the work."""
     return _round_to_3_digits(min(100.0, rate / full_rate))
 
 
 def _round_to_3_digits(value: float) -> float:
-    """Round to three significant digits, for the cluster file. Infinity and NaN become 0."""
+    """Round to three significant digits. Infinity and NaN become 0."""
     return float(f"{value:.3g}") if math.isfinite(value) else 0.0
 
 

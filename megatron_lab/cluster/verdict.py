@@ -1,5 +1,5 @@
-"""Decision which nodes of a cluster have a problem, from the results that the nodes have collected. Pure functions; the messages
-name the hosts."""
+"""Decision which nodes of a cluster have a problem, from the information that the cluster check has collected. The module contains
+only functions without side effects. Their messages name the hosts."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ class Verdict:
 
 
 def find_missing_nodes(hosts: Collection[str], num_nodes: int, expected_hosts: Sequence[str], timeout_s: float) -> list[str]:
-    """Return a message if some nodes have not answered.
+    """Return a message if some nodes of the job have not answered; otherwise an empty list.
 
     Args:
         hosts: names of the nodes that have answered.
-        expected_hosts: names of all nodes, if known.
+        num_nodes: number of nodes of the job.
+        expected_hosts: names of all nodes; empty if unknown.
         timeout_s: seconds that the head node has waited.
     """
     if len(hosts) >= num_nodes:
@@ -65,7 +66,8 @@ def find_version_mismatches(nodes: Sequence[NodeInfo]) -> list[str]:
 
 
 def list_node_problems(nodes: Sequence[NodeInfo]) -> list[str]:
-    """Return the problems that nodes have found by themselves. Each problem is listed once, with the names of its nodes."""
+    """Return the problems that nodes have found on their own, without contact to other nodes. Each problem is listed once, with the
+    names of its nodes."""
     hosts_by_problem: dict[str, list[str]] = {}
     for node in nodes:
         for problem in node.faults:
@@ -77,10 +79,10 @@ def list_node_problems(nodes: Sequence[NodeInfo]) -> list[str]:
 
 
 def find_skewed_clocks(offsets_s: Mapping[str, float]) -> list[str]:
-    """Return a message for each node whose clock differs from the median clock.
+    """Return a message for each node whose clock differs from the median of all clocks by more than the permitted difference.
 
     Args:
-        offsets_s: seconds by which the clock of each host is ahead of the head node's clock.
+        offsets_s: seconds by which each node's clock is ahead of the head node's clock, by host name.
     """
     median = statistics.median(offsets_s.values())
     skews = {host: offset - median for host, offset in offsets_s.items() if abs(offset - median) > MAX_CLOCK_SKEW_S}
@@ -91,7 +93,14 @@ def find_skewed_clocks(offsets_s: Mapping[str, float]) -> list[str]:
 
 
 def find_unshared_folders(blind_hosts: Sequence[str], folder: str, head: str) -> list[str]:
-    """Return a message if some nodes do not see the file that the head node has written into a folder."""
+    """Return a message if some nodes do not see the file that the head node has written into the save folder; otherwise an empty
+    list.
+
+    Args:
+        blind_hosts: names of these nodes.
+        folder: flag and path of the folder.
+        head: name of the head node.
+    """
     if not blind_hosts:
         return []
     return [
@@ -101,10 +110,15 @@ def find_unshared_folders(blind_hosts: Sequence[str], folder: str, head: str) ->
 
 
 def find_link_problems(ends_by_host: Mapping[str, Sequence[RankEnd]], timeout_s: float) -> list[str]:
-    """Return messages about ranks that failed the link test.
+    """Return messages about ranks that failed the link test (which measures the links between all ranks), and about a wrong
+    all-reduce.
 
     If no rank failed but some did not finish, name the unfinished ranks that began the fewest steps, because the other ranks wait
     for them.
+
+    Args:
+        ends_by_host: how each rank ended, by host name.
+        timeout_s: seconds that the head node has waited.
     """
     named_ends = [(end, f"rank {end.rank} on {host}") for host, host_ends in ends_by_host.items() for end in host_ends]
     ranks_by_failure: dict[str, list[str]] = {}
@@ -130,7 +144,8 @@ def find_memory_problems(ends_by_host: Mapping[str, Sequence[RankEnd]], required
     """Return a message for each GPU that another process uses or whose free memory is too small.
 
     Args:
-        required_bytes: memory that the run needs on one GPU, if known.
+        ends_by_host: how each rank ended in the link test, by host name. Ranks report the free memory of their GPU.
+        required_bytes: bytes that the run needs on one GPU; None if unknown.
     """
     problems = []
     for host, host_ends in ends_by_host.items():
@@ -147,8 +162,12 @@ def find_memory_problems(ends_by_host: Mapping[str, Sequence[RankEnd]], required
 
 
 def compare_rates(ends_by_host: Mapping[str, Sequence[RankEnd]], device_type: str) -> Verdict:
-    """Compare the communication rates of the nodes, and report slow nodes. On CPUs, which other programs share, a slow node is a
-    note and not a problem."""
+    """Compare the communication rates of the nodes, and report slow nodes. On GPUs, a slow node is a problem. On CPUs, which other
+    programs share, it is only a note.
+
+    Args:
+        ends_by_host: how each rank ended in the link test, with its measured rates, by host name.
+    """
     hosts = list(ends_by_host)
     intra_node_rates = {
         host: min(end.found["inside"] for end in host_ends if end.found)
@@ -191,5 +210,5 @@ def _format_rate(bytes_per_s: float) -> str:
 
 
 def format_names(names: Sequence[str]) -> str:
-    """Format the first six names, and the number of the remaining names."""
+    """Format names as text: at most six, then the number of the remaining names."""
     return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
