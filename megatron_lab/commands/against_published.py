@@ -1,4 +1,4 @@
-"""Compare predicted with published step times: errors by publication, device and software, and the ranking within groups of runs.
+"""Compare predicted with published step times: errors by publication, device and software, and the ranking of each job's layouts.
 
     python tools/planning/against_published.py [--only megatron_2021]
 
@@ -36,7 +36,7 @@ _QUANTIZATION_TRAFFIC_SHARES = {"torchtitan": 0.35, "torchtitan-compile": 0.35}
 
 
 def list_published_files() -> list[Path]:
-    """Return the paths of the JSON files with published step times.
+    """Return the paths of the JSON files with published step times, one file for each publication.
 
     Raises:
         SystemExit: the folder does not exist. Only a checkout of the repository has it.
@@ -60,15 +60,17 @@ def compute_log_error(row: dict[str, Any], stacks: dict[str, Stack]) -> float:
 
     Args:
         row: the published run: flags, hardware, software and step time.
-        stacks: properties of the software stacks, by name.
+        stacks: speed of each training software relative to this framework, by the name that `row` gives it.
     """
     argv = row["flags"].split()
     vocab_size, dry_run = int(argv[argv.index("--vocab-size") + 1]), DryRun(row["gpus"], row["gpus_per_node"], None)
     config = load([*argv, *COMMON], row["gpus"]).config
-    work = Planner(config, dry_run, vocab_size, shortened=True).step_work()
+    work = Planner(config, dry_run, vocab_size, shortened=True).compute_step_work()
     if "--fp8-format" in argv:
         argv_16_bit = [word for i, word in enumerate(argv) if not ({word, argv[i - 1]} & {"--fp8-format", "--fp8-recipe"})]
-        work_16_bit = Planner(load([*argv_16_bit, *COMMON], row["gpus"]).config, dry_run, vocab_size, shortened=True).step_work()
+        work_16_bit = Planner(
+            load([*argv_16_bit, *COMMON], row["gpus"]).config, dry_run, vocab_size, shortened=True
+        ).compute_step_work()
         work = _mix_precisions(work, work_16_bit, _QUANTIZATION_TRAFFIC_SHARES.get(row["stack"], 0.0))
     cluster = load_cluster(row["cluster"])
     if row["network_gb_s"]:
@@ -79,10 +81,15 @@ def compute_log_error(row: dict[str, Any], stacks: dict[str, Stack]) -> float:
 
 
 def _mix_precisions(work_8_bit: StepWork, work_16_bit: StepWork, quantized_share: float) -> StepWork:
-    """Combine the work of an 8-bit and of a 16-bit run: the matrix products of the first, and the memory traffic of the second.
+    """Combine two plans of a run, one with 8 bits and one with 16 bits. The result has the matrix products of the 8-bit plan. Its
+    memory traffic is that of the 16-bit plan, plus the fraction `quantized_share` of the traffic that the 8-bit plan adds for
+    quantization.
+
+    Other frameworks quantize within other kernels, so quantization adds less memory traffic there than in an 8-bit plan of this
+    framework.
 
     Args:
-        quantized_share: fraction of the additional memory traffic of the 8-bit run (its quantization) that counts.
+        quantized_share: fraction of quantization's memory traffic (8-bit plan minus 16-bit plan) that the run's software has too.
     """
     ops = []
     for spans_8_bit, spans_16_bit in zip(work_8_bit.ops, work_16_bit.ops, strict=True):
@@ -99,7 +106,8 @@ def _mix_precisions(work_8_bit: StepWork, work_16_bit: StepWork, quantized_share
 
 
 def main() -> int:
-    """Print the table of errors by publication, and how well the prediction ranks the layouts of a group.
+    """Print the errors of predicted step times by publication, device, precision and software. Then print how well the prediction
+    finds the fastest layout of each job that was measured at several layouts.
 
     Return the exit status.
     """
@@ -146,7 +154,7 @@ def format_summary(errors: list[float]) -> str:
     """Format the median of the errors, the median of their absolute values, and the 90th percentile of the absolute values.
 
     Args:
-        errors: logarithms of predicted / measured, or relative errors.
+        errors: for each run log(predicted / measured), or predicted / measured - 1.
     """
     magnitudes = sorted(map(abs, errors)) or [math.nan]
     percentile_90 = magnitudes[min(len(magnitudes) - 1, int(0.9 * len(magnitudes)))]

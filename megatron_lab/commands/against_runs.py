@@ -66,11 +66,11 @@ class Comparison:
     flags: str
     predicted: StepTime
     rounds: tuple[float, ...]
-    """Median seconds of a step in each round (a round runs every layout once)."""
+    """Median seconds of a step in each round of measurements. A round runs every layout once."""
 
     @property
     def measured_seconds(self) -> float:
-        """Median seconds of a step over the rounds."""
+        """Measured seconds of a step: the median of `rounds`."""
         return statistics.median(self.rounds)
 
     @property
@@ -80,14 +80,14 @@ class Comparison:
 
 
 def count_ordered_pairs(times: Sequence[tuple[float, float]], min_difference: float = 0.1) -> tuple[int, int]:
-    """Count how many pairs of layouts the prediction puts into the measured order.
+    """Count the pairs of layouts for which the prediction and the measurement agree on which layout is faster.
 
     Args:
         times: (predicted, measured) time of each layout.
-        min_difference: fraction by which the measured times of a pair must differ to be counted.
+        min_difference: a pair counts only if the longer measured time exceeds the shorter by more than this fraction of it.
 
     Returns:
-        The number of correctly ordered pairs, and the number of counted pairs.
+        The number of pairs for which they agree, and the number of pairs that count.
     """
     pairs = [(a, b) for a, b in itertools.combinations(times, 2) if max(a[1], b[1]) > (1 + min_difference) * min(a[1], b[1])]
     return sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in pairs), len(pairs)
@@ -105,7 +105,7 @@ def load_config(model: str, ranks: int, flags: str) -> Config:
 
 
 def predict(config: Config, ranks: int, cluster: Cluster) -> StepTime:
-    """Predict the step time of a layout in a separate process, because a process can be a rank of one job only."""
+    """Predict the step time of a layout in a separate process, because a process can be a rank of only one job."""
     rows = predict_embedding_rows(config.data)
     (step_time,) = run_ranks(1, lambda _: predict_step_time(config, DryRun(ranks, max(ranks, 8), None), rows, cluster), init=False)
     return step_time  # type: ignore[no-any-return]
@@ -131,9 +131,12 @@ def measure(config: Config, ranks: int) -> float:
 
 
 def compare(cluster: Cluster, num_rounds: int) -> list[Comparison]:
-    """Predict and measure all layouts.
+    """Predict and measure the step time of each layout in `CASES`.
 
     Each round measures every layout once, so that a slow phase of the machine affects all layouts.
+
+    Args:
+        num_rounds: number of measurements of each layout.
     """
     configs = [load_config(*case) for case in CASES]
     times: list[list[float]] = [[] for _ in CASES]
@@ -175,7 +178,7 @@ def format_table(rows: Sequence[Comparison]) -> list[str]:
 
 
 def main() -> int:
-    """Run the tool and return its exit status."""
+    """Compare predictions with measurements on this machine and print the table. Returns the exit status."""
     parser = ToolParser(description=__doc__)
     parser.add_argument("--cluster", required=True, metavar="FILE", help="Read the cluster file of this machine.")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="Measure every layout in N rounds (default 5).")

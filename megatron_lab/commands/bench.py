@@ -234,15 +234,15 @@ def parse_ms(text: str) -> float:
     """Parse a command-line value that is a time in milliseconds of at least 0."""
     value = float(text)
     if not 0.0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a time from 0 on, not {text}")
+        raise argparse.ArgumentTypeError(f"must be a time in milliseconds, 0 or more, not {text}")
     return value
 
 
 def parse_share(text: str) -> float:
-    """Parse a command-line value that is a fraction above 0."""
+    """Parse a command-line value that is a ratio above 0."""
     value = float(text)
     if not 0.0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+        raise argparse.ArgumentTypeError(f"must be a number above 0, not {text}")
     return value
 
 
@@ -250,7 +250,7 @@ def parse_gb(text: str) -> float:
     """Parse a command-line value that is a size in GB above 0."""
     value = float(text)
     if not 0.0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a size above 0, not {text}")
+        raise argparse.ArgumentTypeError(f"must be a size in GB above 0, not {text}")
     return value
 
 
@@ -258,7 +258,7 @@ def parse_pipeline_size(text: str) -> tuple[int, int]:
     """Parse a command-line value such as 8x64 to (stages, microbatches)."""
     stages, separator, microbatches = text.partition("x")
     if not separator:
-        raise argparse.ArgumentTypeError(f"must be stages x microbatches, as in 8x64, not {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a number of stages, x and a number of microbatches, as in 8x64, not {text!r}")
     return parse_count(stages), parse_count(microbatches)
 
 
@@ -278,9 +278,9 @@ def main() -> int:
 
 
 def run(benchmark: str, args: argparse.Namespace) -> bool:
-    """Run one benchmark and return whether its results are within their limits.
+    """Run one benchmark and return whether its results are within their bounds (True for a benchmark without bounds).
 
-    Only this function imports torch, so that --help is fast.
+    This function imports torch only when it is called, so that --help is fast.
     """
     pairs = args.pairs or (15 if benchmark == "checkpoint" else 7)
     if benchmark == "bubble":

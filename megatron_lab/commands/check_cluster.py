@@ -99,7 +99,7 @@ def _parse_positive(text: str) -> int:
 def _parse_address(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise argparse.ArgumentTypeError(f"must be HOST:PORT, not {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a host and a port, as in node1:29500, not {text!r}")
     return host, int(port)
 
 
@@ -111,7 +111,8 @@ def main(arguments: list[str] | None = None, program: tuple[str, ...] | None = N
     """Check a cluster, or write a cluster file (--measure, --calibrate). Return the exit status.
 
     Args:
-        program: module that each rank runs; by default `megatron_lab.cluster.links`.
+        arguments: command line without the program's name; None for that of this process.
+        program: command that each rank runs to test the links; by default `python -m megatron_lab.cluster.links`.
     """
     if arguments is None:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwind the context managers that end started processes
@@ -144,11 +145,14 @@ def main(arguments: list[str] | None = None, program: tuple[str, ...] | None = N
 
 
 def _write_measured_cluster(args: argparse.Namespace) -> int:
-    """Measure this cluster for --measure, write the cluster file and return the exit status."""
+    """Run --measure: measure the speed of this cluster's devices and links and write them to a cluster file. Return the exit
+    status."""
     world_size = int(os.environ.get("WORLD_SIZE", "0")) or args.nodes * (args.ranks_per_node or 0)
     try:
         if not world_size:
-            raise ValueError("--measure needs --ranks-per-node: as many as there are GPUs, or processes that train on a CPU")
+            raise ValueError(
+                "--measure needs --ranks-per-node N: the number of GPUs of a node, or of processes that train on the CPU of a node"
+            )
         check_output("--measure", str(args.measure))
         if args.flags:
             load(args.flags, world_size)

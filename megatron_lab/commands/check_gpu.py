@@ -72,7 +72,7 @@ def _parse_checks(text: str) -> list[Check]:
     if unknown := [name for name in names if name not in checks_by_name]:
         raise argparse.ArgumentTypeError(f"no check has the name {unknown[0]!r}; `--list` shows all names")
     if not names:
-        raise argparse.ArgumentTypeError("names no check; `--list` shows all names")
+        raise argparse.ArgumentTypeError("must contain at least one name of a check; `--list` shows all names")
     return [check for check in CHECKS if check.name in names]
 
 
@@ -87,7 +87,8 @@ def _parse_minutes(text: str) -> float:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tool and return its exit status."""
+    """Run the checks, or print the results of earlier ones. Returns the exit status: 0 if no check failed, 1 if a check failed, 2
+    for invalid flags or files, 130 after an interrupt."""
     args = build_parser().parse_args(arguments)
     checks = args.only or list(CHECKS)
     if args.list:
@@ -112,13 +113,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run_session(args: argparse.Namespace, checks: list[Check]) -> tuple[dict[str, Any], bool]:
-    """Run the checks within the time limit. The report file is written after each check.
+    """Run the checks within the time limit of --minutes. The report file is written after each check.
 
     Returns:
         The report, and whether a signal interrupted the session.
 
     Raises:
-        ValueError: the device does not exist, or the file to resume is from another device or version of torch.
+        ValueError: the device does not exist, or the file of --resume is from another device or version of torch.
     """
     report = create_report(args.device)
     if args.resume:
@@ -180,7 +181,10 @@ def create_report(device: str) -> dict[str, Any]:
     """
     process = subprocess.run([sys.executable, "-c", _PROBE_CODE], capture_output=True, text=True)
     if process.returncode:
-        raise ValueError(f"torch cannot be imported by {sys.executable}: {(process.stderr.splitlines() or ['no message'])[-1]}")
+        raise ValueError(
+            f"torch cannot be imported by {sys.executable}: {(process.stderr.splitlines() or ['no message'])[-1]}. Install torch "
+            "for this Python"
+        )
     environment = json.loads(process.stdout)
     if device == "cuda" and not environment["gpus"]:
         raise ValueError("torch sees no GPU here. Check the driver and CUDA_VISIBLE_DEVICES, or give --device cpu.")
@@ -207,8 +211,10 @@ def resume_report(file: Path, new: dict[str, Any]) -> dict[str, Any]:
     old = load_report(file)
     for key in ("device_name", "torch"):
         if old[key] != new[key]:
+            name = key.removesuffix("_name")
             raise ValueError(
-                f"--resume {file} has results of {old[key]}, but here is {new[key]}: such results cannot be combined. "
+                f"--resume {file} has results of {name} {old[key]}, but this session has {name} {new[key]}: the results cannot be "
+                "combined. "
                 "Start a new report with --json FILE."
             )
     results = {result["name"]: result for result in old["checks"]}
@@ -219,7 +225,7 @@ def load_report(file: Path) -> dict[str, Any]:
     """Load a report that --json has written.
 
     Raises:
-        ValueError: the file is not such a report.
+        ValueError: the file is not a report that --json has written.
     """
     try:
         report: dict[str, Any] = json.loads(file.read_text())
@@ -229,9 +235,9 @@ def load_report(file: Path) -> dict[str, Any]:
             "torch",
             "date",
         } <= set(report):
-            raise KeyError("a field is missing")
+            raise KeyError("the file lacks a field that every report of --json has")
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is not what --json writes, so it cannot be used as a report: {error!r}") from error
+        raise ValueError(f"{file} is not a report that --json has written ({error!r}). Choose another file") from error
     return report
 
 

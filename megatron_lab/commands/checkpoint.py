@@ -53,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tool and return the exit status of the subcommand."""
+    """Run the subcommand that the command line names and return its exit status."""
     args = build_parser().parse_args(arguments)
     try:
         status: int = args.run(args)

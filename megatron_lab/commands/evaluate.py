@@ -100,7 +100,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _compute_perplexities(args: argparse.Namespace, loaded: OpenedModel) -> dict[str, Any]:
-    """Return the perplexity of each file as JSON fields. The field "told" contains the perplexity as text for the terminal."""
+    """Return the perplexity of each file, by path, as a JSON object. Its key "told" contains the same values as text for the
+    terminal."""
     from megatron_lab.evaluation.perplexity import compute_perplexity
     from megatron_lab.evaluation.scores import Scorer
     from megatron_lab.evaluation.texts import read_documents
@@ -118,7 +119,7 @@ def _compute_perplexities(args: argparse.Namespace, loaded: OpenedModel) -> dict
 
 
 def _run_tasks(args: argparse.Namespace, loaded: OpenedModel) -> dict[str, Any]:
-    """Run the tasks of lm-evaluation-harness and return the results in JSON types."""
+    """Run the tasks of lm-evaluation-harness. Return the metrics of each task, by its name, in JSON types."""
     from megatron_lab.evaluation.harness import HarnessModel, run_tasks
     from megatron_lab.evaluation.scores import Scorer
 
@@ -129,7 +130,11 @@ def _run_tasks(args: argparse.Namespace, loaded: OpenedModel) -> dict[str, Any]:
 
 
 def _format_results(results: dict[str, Any]) -> list[str]:
-    """Format the results as text, one line for each file or task."""
+    """Format the results as text, one line for each file or task.
+
+    Args:
+        results: metrics of each file or task, by its path or name.
+    """
     lines = []
     for name, metrics in results.items():
         text = metrics.get("told") or ", ".join(

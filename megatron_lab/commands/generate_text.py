@@ -110,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Check that all flags have an effect and all sizes are valid. Otherwise the program ends with status 2."""
+    """Check that all flags have an effect and all sizes are valid. Otherwise the program ends with a message and status 2."""
     for name in ("max_new_tokens", "num_samples", "batch_size"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -157,13 +157,14 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
     try:
         return [content.decode("utf-8").removesuffix("\n")]
     except UnicodeDecodeError as error:
-        raise ValueError(f"{args.prompt_file or 'stdin'} is not UTF-8: {error}") from error
+        raise ValueError(f"{args.prompt_file or 'stdin'} is not UTF-8: {error}. Convert the prompts to UTF-8") from error
 
 
 def _generate(
     args: argparse.Namespace, loaded: OpenedModel, sampling: Sampling, prompts: Sequence[str], prompt_ids: Sequence[list[int]]
 ) -> None:
-    """Generate the texts, one batch of prompts after another. Rank 0 prints them."""
+    """Generate the texts, one batch of prompts after another. Rank 0 prints them: a single text token by token, several texts batch
+    by batch."""
     from megatron_lab.inference.continuation import generate_texts, select_max_new_tokens
     from megatron_lab.inference.generate import GenerationRequest, check_request
 

@@ -3,8 +3,7 @@
     python tools/inspect_data.py PREFIX                             sizes, and a histogram of document lengths
     python tools/inspect_data.py PREFIX --histogram lengths.svg     the histogram also as a picture
     python tools/inspect_data.py PREFIX --document 0 17             token ids of documents; with tokenizer flags also their text
-    python tools/inspect_data.py PREFIX --verify                    check all: sizes, order of the index, ids below the vocabulary
-    size
+    python tools/inspect_data.py PREFIX --verify                    check sizes, order of the index, and the range of token ids
     python tools/inspect_data.py --run checkpoints --step 1200      documents and token ranges in the batch of a step
     python tools/inspect_data.py --run checkpoints --sample 38400   one sample of the run, with its text
 
@@ -117,7 +116,8 @@ def _check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
 
 
 def _show_dataset(args: argparse.Namespace, config: DataConfig) -> int:
-    """Print the properties of a dataset that the flags ask for, and return the exit status."""
+    """Print what the flags ask for: documents, or the dataset's sizes with either its problems (--verify) or its document lengths.
+    Return the exit status."""
     from megatron.data.indexed_dataset import IndexedDataset
     from megatron.data.tokenizer import build_tokenizer
     from megatron_lab.data_tools.dataset_check import compute_length_histogram, find_problems
@@ -140,10 +140,10 @@ def _show_dataset(args: argparse.Namespace, config: DataConfig) -> int:
 
 
 def _format_sizes(dataset: IndexedDataset) -> str:
-    from megatron.data.indexed_dataset import fingerprint, has_loss_mask, loss_mask_prefix
+    from megatron.data.indexed_dataset import fingerprint, get_loss_mask_prefix, has_loss_mask
 
-    tokens = dataset.num_tokens(range(dataset.num_documents))
-    masked = f", with a loss mask ({loss_mask_prefix(dataset.prefix)})" if has_loss_mask(dataset.prefix) else ""
+    tokens = dataset.count_tokens(range(dataset.num_documents))
+    masked = f", with a loss mask ({get_loss_mask_prefix(dataset.prefix)})" if has_loss_mask(dataset.prefix) else ""
     return (
         f"{dataset.prefix}: {dataset.num_documents:,} documents in {len(dataset.lengths):,} sequences, {tokens:,} tokens of "
         f"{dataset.dtype.name}, fingerprint {fingerprint(dataset)}{masked}"
@@ -151,20 +151,20 @@ def _format_sizes(dataset: IndexedDataset) -> str:
 
 
 def _show_document(dataset: IndexedDataset, document_index: int, tokenizer: Tokenizer | None, max_tokens: int) -> None:
-    """Print the token ids of a document.
-
-    Print also its text if a tokenizer is known, and the tokens that a loss mask includes in the loss.
-    """
+    """Print the token ids of a document. Also print its text if a tokenizer is known, and the tokens that a loss mask includes in
+    the loss."""
     if not 0 <= document_index < dataset.num_documents:
-        raise ValueError(f"--document {document_index}: {dataset.prefix} has documents 0 to {dataset.num_documents - 1:,}.")
+        raise ValueError(
+            f"--document {document_index}: {dataset.prefix} has documents 0 to {dataset.num_documents - 1:,}. Choose one of them."
+        )
     from megatron.data.indexed_dataset import has_loss_mask, open_loss_mask
     from megatron.data.samples import IN_LOSS
 
-    ids = dataset.document(document_index).tolist()
+    ids = dataset.get_document(document_index).tolist()
     print(f"document {document_index:,}: {len(ids):,} tokens")
     _show_ids(ids, tokenizer, max_tokens)
     if has_loss_mask(dataset.prefix):
-        is_in_loss = (open_loss_mask(dataset).document(document_index) & IN_LOSS > 0).tolist()
+        is_in_loss = (open_loss_mask(dataset).get_document(document_index) & IN_LOSS > 0).tolist()
         print(f"  learned with --data-loss-mask: {sum(is_in_loss):,} of {len(ids):,} tokens")
         pairs = zip(ids[: max_tokens or None], is_in_loss, strict=False)
         for in_loss, token_pairs in itertools.groupby(pairs, key=lambda pair: pair[1]):
@@ -183,7 +183,7 @@ def _show_ids(ids: list[int], tokenizer: Tokenizer | None, max_tokens: int) -> N
 
 
 def _iter_text(ids: list[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield the text of token ids. Each end of a document is shown as "[end of document ID]"."""
+    """Yield the text of token ids. Each end-of-document token is shown as "[end of document ID]" with its id."""
     start = 0
     for i, id in enumerate([*ids, tokenizer.eod]):
         if id == tokenizer.eod:
@@ -194,7 +194,11 @@ def _iter_text(ids: list[int], tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _report_problems(dataset: IndexedDataset, problems: Iterator[DatasetProblem], tokenizer: Tokenizer | None) -> int:
-    """Print the problems of a dataset and return the exit status."""
+    """Print the problems of a dataset. Return the exit status: 1 if there are problems, otherwise 0.
+
+    Args:
+        tokenizer: tokenizer whose vocabulary size bounded the ids in the check; None if only negative ids counted as problems.
+    """
     num_problems = 0
     for num_problems, problem in enumerate(problems, start=1):
         if num_problems <= _MAX_PRINTED_PROBLEMS:
@@ -215,7 +219,11 @@ def _report_problems(dataset: IndexedDataset, problems: Iterator[DatasetProblem]
 
 
 def format_histogram(bins: list[LengthBin]) -> list[str]:
-    """Format the histogram of document lengths as lines of text with bars."""
+    """Format the histogram of document lengths as lines of text with bars.
+
+    Args:
+        bins: ranges of document lengths, with the number of documents and tokens in each.
+    """
     max_documents = max((length_bin.num_documents for length_bin in bins), default=0)
     lines = [f"{'tokens':>25}  {'documents':>14}  {'tokens in them':>18}"]
     for length_bin in bins:
@@ -233,7 +241,7 @@ def save_histogram(bins: list[LengthBin], name: str, path: Path) -> None:
     """Save a figure that shows how documents and tokens are distributed over document lengths.
 
     Args:
-        bins: histogram of document lengths.
+        bins: ranges of document lengths, with the number of documents and tokens in each.
         name: name of the dataset without its folder.
         path: file to write; its suffix selects the format.
 
@@ -268,7 +276,8 @@ def save_histogram(bins: list[LengthBin], name: str, path: Path) -> None:
 
 
 def _show_run(args: argparse.Namespace) -> int:
-    """Print the documents in the samples of one step of a run, or in one sample. Return the exit status."""
+    """Print which documents are in the samples of one step of a run (--step), or in one sample (--sample). Return the exit
+    status."""
     from megatron_lab.data_tools.run_lineage import RunLineage
 
     lineage = RunLineage.from_save_folder(Path(args.run), args.ckpt_step)

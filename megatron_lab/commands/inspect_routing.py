@@ -1,11 +1,11 @@
 """Report how evenly a model's routers distribute tokens over experts: the most and least used experts of each layer, and a picture.
 
-    python tools/inspect_routing.py runs/a --data-path data/corpus_text_document python tools/inspect_routing.py model --data-path
-    data/corpus_text_document --output routing.svg
+    python tools/inspect_routing.py runs/a --data-path data/corpus_text_document
+    python tools/inspect_routing.py model --data-path data/corpus_text_document --output routing.svg
 
 The model is the --save folder of a run (its newest complete checkpoint), one checkpoint in it, or a Hugging Face folder. The
-picture has a row for each layer with experts and a column for each expert. A cell shows the tokens of the expert over the mean of
-its layer.
+picture has a row for each layer with experts and a column for each expert. A cell shows the number of tokens of the expert, divided
+by the mean over the experts of its layer.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class LayerUsage:
         return [count / mean for count in self.counts]
 
     def format_line(self) -> str:
-        """Format a line with the most and the least used experts.
+        """Format a line with the most and the least used experts of the layer, and the number of tokens of each as a multiple of
+        the mean.
 
         Of experts with equal counts, the expert with the lower index comes first.
         """
@@ -121,10 +122,11 @@ def _run(args: argparse.Namespace) -> None:
     source = open_source(args.model, args.ckpt_step)
     config = source.model
     if config.num_experts is None:
-        raise ValueError(f"{args.model} has no layers with experts")
+        raise ValueError(f"{args.model} has no layers with experts, so there is no routing to inspect. Choose a model with experts")
     if config.position_embedding_type == "learned_absolute" and (args.seq_length or 0) > config.num_positions:
         raise ValueError(
-            f"--seq-length {args.seq_length} is more than the {config.num_positions} positions that the model has learned"
+            f"--seq-length {args.seq_length} is more than the {config.num_positions} positions that the model has learned: lower "
+            "--seq-length"
         )
     context = connect(ParallelConfig(device=args.device))
     try:
@@ -151,12 +153,14 @@ def count_tokens_per_expert(
     """Run the model on samples and count the tokens that each layer's experts receive.
 
     Args:
+        source: weights of the model.
+        context: process groups and device of the run.
         prefixes: paths of indexed datasets, without .bin and .idx.
-        num_samples: samples to read.
-        seq_length: tokens of a sample.
+        num_samples: number of samples to read.
+        seq_length: number of tokens of a sample.
 
     Returns:
-        The usage of each layer with experts, and the number of tokens.
+        The usage of each layer with experts, and the number of tokens read.
 
     Raises:
         ValueError: the data has token ids outside the model's vocabulary, or has fewer tokens than one sample.
@@ -177,11 +181,11 @@ def count_tokens_per_expert(
     assert model.router_tracker is not None, "it has experts"
     totals, num_tokens = torch.zeros(0), 0
     for first in range(0, num_samples, _BATCH_SIZE):
-        ids = torch.from_numpy(dataset.samples(first, min(_BATCH_SIZE, num_samples - first)))[:, :-1]
+        ids = torch.from_numpy(dataset.get_samples(first, min(_BATCH_SIZE, num_samples - first)))[:, :-1]
         if int(ids.max()) >= source.vocab_size:
             raise ValueError(
-                f"the data has the token id {int(ids.max()):,}, but the vocabulary of {source.name} has only "
-                f"{source.vocab_size:,} ids: the data was not made with the tokenizer of this model"
+                f"the data has the token id {int(ids.max()):,}, but the vocabulary of {source.name} has only {source.vocab_size:,} "
+                "ids: the data was not made with the tokenizer of this model. Choose data that was made with this tokenizer"
             )
         with torch.no_grad(), model.router_tracker.recording(0.0):
             compute_last_hidden_states(model, context, build_inputs(ids.to(context.device)))
@@ -204,7 +208,7 @@ def _select_dtype(source: WeightSource, context: ParallelContext) -> torch.dtype
 def plot_usage(usages: Sequence[LayerUsage]) -> Figure:
     """Return a heat map of expert usage: a row for each layer, a column for each expert.
 
-    A cell shows the expert's tokens over the mean of the layer.
+    A cell shows the number of tokens of the expert, divided by the mean over the experts of its layer.
     """
     from matplotlib.colors import TwoSlopeNorm
     from matplotlib.figure import Figure

@@ -1,8 +1,8 @@
 """Concatenate indexed datasets: all documents in the order of the inputs, with unchanged tokens, and their loss masks if they have
 any.
 
-    python tools/merge_data.py --input data/part_00000 data/part_00001 --output-prefix data/all python tools/merge_data.py --input
-    'data/part_*' --output-prefix data/all
+    python tools/merge_data.py --input data/part_00000 data/part_00001 --output-prefix data/all
+    python tools/merge_data.py --input 'data/part_*' --output-prefix data/all
 """
 
 from __future__ import annotations
@@ -31,12 +31,15 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def resolve_prefixes(inputs: list[str]) -> list[str]:
-    """Return the prefixes of the datasets that the arguments of --input name.
+    """Return the datasets that the values of --input name, as paths without .bin and .idx.
+
+    Args:
+        inputs: paths of datasets, folders with datasets, or patterns such as `data/part_*`.
 
     Raises:
         ValueError: a folder or pattern contains no dataset, or a dataset is named twice.
     """
-    from megatron.data.indexed_dataset import loss_mask_prefix
+    from megatron.data.indexed_dataset import get_loss_mask_prefix
 
     prefixes: list[str] = []
     for name in inputs:
@@ -44,10 +47,10 @@ def resolve_prefixes(inputs: list[str]) -> list[str]:
         if Path(f"{name}.idx").is_file() or not (Path(name).is_dir() or glob.has_magic(name)):
             prefixes.append(name)  # opening it reports a missing file
         elif matched := sorted(path.removesuffix(".idx") for path in glob.glob(pattern, recursive=True)):
-            masks = {loss_mask_prefix(prefix) for prefix in matched}
+            masks = {get_loss_mask_prefix(prefix) for prefix in matched}
             prefixes += [prefix for prefix in matched if prefix not in masks]
         else:
-            raise ValueError(f"--input {name}: there is no dataset (PREFIX.bin and PREFIX.idx).")
+            raise ValueError(f"--input {name}: there is no dataset (PREFIX.bin and PREFIX.idx) with this prefix. Check the path.")
     paths = [Path(prefix).resolve() for prefix in prefixes]
     for i, path in enumerate(paths):
         if path in paths[:i]:
@@ -58,7 +61,7 @@ def resolve_prefixes(inputs: list[str]) -> list[str]:
 def main(arguments: list[str] | None = None) -> int:
     """Run the tool and return the exit status: 0, or 1 if nothing was written."""
     args = build_parser().parse_args(arguments)
-    from megatron.data.indexed_dataset import has_loss_mask, loss_mask_prefix
+    from megatron.data.indexed_dataset import get_loss_mask_prefix, has_loss_mask
     from megatron.data.indexed_writer import join_datasets  # imports numpy, which --help does not need
     from megatron_lab.data_tools.preprocess.storage import explain_disk_full
 
@@ -77,9 +80,9 @@ def main(arguments: list[str] | None = None) -> int:
         with explain_disk_full(str(output.parent), "Make room there, or write to another disk. Nothing is written."):
             # Write the masks first: the dataset never exists without its mask, or with the mask of an earlier dataset.
             for suffix in (".idx", ".bin"):
-                Path(f"{loss_mask_prefix(str(output))}{suffix}").unlink(missing_ok=True)
+                Path(f"{get_loss_mask_prefix(str(output))}{suffix}").unlink(missing_ok=True)
             if any(masked):
-                join_datasets([loss_mask_prefix(prefix) for prefix in inputs], loss_mask_prefix(str(output)))
+                join_datasets([get_loss_mask_prefix(prefix) for prefix in inputs], get_loss_mask_prefix(str(output)))
             totals = join_datasets(inputs, str(output))
     except (ValueError, OSError) as error:
         print(f"merge_data.py: error: {error}", file=sys.stderr)

@@ -32,7 +32,8 @@ _ALWAYS_SET = ("PWD", "HOME", "USER")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit status."""
+    """Convert the file that the command line names and print the result. Returns the exit status: 0 if the rules of this project
+    accept the command, 1 if not, 2 if the file cannot be read or contains no command."""
     argv = sys.argv[1:] if argv is None else argv
     parser = _build_parser()
     all_argv = list(argv)
@@ -76,7 +77,7 @@ def _build_parser() -> argparse.ArgumentParser:
 def _parse_variable(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise ValueError(f"--set {text}: --set takes NAME=VALUE.")
+        raise ValueError(f"--set {text}: give the variable of the script and its value as NAME=VALUE.")
     return name, value
 
 
@@ -119,9 +120,12 @@ def _convert(args: argparse.Namespace, variables: Mapping[str, str]) -> LaunchCo
 def _read_text(name: str) -> str:
     path = Path(name)
     if not path.is_file():
-        raise ValueError(f"{name} is not a file.")
+        raise ValueError(f"{name} is not a file. Check the path.")
     if path.stat().st_size > _MAX_FILE_BYTES:
-        raise ValueError(f"{name} is too large for a script or a configuration: more than {_MAX_FILE_BYTES:,} bytes.")
+        raise ValueError(
+            f"{name} is too large for a script or a configuration: more than {_MAX_FILE_BYTES:,} bytes. Choose the launch script "
+            "or configuration itself."
+        )
     return path.read_text(encoding="utf-8", errors="replace")
 
 
@@ -135,7 +139,7 @@ def _convert_script(
         text: the script.
         path: path of the script, to find files next to it.
         variables: values that --set gives to variables of the script.
-        pick: which launch command of the script to convert, from 1 on.
+        pick: number of the launch command to convert, in the order of the script, from 1 on.
         config: text of the DeepSpeed configuration; None to search for the file that the script names.
     """
     script = Script(overrides=variables).interpret(text)
@@ -175,8 +179,8 @@ def _convert_script(
 
 
 def _list_defaults(script: Script) -> list[tuple[str, str]]:
-    """Return (name, value) of each variable for which the script contains a default value, except for the variables of the
-    launcher."""
+    """Return name and value of each variable to which the script gives a default value, except for variables of the launcher such
+    as MASTER_ADDR."""
     launch_variables = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "CUDA_DEVICE_MAX_CONNECTIONS")
     return [(name, value) for name, value in script.defaults.items() if name not in launch_variables]
 
@@ -186,7 +190,10 @@ def _describe_variable(name: str) -> str:
 
 
 def _pick_launch(script: Script, text: str, pick: int, command: LaunchCommand) -> Launch:
-    """Return the launch command of a script that --pick selects.
+    """Return the launch command of a script that --pick selects. If there are several, `command` gets a note that lists them.
+
+    Args:
+        text: the script, which may also consist of flags only.
 
     Raises:
         ValueError: the script has no launch command, or fewer launch commands than --pick.
@@ -197,9 +204,13 @@ def _pick_launch(script: Script, text: str, pick: int, command: LaunchCommand) -
         launches = [Launch((), launch.program, launch.argv, launch.lineno) for launch in launches]
     if not launches:
         skipped = "".join(f"\n  {what}" for what in script.skipped)
-        raise ValueError(f"No command was found that starts a Python program with flags.{skipped}")
+        raise ValueError(
+            f"No command was found that starts a Python program with flags. Choose the script that starts the training.{skipped}"
+        )
     if not 1 <= pick <= len(launches):
-        raise ValueError(f"--pick {pick}: the script has {len(launches)} launch commands, counted from 1.")
+        raise ValueError(
+            f"--pick {pick}: the script has {len(launches)} launch commands, counted from 1. Choose the number of one of them."
+        )
     if len(launches) > 1:
         candidates = ", ".join(f"{i} at line {launch.lineno}" for i, launch in enumerate(launches, start=1))
         command.missing.append(f"which launch line is meant: {candidates}; {pick} was taken (--pick N)")

@@ -9,7 +9,8 @@ from megatron.config.version import format_version
 
 
 class ToolParser(argparse.ArgumentParser):
-    """Argument parser of all tools. It adds --version, prints the description unchanged, and accepts no abbreviations of flags."""
+    """Argument parser of all tools. It adds --version, keeps the line breaks of the description, and accepts no abbreviations of
+    flags."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False, **kwargs}
@@ -18,7 +19,8 @@ class ToolParser(argparse.ArgumentParser):
 
 
 class _VersionAction(argparse.Action):
-    """Action of --version: prints the version and exits. The version is looked up only at this time, because that is slow."""
+    """Action of --version: prints the version and exits. The version is looked up only when the flag is used, because that is
+    slow."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> NoReturn:
         print(format_version())

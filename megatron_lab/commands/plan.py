@@ -104,12 +104,14 @@ def _run(args: argparse.Namespace, model_argv: Sequence[str]) -> int:
         raise ValueError(f"--output {args.output}: give a name that ends in .svg or .png")
     if args.write_script is not None and not LAUNCH.is_file():
         raise ValueError(
-            f"--write-script {args.write_script}: a script starts its ranks by examples/launch.sh, which only a checkout of the "
-            f"repository has: there is no {LAUNCH}"
+            f"--write-script {args.write_script}: the script needs examples/launch.sh, which only a checkout of the repository "
+            f"has, but there is no {LAUNCH}. Run this tool in a checkout, or leave --write-script out"
         )
     cluster = load_cluster(args.cluster)
     if args.gpus < 1 or (args.gpus_per_node or 1) < 1:
-        raise ValueError("--gpus and --gpus-per-node must be at least 1.")
+        raise ValueError(
+            f"--gpus {args.gpus}, --gpus-per-node {args.gpus_per_node or cluster.gpus_per_node}: both must be at least 1."
+        )
     cluster = replace(cluster, gpus_per_node=args.gpus_per_node or cluster.gpus_per_node)
     full_argv = [*_list_default_argv(model_argv), *model_argv]
     loaded = load(full_argv, args.gpus)
@@ -141,11 +143,11 @@ def _run(args: argparse.Namespace, model_argv: Sequence[str]) -> int:
                 "More devices, --optimizer-cpu-offload or a smaller --seq-length need less."
             )
         return 1
-    ties = outcome.tied_layouts()
+    ties = outcome.find_tied_layouts()
     for line in _format_table(outcome.layouts[: args.rows], len(ties), args, cluster.memory_gb, config):
         print(line)
     best = outcome.layouts[0]
-    print(f"a step of the best: {', '.join(f'{name} {share:.1%}' for name, share in best.time.largest_shares())}")
+    print(f"a step of the best: {', '.join(f'{name} {share:.1%}' for name, share in best.time.find_largest_shares())}")
     for text in args.why:
         _print_difference(search, best, shlex.split(text), full_argv, args.gpus, config)
     for output_path in filter(None, (args.json, args.output, args.write_script)):
@@ -172,7 +174,8 @@ DEFAULT_PRECISION = "--bf16"
 
 
 def _list_default_argv(model_argv: Sequence[str]) -> list[str]:
-    """Return flags with default values for settings that the configuration requires, unless the user has set these flags."""
+    """Return default flags for settings that a run or a prediction needs, such as the data and the precision, unless the user has
+    set them."""
     defaults = []
     for flag, values, alternatives in (
         ("--mock-data", [], ("--data-path",)),
@@ -190,20 +193,20 @@ def _list_default_argv(model_argv: Sequence[str]) -> list[str]:
 
 
 def _parse_fixed_sizes(assignments: Sequence[str], axes: Any) -> dict[str, int]:
-    """Parse the arguments of --fix to the size of each fixed axis.
+    """Parse the values of --fix to the size of each fixed axis.
 
     Args:
-        assignments: arguments such as "tp=8".
+        assignments: values such as "tensor=8".
         axes: valid names of axes.
 
     Raises:
-        ValueError: an argument is not AXIS=N.
+        ValueError: a value is not AXIS=N.
     """
     sizes = {}
     for text in assignments:
         axis, equals, size = text.partition("=")
         if axis not in axes or not equals or not size.isdigit() or int(size) < 1:
-            raise ValueError(f"--fix {text}: give AXIS=N, with one of {', '.join(axes)} and a number")
+            raise ValueError(f"--fix {text}: give AXIS=N, where AXIS is one of {', '.join(axes)} and N is a whole number")
         sizes[axis] = int(size)
     return sizes
 
@@ -211,7 +214,10 @@ def _parse_fixed_sizes(assignments: Sequence[str], axes: Any) -> dict[str, int]:
 def _format_table(layouts: Sequence[Any], num_ties: int, args: argparse.Namespace, memory_gb: float, config: Config) -> list[str]:
     """Format a table of layouts, best first.
 
-    The first `num_ties` layouts, which the prediction cannot distinguish from the best, are marked as ties.
+    Args:
+        num_ties: number of layouts, from the first on, that the prediction cannot distinguish from the best. They are marked as
+            ties.
+        memory_gb: memory of a device in GB.
     """
     rows = [
         f"{'step':>9} {'(90 % between)':>17} {'tok/s/GPU':>10} {'MFU':>6} {'memory':>14}"
@@ -240,7 +246,7 @@ def _format_layout(layout: Any, config: Config) -> str:
 
 
 def _build_layout_argv(layout: Any, config: Config) -> list[str]:
-    """Return the flags of a layout: searched settings that differ from their default, or that the user's command line sets."""
+    """Return the flags of a layout: the searched settings that differ from their default, or that the user's command line sets."""
     from megatron.config.checks.finding import format_setting, is_set
     from megatron_lab.planner.search import SEARCHED_SETTINGS
 
@@ -269,9 +275,13 @@ def _format_label(layout: Any) -> str:
 def _print_difference(
     search: Any, best: Any, extra_argv: Sequence[str], full_argv: Sequence[str], gpus: int, config: Config
 ) -> None:
-    """Print why a layout that the user asks about (--why) is slower than the best layout, and by how much.
+    """Answer a question of the user (--why): print why a layout is slower than the best layout, and by how much.
 
-    The layout has the settings of the best layout, changed by the user's flags.
+    Args:
+        best: the best layout.
+        extra_argv: flags of the question. They change the best layout into the layout to explain.
+        full_argv: flags of the job.
+        config: settings of the job.
     """
     from megatron.config.checks.finding import Change, get_value
     from megatron_lab.planner.search import SEARCHED_SETTINGS, explain_difference
@@ -290,6 +300,10 @@ def _write_script(path: Path, model_argv: Sequence[str], layout_argv: Sequence[s
     """Write a launch script for the best layout, like the scripts in examples/.
 
     The script makes a test run, checks the nodes, starts all ranks, and continues from the newest checkpoint.
+
+    Args:
+        model_argv: flags of the job: model, batch and all settings that are not searched.
+        layout_argv: flags of the best layout.
     """
     num_nodes, gpus_per_node = -(-gpus // cluster.gpus_per_node), min(gpus, cluster.gpus_per_node)
     has_data = {"--data-path", "--mock-data"} & {word.partition("=")[0].replace("_", "-") for word in model_argv}

@@ -40,7 +40,7 @@ _SUFFIXES = (".svg", ".png")
 
 @dataclass
 class ToolOptions:
-    """Values of the flags that belong to this tool and not to the training run."""
+    """Values of the tool's own flags, which are not flags of the training run."""
 
     widths: tuple[int, ...] = ()
     updates: int = 4
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def split_options(argv: Sequence[str]) -> tuple[list[str], ToolOptions]:
-    """Separate the flags of this tool from the flags of the training run.
+    """Separate the tool's own flags from the flags of the training run.
 
     Returns:
         The command line of the run, and the values of the tool's flags.
@@ -95,7 +95,7 @@ def split_options(argv: Sequence[str]) -> tuple[list[str], ToolOptions]:
     if not options.widths:
         raise ValueError("--widths is missing: the hidden sizes to try, such as --widths 64,128,256.")
     if options.output is not None and options.output.suffix.lower() not in _SUFFIXES:
-        raise ValueError(f"--output {options.output}: a picture is a {' or '.join(_SUFFIXES)} file.")
+        raise ValueError(f"--output {options.output}: the name of a picture must end in {' or '.join(_SUFFIXES)}.")
     return run_argv, options
 
 

@@ -1,7 +1,9 @@
 """Draw which context rank has which tokens of a sequence, and how much attention each rank computes.
 
-python tools/plot_cut.py --output cut.svg                                        4 ranks: a full sample, and one of documents
-python tools/plot_cut.py --output cut.svg --ranks 8 --documents 30000 2000 ...   with documents of these lengths
+    python tools/plot_cut.py --output cut.svg                                        4 ranks, an example of seven documents
+    python tools/plot_cut.py --output cut.svg --ranks 8 --documents 30000 2000 ...   documents of these lengths
+
+The picture shows the split of a sample with one document, and two splits of a sample with several documents.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ _MIN_LABELLED_SHARE, _MIN_FULL_LABEL_SHARE = 0.015, 0.045
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tool and return its exit status."""
+    """Write the picture and return the exit status: 0, or 1 if it cannot be drawn or written."""
     parser = ToolParser(description=__doc__)
     parser.add_argument("--output", required=True, metavar="FILE", help="Write the picture to FILE (.svg, .png or .pdf).")
     parser.add_argument("--ranks", type=int, default=4, metavar="N", help="Set the number of context ranks (default 4).")
@@ -54,13 +56,14 @@ def _save_figure(fig: Any, path: Path) -> None:
 
 
 def plot_split(num_ranks: int, document_lengths: Sequence[int]) -> Any:
-    """Return a figure that shows which context rank has each token of a sequence, in three strips.
+    """Return a figure that shows in three strips which context-parallel rank has each token of a sequence.
 
     The strips are the zigzag split of a sample with one document, the zigzag split of a sample with several documents, and the
     split that balances the attention of several documents.
 
     Args:
-        document_lengths: tokens of each document.
+        num_ranks: number of context-parallel ranks.
+        document_lengths: number of tokens of each document.
 
     Raises:
         ValueError: matplotlib is missing, or the total length is not divisible among the ranks.
@@ -88,7 +91,7 @@ def plot_split(num_ranks: int, document_lengths: Sequence[int]) -> Any:
     fig = matplotlib_figure.Figure(figsize=(10, 4.2), layout="constrained")
     for ax, (title, split, document_ends) in zip(fig.subplots(len(strips), 1, sharex=True), strips, strict=True):
         for rank in range(num_ranks):
-            for start, end in split.token_ranges(rank):
+            for start, end in split.get_token_ranges(rank):
                 ax.barh(0, end - start, left=start, color=_COLOURS[rank % len(_COLOURS)], edgecolor="white", linewidth=0.6)
                 if end - start >= _MIN_LABELLED_SHARE * seq_length:
                     label = f"rank {rank}" if end - start >= _MIN_FULL_LABEL_SHARE * seq_length else f"{rank}"

@@ -1,7 +1,9 @@
 """Draw the order in which an indexed dataset is read: its documents, and the samples of each epoch.
 
-python tools/plot_data_order.py --output order.svg                      an example of seven documents
-python tools/plot_data_order.py --output order.svg --data-path PREFIX --seq-length 512 --epochs 1
+    python tools/plot_data_order.py --output order.svg                      an example of seven documents
+    python tools/plot_data_order.py --output order.svg --data-path PREFIX --seq-length 512 --epochs 1
+
+In the picture, each document has a colour, and black lines are the ends of samples.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tool and return its exit status."""
+    """Write the picture and return the exit status: 0, or 1 if it cannot be drawn or written."""
     parser = build_parser()
     args = parser.parse_args(arguments)
     for name in ("seq_length", "epochs"):
@@ -87,8 +89,8 @@ def _open_dataset(prefix: str) -> IndexedDataset:
     dataset = IndexedDataset(prefix)
     if dataset.num_documents > _MAX_DOCUMENTS:
         raise ValueError(
-            f"{prefix} has {dataset.num_documents:,} documents; a picture can show at most {_MAX_DOCUMENTS}.\n"
-            "  Take a smaller dataset, or ask tools/inspect_data.py --run FOLDER --step N what a step reads."
+            f"{prefix} has {dataset.num_documents:,} documents; a picture can show at most {_MAX_DOCUMENTS} documents.\n"
+            "  Choose a smaller dataset, or show the samples of one step with tools/inspect_data.py --run FOLDER --step N."
         )
     return dataset
 
@@ -97,6 +99,9 @@ def plot_data_order(dataset: IndexedDataset, args: argparse.Namespace) -> Any:
     """Return a figure of the order in which a dataset is read.
 
     The first strip shows the documents in file order; each further strip shows the samples of an epoch.
+
+    Args:
+        args: parsed command line, with the order of the samples, the seed, the sequence length and the number of epochs.
 
     Raises:
         ValueError: matplotlib is missing, or an epoch has too many samples to be visible.
@@ -121,7 +126,7 @@ def plot_data_order(dataset: IndexedDataset, args: argparse.Namespace) -> Any:
         samples = open_samples(args.epochs * samples.samples_per_epoch)
     if samples.samples_per_epoch > _MAX_SAMPLES:
         raise ValueError(
-            f"an epoch has {samples.samples_per_epoch:,} samples: draw one of at most {_MAX_SAMPLES}. "
+            f"an epoch has {samples.samples_per_epoch:,} samples: a picture can show an epoch of at most {_MAX_SAMPLES} samples. "
             "Raise --seq-length, or use less data"
         )
     fig = matplotlib_figure.Figure(figsize=(10, 1.5 + 1.1 * (1 + args.epochs)), layout="constrained")
@@ -134,18 +139,22 @@ def plot_data_order(dataset: IndexedDataset, args: argparse.Namespace) -> Any:
 
 
 def _plot_documents(ax: Any, dataset: IndexedDataset) -> None:
-    """Plot a strip with the documents in the order of the file."""
-    offset, total_tokens = 0, dataset.num_tokens(range(dataset.num_documents))
+    """Plot a strip with the documents in the order of the file.
+
+    Args:
+        ax: axes of the strip.
+    """
+    offset, total_tokens = 0, dataset.count_tokens(range(dataset.num_documents))
     for document in range(dataset.num_documents):
-        length = dataset.num_tokens(range(document, document + 1))
+        length = dataset.count_tokens(range(document, document + 1))
         _plot_span(ax, offset, document, 0, length, total_tokens)
         offset += length
     _format_axes(ax, f"in the file: documents 0 to {dataset.num_documents - 1}", offset)
 
 
 def _plot_epoch(ax: Any, samples: GPTDataset, epoch: int) -> None:
-    """Plot a strip with the samples of an epoch in the order of reading, each divided into the ranges of documents that it
-    contains.
+    """Plot a strip with the samples of an epoch in the order of reading. Each sample is divided into the ranges of documents that
+    it contains.
 
     The additional token of each sample, which is only a label, is not shown.
     """
@@ -153,7 +162,7 @@ def _plot_epoch(ax: Any, samples: GPTDataset, epoch: int) -> None:
     for position in range(num_samples):
         offset = position * samples.seq_length
         end = offset + samples.seq_length
-        for span in samples.lineage(epoch * num_samples + position):
+        for span in samples.get_lineage(epoch * num_samples + position):
             length = min(span.num_tokens, end - offset)
             if length:
                 _plot_span(ax, offset, span.document, span.first_token, length, samples.selection.num_tokens)
@@ -167,13 +176,13 @@ def _plot_epoch(ax: Any, samples: GPTDataset, epoch: int) -> None:
 
 
 def _plot_span(ax: Any, offset: int, document: int, first_token: int, num_tokens: int, total_tokens: int) -> None:
-    """Plot a range of tokens of a document as a bar in a strip.
+    """Plot consecutive tokens of a document as a bar in a strip.
 
     Args:
         offset: position of the bar in the strip, in tokens.
         document: index of the document, which selects the colour.
-        first_token: index of the range's first token in the document.
-        num_tokens: number of tokens of the range.
+        first_token: index in the document of the first token to plot.
+        num_tokens: number of tokens to plot.
         total_tokens: length of the strip. A bar that is too short in relation to it gets no label.
     """
     ax.barh(0, num_tokens, left=offset, color=_COLOURS[document % len(_COLOURS)], edgecolor="white", linewidth=0.6)

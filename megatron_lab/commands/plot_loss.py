@@ -1,4 +1,4 @@
-"""Draw the losses of a run from its record: training and validation loss by iteration and tokens, and the learning rate.
+"""Draw the losses of a run from its history file: training and validation loss by iteration and tokens, and the learning rate.
 
     python tools/plot_loss.py RUN_FOLDER [--output FILE]
 
@@ -40,6 +40,7 @@ def save_loss_plot(history: History, path: Path) -> None:
 
     Args:
         history: recorded metrics of the run, with at least one step.
+        path: file to write; its suffix selects the format (png without a suffix).
 
     Raises:
         OSError: the file cannot be written.
@@ -118,7 +119,8 @@ def _add_margin(first: float, last: float) -> tuple[float, float]:
 
 
 def _plot_step_losses(ax: Any, iterations: NDArray[Any], loss: NDArray[Any]) -> None:
-    """Plot the loss of every step. For a long run, plot the range from minimum to maximum of neighbouring steps."""
+    """Plot the loss of every step. For a long run, plot instead the range between minimum and maximum over groups of neighbouring
+    steps."""
     import numpy as np
 
     if len(loss) <= _MAX_POINTS:
@@ -133,9 +135,9 @@ def _plot_step_losses(ax: Any, iterations: NDArray[Any], loss: NDArray[Any]) -> 
 def _set_loss_range(
     ax: Any, iterations: NDArray[Any], loss: NDArray[Any], smoothed_loss: NDArray[Any], validation_losses: list[float]
 ) -> None:
-    """Set the vertical range so that all losses are visible.
+    """Set the vertical range of the plot so that all losses are visible, except for outliers among the step losses.
 
-    In a long run, the first steps may be far above all later steps; they are clipped.
+    In a long run, the first steps do not count, because their losses may be far above all later ones. They are cut off at the top.
     """
     import numpy as np
 
@@ -185,7 +187,8 @@ def _format_title(history: History, smoothed_loss: NDArray[Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tool and return its exit status."""
+    """Draw the losses of the run that the command line names. Returns the exit status: 0, or 1 if there is no history or the
+    picture cannot be written."""
     if arguments is None:
         os.nice(5)  # give way to a run on this machine
     parser = ToolParser(prog=PROGRAM, description=__doc__)

@@ -36,7 +36,7 @@ _SUFFIXES = (".svg", ".png")
 
 @dataclass
 class ToolOptions:
-    """Values of the flags that belong to this tool and not to the training run."""
+    """Values of the tool's own flags, which are not flags of the training run."""
 
     world_size: int | None = None
     stage: int = 0
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def split_options(argv: Sequence[str]) -> tuple[list[str], ToolOptions]:
-    """Separate the flags of this tool from the flags of the training run.
+    """Separate the tool's own flags from the flags of the training run.
 
     Returns:
         The command line of the run, and the values of the tool's flags.
@@ -78,7 +78,7 @@ def split_options(argv: Sequence[str]) -> tuple[list[str], ToolOptions]:
             run_argv.append(arg)
             continue
         if not remaining:
-            raise ValueError(f"{arg} takes one value.")
+            raise ValueError(f"{arg} has no value. Give one value after the flag.")
         value = remaining.pop(0)
         if arg == "--with":
             options.variants.append(value)
@@ -90,20 +90,21 @@ def split_options(argv: Sequence[str]) -> tuple[list[str], ToolOptions]:
             options.world_size = int(value)
         else:
             min_value = 0 if arg == "--stage" else 1
-            raise ValueError(f"{arg} {value}: {arg} takes one whole number from {min_value} on.")
+            raise ValueError(f"{arg} {value}: the value must be a whole number of at least {min_value}.")
     return run_argv, options
 
 
 def _run(run_argv: Sequence[str], options: ToolOptions) -> int:
     if options.output is not None:
         if options.output.suffix.lower() not in _SUFFIXES:
-            raise ValueError(f"--output {options.output}: a picture is a {' or '.join(_SUFFIXES)} file.")
+            raise ValueError(f"--output {options.output}: the name of a picture must end in {' or '.join(_SUFFIXES)}.")
         check_output("--output", str(options.output))
     parallel = parse(run_argv).parallel
     num_stages = parallel.pipeline_model_parallel_size
     if options.stage >= num_stages:
         raise ValueError(
-            f"--stage {options.stage}: there are {num_stages} stages, counted from 0 (--pipeline-model-parallel-size)."
+            f"--stage {options.stage}: there are {num_stages} stages, counted from 0 (--pipeline-model-parallel-size). Choose one "
+            "of them."
         )
     world_size = options.world_size or max(1, parallel.tensor_model_parallel_size * num_stages)
     argv_by_title = {"as given": [*run_argv]} | {
@@ -128,10 +129,12 @@ def _run(run_argv: Sequence[str], options: ToolOptions) -> int:
 
 
 def load_run_config(run_argv: Sequence[str], world_size: int, *, measures: bool) -> Config:
-    """Return the settings of a job.
+    """Return the settings of a training run.
 
     Args:
-        measures: the job is run on CPU processes, not only planned.
+        run_argv: flags of the run.
+        world_size: number of ranks.
+        measures: whether a step also runs on CPU processes. If not, the settings are only checked for a plan, as with --dry-run.
 
     Raises:
         ValueError: the settings are invalid. The message lists all problems.

@@ -2,8 +2,8 @@
 
 For example::
 
-    python tools/plot_schedule.py --schedule zb-v --stages 4 --microbatches 8 --output zb-v.svg python tools/plot_schedule.py
-    --compare --stages 8 --microbatches 16 --input-grad-ms 12 --weight-grad-ms 8 --output all.png
+    python tools/plot_schedule.py --schedule zb-v --stages 4 --microbatches 8 --output zb-v.svg
+    python tools/plot_schedule.py --compare --stages 8 --microbatches 16 --input-grad-ms 12 --weight-grad-ms 8 --output all.png
 
 The tool simulates the schedule. It runs and measures nothing: the flags set the duration of the operations.
 """
@@ -34,18 +34,18 @@ _DEFAULT_VIRTUAL_STAGES = 2
 
 
 class Terminal(NamedTuple):
-    """Capabilities of an output stream."""
+    """Properties of an output stream that decide how the timeline is printed."""
 
     width: int
     """Number of columns: the variable COLUMNS if it is set, otherwise the width of the terminal, or 120 without a terminal."""
     uses_colour: bool
     """Whether colours are used: only on a terminal, and not if the variable NO_COLOR is set (no-color.org) or TERM is dumb."""
     ascii_only: bool
-    """Whether the encoding lacks line-drawing characters."""
+    """Whether the stream's encoding lacks the characters for drawing lines."""
 
     @classmethod
     def of(cls, stream: TextIO) -> Terminal:
-        """Detect the capabilities of a stream."""
+        """Detect the properties of a stream."""
         colour = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         try:
             "─·".encode(stream.encoding or "ascii")
@@ -171,6 +171,11 @@ def _choose_chunks_per_stage(name: str, virtual_stages: int | None, compare: boo
     """Return the number of model chunks per stage for a schedule.
 
     With --compare, the value of --virtual-stages applies only to schedules that allow any number of chunks.
+
+    Args:
+        name: name of the schedule.
+        virtual_stages: value of --virtual-stages; None if it is not set.
+        compare: whether --compare is set.
     """
     fixed_chunks = SCHEDULES[name].chunks_per_stage
     if fixed_chunks is not None and (virtual_stages is None or compare):
@@ -187,7 +192,7 @@ def _build_row(name: str, num_stages: int, num_microbatches: int, chunks_per_sta
 
 
 def _format_description(num_stages: int, num_microbatches: int, costs: OpCosts) -> str:
-    """Return the text above the pictures: stages, microbatches and durations."""
+    """Return the text above the timelines: number of stages and microbatches, and durations of the operations."""
     forward, input_grad, weight_grad, p2p = map(format_ms, (costs.forward, costs.input_grad, costs.weight_grad, costs.p2p))
     recompute_text = f"R = {format_ms(costs.recompute)} to recompute layers, " if costs.recompute else ""
     return (

@@ -247,7 +247,7 @@ def _check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
 
 
 def _preprocess(args: argparse.Namespace, config: DataConfig, screen: Screen) -> Summary:
-    """Preprocess the input to the dataset of each key, and print a summary."""
+    """Write a dataset for each key of the input (--json-keys), print a summary and return it."""
     from megatron.data.tokenizer import require_tokenizer_json
     from megatron_lab.data_tools.preprocess.chat import ChatTemplate, describe_named_template
     from megatron_lab.data_tools.preprocess.engines import Engine
@@ -302,7 +302,7 @@ def _preprocess(args: argparse.Namespace, config: DataConfig, screen: Screen) ->
 
 
 def _build_index(args: argparse.Namespace, prefixes: Sequence[str], screen: Screen) -> None:
-    """Build the sample indexes of the datasets and write them to the cache, for --build-index."""
+    """Compute the order of samples of each dataset and write it to the cache, for --build-index."""
     from megatron_lab.data_tools.index_builder import build_index
 
     for prefix in prefixes:
@@ -333,7 +333,7 @@ class Screen:
         self._stream.flush()
 
     def show_progress(self, text: str) -> None:
-        """Write a progress line."""
+        """Write a progress line in place of the previous one, or a log line if the stream is not a terminal."""
         if not self._stream.isatty():
             self.log(text)
             return

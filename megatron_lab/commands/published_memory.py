@@ -1,12 +1,12 @@
-"""Compare predicted with published memory. The prediction uses the bytes per parameter and per activation that the other software
-has.
+"""Compare predicted with published memory of other frameworks' runs. The prediction uses the bytes per parameter and per activation
+of their software.
 
     python tools/planning/published_memory.py
 
-Schedules and the division of layers among stages are those of this project. The bytes are those of the other software: the state of
-a parameter, and the activations of a layer, s b h x `by_hidden` + a s^2 b x `by_scores` (Korthikanti et al. 2022, section 4.1; s
-sequence length, b micro-batch size, h hidden size, a heads). The file `stacks.yaml` contains them under `memory`, or the reason why
-rows of that software are not compared.
+Schedules and the division of layers among stages are those of this project. The file `stacks.yaml` contains the bytes of each
+software under `memory`, or the reason why its runs are not compared. They are the bytes of the state of a parameter, and the
+constants in the activation bytes of a layer: s * b * h * `by_hidden` + a * s^2 * b * `by_scores`. Here s is the sequence length,
+b the micro-batch size, h the hidden size, and a the number of heads (Korthikanti et al. 2022, section 4.1).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _RELEASING_OPS = (OpType.BACKWARD, OpType.WEIGHT_GRAD)
 
 
 def load_stack_memory() -> dict[str, Any]:
-    """Return the memory constants of each software stack, by its name: a mapping of constants, or a text that says why they are
-    unknown."""
+    """Return the memory constants of each training software by its name, such as bytes per parameter. If the constants of a
+    software are unknown, its value is a text with the reason."""
     stacks = yaml.safe_load((ROWS / "stacks.yaml").read_text())
     return {name: config["memory"] for name, config in stacks.items() if "memory" in config}
 
@@ -48,7 +48,8 @@ def predict_memory(row: Mapping[str, Any], stack_bytes: Mapping[str, float]) -> 
 
     Args:
         row: the published run.
-        stack_bytes: bytes per parameter and per activation of the run's software.
+        stack_bytes: memory constants of the run's software: bytes per parameter (`state`), and activation bytes (`by_hidden`,
+            `by_scores`).
     """
     argv = row["flags"].split()
     config = load([*argv, *COMMON], row["gpus"]).config
@@ -75,7 +76,12 @@ def predict_memory(row: Mapping[str, Any], stack_bytes: Mapping[str, float]) -> 
 
 
 def compute_relative_error(row: Mapping[str, Any], stack_bytes: Mapping[str, float]) -> float:
-    """Return the ratio of the predicted to the published memory of a run, minus 1."""
+    """Return the ratio of the predicted to the published memory of a run, minus 1.
+
+    Args:
+        row: the published run.
+        stack_bytes: memory constants of the run's software, as in `predict_memory`, and its bytes per gigabyte.
+    """
     measured_bytes = row["memory_gb"] * stack_bytes["gigabyte"]
     return predict_memory(row, stack_bytes) / measured_bytes - 1
 
@@ -130,6 +136,6 @@ def main() -> int:
 
 
 def _get_schedule_name(row: Mapping[str, Any]) -> str:
-    """Return the pipeline schedule in the flags of a published run."""
+    """Return the pipeline schedule that the flags of a published run set."""
     argv = row["flags"].split()
     return str(argv[argv.index("--pipeline-schedule") + 1])

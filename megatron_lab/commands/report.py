@@ -1,4 +1,4 @@
-"""Write a report of a run, or a comparison of several runs, from their records: one HTML file that opens without network access.
+"""Write a report of a run, or a comparison of several runs, from their history: one HTML file that opens without network access.
 
     python tools/report.py RUN_FOLDER [RUN_FOLDER ...] [--output FILE]
 
@@ -20,7 +20,8 @@ PROGRAM, REPORT = "report.py", "report.html"
 
 
 def build_plan_html(history: History) -> tuple[str, str]:
-    """Return the HTML of a run's memory plan and of its rank grid, both for the last start of the run.
+    """Return two parts of a run's report as HTML: bars of the planned memory, and the grid of all ranks, coloured by planned
+    memory. Both describe the last start of the run.
 
     If the job cannot be planned on this machine, the first text gives the reason, and the second is empty.
     """
@@ -45,7 +46,8 @@ def build_plan_html(history: History) -> tuple[str, str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tool and return its exit status."""
+    """Write the report of the runs that the command line names. Returns the exit status: 0, or 1 for an error or (with
+    --expect-lower-loss) a loss that did not fall."""
     if arguments is None:
         os.nice(5)  # give way to a run on this machine
     parser = ToolParser(prog=PROGRAM, description=__doc__)

@@ -35,7 +35,7 @@ STRATEGIES: tuple[ShardingStrategy, ...] = get_args(ShardingStrategy)
 
 @dataclass(frozen=True)
 class PublishedModel:
-    """Published model, and the tensor and pipeline parallel sizes with which the tables show it."""
+    """Published model, with the tensor- and pipeline-parallel sizes and the number of microbatches for which the tables show it."""
 
     name: str
     model: ModelConfig
@@ -108,7 +108,7 @@ _OFFLOADED, _ON_HOST = "optim, offloaded", "optim_grads_params, host"
 
 
 def build_reports(published: PublishedModel, data_size: int) -> ModelReports:
-    """Build the reports of a model under each sharding strategy, and under two strategies with offloading to host memory.
+    """Compute memory and traffic of a model under each sharding strategy, and under two strategies with offloading to host memory.
 
     All use bfloat16, Adam and overlapped gradient reduction.
 
@@ -150,7 +150,7 @@ def build_reports(published: PublishedModel, data_size: int) -> ModelReports:
 
 
 def iter_memory_table() -> Iterator[str]:
-    """Yield the lines of the memory table. A cell shows GB per rank: permanent state + temporary buffers."""
+    """Yield the lines of the memory table. A cell shows GB per rank, as permanent state + temporary buffers."""
     yield f"| model | TP x PP | DP | {' | '.join(STRATEGIES)} |"
     yield _format_rule(3 + len(STRATEGIES))
     for reports in build_all_reports():
@@ -171,7 +171,8 @@ def iter_traffic_table() -> Iterator[str]:
 
 
 def iter_purpose_table() -> Iterator[str]:
-    """Yield the lines of the table that divides the memory of one model by purpose, such as parameters, in GB per rank."""
+    """Yield the lines of a table that divides the memory of one model by purpose (parameters, gradients and so on), in GB per
+    rank."""
     reports = build_reports(*PURPOSE_TABLE_CASE)
     purposes = [
         purpose
@@ -197,7 +198,7 @@ TABLES = {"memory": iter_memory_table, "parts": iter_purpose_table, "traffic": i
 
 @functools.cache
 def build_all_reports() -> list[ModelReports]:
-    """Build the reports of each model at each data-parallel size."""
+    """Compute memory and traffic of each model at each data-parallel size."""
     return [build_reports(published, data_size) for published in MODELS for data_size in DATA_SIZES]
 
 
@@ -222,7 +223,7 @@ def _format_gb(num_bytes: int) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tool and return its exit status."""
+    """Print the table that the command line names and return the exit status."""
     parser = ToolParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "table",

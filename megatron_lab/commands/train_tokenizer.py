@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
-    """Take a sample of the input, train the vocabulary and print a report."""
+    """Take a sample of the input, train the vocabulary on it and print a report."""
     from megatron_lab.data_tools.tokenizer_training import (  # imports numpy and tokenizers, which --help does not need
         list_output_files,
         sample_texts,
@@ -92,7 +92,10 @@ def _run(args: argparse.Namespace) -> None:
     paths = list_output_files(args.kind, args.output)
     existing = [str(file) for file in paths if file.exists()]
     if existing and not args.overwrite:
-        raise ValueError(f"{' and '.join(existing)}: exists already.\n  Give another --output, or --overwrite to replace it.")
+        raise ValueError(
+            f"--output {args.output} would overwrite {' and '.join(existing)}.\n"
+            "  Give another --output, or set --overwrite to replace existing files."
+        )
     if args.kind != "byte-bpe" and not args.output.parent.is_dir():
         raise ValueError(f"--output {args.output}: the folder {args.output.parent} does not exist.\n  Make it first.")
     sample = sample_texts(
@@ -111,7 +114,12 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _print_report(args: argparse.Namespace, paths: list[Path], sample: TextSample) -> None:
-    """Print the bytes per token of the new vocabulary, and the flags that select it."""
+    """Print the bytes per token of the new vocabulary, and the flags that select it.
+
+    Args:
+        paths: files of the vocabulary.
+        sample: texts of the training, and texts held out (if any), on which the bytes per token are measured.
+    """
     from megatron.config.data import DataConfig
     from megatron.data.tokenizer import build_tokenizer
 

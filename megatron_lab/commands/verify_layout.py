@@ -61,7 +61,7 @@ could not be written (a full disk), it is 2. If something differs, it is 1 in an
 
 @dataclass
 class ToolOptions:
-    """Values of the flags that belong to this tool and not to the training run."""
+    """Values of the tool's own flags, which are not flags of the training run."""
 
     world_size: int | None = None
     steps: int = 4
@@ -78,7 +78,8 @@ _REFERENCES = ("plain", "self")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool and return the exit status.
+    """Run the tool and return the exit status: 0 if all is equal, 1 for a difference or a layout that does not run, 2 for wrong
+    settings, 130 after an interrupt.
 
     Modules that need torch are imported only after the settings have been checked.
     """
@@ -108,7 +109,7 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def split_options(argv: Sequence[str]) -> tuple[list[str] | None, ToolOptions]:
-    """Separate the flags of this tool from the flags of the training run.
+    """Separate the tool's own flags from the flags of the training run.
 
     Returns:
         The command line of the run, or None if help is requested; and the values of the tool's flags.
@@ -147,10 +148,11 @@ def split_options(argv: Sequence[str]) -> tuple[list[str] | None, ToolOptions]:
 
 
 def _check_traces(options: ToolOptions, run_argv: Sequence[str], run_options: Sequence[str]) -> Iterator[Violation]:
-    """Check --trace, and that no other flags contradict it. Yield the problems.
+    """Check the values of --trace, and that no other flag contradicts them. Yield the problems.
 
     Args:
-        run_options: names of the flags on the command line that affect how this tool runs the layout, such as --quick.
+        run_argv: flags of the training run; empty if the tool only compares two traces.
+        run_options: names of the tool's flags on the command line that only matter for a run, such as quick.
     """
     if len(options.traces) > 2 or (len(options.traces) == 2 and run_argv):
         message = "Two --trace files can only be used with --json. To compare a run with a trace, give its flags and one --trace."
@@ -167,7 +169,8 @@ def _check_traces(options: ToolOptions, run_argv: Sequence[str], run_options: Se
 
 
 def load_run_config(run_argv: Sequence[str], options: ToolOptions) -> tuple[LoadedConfig, int]:
-    """Return the settings of the run, and its number of ranks.
+    """Return the settings of the training run and its number of ranks: that of --world-size, or else the number of ranks of one
+    model replica.
 
     Raises:
         ConfigError: the settings are invalid. The message lists all problems.
@@ -181,13 +184,20 @@ def load_run_config(run_argv: Sequence[str], options: ToolOptions) -> tuple[Load
             world_size = 1  # `load` reports this problem and all others
     loaded = load(run_argv, world_size)
     if loaded.dry_run is not None:
-        raise ConfigError([Violation(("--dry-run",), "--dry-run is for pretrain_gpt.py: this tool runs what it proves.")])
+        raise ConfigError(
+            [
+                Violation(
+                    ("--dry-run",),
+                    "--dry-run works only with pretrain_gpt.py: this tool always runs the settings to prove. Remove --dry-run.",
+                )
+            ]
+        )
     config, notes = assume_vocab_size(loaded.config)
     return replace(loaded, config=config, notes=tuple(notes)), world_size
 
 
 def compare_traces(options: ToolOptions) -> int:
-    """Compare two trace files, print the report and return the exit status.
+    """Compare the two trace files of --trace, print the report and return the exit status: 1 if they differ, otherwise 0.
 
     Raises:
         ValueError: the traces cannot be read or compared.
@@ -205,6 +215,8 @@ def compare_traces(options: ToolOptions) -> int:
 
 def prove_layout(loaded: LoadedConfig, world_size: int, options: ToolOptions) -> int:
     """Run the layout and the reference implementation, compare their results, print the report and return the exit status.
+
+    With --trace, also compare the results of the layout with those in the trace.
 
     Raises:
         ValueError: the layout cannot be run, or cannot be compared with the trace.
@@ -224,9 +236,12 @@ def prove_layout(loaded: LoadedConfig, world_size: int, options: ToolOptions) ->
 
 
 def _report_result(lines: Sequence[str], options: ToolOptions, report: Mapping[str, Any], status: int) -> int:
-    """Print the report, then write the JSON file. So the user sees the result even if the file cannot be written.
+    """Print the report, then write it to the file of --json. In this order the user sees the result even if the file cannot be
+    written.
 
     Args:
+        lines: the report as text.
+        report: the report as a JSON object.
         status: exit status that the comparison gives: 0 if all is equal, 1 if not.
 
     Returns:
@@ -253,10 +268,11 @@ def _report_result(lines: Sequence[str], options: ToolOptions, report: Mapping[s
 
 @contextlib.contextmanager
 def _resending_interrupts() -> Iterator[None]:
-    """Make sure that an interrupt (Ctrl-C) is not lost: send it again, a moment later, if Python has ignored it.
+    """Return a context manager in which no interrupt (Ctrl-C) is lost: if Python ignores an interrupt, it is sent again a moment
+    later.
 
-    Python ignores exceptions that are raised in the hooks of a fork. There it raises an interrupt that arrives while a rank is
-    forked.
+    While Python forks a process, it runs hooks and ignores exceptions that are raised in them. An interrupt that arrives while a
+    rank is forked may be raised there.
     """
     original_hook = sys.unraisablehook
 
@@ -277,10 +293,7 @@ def _resending_interrupts() -> Iterator[None]:
 
 
 def _kill_ranks() -> None:
-    """Kill the processes of ranks that were being started when the interrupt arrived.
-
-    All other ranks have been ended by the run.
-    """
+    """Kill the processes of ranks that were being started when an interrupt arrived. All other ranks have ended already."""
     if children := multiprocessing.active_children():
         from megatron_lab.verification.local_ranks import kill_process_group
 
