@@ -1,1 +1,1 @@
-"""Coordinate check: how the change of a model's activations during training depends on the width of the model."""
+"""Coordinate check of Yang et al. 2022: how much a model's activations change in training, by the width of the model."""

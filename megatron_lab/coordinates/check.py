@@ -1,7 +1,7 @@
 """Coordinate check of Yang et al. 2022 (appendix D.1, figure 5): measure how much activations change in the first updates, at
-several widths.
+several hidden sizes.
 
-If a learning rate transfers between widths, as with muP, activations change equally at all widths.
+If a learning rate transfers between hidden sizes, as with muP, activations change equally at all hidden sizes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ ChangeSizes = Mapping[str, Sequence[float]]
 
 
 def scale_to_width(config: Config, width: int, mup_base_width: int | None) -> Config:
-    """Return the settings of the model at another hidden size.
+    """Return the settings with another hidden size.
 
-    The MLP width and the number of heads grow in proportion; the head size stays.
+    The MLP width and the number of heads grow in proportion to the hidden size. The head size stays, and dropout is switched off.
 
     Args:
-        width: the hidden size.
+        width: the new hidden size.
         mup_base_width: value of --mup-base-width for the new settings; None for a model without muP.
 
     Raises:
@@ -41,7 +41,8 @@ def scale_to_width(config: Config, width: int, mup_base_width: int | None) -> Co
     if head_remainder or (model.group_query_attention and group_remainder):
         raise ValueError(
             f"--widths {width}: the number of heads grows with the width, and {model.num_attention_heads} heads "
-            f"({model.num_key_value_heads} key-value heads) at --hidden-size {model.hidden_size} give no integer at this width."
+            f"({model.num_key_value_heads} key-value heads) at --hidden-size {model.hidden_size} give no integer at this width. "
+            "Choose a width that gives whole numbers of heads."
         )
     model_config = dataclasses.replace(
         model,
@@ -58,14 +59,15 @@ def scale_to_width(config: Config, width: int, mup_base_width: int | None) -> Co
 
 
 def measure_changes(config: Config, num_updates: int, num_seeds: int) -> dict[str, list[float]]:
-    """Train the model from several seeds, and measure how much its activations change. Every update of a seed uses the same batch.
+    """Train the model from several seeds, and measure how much its activations change. All updates with a seed use the same batch.
 
     Args:
-        num_updates: updates per seed.
-        num_seeds: number of seeds, from --seed on.
+        num_updates: number of optimizer updates per seed.
+        num_seeds: number of seeds: --seed, --seed + 1, ...
 
     Returns:
-        The changes of each activation after each update (`ChangeSizes`), as means over the seeds.
+        By the name of an activation, and for each update: root mean square of the activation's change since initialization. The
+            values are means over the seeds.
     """
     changes_per_seed = []
     for seed in range(config.training.seed, config.training.seed + num_seeds):
@@ -93,9 +95,9 @@ def _measure_changes_from_seed(config: Config, num_updates: int) -> dict[str, li
 
 @torch.no_grad()
 def _record_outputs(chunk: GPTChunk, inputs: ModelInputs) -> dict[str, Tensor]:
-    """Run the model on a microbatch and return some of its activations in float64, by name.
+    """Run the model on a microbatch. Return some activations in float64, by name.
 
-    They are the outputs of the embedding, of attention and MLP in the last layer, of the last layer, and the logits.
+    They are the outputs of the embedding, of attention and MLP in the last layer, and of the last layer, and the logits.
     """
     outputs: dict[str, Tensor] = {}
 
@@ -111,16 +113,20 @@ def _record_outputs(chunk: GPTChunk, inputs: ModelInputs) -> dict[str, Tensor]:
     }
     hooks = [module.register_forward_hook(build_hook(name)) for name, module in modules.items()]
     hidden = chunk.compute_hidden_states(inputs)
-    outputs |= {"last layer": hidden.double(), "logits": chunk.logits(hidden).double()}
+    outputs |= {"last layer": hidden.double(), "logits": chunk.compute_logits(hidden).double()}
     for hook in hooks:
         hook.remove()
     return outputs
 
 
 def fit_growth_exponent(widths: Sequence[int], changes: Sequence[float]) -> float:
-    """Return the exponent with which changes grow with the width: the least-squares slope of log change over log width.
+    """Return the exponent a of the power law change = c * width^a, by a least-squares fit of log change against log width.
 
     The exponent is 0 if the change does not depend on the width, and 1 if it is proportional to the width.
+
+    Args:
+        widths: hidden sizes.
+        changes: size of the change of an activation at each width.
     """
     x, y = [math.log(width) for width in widths], [math.log(change) for change in changes]
     x_mean = statistics.fmean(x)

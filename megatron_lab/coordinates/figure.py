@@ -1,5 +1,7 @@
-"""Figure of the coordinate check, as figure 5 of Yang et al. 2022: one row without muP and one with it, one column per activation,
-one line per update."""
+"""Figure of the coordinate check, as figure 5 of Yang et al. 2022: how much activations change in training, by the hidden size.
+
+The figure has one row without muP and one with muP, one column per activation, and one line per update.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,12 @@ _COLUMN_WIDTH, _ROW_HEIGHT = 2.4, 2.3
 
 
 def write_figure(widths: Sequence[int], rows: Mapping[str, Sequence[ChangeSizes]], path: Path) -> None:
-    """Draw how the changes of activations depend on the width, and write the figure to a file.
+    """Draw how the changes of activations in training depend on the hidden size, and write the figure to a file.
 
     Args:
         widths: hidden sizes.
-        rows: changes at each width, by the title of a row. A row shows one parametrization (with or without muP).
+        rows: for each row of the figure, by its title: the changes of activations at each hidden size. A row shows the model with
+            or without muP.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
