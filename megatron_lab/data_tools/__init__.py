@@ -1,5 +1,5 @@
 """Tools for training data.
 
-They preprocess texts, train tokenizers, check datasets, read in the sample order of Megatron-LM, and show the lineage of a run's
-samples.
+They preprocess texts, train tokenizers, check datasets, provide the sample order of Megatron-LM, and show which documents the
+samples of a run come from.
 """

@@ -1,6 +1,6 @@
 """Check of a complete indexed dataset: every token id, and the positions of the sequences in the .bin file.
 
-Also the histogram of document lengths.
+The module also computes the histogram of document lengths.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.indexed_dataset import IndexedDataset, blocks
+from megatron.data.indexed_dataset import IndexedDataset, iter_blocks
 
 _BYTES_PER_READ = 1 << 24
 _NUM_BINS = 64
@@ -20,12 +20,12 @@ _NUM_BINS = 64
 
 @dataclass(frozen=True)
 class DatasetProblem:
-    """Defect of a dataset, with the document and the token where it occurs if they are known."""
+    """Defect of a dataset: a message for the user, with the index of the document and of the token if they are known."""
 
     message: str
     document_index: int | None = None
     position: int | None = None
-    """Index of the invalid token within the document; None if the problem is not one token."""
+    """Index of the invalid token within the document; None if the problem is not a single token."""
 
 
 @dataclass(frozen=True)
@@ -41,24 +41,24 @@ class LengthBin:
 def find_problems(dataset: IndexedDataset, vocab_size: int) -> Iterator[DatasetProblem]:
     """Find token ids outside the vocabulary, and bytes of the .bin file that belong to no sequence or to several.
 
-    The files are read once, in their order, in constant memory. File sizes, lengths, offsets and the order of the document index
-    are not checked again, because `IndexedDataset` checks them when it opens the files.
+    Both files are read once from start to end, in constant memory. `IndexedDataset` checks file sizes, lengths, offsets and the
+    order of the document index when it opens the files, so this function does not check them again.
 
     Args:
         dataset: dataset of token ids.
-        vocab_size: every id must be below this value.
+        vocab_size: number of ids in the vocabulary; valid ids are 0 to `vocab_size` - 1.
 
     Yields:
-        Problems in the order of the file. For each document, only its first invalid id.
+        Problems in the order of the file. For each document, only its first invalid id is reported.
     """
     end, last_document = 0, -1
-    for block in blocks(len(dataset.lengths)):
+    for block in iter_blocks(len(dataset.lengths)):
         lengths = dataset.lengths[block].astype(np.int64)
         starts = dataset.offsets[block].astype(np.int64)
         ends = starts + lengths * dataset.dtype.itemsize
         previous_ends = np.concatenate([[end], ends[:-1]])
         for i in np.flatnonzero(starts != previous_ends).tolist():
-            document_index = dataset.document_of(block.start + i)
+            document_index = dataset.find_document(block.start + i)
             yield DatasetProblem(
                 f"{dataset.prefix}.idx: document {document_index:,} does not start where the previous sequence ends: the "
                 f"previous one ends at byte {previous_ends[i]:,}, and this one starts at byte {starts[i]:,}",
@@ -67,7 +67,7 @@ def find_problems(dataset: IndexedDataset, vocab_size: int) -> Iterator[DatasetP
         end = int(ends[-1])
         for i in _find_bad_sequences(dataset, starts, ends, vocab_size):
             sequence_index = block.start + i
-            document_index = dataset.document_of(sequence_index)
+            document_index = dataset.find_document(sequence_index)
             if document_index != last_document:
                 last_document = document_index
                 yield _describe_bad_id(dataset, document_index, vocab_size)
@@ -78,11 +78,14 @@ def find_problems(dataset: IndexedDataset, vocab_size: int) -> Iterator[DatasetP
 def _find_bad_sequences(
     dataset: IndexedDataset, starts: NDArray[np.int64], ends: NDArray[np.int64], vocab_size: int
 ) -> Iterator[int]:
-    """Yield the indices, within a block of consecutive sequences, of the sequences with an id outside the vocabulary.
+    """Find the sequences of a block (consecutive sequences of the dataset) that contain a token id outside the vocabulary.
 
     Args:
-        starts: first byte of each sequence in .bin.
-        ends: byte after the last byte of each sequence.
+        starts: offset of each sequence's first byte in the .bin file.
+        ends: offset of the byte after each sequence.
+
+    Yields:
+        The index of each such sequence within the block.
     """
     bounds = [0, *(np.flatnonzero(starts[1:] != ends[:-1]) + 1).tolist(), len(starts)]
     for first, last in pairwise(bounds):  # consecutive sequences without a gap are read together
@@ -96,7 +99,7 @@ def _find_bad_sequences(
 
 
 def _describe_bad_id(dataset: IndexedDataset, document_index: int, vocab_size: int) -> DatasetProblem:
-    tokens = dataset.document(document_index)
+    tokens = dataset.get_document(document_index)
     bad_positions = _find_bad_ids(tokens, vocab_size)
     suffix = f" (and {len(bad_positions) - 1:,} more in this document)" if len(bad_positions) > 1 else ""
     return DatasetProblem(
@@ -118,7 +121,7 @@ def compute_length_histogram(dataset: IndexedDataset) -> list[LengthBin]:
     """
     document_counts = np.zeros(_NUM_BINS, np.int64)
     token_counts = np.zeros(_NUM_BINS, np.int64)
-    for block in blocks(dataset.num_documents):
+    for block in iter_blocks(dataset.num_documents):
         bounds = dataset.document_index[block.start : block.stop + 1].astype(np.int64)
         ends = np.concatenate([[0], np.cumsum(dataset.lengths[bounds[0] : bounds[-1]], dtype=np.int64)])
         lengths = np.diff(ends[bounds - bounds[0]])

@@ -1,4 +1,4 @@
-"""Writer of tokenizer files from which transformers' AutoTokenizer builds a tokenizer with the same token ids."""
+"""Writer of tokenizer files from which AutoTokenizer of transformers builds a tokenizer with the same token ids."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ _LLAMA3_SPECIAL_NAMES = {128_000: "<|begin_of_text|>", 128_001: "<|end_of_text|>
 
 
 def write_huggingface_tokenizer(config: DataConfig, folder: Path, *, max_length: int) -> list[str]:
-    """Write the tokenizer of the settings to a folder, as files that transformers can load.
+    """Write the tokenizer that the settings select to a folder, as files that transformers can load.
 
     Args:
-        config: settings that select the tokenizer.
-        max_length: maximum number of tokens of the model's input.
+        config: settings that select the tokenizer (--tokenizer-type and its files).
+        max_length: maximum number of tokens of the model's input; stored as `model_max_length`.
 
     Returns:
-        Notes for the user.
+        Notes for the user, for example that no file was written because the tokenizer has no vocabulary.
 
     Raises:
         ValueError: a file of the tokenizer is missing or broken.
@@ -87,9 +87,10 @@ def write_huggingface_tokenizer(config: DataConfig, folder: Path, *, max_length:
 
 
 def has_qwen2_pattern(folder: Path) -> bool:
-    """Return whether the tokenizer in a folder normalizes and splits texts like the tokenizers of Qwen2 and Qwen3.
+    """Return whether the tokenizer in a folder normalizes texts and splits them before BPE like the tokenizers of Qwen2 and Qwen3.
 
-    The split pattern is the regular expression that divides a text before BPE. A folder without a tokenizer gives True.
+    The function compares the normalizer and the regular expression of the split in tokenizer.json. A folder without this file gives
+    True.
     """
     file = folder / "tokenizer.json"
     if not file.is_file():
@@ -104,7 +105,7 @@ def _copy_tokenizer_files(file: Path, tokenizer: Tokenizer, folder: Path, tokeni
     """Copy a tokenizer.json and the files that belong to it, such as the chat template. Return notes for the user.
 
     Args:
-        tokenizer_config: content of tokenizer_config.json, for a source folder without this file.
+        tokenizer_config: content of the new tokenizer_config.json, used only if the source folder does not have this file.
     """
     shutil.copyfile(file, folder / "tokenizer.json")
     extra_files = [name for name in _EXTRA_FILES if (file.parent / name).is_file()]
@@ -120,17 +121,17 @@ def _copy_tokenizer_files(file: Path, tokenizer: Tokenizer, folder: Path, tokeni
 
 
 def _get_role_names(tokenizer: Tokenizer, names: dict[int, str]) -> dict[str, str]:
-    """Return the names of the special tokens by their role, as transformers calls it (`eos_token` and so on).
+    """Return the text of each special token, by the name that transformers gives to the token's role (`eos_token` and so on).
 
     Args:
-        names: names of tokens, by id.
+        names: texts of tokens, by token id. A special token that is missing here is left out.
     """
     ids = {"eos_token": tokenizer.eod, "bos_token": tokenizer.bos, "pad_token": tokenizer.pad}
     return {role: names[id] for role, id in ids.items() if id is not None and id in names}
 
 
 def _get_special_names(config: DataConfig, vocab: ByteVocabulary) -> dict[int, str]:
-    """Return the names of the special ids of a byte-level vocabulary, by id."""
+    """Return the texts of the special tokens of a byte-level vocabulary, by token id."""
     names = {id: _DEFAULT_SPECIAL_NAMES[role] for role in _DEFAULT_SPECIAL_NAMES if (id := getattr(vocab, role)) is not None}
     if config.tokenizer_type != "TikTokenizer":
         return names
@@ -161,7 +162,7 @@ def _build_byte_level_json(vocab: ByteVocabulary, special_names: Mapping[int, st
     """Return the content of a tokenizer.json that encodes texts to the ids of a byte-level vocabulary.
 
     Args:
-        special_names: names of special ids. Encoding a text never produces these ids.
+        special_names: texts of the special tokens, by token id. BPE never produces these ids.
     """
     byte_to_character = {byte: symbol for symbol, byte in build_byte_chars().items()}
 

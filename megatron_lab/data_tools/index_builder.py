@@ -1,4 +1,7 @@
-"""Creation of a dataset's sample indexes before training, so that a run finds them in the cache."""
+"""Creation of a dataset's sample indexes (the shuffled order of its documents and samples) before training.
+
+A run then finds the indexes in the cache instead of building them at its start.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +27,21 @@ def build_index(
 ) -> list[str]:
     """Build the sample indexes that a training run with these settings would build at its start.
 
+    A sample index lists the documents in their shuffled order, the token at which each of them starts, and the order of the
+    samples.
+
     Args:
         prefix: path of an indexed dataset without .bin and .idx.
         split: proportions of training, validation and test as in --split. None assigns all documents to training, as
             --train-data-path does.
         seed: seed of the run (--seed).
-        seq_length: sequence length of the run.
-        epochs: number of epochs to build, from the first one. Only for the epoch order: the megatron order has one index for all
-            epochs.
-        order: as --data-order.
-        num_samples: requested samples of training, validation and test. The megatron order depends on them.
-        data_cache_path: as --data-cache-path; by default the folder `cache` next to the dataset.
+        seq_length: sequence length of the run, in tokens.
+        epochs: number of epochs to build, from the first one. It is used only with order "epoch": with order "megatron", one index
+            covers all epochs.
+        order: order of the samples, as --data-order.
+        num_samples: number of samples of training, validation and test that the run requests. Order "megatron" depends on these
+            numbers.
+        data_cache_path: folder of the index files, as --data-cache-path; by default the folder `cache` next to the dataset.
 
     Returns:
         A message for each split: which files were written, which existed, or why no index is needed.
@@ -69,12 +76,12 @@ def build_index(
 
 
 def _build_passes(sample_order: SampleOrder, num_passes: int, cache: IndexCache) -> str:
-    """Build the indexes of the first `num_passes` passes over the data.
+    """Build the indexes of the first `num_passes` passes (epochs) over the data.
 
-    Return a message with the number of written and of existing files.
+    Return a message for the user with the number of index files that were written and that existed before.
     """
     for pass_index in range(num_passes):
-        sample_order.index(pass_index)
+        sample_order.get_index(pass_index)
     if cache.problem:
         raise ValueError(cache.problem)
     if not cache.written_files and not cache.loaded_files:

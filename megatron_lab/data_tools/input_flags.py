@@ -1,6 +1,6 @@
-"""Flags that all data tools share to select their input texts.
+"""Flags with which all data tools select their input texts.
 
-Also the flags of Megatron-LM's preprocess_data.py that the tools accept without effect or refuse.
+The module also defines the flags of Megatron-LM's preprocess_data.py that the tools accept without effect or refuse.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _OTHER_DATASET_IMPLS = ("lazy", "cached", "infer")
 
 
 def add_input_flags(parser: argparse.ArgumentParser, *, required: bool, keys_help: str) -> None:
-    """Add --input and the flags that say how the input files are read.
+    """Add --input and the flags that control how the input files are read, such as --json-keys and --on-error.
 
     Args:
-        required: --input must be set.
+        required: whether the user must set --input.
         keys_help: help text of --json-keys.
     """
     parser.add_argument(
@@ -70,10 +70,9 @@ def add_input_flags(parser: argparse.ArgumentParser, *, required: bool, keys_hel
 
 
 def add_megatron_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of Megatron-LM's preprocess_data.py that this tool does not need, so that old command lines work or get a clear
-    error.
+    """Add the flags of Megatron-LM's preprocess_data.py that this tool does not need.
 
-    `check_megatron_flags` evaluates these flags.
+    An old command line then works, or gets an error message that names the alternative. `check_megatron_flags` decides which.
     """
     group = parser.add_argument_group("of Megatron-LM", "Accepted without effect, or refused with an alternative.")
     for name, (num_values, reason) in {**IGNORED_FLAGS, **REFUSED_FLAGS}.items():
@@ -85,7 +84,7 @@ def add_megatron_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check_megatron_flags(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
-    """Check the flags of Megatron-LM that the user has set. Refused flags end the program with status 2.
+    """Check the flags of Megatron-LM's preprocess_data.py that the user has set. If one is refused, end the program with status 2.
 
     Returns:
         A message for each flag that is accepted but has no effect.
@@ -105,10 +104,10 @@ def check_megatron_flags(args: argparse.Namespace, parser: argparse.ArgumentPars
 
 
 def check_column(args: argparse.Namespace, parser: argparse.ArgumentParser, keys: Sequence[str]) -> None:
-    """Check that --column is not combined with several keys. Otherwise the program ends with status 2.
+    """End the program with status 2 if --column is combined with several JSON keys, because --column names the column of one text.
 
     Args:
-        keys: JSON keys of --json-keys.
+        keys: values of --json-keys.
     """
     if args.column is not None and len(keys) > 1:
         parser.error(

@@ -1,9 +1,9 @@
 """`--data-order megatron`: the sample order of Megatron-LM's GPTDataset and BlendedDataset, for runs that must read exactly the
 samples of a Megatron-LM run.
 
-The order depends on the seed, on numpy's legacy random stream (which never changes), and on the number of requested samples. So a
-change of the run's length also reorders the samples that were already read. In a blend, each sample comes from the dataset that is
-furthest behind its weight.
+The order depends on the seed, on numpy's legacy random generator (whose numbers never change), and on the number of requested
+samples. So a run of another length reads its samples in another order from the first step on. In a blend of datasets, each sample
+comes from the dataset that is furthest behind its share of the samples.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.config.data import SPLIT_NAMES
 from megatron.data.blend import BlendOrder, check_weights
 from megatron.data.indexed_dataset import DatasetError
 from megatron.data.indexed_writer import IndexCache
-from megatron.data.samples import index_dtype
+from megatron.data.samples import get_index_dtype
 from megatron.data.windows import DocumentLayout, PassIndex, SampleOrder, SamplePosition, Selection, Windows, lay_out
 
 _MIN_LAST_EPOCH_SHARE = 0.80
@@ -29,19 +29,19 @@ _MIN_LAST_EPOCH_SHARE = 0.80
 
 @dataclass(frozen=True)
 class MegatronPlan:
-    """Number of epochs that Megatron-LM's order shuffles together to obtain the requested samples."""
+    """Plan of Megatron-LM's sample order: how many epochs the requested samples need, and which epochs are shuffled together."""
 
     num_tokens: int
-    """Number of tokens of one epoch. It is larger than one window (one sample and its last label)."""
+    """Number of tokens of one epoch. It is larger than `seq_length` + 1, the tokens of one sample and its last label."""
     seq_length: int
     num_samples: int | None
-    """Number of requested samples; None for the samples of one epoch."""
+    """Number of requested samples; None requests the samples of one epoch."""
 
     @property
     def num_epochs(self) -> int:
         """Smallest number of epochs that contain the requested samples.
 
-        Consecutive samples overlap by one token, the last label of the first.
+        Consecutive samples overlap by one token: the last label of a sample is the first token of the next sample.
         """
         num_needed_tokens = 0 if self.num_samples is None else self.num_samples * self.seq_length + 1
         return max(1, -(-num_needed_tokens // self.num_tokens))
@@ -52,7 +52,8 @@ class MegatronPlan:
 
     @property
     def has_separate_last_epoch(self) -> bool:
-        """Whether the last epoch is shuffled separately from the previous epochs: less than 80 % of its samples are requested."""
+        """Whether the last epoch is shuffled separately from the previous epochs. This is so if less than 80 % of its samples are
+        requested."""
         if self.num_epochs == 1 or self.num_samples is None:
             return False
         last_epoch_samples = self.num_samples - self.count_samples(self.num_epochs - 1)
@@ -65,17 +66,19 @@ class MegatronPlan:
 
 
 class MegatronOrder(SampleOrder):
-    """Sample order of Megatron-LM's GPTDataset: shuffle the documents of all epochs, split them into windows, and shuffle the
-    windows.
+    """Sample order of Megatron-LM's GPTDataset.
 
-    Windows overlap by one token. Both shuffles use the same random stream, one after the other. The last epoch is shuffled
-    separately if less than 80 % of its samples are requested. Megatron-LM splits and shuffles sequences; this class splits and
-    shuffles documents. The result is identical if each document is one sequence, as Megatron-LM's tools write them for GPT. Other
-    datasets are refused.
+    The documents of all epochs are shuffled, joined and split into windows (a sample and its last label), and the windows are
+    shuffled. Windows overlap by one token. The second shuffle continues the random numbers of the first. The last epoch is shuffled
+    separately if less than 80 % of its samples are requested.
+
+    Megatron-LM splits and shuffles sequences; this class splits and shuffles documents. The result is identical if each document is
+    one sequence, as Megatron-LM's tools write them for GPT. Other datasets are refused.
 
     Args:
-        selection: documents to order, with the seed. Each split starts its own random stream from the seed.
-        num_samples: number of requested samples; None for the samples of one epoch.
+        selection: documents of one split, with the seed and the sequence length. The random numbers of each split start from the
+            seed.
+        num_samples: number of requested samples; None requests the samples of one epoch.
 
     Raises:
         DatasetError: a document does not consist of exactly one sequence.
@@ -102,13 +105,13 @@ class MegatronOrder(SampleOrder):
             num_requested = self._plan.num_samples or self.samples_per_epoch
             raise DatasetError(
                 f"the {SPLIT_NAMES[self._selection.split]} split of {self._selection.dataset.prefix} has no sample "
-                f"{sample_index:,}: --data-order megatron has an order for {num_requested:,} requested samples, which "
-                f"contains {self._num_samples:,}.\n"
-                "  A longer run has a different order from its start. Use --data-order epoch, which has no end."
+                f"{sample_index:,}: its order (--data-order megatron) was computed for {num_requested:,} requested "
+                f"samples and has {self._num_samples:,} samples.\n"
+                "  A longer run has another order from its first sample on. Use --data-order epoch, which has no end."
             )
         return SamplePosition(0, sample_index, self._num_samples - sample_index)
 
-    def index(self, pass_index: int) -> PassIndex:
+    def get_index(self, pass_index: int) -> PassIndex:
         plan = self._plan
 
         def build_key() -> tuple[object, ...]:
@@ -156,8 +159,8 @@ class MegatronOrder(SampleOrder):
 
 
 def _shuffle_range(rng: np.random.RandomState, values: range, num_repeats: int) -> NDArray[np.integer]:
-    """Return `values`, repeated `num_repeats` times, in a random order."""
-    array = np.tile(np.arange(values.start, values.stop, dtype=index_dtype(values.stop)), num_repeats)
+    """Return an array of `values`, each `num_repeats` times, in a random order."""
+    array = np.tile(np.arange(values.start, values.stop, dtype=get_index_dtype(values.stop)), num_repeats)
     rng.shuffle(array)
     return array
 
@@ -169,28 +172,30 @@ _BLOCK_SIZE = 1 << 12
 
 
 def count_requested_samples(weights: Sequence[float], num_samples: int) -> list[int]:
-    """Return the number of samples that Megatron-LM requests from each dataset of a blend: ceil(ceil(num_samples * weight) *
-    1.005).
+    """Return the number of samples that Megatron-LM requests from each dataset of a blend.
+
+    The number is ceil(ceil(num_samples * weight) * 1.005): 0.5 % more than the dataset's share.
 
     Args:
-        weights: weights from the command line. This function divides them by their sum, because the rounding of the division
-            affects the result.
+        weights: weights as the user gives them. This function divides them by their sum. Dividing them before the call would change
+            the rounding.
+        num_samples: number of samples that are read from the blend.
     """
     return [math.ceil(math.ceil(num_samples * weight) * (1 + _SAMPLE_MARGIN)) for weight in _normalize(weights)]
 
 
 class GreedyBlend(BlendOrder):
-    """Blend order of Megatron-LM: each sample comes from the dataset that is furthest behind its weight.
+    """Blend order of Megatron-LM: each sample comes from the dataset that is furthest behind its share of the samples.
 
-    Sample i comes from the dataset with the largest weight * max(i, 1) - (number of its previous samples), or from the first of
-    several equal datasets. The choices equal those of Megatron-LM, including floating-point rounding. They are computed for the
-    complete run and cached.
+    Sample i comes from the dataset with the largest weight * max(i, 1) - (number of samples already taken from the dataset). Of
+    several equal datasets, the first is taken. The choices equal those of Megatron-LM, including floating-point rounding. They are
+    computed for the complete run and cached.
 
     Args:
-        weights: weights from the command line. They are divided by their sum here.
+        weights: weight of each dataset, as the user gives them. The class divides them by their sum.
         num_samples: number of samples of the run.
-        cache: cache of the choices; None for no cache.
-        by_size: the command line has no weights, so the weights are the numbers of samples in an epoch of each dataset.
+        cache: files in which the choices are stored for later runs; None to store nothing.
+        by_size: whether the user gives no weights, so that each weight is the number of samples in an epoch of the dataset.
     """
 
     def __init__(
@@ -219,9 +224,9 @@ class GreedyBlend(BlendOrder):
     def locate(self, sample_indices: NDArray[np.integer]) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
         if len(sample_indices) and int(np.max(sample_indices)) >= self._num_samples:
             raise ValueError(
-                f"the blend has no sample {int(np.max(sample_indices)):,}: --data-order megatron has an order for "
+                f"the blend has no sample {int(np.max(sample_indices)):,}: its order (--data-order megatron) was computed for "
                 f"{self._num_samples:,} samples.\n"
-                "  A longer run has a different order from its start. Use --data-order epoch, which has no end."
+                "  A longer run has another order from its first sample on. Use --data-order epoch, which has no end."
             )
         datasets = self._choices[sample_indices]
         indices = np.empty(len(sample_indices), dtype=np.int64)
@@ -232,7 +237,7 @@ class GreedyBlend(BlendOrder):
             indices[is_in_block] = block_indices[np.asarray(sample_indices)[is_in_block] - block * _BLOCK_SIZE]
         return datasets, indices
 
-    def counts(self, num_samples: int) -> list[int]:
+    def count_samples(self, num_samples: int) -> list[int]:
         block = num_samples // _BLOCK_SIZE
         counts_in_block = np.bincount(self._choices[block * _BLOCK_SIZE : num_samples], minlength=len(self.weights))
         return [int(count) for count in self._block_start_counts[block] + counts_in_block]
@@ -249,11 +254,11 @@ def _normalize(weights: Sequence[float]) -> list[float]:
 
 
 def _compute_dataset_indices(choices: NDArray[np.integer], start_counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return, for each sample of a block, the index of the sample within its dataset.
+    """Return the position of each sample of a block among the samples of its own dataset, counted from the start of the run.
 
     Args:
-        choices: dataset of each sample of the block.
-        start_counts: number of samples of each dataset before the block.
+        choices: index of the dataset from which each sample of the block comes.
+        start_counts: number of samples that each dataset has given before the block.
     """
     order = np.argsort(choices, kind="stable")
     counts = np.bincount(choices, minlength=len(start_counts))
@@ -277,14 +282,14 @@ Counts = NDArray[np.float64]
 
 
 def compute_greedy_choices(weights: Sequence[float], num_samples: int) -> NDArray[np.uint16]:
-    """Return the dataset of each sample by the rule of `GreedyBlend`.
+    """Return the index of the dataset from which each sample comes, by the rule of `GreedyBlend`.
 
-    Most choices are computed in lanes, which are parallel computations of consecutive ranges of samples. Each lane starts from
-    estimated counts, and is recomputed sequentially if the estimate was wrong.
+    The run's samples are divided into consecutive ranges (lanes), which are computed in parallel. Each lane starts from an estimate
+    of the samples already taken from each dataset. A lane whose estimate was wrong is computed again, sequentially.
 
     Args:
-        weights: positive weights with sum 1.
-        num_samples: number of samples.
+        weights: positive weight of each dataset, with sum 1.
+        num_samples: number of samples of the run.
     """
     weight_array, counts = np.array(weights), np.zeros(len(weights))
     choices = np.empty(num_samples, dtype=np.uint16)
@@ -301,7 +306,12 @@ def compute_greedy_choices(weights: Sequence[float], num_samples: int) -> NDArra
 
 
 def _choose_sequentially(weights: Counts, counts: Counts, first_sample: int, choices: NDArray[np.uint16]) -> None:
-    """Choose the dataset of each sample from `first_sample` on, one after another. Fill `choices` and update `counts` in place."""
+    """Choose the dataset of each sample from `first_sample` on, one sample after another.
+
+    Args:
+        counts: number of samples already taken from each dataset, updated in place.
+        choices: index of the dataset of each sample, filled in place.
+    """
     for i in range(len(choices)):
         choice = (weights * float(max(first_sample + i, 1)) - counts).argmax()
         counts[choice] += 1.0
@@ -309,16 +319,18 @@ def _choose_sequentially(weights: Counts, counts: Counts, first_sample: int, cho
 
 
 def _choose_in_lanes(weights: Counts, counts: Counts, first_sample: int, choices: NDArray[np.uint16]) -> Counts:
-    """Choose the dataset of each sample from `first_sample` on, in parallel lanes, and fill `choices`.
+    """Choose the dataset of each sample from `first_sample` on, in lanes (consecutive ranges of samples that are computed in
+    parallel).
 
-    A lane whose estimated start counts differ from the counts at the end of the previous lane is computed again, sequentially.
+    Each lane starts from estimated counts of the samples taken from each dataset. If the estimate differs from the counts at the
+    end of the previous lane, the lane is computed again, sequentially.
 
     Args:
-        counts: number of samples of each dataset before `first_sample`.
-        choices: [lanes, choices per lane], filled in place.
+        counts: number of samples taken from each dataset before `first_sample`.
+        choices: [lanes, samples per lane], index of each sample's dataset, filled in place.
 
     Returns:
-        The number of samples of each dataset after the last choice.
+        The number of samples taken from each dataset after the last lane.
     """
     num_lanes, num_steps = choices.shape
     starts = first_sample + num_steps * np.arange(num_lanes)
@@ -342,11 +354,12 @@ def _choose_in_lanes(weights: Counts, counts: Counts, first_sample: int, choices
 def _advance_lanes(
     weights: Counts, counts: NDArray[np.float64], starts: NDArray[np.int64], num_steps: int, out: NDArray | None
 ) -> None:
-    """Compute the next `num_steps` choices of every lane, and update `counts` [datasets, lanes] in place.
+    """Choose the dataset of the next `num_steps` samples of every lane (range of samples that is computed in parallel with others).
 
     Args:
-        starts: sample index of each lane's first choice.
-        out: filled with the choices [num_steps, lanes], if it is not None.
+        counts: [datasets, lanes], number of samples already taken from each dataset at each lane's position, updated in place.
+        starts: index in the run of the first sample that each lane chooses now.
+        out: [num_steps, lanes], filled with the indices of the chosen datasets; None to update only `counts`.
     """
     sample_indices, lane_indices = starts.astype(np.float64), np.arange(counts.shape[1])
     for step in range(num_steps):
@@ -358,12 +371,13 @@ def _advance_lanes(
 
 
 def _estimate_counts(weights: Counts, num_choices: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Estimate how many samples each dataset has after `num_choices` choices. Return [datasets, lanes].
+    """Estimate how many of the first `num_choices` samples come from each dataset. Return [datasets, lanes].
 
-    The exact proportions are rounded down. The remaining samples go to the datasets with the largest fractions.
+    Each dataset gets its weight times `num_choices`, rounded down. The remaining samples go to the datasets with the largest
+    fractions that were rounded off.
 
     Args:
-        num_choices: number of choices before the start of each lane.
+        num_choices: number of samples before the start of each lane (range of samples that is computed in parallel with others).
     """
     exact_counts = weights[:, None] * num_choices
     counts = np.floor(exact_counts)

@@ -1,4 +1,4 @@
-"""Lineage of a run's training data: which documents each step reads, from the run's checkpoint or run.json."""
+"""Lineage of a run's training data: which documents each training step reads, according to the run's checkpoint or run.json."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ from megatron.training.progress import BatchSizePlan, Progress
 
 @dataclass
 class RunLineage:
-    """Lineage of a run: the order in which it reads its training data, and the documents that each sample contains.
+    """Order in which a run reads its training data, and the documents that each of its samples contains.
 
     Args:
         config: settings of the run at its last start.
-        phases: data settings since the beginning of the run. A phase is a part of the run with unchanged data settings. The last
-            phase applies to all samples that the run has not read yet.
-        origin: file from which the settings come.
+        phases: data settings since the beginning of the run. A phase is a range of training steps in which the data settings
+            (datasets, sequence length, batch size and so on) do not change. The last phase also applies to all samples that the run
+            has not read yet.
+        tokenizer: tokenizer of the run.
+        origin: file or checkpoint from which the settings were read, for messages.
     """
 
     config: Config
@@ -40,10 +42,10 @@ class RunLineage:
 
     @classmethod
     def from_save_folder(cls, folder: Path, ckpt_step: int | None = None) -> RunLineage:
-        """Load the lineage from a run's --save folder.
+        """Read the data settings of a run from its --save folder.
 
-        It comes from the newest checkpoint, or from the checkpoint of iteration `ckpt_step`. Before the first checkpoint, it comes
-        from run.json.
+        They come from the newest checkpoint, or from the checkpoint of iteration `ckpt_step`. Before the first checkpoint, they
+        come from run.json.
 
         Raises:
             ValueError: the folder has neither a checkpoint nor run.json, or the data is missing.
@@ -61,43 +63,56 @@ class RunLineage:
         return cls(config, phases or [_build_first_phase(config, tokenizer)], tokenizer, path)
 
     def get_step_samples(self, step: int) -> range:
-        """Return the indices of the samples that a step reads, counted from the beginning of the run.
+        """Return the indices of the samples that a training step reads. Index 0 is the first sample of the run.
 
-        Steps count from 1, as in the log.
+        Args:
+            step: number of the step, counted from 1 as in the log.
 
         Raises:
             ValueError: the run has no such step.
         """
         if step < 1:
-            raise ValueError(f"--step {step}: steps count from 1.")
+            raise ValueError(f"--step {step}: the steps of a run are counted from 1. Choose a step of at least 1.")
         phase = next(phase for phase in reversed(self.phases) if phase.first_iteration < step)
         plan = _build_batch_size_plan(self.config.training, phase)
         if (last := plan.total_iterations) < step and phase is self.phases[-1]:
-            raise ValueError(f"--step {step}: the run has {last:,} steps ({self.origin}).")
-        return range(plan.consumed_samples_at(step - 1), plan.consumed_samples_at(step))
+            raise ValueError(f"--step {step}: the run has {last:,} steps ({self.origin}). Choose one of them.")
+        return range(plan.count_consumed_samples(step - 1), plan.count_consumed_samples(step))
 
     def count_samples(self) -> int:
-        """Return the number of samples that the run reads until its end, if it continues with its last settings."""
+        """Return the number of samples that the run will have read at its end, if its settings do not change any more."""
         plan = _build_batch_size_plan(self.config.training, self.phases[-1])
-        return plan.consumed_samples_at(plan.total_iterations)
+        return plan.count_consumed_samples(plan.total_iterations)
 
     def find_phase(self, sample_index: int) -> int:
-        """Return the index of the phase in which the run reads a sample.
+        """Return the index in `phases` of the data settings with which the run reads a sample.
+
+        Args:
+            sample_index: index of the sample, counted from the beginning of the run.
 
         Raises:
             ValueError: the run does not read the sample.
         """
         if not 0 <= sample_index < self.count_samples():
-            raise ValueError(f"--sample {sample_index}: the run reads samples 0 to {self.count_samples() - 1:,} ({self.origin}).")
+            raise ValueError(
+                f"--sample {sample_index}: the run reads samples 0 to {self.count_samples() - 1:,} ({self.origin}). Choose one of "
+                "them."
+            )
         return max(i for i, phase in enumerate(self.phases) if phase.first_sample <= sample_index)
 
     def is_skipped(self, sample_index: int) -> bool:
-        """Return whether no step reads a sample, because the run went back to a checkpoint after a loss spike and skipped this
+        """Return whether the run skipped a sample after a loss spike: it went back to a checkpoint and continued after this
         data."""
         return any(phase.first_sample - phase.passed_over <= sample_index < phase.first_sample for phase in self.phases)
 
     def build_source(self, phase_index: int) -> SampleSource:
-        """Build the source of the samples of a phase. Its sample indices count from the beginning of the run.
+        """Build the object that reads the samples of one phase (a range of steps with the same data settings).
+
+        Args:
+            phase_index: index in `phases`.
+
+        Returns:
+            Source of samples. Its sample indices count from the beginning of the run, not of the phase.
 
         Raises:
             DatasetError: a dataset is missing or is not the dataset that the run read.
@@ -124,15 +139,19 @@ class RunLineage:
         return split_data.build_source(phase.num_samples or 1, self.phases[: phase_index + 1])
 
     def iter_samples(self, sample_indices: range) -> Iterator[tuple[int, list[DocumentSpan], list[int]]]:
-        """Yield the index, the document spans and the token ids of each sample.
+        """Read samples of the run with the documents that they come from.
 
-        A document span is the range of a document's tokens that the sample contains.
+        Args:
+            sample_indices: indices of the samples, counted from the beginning of the run.
+
+        Yields:
+            The sample's index, the ranges of tokens of documents that it contains, and its token ids.
         """
         sources: dict[int, SampleSource] = {}
         for sample_index in sample_indices:
             phase_index = self.find_phase(sample_index)
             source = sources.get(phase_index) or sources.setdefault(phase_index, self.build_source(phase_index))
-            yield sample_index, source.lineage(sample_index), source.samples(sample_index, 1)[0].tolist()
+            yield sample_index, source.get_lineage(sample_index), source.get_samples(sample_index, 1)[0].tolist()
 
 
 def _open_component(prefix: str, expected: str, first_document: int, num_documents: int, weight: float) -> Component:
@@ -159,7 +178,7 @@ def _build_batch_size_plan(training: TrainingConfig, phase: Phase) -> BatchSizeP
 
 
 def _build_first_phase(config: Config, tokenizer: Tokenizer) -> Phase:
-    """Return the phase of a run that has not stored its data settings yet. It covers all samples from the first on."""
+    """Return the data settings of a run that has stored none yet, as a phase that covers all samples of the run."""
     training = config.training
     seq_length, order = config.model.seq_length, config.data.data_order
     datasets = open_datasets(
@@ -190,6 +209,6 @@ def _read_run_record(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(
             f"--run {path.parent} contains neither a checkpoint nor a readable run.json ({error}).\n"
-            "  Give the --save folder of a run."
+            "  Set --run to the --save folder of a run."
         ) from error
     return record

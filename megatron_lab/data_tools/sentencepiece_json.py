@@ -1,7 +1,7 @@
 """Conversion of a sentencepiece model to Hugging Face's tokenizer.json.
 
-The model file is a protocol buffer (sentencepiece_model.proto of sentencepiece). This module parses the few fields that it needs,
-because the sentencepiece library exposes neither the normalizer nor the model type.
+The model file is a protocol buffer message (sentencepiece_model.proto of sentencepiece). This module parses the few fields that it
+needs, because the sentencepiece library exposes neither the normalizer nor the model type.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
 @dataclass(frozen=True)
 class SentencePieceToken:
-    """Token of a sentencepiece model: its text, its score and its type."""
+    """Token of a sentencepiece model: its text, its score (log-probability or merge priority) and its type (normal, control and so
+    on)."""
 
     text: str
     score: float
@@ -47,9 +48,13 @@ class SentencePieceFile:
                 _parse_message(model[field_number][-1]) if model[field_number] else {} for field_number in (2, 3)
             )
         except (IndexError, struct.error, UnicodeDecodeError, TypeError) as error:
-            raise ValueError(f"this is not a sentencepiece model ({error})") from error
+            raise ValueError(
+                f"the file of --tokenizer-model is damaged or not a sentencepiece model ({error}): copy the file again"
+            ) from error
         if not self.tokens:
-            raise ValueError("this is not a sentencepiece model (it has no tokens)")
+            raise ValueError(
+                "the file of --tokenizer-model is not a sentencepiece model, because it contains no tokens. Choose another file"
+            )
         self.model_type: int = _get_last_value(trainer, 3, _UNIGRAM)
         self.has_byte_fallback = bool(_get_last_value(trainer, 35, 0))
         self.charsmap: bytes = _get_last_value(normalizer, 2, b"")
@@ -69,9 +74,13 @@ def convert_sentencepiece(file: SentencePieceFile, *, bos: int | None) -> dict[s
         ValueError: the model has a feature that tokenizer.json does not support.
     """
     if file.model_type not in (_UNIGRAM, _BPE) or not file.marks_word_starts:
+        algorithms = {_UNIGRAM: "unigram", _BPE: "BPE", 3: "word", 4: "char"}
+        algorithm = algorithms.get(file.model_type, f"number {file.model_type}")
+        marks = "marks" if file.marks_word_starts else "does not mark"
         raise ValueError(
-            "the sentencepiece model cannot be converted to tokenizer.json: only unigram and BPE models that mark the spaces "
-            "before words can"
+            f"the sentencepiece model has the algorithm {algorithm} and {marks} the "
+            "start of each word by a preceding space. Only unigram and BPE models with such marks can be converted to "
+            "tokenizer.json. Set --no-tokenizer to write only the weights"
         )
     normalizers: list[dict[str, Any]] = []
     if file.charsmap:
@@ -109,9 +118,10 @@ def build_tokenizer_json(
     """Return the content of a tokenizer.json.
 
     Args:
-        added_tokens: special and user-defined tokens.
-        model: vocabulary with the algorithm, such as BPE.
-        steps: any of `normalizer`, `pre_tokenizer`, `post_processor` and `decoder`. Omitted steps are null.
+        added_tokens: entries of the special and user-defined tokens, as `build_added_token` returns them.
+        model: vocabulary and rules of the tokenizer's algorithm, such as BPE.
+        steps: any of the steps `normalizer`, `pre_tokenizer`, `post_processor` and `decoder`. A step that is left out is null in
+            the file.
     """
     step_names = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
     head = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added_tokens}
@@ -119,13 +129,19 @@ def build_tokenizer_json(
 
 
 def build_added_token(id: int, content: str, *, special: bool) -> dict[str, Any]:
-    """Return the entry of a tokenizer.json's list `added_tokens` for a token that only its exact text gives."""
+    """Return an entry of the list `added_tokens` in tokenizer.json: a token that is found in a text only by its exact text."""
     match_options = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return {"id": id, "content": content, **match_options, "special": special}
 
 
 def build_bpe_model(vocab: dict[str, int], merges: Iterable[tuple[str, str]], **options: Any) -> dict[str, Any]:
-    """Return the part `model` of a tokenizer.json for BPE with this vocabulary and these merges."""
+    """Return the section `model` of a tokenizer.json, for BPE with this vocabulary and these merges.
+
+    Args:
+        vocab: id of each token, by its text.
+        merges: pairs of tokens, in order of priority.
+        options: other fields of the section, such as `unk_token`, that replace the defaults.
+    """
     default_options = {
         "dropout": None,
         "unk_token": None,
@@ -148,9 +164,9 @@ def _build_unigram_model(file: SentencePieceFile) -> dict[str, Any]:
 
 
 def _convert_bpe_model(file: SentencePieceFile) -> dict[str, Any]:
-    """Return the part `model` of a tokenizer.json for a sentencepiece BPE model.
+    """Return the section `model` of a tokenizer.json for a sentencepiece BPE model.
 
-    Merges that produce the token with the highest score come first.
+    In the list of merges, those that produce the token with the highest score come first.
     """
     ids = {token.text: id for id, token in enumerate(file.tokens)}
     merged_tokens = sorted((token for token in file.tokens if token.token_type == _NORMAL), key=lambda token: -token.score)
@@ -160,14 +176,17 @@ def _convert_bpe_model(file: SentencePieceFile) -> dict[str, Any]:
 
 
 def derive_merges(tokens: Sequence[Text], ids: Mapping[Text, int]) -> list[tuple[Text, Text]]:
-    """Return the list of merges for a BPE model that is defined without such a list.
+    """Return the list of merges for a BPE model that is defined only by its tokens.
 
     Such a model merges any two neighbouring tokens whose concatenation is a token. All merges that produce the same token are
     consecutive in the list.
 
     Args:
         tokens: tokens that merges produce, in order of priority.
-        ids: ids of all tokens. They order the merges that produce the same token.
+        ids: id of each token of the model. The ids of the two merged tokens order the merges that produce the same token.
+
+    Returns:
+        (left token, right token) of each merge, in order of priority.
     """
     merges = []
     for token in tokens:
@@ -182,7 +201,12 @@ def _find_unknown_id(file: SentencePieceFile) -> int:
 
 
 def _build_bos_processor(name: str, id: int) -> dict[str, Any]:
-    """Return a post-processor that puts a bos token before each text."""
+    """Return the section `post_processor` of a tokenizer.json that puts a bos token before each text.
+
+    Args:
+        name: text of the bos token.
+        id: id of the bos token.
+    """
     bos_item = {"SpecialToken": {"id": name, "type_id": 0}}
     first_text, second_text = (
         {"Sequence": {"id": sequence_name, "type_id": type_id}} for type_id, sequence_name in enumerate("AB")
@@ -206,7 +230,10 @@ def _get_last_value(fields: dict[int, list[Any]], field_number: int, default: An
 
 
 def _parse_message(data: bytes) -> dict[int, list[Any]]:
-    """Return the values of a protocol buffer message by field number. A value is an integer, bytes, or a float of 4 or 8 bytes."""
+    """Parse a protocol buffer message. Return the list of values of each field, by field number.
+
+    A value is an integer, bytes, or a float of 4 or 8 bytes.
+    """
     fields: dict[int, list[Any]] = defaultdict(list)
     for field_number, value in _iter_fields(data):
         fields[field_number].append(value)
@@ -224,7 +251,7 @@ def _iter_fields(data: bytes) -> Iterator[tuple[int, Any]]:
         elif wire_type == 2:
             length, offset = _parse_varint(data, offset)
             if offset + length > len(data):
-                raise IndexError("the file is truncated")
+                raise IndexError(f"a field of {length:,} bytes extends beyond the end of the data, so the file is truncated")
             yield field_number, data[offset : offset + length]
             offset += length
         elif wire_type in (1, 5):
@@ -232,11 +259,12 @@ def _iter_fields(data: bytes) -> Iterator[tuple[int, Any]]:
             yield field_number, struct.unpack_from(format_code, data, offset)[0]
             offset += size
         else:
-            raise IndexError(f"unsupported wire type {wire_type}")
+            raise IndexError(f"a field has the protocol buffer type {wire_type}, which sentencepiece does not use")
 
 
 def _parse_varint(data: bytes, offset: int) -> tuple[int, int]:
-    """Return the variable-length integer at an offset (seven bits per byte, lowest first), and the offset after it."""
+    """Parse the variable-length integer (seven bits per byte, lowest bits first) at an offset. Return its value and the offset
+    after it."""
     value = shift = 0
     while True:
         byte = data[offset]

@@ -1,4 +1,4 @@
-"""Flags that select the tokenizer in all tools. Their names and meanings are those of training."""
+"""Flags that select the tokenizer in all command-line tools. They have the names and meanings of the training flags."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from megatron.config.data import TOKENIZER_SETTINGS, DataConfig, TiktokenPattern
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Add --tokenizer-type and the settings of all tokenizer types. A flag that the user does not set is None."""
+    """Add --tokenizer-type and the flags of all tokenizer types. The value of a flag is None if the user does not set it.
+
+    Args:
+        required: whether the user must set --tokenizer-type.
+    """
     group = parser.add_argument_group("tokenizer")
     group.add_argument("--tokenizer-type", required=required, choices=get_args(TokenizerType), help="type of tokenizer")
     group.add_argument(
@@ -45,9 +49,9 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, *, required: bool = Tru
 
 
 def build_tokenizer_config(args: argparse.Namespace, parser: argparse.ArgumentParser) -> DataConfig:
-    """Return the tokenizer settings from the flags that `add_tokenizer_flags` added.
+    """Build the tokenizer settings from the flags that `add_tokenizer_flags` added.
 
-    If a flag has no effect on the tokenizer type, the program ends with status 2.
+    If the user set a flag that has no effect on the selected tokenizer type, end the program with status 2.
     """
     values = {name: getattr(args, name) for name in TOKENIZER_SETTINGS if getattr(args, name) is not None}
     applicable = get_tokenizer_settings(args.tokenizer_type) if args.tokenizer_type else ()

@@ -1,6 +1,6 @@
-"""Training of a tokenizer on a sample of texts. The sample is bounded in memory and depends only on the input.
+"""Training of a tokenizer on a sample of the input texts. The sample has a limited size and depends only on the input.
 
-The output files appear under their names all together or not at all.
+The output files get their final names only after all of them are written, so no partial tokenizer appears.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ _MAX_LINE_CHARACTERS = 1 << 14  # a line in UTF-8 has at most four times as many
 
 
 def list_output_files(vocab_type: VocabType, output: Path) -> list[Path]:
-    """Return the paths of the files that training writes: a model file, or several files in a folder."""
+    """Return the paths of the files that `train_tokenizer` writes.
+
+    Args:
+        output: path of the model file for sentencepiece, or of the folder of several files for byte-bpe.
+    """
     if vocab_type == "byte-bpe":
         return [output / name for name in ("vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json")]
     return [output]
@@ -43,11 +47,11 @@ def train_tokenizer(
     """Train a tokenizer's vocabulary and write its files. The same texts always give the same files.
 
     Args:
-        vocab_type: library and model type.
+        vocab_type: library (sentencepiece, or tokenizers for byte-bpe) and algorithm (BPE or unigram).
         texts: documents to train on.
         vocab_size: number of ids, including special tokens.
-        special_tokens: tokens that no text produces. The end-of-document token is always added to them.
-        output: path of the model file; for byte-bpe, path of a folder (created if it does not exist).
+        special_tokens: tokens that the encoding of a text never produces. The end-of-document token is always added to them.
+        output: path of the model file; for byte-bpe, path of a folder, which is created if it does not exist.
 
     Raises:
         ValueError: the texts do not suffice for this vocabulary size, or a library is missing.
@@ -62,7 +66,8 @@ def train_tokenizer(
 
 
 def _train_sentencepiece(model_type: str, texts: Sequence[str], vocab_size: int, special_tokens: Sequence[str]) -> bytes:
-    """Train a sentencepiece model and return its file. The model encodes any text and decodes it unchanged.
+    """Train a sentencepiece model and return the content of its file. Any text is encoded without loss: decoding gives the same
+    text.
 
     The end-of-document token is ``</s>``.
     """
@@ -88,7 +93,8 @@ def _train_sentencepiece(model_type: str, texts: Sequence[str], vocab_size: int,
         )
     except (RuntimeError, OSError) as error:
         raise ValueError(
-            f"--vocab-size {vocab_size}: sentencepiece cannot build a vocabulary of this size from the texts: {error}"
+            f"--vocab-size {vocab_size}: sentencepiece cannot build a vocabulary of this size from the texts: {error}.\n"
+            "  Choose another --vocab-size, or use more text."
         ) from error
     return model.getvalue()
 
@@ -101,9 +107,9 @@ def _split_lines(texts: Sequence[str]) -> Iterator[str]:
 
 
 def _train_byte_bpe(texts: Sequence[str], vocab_size: int, special_tokens: Sequence[str]) -> dict[str, bytes]:
-    """Train a byte-level BPE vocabulary like that of GPT-2. Return its files by name.
+    """Train a byte-level BPE vocabulary like that of GPT-2. Return the contents of its files by file name.
 
-    Ids are given first to bytes, then to merged tokens in the order of the merges, then to special tokens.
+    The lowest ids belong to the bytes, then come the merged tokens in the order of the merges, then the special tokens.
     """
     import_optional("tokenizers", "--kind byte-bpe needs the tokenizers library")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -112,7 +118,8 @@ def _train_byte_bpe(texts: Sequence[str], vocab_size: int, special_tokens: Seque
     bpe_vocab_size = vocab_size - len(all_special_tokens)
     if bpe_vocab_size < 256:
         raise ValueError(
-            f"--vocab-size {vocab_size} is too small: 256 bytes and {len(all_special_tokens)} special tokens are always included."
+            f"--vocab-size {vocab_size} is too small: 256 bytes and {len(all_special_tokens)} special tokens are always included. "
+            "Raise --vocab-size."
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -130,7 +137,9 @@ def _train_byte_bpe(texts: Sequence[str], vocab_size: int, special_tokens: Seque
         )
     for token in all_special_tokens:
         if token in vocab:
-            raise ValueError(f"--special-tokens {token}: training has produced a token of this name. Choose another name.")
+            raise ValueError(
+                f"--special-tokens {token}: the trained vocabulary has an ordinary token with this text. Choose another name."
+            )
         vocab[token] = len(vocab)
     tokenizer_json["added_tokens"] = [build_added_token(vocab[token], token, special=True) for token in all_special_tokens]
     return {
@@ -159,17 +168,17 @@ _HELD_OUT_INTERVAL = 20
 
 @dataclass(frozen=True)
 class TextSample:
-    """Sample of the input's texts for the training of a tokenizer, divided into training and held-out texts."""
+    """Sample of the input texts for training a tokenizer. Held-out texts serve to measure the trained tokenizer."""
 
     training_texts: list[str]
     held_out_texts: list[str]
     """Every 20th text of the sample, not used for training; empty if the sample has only one text."""
     num_documents: int
-    """Number of documents that were read."""
+    """Number of documents of the input, in the sample or not."""
     num_skipped: int = 0
-    """Number of skipped records and files. Only records of the sample are checked."""
+    """Number of invalid records and unreadable files that were skipped. Only records that belong to the sample are checked."""
     first_skipped: str = ""
-    """Location of the first skipped record or file, and its problem."""
+    """Location and problem of the first skipped record or file; empty if nothing was skipped."""
 
     @property
     def num_bytes(self) -> int:
@@ -182,15 +191,17 @@ def sample_texts(
 ) -> TextSample:
     """Read all documents and return a sample that is spread evenly over them.
 
-    The sampled share is halved each time the sample exceeds `max_bytes`.
+    The sample starts with all documents. Each time its size exceeds `max_bytes`, half of the documents, evenly spread, are
+    excluded.
 
     Args:
         inputs: files and folders of any format that tools/preprocess_data.py reads.
-        keys: keys of the texts in JSON lines, or columns in tables.
-        max_bytes: maximum size of the texts in memory (at least one text is sampled). Only the first million characters of a
-            document count.
+        keys: names of the texts in JSON lines, or of the columns in tables.
+        max_bytes: maximum size of the sampled texts in UTF-8 bytes. At least one text is sampled. Of each document, only the first
+            million characters are used.
         file_format: format of all files; None to detect it from their names.
-        on_error: as --on-error of tools/preprocess_data.py. Only records of the sample are checked.
+        on_error: treatment of invalid records and unreadable files, as --on-error of tools/preprocess_data.py. Only records that
+            belong to the sample are checked.
 
     Raises:
         ValueError: an input is missing or damaged, a record is invalid, or no input has a text.
@@ -226,7 +237,7 @@ def sample_texts(
     texts = [text for _, _, text in sampled]
     if not texts:
         first_skipped = f"\n  {len(skipped):,} invalid records and files were skipped, the first: {skipped[0]}" if skipped else ""
-        raise ValueError(f"--input {' '.join(inputs)}: the input contains no text.{first_skipped}")
+        raise ValueError(f"--input {' '.join(inputs)}: the input contains no text. Choose other files.{first_skipped}")
     training_texts = [text for i, text in enumerate(texts) if i % _HELD_OUT_INTERVAL != _HELD_OUT_INTERVAL - 1]
     held_out_texts = texts[_HELD_OUT_INTERVAL - 1 :: _HELD_OUT_INTERVAL]
     if not held_out_texts and len(training_texts) > 1:
@@ -237,10 +248,13 @@ def sample_texts(
 def _iter_records(
     inputs: Sequence[str], keys: Sequence[str], file_format: FileFormat | None, on_skipped_file: Callable[[str], None] | None
 ) -> Iterator[tuple[InputRange, int, Any]]:
-    """Yield all records of the inputs: the file, the index of the record within the file, and the record.
+    """Read all records of the inputs.
 
     Args:
         on_skipped_file: called with the problem of each unusable file, which is skipped; None to raise the error.
+
+    Yields:
+        The file, the index of the record within the file, and the record.
     """
     sources, _ = find_sources(inputs, file_format)
     for source in sources:

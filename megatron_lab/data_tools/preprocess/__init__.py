@@ -1,1 +1,2 @@
-"""Preprocessing: conversion of texts to indexed datasets, in parallel over shards of the input."""
+"""Preprocessing: conversion of texts to indexed datasets. The input is divided into shards, which several workers convert at the
+same time."""

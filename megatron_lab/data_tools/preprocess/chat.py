@@ -1,11 +1,12 @@
 """Conversion of conversations to token ids and loss masks, with a Hugging Face chat template.
 
-The template renders the text of a conversation. The model learns only the answers in it. A template is a program from an untrusted
-source, so jinja runs it in its sandbox, where it can read only the messages.
+The template renders the text of a conversation. The model is trained only on the answers in it. A template is a program from an
+untrusted source, so jinja runs it in its sandbox. There it can read only the messages, the special tokens and a date that the user
+sets.
 
 The token ids equal those of transformers' `apply_chat_template` for the same folder. The answers are the text in the template's
-``{% generation %}`` ... ``{% endgeneration %}`` blocks. If the template has no such block, an answer is the text that one assistant
-message adds to the rendered text of the previous messages and the generation prompt.
+``{% generation %}`` ... ``{% endgeneration %}`` blocks. A template without this block renders the previous messages with the
+generation prompt, and these messages with the answer. The answer is the text by which the second rendering is longer.
 """
 
 from __future__ import annotations
@@ -58,17 +59,17 @@ _ANSWER_START, _ANSWER_END = "\0\ue000(\ue000\0", "\0\ue000)\ue000\0"
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """Chat template: the jinja program that renders a conversation as text, with the variables that it can read besides the
-    messages."""
+    """Jinja program that renders a conversation as text, with the variables that the program can read besides the messages."""
 
     text: str
     origin: str
-    """File or flag that the template comes from, for error messages."""
+    """File or flag from which the template was read, for error messages."""
     special_tokens: tuple[tuple[str, str], ...] = ()
-    """(name, text) of the tokenizer's special tokens, such as ("bos_token", "<s>"). Templates read them as variables."""
+    """(name, text) of each special token of the tokenizer, such as ("bos_token", "<s>"). The template reads them as
+    variables."""
     date: str | None = None
-    """Current date for templates that write it, such as 2026-01-31. Without this value, templates cannot read the date, so that a
-    dataset is reproducible."""
+    """Date such as 2026-01-31 for templates that write the current date. None: the template cannot read a date, so that the
+    dataset does not depend on the day."""
 
     @classmethod
     def load(cls, tokenizer: Path, file: str | None, date: str | None) -> ChatTemplate:
@@ -77,7 +78,7 @@ class ChatTemplate:
         Args:
             tokenizer: path of tokenizer.json. The template and the special tokens are read from files in the same folder.
             file: jinja file of another template, or a name in `NAMED_TEMPLATES`; None for the tokenizer's template.
-            date: date that the template may write; None for none.
+            date: date that the template may write as the current date; None for no date.
 
         Raises:
             ValueError: there is no template, or a file cannot be read.
@@ -99,7 +100,9 @@ class ChatTemplate:
             try:
                 return cls(path.read_text(encoding="utf-8"), str(path), special_tokens, date)
             except (OSError, UnicodeDecodeError) as error:
-                raise ValueError(f"--chat-template {path} cannot be read: {error}.\n  Check the path.") from error
+                raise ValueError(
+                    f"--chat-template {path} cannot be read: {error}.\n  Check the path; the file must be UTF-8 text."
+                ) from error
         template = tokenizer_config.get("chat_template")
         if isinstance(template, list):  # several named templates
             template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
@@ -113,7 +116,7 @@ class ChatTemplate:
 
 
 def describe_named_template(template: ChatTemplate, tokenizer: Path) -> Iterator[str]:
-    """Yield notes for the user about a built-in template of `NAMED_TEMPLATES`. Other templates need no notes.
+    """Yield notes for the user if the template is one of the built-in templates (`NAMED_TEMPLATES`).
 
     The notes list the template's special tokens that the tokenizer lacks, and say how to store the template with the tokenizer.
     """
@@ -148,7 +151,10 @@ class ChatEncoder:
         try:
             self._tokenizer = library.Tokenizer.from_file(str(tokenizer))
         except Exception as error:  # the library raises `Exception` itself
-            raise ValueError(f"--tokenizer-model {tokenizer}: the tokenizers library cannot read this file: {error}") from error
+            raise ValueError(
+                f"--tokenizer-model {tokenizer}: the tokenizers library cannot read this file: {error}.\n"
+                "  The file is damaged or not a tokenizer.json: copy it again."
+            ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         added_tokens = read_tokenizer_json(tokenizer).added
@@ -161,11 +167,11 @@ class ChatEncoder:
         ]
 
     def encode(self, messages: Messages) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
-        """Convert a conversation to tokens.
+        """Convert a conversation to token ids and a loss mask.
 
         Returns:
-            The token ids, and one byte for each token: 1 if the token counts in the loss because it belongs to an answer, otherwise
-            0.
+            The token ids, and one byte for each token: 1 if the token belongs to an answer and therefore counts in the loss,
+                otherwise 0.
 
         Raises:
             BadRecordError: the template refuses the conversation, or a message contains the text of a special token or half of a
@@ -188,7 +194,11 @@ class ChatEncoder:
         return np.array(encoding.ids, np.uint32), marks
 
     def _render_with_answers(self, messages: Messages) -> tuple[str, list[CharacterSpan]]:
-        """Render a conversation. Return its text, and the range of characters of each answer."""
+        """Render a conversation as text, and find the answers in it.
+
+        Returns:
+            The text, and (first character, character after the last one) of each answer.
+        """
         rendered = self._render(messages, False)
         if not self._marks_answers:
             return rendered, self._find_answer_spans(messages, rendered)
@@ -200,10 +210,19 @@ class ChatEncoder:
         return text, spans
 
     def _find_answer_spans(self, messages: Messages, full_text: str) -> list[CharacterSpan]:
-        """Return the range of characters of each answer, for a template without `generation` blocks.
+        """Find the answers in the text of a conversation, for a template that does not mark them with `generation` blocks.
 
-        The template renders the conversation up to each assistant message, without and with this message. The answer is the
-        difference.
+        For each assistant message, the template renders the previous messages, and these messages with the answer. The answer is
+        the text by which the second rendering is longer.
+
+        Args:
+            full_text: rendered text of the complete conversation.
+
+        Returns:
+            (first character, character after the last one) of each answer.
+
+        Raises:
+            BadRecordError: a rendering is not the start of the longer one, so the answer cannot be located.
         """
         spans = []
         for message_index, message in enumerate(messages):
@@ -215,8 +234,9 @@ class ChatEncoder:
             )
             if not (answered_text.startswith(prompt_text) and full_text.startswith(answered_text)):
                 raise BadRecordError(
-                    f"the template renders answer {message_index} differently when the conversation continues, so its "
-                    "position is unknown: mark answers in the template with {% generation %} and {% endgeneration %}"
+                    f"message {message_index}: the chat template renders this answer differently if messages follow it, so "
+                    "the tokens to train on are unknown. Mark the answers in the template with {% generation %} and "
+                    "{% endgeneration %}"
                 )
             spans.append((len(prompt_text), len(answered_text)))
         return spans
@@ -224,33 +244,36 @@ class ChatEncoder:
 
 @functools.lru_cache(maxsize=1)
 def get_encoder(template: ChatTemplate, tokenizer: Path) -> ChatEncoder:
-    """Return the encoder of a template. Each process builds it once; forked processes inherit it."""
+    """Return the encoder of a chat template. Each process builds it once, and forked processes inherit it."""
     return ChatEncoder(template, tokenizer)
 
 
 def check_messages(values: Sequence[object], keys: Sequence[str]) -> list[Messages]:
-    """Check that the values of a record are conversations. Return them without the fields of messages that are null.
+    """Check that the values of a record are conversations. Return the conversations without the null fields of their messages.
 
     Args:
-        values: one value per key.
+        values: value of each key.
+        keys: JSON keys of the values, for error messages.
 
     Raises:
         BadRecordError: a value is not a list of messages.
     """
     for key, value in zip(keys, values, strict=True):
         if not isinstance(value, list) or not value:
-            raise BadRecordError(f'the value of key {key!r} is not a list of messages, [{{"role": "user", "content": "..."}}, ...]')
+            raise BadRecordError(
+                f'the value of key {key!r} is not a list of messages of the form [{{"role": "user", "content": "..."}}, ...]'
+            )
         for message_index, message in enumerate(value):
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise BadRecordError(f"key {key!r}: message {message_index} is not an object with a role")
+                raise BadRecordError(f"message {message_index} in the value of key {key!r} is not an object with a field 'role'")
     # A parquet column has all fields in all rows, so a null value means that the field is absent.
     return [[{name: field for name, field in message.items() if field is not None} for message in value] for value in values]  # type: ignore[attr-defined]
 
 
 def _iter_strings(value: object) -> Iterator[str]:
-    """Yield all strings in a message, including the keys of objects.
+    """Yield all strings in a message, including the keys of JSON objects in it.
 
-    A template may write such keys, for example the names of a tool call's arguments.
+    A template may write these keys too, for example the names of a tool call's arguments.
     """
     if isinstance(value, str):
         yield value
@@ -264,9 +287,9 @@ def _iter_strings(value: object) -> Iterator[str]:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """Extension of jinja for the `generation` block of chat templates.
+    """Extension of jinja for the `generation` block, with which a chat template marks an answer.
 
-    It puts markers around the text of the block, so that answers can be found.
+    It puts special characters before and after the text of the block, by which `ChatEncoder` finds the answer in the rendered text.
     """
 
     tags = {"generation"}  # noqa: RUF012 - jinja declares it this way
@@ -281,7 +304,7 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 
 def _build_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """Return a jinja environment with the settings that transformers uses, but without access to the current date."""
+    """Return a jinja environment with the settings that transformers uses, but without a function that returns the current date."""
     extensions = [_GenerationBlock, "jinja2.ext.loopcontrols"]
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _to_json
@@ -290,7 +313,7 @@ def _build_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 def _find_block_names(text: str) -> set[str]:
-    """Return the names of the jinja statements in a template, such as `for` and `generation`."""
+    """Return the names of the jinja statements that a template contains, such as `for` and `generation`."""
     tokens = list(_build_environment().lex(text))
     typed_tokens = [(token_type, value) for _, token_type, value in tokens if token_type != "whitespace"]
     return {
@@ -307,7 +330,10 @@ def _build_renderer(template: ChatTemplate) -> Callable[[Messages, bool], str]:
     try:
         compiled = environment.from_string(template.text)
     except jinja2.TemplateError as error:
-        raise ValueError(f"the chat template of {template.origin} is not valid: {error}") from error
+        raise ValueError(
+            f"the chat template of {template.origin} is not valid: {error}.\n"
+            "  Correct the template, or choose another one by --chat-template."
+        ) from error
     variables = dict(template.special_tokens)
 
     def render(messages: Messages, add_generation_prompt: bool) -> str:
@@ -317,13 +343,14 @@ def _build_renderer(template: ChatTemplate) -> Callable[[Messages, bool], str]:
             )
         except (jinja2.TemplateError, TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as error:
             hint = " (the template writes the date: --chat-date YYYY-MM-DD)" if "strftime_now" in str(error) else ""
-            raise BadRecordError(f"the chat template refuses the conversation: {error}{hint}") from error
+            raise BadRecordError(f"the chat template refuses the messages of this record: {error}{hint}") from error
 
     return render
 
 
 def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Convert a value to JSON: the filter `tojson` as in transformers. jinja's own filter escapes < and > for web pages."""
+    """Convert a value to JSON, as the filter `tojson` of transformers does. The filter of jinja would escape < and > for web
+    pages."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 

@@ -19,7 +19,7 @@ _MAX_HEADER_BYTES = 1 << 20
 
 
 def check_columns(path: str, columns: Sequence[str]) -> None:
-    """Check that a csv or tsv file has these columns, each exactly once.
+    """Check that a csv or tsv file has each of `columns` exactly once.
 
     Raises:
         ValueError: a column is missing, or its name occurs several times in the header.
@@ -29,7 +29,10 @@ def check_columns(path: str, columns: Sequence[str]) -> None:
 
 
 def _read_header(path: str, file: BinaryIO, columns: Sequence[str]) -> tuple[str, list[str]]:
-    """Find the separator of a file. Return the separator and the column names, and reset the file to its start.
+    """Find the separator of a csv or tsv file, and read its header. Set the file position back to the start.
+
+    Returns:
+        The separator, and the names of all columns.
 
     Raises:
         ValueError: no separator gives each of `columns` exactly once.
@@ -48,13 +51,16 @@ def _read_header(path: str, file: BinaryIO, columns: Sequence[str]) -> tuple[str
     names = max(headers.values(), key=len)
     column = next(column for column in columns if names.count(column) != 1)
     problem = "no column" if column not in names else "more than one column"
-    raise ValueError(f"{path}: {problem} {column!r} (--json-keys, --column); it has: {', '.join(map(repr, names[:8])) or 'none'}")
+    raise ValueError(
+        f"{path} has {problem} {column!r} (--json-keys, --column). The columns of the file are: "
+        f"{', '.join(map(repr, names[:8])) or 'none'}. Choose one that occurs once."
+    )
 
 
 def read_rows(path: str, file: BinaryIO, columns: Sequence[str], on_progress: Callable[[int], None]) -> Iterator[Any]:
-    """Yield the values of these columns for each row. A row with invalid quoting gives a `BadRecordError` instead.
+    """Yield the values of `columns` for each row. For a row with invalid quoting, yield a `BadRecordError` instead.
 
-    A string that is not valid UTF-8 is returned as bytes. A value that is missing in a short row is None.
+    A string that is not valid UTF-8 is yielded as bytes. A value that is missing in a short row is None.
 
     Args:
         path: path or URL of the file, for error messages.
@@ -84,7 +90,7 @@ def read_rows(path: str, file: BinaryIO, columns: Sequence[str], on_progress: Ca
                     f"{path} is truncated or damaged: after row {num_rows:,} a quotation is never closed.\n"
                     "  Create or copy the file again."
                 ) from error
-            yield BadRecordError(f"not a valid table row: {error}")
+            yield BadRecordError(f"the row is not valid: {error}")
         else:
             if not row:
                 continue  # a blank line

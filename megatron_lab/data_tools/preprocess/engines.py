@@ -1,5 +1,7 @@
-"""Backends that process the shards of a job: this process, forked worker processes that share the tokenizer's memory, or a Ray
-cluster."""
+"""Backends that process the shards (parts of the input) of a preprocessing job.
+
+A backend is this process, forked worker processes that share the tokenizer's memory, or a Ray cluster.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,14 @@ _PARENT_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def run_in_processes(
     job: PreprocessJob, shards: Sequence[InputShard], folder: str, on_update: ShardCallback, num_workers: int
 ) -> None:
-    """Process all shards in worker processes. Each shard goes to the next idle worker.
+    """Process all shards of the input in worker processes. Each shard goes to the next idle worker.
 
     The workers end when this process ends, even if this process is killed.
 
     Args:
-        on_update: called with the index of a shard and its progress or, at its end, its report.
+        folder: job folder, to which the workers write the converted shards.
+        on_update: called repeatedly with the index of a shard and its progress, and at the end of the shard with its index and
+            report.
 
     Raises:
         ValueError: a shard cannot be processed, or a worker was killed.
@@ -83,7 +87,7 @@ def run_in_processes(
                 if isinstance(result, ValueError | OSError):
                     raise result
                 if isinstance(result, str):
-                    raise RuntimeError(f"a worker failed:\n{result}")
+                    raise RuntimeError(f"internal error in a worker process:\n{result}\nPlease report this.")
                 on_update(shard_index, result)
                 if isinstance(result, ShardReport):
                     send_next_shard(worker)
@@ -96,7 +100,7 @@ def run_in_processes(
 
 
 def _describe_exit(process: ForkProcess, num_workers: int) -> str:
-    """Return the error message for a worker that ended before its shard was complete."""
+    """Return the error message for a worker process that ended before it finished its shard."""
     process.join()
     code = process.exitcode or 0
     cause = f"ended with status {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
@@ -116,7 +120,13 @@ def _run_worker(
     inherited_connections: Sequence[Connection],
     parent_pid: int,
 ) -> None:
-    """Run a worker process: process each shard whose index arrives on the connection, and send progress and results back."""
+    """Run a worker process: receive indices of shards, process these shards, and send their progress and results back.
+
+    Args:
+        connection: connection to the parent process.
+        inherited_connections: the parent's ends of all connections, which the fork copied and the worker closes.
+        parent_pid: id of the parent process. The worker ends with it.
+    """
     die_with_parent(parent_pid)
     for signal_number in _PARENT_SIGNALS:
         signal.signal(signal_number, signal.SIG_IGN)
@@ -141,7 +151,7 @@ def _run_worker(
 def die_with_parent(parent_pid: int) -> None:
     """Let the operating system kill this process when its parent ends.
 
-    This works only on Linux. Elsewhere a worker ends after its current shard, when it finds the connection closed.
+    This works only on Linux. On other systems, a worker notices the closed connection after its current shard, and ends then.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
@@ -157,9 +167,9 @@ _MAX_SUBMITTED_TASKS = 1000
 
 
 def run_shard_remotely(job: PreprocessJob, shard: InputShard, folder: str) -> ShardReport | ValueError:
-    """Run `run_shard` in a Ray task.
+    """Convert a shard in a Ray task, with `run_shard`.
 
-    Errors that a retry cannot solve are returned instead of raised, because Ray retries a task that raises.
+    Errors that a retry cannot solve are returned instead of raised, because Ray would repeat a task that raises them.
     """
     if JobFolder(folder, len(job.dataset_suffixes)).read_settings() is None:
         return ValueError(
@@ -180,14 +190,15 @@ def run_on_ray(
     num_workers: int | None,
     address: str | None,
 ) -> None:
-    """Process all shards as Ray tasks of one CPU each.
+    """Process all shards of the input as Ray tasks of one CPU each.
 
     Every node must have access to the input files and the job folder under the same paths.
 
     Args:
+        folder: job folder, to which the tasks write the converted shards.
         on_update: called with the index and the report of each finished shard.
         num_workers: maximum number of tasks at the same time; None for as many as the cluster has CPUs.
-        address: address of the cluster; None starts a cluster on this machine that ends with the job.
+        address: address of the Ray cluster; None starts a cluster on this machine that ends with the job.
 
     Raises:
         ValueError: a shard cannot be processed, Ray is not installed, or the cluster does not respond.
@@ -215,7 +226,7 @@ def run_on_ray(
                 result: ShardReport | ValueError = ray.get(finished)
             except ray.exceptions.RayError as error:
                 raise ValueError(
-                    f"a task failed {MAX_RETRIES + 1} times, the last time with: {error}\n"
+                    f"a Ray task failed {MAX_RETRIES + 1} times, the last time with: {error}\n"
                     "  Finished shards are kept: continue with --resume."
                 ) from error
             if isinstance(result, ValueError):
@@ -229,7 +240,7 @@ def run_on_ray(
 
 
 def _with_absolute_paths(job: PreprocessJob) -> PreprocessJob:
-    """Return the job with absolute paths of the tokenizer files, because Ray tasks run in other working directories."""
+    """Return a copy of the job with absolute paths of the tokenizer files, because Ray tasks run in another working directory."""
     names = [name for name in TOKENIZER_FILE_SETTINGS if getattr(job.tokenizer, name) is not None]
     paths = {name: os.path.abspath(getattr(job.tokenizer, name)) for name in names}
     return dataclasses.replace(job, tokenizer=dataclasses.replace(job.tokenizer, **paths))
@@ -249,18 +260,21 @@ def _connect(ray: Any, num_workers: int | None, address: str | None) -> None:
 
 @dataclass(frozen=True)
 class Engine:
-    """Choice of the backend that processes the shards. The datasets do not depend on it."""
+    """Backend that processes the shards of the input, with its number of workers. The datasets do not depend on the choice."""
 
     backend: Literal["processes", "ray"] = "processes"
     num_workers: int | None = None
-    """Number of worker processes (None or 1: this process), or of concurrent Ray tasks (None: one per CPU)."""
+    """For backend "processes": number of worker processes; None or 1 uses this process. For "ray": maximum number of concurrent
+    tasks; None is one per CPU."""
     ray_address: str | None = None
 
     def run(self, job: PreprocessJob, shards: Sequence[InputShard], folder: str, on_update: ShardCallback) -> None:
-        """Process all shards with the selected backend.
+        """Process all shards of the input with the selected backend.
 
         Args:
-            on_update: called with the index of a shard and its progress or, at its end, its report.
+            folder: job folder, to which the converted shards are written.
+            on_update: called repeatedly with the index of a shard and its progress, and at the end of the shard with its index and
+                report.
 
         Raises:
             BadShardError: a shard has an invalid record.

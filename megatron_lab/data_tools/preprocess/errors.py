@@ -1,4 +1,4 @@
-"""Errors of input records and input files."""
+"""Errors for invalid records and damaged files of the input of preprocessing."""
 
 from __future__ import annotations
 
@@ -10,5 +10,6 @@ class BadRecordError(ValueError):
 class DamagedFileError(ValueError):
     """Raised for an input file that cannot be read to its end.
 
-    The error stops the job, because the number of lost records is unknown. A job that skips damaged files continues.
+    The error stops the job, because nobody knows how many records are lost. With --on-error skip-files, the job skips the rest of
+    the file and continues.
     """

@@ -1,6 +1,7 @@
-"""Search for the files of --input in a reproducible order, and the split of these files into shards.
+"""Search for the files of --input in a reproducible order, and the division of these files into shards.
 
-The list of shards depends only on the files and the shard size, not on the backend or the number of workers.
+A shard is the part of the input that one worker converts at a time. The list of shards depends only on the files and the shard
+size, not on the backend or the number of workers.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _KNOWN_FORMATS = (
 
 
 def detect_format(path: str) -> FileFormat | None:
-    """Return the format of a file from its name; None if the suffix is unknown."""
+    """Return the format of a file, determined from its suffix; None if the suffix is unknown."""
     name = path.rpartition("/")[2].lower()
     return next((file_format for suffix, file_format in FORMAT_BY_SUFFIX.items() if name.endswith(suffix)), None)
 
@@ -56,9 +57,9 @@ def find_sources(
 ) -> tuple[list[InputRange], list[str]]:
     """Find the input files that the arguments of --input name.
 
-    Arguments stay in their order; the files of a folder or pattern (such as data/*.jsonl) are sorted by path.
+    The order of the arguments is kept; the files of a folder or pattern (such as data/*.jsonl) are sorted by path.
 
-    A file argument must have a known format. Files of unknown formats in folders and patterns are skipped.
+    A file that is named directly must have a known format. Files of unknown formats in folders and patterns are skipped.
 
     Args:
         inputs: paths, patterns and URLs.
@@ -66,7 +67,7 @@ def find_sources(
         output_files: files that this tool writes. They are skipped if an input folder contains them.
 
     Returns:
-        The files, each as one range, and messages about skipped and empty files.
+        The files, each as a range that covers the complete file, and messages about skipped and empty files.
 
     Raises:
         ValueError: an argument matches no usable file, or a file is listed twice.
@@ -99,7 +100,7 @@ def find_sources(
 
 
 def _expand_argument(argument: str) -> Iterator[str]:
-    """Yield the paths of all files that an argument of --input names: the file itself, or the files of a folder or pattern."""
+    """Yield the paths of all files that an argument of --input names: a file, or the files of a folder or pattern."""
     path = storage.normalize_path(argument)
     if storage.stat(path) is not None:
         yield path
@@ -109,7 +110,7 @@ def _expand_argument(argument: str) -> Iterator[str]:
         for match in sorted(storage.glob(path)):
             yield from sorted(storage.list_files(match)) if storage.is_folder(match) else [match]
     else:
-        raise ValueError(f"--input {argument}: there is no such file or folder.")
+        raise ValueError(f"--input {argument}: there is no such file or folder. Check the path.")
 
 
 def _get_suffix(path: str) -> str:
@@ -122,28 +123,29 @@ MIN_SHARD_SIZE, MAX_SHARD_SIZE, TARGET_NUM_SHARDS = 1 << 20, 256 << 20, 1024
 
 @dataclass(frozen=True)
 class InputShard:
-    """Unit of work of preprocessing: consecutive ranges of input files, which one worker converts to one part of each dataset."""
+    """Part of the input that one worker converts at a time: consecutive ranges of input files. It gives one part of each
+    dataset."""
 
     ranges: tuple[InputRange, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of the input files that belong to the shard."""
+        """Number of bytes of the input files that must be read for the shard."""
         return sum(input_range.num_bytes for input_range in self.ranges)
 
     @cached_property
     def name(self) -> str:
-        """Name of the shard in the job folder: a hash of its ranges and of the versions of their files.
+        """Name of the shard in the job folder: a hash of its file ranges and of the versions of these files.
 
-        A changed range or file gives another name.
+        If a range or a file changes, the shard gets another name, so the old result is not reused.
         """
         return xxhash.xxh3_128_hexdigest(json.dumps([dataclasses.astuple(input_range) for input_range in self.ranges]).encode())
 
 
 def select_shard_size(sources: Sequence[InputRange]) -> int:
-    """Return the shard size in bytes for about a thousand shards, bounded by 1 MiB and 256 MiB.
+    """Return the shard size in bytes of the input, so that the input gives about a thousand shards of 1 MiB to 256 MiB.
 
-    Small shards lose little work when a job is interrupted; large shards have little overhead.
+    With small shards, an interrupted job loses little work; with large shards, there is little overhead.
     """
     return min(max(sum(source.num_bytes for source in sources) // TARGET_NUM_SHARDS, MIN_SHARD_SIZE), MAX_SHARD_SIZE)
 
@@ -157,17 +159,17 @@ def split_into_shards(
     requires_strings: bool = True,
     on_skipped_file: Callable[[str], None] | None = None,
 ) -> list[InputShard]:
-    """Split the input files into shards, in their order.
+    """Divide the input files, in their order, into shards (parts that one worker converts at a time).
 
-    A file above the shard size is split if its format allows, and shares no shard with other files. Smaller consecutive files are
-    combined.
+    A file larger than `shard_size` is split if its format allows, and shares no shard with other files. Smaller consecutive files
+    are combined in a shard.
 
     Args:
         sources: files, in order.
-        shard_size: in bytes of the input files.
+        shard_size: size of a shard in bytes of the input files.
         keys: JSON keys (--json-keys), each of which gives one dataset. Plain text has only the key "text".
         columns: columns that parquet and csv files must have; None for `keys`.
-        requires_strings: the parquet columns must have a string type.
+        requires_strings: whether the parquet columns must have a string type.
         on_skipped_file: called with "FILE: problem" for each unusable file, which is skipped; None to raise the error.
 
     Raises:
@@ -204,8 +206,10 @@ def split_into_shards(
 
 
 def _split_file(source: InputRange, shard_size: int, columns: Sequence[str], requires_strings: bool) -> Iterator[InputRange]:
-    """Yield the ranges into which a file is split: byte ranges of JSON lines, row groups of parquet, or the complete file for other
-    formats."""
+    """Yield the ranges into which a file is split.
+
+    They are byte ranges of JSON lines, row groups of parquet, or the complete file for other formats.
+    """
     if source.file_format == "csv" and source.num_bytes:
         check_columns(source.path, columns)
     if source.file_format == "jsonl":

@@ -1,4 +1,4 @@
-"""Complete preprocessing job: find the input files, split them into shards, process the shards, and join their parts to
+"""Complete preprocessing job: find the input files, divide them into shards, convert the shards, and join their parts to
 datasets."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from megatron.data.indexed_dataset import loss_mask_prefix
+from megatron.data.indexed_dataset import get_loss_mask_prefix
 from megatron.data.indexed_writer import join_datasets, write_shuffled
 from megatron_lab.data_tools.preprocess import storage
 from megatron_lab.data_tools.preprocess.engines import Engine
@@ -35,33 +35,43 @@ def preprocess(
     log: Callable[[str], None] = lambda line: None,
     log_progress: Callable[[str], None] = lambda line: None,
 ) -> Summary:
-    """Convert input texts to datasets: ``<output_prefix>_<key>_document.bin`` and ``.idx`` for each JSON key (--json-keys), and
-    loss masks for conversations.
+    """Convert input texts to datasets: ``<output_prefix>_<key>_document.bin`` and ``.idx`` for each JSON key (--json-keys).
+    Conversations also get datasets with their loss masks.
 
     The bytes of the datasets do not depend on the engine or the shard size. Unfinished work is stored in the folder
-    ``<output_prefix>.parts``, which remains if the job is interrupted for any reason. The memory of a worker is bounded by its
-    longest record (for parquet, its largest row group).
+    ``<output_prefix>.parts``, which remains if the job is interrupted. The memory of a worker is bounded by its longest record (for
+    parquet, its largest row group).
 
     Args:
         inputs: files, folders, patterns (such as data/*.jsonl) and URLs, read in this order.
-        output_prefix: a path whose folder exists, or a URL.
+        output_prefix: start of the output paths; a path whose folder exists, or a URL.
         job: JSON keys, tokenizer and other settings of the job.
         input_format: format of all files; None to detect it from their names.
-        engine: backend that processes the shards; None for this process.
+        engine: backend that processes the shards (parts of the input); None for this process.
         shard_size: bytes of the input per shard; None for the shard size of the resumed job, or for about a thousandth of the
             input.
-        start_mode: treatment of an earlier job's folder: refuse it (new), continue its job (resume) or remove it (restart).
+        start_mode: treatment of the folder of an earlier, unfinished job: refuse to start (new), continue that job (resume), or
+            remove the folder (restart).
         log: called with lines for the log.
-        log_progress: called with a line every few seconds.
+        log_progress: called with a progress line every few seconds.
+
+    Returns:
+        Paths of the datasets, and counts of documents, tokens and invalid records.
 
     Raises:
         ValueError: an input is missing, damaged or invalid, the tokenizer cannot be built, the folder of an earlier job exists or
             belongs to another job, the disk is full, or the input has no document.
     """
     if output_prefix.endswith("/"):
-        raise ValueError(f"--output-prefix {output_prefix} is a folder.\n  Add the first part of the names of the files to write.")
+        raise ValueError(
+            f"--output-prefix {output_prefix} is a folder.\n"
+            f"  Append the first part of the names of the output files, such as {output_prefix}/corpus."
+        )
     if any("/" in key for key in job.keys):
-        raise ValueError(f"--json-keys {' '.join(job.keys)}: a key becomes a part of a file name, so it cannot contain '/'.")
+        raise ValueError(
+            f"--json-keys {' '.join(job.keys)}: a key becomes a part of a file name, so a key must not contain '/'. Rename the key "
+            "in the input."
+        )
     output_prefix = storage.normalize_path(output_prefix)
     if not storage.is_url(output_prefix) and not Path(output_prefix).parent.is_dir():
         raise ValueError(
@@ -108,7 +118,14 @@ def _prepare_shards(
     log: Callable[[str], None],
     on_skipped_file: Callable[[str], None] | None,
 ) -> list[InputShard]:
-    """Create the job folder, or check that the existing folder belongs to this job. Return the shards of the input.
+    """Divide the input into shards. Create the job folder, or check that the existing folder belongs to this job.
+
+    Args:
+        sources: input files.
+        shard_size: bytes of the input per shard; None for the size of the earlier job or, in a new job, a suitable size.
+        start_mode: "new", "resume" or "restart", as in `preprocess`.
+        log: called with lines for the log.
+        on_skipped_file: called with "FILE: problem" for each unusable file, which is skipped; None to raise the error.
 
     Raises:
         ValueError: the folder exists although `start_mode` is "new", or it belongs to a job with other settings.
@@ -125,7 +142,8 @@ def _prepare_shards(
     job_settings = get_job_settings(job)
     if earlier_settings == {} and not job_folder.has_no_shards():
         raise ValueError(
-            f"--resume: {job_folder.folder} has no readable settings of its job.\n  Remove it and start again with --restart."
+            f"--resume: {job_folder.folder} has no readable settings of its job, so the job cannot be continued.\n"
+            "  Start again with --restart, which removes this folder."
         )
     if earlier_settings:
         differences = [
@@ -138,7 +156,7 @@ def _prepare_shards(
         if differences:
             raise ValueError(
                 f"--resume: {job_folder.folder} belongs to a job with other settings: {'; '.join(differences)}.\n"
-                "  Use the same settings, or remove the folder and start again with --restart."
+                "  Use the same settings, or start again with --restart, which removes this folder."
             )
         shard_size = int(str(earlier_settings["shard size"]))
     bytes_per_shard = shard_size or select_shard_size(sources)
@@ -166,7 +184,7 @@ def _run_shards(
     log: Callable[[str], None],
     log_progress: Callable[[str], None],
 ) -> JobReports:
-    """Process all shards with the engine and return their reports."""
+    """Convert all shards of the input with the engine. Add the report of each shard to `reports`, and return `reports`."""
     job_folder, shards = reports.job_folder, reports.shards
     progress_meter = ProgressMeter(shards, log_progress)
     disk_monitor = DiskSpaceMonitor(job_folder.folder, sum(shard.num_bytes for shard in shards), log)
@@ -192,9 +210,9 @@ def _run_shards(
 
 
 def _join_parts(reports: JobReports, job: PreprocessJob, summary: Summary, log: Callable[[str], None]) -> None:
-    """Join the parts of all shards to the datasets.
+    """Join the converted parts of all shards into complete datasets.
 
-    A dataset with a URL is joined in a local folder and then uploaded, its index last.
+    If the output is a URL, a dataset is joined in a local folder and then uploaded, the .idx file last.
     """
     job_folder = reports.job_folder
     for name, (key_index, prefix) in zip(job.keys, enumerate(summary.prefixes), strict=False):
@@ -209,7 +227,7 @@ def _join_parts(reports: JobReports, job: PreprocessJob, summary: Summary, log: 
     # Old loss masks are removed and new ones written first, so that a dataset never exists without its mask or with an older mask.
     for prefix in summary.prefixes[: len(job.keys)]:
         for suffix in (".idx", ".bin"):
-            storage.remove(f"{loss_mask_prefix(prefix)}{suffix}")
+            storage.remove(f"{get_loss_mask_prefix(prefix)}{suffix}")
     for dataset_index, prefix in reversed(list(enumerate(summary.prefixes))):
         # A dataset and its mask have the same number of documents, so the seed gives both the same order.
         seed = job.shuffle_seed
@@ -218,7 +236,7 @@ def _join_parts(reports: JobReports, job: PreprocessJob, summary: Summary, log: 
             for shard_index, shard in enumerate(reports.shards)
             if reports.by_shard[shard_index].num_documents[dataset_index % len(job.keys)]
         )
-        part_prefixes = [job_folder.part_prefix(shard.name, dataset_index) for shard in nonempty_shards]
+        part_prefixes = [job_folder.get_part_prefix(shard.name, dataset_index) for shard in nonempty_shards]
         if not storage.is_url(prefix):
             if seed is None:
                 # Temporary files are written to the job folder, where a later run removes those of a killed run.
@@ -227,7 +245,7 @@ def _join_parts(reports: JobReports, job: PreprocessJob, summary: Summary, log: 
                 join_datasets(part_prefixes, f"{job_folder.folder}/joined", advice=_RESUME)
                 write_shuffled(f"{job_folder.folder}/joined", prefix, seed, job_folder.folder)
             continue
-        with job_folder.workspace() as folder, explain_disk_full(folder, _FREE_SPACE):
+        with job_folder.open_workspace() as folder, explain_disk_full(folder, _FREE_SPACE):
             local_prefixes = [f"{folder}/{os.path.basename(name)}" for name in part_prefixes]
             for name, path in zip(part_prefixes, local_prefixes, strict=True):
                 for suffix in (".bin", ".idx"):

@@ -1,8 +1,11 @@
-"""Folder of an unfinished job, PREFIX.parts: the settings of the job, and for each finished shard its part files and a report.
+"""Folder of an unfinished preprocessing job, PREFIX.parts.
+
+It contains the settings of the job. For each finished shard (part of the input), it contains the converted part of each dataset and
+a report.
 
 The report of a shard is written last and atomically, so a shard with a report is finished. All files are first written under
-temporary names. Nothing waits until data is on disk: if a power failure damages a part, the comparison with its report finds the
-damage.
+temporary names. No write waits until the data is on disk: if a power failure damages a part, the comparison with the shard's report
+finds the damage.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ _DATASET_SUFFIXES = (".bin", ".idx")
 
 @dataclass(frozen=True)
 class ShardCounts:
-    """Counts that show progress: those of one shard, or the sums over several shards.
+    """Counts that show the progress of preprocessing: those of one shard (part of the input), or the sums over several shards.
 
     Documents and tokens are summed over all JSON keys: a record with two keys counts as two documents.
     """
@@ -45,52 +48,59 @@ class ShardCounts:
 
 @dataclass
 class ShardReport:
-    """Counts, invalid records and part files of a processed shard. It is stored as JSON in the job folder."""
+    """Counts, invalid records and output files of a finished shard (part of the input). It is stored as JSON in the job folder."""
 
     num_documents: list[int]
-    """Number of documents of each JSON key."""
+    """Number of documents for each JSON key, in the order of the keys."""
     num_tokens: int
     num_empty: int
     num_bytes: int
-    """Number of input bytes of the shard."""
+    """Number of bytes of the input files that were read for the shard."""
     num_records: list[int]
-    """Number of records in each input range of the shard."""
+    """Number of records in each file range of the shard."""
     num_bad: int
     bad: list[tuple[int, int, str]]
-    """(index of the input range, index of the record in the range, reason) of each invalid record, up to a maximum number."""
+    """Invalid records, up to a maximum number: (index of the file range in the shard, index of the record in the range,
+    problem)."""
     files: dict[str, list[object]] = field(default_factory=dict)
-    """[size, xxh3 hash] of each part file, by the end of the file's name after the shard's name."""
+    """[size in bytes, xxh3 hash] of each output file, by its suffix. The suffix follows the name of the shard, for example
+    "_0.bin"."""
     num_learned: int = 0
-    """Number of tokens of conversations that count in the loss."""
+    """Number of tokens that count in the loss, if the records are conversations."""
     new: bool = True
-    """Whether this run processed the shard; False if an earlier run did."""
+    """Whether this run converted the shard; False if an earlier run did."""
 
     @property
     def counts(self) -> ShardCounts:
-        """Progress counts of the finished shard."""
+        """Documents, tokens and input bytes of the finished shard, for the progress of the job."""
         return ShardCounts(self.num_bytes, sum(self.num_documents), self.num_tokens)
 
 
 @dataclass(frozen=True)
 class JobFolder:
-    """Folder of a preprocessing job that is not complete. A later run continues the job from this folder.
+    """Folder in which an unfinished preprocessing job stores its finished shards, so that a later run can continue the job.
 
     Args:
-        folder: a path or a URL.
-        num_datasets: number of datasets of the job. Each shard has one part of each dataset.
+        folder: path or URL of the folder.
+        num_datasets: number of datasets of the job. Each shard (part of the input) gives one part of each dataset.
     """
 
     folder: str
     num_datasets: int
 
-    def part_prefix(self, shard: str, dataset_index: int) -> str:
-        """Return the path of a shard's part of a dataset, without .bin and .idx."""
+    def get_part_prefix(self, shard: str, dataset_index: int) -> str:
+        """Return the path of the part that a shard gives to a dataset, without .bin and .idx.
+
+        Args:
+            shard: name of the shard.
+            dataset_index: index of the dataset among those of the job.
+        """
         return f"{self.folder}/{shard}_{dataset_index}"
 
     def read_settings(self) -> dict[str, object] | None:
         """Return the settings of the job that created the folder.
 
-        The result is None if the folder does not exist, and empty if the folder has no readable settings.
+        The settings are None if the folder does not exist, and empty if the folder has no readable settings.
         """
         settings = self._read_json(storage.JOB_FILE)
         return settings if settings is not None or not storage.is_folder(self.folder) else {}
@@ -102,8 +112,9 @@ class JobFolder:
         storage.write_text(f"{self.folder}/{storage.JOB_FILE}", json.dumps(settings, indent=1))
 
     @contextlib.contextmanager
-    def workspace(self) -> Iterator[str]:
-        """Provide a local folder for writing part files: this folder, or for a URL a temporary folder."""
+    def open_workspace(self) -> Iterator[str]:
+        """Provide a local folder for writing output files of shards: the job folder, or a temporary folder if the job folder is a
+        URL."""
         if not storage.is_url(self.folder):
             yield self.folder
         else:
@@ -111,10 +122,14 @@ class JobFolder:
                 yield folder
 
     def finish_shard(self, shard: str, workspace: str, report: ShardReport) -> None:
-        """Record that a shard is finished. Fills in `report.files` and uploads the part files if the folder is a URL.
+        """Record that a shard is finished: add its output files to the report, and write the report to the job folder.
+
+        If the job folder is a URL, upload the output files first.
 
         Args:
-            workspace: local folder with the part files, under their final names.
+            shard: name of the shard.
+            workspace: local folder that contains the output files under their final names.
+            report: report of the shard; its field `files` is filled in.
         """
         for dataset_index in range(self.num_datasets):
             for suffix in _DATASET_SUFFIXES:
@@ -126,7 +141,11 @@ class JobFolder:
         storage.write_text(f"{self.folder}/{shard}.json", json.dumps({**dataclasses.asdict(report), "new": False}), sync=False)
 
     def read_report(self, shard: str) -> ShardReport | None:
-        """Return the report of a shard, or None if no report can be read."""
+        """Return the report of a shard, or None if there is no readable report.
+
+        Args:
+            shard: name of the shard.
+        """
         report_json = self._read_json(f"{shard}.json")
         try:
             return None if report_json is None else ShardReport(**report_json)
@@ -134,7 +153,7 @@ class JobFolder:
             return None
 
     def _read_json(self, name: str) -> dict[str, Any] | None:
-        """Return the JSON object in a file of the folder, or None if the file is missing or contains no JSON object."""
+        """Return the JSON object in a file of the folder, or None if the file is missing or contains anything else."""
         path = f"{self.folder}/{name}"
         if storage.stat(path) is None:
             return None
@@ -148,7 +167,11 @@ class JobFolder:
     def find_finished(self, shard: str) -> ShardReport | None:
         """Return the report of a shard that an earlier run has finished, or None if the shard must be processed.
 
-        The part files must match the report. Local files are compared by size and xxh3 hash, files at a URL only by size.
+        The output files of the shard must match the report. Local files are compared by size and xxh3 hash, files at a URL only by
+        size.
+
+        Args:
+            shard: name of the shard.
         """
         report = self.read_report(shard)
         if report is None or len(report.files) != self.num_datasets * len(_DATASET_SUFFIXES):
@@ -161,21 +184,21 @@ class JobFolder:
         return report
 
     def remove_unfinished(self) -> None:
-        """Remove temporary files that a killed run has left."""
+        """Remove the temporary files that a killed run has left in the folder."""
         if not storage.is_url(self.folder):
             for path in Path(self.folder).glob("*.partial-*"):
                 path.unlink(missing_ok=True)
 
     def has_no_shards(self) -> bool:
-        """Return whether no shard has been finished."""
+        """Return whether the folder contains no output of any shard."""
         return all(
             path.endswith((f"/{storage.JOB_FILE}", "/lock")) or ".partial-" in path for path in storage.list_files(self.folder)
         )
 
     def remove(self) -> None:
-        """Remove the folder with its content.
+        """Remove the job folder with its content.
 
-        It is renamed first, so that a partially removed folder is never mistaken for an unfinished job.
+        A local folder is renamed first, so that a partially removed folder is never mistaken for an unfinished job.
         """
         if storage.is_url(self.folder):
             storage.remove(self.folder)
@@ -186,7 +209,7 @@ class JobFolder:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Lock the folder against other runs on this machine.
+        """Lock the folder against other runs on this machine, as a context manager. A URL is not locked.
 
         Raises:
             ValueError: another run has locked the folder.
@@ -198,7 +221,9 @@ class JobFolder:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise ValueError(f"{self.folder}: another run is working on this job.\n  Wait for it, or stop it.") from error
+                raise ValueError(
+                    f"{self.folder}: another run is working on this job.\n  Wait until that run has ended, or stop that run."
+                ) from error
             except OSError:
                 pass  # some network file systems do not support locks
             yield

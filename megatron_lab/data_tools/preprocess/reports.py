@@ -1,4 +1,5 @@
-"""Reports of a job to the user: progress lines, a warning if the disk is too small, invalid records, and a summary."""
+"""Reports of a preprocessing job to the user: progress lines, a warning if the disk is too small, invalid records, and a
+summary."""
 
 from __future__ import annotations
 
@@ -29,14 +30,14 @@ class Summary:
     num_documents: int
     num_tokens: int
     num_empty: int
-    """Number of blank lines, and of texts that gave no token."""
+    """Number of records and texts that gave no token, such as blank lines."""
     num_loss_tokens: int
-    """Number of tokens of conversations that count in the loss."""
+    """Number of tokens that count in the loss, if the records are conversations."""
     num_bad_records: int
     num_bad_files: int
-    """Number of files that could not be opened, or whose format or columns are invalid."""
+    """Number of files that were skipped completely, because they could not be opened or have an invalid format or columns."""
     num_resumed_shards: int
-    """Number of shards that an earlier run had finished."""
+    """Number of shards (parts of the input) that an earlier run had finished."""
     bad_records: list[str] = field(default_factory=list)
     """"FILE:LINE: problem" for each of the first `_MAX_SUMMARY_RECORDS` invalid records."""
     bad_records_file: str | None = None
@@ -44,10 +45,10 @@ class Summary:
 
 
 class ProgressMeter:
-    """Meter of the progress of a job. It shows a line every few seconds.
+    """Meter of the progress of a preprocessing job. It shows a line every few seconds.
 
     Args:
-        shards: all shards of the job.
+        shards: all shards (parts of the input) of the job.
         show: called with each progress line.
         interval: minimum time between two lines, in seconds.
         clock: returns the current time in seconds.
@@ -67,7 +68,12 @@ class ProgressMeter:
         self._running: dict[int, ShardCounts] = {}
 
     def update(self, shard_index: int, progress: ShardCounts | ShardReport) -> None:
-        """Record the progress of a shard, or the report of a finished shard. Show a line if the interval has passed."""
+        """Record the progress of a shard. Show a progress line if `interval` seconds have passed since the last line.
+
+        Args:
+            shard_index: index of the shard in the job.
+            progress: counts of the shard so far, or the report of the finished shard.
+        """
         if isinstance(progress, ShardCounts):
             self._running[shard_index] = progress
         else:
@@ -80,9 +86,9 @@ class ProgressMeter:
             self._show(self.format_line())
 
     def format_line(self) -> str:
-        """Return a line with the finished share, the speed and the estimated remaining time.
+        """Return a line with the processed percentage of the input, the speed and the estimated remaining time.
 
-        Only shards of this run count for the speed.
+        The speed does not count shards that an earlier run had finished.
         """
         elapsed = max(self._clock() - self._start, 1e-9)
         total_counts, run_counts = (sum(self._running.values(), counts) for counts in (self._finished, self._finished_in_this_run))
@@ -100,9 +106,10 @@ _MIN_SHARE_FOR_ESTIMATE = 0.01
 
 
 class DiskSpaceMonitor:
-    """Monitor that warns once if the disk is too small for the parts and the joined datasets, which exist at the same time.
+    """Monitor that warns once if the disk is too small for the output.
 
-    The total size is extrapolated from the share of the input that has been read.
+    The parts of all shards and the datasets joined from them exist at the same time, so the output needs twice its final size. This
+    size is extrapolated from the share of the input that has been read.
 
     Args:
         folder: folder of the job.
@@ -116,7 +123,11 @@ class DiskSpaceMonitor:
         self._is_disabled = storage.is_url(folder)
 
     def update(self, report: ShardReport) -> None:
-        """Record the report of a shard. Warn if the disk has too little space for the estimated total size."""
+        """Add a finished shard. Warn if the free space of the disk is smaller than the estimated size of the remaining output.
+
+        Args:
+            report: report of the finished shard.
+        """
         self._bytes_read += report.num_bytes
         self._bytes_written += sum(int(str(size)) for size, _ in report.files.values())
         if self._is_disabled or self._bytes_read < _MIN_SHARE_FOR_ESTIMATE * self._total:
@@ -138,7 +149,7 @@ _MAX_SUMMARY_RECORDS = 1000
 
 @dataclass(frozen=True)
 class JobReports:
-    """Reports of the processed shards of a job, by shard index.
+    """Reports of a job's processed shards (parts of the input), by the index of the shard.
 
     The lists of invalid records in these reports are empty, because they may be long. `iter_bad_records` reads them from the job
     folder.
@@ -148,10 +159,14 @@ class JobReports:
     shards: Sequence[InputShard]
     by_shard: dict[int, ShardReport] = field(default_factory=dict)
     skipped_files: Sequence[str] = ()
-    """"FILE: problem" for each file that could not be read."""
+    """"FILE: problem" for each file that was skipped because it could not be opened or has an invalid format."""
 
     def build_summary(self, prefixes: tuple[str, ...]) -> Summary:
-        """Return the summary of the job, when all shards are processed."""
+        """Return the summary of the job. Call this method after all shards have been processed.
+
+        Args:
+            prefixes: paths of the datasets without .bin and .idx.
+        """
         reports = self.by_shard.values()
         total_counts = sum((report.counts for report in reports), ShardCounts())
         return Summary(
@@ -167,14 +182,18 @@ class JobReports:
         )
 
     def write_bad_records(self, path: str, summary: Summary) -> None:
-        """Write the list of invalid records to a file, and add the first of them to the summary.
+        """Write the list of skipped files and invalid records to a file, and add its first lines and its path to the summary.
 
-        Without invalid records, an existing file of an earlier job is removed.
+        If nothing is invalid, remove the list of an earlier job.
+
+        Args:
+            path: path or URL of the list.
+            summary: summary of the job, updated in place.
         """
         if not summary.num_bad_records + summary.num_bad_files:
             storage.remove(path)
             return
-        with self.job_folder.workspace() as workspace:
+        with self.job_folder.open_workspace() as workspace:
             local_path = f"{workspace}/bad_lines.txt" if storage.is_url(path) else path
             with write_atomically(local_path, folder=workspace, sync=False) as (file,):
                 for message in self.iter_bad_records():
@@ -205,9 +224,13 @@ class JobReports:
                 yield f"{shard.ranges[-1].path}: {report.num_bad - len(report.bad):,} more invalid records up to here"
 
     def count_records_before(self, shard_index: int, range_index: int) -> int:
-        """Return the number of records of a file that precede an input range of a shard.
+        """Return the number of records that precede a file range of a shard in the same file.
 
-        The counts come from the reports of finished shards. Records in ranges of unfinished shards are counted now.
+        The numbers are taken from the reports of finished shards. In the ranges of unfinished shards, the lines are counted now.
+
+        Args:
+            shard_index: index of the shard in the job.
+            range_index: index of the range in the shard.
         """
         input_range = self.shards[shard_index].ranges[range_index]
         if input_range.num_preceding_records is not None:

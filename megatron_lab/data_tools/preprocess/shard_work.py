@@ -1,4 +1,7 @@
-"""Processing of one shard, from texts to part files, and the job settings with which a later run recognizes finished shards."""
+"""Conversion of one shard (part of the input of preprocessing) from texts to dataset files in the job folder.
+
+The module also lists the settings by which a later run recognizes finished shards.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.data import TOKENIZER_FILE_SETTINGS, DataConfig, get_tokenizer_settings
-from megatron.data.indexed_dataset import MARK_TYPE, loss_mask_prefix, token_dtype
+from megatron.data.indexed_dataset import MARK_TYPE, get_loss_mask_prefix, get_token_dtype
 from megatron.data.indexed_writer import IndexedDatasetWriter, write_dataset
 from megatron.data.samples import DOCUMENT_END
 from megatron.data.tokenizer import Tokenizer, build_tokenizer, require_tokenizer_json
@@ -32,10 +35,10 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class PreprocessJob:
-    """Settings that determine how records are converted to tokens. Every worker has a copy."""
+    """Settings of a preprocessing job that determine how records are converted to tokens. Every worker has a copy."""
 
     tokenizer: DataConfig
-    """Settings of the tokenizer; other data settings are ignored."""
+    """Settings of the tokenizer. The other settings of this object, such as paths of datasets, are not used."""
     keys: tuple[str, ...]
     append_eod: bool
     skip_bad_records: bool = False
@@ -43,24 +46,25 @@ class PreprocessJob:
     skip_bad_files: bool = False
     """Also skip files that cannot be opened, and the unread part of a damaged file."""
     column: str | None = None
-    """JSON key or table column that contains the texts, if it differs from the key that names the dataset. Only for a job with a
-    single dataset."""
+    """JSON key or table column that contains the texts, if it differs from the key that names the dataset. It is allowed only
+    in a job with a single dataset."""
     cut_documents: int | None = None
     """Maximum number of characters of a document. Longer texts are split into several documents. None for no limit."""
     shuffle_seed: int | None = None
-    """Seed of the random order of the documents; None for the order of the input."""
+    """Seed for shuffling the documents of the datasets; None keeps the order of the input."""
     chat: ChatTemplate | None = None
-    """Chat template, if the records are conversations; None if they are texts."""
+    """Chat template with which conversations are rendered as text; None if the records are texts."""
 
     @property
     def dataset_suffixes(self) -> tuple[str, ...]:
-        """Suffixes of the output prefix that name the datasets: one dataset per JSON key, then the loss masks of conversations."""
+        """Suffix of each dataset's path after the output prefix: one dataset per JSON key, then the loss masks if the records are
+        conversations."""
         suffixes = tuple(f"_{key}_document" for key in self.keys)
-        return suffixes if self.chat is None else suffixes + tuple(map(loss_mask_prefix, suffixes))
+        return suffixes if self.chat is None else suffixes + tuple(map(get_loss_mask_prefix, suffixes))
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """JSON keys, or table columns, that contain the texts: one for each key that names a dataset."""
+        """JSON keys, or table columns, that contain the texts: one for each key of --json-keys."""
         return self.keys if self.column is None else (self.column,)
 
     @property
@@ -70,9 +74,9 @@ class PreprocessJob:
 
 
 def get_tokenizer(job: PreprocessJob) -> tuple[Tokenizer, type[np.integer]]:
-    """Return the tokenizer of a job, and the integer type in which a dataset stores its ids.
+    """Return the tokenizer of a job, and the integer type in which a dataset stores its token ids.
 
-    Each process builds the tokenizer once; forked processes inherit it.
+    Each process builds the tokenizer once, and forked processes inherit it.
     """
     return _build_tokenizer(job.tokenizer, compute_file_digests(job.tokenizer))
 
@@ -81,26 +85,24 @@ def get_tokenizer(job: PreprocessJob) -> tuple[Tokenizer, type[np.integer]]:
 def _build_tokenizer(config: DataConfig, digests: tuple[tuple[str, str], ...]) -> tuple[Tokenizer, type[np.integer]]:
     tokenizer = build_tokenizer(config)
     tokenizer.encode_array("")  # some tokenizers build their encoder at its first use
-    return tokenizer, token_dtype(tokenizer.vocab_size)
+    return tokenizer, get_token_dtype(tokenizer.vocab_size)
 
 
 @functools.lru_cache(maxsize=1)
 def compute_file_digests(config: DataConfig) -> tuple[tuple[str, str], ...]:
-    """Return (setting, content hash) of each tokenizer setting that names a file.
+    """Return (setting, hash of the file's content) for each tokenizer setting that names a file.
 
-    The result is cached until `compute_file_digests.cache_clear()`.
+    The hashes are cached until `compute_file_digests.cache_clear()` is called.
     """
     paths = ((name, getattr(config, name)) for name in TOKENIZER_FILE_SETTINGS)
     return tuple((name, compute_digest(path)) for name, path in paths if path is not None and Path(path).exists())
 
 
 def get_job_settings(job: PreprocessJob) -> dict[str, object]:
-    """Return all settings that affect the result of a shard, apart from the shard's input.
+    """Return the settings that affect the output of a shard. If they change, finished shards cannot be reused.
 
-    They identify the job when it is resumed.
-
-    Tokenizer files are represented by content hashes. The treatment of invalid records is not included, because it does not change
-    shards without invalid records.
+    Tokenizer files are represented by hashes of their content. The treatment of invalid records is not included, because it does
+    not affect shards without invalid records.
     """
     tokenizer, dtype = get_tokenizer(job)
     tokenizer_type = job.tokenizer.tokenizer_type or ""
@@ -139,10 +141,10 @@ _SEPARATORS = ("\n\n", "\n", " ")
 
 
 def split_text(text: str, max_characters: int) -> Iterator[str]:
-    """Yield consecutive segments of a text, each of at most `max_characters`. A short text is its only segment.
+    """Yield consecutive segments of a text, each of at most `max_characters`. A shorter text is yielded unchanged.
 
-    A segment ends after the last blank line, line break or space (in this order of preference) in the second half of the limit,
-    otherwise at the limit.
+    A segment ends after the last blank line in the second half of its `max_characters`. Without a blank line there, it ends after
+    the last line break there, or else after the last space. Otherwise it has exactly `max_characters`.
     """
     start = 0
     while len(text) - start > max_characters:
@@ -160,7 +162,7 @@ class BadShardError(ValueError):
 
     Args:
         shard: name of the shard.
-        range_index: index of the record's input range in the shard.
+        range_index: index of the record's file range in the shard.
         record_index: index of the record in the range, from 0.
         reason: problem of the record.
     """
@@ -173,12 +175,13 @@ class BadShardError(ValueError):
 def run_shard(
     job: PreprocessJob, shard: InputShard, folder: str, on_progress: Callable[[ShardCounts], None] = lambda counts: None
 ) -> ShardReport:
-    """Convert a shard to one part of each dataset in the job folder, unless an earlier run has finished the shard.
+    """Convert a shard (part of the input) to one part of each dataset, and write these parts to the job folder.
 
-    The result depends only on the arguments and the files that they name. The function may be repeated after any failure.
+    If an earlier run has finished the shard, return the report of that run. The output depends only on the arguments and the files
+    that they name, so the call can be repeated after any failure.
 
     Args:
-        folder: job folder; a path or a URL.
+        folder: path or URL of the job folder.
         on_progress: called repeatedly with the counts so far.
 
     Raises:
@@ -190,7 +193,7 @@ def run_shard(
     if finished is not None and (job.skip_bad_records or not finished.num_bad):
         return dataclasses.replace(finished, new=False)
     remedy = "Make room and continue with --resume: finished shards are kept."
-    with job_folder.workspace() as workspace, explain_disk_full(workspace, remedy):
+    with job_folder.open_workspace() as workspace, explain_disk_full(workspace, remedy):
         with ExitStack() as stack:
             _, dtype = get_tokenizer(job)
             writers = [
@@ -213,11 +216,11 @@ def run_shard(
 
 
 class _ShardBuilder:
-    """Converter of one shard: encodes its records and passes the token ids to the dataset writers.
+    """Converter of one shard (part of the input): it encodes the records and passes the token ids to the dataset writers.
 
     Args:
         writers: one writer per dataset, in the order of `PreprocessJob.dataset_suffixes`.
-        on_progress: called with the counts so far, every half second.
+        on_progress: called with the counts so far, at most every half second.
     """
 
     def __init__(
@@ -239,7 +242,11 @@ class _ShardBuilder:
         self._last_progress = time.monotonic()
 
     def add(self, range_index: int, input_range: InputRange) -> None:
-        """Encode all records of an input range of the shard."""
+        """Encode all records of a file range.
+
+        Args:
+            range_index: index of the range in the shard, for messages about invalid records.
+        """
         parse, columns, count = PARSERS[input_range.file_format], self._job.columns, 0
         check = parse_values if self._job.chat is None else check_messages
         try:
@@ -258,22 +265,25 @@ class _ShardBuilder:
                 raise
             self._skip_record(range_index, count, f"the rest of the file is skipped: {' '.join(str(error).split())}")
         if not input_range.is_unchanged():
-            raise DamagedFileError(f"{input_range.path} was changed while it was read.\n  Start again with --resume.")
+            raise DamagedFileError(f"{input_range.path} was changed while this job read it.\n  Continue the job with --resume.")
         self._report.num_records.append(count)
         self._report.num_bytes += input_range.num_bytes
         self._report_progress(0)
 
     def finish(self) -> ShardReport:
-        """Write the documents that are still in memory, and return the report of the shard."""
+        """Write the documents that are still in memory to the datasets, and return the report of the shard."""
         self._write()
         self._report.num_documents = [writer.num_documents for writer in self._token_writers]
         self._report.num_tokens = sum(writer.num_tokens for writer in self._token_writers)
         return self._report
 
     def _encode(self, values: Sequence[Any]) -> None:
-        """Encode the documents of a record and add them to the datasets.
+        """Encode a record and add its documents to the datasets.
 
         A long text gives several documents if `cut_documents` is set.
+
+        Args:
+            values: text or conversation of each JSON key.
         """
         job = self._job
         if job.cut_documents is not None and job.chat is None:
@@ -284,11 +294,11 @@ class _ShardBuilder:
             self._add_documents(values)
 
     def _add_documents(self, values: Sequence[Any], *, first: bool = True) -> None:
-        """Encode one document per JSON key and add the documents to the datasets.
+        """Encode one document for each JSON key and add the documents to the datasets.
 
         Args:
-            values: text or conversation of each key.
-            first: whether these are the first documents of their record. Only then are documents without tokens counted as empty.
+            values: text or conversation of each JSON key.
+            first: whether these are the first documents of their record. Only then do documents without tokens count as empty.
         """
         job = self._job
         encoded = (
@@ -297,8 +307,8 @@ class _ShardBuilder:
         for key, ids in zip(job.keys, encoded, strict=False):
             if len(ids) + job.append_eod > MAX_DOCUMENT_TOKENS:
                 raise BadRecordError(
-                    f"key {key!r} has {len(ids) + job.append_eod:,} tokens; a document has at most {MAX_DOCUMENT_TOKENS:,} "
-                    "(the limit of the index is 2**31 - 1): split the document"
+                    f"the text of key {key!r} has {len(ids) + job.append_eod:,} tokens, but an indexed dataset supports at most "
+                    f"{MAX_DOCUMENT_TOKENS:,} per document: split the document"
                 )
         self._report.num_empty += first * sum(not len(ids) for ids in encoded[: len(job.keys)])
         for dataset_index, (ids, tokens, lengths) in enumerate(zip(encoded, self._tokens, self._lengths, strict=True)):
@@ -319,7 +329,11 @@ class _ShardBuilder:
             self._write()
 
     def _encode_conversations(self, values: Sequence[Messages]) -> list[NDArray[np.integer]]:
-        """Return the token ids of each conversation, followed by the loss mask of each conversation."""
+        """Return the token ids of each conversation, followed by the loss mask of each conversation.
+
+        Args:
+            values: conversation of each JSON key.
+        """
         assert self._job.chat is not None
         encoder = get_encoder(self._job.chat, self._job.tokenizer_file)
         encoded = [encoder.encode(messages) for messages in values]

@@ -1,6 +1,6 @@
-"""File operations on local paths, and on URLs through fsspec (s3://, gs://, hf://, memory:// and so on; file:// is a local path).
+"""File operations on local paths and on URLs. fsspec opens URLs such as s3://, gs://, hf:// and memory://; file:// is a local path.
 
-Also error messages for a full disk.
+The module also turns errors of a full disk into messages for the user.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ _VERSION_FIELDS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "up
 
 
 def is_url(path: str) -> bool:
-    """Return whether a path is a URL, so that fsspec must open it."""
+    """Return whether a path is a URL that fsspec must open."""
     return "://" in path
 
 
 def normalize_path(path: str) -> str:
-    """Return an absolute path. A URL stays unchanged, except that a file:// URL becomes a path."""
+    """Return an absolute path. A URL stays unchanged; only a file:// URL becomes a path."""
     path = path.removeprefix("file://") if path.startswith("file:///") else path
     return path if is_url(path) else os.path.abspath(path)
 
 
 def stat(path: str) -> tuple[int, str] | None:
-    """Return the size of a file in bytes, and a version string that changes with its content; None if the file does not exist.
+    """Return the size of a file in bytes and a version string that changes with its content; None if the file does not exist.
 
-    The version contains the size and the modification time or entity tag.
+    The version string contains the size and the modification time. For a URL, it may contain another mark of the content instead of
+    the time, such as the entity tag.
     """
     if not is_url(path):
         try:
@@ -70,7 +71,7 @@ def is_folder(path: str) -> bool:
 
 
 def list_files(folder: str) -> Iterator[str]:
-    """Yield every file in a folder and its subfolders. A folder to which several links lead is visited once.
+    """Yield every file in a folder and its subfolders. A folder that several links name is visited only once.
 
     Names that start with a dot, and the folders of unfinished preprocessing jobs, are skipped.
     """
@@ -96,7 +97,8 @@ def list_files(folder: str) -> Iterator[str]:
 
 
 def glob(pattern: str) -> list[str]:
-    """Return the files and folders that match a pattern, except for the folders of unfinished preprocessing jobs."""
+    """Return the files and folders that match a pattern such as data/*.jsonl, except for the folders of unfinished preprocessing
+    jobs."""
     if is_url(pattern):
         filesystem, name = open_filesystem(pattern)
         return [filesystem.unstrip_protocol(path) for path in filesystem.glob(name) if ".parts/" not in path]
@@ -106,7 +108,7 @@ def glob(pattern: str) -> list[str]:
 
 
 def _is_job_folder(folder: str) -> bool:
-    """Return whether a local folder is the PREFIX.parts folder of an unfinished job, complete or partially removed."""
+    """Return whether a local folder is the PREFIX.parts folder of an unfinished preprocessing job, possibly partially removed."""
     name, _, removed = folder.rpartition(".removed-")
     return (bool(removed) and name.endswith(".parts")) or (
         folder.endswith(".parts") and os.path.isfile(os.path.join(folder, JOB_FILE))
@@ -114,7 +116,7 @@ def _is_job_folder(folder: str) -> bool:
 
 
 def open_binary(path: str) -> BinaryIO:
-    """Open a file for buffered reading and seeking."""
+    """Open a file at a path or URL for buffered reading and seeking."""
     if not is_url(path):
         return open(path, "rb", buffering=BUFFER_BYTES)
     filesystem, name = open_filesystem(path)
@@ -122,10 +124,10 @@ def open_binary(path: str) -> BinaryIO:
 
 
 def write_text(path: str, text: str, sync: bool = True) -> None:
-    """Write a small file atomically.
+    """Write a small file at a path or URL atomically.
 
     Args:
-        sync: wait until the data is on disk. Otherwise a power failure may leave an empty file.
+        sync: wait until the data is on disk. Without this, a power failure may leave an empty file.
     """
     if is_url(path):
         filesystem, name = open_filesystem(path)
@@ -168,9 +170,10 @@ _DISK_FULL_ERRORS = {
 
 @contextmanager
 def explain_disk_full(folder: str, remedy: str) -> Iterator[None]:
-    """Convert an OSError because of a full disk, a quota or a file size limit to a ValueError that names the folder and a remedy.
+    """Context manager that converts an OSError because of a full disk, a quota or a file size limit to a ValueError for the user.
 
     Args:
+        folder: folder that the message names.
         remedy: sentence that says what the user can do.
     """
     try:
@@ -182,7 +185,7 @@ def explain_disk_full(folder: str, remedy: str) -> Iterator[None]:
 
 
 def compute_digest(path: str | Path) -> str:
-    """Return the xxh3 hash of a file's content, or of the names and contents of all files in a folder."""
+    """Return the xxh3 hash of a file's content. For a folder, the hash covers the names and contents of all files in it."""
     if Path(path).is_dir():
         files = sorted(file for file in Path(path).iterdir() if file.is_file())
         return xxhash.xxh3_128_hexdigest("".join(f"{file.name}\0{compute_digest(file)}\0" for file in files).encode())

@@ -1,4 +1,4 @@
-"""Readers of the records of an input range, and parsers that extract the texts from a record.
+"""Readers of the records of an input file (lines, table rows or a complete text), and parsers that extract the texts from a record.
 
 Memory holds only a buffer and one record (for parquet, one row group).
 """
@@ -28,28 +28,29 @@ Records = Generator[Record, None, None]
 
 @dataclass(frozen=True)
 class InputRange:
-    """Range of consecutive records of a file: the lines that start in a byte range, the rows of some row groups, or all records."""
+    """Range of consecutive records of an input file: the lines that start in a byte range, the rows of some row groups, or all
+    records."""
 
     path: str
     """Absolute path, or a URL."""
     file_format: FileFormat
     version: str
-    """String that changes with the content of the complete file (`storage.stat`)."""
+    """String that changes when the content of the file changes. It is compared with the string that `storage.stat` returns."""
     start: int
     end: int
-    """End of the range [start, end): a byte offset, or for parquet the index of a row group."""
+    """End of the range [`start`, `end`): a byte offset of the file, or for parquet the index of a row group."""
     num_bytes: int
-    """Number of bytes of the file that must be read for the range. For a compressed file these are compressed bytes."""
+    """Number of bytes of the file that must be read for the range. For a compressed file, these are compressed bytes."""
     num_preceding_records: int | None
-    """Number of records of the file before this range; None if these records would have to be read to count them."""
+    """Number of records of the file before this range; None if it is unknown, because counting them would mean reading them."""
 
     def is_unchanged(self) -> bool:
-        """Return whether the file still has the version for which the range was created."""
+        """Return whether the file still has the content for which the range was created, according to its `version`."""
         file_stat = storage.stat(self.path)
         return file_stat is not None and file_stat[1] == self.version
 
     def format_location(self, record_index: int) -> str:
-        """Return the location of a record for messages, such as FILE:LINE. Lines are shown from 1, rows of tables from 0.
+        """Return the location of a record for messages, such as FILE:LINE. Lines are counted from 1, rows of tables from 0.
 
         Args:
             record_index: index of the record in the file, from 0.
@@ -60,8 +61,7 @@ class InputRange:
 
 
 def read_records(input_range: InputRange, columns: Sequence[str], on_progress: Callable[[int], None]) -> Records:
-    """Yield the records of an input range as they are in the file: lines as bytes, table rows as values, or the content of a text
-    file.
+    """Yield the records of a file range without parsing them: lines as bytes, table rows as values, or the content of a text file.
 
     Args:
         columns: columns of parquet and csv files to read.
@@ -87,7 +87,7 @@ def read_records(input_range: InputRange, columns: Sequence[str], on_progress: C
 
 
 def _read_lines(file: BinaryIO, input_range: InputRange, on_progress: Callable[[int], None]) -> Records:
-    """Yield the lines that start in a byte range of a file. A line may end after the range."""
+    """Yield the lines that start in a byte range of a file. The last line may end after the range."""
     position = input_range.start
     if position:
         file.seek(position - 1)
@@ -122,11 +122,11 @@ _ROWS_PER_BATCH = 256
 
 
 def list_row_groups(path: str, columns: Sequence[str], *, requires_strings: bool = True) -> list[tuple[int, int]]:
-    """Return the size of each row group of a parquet file: (compressed bytes in the file, number of rows).
+    """Return (compressed bytes in the file, number of rows) of each row group of a parquet file.
 
     Args:
         columns: columns that the file must have.
-        requires_strings: these columns must have a string type.
+        requires_strings: whether these columns must have a string type.
 
     Raises:
         ValueError: the file is not a parquet file or is damaged, or a column is missing or has another type.
@@ -140,23 +140,30 @@ def list_row_groups(path: str, columns: Sequence[str], *, requires_strings: bool
             if schema.names.count(name) != 1:
                 problem = "no column" if name not in schema.names else "more than one column"
                 names = ", ".join(map(repr, schema.names[:8]))
-                raise ValueError(f"{path}: {problem} {name!r} (--json-keys, --column); it has: {names}")
+                raise ValueError(
+                    f"{path} has {problem} {name!r} (--json-keys, --column). The columns of the file are: {names}. Choose one that "
+                    "occurs once."
+                )
             column_type = schema.field(name).type
             value_type = column_type.value_type if types.is_dictionary(column_type) else column_type
             if requires_strings and not (
                 types.is_string(value_type) or types.is_large_string(value_type) or str(value_type) == "string_view"
             ):
-                raise ValueError(f"{path}: the column {name!r} (--json-keys, --column) has the type {column_type}, not string")
+                raise ValueError(
+                    f"{path}: the column {name!r} (--json-keys, --column) has the type {column_type}, not string. Choose a column "
+                    "of strings"
+                )
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         return [(sum(group.column(n).total_compressed_size for n in range(group.num_columns)), group.num_rows) for group in groups]
 
 
 def _read_rows(path: str, file: BinaryIO, columns: Sequence[str], group: int) -> Iterator[tuple[object, ...]]:
-    """Yield the values of these columns for each row of a row group. Memory holds at most one row group.
+    """Yield the values of `columns` for each row of a row group in a parquet file. Memory holds at most one row group.
 
-    A string that is not valid UTF-8 is returned as bytes.
+    A string that is not valid UTF-8 is yielded as bytes.
 
     Args:
+        path: path or URL of the file, for error messages.
         group: index of the row group.
 
     Raises:
@@ -191,7 +198,14 @@ def _decode_or_keep(value: bytes | None) -> str | bytes | None:
 
 
 def _open_parquet(path: str, file: BinaryIO) -> Any:
-    """Open a parquet file and read its footer."""
+    """Open a parquet file and read its footer, which lists the columns and row groups.
+
+    Args:
+        path: path or URL of the file, for error messages.
+
+    Raises:
+        ValueError: the file is not a parquet file or is damaged, or pyarrow is not installed.
+    """
     parquet = import_optional("pyarrow.parquet", f"{path}: parquet is read by pyarrow")
     import pyarrow
 
@@ -208,7 +222,11 @@ _COMPRESSED_READ_BYTES = 1 << 14  # text with a compression ratio of 100 then ta
 class ZstdReader(io.RawIOBase):
     """Binary stream of the decompressed content of a zstd file.
 
-    The stream reader of the zstandard library accepts a truncated file as complete; this class detects it.
+    The stream reader of the zstandard library accepts a truncated file as complete; this class raises an error instead.
+
+    Args:
+        path: path or URL of the file, for error messages.
+        file: the opened compressed file.
 
     Raises:
         ValueError: the zstandard library is not installed.
@@ -233,7 +251,7 @@ class ZstdReader(io.RawIOBase):
             compressed = self._compressed or self._file.read(_COMPRESSED_READ_BYTES)
             if not compressed:
                 if self._frame is not None:
-                    raise DamagedFileError("a frame is truncated")
+                    raise DamagedFileError("the last zstd frame (unit of compressed data) of the file is incomplete")
                 return 0
             self._frame = self._frame or self._library.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).decompressobj()
             try:
@@ -256,18 +274,18 @@ ValueCheck = Callable[[Sequence[object], Sequence[str]], list[Any]]
 
 
 def parse_values(values: Sequence[object], keys: Sequence[str]) -> list[str]:
-    """Check that the values of a record are texts, and return them.
+    """Check that the values of a record are texts, and return these texts.
 
     Args:
-        values: one value per key.
+        values: value of each key.
         keys: JSON keys of the values, for error messages.
 
     Raises:
-        BadRecordError: a value is not a string, or has half of a surrogate pair.
+        BadRecordError: a value is not a string, or contains half of a surrogate pair.
     """
     for key, value in zip(keys, values, strict=True):
         if isinstance(value, bytes):
-            raise BadRecordError(f"key {key!r} is not UTF-8: {value[:40]!r}")
+            raise BadRecordError(f"the value of key {key!r} is not UTF-8: {value[:40]!r}: convert the text to UTF-8")
         if not isinstance(value, str):
             raise BadRecordError(f"the value of key {key!r} is not a string but {json.dumps(value, default=str)[:40]}")
         check_encodable(value, f"key {key!r}")
@@ -278,7 +296,7 @@ def check_encodable(text: str, label: str) -> None:
     """Check that a text can be encoded as UTF-8.
 
     Args:
-        label: name of the text for the error message.
+        label: description of the text for the error message, such as "message 2".
 
     Raises:
         BadRecordError: the text contains half of a surrogate pair.
@@ -289,15 +307,15 @@ def check_encodable(text: str, label: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise BadRecordError(
-            f"{label} contains half of a surrogate pair, which is not a character: {text[error.start]!a}"
+            f"{label} contains half of a surrogate pair, which is not a character: {text[error.start]!a}. Remove it from the text"
         ) from error
 
 
 def parse_line(line: bytes, keys: Sequence[str], check: ValueCheck = parse_values) -> list[Any] | None:
-    """Return the values of a JSON line for the keys, or None if the line is blank.
+    """Parse a line of a JSON lines file. Return the values of `keys`, or None if the line is blank.
 
     Args:
-        check: function that checks the values and returns them.
+        check: function that checks these values and returns them, or raises `BadRecordError`.
 
     Raises:
         ValueError: the line is not a JSON object with a valid value for each key.
@@ -309,28 +327,32 @@ def parse_line(line: bytes, keys: Sequence[str], check: ValueCheck = parse_value
         # Removing the byte order mark first is faster than decoding with utf-8-sig.
         record = json.loads(line.rstrip(b"\r\n").removeprefix(b"\xef\xbb\xbf").decode())
     except UnicodeDecodeError as error:
-        raise BadRecordError(f"not UTF-8: byte {error.object[error.start]:#04x} at column {error.start + 1}") from error
+        raise BadRecordError(
+            f"the line is not UTF-8: byte {error.object[error.start]:#04x} at column {error.start + 1}: convert the file to UTF-8"
+        ) from error
     except json.JSONDecodeError as error:
-        raise BadRecordError(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from error
+        raise BadRecordError(f"the line is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from error
     if not isinstance(record, dict):
-        raise BadRecordError(f'not a JSON object like {{"{keys[0]}": "..."}}')
+        raise BadRecordError(f'the line is not a JSON object like {{"{keys[0]}": "..."}}')
     for key in keys:
         if key not in record:
             raise BadRecordError(
-                f"no key {key!r} (--json-keys, --column); the line has: {', '.join(map(repr, [*record][:8])) or 'none'}"
+                f"the line has no key {key!r} (--json-keys, --column); the keys of the line are: "
+                f"{', '.join(map(repr, [*record][:8])) or 'none'}"
             )
     return check([record[key] for key in keys], keys)
 
 
 def parse_row(values: Sequence[object] | BadRecordError, keys: Sequence[str], check: ValueCheck = parse_values) -> list[Any] | None:
-    """Return the values of a table row for the keys.
+    """Return the values of a table row after checking them.
 
     Args:
-        values: values of the row, or the error of a row that could not be read.
-        check: function that checks the values and returns them.
+        values: values of the row, one for each key, or the error of a row that could not be read.
+        keys: columns of the values, for error messages.
+        check: function that checks the values and returns them, or raises `BadRecordError`.
 
     Raises:
-        BadRecordError: a value is not a text, or the row could not be read.
+        BadRecordError: a value is not valid, or the row could not be read.
     """
     if isinstance(values, BadRecordError):
         raise values
@@ -338,10 +360,11 @@ def parse_row(values: Sequence[object] | BadRecordError, keys: Sequence[str], ch
 
 
 def parse_text(content: bytes, keys: Sequence[str], check: ValueCheck = parse_values) -> list[Any]:
-    """Decode a text file, which is a single record. Return its content as the only value.
+    """Decode a text file, which is a single record. Return its content as a list with this only value.
 
     Args:
-        check: function that checks the value and returns it.
+        keys: the key "text", for error messages.
+        check: function that checks the content and returns it, or raises `BadRecordError`.
 
     Raises:
         BadRecordError: the file is neither UTF-8 nor UTF-16 with a byte order mark.
@@ -351,9 +374,14 @@ def parse_text(content: bytes, keys: Sequence[str], check: ValueCheck = parse_va
         return check([content.decode("utf-16") if is_utf16 else content.removeprefix(b"\xef\xbb\xbf").decode()], keys)
     except UnicodeDecodeError as error:
         if is_utf16:
-            raise BadRecordError(f"starts like UTF-16, but is not valid UTF-16: byte {error.start + 1}") from error
+            raise BadRecordError(
+                f"the file starts with the byte order mark of UTF-16, but byte {error.start + 1} is not valid UTF-16: convert the "
+                "file to UTF-8"
+            ) from error
         line = content.count(b"\n", 0, error.start) + 1
-        raise BadRecordError(f"not UTF-8: byte {content[error.start]:#04x} in line {line}") from error
+        raise BadRecordError(
+            f"the file is not UTF-8: byte {content[error.start]:#04x} in line {line}: convert the file to UTF-8"
+        ) from error
 
 
 PARSERS: dict[FileFormat, Callable[[Any, Sequence[str], ValueCheck], list[Any] | None]] = {
