@@ -1,6 +1,6 @@
-"""Adapter that lets lm-evaluation-harness evaluate a model: likelihoods and generated texts.
+"""Adapter with which lm-evaluation-harness evaluates a model: it scores texts by their likelihood and generates texts.
 
-The interface is `lm_eval.api.model.LM` of version 0.4: each request has a tuple `args`.
+The harness defines the interface in `lm_eval.api.model.LM` (version 0.4). It passes requests, whose arguments are the tuple `args`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _DEFAULT_MAX_NEW_TOKENS = 256
 
 
 class HarnessModel:
-    """Implementation of the harness's model interface (`LM`) by a model of this framework.
+    """Model of this framework with the methods that lm-evaluation-harness calls (its interface `LM`).
 
-    `build_harness_lm` makes an instance of `LM` from it.
+    This class does not import the harness. `build_harness_lm` makes an instance of `LM` from it.
 
     All ranks of the model get the same requests in the same order and call the methods together.
     """
@@ -34,10 +34,13 @@ class HarnessModel:
         self.model, self.context, self.text_tokenizer, self.scorer = model, context, tokenizer, scorer
 
     def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
-        """Return the log-probability of each request's continuation, and whether greedy decoding would produce the continuation.
+        """Score the continuation of each request's context.
 
         Args:
-            requests: `args` of a request are (context, continuation).
+            requests: requests of the harness, each with `args` (context, continuation).
+
+        Returns:
+            For each request, the log-probability of the continuation, and whether greedy decoding would produce it.
         """
         pairs = [self._encode_pair(*request.args) for request in requests]
         return [(score.total, score.is_greedy) for score in self.scorer.score(pairs)]
@@ -46,25 +49,26 @@ class HarnessModel:
         """Return the log-probability of the complete text of each request.
 
         Args:
-            requests: `args` of a request are (text,).
+            requests: requests of the harness, each with `args` (text,).
         """
         prefix = get_document_prefix(self.text_tokenizer)
         sequences = [([*prefix, *self.text_tokenizer.encode(request.args[0])], 1) for request in requests]
         return [score.total for score in self.scorer.score(sequences)]
 
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
-        """Return the generated answer to each request. The answer ends before the first stop text.
+        """Generate an answer to each request. The answer ends before the first stop text.
 
         Args:
-            requests: `args` of a request are (context, generation settings). The setting `until` lists the stop texts.
+            requests: requests of the harness, each with `args` (context, generation settings). The setting `until` lists the stop
+                texts.
         """
         return [self._generate(*request.args) for request in requests]
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], int]:
-        """Return the token ids of context and continuation, and the index of the continuation's first token.
+        """Return the token ids of the context and its continuation, and the index of the continuation's first token.
 
-        Spaces at the end of the context are encoded with the continuation, because a token may contain a space and the word after
-        it.
+        Spaces at the end of the context are encoded with the continuation, because a token often contains a space and the word
+        after it.
         """
         if not context:
             prefix = get_document_prefix(self.text_tokenizer)
@@ -100,15 +104,15 @@ class HarnessModel:
 
 
 def build_harness_lm(model: HarnessModel) -> Any:
-    """Return the model as an instance of the harness's `LM` class, which is imported only here.
+    """Return a model as an instance of the `LM` class of lm-evaluation-harness. Only this function imports that class.
 
     Raises:
-        ValueError: the harness is not installed.
+        ValueError: lm-evaluation-harness is not installed.
     """
     base: Any = import_optional("lm_eval.api.model", "--tasks needs lm-evaluation-harness").LM
 
     class HarnessLM(HarnessModel, base):  # type: ignore[misc]
-        """Subclass of the harness's `LM` that takes its methods from `HarnessModel`."""
+        """Subclass of the `LM` class of lm-evaluation-harness, with the methods of `HarnessModel`."""
 
         def __init__(self) -> None:
             base.__init__(self)
@@ -124,12 +128,16 @@ def build_harness_lm(model: HarnessModel) -> Any:
 def run_tasks(
     harness_model: HarnessModel, tasks: Sequence[str], *, num_fewshot: int | None, limit: int | None, include_path: str | None
 ) -> dict[str, Any]:
-    """Run tasks of lm-evaluation-harness. Return the results of the harness in JSON types.
+    """Run tasks of lm-evaluation-harness on a model.
 
     Args:
+        tasks: names of tasks, or patterns of names.
         num_fewshot: number of examples in the prompt; None for the default of each task.
         limit: maximum number of requests per task; None for all.
         include_path: folder with the user's own tasks.
+
+    Returns:
+        The harness's dict `results` (the metrics of each task, by its name), in JSON types.
 
     Raises:
         ValueError: the harness is not installed, or has no task with one of the names.
@@ -139,7 +147,8 @@ def run_tasks(
     manager = import_optional("lm_eval.tasks", "--tasks needs lm-evaluation-harness").TaskManager(include_path=include_path)
     if unknown := [name for name in tasks if not manager.match_tasks([name])]:
         raise ValueError(
-            f"--tasks: lm-evaluation-harness has no task {', '.join(unknown)}. --include-path adds a folder with tasks"
+            f"--tasks: lm-evaluation-harness has no task {', '.join(unknown)}. Correct the name, or add a folder with task files "
+            "by --include-path"
         )
     output = harness.simple_evaluate(
         lm, tasks=[*tasks], num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=False, bootstrap_iters=0

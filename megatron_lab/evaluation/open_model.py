@@ -1,4 +1,4 @@
-"""Loading of the model that command-line flags describe: its weights, dtype, layout and tokenizer."""
+"""Loading of the model that the flags of a command line select, with its dtype, parallel layout and tokenizer."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that select the weights: --load, --ckpt-step and --ema."""
+    """Add the flags that select the weights: --load (folder), --ckpt-step (iteration) and --ema (moving average of the weights)."""
     parser.add_argument("--load", required=True, metavar="FOLDER", help="the model: see above")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load from a folder with several checkpoints")
     parser.add_argument("--ema", action="store_true", help="load the moving average of the weights (of a run with --ema-decay)")
 
 
 def add_computing_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of dtype, device and layout, --imports, and the flags of the tokenizer."""
+    """Add the flags for the dtype, the device, the parallel sizes and the tokenizer, and --imports (Python modules to import)."""
     group = parser.add_argument_group("computing")
     group.add_argument("--dtype", choices=_DTYPES, help="of weights and matrix products (as stored; not float16 on a CPU)")
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(CUDA if there is any)")
@@ -61,9 +61,10 @@ def add_computing_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check_layout(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Check the parallel sizes, and that each tokenizer flag has an effect. After an error the program ends with status 2.
+    """Check the parallel sizes, and that each tokenizer flag has an effect. After an error, the program ends with status 2.
 
-    If the tensor parallel size is not set, it is set to the number of started processes divided by the context and pipeline sizes.
+    If --tensor-model-parallel-size is not set, it becomes the number of started processes divided by the context-parallel and
+    pipeline-parallel sizes.
     """
     for name in PARALLEL_SIZES:
         value = getattr(args, name)
@@ -90,7 +91,7 @@ def check_layout(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """Loaded model on this rank, with the source of its weights, its parallel context and its tokenizer."""
+    """Model that is loaded on this rank, with the source of its weights, the process groups (`context`) and the tokenizer."""
 
     source: WeightSource
     model: Model
@@ -105,11 +106,12 @@ def open_model(
     *,
     needs_tokenizer: bool = True,
 ) -> Iterator[OpenedModel]:
-    """Context manager that provides the model that the flags select. It creates the process groups, and destroys them at its end.
+    """Context manager that loads the model that the flags select. It creates the process groups, and destroys them at its end.
 
     Args:
+        args: parsed flags of `add_model_flags` and `add_computing_flags`.
         validate: called on all ranks before the weights are read, for checks that need only the parallel context and the tokenizer.
-        needs_tokenizer: refuse a model whose tokenizer is unknown.
+        needs_tokenizer: whether to raise an error if the tokenizer of the model is unknown.
 
     Raises:
         ValueError: the folder has no model, the layout cannot split the model, or the tokenizer is unknown or does not fit the
@@ -125,12 +127,14 @@ def open_model(
     source = open_source(args.load, args.ckpt_step, average=args.ema)
     tokenizer_config = find_tokenizer(args, source)
     if tokenizer_config is None and needs_tokenizer:
-        raise ValueError(f"the tokenizer of {args.load} is unknown: set --tokenizer-type and the flags of its files")
+        raise ValueError(
+            f"the tokenizer of {args.load} is unknown: set --tokenizer-type and the flag of its file, such as --tokenizer-model"
+        )
     tokenizer = None if tokenizer_config is None else build_tokenizer(tokenizer_config)
     if tokenizer is not None and tokenizer.vocab_size > source.vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size:,} ids, but {args.load} only {source.vocab_size:,} rows in its embedding: "
-            "this tokenizer does not belong to the model"
+            "this tokenizer does not belong to the model. Choose the tokenizer of the model"
         )
     sizes = {name: getattr(args, name) for name in (*PARALLEL_SIZES, "device")}
     context = connect(ParallelConfig(**sizes))
@@ -167,6 +171,6 @@ def _describe_model(model: Model) -> str:
 
 
 def print_to_stderr(*messages: str) -> None:
-    """Print messages to stderr. stdout is for the results that the user requested."""
+    """Print messages to stderr, because stdout is reserved for the results that the user requested."""
     for message in messages:
         print(message, file=sys.stderr)

@@ -18,33 +18,33 @@ _DOCUMENTS_PER_GROUP = 256
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Mean loss of a model on documents, and the perplexities that follow from it."""
+    """Result of scoring documents with a model: the mean loss, and the perplexities that follow from it."""
 
     documents: int
     tokens: int
     """Number of tokens that were scored."""
     num_bytes: int | None
-    """UTF-8 bytes of all documents; None if there is no tokenizer to compute them."""
+    """UTF-8 bytes of all documents; None if the documents are token ids and there is no tokenizer to decode them."""
     loss: float
     """Mean of -log(probability) over the scored tokens, in nats."""
 
     @property
     def per_token(self) -> float:
-        """Perplexity per token: exp of the mean loss of a token."""
+        """Perplexity per token: exp of the mean loss per token."""
         return _exp_or_inf(self.loss)
 
     @property
     def per_byte(self) -> float | None:
-        """Perplexity per byte: exp of the mean loss of a byte. None if the number of bytes is unknown or 0."""
+        """Perplexity per byte: exp of the loss per UTF-8 byte. None if the number of bytes is unknown or 0."""
         return None if not self.num_bytes else _exp_or_inf(self.loss * self.tokens / self.num_bytes)
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Loss in bits per byte of text. None if the number of bytes is unknown or 0."""
+        """Loss in bits per UTF-8 byte. None if the number of bytes is unknown or 0."""
         return None if not self.num_bytes else self.loss * self.tokens / self.num_bytes / math.log(2)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all values in JSON types."""
+        """Return the fields and the derived perplexities as a dict for JSON."""
         derived = {"perplexity": self.per_token, "byte_perplexity": self.per_byte, "bits_per_byte": self.bits_per_byte}
         return asdict(self) | derived
 
@@ -58,11 +58,11 @@ class Perplexity:
 def compute_perplexity(scorer: Scorer, documents: Iterable[Document], tokenizer: Tokenizer | None) -> Perplexity:
     """Score every token of the documents, and return the perplexity over all of them.
 
-    Each document is scored separately, after the token that starts a document. Without a tokenizer that token is unknown, so the
-    first token of each document is not scored.
+    Each document is scored separately. The model first reads the token that starts a document (bos, or else eod). Without a
+    tokenizer this token is unknown, so the first token of each document is not scored.
 
     Raises:
-        ValueError: there is no token to score, or an id is outside the vocabulary.
+        ValueError: there is no token to score, or a token id is outside the vocabulary.
     """
     prefix = get_document_prefix(tokenizer)
     num_documents, num_tokens, num_bytes, total_loss = 0, 0, 0, 0.0
@@ -76,7 +76,10 @@ def compute_perplexity(scorer: Scorer, documents: Iterable[Document], tokenizer:
             has_num_bytes = has_num_bytes and document.num_bytes is not None
             num_bytes += document.num_bytes or 0
     if not num_tokens:
-        raise ValueError("the documents have no token to score: they are empty or, without a tokenizer, have only one token each")
+        raise ValueError(
+            "the documents have no token to score: they are empty or, without a tokenizer, have only one token each. Choose "
+            "longer documents"
+        )
     return Perplexity(num_documents, num_tokens, num_bytes if has_num_bytes else None, total_loss / num_tokens)
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens under a model. Texts longer than the model's context are split into overlapping windows.
+"""Log-probabilities of the tokens of texts under a model. Texts longer than the model's context are split into overlapping windows.
 
 Shapes: `b` windows in a batch, `s` tokens of the longest window, `v` vocabulary size.
 """
@@ -22,9 +22,9 @@ _MAX_SOFTMAX_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens `start` to `end` - 1 of a sequence, which one forward pass processes.
+    """Range of tokens of a sequence that one forward pass processes: tokens `start` to `end` - 1.
 
-    Only the tokens from `first_scored` on are scored; the tokens before are context.
+    Only the tokens from `first_scored` on are scored. The tokens before them are context.
     """
 
     start: int
@@ -33,17 +33,16 @@ class Window:
 
 
 def split_windows(num_tokens: int, first_scored: int, length: int, stride: int) -> Iterator[Window]:
-    """Yield windows of a sequence that together score each token from `first_scored` on exactly once.
+    """Split a sequence into windows that together score each token from `first_scored` on exactly once.
 
-    Each token has as much context as the window allows.
+    Each window starts as early as its length allows, so that its scored tokens have as much context as possible.
 
     Args:
         num_tokens: number of tokens of the sequence.
         first_scored: index of the first token to score; at least 1, because a token is predicted from the tokens before it.
         length: number of tokens that the model reads in one forward. A window has one more token, which is only predicted.
         stride: number of tokens that each window after the first scores, at most `length`. The first window scores as many tokens
-            as fit. The last window starts earlier than the stride requires, so that it has the full length, if the sequence has
-            enough tokens.
+            as fit. The last window may score fewer, with more context.
     """
     assert first_scored >= 1 and 1 <= stride <= length
     num_covered = first_scored
@@ -57,27 +56,27 @@ def split_windows(num_tokens: int, first_scored: int, length: int, stride: int) 
 
 @dataclass(frozen=True)
 class Score:
-    """Result of scoring one sequence: the log-probabilities of its scored tokens."""
+    """Log-probabilities of the scored tokens of one sequence."""
 
     log_probabilities: list[float]
     """Natural logarithms of the probabilities of the scored tokens, in order."""
     is_greedy: bool
-    """Whether each scored token was the most likely token, so that greedy decoding would produce it."""
+    """Whether each scored token was the most likely token, so that greedy decoding would produce exactly these tokens."""
 
     @property
     def total(self) -> float:
-        """Log-probability of all scored tokens together."""
+        """Log-probability of all scored tokens together: the sum of `log_probabilities`."""
         return sum(self.log_probabilities)
 
 
 class Scorer:
-    """Scorer that computes the log-probabilities of token sequences in batches.
+    """Object that computes the log-probabilities of token sequences under a model, in batches.
 
-    All ranks of the model call it together and get the same scores.
+    All ranks of the model call its methods together and get the same scores.
 
     Args:
-        batch_size: windows in one forward; by default as many as have 4,096 tokens together, and at least one.
-        length: number of tokens of a window; by default the model's sequence length.
+        batch_size: number of windows (ranges of a sequence) in one forward; by default about 4,096 tokens, but at least one window.
+        length: number of tokens that the model reads of a window; by default the model's sequence length.
         stride: number of tokens that each window after the first scores; by default `length`. A smaller stride gives each token
             more context.
 
@@ -97,7 +96,9 @@ class Scorer:
         self.length = config.seq_length if length is None else length
         self.stride = self.length if stride is None else stride
         if config.position_embedding_type == "learned_absolute" and self.length > config.num_positions:
-            raise ValueError(f"--window {self.length} exceeds the {config.num_positions} positions that the model has learned")
+            raise ValueError(
+                f"--window {self.length} exceeds the {config.num_positions} positions that the model has learned: lower --window"
+            )
         if not 1 <= self.stride <= self.length:
             raise ValueError(f"--stride {self.stride} must be from 1 to the {self.length} tokens of a window (--window)")
         self._model, self._context = model, context
@@ -110,11 +111,14 @@ class Scorer:
             sequences: (token ids, index of the first token to score) of each sequence.
 
         Raises:
-            ValueError: an id is outside the vocabulary.
+            ValueError: a token id is outside the vocabulary.
         """
         max_id = max((max(ids) for ids, _ in sequences if len(ids)), default=0)
         if max_id >= self._model.vocab_size:
-            raise ValueError(f"a text has the token id {max_id:,}, but the model's vocabulary has {self._model.vocab_size:,} ids")
+            raise ValueError(
+                f"a text has the token id {max_id:,}, but the vocabulary of the model has only {self._model.vocab_size:,} ids: the "
+                "tokenizer belongs to another model. Choose the tokenizer of this model"
+            )
         items = [
             (sequence_index, window)
             for sequence_index, (ids, first_scored) in enumerate(sequences)
@@ -143,11 +147,16 @@ class Scorer:
     def _score_batch(
         self, sequences: Sequence[tuple[Sequence[int], int]], batch: Sequence[tuple[int, Window]]
     ) -> Iterator[tuple[list[float], bool]]:
-        """Run a batch of windows.
+        """Score the tokens of a batch of windows in one forward.
 
-        For each window, yield the log-probabilities of its scored tokens, and whether all of them were the most likely tokens.
+        Shorter windows are padded at the end. Because attention is causal, no real token sees the padding.
 
-        Shorter windows are padded at the end, where causal attention lets no real token see the padding.
+        Args:
+            sequences: (token ids, index of the first token to score) of each sequence.
+            batch: (index of the sequence, window of the sequence) of each row of the batch.
+
+        Yields:
+            For each window, the log-probabilities of its scored tokens, and whether each of them was the most likely token.
         """
         max_length = max(window.end - window.start for _, window in batch) - 1
         tokens = torch.zeros(len(batch), max_length, dtype=torch.long)
@@ -163,7 +172,7 @@ class Scorer:
             scored_logits = logits[row, window.first_scored - window.start - 1 : window.end - window.start - 1]
             log_probabilities, is_greedy = [], True
             for block, block_labels in zip(
-                scored_logits.split(rows_per_block := self._rows_per_block(scored_logits)),
+                scored_logits.split(rows_per_block := self._compute_rows_per_block(scored_logits)),
                 labels.split(rows_per_block),
                 strict=True,
             ):
@@ -173,5 +182,5 @@ class Scorer:
             yield torch.cat(log_probabilities).flatten().tolist(), is_greedy
 
     @staticmethod
-    def _rows_per_block(logits: torch.Tensor) -> int:
+    def _compute_rows_per_block(logits: torch.Tensor) -> int:
         return max(1, _MAX_SOFTMAX_ELEMENTS // logits.shape[-1])

@@ -1,4 +1,5 @@
-"""Reader of the documents to evaluate: text files (one document each), files of JSON lines, and indexed datasets."""
+"""Reader of the documents on which a model is evaluated: text files (one document each), files of JSON lines, and indexed
+datasets."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from megatron.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Document:
-    """One document to score, as token ids.
+    """Document to score, as token ids.
 
     Args:
         ids: token ids.
-        num_bytes: UTF-8 bytes of the text; None without a tokenizer.
+        num_bytes: UTF-8 bytes of the text; None if it is unknown, because the ids come from a dataset and there is no tokenizer.
     """
 
     ids: list[int]
@@ -29,6 +30,7 @@ def read_documents(path: str, tokenizer: Tokenizer | None) -> Iterator[Document]
 
     Args:
         path: path of a file, or of a dataset with or without .bin or .idx.
+        tokenizer: tokenizer of the model; None if it is unknown, which only a dataset allows.
 
     Raises:
         ValueError: there is neither a file nor a dataset, the text is not UTF-8, or a text file has no tokenizer.
@@ -36,27 +38,29 @@ def read_documents(path: str, tokenizer: Tokenizer | None) -> Iterator[Document]
     if Path(path).is_file() and not path.endswith((".bin", ".idx")):
         if tokenizer is None:
             raise ValueError(
-                f"{path} is text, and the tokenizer of the model is unknown: set --tokenizer-type and the flags of its files"
+                f"{path} contains text, not token ids, and the tokenizer of the model is unknown: set --tokenizer-type and the "
+                "flag of its file, such as --tokenizer-model"
             )
         content = Path(path).read_bytes()
         try:
             decoded = content.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8: {error}") from error
+            raise ValueError(f"{path} is not UTF-8: {error}. Convert the file to UTF-8") from error
         for document_text in _split_documents(path, decoded):
             yield Document(tokenizer.encode(document_text), len(document_text.encode("utf-8")))
         return
     prefix = path.removesuffix(".bin").removesuffix(".idx")
     if not Path(f"{prefix}.idx").exists():
-        raise ValueError(f"{path}: there is no text file of this name, and no indexed dataset ({prefix}.idx)")
+        raise ValueError(f"{path}: there is no text file of this name, and no indexed dataset ({prefix}.idx). Check the path")
     dataset = IndexedDataset(prefix)
     for document_index in range(dataset.num_documents):
-        ids = dataset.document(document_index).tolist()
+        ids = dataset.get_document(document_index).tolist()
         yield Document(ids, None if tokenizer is None else _count_bytes(ids, tokenizer))
 
 
 def _split_documents(path: str, content: str) -> Iterator[str]:
-    """Yield the documents of a file: the "text" of each JSON line, or the complete file as one document."""
+    """Yield the documents in the content of a file: the value of "text" in each JSON line, or the complete content as one
+    document."""
     if not path.endswith((".jsonl", ".json")):
         yield content
         return
@@ -65,19 +69,21 @@ def _split_documents(path: str, content: str) -> Iterator[str]:
             try:
                 text = json.loads(line)["text"]
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f'{path}, line {line_number}: no JSON object with a "text" field') from error
+                raise ValueError(
+                    f'{path}, line {line_number}: the line is not a JSON object with a field "text". Correct the line'
+                ) from error
             yield str(text)
 
 
 def _count_bytes(ids: list[int], tokenizer: Tokenizer) -> int:
-    """Return the number of UTF-8 bytes of the text of these token ids. The end-of-document token has no text."""
+    """Return the number of UTF-8 bytes of the text of these token ids. The end-of-document token counts as empty text."""
     return len(tokenizer.decode([id for id in ids if id != tokenizer.eod]).encode("utf-8"))
 
 
 def get_document_prefix(tokenizer: Tokenizer | None) -> list[int]:
-    """Return the token id that precedes a document, as a list: bos, or eod if the tokenizer has no bos.
+    """Return a list with the token id that precedes each document: bos, or eod if the tokenizer has no bos.
 
-    Without a tokenizer the list is empty.
+    Without a tokenizer, the list is empty.
     """
     if tokenizer is None:
         return []
