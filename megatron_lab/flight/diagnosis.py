@@ -1,12 +1,13 @@
-"""Diagnosis of a hang: find the rank that keeps the other ranks waiting. Pure functions of the records of all ranks.
+"""Diagnosis of a hang: find the rank that keeps the other ranks waiting. The functions only evaluate the flight records of all
+ranks, the files with their current activity.
 
 Each rank counts its calls (collectives and messages) on each channel, which is a process group or a pair of ranks. A waiting rank
 waits for every rank of the channel whose count is lower than its own: that rank has not entered the call yet. A receive that is
 posted in advance is counted too, so a rank may seem to wait for ranks that wait themselves.
 
 The culprit is a rank that others wait for and that waits for no rank. If all ranks wait in a cycle, a rank did not send a message
-that it should have sent. Then the rank with the least progress in its schedule lacks this message, and the culprit is a rank that
-it waits for and that has made more progress without sending the message.
+that it should have sent. Then the rank with the least progress in its schedule lacks this message. The culprit is a rank that it
+waits for and that has made more progress.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ _DOWN_TEXT = "the node or the link to it is down or very slow"
 
 @dataclass(frozen=True)
 class HangDiagnosis:
-    """Result of the analysis of a hang: which rank causes it, and a message for the log."""
+    """Which rank causes a hang, and a message for the log."""
 
     culprit: int | None
     """Rank that causes the hang; None if no single rank can be named."""
     message: str
-    """One log line: the rank, its node, the collective or message that it did not enter, and its last activity."""
+    """One log line: the rank, its node, the collective or message that it did not enter, and its last activity. If no rank can
+    be named, the line describes the hang."""
     waiting: tuple[int, ...]
     """Ranks that wait for the culprit, directly or through other ranks."""
 
@@ -35,7 +37,8 @@ def diagnose_ranks(snapshots: Sequence[Snapshot]) -> HangDiagnosis:
     """Find the rank that keeps all other ranks waiting.
 
     Args:
-        snapshots: snapshots of all ranks whose records can be read.
+        snapshots: current state of each rank, from its flight record (the file into which the rank writes its activity). Ranks
+            without a readable record are missing.
     """
     by_rank = {snapshot.rank: snapshot for snapshot in snapshots}
     for state, state_text in (("gone", "is gone"), ("stopped", "was stopped by a signal (SIGSTOP, or a debugger)")):
@@ -72,12 +75,12 @@ def diagnose_ranks(snapshots: Sequence[Snapshot]) -> HangDiagnosis:
 
 
 def diagnose_silent_node(silent_s: float, silent_snapshots: Sequence[Snapshot], alive: Sequence[Snapshot]) -> HangDiagnosis:
-    """Describe a hang during which a node sends no reports: the node or the link to it is the cause.
+    """Describe a hang in which a node sends no reports: the node or the link to it is the cause.
 
     Args:
         silent_s: seconds since the node's last report.
-        silent_snapshots: ranks of the node, from its last report.
-        alive: ranks of all nodes that have not ended.
+        silent_snapshots: state of the node's ranks, from its last report.
+        alive: state of the ranks of all nodes that have not ended.
     """
     silent_ranks = sorted(snapshot.rank for snapshot in silent_snapshots)
     node = f"node {silent_snapshots[0].host} ({format_rank_list(silent_ranks)})"
@@ -86,23 +89,24 @@ def diagnose_silent_node(silent_s: float, silent_snapshots: Sequence[Snapshot], 
 
 
 def diagnose_missing_ranks(num_missing: int, alive: Sequence[Snapshot]) -> HangDiagnosis:
-    """Describe a hang during which some ranks have never been reported by their nodes.
+    """Describe a hang in which the nodes have never reported some ranks: these nodes, or the links to them, are the cause.
 
     Args:
-        num_missing: number of these ranks.
-        alive: all ranks that have been reported and have not ended.
+        num_missing: number of ranks that were never reported.
+        alive: state of all reported ranks that have not ended.
     """
     message = f"{num_missing} ranks have never sent a report: their nodes, or the links to them, are down"
     return HangDiagnosis(None, message, tuple(sorted(snapshot.rank for snapshot in alive)))
 
 
 def diagnose_silent_first_node(silent_s: float, address: str, alive: Sequence[Snapshot]) -> HangDiagnosis:
-    """Describe a hang during which the first node does not answer. Called on another node.
+    """Describe a hang in which the first node, whose watcher collects the reports of all nodes, does not answer. Called on another
+    node.
 
     Args:
         silent_s: seconds since the first node's last answer.
         address: address of the first node's watcher.
-        alive: ranks of this node that have not ended.
+        alive: state of the ranks of this node that have not ended.
     """
     message = f"the first node ({address}) has not answered for {silent_s:.0f} s: {_DOWN_TEXT}"
     return HangDiagnosis(None, message, tuple(sorted(snapshot.rank for snapshot in alive)))
@@ -117,9 +121,13 @@ def format_rank_list(ranks: Sequence[int]) -> str:
 def _find_cycle_culprit(wait_graph: Mapping[int, Mapping[int, str]], by_rank: Mapping[int, Snapshot]) -> int:
     """Return the rank that causes a cycle of ranks that wait for each other.
 
-    The rank with the least progress lacks a message. The culprit is one of the ranks that it waits for, with more progress.
-    Tensor-parallel peers of the least advanced rank also belong to the ranks that it waits for, but they are at the same position
-    of the schedule.
+    The rank with the least progress lacks a message. The culprit is one of the ranks that it waits for, with more progress. The
+    least advanced rank may also wait for its tensor-parallel peers, but they are at the same position of the schedule.
+
+    Args:
+        wait_graph: for each waiting rank, the ranks that it waits for. Each awaited rank has a description of the communication
+            call that it has not entered.
+        by_rank: current state of each rank.
     """
 
     def get_progress(rank: int) -> tuple[int, int]:
@@ -134,7 +142,13 @@ def _find_cycle_culprit(wait_graph: Mapping[int, Mapping[int, str]], by_rank: Ma
 
 
 def _find_awaited_calls(snapshot: Snapshot, by_rank: Mapping[int, Snapshot]) -> dict[int, str]:
-    """Return the ranks that this rank waits for, each with a description of the call that it has not entered."""
+    """Return the ranks that a waiting rank waits for. Each awaited rank has a description of the communication call that it has not
+    entered.
+
+    Args:
+        snapshot: state of the waiting rank.
+        by_rank: state of all ranks.
+    """
     awaited_calls: dict[int, str] = {}
     for channel in snapshot.channels:
         for rank in channel.ranks:
@@ -171,7 +185,8 @@ def _find_dependents(rank: int, wait_graph: Mapping[int, Mapping[int, str]]) -> 
 
 
 def _diagnose_without_culprit(snapshots: Sequence[Snapshot]) -> HangDiagnosis:
-    """Describe a hang in which all waiting ranks have made equally many calls, so that no rank can be blamed by its calls."""
+    """Describe a hang in which all waiting ranks have made equally many communication calls. The numbers of calls then cannot show
+    which rank is the cause."""
     waiting = tuple(snapshot.rank for snapshot in snapshots if snapshot.waiting)
     busy = [snapshot for snapshot in snapshots if not snapshot.waiting and snapshot.phase != "ended"]
     if not waiting and busy:

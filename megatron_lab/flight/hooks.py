@@ -1,5 +1,5 @@
-"""Counts all calls of torch's process groups (collectives and messages) in the record of this rank. They come from layers, pipeline
-stages, `fully_shard`, and gathers of Python objects.
+"""Counts all calls of torch's process groups (collectives and messages) in the flight record of this rank, the file that the hang
+watcher reads. The calls come from layers, pipeline stages, `fully_shard`, and gathers of Python objects.
 
 The hooks wrap the methods of torch's classes through which every call passes. A wrapped call takes about a microsecond longer and
 never waits.
@@ -37,7 +37,8 @@ _METHODS = {
 
 @contextmanager
 def count_calls(record: FlightRecord) -> Iterator[None]:
-    """Count all communication calls and waits of this process in its record while the context is active."""
+    """Count all communication calls of this process, and the time that it waits for them, in `record` while the context is
+    active."""
     group, work = dist.ProcessGroup, dist.Work
     originals: list[tuple[type, str, Any]] = [(work, "wait", work.wait)]
     originals += [(group, name, getattr(group, name)) for name in _METHODS if hasattr(group, name)]
@@ -53,7 +54,11 @@ def count_calls(record: FlightRecord) -> Iterator[None]:
 
 
 class _Channels:
-    """Finds the channel of a call: by process group and, for messages, by the other rank. A new channel is added to the record."""
+    """Counts communication calls in the flight record of this rank, separately for each channel.
+
+    A channel is a process group with its collectives, or one direction between two ranks. The first call on a channel adds it to
+    the record.
+    """
 
     def __init__(self, record: FlightRecord) -> None:
         self.record = record
@@ -61,11 +66,12 @@ class _Channels:
         self._groups: list[dist.ProcessGroup] = []  # referenced so that their id() is not reused
 
     def count_call(self, group: dist.ProcessGroup, call_type: int, peer: int) -> None:
-        """Count a call on its channel.
+        """Count a communication call in the flight record of this rank.
 
         Args:
-            call_type: index into `CALLS`.
-            peer: rank of the other end within the group; -1 for a collective.
+            group: process group on which the call is made.
+            call_type: type of the call, as an index into `CALLS`.
+            peer: rank of the other end of a message, within the process group; -1 for a collective.
         """
         key = (id(group), call_type if peer >= 0 else -1, peer)
         index = self._indices.get(key)

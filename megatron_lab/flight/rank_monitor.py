@@ -1,5 +1,9 @@
-"""Monitoring of a rank, in the rank's own process: write its record, count its calls, and end the process when the watcher requests
-it. The first rank of each node starts the watcher process of the node."""
+"""Hang monitoring of a rank, in the rank's own process: write its flight record, count its communication calls, and end the process
+when the watcher requests it.
+
+The flight record is a file with the rank's current activity, which the watcher process of the node reads. The first rank of each
+node starts that process.
+"""
 
 from __future__ import annotations
 
@@ -43,18 +47,24 @@ a rank that has ended."""
 
 
 class Flight:
-    """Interface through which the training loop writes the record of this rank. All methods do nothing if the run is not monitored.
+    """Interface through which the training loop writes this rank's flight record, the file that the hang watcher of the node reads.
+    All methods do nothing if the run is not monitored.
 
     Args:
-        record: record of this rank; None if the run is not monitored.
-        nodes: name and address of each rank's node.
+        record: flight record of this rank; None if the run is not monitored.
+        nodes: host name and address of each rank's node, by rank.
     """
 
     def __init__(self, record: FlightRecord | None = None, nodes: Sequence[tuple[str, str]] = ()) -> None:
         self._record, self._nodes = record, nodes
 
     def set_phase(self, name: str, iteration: int | None = None) -> None:
-        """Record the current phase, one of `record.PHASES`."""
+        """Record which phase of the run begins.
+
+        Args:
+            name: one of `record.PHASES`, such as "evaluating".
+            iteration: iteration to record; None to keep the recorded one.
+        """
         if self._record is not None:
             self._record.set_phase(name, iteration)
 
@@ -63,15 +73,15 @@ class Flight:
         """Total seconds that the rank has waited for other ranks."""
         return 0.0 if self._record is None else self._record.waited_s
 
-    def requested_exit_code(self) -> int:
-        """Exit code with which the watcher wants the rank to exit; 0 if it has made no such request."""
-        return 0 if self._record is None else self._record.requested_exit_code()
+    def get_requested_exit_code(self) -> int:
+        """Return the exit code with which the hang watcher requests this rank to exit; 0 if it has made no such request."""
+        return 0 if self._record is None else self._record.get_requested_exit_code()
 
     def find_lost_rank(self, reason: str) -> str | None:
-        """Describe the rank to which the contact is lost. Return None if this node cannot identify it.
+        """Describe the rank with which this rank has lost contact. Return None if it cannot be identified from this node.
 
         Args:
-            reason: text of torch's error, which may contain the address of the peer.
+            reason: text of torch's error, which may contain the address of the lost rank.
         """
         if self._record is None:
             return None
@@ -92,25 +102,29 @@ class Flight:
         )
 
     def _find_gone_ranks(self) -> list[int]:
-        """Return the ranks of this node whose process has ended, the one with the oldest activity first."""
+        """Return the ranks of this node whose process has ended, first the rank that has been inactive for the longest time."""
         assert self._record is not None
         snapshots = [read_record(path) for path in self._record.path.parent.glob("rank-*.record")]
         gone = [snapshot for snapshot in snapshots if snapshot is not None and snapshot.process == "gone"]
         return [snapshot.rank for snapshot in sorted(gone, key=lambda snapshot: -snapshot.quiet_s)]
 
     def start_op(self, op: Op) -> None:
-        """Record the start of an operation of the schedule."""
+        """Record the start of an operation of the pipeline schedule, such as the forward of a microbatch."""
         if self._record is not None:
             self._record.start_op(op.type, op.chunk, op.microbatch)
 
 
 @contextmanager
 def watch_rank(context: ParallelContext, config: ParallelConfig, stack_folder: str | None) -> Iterator[Flight]:
-    """Monitor this rank while the context is active, if the settings request monitoring. All ranks enter the context together. A
-    run with a single rank is not monitored.
+    """Monitor this rank for hangs while the context is active. All ranks enter the context together.
+
+    Without --hang-warn-s, or with a single rank, there is no monitoring.
 
     Args:
         stack_folder: folder to which stack traces are copied when a hang is found; None to copy none.
+
+    Yields:
+        interface through which the training loop records the activity of the rank.
     """
     rank, world_size, warn_s = context.rank, context.world.size, config.hang_warn_s
     if not warn_s or world_size == 1:
@@ -142,13 +156,22 @@ def watch_rank(context: ParallelContext, config: ParallelConfig, stack_folder: s
 
 
 def get_stack_folder(save: str | None) -> str | None:
-    """Return the folder for the stack traces of a hang: a folder in the save folder. Return None if there is no save folder, or if
-    it is a URL."""
+    """Return the folder for the stack traces of a hang, which is inside the save folder. Return None if there is no save folder, or
+    if it is a URL.
+
+    Args:
+        save: value of --save.
+    """
     return None if save is None or "://" in save else os.path.join(save, "stacks")
 
 
 def _remove_stale_folders(root: Path) -> None:
-    """Remove record folders of earlier runs that were killed together with their watcher, or before it started."""
+    """Remove folders of flight records that earlier runs on this node have left, because they were killed together with their
+    watcher or before it started.
+
+    Args:
+        root: folder that contains the folders of all runs.
+    """
     for folder in root.glob(f"{_FOLDER_PREFIX}*"):
         with suppress(OSError):  # another run may remove the folder at the same time
             stat = folder.stat()
@@ -160,8 +183,13 @@ def _remove_stale_folders(root: Path) -> None:
 
 
 def _start_watcher(watcher_config: WatcherConfig, rank: int, store: dist.Store) -> None:
-    """Start the watcher process of this node. The first rank of the run publishes the address of its watcher in the store, and the
-    other nodes read the address."""
+    """Start the watcher process of this node, which monitors the node's ranks for hangs.
+
+    The first rank of the run publishes the address of its watcher in the store. The other nodes read this address.
+
+    Args:
+        rank: global rank of the caller, the first rank of its node.
+    """
     if rank == 0:
         watcher_config = dataclasses.replace(watcher_config, token=secrets.token_hex(16))
     else:
@@ -185,21 +213,24 @@ def _start_watcher(watcher_config: WatcherConfig, rank: int, store: dist.Store) 
 
 
 def _poll_requests(record: FlightRecord) -> None:
-    """Check for requests of the watcher, and execute them. Runs in a thread, because the main thread may be waiting for other
-    ranks."""
+    """Execute the requests that the hang watcher writes into this rank's flight record: write a trace of calls, or exit. Never
+    returns.
+
+    A separate thread runs this function, because the main thread may be waiting for other ranks.
+    """
     while True:
         time.sleep(_POLL_INTERVAL_S)
         if record.consume_trace_request():
             _write_trace(record.path.with_suffix(CALLS_SUFFIX))
-        code = record.requested_exit_code()
+        code = record.get_requested_exit_code()
         if code:
             time.sleep(_EXIT_DELAY_S)
             os._exit(code)
 
 
 def _write_trace(path: Path) -> None:
-    """Write a dump of torch's flight recorder: the last calls of the NCCL groups, or of the gloo groups if there are no NCCL
-    calls."""
+    """Write the content of torch's flight recorder to a file: the last calls of the NCCL groups, or of the gloo groups if there are
+    no NCCL calls."""
     for dump in find_flight_recorder_dumps():
         with suppress(RuntimeError, OSError):
             trace = dump()

@@ -1,7 +1,8 @@
-"""Record of a rank's current activity: a small file in memory that the watcher of the node reads at any time. Nothing is sent.
+"""Flight record: a small file in memory into which a rank writes its current activity. The watcher process of the node reads it at
+any time. Nothing is sent.
 
-A *channel* is a set of ranks that communicate: a group with its collectives, or one direction between two ranks of the group. A
-rank counts its calls on each channel. Other ranks wait for a rank whose count is lower than theirs; `diagnosis.py` evaluates this.
+A *channel* is a process group with its collectives, or one direction between two of its ranks. A rank counts its communication
+calls on each channel. Other ranks wait for a rank whose count is lower than theirs; `diagnosis.py` evaluates this.
 
 Layout of the file:
 
@@ -42,22 +43,23 @@ _MAX_CHANNELS = (_SIZE - _CHANNELS_OFFSET) // _CHANNEL.size
 
 @dataclass(frozen=True)
 class Channel:
-    """Counter of a rank's communication calls on one channel."""
+    """Number and type of a rank's communication calls on one channel: a process group with its collectives, or one direction
+    between two ranks."""
 
     group: str
     """Name of the process group."""
     ranks: tuple[int, ...]
-    """Ranks of the process group; (sender, receiver) for a directed channel."""
+    """Global ranks of the process group; (sender, receiver) for messages."""
     directed: bool
-    """Whether the channel is for messages from the first to the second of two ranks. If not, it is for collectives."""
+    """True for messages from the first to the second of two ranks, False for collectives."""
     calls: int
     last: str
-    """Name of the last call, such as all-gather."""
+    """Type of the last call, such as "all-gather"."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """State of a rank at one time, read from its record by the watcher."""
+    """State of a rank at one time, as the hang watcher reads it from the rank's flight record."""
 
     rank: int
     host: str
@@ -65,17 +67,17 @@ class Snapshot:
     phase: str
     iteration: int
     steps: int
-    """Number of completed steps."""
+    """Number of training steps that the rank has completed."""
     op: str
-    """Current operation of the schedule as text; empty outside of operations."""
+    """Current operation of the pipeline schedule as text; empty outside of operations."""
     num_started_ops: int
-    """Number of operations of the schedule that the rank has started in this step, including the current one."""
+    """Number of operations of the pipeline schedule that the rank has started in this step, including the current one."""
     waiting: bool
-    """Whether the rank waits for the completion of a communication call."""
+    """Whether the rank waits for a communication call to complete."""
     quiet_s: float
-    """Seconds since the last change of the record."""
+    """Seconds since the rank last changed its flight record. A rank that makes progress changes the record often."""
     waited_s: float
-    """Total seconds that the rank has waited for communication calls."""
+    """Total seconds that the rank has waited for communication calls to complete."""
     process: str
     """State of the process in the operating system: "gone" if it has ended, "stopped" by a signal, or "in the kernel" if it is
     blocked there; "" if it runs or sleeps."""
@@ -83,10 +85,10 @@ class Snapshot:
 
 
 class FlightRecord:
-    """Record into which a rank writes its current activity.
+    """File in memory into which a rank writes its current activity. The hang watcher of the node reads the file.
 
     Args:
-        path: file in memory, for example in /dev/shm.
+        path: path of the new file, for example in /dev/shm.
         rank: global rank.
     """
 
@@ -105,13 +107,14 @@ class FlightRecord:
         self._write_state()
 
     def add_channel(self, group: str, ranks: tuple[int, ...], *, directed: bool = False) -> int:
-        """Add a channel, and return its index for `count_call`. If the record is full, return the index of the last channel, which
-        then counts the calls of all further channels.
+        """Add a channel, on which communication calls are counted, and return its index for `count_call`.
+
+        If the record is full, return the index of the last channel, which then counts the calls of all further channels.
 
         Args:
             group: name of the process group.
-            ranks: ranks of the process group; (sender, receiver) for a directed channel.
-            directed: the channel is for messages from the first to the second of two ranks, not for collectives.
+            ranks: global ranks of the process group; (sender, receiver) for messages.
+            directed: True for messages from the first to the second of two ranks, False for collectives.
         """
         if len(self._channels) < _MAX_CHANNELS:
             self._channels.append({"group": group, "ranks": ranks, "directed": directed})
@@ -125,15 +128,19 @@ class FlightRecord:
         """Count a communication call.
 
         Args:
-            channel: index of the channel.
-            call_type: index into `CALLS`.
+            channel: index that `add_channel` has returned.
+            call_type: type of the call, as an index into `CALLS`.
         """
         num_calls = self._calls[channel] = self._calls[channel] + 1
         _CHANNEL.pack_into(self._memory, _CHANNELS_OFFSET + channel * _CHANNEL.size, num_calls, call_type)
         self._write_state()
 
     def set_waiting(self, is_waiting: bool) -> None:
-        """Record the start or the end of a wait for the completion of a call. Waits may be nested."""
+        """Record that this rank begins or ends to wait for a communication call to complete. Waits may be nested.
+
+        Args:
+            is_waiting: True at the begin of a wait, False at its end.
+        """
         if is_waiting:
             if self._wait_depth == 0:
                 self._wait_start = time.monotonic()
@@ -145,32 +152,40 @@ class FlightRecord:
         self._write_state()
 
     def set_phase(self, name: str, iteration: int | None = None) -> None:
-        """Record the current phase, one of `PHASES`."""
+        """Record which phase of the run begins.
+
+        Args:
+            name: one of `PHASES`, such as "evaluating".
+            iteration: iteration to record; None to keep the recorded one.
+        """
         self._phase, self._op_code, self._num_started_ops = PHASES.index(name), 0, 0
         self._steps += name == "between steps"
         self._iteration = self._iteration if iteration is None else iteration
         self._write_state()
 
     def start_op(self, op_type: str, chunk: int, microbatch: int) -> None:
-        """Record the start of an operation of the schedule.
+        """Record the start of an operation of the pipeline schedule, such as the forward of a microbatch.
 
         Args:
             op_type: value of an `OpType`, one letter.
+            chunk: model chunk of this pipeline stage.
+            microbatch: index of the microbatch.
         """
         self._op_code, self._num_started_ops = ord(op_type) << 48 | chunk << 32 | microbatch, self._num_started_ops + 1
         self._write_state()
 
     @property
     def waited_s(self) -> float:
-        """Total seconds that the rank has waited for communication calls."""
+        """Total seconds that the rank has waited for communication calls to complete."""
         return self._waited_s
 
-    def requested_exit_code(self) -> int:
-        """Exit code with which the watcher wants the rank to exit; 0 if it has made no such request."""
+    def get_requested_exit_code(self) -> int:
+        """Return the exit code with which the hang watcher requests this rank to exit; 0 if it has made no such request."""
         return int(_INT64.unpack_from(self._memory, _EXIT_CODE_OFFSET)[0])
 
     def consume_trace_request(self) -> bool:
-        """Return whether the watcher has requested a dump of torch's flight recorder since the last call of this method."""
+        """Return whether the hang watcher has requested the content of torch's flight recorder since the last call of this
+        method."""
         is_requested = bool(_INT64.unpack_from(self._memory, _TRACE_OFFSET)[0])
         _INT64.pack_into(self._memory, _TRACE_OFFSET, 0)
         return is_requested
@@ -190,7 +205,14 @@ class FlightRecord:
 
 
 def read_record(path: Path) -> Snapshot | None:
-    """Read the state of a rank from its record. Return None while the file is incomplete."""
+    """Read the state of a rank from its flight record.
+
+    Args:
+        path: file of the record.
+
+    Returns:
+        the state; None if the rank is still writing the file.
+    """
     memory = path.read_bytes()
     if len(memory) < _SIZE:
         return None
@@ -221,13 +243,21 @@ def read_record(path: Path) -> Snapshot | None:
 
 
 def request_exit(path: Path, code: int) -> None:
-    """Request that a rank exits with an exit code. Called by the watcher."""
+    """Request a rank to exit with an exit code. The hang watcher calls this function.
+
+    Args:
+        path: flight record of the rank.
+    """
     _write(path, _EXIT_CODE_OFFSET, code)
 
 
 def request_trace(path: Path) -> None:
-    """Request that a rank writes a dump of torch's flight recorder, the list of its last communication calls. Called by the
-    watcher."""
+    """Request a rank to write the content of torch's flight recorder, which lists its last communication calls. The hang watcher
+    calls this function.
+
+    Args:
+        path: flight record of the rank.
+    """
     _write(path, _TRACE_OFFSET, 1)
 
 

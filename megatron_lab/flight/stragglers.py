@@ -1,8 +1,8 @@
-"""Detection of slow ranks (--straggler-interval): ranks that compute longer than their peers.
+"""Detection of slow ranks (--straggler-interval): ranks that compute longer than the other ranks of their pipeline stage.
 
-Step times do not show a slow rank, because all ranks wait for each other and take equally long. This module therefore compares the
-time of a step without the waits that the rank's record of calls counts (`megatron_lab/flight/`). The peers of a rank are the other
-ranks of its pipeline stage. On a GPU this is the time of the host: slow devices are not detected.
+The duration of a step does not show a slow rank, because all ranks wait for each other and take equally long. This module therefore
+subtracts the time that a rank waits for communication calls. On a GPU, the remaining time is that of the host: slow devices are not
+detected.
 """
 
 from __future__ import annotations
@@ -32,11 +32,14 @@ _MIN_CONSECUTIVE = 2
 
 
 def find_slow_ranks(rank_seconds: Sequence[float], stages: Sequence[int]) -> dict[int, float]:
-    """Find the ranks that take longer than their peers. Return the ratio of their time to the median time of the peers, by rank.
+    """Find the ranks that compute longer than their peers, the other ranks of their pipeline stage.
 
     Args:
-        rank_seconds: time of each rank, in seconds.
-        stages: pipeline stage of each rank. The other ranks of the stage are its peers.
+        rank_seconds: computing time of each rank, in seconds.
+        stages: pipeline stage of each rank.
+
+    Returns:
+        for each slow rank, its time divided by the median time of its peers.
     """
     ratios = {}
     for rank, (rank_s, stage) in enumerate(zip(rank_seconds, stages, strict=True)):
@@ -54,23 +57,25 @@ class StragglerCallback(Callback):
     """Callback that logs ranks that compute longer than the other ranks of their pipeline stage.
 
     Args:
-        interval: steps between comparisons.
+        flight: counts how long this rank waits for other ranks.
+        interval: number of steps between comparisons.
     """
 
     def __init__(self, context: ParallelContext, flight: Flight, interval: int, reporter: Reporter) -> None:
         self._context, self._flight, self._interval, self._reporter = context, flight, interval, reporter
         self._hosts = gather_objects(socket.gethostname(), context.world)
-        self._stages = [context.topology.coordinates(rank)["pp"] for rank in range(context.world.size)]
+        self._stages = [context.topology.get_coordinates(rank)["pp"] for rank in range(context.world.size)]
         self._busy_s, self._steps, self._step_start = 0.0, 0, (0.0, 0.0)
         self._slow_intervals: dict[int, int] = {}
         """Number of consecutive slow intervals, for each rank that was slow in the last interval."""
 
     def before_step(self, batch: Sequence[ModelInputs], iteration: int) -> None:
-        """Store the start time of the step."""
+        """Store the start time of the step, and how long this rank has waited until then."""
         self._step_start = time.perf_counter(), self._flight.waited_s
 
     def after_step(self, progress: Progress, result: StepResult, samples: int, learning_rate: float, weight_decay: float) -> None:
-        """Add the computing time of the step. At the end of an interval, gather the mean times of all ranks and compare them."""
+        """Add up the computing times of this rank. At the end of an interval, gather the mean computing times of all ranks and log
+        slow ranks."""
         start, start_waited_s = self._step_start
         self._busy_s += time.perf_counter() - start - (self._flight.waited_s - start_waited_s)
         self._steps += 1

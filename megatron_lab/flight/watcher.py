@@ -3,15 +3,16 @@ progress.
 
     python -P -m megatron_lab.flight.watcher < CONFIG
 
-The first rank of the node starts the process (`rank_monitor.py`), which does not import torch. The watchers of the other nodes send
-the state of their ranks to the watcher of the first node, over TCP and independently of the training's process groups. The watcher
-of the first node finds the culprit and reports it once. Then it sends commands to the other watchers: first to write the stack
-traces of their ranks, and later to end the ranks. If a node sends no reports during a stall, the node itself is reported as the
-cause. If a node receives no answer from the first node, its own watcher diagnoses only the ranks of this node.
+CONFIG is a `WatcherConfig` as JSON. The first rank of the node starts the process (`rank_monitor.py`), which does not import torch.
+The watchers of the other nodes send the state of their ranks to the watcher of the first node. They use TCP connections of their
+own, independent of the training's process groups. The watcher of the first node finds the culprit and reports it once. Then it
+sends commands to the other watchers: first to write the stack traces of their ranks, and later to end the ranks. If a node sends no
+reports during a stall, the node itself is reported as the cause. If a node receives no answer from the first node, its own watcher
+diagnoses only the ranks of this node.
 
-A *stall* is a time in which no rank makes progress. It counts as a hang if it lasts longer than --hang-warn-s, and longer than
-three times the longest earlier stall in the same phase after which the run continued. A phase that no rank has completed yet (the
-start with its compilation, the first save, the first evaluation) may take ten times --hang-warn-s.
+A *stall* is a time in which no rank makes progress. It counts as a hang if it lasts longer than --hang-warn-s. It must also last
+longer than three times the longest earlier stall in the same phase after which the run continued. A phase that no rank has
+completed yet (the start with its compilation, the first save, the first evaluation) may take ten times --hang-warn-s.
 """
 
 from __future__ import annotations
@@ -65,10 +66,10 @@ _STEP_PHASES = ("in a step", "reading data", "between steps")
 
 @dataclass(frozen=True)
 class WatcherConfig:
-    """Configuration of a watcher, which it reads from its standard input."""
+    """Configuration of a watcher process, which reads it as JSON from its standard input."""
 
     folder: str
-    """Folder in memory with the records of the node's ranks."""
+    """Folder in memory with the flight records of the node's ranks (files with their current activity)."""
     num_ranks: int
     """Number of ranks of this node."""
     world_size: int
@@ -83,10 +84,10 @@ class WatcherConfig:
 
 
 class HangDetector:
-    """Decides how long a stall may last until it counts as a hang.
+    """Decides how long a stall (a time in which no rank makes progress) may last until it counts as a hang.
 
     Args:
-        warn_s: value of --hang-warn-s.
+        warn_s: value of --hang-warn-s, in seconds.
     """
 
     def __init__(self, warn_s: float) -> None:
@@ -97,12 +98,11 @@ class HangDetector:
         self._has_stepped = False
 
     def get_limit_s(self) -> float:
-        """Return the duration in seconds from which on a stall in the current phases counts as a hang."""
+        """Return the number of seconds after which a stall counts as a hang, for the phases in which the ranks are now."""
         return max(map(self._get_phase_limit_s, self._phases), default=self._warn_s)
 
     def update(self, snapshots: Sequence[Snapshot]) -> float:
-        """Update the detector with the current snapshots of the ranks. Return the duration of the current stall: the seconds since
-        any rank made progress."""
+        """Update the detector with the current state of the ranks. Return the seconds since any rank made progress."""
         stall_s = min(snapshot.quiet_s for snapshot in snapshots)
         self._has_stepped = any(snapshot.steps for snapshot in snapshots)
         if stall_s < self._stall_s:  # the stall ended by itself
@@ -121,18 +121,18 @@ class HangDetector:
 
 @dataclass(frozen=True)
 class _NodeReport:
-    """Latest report of another node, with the state of its ranks."""
+    """Latest report of another node about the state of its ranks."""
 
     received_at: float
     """Time at which the report arrived, by `time.monotonic` of this node."""
     delay_s: float
-    """Upper bound of the time, in seconds, that the report spent on the network. A node sends a report `_POLL_INTERVAL_S` after
-    the answer to its previous report, so the bound is the interval between the two reports minus `_POLL_INTERVAL_S`."""
+    """Upper bound of the seconds that the report spent on the network: the interval between the previous report and this
+    report, minus `_POLL_INTERVAL_S`. A node sends a report `_POLL_INTERVAL_S` after the answer to its previous report."""
     ranks: list[Snapshot]
 
 
 class NodeWatcher:
-    """Watcher of a node's ranks. The watcher of the first node monitors the ranks of all nodes."""
+    """Watcher that monitors the ranks of a node for hangs. The watcher of the first node monitors the ranks of all nodes."""
 
     def __init__(self, config: WatcherConfig) -> None:
         self._config, self._detector = config, HangDetector(config.warn_s)
@@ -144,7 +144,7 @@ class NodeWatcher:
         self._start_time, self._has_reported_missing = time.monotonic(), False
 
     def run(self) -> None:
-        """Monitor the ranks until all ranks of the node have ended."""
+        """Monitor the ranks for hangs until all ranks of this node have ended."""
         link = None if self._config.first_node_address is None else _Link(self._config)
         parent = os.getppid()
         while True:
@@ -164,7 +164,7 @@ class NodeWatcher:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def read_records(self) -> list[Snapshot]:
-        """Read the records of the node's ranks."""
+        """Read the current state of this node's ranks from their flight records."""
         records = []
         for path in sorted(self._folder.glob("rank-*.record")):
             with contextlib.suppress(OSError):
@@ -172,13 +172,17 @@ class NodeWatcher:
         return [record for record in records if record is not None]
 
     def receive(self, node: str, ranks: list[Snapshot]) -> None:
-        """Store the report of another node about its ranks."""
+        """Store a report of another node about the state of its ranks."""
         now, previous = time.monotonic(), self._node_reports.get(node)
         delay_s = 0.0 if previous is None else max(0.0, now - previous.received_at - _POLL_INTERVAL_S)
         self._node_reports[node] = _NodeReport(now, delay_s, ranks)
 
     def serve(self, listener: socket.socket) -> None:
-        """Answer the watchers of other nodes, each in its own thread."""
+        """Receive the reports of other nodes and answer each with new commands. Each node has its own thread. Returns immediately.
+
+        Args:
+            listener: socket to which the watchers of other nodes connect.
+        """
 
         def handle_connection(connection: socket.socket) -> None:
             # Invalid data ends the connection, but not the watcher.
@@ -202,9 +206,12 @@ class NodeWatcher:
     def _check_all_nodes(self, local_snapshots: list[Snapshot]) -> None:
         """Check the ranks of all nodes for a hang. Called on the first node.
 
-        The age of a report is added to the quiet time of its ranks. A report that may be older than the stall cannot show which
-        rank caused the stall. The diagnosis then waits until the node sends a newer report, or has been silent for so long that the
-        node itself is the cause.
+        For ranks of other nodes, the age of their report is added to the time since their last activity. A report that may be older
+        than the stall cannot show which rank caused the stall. The diagnosis then waits for a newer report. If the node sends none
+        for a long time, the node itself is the cause.
+
+        Args:
+            local_snapshots: state of the ranks of this node.
         """
         now, reports = time.monotonic(), [*self._node_reports.values()]
         remote_snapshots = [
@@ -247,7 +254,13 @@ class NodeWatcher:
         self._handle_stall(stall_s, diagnose)
 
     def _check_local_node(self, local_snapshots: list[Snapshot], link: _Link) -> None:
-        """Check the ranks of this node for a hang while the first node does not answer. Called on the other nodes."""
+        """Check the ranks of this node for a hang if the first node, which normally checks all ranks, does not answer. Called on
+        the other nodes.
+
+        Args:
+            local_snapshots: state of the ranks of this node.
+            link: connection to the first node.
+        """
         alive = [snapshot for snapshot in local_snapshots if snapshot.phase != "ended"]
         if len(local_snapshots) == self._config.num_ranks and alive:
             stall_s, silence_s = self._detector.update(alive), link.get_silence_s()
@@ -259,7 +272,12 @@ class NodeWatcher:
                 self._stall_start = None
 
     def _handle_stall(self, stall_s: float, diagnose: Callable[[], HangDiagnosis]) -> None:
-        """If a stall counts as a hang, report it once, and end the run when the stall exceeds --hang-kill-s."""
+        """Report a stall once if it is long enough to count as a hang. End the run if the stall is longer than --hang-kill-s.
+
+        Args:
+            stall_s: seconds in which no rank has made progress.
+            diagnose: finds the cause. It is called only if the stall is reported.
+        """
         limit_s = self._detector.get_limit_s()
         if stall_s < limit_s:
             if self._stall_start is not None:
@@ -318,8 +336,8 @@ class NodeWatcher:
                         os.kill(snapshot.pid, signal.SIGKILL)
 
     def _read_stack(self, rank: int) -> list[str]:
-        """Return the innermost calls of a rank's main thread, one per line. Return an empty list if the rank is on another node or
-        has written no stack trace."""
+        """Return the innermost calls of a rank's main thread, one string per call. The list is empty if the rank is on another node
+        or has written no stack trace."""
         try:
             text = (self._folder / f"rank-{rank}.stack").read_text()
         except OSError:
@@ -334,7 +352,7 @@ class NodeWatcher:
 
 
 class _Link:
-    """Connection to the watcher of the first node. It reconnects after an error."""
+    """Connection of a watcher to the watcher of the first node. It reconnects after an error."""
 
     def __init__(self, config: WatcherConfig) -> None:
         host, _, port = (config.first_node_address or "").rpartition(":")
@@ -344,8 +362,11 @@ class _Link:
         self._last_heard_at = time.monotonic()
 
     def exchange(self, ranks: Sequence[Snapshot]) -> list[dict[str, Any]]:
-        """Send the snapshots of this node's ranks to the watcher of the first node. Return the commands that it answers, which this
-        node must execute."""
+        """Send the state of this node's ranks to the watcher of the first node.
+
+        Returns:
+            commands of the first node, which this node must execute. Empty if the first node does not answer.
+        """
         try:
             if self._stream is None:
                 with socket.create_connection(self._address, timeout=_REPLY_TIMEOUT_S) as connection:
