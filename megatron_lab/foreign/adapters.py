@@ -1,4 +1,5 @@
-"""Merging of LoRA adapters into the weights: W + scale * B A (Hu et al. 2021, section 4.1)."""
+"""Merging of LoRA adapters into the weights of a model: W + scale * B @ A, with the adapter matrices A and B of a linear layer (Hu
+et al. 2021, section 4.1)."""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ from megatron_lab.foreign.source import DerivedSource, TensorInfo, WeightSource
 
 
 def merge_adapters(source: WeightSource) -> WeightSource:
-    """Return a source whose weights include the LoRA adapters. Its model has no adapters and computes the same function.
+    """Return a source of weights in which every LoRA adapter is added to the weight of its linear layer.
 
-    A source of a model without adapters is returned unchanged.
+    The model of the returned source has no adapters and computes the same function. If the model of `source` has no adapters,
+    `source` itself is returned.
     """
     return source if source.model.lora_rank is None else _MergedSource(source, remove_lora_settings(source.model))
 
@@ -27,7 +29,7 @@ def remove_lora_settings(model: ModelConfig) -> ModelConfig:
 
 
 def get_adapter_names(weight: str) -> tuple[str, str]:
-    """Return the names of the adapter matrices A and B of a linear layer.
+    """Return the parameter names of the LoRA matrices A and B of a linear layer.
 
     Args:
         weight: name of the layer's weight.
@@ -37,7 +39,8 @@ def get_adapter_names(weight: str) -> tuple[str, str]:
 
 
 class _MergedSource(DerivedSource):
-    """Weights of another source with the LoRA adapters added. Its `notes` tell the user that adapters were merged."""
+    """Weights of another source, with each LoRA adapter added to the weight of its layer. The list `notes` (messages for the user)
+    gets one about the merged adapters."""
 
     def __init__(self, source: WeightSource, model: ModelConfig) -> None:
         super().__init__(source, model)

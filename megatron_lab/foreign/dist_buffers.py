@@ -1,9 +1,9 @@
 """Reader of optimizer state that Megatron-Core saved with sharding type `dp_reshardable`: the buckets of the flat buffers in which
 the distributed optimizer keeps its state.
 
-The buckets contain no parameter names. The layout of the run determines which parameters a buffer holds, and the model determines
-their order. A comparison of the main parameters with the weights verifies the assumed order. If no order fits, the reader refuses
-the state.
+The buckets contain no parameter names. The parallel sizes of the run determine which parameters a buffer holds, and the model
+determines their order. The reader verifies the assumed order: the main parameters must equal the weights after rounding. If no
+known order fits, the reader refuses the state.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ _FIRST_MODULES, _LAST_MODULES = ("embedding.word", "embedding.position"), ("fina
 
 @dataclass(frozen=True)
 class _BucketShard:
-    """Position in a bucket of the shard of a parameter that one tensor-parallel rank holds.
+    """Where the shard of a parameter on one tensor-parallel rank is stored: a bucket, and the position in the bucket.
 
     Args:
-        bucket_key: key of the bucket's tensors in the checkpoint, without the buffer name at the end.
+        bucket_key: start of the names of the bucket's tensors in the checkpoint. The name of a buffer (`param`, `exp_avg` or
+            `exp_avg_sq`) follows.
         offset: offset of the shard in the bucket, in elements.
     """
 
@@ -55,9 +56,10 @@ class FlatOptimizerState:
 
     Args:
         reader: reader of the checkpoint.
-        shards: position of the shard of each tensor-parallel rank, for each parameter.
-        padded_vocab_size: rows of the word embedding with padding.
-        optimizer: saved state of the optimizer, except for its tensors.
+        shards: positions of the shards of each parameter, by parameter name. The list of a parameter has one position per
+            tensor-parallel rank.
+        padded_vocab_size: number of rows of the word embedding, including padding rows.
+        optimizer: saved state of the optimizer without its tensors, such as parameter groups and loss scaler.
     """
 
     def __init__(
@@ -66,7 +68,11 @@ class FlatOptimizerState:
         self._reader, self._shards, self._padded_vocab_size, self.optimizer = reader, shards, padded_vocab_size, optimizer
 
     def get_dtype(self, state_type: str) -> torch.dtype:
-        """Return the dtype of the main parameters (`WEIGHT`) or of a moment."""
+        """Return the dtype of the stored main parameters or of a stored moment.
+
+        Args:
+            state_type: `WEIGHT` for the main parameters, or the name of a moment, such as `exp_avg`.
+        """
         return self._reader.tensors[f"{self._shards[WORD_EMBEDDING][0].bucket_key}{_get_buffer_name(state_type)}"].dtype
 
     def read(self, state_type: str, record: ParamRecord, tensor_slice: TensorSlice) -> torch.Tensor:
@@ -100,17 +106,17 @@ def find_flat_state(
     read_weight: Callable[[str], torch.Tensor],
     padded_vocab_size: int,
 ) -> FlatOptimizerState:
-    """Locate the optimizer state of every parameter in the buckets of the flat buffers.
+    """Find the position of every parameter's optimizer state in the buckets of the flat buffers.
 
-    The function tries each known order in which Megatron-Core declares the modules. It verifies an order by comparing main
-    parameters with weights, for the first layer and the parameters outside of layers.
+    The positions follow from the order in which Megatron-Core declares the modules of a layer. The function tries each known order.
+    It verifies an order by comparing main parameters with weights, for the first layer and the parameters outside of layers.
 
     Args:
         reader: reader of the checkpoint.
-        args: arguments of the run.
-        records: records of the parameters by name.
+        args: arguments of the run that saved the checkpoint.
+        records: properties of each parameter (shape, tensor-parallel split), by name.
         read_weight: reads a weight by name.
-        padded_vocab_size: rows of the word embedding with padding.
+        padded_vocab_size: number of rows of the word embedding, including padding rows.
 
     Raises:
         CheckpointError: no known order of the parameters fits the buckets.
@@ -131,24 +137,34 @@ def find_flat_state(
         if all(_matches_weight(state, record, read_weight(record.name)) for record in sample_records):
             return state
     raise CheckpointError(
-        f"{reader.folder}: its optimizer state is stored in flat buffers (dp_reshardable), whose layout cannot be determined "
-        f"({problem}). Load and save it with Megatron-LM's --dist-ckpt-optim-fully-reshardable. {WEIGHTS_ONLY_HINT}"
+        f"{reader.folder}: the optimizer state of the checkpoint is stored in flat buffers without parameter names "
+        f"(dp_reshardable), and the position of each parameter cannot be determined: {problem}. Load the checkpoint with "
+        "Megatron-LM and save it again with --dist-ckpt-optim-fully-reshardable, which stores the state of every parameter by "
+        f"name. {WEIGHTS_ONLY_HINT}"
     )
 
 
 def _matches_weight(state: FlatOptimizerState, record: ParamRecord, weight: torch.Tensor) -> bool:
-    """Return whether the main parameter, rounded to the dtype of the weight, equals the weight. If so, the assumed position in the
-    buckets is right."""
+    """Return whether a main parameter, read at its assumed position and rounded to the dtype of the weight, equals the weight. If
+    so, the position is right."""
     return torch.equal(state.read(WEIGHT, record, TensorSlice.full(record.shape)).to(weight.dtype), weight)
 
 
 def _get_buffer_name(state_type: str) -> str:
-    """Return the name that Megatron-Core gives the buffer of main parameters (`WEIGHT`) or of a moment."""
+    """Return Megatron-Core's name of a buffer: `param` for main parameters (state type `WEIGHT`), otherwise the name of the
+    moment."""
     return MAIN_PARAM if state_type == WEIGHT else state_type
 
 
 def compute_local_shape(record: ParamRecord, tp_size: int, padded_vocab_size: int) -> list[int]:
-    """Return the shape of a parameter's shard, with padding, on each of `tp_size` tensor-parallel ranks."""
+    """Return the shape of a parameter's shard on each of `tp_size` tensor-parallel ranks. The rows of the vocabulary include
+    padding rows.
+
+    Args:
+        record: properties of the parameter.
+        tp_size: tensor-parallel size.
+        padded_vocab_size: number of rows of the word embedding, including padding rows.
+    """
     shape = list(record.shape)
     for split in record.splits:
         shape[split.dim] = (padded_vocab_size if split.padded_size is not None else shape[split.dim]) // tp_size
@@ -156,7 +172,8 @@ def compute_local_shape(record: ParamRecord, tp_size: int, padded_vocab_size: in
 
 
 def _read_optimizer_objects(reader: DistcpReader) -> dict[str, Any]:
-    """Return the part of the first rank's optimizer state that is not tensors: `optimizer` and `grad_scaler`."""
+    """Return the optimizer state of the first rank without its tensors, by the keys `optimizer` (parameter groups, step counts) and
+    `grad_scaler` (loss scaler). A key that the checkpoint does not have is absent."""
     objects = {}
     for name in reader.objects:
         text_before, _, object_key = name.partition(_BUFFER_PREFIX.format(rank=0))
@@ -169,10 +186,19 @@ def _read_optimizer_objects(reader: DistcpReader) -> dict[str, Any]:
 def _locate_shards(
     reader: DistcpReader, args: Namespace, records: Mapping[str, ParamRecord], module_order: Sequence[str], padded_vocab_size: int
 ) -> dict[str, list[_BucketShard]]:
-    """Return the position in the buckets of the shard of each tensor-parallel rank, for each parameter.
+    """Return where the shards of each parameter are stored in the buckets, by parameter name. The list of a parameter has one
+    position per tensor-parallel rank.
+
+    Args:
+        reader: reader of the checkpoint.
+        args: arguments of the run, with its parallel sizes.
+        records: properties of each parameter, by name.
+        module_order: names of the modules of a layer, in the order in which Megatron-Core is assumed to declare them.
+        padded_vocab_size: number of rows of the word embedding, including padding rows.
 
     Raises:
-        ValueError: the parameters do not fit the buckets.
+        ValueError: parameters in this order do not exactly fill the buckets, or the checkpoint has other buckets than the run
+            saves.
     """
     tp_size, pp_size, num_chunks = (
         vars(args).get(f"{axis}_model_parallel_size") or 1 for axis in ("tensor", "pipeline", "virtual_pipeline")
@@ -202,17 +228,19 @@ def _locate_shards(
                     shards.setdefault(name, []).append(_BucketShard(key, offset))
     if unexpected := {name for name in reader.tensors if name.startswith("optimizer.")} ^ used_keys:
         raise ValueError(
-            f"{sorted(unexpected)[0]} and {len(unexpected) - 1} other tensors do not match those that a run of this layout saves"
+            f"{len(unexpected)} tensors of optimizer state are missing or unexpected for the parallel sizes of the run, such as "
+            f"{sorted(unexpected)[0]}: the checkpoint is incomplete, or was written with other parallel sizes"
         )
     return shards
 
 
 def _iter_bucket_keys(reader: DistcpReader, mp_rank: int, chunk: int) -> Iterator[str]:
-    """Yield the keys of the buckets of a rank's buffer for one model chunk, without the buffer name at the end.
+    """Yield the start of the tensor names of each bucket in a rank's flat buffer for one model chunk. In the checkpoint, the name
+    of a buffer (`param`, `exp_avg` or `exp_avg_sq`) follows.
 
     Args:
         reader: reader of the checkpoint.
-        mp_rank: model-parallel rank, pipeline stage * tensor-parallel size + tensor-parallel rank.
+        mp_rank: model-parallel rank: pipeline stage * tensor-parallel size + tensor-parallel rank.
         chunk: index of the model chunk on the stage.
 
     Raises:
@@ -222,7 +250,8 @@ def _iter_bucket_keys(reader: DistcpReader, mp_rank: int, chunk: int) -> Iterato
     dtypes = {name[len(prefix) :].partition(".bucket_idx_")[0] for name in reader.tensors if name.startswith(prefix)}
     if len(dtypes) != 1:
         raise ValueError(
-            f"model-parallel rank {mp_rank} has {len(dtypes)} buffers for model chunk {chunk}, but should have exactly one"
+            f"the optimizer state of model-parallel rank {mp_rank} has {len(dtypes)} flat buffers for model chunk {chunk}, but "
+            "exactly one must exist (one dtype for all parameters)"
         )
     (dtype,) = dtypes
     bucket_index = 0
@@ -235,15 +264,23 @@ def _iter_bucket_keys(reader: DistcpReader, mp_rank: int, chunk: int) -> Iterato
 
 
 def _iter_chunk_params(records: Mapping[str, ParamRecord], module_order: Sequence[str], num_chunks: int) -> Iterator[list[str]]:
-    """Yield the parameter names of each model chunk in the order in which Megatron-Core declares them. All chunks have equally many
-    layers.
+    """Yield the parameter names of each model chunk, in the order in which Megatron-Core declares them. All chunks have the same
+    number of layers.
+
+    Args:
+        records: properties of each parameter, by name.
+        module_order: names of the modules of a layer, in declaration order.
+        num_chunks: number of model chunks of all pipeline stages together.
 
     Raises:
         ValueError: the number of layers is not a multiple of the number of chunks.
     """
     num_layers = 1 + max(layer for name in records if (layer := split_layer_name(name)[0]) is not None)
     if num_layers % num_chunks:
-        raise ValueError(f"the number of layers ({num_layers}) is not a multiple of the number of model chunks ({num_chunks})")
+        raise ValueError(
+            f"the number of layers ({num_layers}) is not a multiple of the number of model chunks ({num_chunks}), so the model "
+            "chunks have different numbers of layers, which is not supported"
+        )
     layers_per_chunk = num_layers // num_chunks
 
     def select_params(modules: Sequence[str], prefix: str = "") -> list[str]:

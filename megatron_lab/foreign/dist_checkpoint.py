@@ -1,11 +1,11 @@
 """Reader of Megatron-Core checkpoints in the format `torch_dist`: names and layouts of the stored tensors.
 
 The tensors are unsharded and have names. The layers are stacked along a leading dimension, or each layer has its own tensors. The
-weight of a gated MLP is one tensor [2f, h], gate first, or two tensors.
+weight of a gated MLP is one tensor [2f, h], gate first, or two tensors [f, h] (f: FFN hidden size, h: hidden size).
 
 The optimizer state of a parameter is named `optimizer.state.<type>.<parameter>`. Two other ways to save the optimizer state
-(sharding types) exist. With `fully_sharded_model_space` each tensor is divided along a grid into cells, and each cell is flattened.
-With `dp_reshardable` the checkpoint contains flat buffers (see `dist_buffers.py`).
+(sharding types) exist. With `fully_sharded_model_space` each tensor is divided along a grid into cells of equal shape, and each
+cell is flattened. With `dp_reshardable` the checkpoint contains flat buffers without parameter names (see `dist_buffers.py`).
 """
 
 from __future__ import annotations
@@ -53,20 +53,22 @@ _HALF_SUFFIXES = ("_w", "_v")
 
 
 def find_dist_folder(path: Path) -> Path | None:
-    """Return the folder with the files of a `torch_dist` checkpoint. `path` is a --save folder or the folder of one iteration.
+    """Return the folder with the files of a `torch_dist` checkpoint; None if there is no such checkpoint.
 
-    Returns None if there is no such checkpoint.
+    Args:
+        path: a --save folder, of which the latest iteration is selected, or the folder of one iteration.
     """
     return find_iteration_folder(path, lambda folder: (folder / FORMAT_FILE).is_file())
 
 
 class _ParamLocation(NamedTuple):
-    """Names of the stored tensors that hold a parameter, and its position in them.
+    """Where a parameter is stored: the names of its stored tensors, and its position in them.
 
     Args:
-        keys: names of the stored tensors without the prefix of optimizer state. There are two if the halves of a gated MLP weight
-            are stored separately.
-        layer_row: row of the parameter in a tensor of stacked layers; None if the layers are not stacked.
+        keys: names of the stored tensors that hold the weight. There are two if the halves of a gated MLP weight are stored
+            separately. The names of the parameter's optimizer state are the same after a prefix.
+        layer_row: index of the parameter's layer along the leading dimension if the layers are stacked in one tensor; otherwise
+            None.
     """
 
     keys: tuple[str, ...]
@@ -76,12 +78,12 @@ class _ParamLocation(NamedTuple):
 class DistCheckpoint(MegatronSource):
     """A `WeightSource` that reads Megatron-Core's checkpoint format `torch_dist`.
 
-    A read needs memory for one tensor and one stored chunk (region) of a tensor.
+    Reading a parameter needs memory for the parameter and for one stored chunk (region) of its tensor.
 
     Args:
         path: a --save folder (its latest checkpoint is read), or one of its iter_ or release folders.
-        vocab_size: vocabulary size without padding. By default the size that the checkpoint records, which it does only for
-            NullTokenizer. Otherwise the padding counts as part of the vocabulary, and a note says so.
+        vocab_size: vocabulary size without padding. None: the size that the checkpoint records, which it does only for
+            NullTokenizer. If it records none, the padding rows count as part of the vocabulary, and a note says so.
 
     Raises:
         CheckpointError: there is no checkpoint, its format or model is not supported, it has missing or unexpected tensors, or a
@@ -91,22 +93,31 @@ class DistCheckpoint(MegatronSource):
 
     def __init__(self, path: Path | str, vocab_size: int | None = None) -> None:
         if "://" in str(path):
-            raise CheckpointError(f"{path}: checkpoints of Megatron-Core can be read only from a local disk. Copy it to one.")
+            raise CheckpointError(
+                f"{path}: checkpoints of Megatron-Core can be read only from a local disk. Copy the checkpoint to one."
+            )
         folder = find_dist_folder(Path(path))
         if folder is None:
             raise CheckpointError(
-                f"{path} holds no torch_dist checkpoint: it has neither {FORMAT_FILE} nor a {LATEST} that names an iteration"
+                f"{path} holds no torch_dist checkpoint: it has neither {FORMAT_FILE} nor a {LATEST} that names an iteration.\n"
+                "  Choose a --save folder of Megatron-Core, or one of the iter_ folders in it."
             )
         self.folder = folder
         _check_format(folder / FORMAT_FILE)
         self._common = TorchFile(folder / COMMON_FILE).content
         args = self._common.get("args") if isinstance(self._common, dict) else None
         if not isinstance(args, Namespace):
-            raise CheckpointError(f"{folder / COMMON_FILE} holds no args (the arguments of the run), so its model is not known")
+            raise CheckpointError(
+                f"{folder / COMMON_FILE} holds no args (the arguments of the run), so the sizes of the model are not known. "
+                "Load the checkpoint with Megatron-LM and save it again to store them."
+            )
         super().__init__(str(path), args, str(folder / COMMON_FILE))
         self._reader = DistcpReader(folder)
         if EMBEDDING_KEY not in self._reader.tensors:
-            raise CheckpointError(f"{folder / METADATA} lists no {EMBEDDING_KEY}: {format_list(sorted(self._reader.tensors))}")
+            raise CheckpointError(
+                f"{folder / METADATA} lists no word embedding ({EMBEDDING_KEY}), so this is not a checkpoint of a supported model. "
+                f"It lists: {format_list(sorted(self._reader.tensors))}"
+            )
         tp_size = vars(args).get("tensor_model_parallel_size")
         self._set_vocab_size(
             self._reader.tensors[EMBEDDING_KEY].shape[0],
@@ -133,7 +144,8 @@ class DistCheckpoint(MegatronSource):
 
     @functools.cached_property
     def _sharding_type(self) -> str | None:
-        """Sharding type with which Megatron-Core saved the optimizer state; None if the optimizer is not sharded."""
+        """How Megatron-Core divided the saved optimizer state among tensors, such as `dp_reshardable`; None if the optimizer was
+        not distributed over the data-parallel ranks."""
         optimizer, content = self._common.get("optimizer"), self._common.get("content_metadata")
         sharding_type = optimizer.get("param_state_sharding_type") if isinstance(optimizer, dict) else None
         return sharding_type or (content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None)
@@ -150,9 +162,9 @@ class DistCheckpoint(MegatronSource):
             self._check_state_complete()
         else:
             raise CheckpointError(
-                f"{self.folder}: its optimizer state has the unsupported form {self._sharding_type}. Load and save it with "
-                "Megatron-LM's --dist-ckpt-optim-fully-reshardable, which stores the state of every parameter by name. "
-                f"{WEIGHTS_ONLY_HINT}"
+                f"{self.folder}: the optimizer state of the checkpoint was saved in the form {self._sharding_type}, which is not "
+                "supported. Load the checkpoint with Megatron-LM and save it again with --dist-ckpt-optim-fully-reshardable, "
+                f"which stores the state of every parameter by name. {WEIGHTS_ONLY_HINT}"
             )
         return run
 
@@ -174,28 +186,40 @@ class DistCheckpoint(MegatronSource):
         return self._read_tensor(prefix, name, tensor_slice)
 
     def _find_state_prefix(self, state_type: str) -> str | None:
-        """Return the prefix of the names of main parameters (`WEIGHT`) or of a moment; None if the checkpoint has no tensors of
-        this type."""
+        """Return the start of the stored tensor names of main parameters or of a moment, such as `optimizer.state.exp_avg.`; None
+        if the checkpoint has no tensors of this type.
+
+        Args:
+            state_type: `WEIGHT` for the main parameters, or the name of a moment.
+        """
         prefixes = [f"{_STATE_PREFIX}{name}." for name in (_MAIN_PARAM_NAMES if state_type == WEIGHT else (state_type,))]
         return next((prefix for prefix in prefixes if f"{prefix}{EMBEDDING_KEY}" in self._reader.tensors), None)
 
     def _check_state_complete(self) -> None:
-        """Check that the checkpoint has optimizer state for every parameter, and no other optimizer state."""
+        """Check that the checkpoint has optimizer state for every parameter, and no other optimizer state.
+
+        Raises:
+            CheckpointError: tensors of optimizer state are missing or unexpected.
+        """
         prefixes = [prefix for state_type in (WEIGHT, *MOMENTS) if (prefix := self._find_state_prefix(state_type)) is not None]
         expected = {f"{prefix}{key}" for prefix in prefixes for location in self._locations.values() for key in location.keys}
         actual = {name for name in self._reader.tensors if name.startswith("optimizer.")}
         if len(prefixes) < len(MOMENTS) or expected != actual:
-            differences = sorted(expected ^ actual) or [f"no {_STATE_PREFIX}{'* and '.join(MOMENTS)}*"]
+            differences = sorted(expected ^ actual) or [f"{_STATE_PREFIX}{'* and '.join(MOMENTS)}*"]
             raise CheckpointError(
-                f"{self.folder}: its optimizer state is not that of Adam for the parameters of this model: "
-                f"{format_list(differences)}. {WEIGHTS_ONLY_HINT}"
+                f"{self.folder}: the optimizer state of the checkpoint is not that of Adam for the parameters of this model. "
+                f"Missing or unexpected tensors: {format_list(differences)}. {WEIGHTS_ONLY_HINT}"
             )
 
     # Locations of parameters
 
     def _locate(self, record: ParamRecord) -> _ParamLocation:
-        """Return which stored tensors hold a parameter. The layers may be stacked, and the halves of a gated MLP weight may be
-        separate tensors."""
+        """Find the stored tensors that hold a parameter. The layers may be stacked in one tensor, and the halves of a gated MLP
+        weight may be separate tensors.
+
+        Raises:
+            CheckpointError: the checkpoint has no tensor for the parameter, or the tensor has the wrong shape.
+        """
         layer, _ = split_layer_name(record.name)
         tensors = self._reader.tensors
         for unstacked in get_megatron_keys(record.name, 0):
@@ -206,15 +230,25 @@ class DistCheckpoint(MegatronSource):
                 halves = tuple(f"{key}{suffix}" for suffix in _HALF_SUFFIXES)
                 if all(half in tensors for half in halves):
                     return self._check_shape(record, _ParamLocation(halves, layer_row))
-        raise CheckpointError(f"{self.folder} has no {' nor '.join(get_megatron_keys(record.name, 0))}")
+        raise CheckpointError(
+            f"{self.folder} lacks the parameter {record.name}: no tensor has the name "
+            f"{' or '.join(get_megatron_keys(record.name, 0))}. The checkpoint is incomplete (copy it again), or has a model that "
+            "is not supported"
+        )
 
     def _check_shape(self, record: ParamRecord, location: _ParamLocation) -> _ParamLocation:
-        """Check the shapes of the stored tensors that hold a parameter, and return the location unchanged."""
+        """Check the shapes of the stored tensors that hold a parameter, and return its location unchanged.
+
+        Raises:
+            CheckpointError: a shape does not match the model.
+        """
         expected = self._get_stored_shape(record, location)
         for key in location.keys:
             if (shape := self._reader.tensors[key].shape) != expected:
                 raise CheckpointError(
-                    f"{self.folder}: {key} has shape {list(shape)}, but according to its args it should be {list(expected)}"
+                    f"{self.folder}: the tensor {key} has the shape {list(shape)}, but according to the arguments of the run (args "
+                    f"in {COMMON_FILE}) the shape should be {list(expected)}. The checkpoint was altered, or its model is not "
+                    "supported"
                 )
         return location
 
@@ -232,7 +266,13 @@ class DistCheckpoint(MegatronSource):
         return TensorInfo(self._records[name].shape, self._reader.tensors[prefix + self._locations[name].keys[0]].dtype)
 
     def _read_tensor(self, prefix: str, name: str, tensor_slice: TensorSlice) -> torch.Tensor:
-        """Read a slice of a weight, or of optimizer state if `prefix` is that of a moment or main parameter."""
+        """Read a slice of a parameter, or of its main parameter or moment.
+
+        Args:
+            prefix: start of the stored tensor name: empty for the weight, `optimizer.state.<type>.` for optimizer state.
+            name: name of the parameter.
+            tensor_slice: region of the parameter.
+        """
         record, location = self._records[name], self._locations[name]
         shape, full_shape = record.shape, self._get_stored_shape(record, location)
         is_gated = len(shape) > len(get_megatron_shape(record, [*shape]))
@@ -247,7 +287,8 @@ class DistCheckpoint(MegatronSource):
         return result
 
     def _read_grid(self, key: str, shape: tuple[int, ...], tensor_slice: TensorSlice) -> torch.Tensor:
-        """Read a slice of a stored tensor, which may be divided along a grid into flattened cells.
+        """Read a slice of a stored tensor, which may be divided along a grid into cells: blocks of equal shape, each stored
+        flattened.
 
         A tensor that is stored as a grid has the shape [number of cells along dimension 0, number of cells along dimension 1, ...,
         elements of a cell].
@@ -255,7 +296,7 @@ class DistCheckpoint(MegatronSource):
         Args:
             key: name of the stored tensor.
             shape: shape of the tensor without the grid.
-            tensor_slice: region to read.
+            tensor_slice: region to read, in the tensor without the grid.
 
         Raises:
             CheckpointError: the stored shape is neither `shape` nor a grid of cells that divide `shape`.
@@ -268,9 +309,9 @@ class DistCheckpoint(MegatronSource):
         cell_shape = tuple(size // count for size, count in zip(shape, grid, strict=True)) if is_divisible else ()
         if not is_divisible or math.prod(cell_shape) != numel:
             raise CheckpointError(
-                f"{self.folder}: {key} has shape {list(stored_shape)}, which does not fit its parameter of shape "
-                f"{list(shape)}: expected "
-                "that shape, or the number of cells along each dimension followed by the number of elements of a cell"
+                f"{self.folder}: the stored tensor {key} has the shape {list(stored_shape)}. It must have the shape {list(shape)} "
+                "of its parameter, or be divided into a grid of cells: the number of cells along each dimension, then the "
+                "elements per cell. The checkpoint was altered, or written by a version of Megatron-Core that is not supported"
             )
         result = torch.empty(tensor_slice.sizes, dtype=self._reader.tensors[key].dtype)
         for cell in _iter_cells(tensor_slice, cell_shape):
@@ -284,7 +325,11 @@ class DistCheckpoint(MegatronSource):
     # Other content
 
     def _check_all_tensors_read(self) -> None:
-        """Check that the checkpoint contains no tensor that the model does not have."""
+        """Check that the checkpoint contains no tensor that the model does not have.
+
+        Raises:
+            CheckpointError: there are such tensors.
+        """
         used = {key for location in self._locations.values() for key in location.keys}
         unread = [
             name
@@ -293,7 +338,8 @@ class DistCheckpoint(MegatronSource):
         ]
         if unread:
             raise CheckpointError(
-                f"{self.folder} holds tensors that the model described by its args does not have: {format_list(sorted(unread))}"
+                f"{self.folder} holds tensors that the model does not have, according to the arguments of the run (args in "
+                f"{COMMON_FILE}): {format_list(sorted(unread))}. Models with these tensors are not supported"
             )
 
     def _describe_ignored(self) -> Iterator[str]:
@@ -308,7 +354,8 @@ class DistCheckpoint(MegatronSource):
 
 
 def _split_halves(tensor: torch.Tensor, tensor_slice: TensorSlice) -> Iterator[tuple[torch.Tensor, int, TensorSlice]]:
-    """Split a tensor that holds a slice of a gated MLP weight [2, f, ...] into the halves that the slice overlaps.
+    """Split a tensor that holds a slice of a gated MLP weight [2, f, ...] (f: FFN hidden size) into the halves that the slice
+    overlaps.
 
     Args:
         tensor: tensor with the shape of the slice.
@@ -322,7 +369,8 @@ def _split_halves(tensor: torch.Tensor, tensor_slice: TensorSlice) -> Iterator[t
 
 
 def _iter_cells(tensor_slice: TensorSlice, cell_shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield the grid indices of the cells that a slice overlaps.
+    """Yield the grid index, one number per dimension, of every cell that a slice of a tensor overlaps. The cells divide the tensor
+    into blocks of equal shape.
 
     Args:
         tensor_slice: region of the tensor.
@@ -339,14 +387,21 @@ def _iter_cells(tensor_slice: TensorSlice, cell_shape: tuple[int, ...]) -> Itera
 
 
 def _check_format(path: Path) -> None:
-    """Check that metadata.json names the format `torch_dist`, version 1."""
+    """Check that metadata.json names the format `torch_dist`, version 1.
+
+    Raises:
+        CheckpointError: the file names another format or version.
+        DamagedCheckpointError: the file cannot be read.
+    """
     try:
         content: Any = json.loads(path.read_bytes()[:1_000_000])
     except (OSError, ValueError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{path} cannot be read: {error}") from error
+        raise DamagedCheckpointError(
+            f"{path} cannot be read: {error}. If the file is damaged, copy the checkpoint again."
+        ) from error
     backend = content.get("sharded_backend") if isinstance(content, dict) else None
     if backend != "torch_dist" or content.get("sharded_backend_version", 1) != 1:
         raise CheckpointError(
             f"{path} names the format {str(backend)[:40]!r}; of Megatron-Core's formats only torch_dist, version 1, is supported.\n"
-            "  Load it with Megatron-LM, and save it with --ckpt-format torch_dist."
+            "  Load the checkpoint with Megatron-LM, and save it again with --ckpt-format torch_dist."
         )

@@ -56,8 +56,14 @@ them."""
 
 @dataclass(frozen=True)
 class DistcpChunk:
-    """Byte range in a file that stores a region of a tensor (`tensor_slice`) or an object that is not a tensor (`tensor_slice` is
-    None)."""
+    """Byte range of a `.distcp` file, which stores one region of a tensor or one object that is not a tensor.
+
+    Args:
+        tensor_slice: region of the tensor; None for an object that is not a tensor.
+        file: name of the file in the checkpoint folder.
+        offset: first byte.
+        length: number of bytes.
+    """
 
     tensor_slice: TensorSlice | None
     file: str
@@ -67,7 +73,7 @@ class DistcpChunk:
 
 @dataclass
 class DistcpTensor:
-    """Shape, dtype and chunks of a stored tensor."""
+    """Shape and dtype of a stored tensor, and the chunks (regions with their byte ranges) that together hold it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -91,11 +97,14 @@ class DistcpReader:
         try:
             if (num_bytes := path.stat().st_size) > _MAX_METADATA_BYTES:
                 raise CheckpointError(
-                    f"{path} has {num_bytes:,} bytes, more than the metadata of any checkpoint needs, so it is not read"
+                    f"{path} has {num_bytes:,} bytes, more than the metadata of any checkpoint needs, so the file is not read. The "
+                    "file is probably damaged: copy the checkpoint again"
                 )
             data = path.read_bytes()
         except OSError as error:
-            raise DamagedCheckpointError(f"{path} cannot be read ({error.strerror or error})") from error
+            raise DamagedCheckpointError(
+                f"{path} cannot be read ({error.strerror or error}). Copy the complete checkpoint, including this hidden file"
+            ) from error
         self.tensors: dict[str, DistcpTensor] = {}
         self.objects: dict[str, DistcpChunk] = {}
         self._verified: set[str] = set()
@@ -104,10 +113,18 @@ class DistcpReader:
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise DamagedCheckpointError(f"{path} is damaged, or not metadata of a torch checkpoint ({str(error)[:80]})") from error
+            raise DamagedCheckpointError(
+                f"{path} is damaged, or not metadata of a torch checkpoint ({str(error)[:200]}). Copy the checkpoint again"
+            ) from error
 
     def _parse_metadata(self, metadata: Any) -> None:
-        """Fill `tensors` and `objects` from the parsed `.metadata`, and check that every byte range lies within its file."""
+        """Fill `tensors` and `objects` from the parsed `.metadata`, and check that every byte range lies within its file.
+
+        Raises:
+            CheckpointError: a byte range is compressed or in a file outside of the folder.
+            DamagedCheckpointError: files are missing or too short.
+            ValueError: an entry of `.metadata` does not have the expected form.
+        """
         metadata_fields = _get_fields(metadata, "Metadata")
         file_sizes: dict[str, int] = {}
         expected: dict[str, dict[tuple[int, ...], TensorSlice]] = {}
@@ -119,21 +136,30 @@ class DistcpReader:
                 slices = [TensorSlice(_parse_size(chunk["offsets"]), _parse_size(chunk["sizes"])) for chunk in chunks]
                 expected[name] = {tensor_slice.offsets: tensor_slice for tensor_slice in slices}
             elif not entry_metadata.name.endswith(".BytesStorageMetadata"):
-                raise ValueError(f"{name} is a {entry_metadata.name}")
+                raise ValueError(
+                    f"the entry {name} has the type {entry_metadata.name}, which is neither that of a tensor nor that of an "
+                    "object: the file is damaged, or written by an unsupported version of torch"
+                )
         truncated: list[str] = []
         for index, storage_info in _get_dict(metadata_fields["storage_data"]).items():
             index_fields, storage_fields = _get_fields(index, "MetadataIndex"), _get_fields(storage_info, "_StorageInfo")
             name, file = index_fields["fqn"], storage_fields["relative_path"]
             if not isinstance(file, str) or Path(file).name != file or file.startswith("."):
-                raise CheckpointError(f"{self.folder / METADATA} names files outside of its folder: {str(file)[:80]!r}")
+                raise CheckpointError(
+                    f"{self.folder / METADATA} names a file outside of its folder: {str(file)[:80]!r}. For safety, such files are "
+                    "not read: the checkpoint is damaged or was manipulated. Copy it again from a source that you trust"
+                )
             if storage_fields.get("transform_descriptors"):
-                raise CheckpointError(f"{self.folder}: {name} is compressed or encrypted, which is not supported")
+                raise CheckpointError(
+                    f"{self.folder}: the entry {name} is compressed or encrypted, which is not supported. Load the checkpoint with "
+                    "Megatron-LM, and save it again without compression and encryption"
+                )
             offset, length = _parse_count(storage_fields["offset"]), _parse_count(storage_fields["length"])
             if file not in file_sizes:
                 try:
                     file_sizes[file] = (self.folder / file).stat().st_size
                 except OSError as error:
-                    raise DamagedCheckpointError(f"{self.folder / file} is missing") from error
+                    raise DamagedCheckpointError(f"{self.folder / file} is missing: copy the complete checkpoint") from error
             if offset + length > file_sizes[file]:
                 truncated.append(f"{name} (up to byte {offset + length:,} of {file}, which has {file_sizes[file]:,})")
                 continue
@@ -143,21 +169,30 @@ class DistcpReader:
             entry = self.tensors[name]
             offsets = (0,) * len(entry.shape) if index_fields["offset"] is None else _parse_size(index_fields["offset"])
             if offsets not in expected[name]:
-                raise ValueError(f"{name} must have exactly one chunk that starts at {offsets}, but has none or several")
+                raise ValueError(
+                    f"the tensor {name} does not have exactly one chunk (stored part) that starts at the indices {offsets}, so the "
+                    "file is damaged"
+                )
             entry.chunks.append(DistcpChunk(expected[name].pop(offsets), file, offset, length))
         if truncated:
-            raise DamagedCheckpointError(f"{self.folder} is truncated or altered: it lacks {format_list(truncated)}")
+            raise DamagedCheckpointError(
+                f"{self.folder} is truncated or altered: the files lack the data of {format_list(truncated)}. Copy the checkpoint "
+                "again"
+            )
 
     def read(self, name: str, tensor_slice: TensorSlice) -> torch.Tensor:
-        """Read a slice of a tensor into a new contiguous tensor in its stored dtype.
+        """Read a slice of a stored tensor into a new contiguous tensor in its stored dtype.
 
         Raises:
-            DamagedCheckpointError: a file is truncated or altered, or chunks are missing.
+            DamagedCheckpointError: a file is truncated or altered, or chunks of the tensor are missing.
         """
         entry = self.tensors[name]
         if name not in self._verified:
             if not is_partition(entry.shape, [chunk.tensor_slice for chunk in entry.chunks if chunk.tensor_slice is not None]):
-                raise DamagedCheckpointError(f"{self.folder}: the chunks of {name} do not cover every element exactly once")
+                raise DamagedCheckpointError(
+                    f"{self.folder}: the stored chunks of the tensor {name} do not cover every element exactly once. The "
+                    "checkpoint is incomplete or damaged: copy it again"
+                )
             self._verified.add(name)
         result = torch.empty(tensor_slice.sizes, dtype=entry.dtype)
         for chunk in entry.chunks:
@@ -180,7 +215,7 @@ class DistcpReader:
         if chunk.length > max_length:
             raise DamagedCheckpointError(
                 f"{self.folder / chunk.file}: a chunk of {name} is stored in {chunk.length:,} bytes, but needs at most "
-                f"{max_length:,}"
+                f"{max_length:,}. The checkpoint is damaged: copy it again"
             )
         file = self._open_chunk(name, chunk)
         tensor = file.content
@@ -189,8 +224,8 @@ class DistcpReader:
                 f"{list(tensor.shape)} {tensor.dtype}" if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
             )
             raise DamagedCheckpointError(
-                f"{self.folder / chunk.file}: {name} is {description} there, but {METADATA} says "
-                f"{list(chunk.tensor_slice.sizes)} {entry.dtype}"
+                f"{self.folder / chunk.file}: a chunk of {name} is {description} in this file, but {METADATA} says "
+                f"{list(chunk.tensor_slice.sizes)} {entry.dtype}. The checkpoint is damaged: copy it again"
             )
         return file.check(tensor, name)
 
@@ -202,47 +237,59 @@ class DistcpReader:
                 file.seek(chunk.offset)
                 return TorchFile(path, file.read(chunk.length))
         except OSError as error:
-            raise DamagedCheckpointError(f"{path} cannot be read ({error.strerror or os.strerror(error.errno or 0)})") from error
+            raise DamagedCheckpointError(
+                f"{path} cannot be read ({error.strerror or os.strerror(error.errno or 0)}): copy the complete checkpoint"
+            ) from error
         except DamagedCheckpointError as error:
-            raise DamagedCheckpointError(f"{name}, {chunk.length:,} bytes from byte {chunk.offset:,} on: {error}") from error
+            raise DamagedCheckpointError(
+                f"the entry {name} (stored in {chunk.length:,} bytes from byte {chunk.offset:,} on) cannot be read: {error}"
+            ) from error
 
 
 def _get_fields(record: Any, class_name: str) -> Mapping[str, Any]:
-    """Return the attributes of an object in a pickle, after checking that its class is `class_name`."""
+    """Return the attributes of an object in a pickle, by name, after checking that its class is `class_name`."""
     if not isinstance(record, CallRecord) or record.name.rpartition(".")[2] != class_name or not isinstance(record.state, dict):
-        raise ValueError(f"an entry is not an object of the class {class_name}")
+        raise ValueError(
+            f"an entry of {METADATA} is not an object of the class {class_name}: the file is damaged, or written by an unsupported "
+            "version of torch"
+        )
     return record.state
 
 
 def _get_dict(value: Any) -> dict[Any, Any]:
-    """Return the content of a dictionary, or of an object of a dictionary subclass, in a pickle."""
+    """Return a dictionary in a pickle, which may be an object of a dictionary subclass, as a plain dictionary."""
     content = value.state if isinstance(value, CallRecord) else value
     if not isinstance(content, dict):
-        raise ValueError("an entry is not a dictionary")
+        raise ValueError(
+            f"an entry of {METADATA} is not a dictionary: the file is damaged, or written by an unsupported version of torch"
+        )
     return content
 
 
 def _parse_size(value: Any) -> tuple[int, ...]:
-    """Convert a torch.Size in a pickle to a tuple."""
+    """Check that a value in a pickle is a torch.Size of a possible tensor, and return it as a tuple."""
     if isinstance(value, CallRecord) and value.name == "torch.Size":
         (value,) = value.args
     if not isinstance(value, tuple) or len(value) > 8 or math.prod(map(_parse_count, value)) >= 1 << 62:
-        raise ValueError("an entry is not a valid torch.Size")
+        raise ValueError(f"a shape or an offset in {METADATA} is not a valid torch.Size: the file is damaged")
     return value
 
 
 def _parse_count(value: Any) -> int:
     """Check that a value in a pickle is a valid number of bytes or elements, and return it."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
-        raise ValueError(f"{str(value)[:40]} is not a number of bytes or elements")
+        raise ValueError(f"the value {str(value)[:40]} in {METADATA} is not a number of bytes or elements: the file is damaged")
     return value
 
 
 def _parse_dtype(properties: Any) -> torch.dtype:
     """Return the dtype that a TensorProperties object in a pickle contains."""
     if not isinstance(properties, CallRecord) or not properties.name.endswith(".TensorProperties"):
-        raise ValueError("an entry is not a TensorProperties")
+        raise ValueError(
+            f"a tensor in {METADATA} has no properties (TensorProperties, with the dtype): the file is damaged, or written by an "
+            "unsupported version of torch"
+        )
     dtype_name = properties.state[0] if isinstance(properties.state, tuple) else properties.state["dtype"]
     if not isinstance(dtype_name, GlobalName) or dtype_name.name not in _DTYPES:
-        raise ValueError("an entry is not a supported dtype")
+        raise ValueError(f"a tensor in {METADATA} has a dtype that is not supported, or the file is damaged")
     return _DTYPES[dtype_name.name]

@@ -23,7 +23,8 @@ MAIN_PARAM = "param"
 
 @dataclass(frozen=True)
 class FlatParam:
-    """Name and shape of a parameter on one rank. Lists of them are in the order in which Megatron-Core declares the parameters."""
+    """Name and local shape of a parameter on one rank. The functions of this module take lists of `FlatParam` in the order in which
+    Megatron-Core declares the parameters."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,11 +42,11 @@ class FlatParam:
 
 @dataclass
 class FlatBucket:
-    """Part of a flat buffer that holds consecutive parameters, with the offset of each.
+    """Part of a flat buffer that holds consecutive parameters.
 
     Args:
-        offsets: offset of each parameter in the bucket, in elements.
-        numel: number of elements of the bucket, with the padding between parameters.
+        offsets: offset of each parameter in the bucket, in elements, by parameter name.
+        numel: number of elements of the bucket, including the padding between parameters.
     """
 
     offsets: dict[str, int] = field(default_factory=dict)
@@ -53,11 +54,12 @@ class FlatBucket:
 
 
 def plan_buckets(params: Sequence[FlatParam], bucket_size: int | None) -> list[FlatBucket]:
-    """Return the buckets into which Megatron-Core divides the buffer of a model chunk.
+    """Return the buckets into which Megatron-Core divides the flat buffer of a model chunk. The last declared parameter comes
+    first.
 
     Args:
         params: parameters of the model chunk on this rank, in declaration order.
-        bucket_size: number of elements at which a bucket is complete; None for one bucket.
+        bucket_size: minimum number of elements of a bucket, after which the next bucket starts; None for a single bucket.
     """
     buckets = [FlatBucket()]
     for param in reversed(params):
@@ -74,7 +76,7 @@ def plan_buckets(params: Sequence[FlatParam], bucket_size: int | None) -> list[F
 
 
 def fill_buckets(params: Sequence[FlatParam], numels: Sequence[int]) -> list[FlatBucket]:
-    """Assign the parameters of a model chunk to buckets of known sizes.
+    """Assign the parameters of a model chunk to buckets of known sizes. The last declared parameter comes first.
 
     Args:
         params: parameters of the model chunk on this rank, in declaration order.
@@ -92,16 +94,22 @@ def fill_buckets(params: Sequence[FlatParam], numels: Sequence[int]) -> list[Fla
             bucket.offsets[param.name] = align_numel(end)
             end = align_numel(end) + param.numel
         if align_numel(end) != align_numel(numel):
-            raise ValueError(f"the parameters of a bucket fill only {end:,} of its {numel:,} elements")
+            raise ValueError(
+                f"a bucket of the saved optimizer state has {numel:,} elements, but the parameters of the model that belong into "
+                f"it have only {end:,}: the checkpoint was written with other settings or for another model"
+            )
         buckets.append(bucket)
     if remaining:
-        raise ValueError(f"the buckets are too small for {len(remaining)} parameters, such as {remaining[-1].name}")
+        raise ValueError(
+            f"the buckets of the saved optimizer state end before {len(remaining)} parameters of the model, such as "
+            f"{remaining[-1].name}: the checkpoint was written with other settings or for another model"
+        )
     return buckets
 
 
 def infer_bucket_size(args: Namespace, stage: int, chunk: int, numel: int) -> int | None:
-    """Return the number of elements at which Megatron-Core completes a bucket of a model chunk; None if the chunk has a single
-    bucket.
+    """Return the minimum number of elements of a bucket with which Megatron-Core divided the buffer of a model chunk; None if the
+    chunk has a single bucket.
 
     Args:
         args: arguments of the run.
@@ -127,8 +135,8 @@ def infer_bucket_size(args: Namespace, stage: int, chunk: int, numel: int) -> in
 
 
 def iter_joined_offsets(buckets: Sequence[FlatBucket]) -> Iterator[tuple[str, int]]:
-    """Yield (parameter name, offset) for a buffer that is stored as its joined buckets, without the padding at the end of each
-    bucket."""
+    """Yield the name and the offset (in elements) of each parameter in a flat buffer that stores its buckets joined, without the
+    padding at the end of each bucket."""
     bucket_offset = 0
     for bucket in buckets:
         for name, offset in bucket.offsets.items():

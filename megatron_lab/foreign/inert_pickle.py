@@ -17,15 +17,20 @@ from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 
 @dataclass(eq=False)
 class GlobalName:
-    """Reference in a pickle to a class or function, as `module.name`. The class or function is not imported."""
+    """Class or function that a pickle refers to by its name `module.name`. The reader does not import it."""
 
     name: str
 
 
 @dataclass(eq=False)
 class CallRecord:
-    """Record of a call that a pickle requests: function name, arguments, and the state to set on the result. The call is not
-    executed."""
+    """Call that a pickle requests, recorded instead of executed.
+
+    Args:
+        name: full name of the function or class that the pickle calls.
+        args: arguments of the call.
+        state: attributes that the pickle sets on the returned object, or None.
+    """
 
     name: str
     args: tuple[Any, ...]
@@ -47,7 +52,8 @@ _TUPLE_OPCODES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 def read_pickle(data: bytes, path: str, allowed_names: Collection[str]) -> Any:
-    """Return the value that a pickle describes, as plain containers, `GlobalName` and `CallRecord` objects. Nothing is executed.
+    """Return the value that a pickle describes, without executing anything. Classes and functions become `GlobalName` objects, and
+    calls become `CallRecord` objects.
 
     Args:
         data: bytes of the pickle.
@@ -55,7 +61,7 @@ def read_pickle(data: bytes, path: str, allowed_names: Collection[str]) -> Any:
         allowed_names: names of classes and functions that the pickle may contain.
 
     Raises:
-        CheckpointError: the pickle contains another name, or an opcode that plain data does not need.
+        CheckpointError: the pickle contains a name that is not allowed, or an opcode that plain data does not need.
         DamagedCheckpointError: the pickle is truncated or altered.
     """
     try:
@@ -63,11 +69,12 @@ def read_pickle(data: bytes, path: str, allowed_names: Collection[str]) -> Any:
     except CheckpointError:
         raise
     except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpointError(f"{path} is truncated, altered or not a pickle ({str(error)[:80]})") from error
+        raise DamagedCheckpointError(f"{path} is truncated, altered or not a pickle ({str(error)[:200]}): copy it again") from error
 
 
 class _PickleInterpreter:
-    """Interpreter of a pickle: a stack machine, with a memo in which the pickle stores values that it uses again."""
+    """Interpreter of a pickle, which is a program for a stack machine. A memo holds the values that the pickle uses more than
+    once."""
 
     def __init__(self, path: str, allowed_names: Collection[str]) -> None:
         self._path, self._allowed_names = path, allowed_names
@@ -111,10 +118,10 @@ class _PickleInterpreter:
                 return result
             else:
                 raise CheckpointError(
-                    f"{self._path} is a pickle with the opcode {name} (byte {position}), which plain data does not need: "
-                    "nothing in it was run"
+                    f"{self._path} is a pickle with the opcode {name} (at byte {position}), which plain data does not need. For "
+                    "safety, the file is not read; nothing in it was run. Copy the original file again"
                 )
-        raise ValueError("the opcode STOP is missing")
+        raise ValueError("the pickle has no end (opcode STOP), so the file is truncated")
 
     def _pop_to_mark(self) -> list[Any]:
         """Remove the topmost mark and the values above it from the stack, and return these values. In a pickle, the opcode MARK
@@ -122,7 +129,7 @@ class _PickleInterpreter:
         mark_index = len(self._stack) - 1
         while self._stack[mark_index] is not _MARK:
             if (mark_index := mark_index - 1) < 0:
-                raise ValueError("the MARK opcode that starts a list, tuple or dictionary is missing")
+                raise ValueError("a list, tuple or dictionary in the pickle has no start (opcode MARK), so the file is damaged")
         items = self._stack[mark_index + 1 :]
         del self._stack[mark_index:]
         return items
@@ -133,43 +140,54 @@ class _PickleInterpreter:
     def _extend_list(self, values: list[Any]) -> None:
         target = self._stack[-1]
         if not isinstance(target, list):
-            raise ValueError(f"values are appended to a {type(target).__name__}")
+            raise ValueError(f"the pickle appends list items to a value of type {type(target).__name__}, so the file is damaged")
         target += values
 
     def _update_dict(self, keys_and_values: list[Any]) -> None:
-        """Add entries to the dictionary, or dictionary-like record, on top of the stack."""
+        """Add entries to the dictionary on top of the stack, which may be the record of a dictionary subclass.
+
+        Args:
+            keys_and_values: keys and values of the entries, alternating.
+        """
         target, keys = self._stack[-1], keys_and_values[::2]
         if isinstance(target, CallRecord):  # for example an OrderedDict
             target.state = target.state or {}
             target = target.state
         # Deeply nested tuples are not allowed as keys, because hashing them can take exponential time.
         if not isinstance(target, dict) or not all(isinstance(key, str | int | CallRecord) for key in keys):
-            raise ValueError("dictionary entries are set on another object, or a key has an unexpected type")
+            raise ValueError(
+                "the pickle sets entries of a value that is not a dictionary, or a key has a wrong type, so the file is damaged"
+            )
         target.update(zip(keys, keys_and_values[1::2], strict=True))
 
     def _push_name(self, module: Any, name: Any) -> None:
-        """Push the name of a class or function on the stack. Raises CheckpointError if the name is not allowed."""
+        """Push the name of a class or function on the stack, as a `GlobalName`.
+
+        Raises:
+            CheckpointError: the name is not allowed.
+        """
         full_name = f"{module}.{name}"
         if full_name not in self._allowed_names and full_name not in _GETATTR:
             raise CheckpointError(
-                f"{self._path} asks for {full_name[:200]}, which a file of this type does not need: nothing in it was run"
+                f"{self._path} asks for the class or function {full_name[:200]}, which a file of this type does not need. For "
+                "safety, the file is not read; nothing in it was run. Copy the original file again"
             )
         self._stack.append(GlobalName(full_name))
 
     def _push_call(self) -> None:
-        """Replace the function name and the arguments on top of the stack with a `CallRecord`."""
+        """Replace the function and its arguments, which are on top of the stack, with a `CallRecord`."""
         args, function = self._stack.pop(), self._stack.pop()
         if not isinstance(function, GlobalName) or not isinstance(args, tuple):
-            raise ValueError("the pickle calls an object that is not a named function or class")
+            raise ValueError("the pickle calls a value that is not a named function or class, so the file is damaged")
         if function.name in _GETATTR:
             function, *args = args
             if not isinstance(function, GlobalName) or list(map(type, args)) != [str]:
-                raise ValueError("getattr has arguments other than a class and a name")
+                raise ValueError("the pickle calls getattr without a class and a name, so the file is damaged")
         self._stack.append(CallRecord(function.name, tuple(args)))
 
     def _set_state(self, state: Any) -> None:
-        """Store the state that the pickle sets on an object in the `CallRecord` on top of the stack."""
+        """Store the attributes that the pickle sets on an object in the object's `CallRecord`, which is on top of the stack."""
         target = self._stack[-1]
         if not isinstance(target, CallRecord):
-            raise ValueError("state is set on an object that no call has created")
+            raise ValueError("the pickle sets attributes of a value that is not an object, so the file is damaged")
         target.state = state

@@ -1,4 +1,5 @@
-"""Conversion of a trained model to the form that inference and export need, without the parts that only training uses."""
+"""Conversion of a trained model to the form that inference and export need: without the parts and limits that only training
+uses."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ _TRAINING_FIELDS = (
 
 
 def build_inference_source(source: WeightSource) -> WeightSource:
-    """Return a source of the model in the form that inference needs.
+    """Return a source of the same model in the form for inference, without the parts that only training uses.
 
-    The result has no multi-token-prediction layers; the prediction of the next token does not change. Its experts have no capacity
-    and drop no tokens, so they process all tokens assigned to them. LoRA adapters are merged into the weights. A source that needs
-    none of these changes is returned unchanged.
+    The returned model has no multi-token-prediction layers; its prediction of the next token does not change. Its experts have no
+    capacity, so they process all tokens assigned to them and drop none. LoRA adapters are merged into the weights. A source that
+    needs none of these changes is returned unchanged.
     """
     source = merge_adapters(source)
     overrides: dict[str, Any] = {
@@ -38,7 +39,8 @@ def build_inference_source(source: WeightSource) -> WeightSource:
 
 
 class _InferenceSource(DerivedSource):
-    """Weights of the model in the form for inference. Its `notes` tell the user which layers and limits were removed."""
+    """Weights of another source in the form for inference. The list `notes` (messages for the user) names the layers and limits
+    that were removed."""
 
     def __init__(self, source: WeightSource, model: ModelConfig) -> None:
         super().__init__(source, model)

@@ -41,12 +41,12 @@ from megatron_lab.foreign.source import TensorInfo
 class LegacyCheckpoint(MegatronSource):
     """A `WeightSource` that reads Megatron-LM's checkpoint format `torch`.
 
-    The files are memory-mapped. A read needs memory for one tensor.
+    The files are memory-mapped. Reading a parameter needs memory only for this parameter.
 
     Args:
         path: a --save folder (its latest checkpoint is read), or one of its iter_ or release folders.
-        vocab_size: vocabulary size without padding. By default the size that the checkpoint records, which it does only for
-            NullTokenizer. Otherwise the padding counts as part of the vocabulary, and a note says so.
+        vocab_size: vocabulary size without padding. None: the size that the checkpoint records, which it does only for
+            NullTokenizer. If it records none, the padding rows count as part of the vocabulary, and a note says so.
 
     Raises:
         CheckpointError: there is no checkpoint, its version or model is not supported, it has missing or unexpected tensors, or a
@@ -56,20 +56,23 @@ class LegacyCheckpoint(MegatronSource):
 
     def __init__(self, path: Path | str, vocab_size: int | None = None) -> None:
         if "://" in str(path):
-            raise CheckpointError(f"{path}: checkpoints of Megatron-LM can be read only from a local disk. Copy it to one.")
+            raise CheckpointError(
+                f"{path}: checkpoints of Megatron-LM can be read only from a local disk. Copy the checkpoint to one."
+            )
         folder = find_legacy_folder(Path(path))
         if folder is None:
             raise CheckpointError(
-                f"{path} holds no legacy checkpoint: it has neither mp_rank_00/{MODEL_FILE} nor a {LATEST} that names an iteration"
+                f"{path} holds no legacy checkpoint (format torch of Megatron-LM): it has neither mp_rank_00/{MODEL_FILE} nor a "
+                f"{LATEST} that names an iteration.\n  Choose a --save folder of Megatron-LM, or one of the iter_ folders in it."
             )
         self.folder = folder
         self._rank_files, args = open_rank_files(folder)
         super().__init__(str(path), args, str(self._rank_files[0, 0].path))
         self._chunks = find_chunks(self._rank_files, self.model.num_layers)
-        padded_vocab_size = sum(len(tensor) for _, tensor in self._chunks[0].shards(EMBEDDING_KEY))
+        padded_vocab_size = sum(len(tensor) for _, tensor in self._chunks[0].get_shards(EMBEDDING_KEY))
         self._set_vocab_size(padded_vocab_size, len(self._chunks[0].states), vocab_size)
         self._shards = self._find_all_shards(self._chunks)
-        self._tied_copy = self._chunks[-1].shards(OUTPUT_KEY) if self.model.has_tied_embeddings else []
+        self._tied_copy = self._chunks[-1].get_shards(OUTPUT_KEY) if self.model.has_tied_embeddings else []
         self._check_all_tensors_read()
         self.notes += self._describe_ignored()
 
@@ -90,14 +93,15 @@ class LegacyCheckpoint(MegatronSource):
             str(self._rank_files[key].path) for key, run in saved_runs.items() if run.updates != saved_runs[0, 0].updates
         ]:
             raise DamagedCheckpointError(
-                f"the number of optimizer updates in {first_file.path} differs from that in {format_list(differing_paths)}"
+                f"the number of optimizer updates in {first_file.path} differs from that in {format_list(differing_paths)}. "
+                "The files are from different iterations: copy the checkpoint again"
             )
         return saved_runs[0, 0]
 
     @functools.cached_property
     def _state_shards(self) -> dict[str, dict[str, list[TensorShard]]]:
-        """Shards of the main parameters and moments. The keys are the state type and the parameter name; the lists are in the order
-        of the tensor-parallel ranks."""
+        """Shards of the main parameters and moments, by state type (`WEIGHT` or a moment) and parameter name. Each list has the
+        shards in the order of the tensor-parallel ranks."""
         chunks = build_optimizer_chunks(self.args, self._rank_files, self._chunks)
         return {state_type: self._find_all_shards(state_chunks) for state_type, state_chunks in chunks.items()}
 
@@ -127,8 +131,15 @@ class LegacyCheckpoint(MegatronSource):
         return self._gather(name, record, shards, tensor_slice or TensorSlice.full(record.shape))
 
     def _gather(self, name: str, record: ParamRecord, shards: Sequence[TensorShard], tensor_slice: TensorSlice) -> torch.Tensor:
-        """Assemble a slice of a tensor from the shards of its tensor-parallel ranks. If the tensor is not sharded, check that the
-        copies of all ranks are equal."""
+        """Assemble a slice of a tensor from the shards of the tensor-parallel ranks. If the tensor is not sharded, check that the
+        copies of all ranks are equal.
+
+        Args:
+            name: name of the tensor, for error messages.
+            record: properties of the parameter, with its tensor-parallel split.
+            shards: shard and file of each tensor-parallel rank.
+            tensor_slice: region of the unsharded tensor.
+        """
         if not record.splits:
             self._check_replicas(name, shards)
             shards = shards[:1]
@@ -150,20 +161,26 @@ class LegacyCheckpoint(MegatronSource):
         for file, tensor in shards[1:]:
             if not torch.equal(first, file.check(tensor, name)):
                 raise DamagedCheckpointError(
-                    f"{name} must be equal on all tensor ranks, but differs between {first_file.path} and {file.path}"
+                    f"{name} must be equal on all tensor-parallel ranks, but differs between {first_file.path} and {file.path}. "
+                    "The copies of the ranks diverged in the run, or the files are from different iterations. Copy the checkpoint "
+                    "again, or use an earlier one"
                 )
 
     def _check_tied(self, shards: Sequence[TensorShard]) -> None:
-        """Check that the output layer on the last stage equals the word embedding, with which it shares its weight. The check runs
-        only once, and ignores padding rows."""
+        """Check that the output layer on the last stage equals the word embedding, because the model ties the two weights. The
+        check runs only once, and ignores padding rows.
+
+        Args:
+            shards: shards of the word embedding.
+        """
         remaining_rows = self.vocab_size  # later rows are padding
         for (file, tensor), (last_file, copy) in zip(shards, self._tied_copy, strict=True):
             rows = slice(max(0, min(remaining_rows, len(tensor))))
             if not torch.equal(file.check(tensor, EMBEDDING_KEY)[rows], last_file.check(copy, OUTPUT_KEY)[rows]):
                 raise DamagedCheckpointError(
-                    f"{self.name}: the model ties the output layer to the word embedding, but {OUTPUT_KEY} in "
-                    f"{last_file.path} differs "
-                    f"from {EMBEDDING_KEY} in {file.path}: the two copies diverged in the run that saved them"
+                    f"{self.name}: the model ties the output layer to the word embedding, but {OUTPUT_KEY} in {last_file.path} "
+                    f"differs from {EMBEDDING_KEY} in {file.path}: the two copies diverged in the run that saved them, so it is "
+                    "not known which one is right. Use an earlier checkpoint"
                 )
             remaining_rows -= len(tensor)
         self._tied_copy = []
@@ -176,9 +193,14 @@ class LegacyCheckpoint(MegatronSource):
         return next(chunk for chunk in chunks if layer in chunk.layers)
 
     def _find_shards(self, record: ParamRecord, chunks: Sequence[LegacyChunk]) -> Iterator[TensorShard]:
-        """Yield the shard of a parameter on each tensor-parallel rank, in the shape of this framework.
+        """Yield the shard of a parameter on each tensor-parallel rank, in the shape that this framework uses.
 
-        The shard of a gated MLP weight is [2f/ranks, h] in Megatron-LM, gate first, and [2, f/ranks, h] in this framework.
+        The shard of a gated MLP weight is [2f/n, h] in Megatron-LM, gate first, and [2, f/n, h] in this framework (f: FFN hidden
+        size, h: hidden size, n: tensor-parallel size).
+
+        Args:
+            record: properties of the parameter.
+            chunks: model chunks of the files, with weights or with one type of optimizer state.
         """
         shape = list(record.shape)
         for split in record.splits:
@@ -191,17 +213,26 @@ class LegacyCheckpoint(MegatronSource):
         for file, state in chunk.states:
             stored_keys = [key for key in keys if key in state]
             if len(stored_keys) != 1:
-                raise CheckpointError(f"{file.path} has {f'both {keys[0]} and {keys[1]}' if stored_keys else f'no {keys[0]}'}")
+                problem = f"has both {keys[0]} and {keys[1]}" if stored_keys else f"has no {' and no '.join(keys)}"
+                raise CheckpointError(
+                    f"{file.path} {problem}, but must have exactly one tensor for the parameter {record.name}. The checkpoint is "
+                    "damaged (copy it again), or has a model that is not supported"
+                )
             tensor = state[stored_keys[0]]
             if not isinstance(tensor, torch.Tensor) or list(tensor.shape) != expected_shape:
                 description = f"of shape {list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
                 raise CheckpointError(
-                    f"{file.path}: {stored_keys[0]} is {description}, but according to its args it should be {expected_shape}"
+                    f"{file.path}: the tensor {stored_keys[0]} is {description}, but according to the arguments of the run (args) "
+                    f"it should be of shape {expected_shape}. The checkpoint was altered, or its model is not supported"
                 )
             yield file, tensor.view(shape)
 
     def _check_all_tensors_read(self) -> None:
-        """Check that the files contain no tensor that the model does not have."""
+        """Check that the files contain no tensor that the model does not have.
+
+        Raises:
+            CheckpointError: there are such tensors.
+        """
         if self._tied_copy:
             self._chunks[-1].expected.add(OUTPUT_KEY)
         unread = [
@@ -213,7 +244,8 @@ class LegacyCheckpoint(MegatronSource):
         ]
         if unread:
             raise CheckpointError(
-                f"{self.folder} holds tensors that the model described by its args does not have: {format_list(unread)}"
+                f"{self.folder} holds tensors that the model does not have, according to the arguments of the run (args): "
+                f"{format_list(unread)}. Models with these tensors are not supported"
             )
 
     def _describe_ignored(self) -> Iterator[str]:

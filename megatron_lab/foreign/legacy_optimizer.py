@@ -29,9 +29,11 @@ _StateTensors = dict[str, dict[str, torch.Tensor]]
 
 
 def build_optimizer_chunks(args: Namespace, rank_files: RankFiles, chunks: Sequence[LegacyChunk]) -> dict[str, list[LegacyChunk]]:
-    """Return the main parameters and moments, by state type, in the form of model chunks, so that they can be read like weights.
+    """Return the optimizer state in the form of model chunks, so that it can be read like weights.
 
-    The key `WEIGHT` is missing if the optimizer updates the parameters themselves and has no main parameters.
+    Returns:
+        The model chunks by type of state, which is `WEIGHT` for main parameters or the name of a moment. The key `WEIGHT` is
+        missing if the optimizer updates the parameters themselves and has no main parameters.
 
     Raises:
         CheckpointError: the state does not fit the parameters, or its format does not determine their order.
@@ -67,19 +69,29 @@ def _iter_params(state: dict[str, Any], args: Namespace) -> Iterator[FlatParam]:
 def _split_flat_buffers(
     file: TorchFile, params: dict[str, list[FlatParam]], args: Namespace, stage: int
 ) -> dict[str, _StateTensors]:
-    """Return the state tensors of every model chunk, as views of the flat buffers in the file."""
+    """Return the main parameters and moments of every model chunk, as views of the flat buffers in a rank's file.
+
+    Args:
+        file: file with the state of the distributed optimizer.
+        params: parameters of each model chunk on the rank, by the chunk's key.
+        args: arguments of the run.
+        stage: pipeline stage of the rank.
+
+    Returns:
+        The tensors by key of the chunk, type of state (`WEIGHT` or a moment) and Megatron-LM parameter name.
+    """
     if not file.content.get("buckets_coalesced"):
         raise CheckpointError(
-            f"{file.path} was saved by Megatron-Core before 0.7, which did not record where its buckets end. Load and save it with "
-            f"a newer version. {WEIGHTS_ONLY_HINT}"
+            f"{file.path} was saved by Megatron-Core before 0.7, which did not record where the buckets of optimizer state end. "
+            f"Load the checkpoint with a newer version and save it again. {WEIGHTS_ONLY_HINT}"
         )
     chunk_states: dict[str, _StateTensors] = {}
     for chunk_index, (key, chunk_params) in enumerate(params.items()):
         by_dtype = file.content.get(chunk_index)
         if not isinstance(by_dtype, dict) or len(by_dtype) != 1:
             raise CheckpointError(
-                f"{file.path} does not have exactly one buffer for {key}: parameters of several dtypes are not supported. "
-                f"{WEIGHTS_ONLY_HINT}"
+                f"{file.path} does not have exactly one buffer of optimizer state for the model chunk {key}. Parameters of "
+                f"several dtypes, which have several buffers, are not supported. {WEIGHTS_ONLY_HINT}"
             )
         (buffers,) = by_dtype.values()
         total = sum(param.numel for param in chunk_params)
@@ -94,8 +106,8 @@ def _split_flat_buffers(
             if not isinstance(buffer, torch.Tensor) or buffer.shape != (numel,):
                 stored_numel = f"{buffer.numel():,}" if isinstance(buffer, torch.Tensor) else "no"
                 raise CheckpointError(
-                    f"{file.path}: the buffer {buffer_names[state_type]} of {key} has {stored_numel} elements, and the parameters "
-                    f"take {numel:,}. {WEIGHTS_ONLY_HINT}"
+                    f"{file.path}: the buffer {buffer_names[state_type]} of the model chunk {key} has {stored_numel} elements, but "
+                    f"the parameters need {numel:,}. {WEIGHTS_ONLY_HINT}"
                 )
         offsets, shapes = dict(iter_joined_offsets(buckets)), {param.name: param.shape for param in chunk_params}
         chunk_states[key] = {
@@ -107,7 +119,17 @@ def _split_flat_buffers(
 
 
 def _get_param_states(file: TorchFile, params: dict[str, list[FlatParam]], args: Namespace) -> dict[str, _StateTensors]:
-    """Return the state tensors of every model chunk, for an optimizer that stores one state per parameter."""
+    """Return the main parameters and moments of every model chunk, for an optimizer that stores the state of each parameter
+    separately.
+
+    Args:
+        file: file of the rank.
+        params: parameters of each model chunk on the rank, by the chunk's key.
+        args: arguments of the run.
+
+    Returns:
+        The tensors by key of the chunk, type of state (`WEIGHT` or a moment) and Megatron-LM parameter name.
+    """
     optimizer = file.content["optimizer"]
     inner_optimizer, main_params = optimizer.get("optimizer", optimizer), optimizer.get("fp32_from_fp16_params")
     remaining = [(key, param) for key, chunk_params in params.items() for param in chunk_params]
@@ -118,7 +140,8 @@ def _get_param_states(file: TorchFile, params: dict[str, list[FlatParam]], args:
         if len(members) != len(group["params"]):
             raise CheckpointError(
                 f"{file.path}: parameter group {group_index} of the optimizer has {len(group['params'])} parameters, but "
-                f"{len(members)} parameters have its weight decay and learning rate. {WEIGHTS_ONLY_HINT}"
+                f"{len(members)} parameters have the weight decay and learning rate of this group, so the checkpoint has other "
+                f"settings or another model. {WEIGHTS_ONLY_HINT}"
             )
         for position, ((key, param), param_index) in enumerate(zip(members, group["params"], strict=True)):
             state = inner_optimizer["state"].get(param_index, {})
@@ -128,30 +151,29 @@ def _get_param_states(file: TorchFile, params: dict[str, list[FlatParam]], args:
             for state_type, tensor in tensors.items():
                 if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != param.shape:
                     raise CheckpointError(
-                        f"{file.path}: {state_type} of parameter {param_index} does not have the shape of {param.name}. "
-                        f"{WEIGHTS_ONLY_HINT}"
+                        f"{file.path}: {state_type} of parameter {param_index} in the optimizer is missing or does not have the "
+                        f"shape of {param.name}, to which this state should belong. {WEIGHTS_ONLY_HINT}"
                     )
                 chunk_states[key].setdefault(state_type, {})[param.name] = tensor
     if remaining:
         raise CheckpointError(
-            f"{file.path}: no parameter group of the optimizer contains {remaining[0][1].name}. {WEIGHTS_ONLY_HINT}"
+            f"{file.path}: no parameter group of the optimizer contains the parameter {remaining[0][1].name}. {WEIGHTS_ONLY_HINT}"
         )
     return chunk_states
 
 
 def _get_param_group_key(param: FlatParam, args: Namespace) -> tuple[bool, bool]:
-    """Return whether a parameter has weight decay, and whether it uses the learning rate of --decoupled-lr.
-
-    These two properties determine the parameter group.
-    """
+    """Return the two properties that determine a parameter's group in the optimizer: whether the parameter has weight decay, and
+    whether it uses the learning rate of --decoupled-lr."""
     is_decoupled = vars(args).get("decoupled_lr") is not None and param.name in (EMBEDDING_KEY, OUTPUT_KEY)
     return not (param.name.endswith(".bias") or len(param.shape) == 1), is_decoupled
 
 
 def _get_group_key(group: dict[str, Any], args: Namespace) -> tuple[bool, bool]:
-    """Return whether a parameter group has weight decay, and whether it uses the learning rate of --decoupled-lr.
+    """Return the two properties that all parameters of an optimizer's parameter group share: whether they have weight decay, and
+    whether they use the learning rate of --decoupled-lr.
 
-    The result equals that of `_get_param_group_key` for the parameters in the group, which assigns parameters to groups.
+    A parameter belongs to the group whose properties equal the result of `_get_param_group_key` for the parameter.
     """
     decoupled_lr = vars(args).get("decoupled_lr")
     is_decoupled = decoupled_lr is not None and bool(group.get("is_decoupled_lr") or group.get("max_lr") == decoupled_lr)

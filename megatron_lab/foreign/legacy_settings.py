@@ -11,7 +11,7 @@ from megatron.config.checks import model as model_checks
 from megatron.config.checks.finding import collect_rules
 from megatron.config.config import Config
 from megatron.config.data import DataConfig, TokenizerType, get_tokenizer_settings
-from megatron.config.flags import flags
+from megatron.config.flags import get_flags
 from megatron.config.model import ModelConfig
 from megatron.spec.activations import BUILT_IN_FIELDS
 
@@ -69,7 +69,9 @@ def build_model_config(args: Namespace, path: str) -> ModelConfig:
         if name in args_dict and args_dict[name] not in supported_values
     ]
     if unsupported:
-        raise CheckpointError(f"{path} holds a model that is not supported: {', '.join(unsupported)}")
+        raise CheckpointError(
+            f"{path} holds a model with arguments that are not supported: {', '.join(unsupported)}. Such a model cannot be imported"
+        )
     # All other arguments have the same name and meaning in this framework.
     renamed_args = {"norm_epsilon": args_dict.get("layernorm_epsilon")}  # its name before 2023
     values = renamed_args | {name: value for name, value in args_dict.items() if value is not None}
@@ -80,26 +82,31 @@ def build_model_config(args: Namespace, path: str) -> ModelConfig:
     if not args_dict.get("multi_latent_attention"):  # without latent attention these arguments have values but no effect
         values = {name: value for name, value in values.items() if name not in _LATENT_ATTENTION_ARGS}
     model_args, problems = {}, []
-    for flag in (flag for flag in flags().values() if flag.topic == "model"):
+    for flag in (flag for flag in get_flags().values() if flag.topic == "model"):
         value = values.get(flag.field)
         if value is not None:
             try:
                 model_args[flag.field] = flag.from_json(value)
             except ValueError as error:
-                raise CheckpointError(f"{path}: its args say {flag.field} = {value!r}, but {error}") from error
+                raise CheckpointError(
+                    f"{path}: its args (the arguments of the run) say {flag.field} = {value!r}, but {error}"
+                ) from error
         if flag.metadata.required and model_args.get(flag.field, 0) < 1:
             problems.append(f"lack {flag.field}" if value is None else f"say {flag.field} = {value!r}")
     if problems:
-        raise CheckpointError(f"{path}: its args {', '.join(problems)}; each of these settings must be at least 1")
+        raise CheckpointError(
+            f"{path}: its args (arguments of the run) {', '.join(problems)}; each of these settings must be at least 1. The "
+            "checkpoint was altered: copy it again"
+        )
     model = ModelConfig(**model_args)
     for rule in collect_rules(model_checks):
         for finding in rule(Config(model=model), 1):
-            raise CheckpointError(f"{path}: its args describe an invalid model: {finding.message}")
+            raise CheckpointError(f"{path}: its args (the arguments of the run) describe an invalid model: {finding.message}")
     return model
 
 
 def describe_differences(args: Namespace) -> list[str]:
-    """Return notes about small numerical differences between the model in Megatron-LM and in this framework."""
+    """Return notes for the user about small numerical differences between the model in Megatron-LM and in this framework."""
     args_dict = vars(args)
     has_other_activation = any(args_dict.get(name) for name in BUILT_IN_FIELDS)
     if not has_other_activation and args_dict.get("bias_gelu_fusion") is False and not args_dict.get("openai_gelu"):
@@ -114,7 +121,7 @@ def build_tokenizer_config(args: Namespace) -> DataConfig | None:
     if tokenizer_type not in get_args(TokenizerType):
         return None
     values: dict[str, Any] = {}
-    for flag in flags().values():
+    for flag in get_flags().values():
         if flag.field in get_tokenizer_settings(tokenizer_type) and flag.field in args_dict:
             with contextlib.suppress(ValueError):
                 values[flag.field] = flag.from_json(args_dict[flag.field])
@@ -124,7 +131,7 @@ def build_tokenizer_config(args: Namespace) -> DataConfig | None:
 def infer_vocab_size(args: Namespace) -> int | None:
     """Return the vocabulary size without padding if the arguments of the run determine it, else None.
 
-    They determine it only for NullTokenizer, which has --vocab-size ids and an end-of-document token.
+    The arguments determine the size only for NullTokenizer: it has --vocab-size ids and one end-of-document token.
     """
     size = vars(args).get("vocab_size")
     return size + 1 if vars(args).get("tokenizer_type") == "NullTokenizer" and isinstance(size, int) else None

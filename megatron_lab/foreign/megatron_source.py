@@ -68,28 +68,32 @@ def get_megatron_keys(name: str, first_layer: int) -> list[str]:
 def get_megatron_shape(record: ParamRecord, shape: list[int]) -> list[int]:
     """Convert the shape of a parameter, or of a shard of it, to the shape that it has in Megatron-LM.
 
-    The weight of a gated MLP is [2f, h] in Megatron-LM and [2, f, h] in this framework.
+    The weight of a gated MLP is [2f, h] in Megatron-LM and [2, f, h] in this framework (f: FFN hidden size, h: hidden size).
+
+    Args:
+        record: properties of the parameter.
+        shape: shape of the parameter or shard in this framework.
     """
     return [math.prod(shape[:-1]), shape[-1]] if record.param_type != "vector" else [math.prod(shape)]
 
 
 @dataclass(frozen=True)
 class SavedRun:
-    """State of a Megatron-LM run except for its tensors: counters, schedules and loss scaler."""
+    """State of a Megatron-LM run without its tensors: arguments, counters, schedules and loss scaler."""
 
     args: Namespace
     iteration: int
     updates: int
     """Number of optimizer updates that the run has made."""
     schedule: Mapping[str, Any]
-    """State of the learning-rate and weight-decay schedules."""
+    """State of the learning-rate and weight-decay schedules, as Megatron-LM saves it."""
     scaler: Mapping[str, Any] | None
-    """State of the dynamic loss scaler; None without one."""
+    """State of the dynamic loss scaler; None if the run had none."""
 
 
 class MegatronSource(ABC):
-    """A `WeightSource` that reads the weights, the optimizer state and the state of the run from a Megatron-LM checkpoint.
-    Subclasses read the two formats.
+    """A `WeightSource` that reads the weights, the optimizer state and the state of the run from a Megatron-LM checkpoint. Each of
+    the formats `torch` and `torch_dist` has a subclass.
 
     Args:
         name: folder, as the user wrote it.
@@ -138,19 +142,30 @@ class MegatronSource(ABC):
 
     @abstractmethod
     def _get_state_info(self, state_type: str, name: str) -> TensorInfo | None:
-        """Return the shape and dtype of a main parameter (`WEIGHT`) or of a moment.
+        """Return the shape and dtype of a main parameter or of a moment.
 
-        Returns None if there is no separate main parameter, because the optimizer updates the parameter itself.
+        Args:
+            state_type: `WEIGHT` for the main parameter, or the name of a moment.
+            name: name of the parameter.
+
+        Returns:
+            None if there is no separate main parameter, because the optimizer updates the parameter itself.
         """
 
     @abstractmethod
     def _read_state(self, state_type: str, name: str, tensor_slice: TensorSlice) -> torch.Tensor:
-        """Read a slice of a main parameter (`WEIGHT`) or of a moment."""
+        """Read a slice of a main parameter or of a moment.
+
+        Args:
+            state_type: `WEIGHT` for the main parameter, or the name of a moment.
+            name: name of the parameter.
+            tensor_slice: region to read.
+        """
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """All tensors of the training state, by full name. `model.<name>` is the main parameter, or the weight if it has no main
-        parameter; `exp_avg.<name>` and so on are the moments."""
+        """Shape and dtype of all tensors of the training state, by full name. `model.<name>` is the main parameter, or the weight
+        if it has no main parameter; `exp_avg.<name>` and `exp_avg_sq.<name>` are the moments."""
         assert self.saved_run is not None, "the checkpoint holds only weights"
         tensors = {f"{WEIGHT}.{name}": self._get_state_info(WEIGHT, name) or info for name, info in self.weights.items()}
         for state_type in MOMENTS:
@@ -161,8 +176,8 @@ class MegatronSource(ABC):
         return tensors
 
     def read_stored(self, full_name: str, tensor_slice: TensorSlice) -> torch.Tensor:
-        """Read a slice of one of the `tensors`. The function also checks that a weight equals its main parameter (float32 copy in
-        the optimizer state), rounded to the dtype of the weight.
+        """Read a slice of a tensor of the training state. Also check that a weight equals its main parameter (float32 copy in the
+        optimizer state), rounded to the dtype of the weight.
 
         Args:
             full_name: name in `tensors`, such as `exp_avg.<name>`.
@@ -185,8 +200,15 @@ class MegatronSource(ABC):
         return tensor
 
     def _resolve_vocab_size(self, requested: int | None) -> int:
-        """Return the vocabulary size without padding. If it is not known, the padding counts as part of the vocabulary, and a note
-        says so."""
+        """Return the vocabulary size without padding. If it is not known, the padding rows count as part of the vocabulary, and a
+        note for the user says so.
+
+        Args:
+            requested: vocabulary size that the user set; None if the user set none.
+
+        Raises:
+            CheckpointError: the size exceeds the number of rows of the word embedding.
+        """
         size = infer_vocab_size(self.args) if requested is None else requested
         if size is None:
             self.notes.append(
@@ -196,9 +218,8 @@ class MegatronSource(ABC):
             return self._padded_vocab_size
         if not 0 < size <= self._padded_vocab_size:
             raise CheckpointError(
-                f"{self.name}: a vocabulary of {size} does not fit its word embedding of {self._padded_vocab_size} "
-                "rows. Give the size of "
-                "the vocabulary with which the model was trained"
+                f"{self.name}: a vocabulary of {size} does not fit the word embedding of {self._padded_vocab_size} rows. Choose "
+                "the tokenizer with which the model was trained, or set --embedding-rows to the number of rows without padding"
             )
         if size < self._padded_vocab_size:
             self.notes.append(
@@ -208,13 +229,13 @@ class MegatronSource(ABC):
         return size
 
     def pads_to_stored_rows(self, vocab_size: int) -> bool:
-        """Return whether Megatron-LM pads a vocabulary of this size to the stored number of rows. If so, all rows beyond the
-        vocabulary are padding."""
+        """Return whether Megatron-LM pads a vocabulary of this size to the number of rows that the stored word embedding has. If
+        so, all rows beyond the vocabulary are padding."""
         return pad_vocab_size(vocab_size, self.model.make_vocab_size_divisible_by, self._tp_size) == self._padded_vocab_size
 
 
 def parse_saved_run(content: Mapping[str, Any], optimizer: Any, path: str) -> SavedRun:
-    """Return the state of a run from the content of a Megatron-LM checkpoint that is not tensors.
+    """Return the state of a run without its tensors, from the content of a Megatron-LM checkpoint.
 
     Args:
         content: dictionary with the keys `args`, `iteration` and `opt_param_scheduler`.
@@ -228,26 +249,29 @@ def parse_saved_run(content: Mapping[str, Any], optimizer: Any, path: str) -> Sa
     optimizer_name = vars(args).get("optimizer", "adam")
     if optimizer_name != "adam":
         raise CheckpointError(
-            f"{path} holds the state of --optimizer {optimizer_name}; only that of adam can be read. {WEIGHTS_ONLY_HINT}"
+            f"{path} holds the state of --optimizer {optimizer_name}; only the state of adam can be imported. {WEIGHTS_ONLY_HINT}"
         )
     if vars(args).get("decoupled_weight_decay") is False:
         raise CheckpointError(
-            f"{path} is from Adam with weight decay in the gradient, but --optimizer adam is AdamW. {WEIGHTS_ONLY_HINT}"
+            f"{path} holds the state of Adam with weight decay added to the gradient (decoupled_weight_decay = False), but "
+            f"--optimizer adam is AdamW in this framework. {WEIGHTS_ONLY_HINT}"
         )
     if not isinstance(optimizer, dict) or 0 in optimizer:
         raise CheckpointError(f"{path} holds the states of several optimizers, but only one is supported. {WEIGHTS_ONLY_HINT}")
     inner_optimizer = optimizer.get("optimizer", optimizer)
     groups = inner_optimizer.get("param_groups") if isinstance(inner_optimizer, dict) else None
     if not isinstance(groups, list) or not isinstance(schedule, dict) or not isinstance(content.get("iteration"), int):
-        raise CheckpointError(f"{path} lacks param_groups, opt_param_scheduler or iteration. {WEIGHTS_ONLY_HINT}")
+        raise CheckpointError(
+            f"{path} lacks param_groups, opt_param_scheduler or iteration, so its run cannot be continued. {WEIGHTS_ONLY_HINT}"
+        )
     state = inner_optimizer.get("state") or {}
     step_values = {group.get("step") for group in groups} | {state.get("common_step")}
     step_values |= {param_state.get("step") for param_state in state.values() if isinstance(param_state, dict)}
     steps = {int(step) for step in step_values if step is not None}
     if len(steps) != 1:
         raise CheckpointError(
-            f"{path}: the step counts in the state of the optimizer differ: {sorted(steps)}"
+            f"{path}: the step counts in the state of the optimizer differ: {sorted(steps)}. {WEIGHTS_ONLY_HINT}"
             if steps
-            else f"{path} does not contain the step count of the optimizer"
+            else f"{path} does not contain the step count of the optimizer. {WEIGHTS_ONLY_HINT}"
         )
     return SavedRun(args, content["iteration"], steps.pop(), schedule, optimizer.get("grad_scaler"))

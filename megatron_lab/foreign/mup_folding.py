@@ -16,7 +16,8 @@ from megatron_lab.foreign.source import DerivedSource, WeightSource
 
 
 def fold_mup_scaling(source: WeightSource) -> WeightSource:
-    """Return a source of a model without --mup-base-width that computes the same logits.
+    """Return a source of a model without --mup-base-width that computes the same logits: the weight of the final norm is divided by
+    the muP width multiplier instead of the logits.
 
     A source of a model without muP scaling is returned unchanged.
 
@@ -27,9 +28,9 @@ def fold_mup_scaling(source: WeightSource) -> WeightSource:
         return source
     if not any(name.startswith("final_norm.") for name in source.weights):
         raise CheckpointError(
-            f"{source.name}: a model with --mup-base-width divides its logits. The result cannot express this division: "
-            "it would have "
-            "to divide the weight of the final norm, but the final norm of this model has no weight"
+            f"{source.name}: a model with --mup-base-width divides its logits, which the format of the result cannot express. The "
+            "weight of the final norm would have to be divided instead, but the final norm of this model has no weight. This "
+            "model cannot be converted"
         )
     return _FoldedSource(source)
 

@@ -1,10 +1,10 @@
-"""Opens a folder with weights in any supported format."""
+"""Opening of a folder with weights in any supported format."""
 
 from __future__ import annotations
 
 from megatron.checkpoint.errors import CheckpointError, format_list
 from megatron.checkpoint.folder_types import FOREIGN_TYPES, FolderType, detect_folder_type
-from megatron.checkpoint.save_folder import LATEST, checkpoint_name, find_checkpoint
+from megatron.checkpoint.save_folder import LATEST, find_checkpoint, get_checkpoint_name
 from megatron.checkpoint.storage import CONFIG, MANIFEST, PathOrUrl
 from megatron.checkpoint.storage_url import open_storage
 from megatron_lab.foreign.dist_checkpoint import DistCheckpoint
@@ -30,7 +30,7 @@ def open_source(path: PathOrUrl, step: int | None = None, *, vocab_size: int | N
     storage = open_storage(path)
     folder_type = detect_folder_type(storage)
     if folder_type in (FolderType.CHECKPOINT, FolderType.HUGGING_FACE) and step is not None:
-        raise CheckpointError(f"{path} is {folder_type}, so no iteration ({step}) can be selected in it")
+        raise CheckpointError(f"{path} is {folder_type}, so no iteration ({step}) can be selected in it. Leave the iteration out")
     if average and folder_type in FOREIGN_TYPES:
         raise CheckpointError(f"{path} is {folder_type}, which holds no average of the weights. Remove --ema")
     if folder_type is FolderType.CHECKPOINT:
@@ -41,14 +41,16 @@ def open_source(path: PathOrUrl, step: int | None = None, *, vocab_size: int | N
         assert checkpoint is not None, "there is an iteration"
         return StoredCheckpoint(checkpoint, notes, average=average)
     if folder_type in (FolderType.LEGACY, FolderType.DIST):
-        if step is not None and checkpoint_name(step) not in storage.list_names():
-            raise CheckpointError(f"{path} has no iteration {step}")
+        if step is not None and get_checkpoint_name(step) not in storage.list_names():
+            raise CheckpointError(
+                f"{path} has no iteration {step}: it has no folder {get_checkpoint_name(step)}. Choose another iteration"
+            )
         source_class = LegacyCheckpoint if folder_type is FolderType.LEGACY else DistCheckpoint
-        return source_class(path if step is None else storage.location_of(checkpoint_name(step)), vocab_size)
+        return source_class(path if step is None else storage.get_location(get_checkpoint_name(step)), vocab_size)
     if folder_type is FolderType.HUGGING_FACE:
         return HuggingFaceFolder(path)
     if not (names := storage.list_names()):
-        raise CheckpointError(f"{path}: there is no such folder, or it is empty")
+        raise CheckpointError(f"{path}: there is no such folder, or it is empty. Check the path")
     raise CheckpointError(
         f"{path} holds no weights in a supported format ({format_list(names)}). It may be a --save folder (iter_* and {LATEST}), "
         f"one checkpoint in it ({MANIFEST}), a Hugging Face folder ({CONFIG} with model_type), or a checkpoint of Megatron-LM "

@@ -10,7 +10,7 @@ from typing import Any
 from megatron.checkpoint.errors import CheckpointError
 from megatron.config.config import Config
 from megatron.config.data import TOKENIZER_SETTINGS, DataConfig
-from megatron.config.flags import build_config, flags
+from megatron.config.flags import build_config, get_flags
 from megatron.config.training import OptimizerConfig
 from megatron.training.progress import LearningSchedule, Progress, ScheduleLengths
 from megatron_lab.foreign.megatron_source import WEIGHTS_ONLY_HINT, MegatronSource, SavedRun
@@ -28,8 +28,8 @@ _FORMER_NAMES = {
 
 
 def convert_settings(source: MegatronSource, data: DataConfig) -> Config:
-    """Return settings for a Megatron-LM run: those arguments of the run that have the same name in this framework, with their
-    values.
+    """Convert the arguments of a Megatron-LM run to settings of this framework. Arguments with the same name and meaning in this
+    framework keep their values; all others are ignored.
 
     Args:
         source: checkpoint of the run.
@@ -37,7 +37,7 @@ def convert_settings(source: MegatronSource, data: DataConfig) -> Config:
     """
     args = {name: value for name, value in vars(source.args).items() if value is not None}
     values: dict[str, dict[str, Any]] = {topic: {} for topic in _SHARED_TOPICS}
-    for flag in flags().values():
+    for flag in get_flags().values():
         if flag.topic in _SHARED_TOPICS and flag.field in args and flag.field not in ("tokenizer_type", *TOKENIZER_SETTINGS):
             with contextlib.suppress(ValueError):
                 values[flag.topic][flag.field] = flag.from_json(args[flag.field])
@@ -78,7 +78,7 @@ def convert_run_state(run: SavedRun, config: Config, name: str) -> dict[str, Any
         learning_schedule = _convert_schedule(schedule, args, config)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{name}: its counters, schedule or loss scale cannot be read ({error!r}). {WEIGHTS_ONLY_HINT}"
+            f"{name}: the counters, the schedule or the loss scale of the run cannot be read ({error!r}). {WEIGHTS_ONLY_HINT}"
         ) from error
     return {
         "progress": progress.to_json(),
@@ -91,7 +91,14 @@ def convert_run_state(run: SavedRun, config: Config, name: str) -> dict[str, Any
 
 
 def _convert_schedule(schedule: Mapping[str, Any], args: Mapping[str, Any], config: Config) -> LearningSchedule:
-    """Convert the schedules of the learning rate and weight decay. Both programs measure their lengths in samples."""
+    """Convert the saved state of the learning-rate and weight-decay schedules. Both programs measure the lengths of schedules in
+    samples.
+
+    Args:
+        schedule: state of the schedules in the Megatron-LM checkpoint.
+        args: arguments of the Megatron-LM run, by name.
+        config: settings of the run, from `convert_settings`.
+    """
     optimizer: OptimizerConfig = config.optimizer
     has_increment = schedule["wd_incr_style"] != "constant"
     optimizer = dataclasses.replace(
@@ -120,6 +127,7 @@ def _convert_schedule(schedule: Mapping[str, Any], args: Mapping[str, Any], conf
 
 
 def _get_schedule_value(schedule: Mapping[str, Any], name: str) -> Any:
-    """Return a value in the state of the schedules by its current name, or by the name that older versions of Megatron-LM use."""
+    """Return a value from the saved state of the schedules. Its key is `name`, or the name that older versions of Megatron-LM
+    use."""
     candidates = (name, *_FORMER_NAMES.get(name, ()))
     return schedule[next((candidate for candidate in candidates if candidate in schedule), name)]

@@ -16,7 +16,7 @@ import torch
 
 from megatron.checkpoint.data_files import DataFileReader, SliceRead
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megatron.checkpoint.global_tensor import EMA, WEIGHT, tensor_bytes, torch_dtype
+from megatron.checkpoint.global_tensor import EMA, WEIGHT, get_tensor_bytes, get_torch_dtype
 from megatron.checkpoint.manifest import hash_content
 from megatron.checkpoint.save_folder import load_manifest, read_json
 from megatron.checkpoint.storage import CONFIG, STATE, PathOrUrl
@@ -57,8 +57,8 @@ class WeightSource(Protocol):
 
     @property
     def tokenizer(self) -> DataConfig | None:
-        """Settings that select the tokenizer and its files. All other fields have their default values. None if the source does not
-        name a tokenizer."""
+        """Settings that select the tokenizer and its files; all other data settings have their default values. None if the source
+        does not name a tokenizer."""
 
     @property
     def weights(self) -> Mapping[str, TensorInfo]:
@@ -76,7 +76,7 @@ class WeightSource(Protocol):
             tensor_slice: region to read; by default the full parameter.
 
         Returns:
-            The values in their stored dtype. The caller may modify the tensor.
+            The parameter or slice in its stored dtype. The caller may modify the tensor.
 
         Raises:
             DamagedCheckpointError: the file of the parameter is missing, truncated or altered.
@@ -149,7 +149,9 @@ class StoredCheckpoint:
         self._files = DataFileReader(self._storage, self.manifest)
         if average:
             if not self.weights:
-                raise CheckpointError(f"{self.name} holds no averages of the weights, because its run did not set --ema-decay")
+                raise CheckpointError(
+                    f"{self.name} holds no averages of the weights, because its run did not set --ema-decay. Remove --ema"
+                )
             self.notes.append("the weights are exponential moving averages (--ema)")
 
     @property
@@ -163,7 +165,7 @@ class StoredCheckpoint:
 
     @functools.cached_property
     def state(self) -> dict[str, Any]:
-        """Content of `state.json`: counters, loss scaler and schedules."""
+        """Content of `state.json`: counters, loss scaler and schedules of the run at the saved iteration."""
         return read_json(self._storage, STATE, self.manifest)
 
     @functools.cached_property
@@ -174,7 +176,10 @@ class StoredCheckpoint:
             CheckpointError: the checkpoint holds no settings.
         """
         if not isinstance(self.config.get("config"), dict):
-            raise CheckpointError(f"{self._storage.location_of(CONFIG)} does not hold the settings of a run (key config)")
+            raise CheckpointError(
+                f"{self._storage.get_location(CONFIG)} does not hold the settings of a run (the key config is missing). Choose the "
+                "folder of a training checkpoint, or copy the checkpoint again"
+            )
         return from_dict(self.config["config"])
 
     @property
@@ -192,9 +197,9 @@ class StoredCheckpoint:
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Shape and dtype of all stored tensors by full name: weights as `model.<name>`, optimizer moments as, for example,
-        `exp_avg.<name>`."""
-        return {name: TensorInfo(tensor.shape, torch_dtype(tensor.dtype)) for name, tensor in self.manifest.tensors.items()}
+        """Shape and dtype of all stored tensors, by full name: `model.<name>` for weights, and, for example, `exp_avg.<name>` for
+        optimizer moments."""
+        return {name: TensorInfo(tensor.shape, get_torch_dtype(tensor.dtype)) for name, tensor in self.manifest.tensors.items()}
 
     @functools.cached_property
     def weights(self) -> Mapping[str, TensorInfo]:
@@ -220,7 +225,7 @@ class StoredCheckpoint:
         """Read a stored tensor, or a slice of it, into a new contiguous CPU tensor in its stored dtype.
 
         The checksum of every stored slice that overlaps the requested region is verified, once per slice. If the full tensor is
-        read, its content hash is verified too.
+        read, the hash of all its elements is verified too.
 
         Args:
             name: full name of the tensor, such as `model.<name>` or `exp_avg.<name>`.
@@ -231,7 +236,7 @@ class StoredCheckpoint:
         """
         tensor = self.manifest.tensors[name]
         requested = tensor_slice or TensorSlice.full(tensor.shape)
-        result = torch.empty(requested.sizes, dtype=torch_dtype(tensor.dtype))
+        result = torch.empty(requested.sizes, dtype=get_torch_dtype(tensor.dtype))
         for stored_slice in tensor.slices:
             common = stored_slice.tensor_slice.intersect(requested)
             if common is not None:
@@ -239,9 +244,10 @@ class StoredCheckpoint:
                 self._files.read(stored_slice, tensor.dtype, [SliceRead(common.relative_to(stored_slice.tensor_slice), target)])
         if tensor.content is None or requested.sizes != tensor.shape:
             return result
-        content_hash = hash_content(tensor_bytes(result), tensor.dtype, requested, tensor.shape).hex
+        content_hash = hash_content(get_tensor_bytes(result), tensor.dtype, requested, tensor.shape).hex
         if content_hash != tensor.content:
             raise DamagedCheckpointError(
-                f"{self.name}: {name} has the content hash {content_hash}, but the manifest says {tensor.content}"
+                f"{self.name}: {name} differs from what was saved (its content hash is {content_hash}, but the manifest says "
+                f"{tensor.content}). The checkpoint is damaged: use another one, or copy it again"
             )
         return result

@@ -1,8 +1,8 @@
 """Safe reader of files, or byte ranges of files, that torch.save wrote. Tensors in a complete file are memory-mapped.
 
 A pickle is a program whose opcodes call any function that they name. torch.load with `weights_only` uses an interpreter that
-supports only tensors and plain containers. All other names in these files must be in `IGNORED_TYPES` or `_NAMESPACE_TYPES`. Each
-ignored type is replaced by a class without behavior.
+supports only tensors and plain containers. All other classes and functions in these files must be in `IGNORED_TYPES` or
+`_NAMESPACE_TYPES`. Each ignored type is replaced by a class without behavior.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, 
 
 
 class IgnoredObject:
-    """Replacement for an object whose content the reader does not need, such as random state, an enum in the arguments, or FP8
-    scaling factors."""
+    """Replacement for an object in a file whose content the reader does not need, such as random state, an enum in the arguments,
+    or FP8 scaling factors."""
 
     def __init__(self, *args: Any) -> None:
         pass
@@ -90,13 +90,15 @@ class TorchFile:
                 )
             except pickle.UnpicklingError as error:
                 reason = str(error).strip().splitlines()[-1] if str(error).strip() else "it is not a file of torch.save"
-                raise CheckpointError(f"{path} cannot be opened safely, and nothing in it was run: {reason}") from error
+                raise CheckpointError(
+                    f"{path} cannot be opened safely, and nothing in it was run: {reason}. Copy the original file again"
+                ) from error
             except (RuntimeError, ValueError, EOFError, KeyError, IndexError, TypeError, AttributeError) as error:
-                raise DamagedCheckpointError(f"{path} cannot be read: {error}") from error
+                raise DamagedCheckpointError(f"{path} is damaged and cannot be read: {error}. Copy it again") from error
         if disallowed:
             raise CheckpointError(
-                f"{path} asks for {format_list(sorted(disallowed))}, which a checkpoint must not call; "
-                "nothing in it was run.\n"
+                f"{path} asks for {format_list(sorted(disallowed))}, which a checkpoint must not call. For safety, the file is not "
+                "read; nothing in it was run.\n"
                 "  If you trust the file, load it with the program that wrote it and save only the required entries:\n"
                 "  torch.save({key: saved[key] for key in saved if key in ('args', 'checkpoint_version', 'iteration')"
                 " or key.startswith('model')}, path)"
@@ -104,20 +106,22 @@ class TorchFile:
         self.content: Any = content
 
     def check(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Verify the checksum of a tensor, unless it was verified before. Returns the tensor.
+        """Verify the checksum of a tensor, unless it was verified before, and return the tensor.
 
         Args:
             tensor: tensor of this file.
             name: name of the tensor, for error messages.
 
         Raises:
-            DamagedCheckpointError: the bytes differ from those that were saved.
+            DamagedCheckpointError: the bytes of the tensor differ from those that were saved.
         """
         storage = tensor.untyped_storage()
         if self._checksums is not None and storage.data_ptr() not in self._checked and storage.nbytes():
             raw = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
             if (len(raw), zlib.crc32(raw.numpy().data)) not in self._checksums:
-                raise DamagedCheckpointError(f"{self.path} is damaged: {name} differs from what was saved (wrong checksum)")
+                raise DamagedCheckpointError(
+                    f"{self.path} is damaged: {name} differs from what was saved (wrong checksum). Copy the file again"
+                )
             self._checked.add(storage.data_ptr())
         return tensor
 
@@ -127,7 +131,12 @@ def _open_stream(path: Path, data: bytes | None) -> str | io.BytesIO:
 
 
 def _read_checksums(path: Path, data: bytes | None) -> set[tuple[int, int]] | None:
-    """Return the length and CRC-32 of every record (entry of the zip archive); None if the file was written without checksums.
+    """Return the length in bytes and the CRC-32 of every record (entry of the zip archive) that torch.save wrote; None if the file
+    was written without checksums.
+
+    Args:
+        path: path of the file.
+        data: bytes to read instead of the file's content, or None.
 
     Raises:
         DamagedCheckpointError: the file is incomplete, or its records are compressed and could become larger than the file.
@@ -137,11 +146,15 @@ def _read_checksums(path: Path, data: bytes | None) -> set[tuple[int, int]] | No
             records = archive.infolist()
             if any(record.compress_type != zipfile.ZIP_STORED for record in records):
                 raise DamagedCheckpointError(
-                    f"{path} was not written by torch.save: its entries are compressed, which torch.save never does"
+                    f"{path} was not written by torch.save: its entries are compressed, which torch.save never does. Copy the "
+                    "original file again"
                 )
             pickle_record = next((record for record in records if record.filename.endswith("/data.pkl")), None)
             if pickle_record is None:
-                raise DamagedCheckpointError(f"{path} was not written by torch.save: it has no data.pkl")
+                raise DamagedCheckpointError(
+                    f"{path} was not written by torch.save: it has no data.pkl (the pickle in the zip archive). Copy the original "
+                    "file again"
+                )
             version_record = next((record for record in records if record.filename.endswith("/version")), pickle_record)
             try:
                 archive.read(version_record)
@@ -150,8 +163,8 @@ def _read_checksums(path: Path, data: bytes | None) -> set[tuple[int, int]] | No
             archive.read(pickle_record)
             return {(record.file_size, record.CRC) for record in records}
     except FileNotFoundError as error:
-        raise DamagedCheckpointError(f"{path} is missing") from error
+        raise DamagedCheckpointError(f"{path} is missing: copy the complete checkpoint") from error
     except zipfile.BadZipFile as error:
         raise DamagedCheckpointError(
-            f"{path} is truncated, altered, or not in the format of torch.save since torch 1.6: {error}"
+            f"{path} is truncated, altered, or not in the format of torch.save since torch 1.6: {error}. Copy it again"
         ) from error

@@ -53,11 +53,13 @@ def select_family(model: ModelConfig, requested: str | None = None) -> Family:
         requested: `model_type` of the architecture; None for the first that supports the model.
 
     Raises:
-        CheckpointError: no architecture supports the model, or the requested one does not. The message lists the reasons for each
-            architecture; the architecture with the fewest reasons comes first.
+        CheckpointError: no architecture supports the model, or the requested one does not. The message lists the unsupported
+            properties of the model for each architecture; the architecture with the fewest comes first.
     """
     if requested is not None and requested not in FAMILIES:
-        raise CheckpointError(f"there is no family {requested!r}; supported are {', '.join(FAMILIES)}")
+        raise CheckpointError(
+            f"--family {requested} is not a supported architecture of transformers; supported are {', '.join(FAMILIES)}"
+        )
     candidates = [family for name, family in FAMILIES.items() if requested in (None, name)]
     for family in candidates:
         if family.supports(model):
@@ -65,4 +67,6 @@ def select_family(model: ModelConfig, requested: str | None = None) -> Family:
     mismatches = {family.model_type: family.describe_mismatches(model) for family in candidates}
     nearest = sorted(mismatches, key=lambda name: len(mismatches[name]))
     reasons = "\n  ".join(f"{name}: {'; '.join(mismatches[name])}" for name in nearest)
-    raise CheckpointError(f"no supported architecture of transformers can express this model:\n  {reasons}")
+    raise CheckpointError(
+        f"no supported architecture of transformers can express this model. Reasons, by architecture:\n  {reasons}"
+    )

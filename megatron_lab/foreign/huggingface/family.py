@@ -18,7 +18,7 @@ from megatron.config.checks import model as model_rules
 from megatron.config.checks.finding import collect_rules
 from megatron.config.config import Config
 from megatron.config.model import CHANGEABLE_FIELDS, ModelConfig
-from megatron.config.setting import flag_name
+from megatron.config.setting import get_flag_name
 from megatron.parallel.params import build_global_records
 from megatron.spec.layers import build_layer_specs, build_norm_spec
 from megatron.spec.weights import iter_weights, split_layer_name
@@ -47,14 +47,15 @@ class FieldGroup(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Architecture of transformers: how its config.json and tensors correspond to settings and parameters of this framework."""
+    """Description of an architecture of transformers: how its config.json and tensors correspond to settings and parameters of this
+    framework."""
 
     model_type: str
     """`model_type` in config.json, which is also the name of the family in this framework."""
     architecture: str
-    """Name of the transformers class of the model with its output layer."""
+    """Name of the transformers class of the model with its output layer, such as `LlamaForCausalLM`."""
     fixed_settings: Mapping[str, Any]
-    """Settings that all models of this architecture share."""
+    """Values of `ModelConfig` fields that all models of this architecture share, by field name."""
     field_groups: tuple[FieldGroup, ...]
     """Converters of the config.json fields that vary between models of this architecture."""
     ignored_fields: tuple[str, ...] = ()
@@ -67,26 +68,26 @@ class Family:
     """
 
     prefix: str
-    """Prefix of all tensor names except that of the output layer. Files saved without the output layer do not have the
-    prefix."""
+    """Start of all tensor names except that of the output layer, such as `model.`. Files saved without the output layer do not
+    have the prefix."""
     layer_name: str
-    """Name of a layer, after the prefix. `{}` stands for the index of the layer."""
+    """Name of the module of a layer, after the prefix, such as `layers.{}`. `{}` stands for the index of the layer."""
     module_names: Mapping[str, str]
-    """Hugging Face module names. The keys are the names of the modules in this framework.
+    """Hugging Face module names, by module name of this framework.
 
-    Names of modules in a layer are relative to the layer, all other names to the prefix. A value may contain several names,
-    separated by blanks: the rows of these modules, concatenated, are the rows of the parameter. `{}` in a name stands for the
-    index of an expert, because transformers has a separate module for each expert. A key may also name a single parameter, if
-    the Hugging Face name of the parameter does not follow from its module.
+    The name of a module in a layer starts after the name of the layer, all other names start after `prefix`. A value may
+    contain several names, separated by blanks: the rows of these modules, concatenated, are the rows of the parameter. `{}` in
+    a name stands for the index of an expert, because transformers has a separate module for each expert. A key may also name a
+    single parameter, if the Hugging Face name of the parameter does not follow from its module.
     """
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Alternative tensor names that some files contain, each mapped to the name according to `module_names`."""
     has_grouped_qkv: bool = False
     """Whether the rows of the fused query-key-value projection are grouped by key-value head, as in this framework."""
     is_transposed: bool = False
-    """Whether the matrices of layers are stored transposed, as [inputs, outputs]."""
+    """Whether the weight matrices of linear layers are stored transposed, as [inputs, outputs]."""
     buffer_pattern: str = field(default="(?!)", kw_only=True)
-    """Regular expression for the names (after the prefix) of stored tensors that are not weights: tables and masks (buffers) in
+    """Regular expression for the names (after `prefix`) of stored tensors that are not weights: tables and masks (buffers) in
     old files."""
 
     @property
@@ -107,7 +108,8 @@ class Family:
         return model
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Convert a supported model configuration to config.json fields, except for the fields that all architectures have."""
+        """Convert a supported model configuration to config.json fields. `model_type`, `architectures`, `vocab_size` and other
+        fields that do not depend on the architecture are left to the exporter."""
         return {name: value for group in self.field_groups for name, value in group.write(model).items()}
 
     def supports(self, model: ModelConfig) -> bool:
@@ -123,7 +125,8 @@ class Family:
         return list_different_settings(model, parsed_model) or fields.errors
 
     def build_layouts(self, model: ModelConfig, vocab_size: int) -> dict[str, WeightLayout]:
-        """Return where each parameter is in the Hugging Face tensors. The parameters are in the order of the forward pass."""
+        """Return, for each parameter of a model, the Hugging Face tensors and the rows in them that hold the parameter. The
+        parameters are in the order of the forward pass."""
         layouts = {}
         for name, record in build_global_records(model, vocab_size).items():
             layer, name_in_layer = split_layer_name(name)
@@ -217,11 +220,15 @@ def compute_signature(model: ModelConfig) -> tuple[Any, ...]:
 
 
 def list_different_settings(model: ModelConfig, candidate: ModelConfig) -> list[str]:
-    """Return a message for each setting by which two models compute different functions; an empty list if the models are
+    """Return a message for each setting that makes two models compute different functions; an empty list if the models are
     equivalent.
 
     A setting may differ without changing the function. If some settings change the function when they alone differ, only these
     settings are listed. If only a combination changes it, all differing settings are listed.
+
+    Args:
+        model: model whose values are named first in the messages.
+        candidate: model to compare with.
     """
     candidate_signature = compute_signature(candidate)
     if compute_signature(model) == candidate_signature:
@@ -235,13 +242,13 @@ def list_different_settings(model: ModelConfig, candidate: ModelConfig) -> list[
         if compute_signature(dataclasses.replace(candidate, **{name: model_settings[name]})) != candidate_signature
     ]
     return [
-        f"{flag_name(name)} is {_format_value(model_settings[name])}, there {_format_value(candidate_settings[name])}"
+        f"{get_flag_name(name)} is {_format_value(model_settings[name])}, there {_format_value(candidate_settings[name])}"
         for name in decisive or differ
     ]
 
 
 def _format_value(value: Any) -> str:
-    """Format the value of a setting for a message."""
+    """Format the value of a setting for a message: true and false as "on" and "off", None as "by default"."""
     if value is None or isinstance(value, bool):
         return "on" if value else "off" if value is False else "by default"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -60,7 +60,7 @@ _SPECIAL_REASONS = {
 
 
 class Fields:
-    """Reader of the fields of a config.json that collects errors. `finish` raises all errors together.
+    """Reader of the fields of a config.json. It collects all errors, and `finish` raises them together.
 
     Args:
         name: name of the file, for messages.
@@ -86,13 +86,18 @@ class Fields:
 
         Args:
             name: name of the field.
-            reason: end of the error message.
+            reason: why the value is not supported, for the end of the error message.
         """
         self._used.add(name)
         self.errors.append(f"{name} = {self._values.get(name)!r}: {reason}")
 
     def get_size(self, name: str, default: int | None = None) -> int:
-        """Return a field that must be a positive integer. Without a default the field is required. `null` counts as absent."""
+        """Return the value of a field that must be a positive integer. For any other value, record an error and return 1.
+
+        Args:
+            name: name of the field.
+            default: value if the field is absent or `null`; None if the field is required.
+        """
         value = self.get_raw(name)
         value = default if value is None else value
         if value is None:
@@ -104,7 +109,8 @@ class Fields:
         return value
 
     def get_number(self, name: str, default: float) -> float:
-        """Return a field that must be a finite number of at least 0."""
+        """Return the value of a field that must be a finite number of at least 0. For any other value, record an error and return
+        `default`."""
         value = self.get_raw(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
             self.refuse(name, "must be a number of 0 or more")
@@ -112,7 +118,7 @@ class Fields:
         return float(value)
 
     def get_bool(self, name: str, default: bool) -> bool:
-        """Return a field that must be a boolean."""
+        """Return the value of a field that must be true or false. For any other value, record an error and return `default`."""
         value = self.get_raw(name, default)
         if not isinstance(value, bool):
             self.refuse(name, "must be true or false")
@@ -120,8 +126,8 @@ class Fields:
         return value
 
     def expect(self, name: str, allowed: Sequence[Any], default: Any, reason: str = "") -> Any:
-        """Check that a field has one of the allowed values, with the same type. Returns its value, or `default` if the value is not
-        allowed.
+        """Return the value of a field. If it is not one of the allowed values, or has a different type, record an error and return
+        `default`.
 
         Args:
             name: name of the field.
@@ -149,4 +155,4 @@ class Fields:
             f"{name} = {value!r}: {_SPECIAL_REASONS.get(name, _UNKNOWN_REASON)}" for name, value in unused.items()
         ]
         if errors:
-            raise CheckpointError(f"{self._name} describes a model that cannot be read:\n  " + "\n  ".join(errors))
+            raise CheckpointError(f"{self._name} describes a model that is not supported:\n  " + "\n  ".join(errors))

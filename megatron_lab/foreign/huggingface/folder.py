@@ -35,15 +35,15 @@ class HuggingFaceFolder:
         path: folder on a local disk.
 
     Raises:
-        CheckpointError: the architecture is not supported, the reader does not know the effect of a field, or the tensors belong to
-            a different model. The message lists all reasons.
+        CheckpointError: the architecture is not supported, config.json has a field whose effect is not known, or the tensors belong
+            to a different model. The message lists all reasons.
         DamagedCheckpointError: files are missing, truncated, or do not match the index.
     """
 
     def __init__(self, path: Path | str) -> None:
         local = open_storage(path).local
         if local is None:
-            raise CheckpointError(f"{path}: a Hugging Face folder can be read only from a local disk. Copy it to one.")
+            raise CheckpointError(f"{path}: a Hugging Face folder can be read only from a local disk. Copy the folder to one.")
         folder = self.folder = local
         self.name = str(path)
         config = _read_config(folder / CONFIG)
@@ -79,8 +79,17 @@ class HuggingFaceFolder:
         return self._layouts[name].read_param(tensor_slice, info.dtype, lambda hf_name: self._tensors[hf_name].read())
 
     def _check_tensors(self, family: Family, fields: Fields) -> None:
-        """Check that the folder has every tensor of the model with the right shape, and that no other tensor may be a weight."""
-        expected = dict(pair for layout in self._layouts.values() for pair in layout.hf_shapes().items())
+        """Check that the folder has every tensor of the model with the right shape, and that each other tensor is known not to be a
+        weight of the model.
+
+        Args:
+            family: description of the architecture.
+            fields: fields of config.json.
+
+        Raises:
+            CheckpointError: tensors are missing, unexpected or of the wrong shape.
+        """
+        expected = dict(pair for layout in self._layouts.values() for pair in layout.get_hf_shapes().items())
         tensors = self._tensors
         mismatches = find_mismatches(tensors, expected)
         integers = [name for name in expected if name in tensors and tensors[name].dtype not in WEIGHT_DTYPES]
@@ -96,7 +105,8 @@ class HuggingFaceFolder:
             if embedding in tensors and not torch.equal(tensors[embedding].read(), tensors[output_name].read()):
                 raise CheckpointError(
                     f"{self.name}: {CONFIG} ties the output layer to the embedding (tie_word_embeddings), but the values of "
-                    f"{output_name} differ.\n  Set tie_word_embeddings to false if the model has both, or remove the tensor."
+                    f"{output_name} differ from those of the embedding.\n"
+                    "  Set tie_word_embeddings to false if the output layer has its own weight, or remove the tensor."
                 )
         mismatches += [
             f"{name} {list(tensors[name].shape)} is not a tensor of this model"
@@ -105,7 +115,9 @@ class HuggingFaceFolder:
         ]
         if mismatches:
             raise CheckpointError(
-                f"{self.name} does not hold the weights of the model in {CONFIG}:\n  " + format_list(mismatches, "\n  ")
+                f"{self.name} does not hold the weights of the model in {CONFIG}:\n  "
+                + format_list(mismatches, "\n  ")
+                + "\n  The files do not belong together, or the model is not supported: copy the complete folder again."
             )
         if mtp_tensors:
             self.notes.append(
@@ -117,17 +129,27 @@ class HuggingFaceFolder:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Read config.json and return its content."""
+    """Read config.json and return its content.
+
+    Raises:
+        CheckpointError: there is no config.json, or it contains no object.
+        DamagedCheckpointError: the file is not valid JSON.
+    """
     try:
         content = json.loads(read_text(path))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path.parent} is not a Hugging Face model: it has no {CONFIG}") from error
+        raise CheckpointError(
+            f"{path.parent} is not the folder of a Hugging Face model: it has no {CONFIG}. Choose the folder with this file"
+        ) from error
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}. Check the permissions of the file") from error
     except (ValueError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{path} is not valid JSON: {error}") from error
+        raise DamagedCheckpointError(f"{path} is not valid JSON: {error}. If the file is damaged, copy it again") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} must contain a JSON object with the key model_type")
+        raise CheckpointError(
+            f"{path} must contain a JSON object with the key model_type. The file is damaged, or not from a Hugging Face model: "
+            "copy it again"
+        )
     return content
 
 
@@ -148,8 +170,8 @@ def _detect_family(folder: Path, config: dict[str, Any]) -> Family:
     quantization = config.get("quantization_config")
     if quantization is not None and get_block_size(quantization) is None:
         raise CheckpointError(
-            f"{folder} holds quantized weights (quantization_config = {quantization!r}): only floating-point weights are "
-            "supported, and fp8 (e4m3) with one scale per block; use the original model before its quantization"
+            f"{folder} holds quantized weights (quantization_config = {quantization!r}). Only floating-point weights are "
+            "supported, and fp8 (e4m3) with one scale per block: use the original model before its quantization"
         )
     base_class = f"{family.architecture.removesuffix('ForCausalLM').removesuffix('LMHeadModel')}Model"
     architectures = config.get("architectures")
@@ -163,8 +185,8 @@ def _detect_family(folder: Path, config: dict[str, Any]) -> Family:
 
 
 def _find_tokenizer(folder: Path, model_type: str, notes: list[str]) -> DataConfig | None:
-    """Return settings for the tokenizer in a folder. If there is no supported tokenizer, return None and add a note for the
-    user."""
+    """Return settings for the tokenizer in a folder. If there is no supported tokenizer, return None and add a message for the user
+    to `notes`."""
     if (file := folder / "tokenizer.json").is_file():
         return DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(file))
     if (file := folder / "tokenizer.model").is_file():

@@ -32,7 +32,8 @@ _ALIASES = {
 
 
 class _GPT2SizeFields:
-    """Config.json fields of model sizes with the names that GPT-2 uses."""
+    """Converter of the config.json fields for model sizes, with the names that GPT-2 uses (`n_embd`, `n_head`, `n_layer`,
+    `n_positions`, `n_inner`)."""
 
     def parse(self, fields: Fields) -> Settings:
         sizes = {name: self._get_aliased_size(fields, name, alias) for name, alias in _ALIASES.items()}

@@ -17,12 +17,12 @@ from megatron_lab.foreign.huggingface.fields import Fields
 
 @dataclass(frozen=True)
 class NumberField:
-    """Config.json field whose value is a number that is also a setting of this framework."""
+    """Converter of a config.json field whose value is a number and equals a setting of this framework."""
 
     field_name: str
     setting: str
     default: float | None
-    """Value of an absent field."""
+    """Value that applies if config.json does not contain the field."""
     is_nullable: bool = False
     """Whether the field may be `null`, which corresponds to the setting None."""
 
@@ -37,7 +37,7 @@ class NumberField:
 
 @dataclass(frozen=True)
 class ReciprocalField:
-    """Config.json field whose value is the reciprocal (1 / x) of a setting."""
+    """Converter of a config.json field whose value is the reciprocal (1 / x) of a setting of this framework."""
 
     field_name: str
     setting: str
@@ -53,8 +53,8 @@ class ReciprocalField:
 
 
 class SqrtHiddenEmbeddingScale:
-    """Setting of architectures that multiply the embedding by the square root of the hidden size. No config.json field describes
-    it."""
+    """Converter for architectures that always multiply the embedding by the square root of the hidden size. No config.json field
+    describes this factor."""
 
     def parse(self, fields: Fields) -> Settings:
         return {"embedding_multiplier": fields.get_size("hidden_size") ** 0.5}
@@ -65,15 +65,15 @@ class SqrtHiddenEmbeddingScale:
 
 @dataclass(frozen=True)
 class AttentionScaleField:
-    """Config.json field for the factor of the attention scores. Its value is the factor, or a number of channels n for the factor
-    n**-0.5."""
+    """Converter of the config.json field that determines the factor of the attention scores. The field contains the factor itself,
+    or a number of channels n that stands for the factor n**-0.5."""
 
     field_name: str
     default: float
-    """Value of an absent field."""
+    """Value that applies if config.json does not contain the field."""
     sizes: SizeFields
-    """Converter of the size fields of the architecture, which gives the head size. If the scores are multiplied by head_size**-0.5,
-    as usual, the setting `softmax_scale` is None."""
+    """Converter of the size fields of the architecture, from which the head size is read. If the factor is head_size**-0.5, as
+    usual, the setting `softmax_scale` is None."""
     is_num_channels: bool = False
     """Whether the value of the field is a number of channels instead of the factor."""
 
@@ -99,7 +99,7 @@ def _round_if_close(value: float) -> float:
 
 @dataclass(frozen=True)
 class BoolField:
-    """Config.json field whose value is a boolean setting or the negation of a setting."""
+    """Converter of a config.json field whose value is a boolean setting of this framework, or the negation of a setting."""
 
     field_name: str
     setting: str
@@ -114,23 +114,23 @@ class BoolField:
 
 
 def build_tied_embeddings_field(default: bool) -> BoolField:
-    """Return the converter of the field tie_word_embeddings, which all architectures have.
+    """Return the converter of the config.json field tie_word_embeddings, which all architectures have.
 
     Args:
-        default: whether the weights of embedding and output layer are tied if the field is absent.
+        default: value if config.json does not contain the field: whether embedding and output layer share their weight.
     """
     return BoolField("tie_word_embeddings", "untie_embeddings_and_output_weights", default, is_inverted=True)
 
 
 @dataclass(frozen=True)
 class FixedField:
-    """Config.json field that must have one value, because this framework does not support others."""
+    """Converter of a config.json field that must have one value, because this framework does not support any other."""
 
     field_name: str
     value: Any
     reason: str = ""
     equivalent_values: tuple[Any, ...] = ()
-    """Other values of the field that mean the same as `value`, and are accepted too."""
+    """Other values of the field that mean the same as `value`, and are accepted too. Written files contain `value`."""
 
     def parse(self, fields: Fields) -> Settings:
         fields.expect(self.field_name, (self.value, *self.equivalent_values), self.value, self.reason)
@@ -142,7 +142,7 @@ class FixedField:
 
 @dataclass(frozen=True)
 class ActivationField:
-    """Config.json field for the activation function of the MLP, with the names of transformers."""
+    """Converter of the config.json field with the activation function of the MLP, by its name in transformers."""
 
     field_name: str
     is_gated: bool
@@ -165,11 +165,11 @@ class ActivationField:
 
 @dataclass(frozen=True)
 class UnsupportedFields:
-    """Config.json fields of a feature that every model of the architecture has and that this framework does not support. Reading
-    always records an error."""
+    """Config.json fields of a feature that every model of an architecture has, but this framework does not support. `parse`
+    therefore always records an error."""
 
     names: tuple[str, ...]
-    """Names of the fields. The error message contains only the first."""
+    """Names of the fields. The error message names only the first."""
     reason: str
 
     def parse(self, fields: Fields) -> Settings:
@@ -187,7 +187,7 @@ BiasedLayer = Literal["qkv", "output", "mlp"]
 
 @dataclass(frozen=True)
 class BiasFields:
-    """Config.json fields that determine which linear layers have biases."""
+    """Converter of the config.json fields that determine which linear layers have biases."""
 
     always_biased: tuple[BiasedLayer, ...] = ()
     layers_by_field: Mapping[str, tuple[BiasedLayer, ...]] | None = None
@@ -218,9 +218,10 @@ class BiasFields:
 
 @dataclass(frozen=True)
 class DropoutFields:
-    """Config.json fields for the dropout of the embedding and of the layers.
+    """Converter of the config.json fields for the dropout of the embedding and of the layers.
 
-    This framework has one setting for both. If the fields differ, the value for the layers applies, and a note tells the user.
+    This framework has one dropout setting for both. If the two fields differ, the value for the layers applies, and a note tells
+    the user.
     """
 
     layers_field: str
@@ -240,8 +241,8 @@ class DropoutFields:
 
 @dataclass(frozen=True)
 class SizeFields:
-    """Config.json fields of model sizes with the names that Llama uses, including the number of key-value heads and the head
-    size."""
+    """Converter of the config.json fields for model sizes with the names that Llama uses, including the number of key-value heads
+    and the head size."""
 
     max_positions: int
     """Maximum sequence length if config.json has no field max_position_embeddings."""
@@ -308,7 +309,12 @@ class SizeFields:
 
 
 def get_max_positions(fields: Fields, default: int) -> int:
-    """Return the maximum sequence length, from the field max_position_embeddings."""
+    """Return the maximum sequence length, from the field max_position_embeddings.
+
+    Args:
+        fields: fields of config.json.
+        default: value if the field is absent.
+    """
     return fields.get_size("max_position_embeddings", default)
 
 

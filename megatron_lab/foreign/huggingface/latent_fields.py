@@ -16,7 +16,7 @@ _LATENT_EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class LatentSizeFields:
-    """Config.json fields of the model sizes of architectures with latent attention."""
+    """Converter of the config.json fields for the model sizes of architectures with multi-head latent attention."""
 
     max_positions: int
     """Maximum sequence length if config.json has no field max_position_embeddings."""

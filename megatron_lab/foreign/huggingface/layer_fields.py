@@ -15,7 +15,7 @@ from megatron_lab.foreign.huggingface.rotary_fields import FULL_ATTENTION, SLIDI
 
 @dataclass(frozen=True)
 class NoRotaryLayers:
-    """Config.json fields that select layers without rotary embeddings (SmolLM3).
+    """Converter of the config.json fields that select layers without rotary embeddings (SmolLM3).
 
     `no_rope_layers` has one entry per layer: 0 for a layer without rotary embeddings, else 1.
     """
@@ -46,7 +46,7 @@ class NoRotaryLayers:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowFields:
-    """Config.json fields for sliding-window attention.
+    """Converter of the config.json fields for sliding-window attention.
 
     `sliding_window` is the number of tokens to which a token attends, including itself; `null` for no window.
     """
@@ -62,8 +62,8 @@ class WindowFields:
     interval_field: str | None = None
     """Name of the field with the value N of `interval`; None if there is no such field."""
     no_rotary_layers: NoRotaryLayers | None = None
-    """Converter that selects the layers without rotary embeddings, if these are the layers with the window in files without
-    `layer_types`. None if the window does not depend on rotary embeddings."""
+    """For architectures in which, without `layer_types`, exactly the layers without rotary embeddings have the window
+    (SmolLM3): the converter that selects these layers. Otherwise None."""
 
     def parse(self, fields: Fields) -> Settings:
         num_layers = fields.get_size("num_hidden_layers")
@@ -77,7 +77,8 @@ class WindowFields:
         return {"window_size": f"{window - 1},0", "window_attn_skip_freq": _format_skip_freq(has_window)}
 
     def _parse_layer_types(self, fields: Fields, num_layers: int, window: int | None) -> list[bool]:
-        """Return for each layer whether it has the window."""
+        """Return for each layer whether it has the attention window. The field `layer_types` selects the layers; without it, the
+        defaults of the architecture apply."""
         default_layers, layer_types = self._get_default_layers(fields, num_layers), fields.get_raw("layer_types")
         if layer_types is None:
             return default_layers
@@ -94,7 +95,7 @@ class WindowFields:
         return [False] * num_layers
 
     def _get_default_layers(self, fields: Fields, num_layers: int) -> list[bool]:
-        """Return for each layer whether it has the window in a file without `layer_types`."""
+        """Return for each layer whether it has the attention window, for a config.json without `layer_types`."""
         if self.no_rotary_layers is not None:
             return self.no_rotary_layers.list_unrotated_layers(fields)
         if self.interval is not None:
@@ -116,18 +117,28 @@ class WindowFields:
 
 
 def _get_window(layer: LayerSpec) -> int | None:
-    """Return the attention window of a layer; None without a window."""
+    """Return the attention window of a layer: the number of earlier tokens to which a token attends; None without a window."""
     return layer.attention.scores.window
 
 
 def _format_skip_freq(has_window: list[bool]) -> str | None:
-    """Return the value of --window-attn-skip-freq that selects the layers without the window; None if all layers have it."""
+    """Return the value of --window-attn-skip-freq, which selects the layers without the attention window; None if all layers have
+    the window.
+
+    Args:
+        has_window: for each layer, whether it has the window.
+    """
     pattern = _format_interval([not windowed for windowed in has_window])
     return None if all(has_window) else pattern if pattern.isdecimal() else format_pattern(tuple(has_window))
 
 
 def _format_interval(marks: list[bool]) -> str:
-    """Format selected layers: as the number N if every N-th layer is selected, else as a list with an entry per layer."""
+    """Format a selection of layers as the value of a flag: the number N if every N-th layer is selected, otherwise a list with an
+    entry per layer.
+
+    Args:
+        marks: for each layer, whether it is selected.
+    """
     interval = marks.index(True) + 1 if True in marks else 0
     if interval and marks == [(layer + 1) % interval == 0 for layer in range(len(marks))]:
         return str(interval)

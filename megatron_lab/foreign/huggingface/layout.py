@@ -1,7 +1,7 @@
 """Correspondence between the rows of a parameter and the rows of Hugging Face tensors, in both directions.
 
 A *parameter* belongs to this framework, a *Hugging Face tensor* (`hf_`) to a transformers model. A parameter is treated as a
-matrix: its last dimension is the columns, and all other dimensions together are the rows. In a vector (a bias or a norm weight),
+matrix: the last dimension has the columns, and all other dimensions together have the rows. In a vector (a bias or a norm weight),
 each element is a row.
 
 One parameter may correspond to several Hugging Face tensors, for example to separate query, key and value projections. These
@@ -21,16 +21,17 @@ from megatron.parallel.tensor_slice import TensorSlice
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """Mapping between the rows of a parameter and the rows of Hugging Face tensors, with their names and dtype."""
+    """Correspondence between a parameter of this framework and the Hugging Face tensors that hold its rows: their names, shapes,
+    row order and dtype."""
 
     shape: tuple[int, ...]
     """Shape of the parameter."""
     is_matrix: bool
     row_counts: dict[str, int]
-    """Number of rows of each Hugging Face tensor, by name."""
+    """Number of rows of each Hugging Face tensor, by tensor name."""
     row_order: torch.Tensor | None = None
-    """Index of each row of the parameter in the concatenated rows of the Hugging Face tensors: int64 [rows]. None if both have
-    the same order.
+    """For each row of the parameter, its index in the concatenated rows of the Hugging Face tensors: int64 [rows]. None if the
+    parameter has its rows in the order of the concatenated tensors.
 
     If the tensors have more rows than the parameter, the additional rows belong to other parameters.
     """
@@ -46,10 +47,10 @@ class WeightLayout:
 
     @property
     def num_cols(self) -> int:
-        """Number of columns, that is, of elements per row."""
+        """Number of columns of the parameter, that is, of elements per row."""
         return self.shape[-1] if self.is_matrix else 1
 
-    def hf_shapes(self) -> dict[str, tuple[int, ...]]:
+    def get_hf_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of each Hugging Face tensor by name."""
         if not self.is_matrix:
             return {name: (num_rows,) for name, num_rows in self.row_counts.items()}
@@ -63,8 +64,8 @@ class WeightLayout:
 
         Args:
             tensor_slice: region of the parameter.
-            dtype: dtype of the result.
-            read_tensor: reads a Hugging Face tensor by name.
+            dtype: dtype of the returned tensor.
+            read_tensor: function that reads a Hugging Face tensor by name.
         """
         out, index = torch.empty(tensor_slice.sizes, dtype=dtype), tensor_slice.index
         if not tensor_slice.numel:
@@ -86,12 +87,13 @@ class WeightLayout:
     def iter_hf_tensors(self, param: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and content of each Hugging Face tensor, converted from the full parameter.
 
-        If both have the same row order, the tensors are views of the parameter. Rows that belong to other parameters are zero.
+        If `row_order` is None, the yielded tensors are views of the parameter where possible. Rows that belong to other parameters
+        are zero.
         """
         rows = param.reshape(-1, self.num_cols)
         if self.row_order is not None:
             rows = rows.new_zeros((sum(self.row_counts.values()), self.num_cols)).index_copy_(0, self.row_order, rows)
-        for (name, shape), hf_rows in zip(self.hf_shapes().items(), rows.split([*self.row_counts.values()]), strict=True):
+        for (name, shape), hf_rows in zip(self.get_hf_shapes().items(), rows.split([*self.row_counts.values()]), strict=True):
             yield name, (hf_rows.t() if self.is_transposed else hf_rows).contiguous().view(shape)
 
     def _to_matrix(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -100,10 +102,11 @@ class WeightLayout:
 
 
 def merge_shared_tensors(layouts: dict[str, WeightLayout]) -> None:
-    """Update the layouts of parameters that share a Hugging Face tensor, so that each parameter occupies its own range of rows of
-    the tensor.
+    """Update the layouts of parameters that are stored in the same Hugging Face tensor, so that each parameter has its own range of
+    rows in the tensor.
 
-    The order of the parameters in the tensor is that of `layouts`, which is the order of the forward pass.
+    Args:
+        layouts: layouts of all parameters, in the order of the forward pass. The parameters have this order in the shared tensor.
     """
     param_names: dict[str, list[str]] = {}
     for name, layout in layouts.items():
@@ -125,11 +128,12 @@ def convert_to_hf(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and content of all Hugging Face tensors, converting one parameter at a time.
 
-    Parameters that share a tensor are adjacent in `layouts`. Their contributions are summed before the tensor is yielded.
+    Parameters that are stored in the same tensor are adjacent in `layouts`. Each contributes its rows, with zeros elsewhere, and
+    the contributions are summed before the tensor is yielded.
 
     Args:
         layouts: layouts of all parameters, from `Family.build_layouts`.
-        read_param: reads a full parameter by name.
+        read_param: function that reads a full parameter by name.
     """
     pending: tuple[str, torch.Tensor] | None = None
     for name, next_name in zip(layouts, [*layouts][1:] + [None], strict=True):
@@ -148,8 +152,8 @@ def build_qkv_row_order(model: ModelConfig) -> tuple[list[int], torch.Tensor]:
     In this framework the rows are grouped by key-value head: the query heads of the group, then the key head, then the value head.
 
     Returns:
-        The numbers of query, key and value rows, and the index of each row of the fused projection in the concatenated query, key
-        and value rows.
+        The numbers of query, key and value rows. For each row of the fused projection, its index in the concatenated query, key and
+        value rows: int64 [rows].
     """
     num_groups, head_size = model.num_key_value_heads, model.head_size
     row_counts = [model.num_attention_heads * head_size, num_groups * head_size, num_groups * head_size]

@@ -48,9 +48,9 @@ def build_llama_family(
         name: `model_type` in config.json.
         architecture: name of the class in transformers.
         field_groups: converters of additional config.json fields.
-        sizes: converter of the size fields.
-        is_tied: default of tie_word_embeddings.
-        epsilon: default epsilon of the norms.
+        sizes: converter of the config.json fields for model sizes.
+        is_tied: value of tie_word_embeddings if config.json does not contain it.
+        epsilon: epsilon of the norms if config.json does not contain it.
         rotary: converter of the rotary fields, if they differ from Llama's.
         epsilon_name: name of the field for epsilon.
         activation: converter of the field of the activation function.

@@ -14,8 +14,8 @@ from megatron_lab.foreign.huggingface.fields import Fields
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureFields:
-    """Config.json fields of a mixture of experts with a softmax router: number and sizes of the experts, and the layers that have
-    experts."""
+    """Converter of the config.json fields of a mixture of experts with a softmax router: number and sizes of the experts, and the
+    layers that have experts."""
 
     num_experts_field: str
     """Name of the field with the number of experts."""
@@ -28,13 +28,13 @@ class MixtureFields:
     `intermediate_size`."""
     has_norm_topk_field: bool = False
     """Whether the architecture has the field `norm_topk_prob`. If the field is true, the probabilities of a token's experts are
-    divided by their sum. Without the field they always are."""
+    divided by their sum. In architectures without the field, this is always done."""
     shared_ffn_size: int | None = None
     """Hidden size of the shared expert if config.json has no field `shared_expert_intermediate_size`; None if there is no shared
     expert."""
     has_sparse_step_field: bool = False
-    """Whether `decoder_sparse_step` and `mlp_only_layers` select the layers with experts. Without these fields, all layers have
-    experts."""
+    """Whether the architecture has the fields `decoder_sparse_step` and `mlp_only_layers`, which select the layers with
+    experts. In architectures without these fields, all layers have experts."""
 
     def parse(self, fields: Fields) -> Settings:
         # Transformers 5 writes the number of experts as num_local_experts.
@@ -91,7 +91,8 @@ _TRAINING_FIELDS = ("output_router_logits", "aux_loss_alpha", "seq_aux", "ep_siz
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSeekMixtureFields:
-    """Config.json fields of DeepSeek's mixture of experts. The first layers are dense, possibly all layers.
+    """Converter of the config.json fields of DeepSeek's mixture of experts. The first layers, or all layers, have no experts (are
+    dense).
 
     In group-limited routing, a token selects the groups of experts with the highest scores. No field says how the score of a group
     is computed: V2 uses the score of the group's best expert, V3 the sum of the two best scores. This framework uses the sum of the
@@ -105,11 +106,12 @@ class DeepSeekMixtureFields:
     num_experts_alias: str
     """Alternative name of the field `n_routed_experts` in config.json."""
     num_dense_layers: int
-    """Number of first layers without experts if config.json has no field `first_k_dense_replace`."""
+    """Number of layers without experts before the first layer with experts, if config.json has no field
+    `first_k_dense_replace`."""
     num_experts: int
     """Number of experts if config.json has no field `n_routed_experts`."""
     top_k: int | None
-    """Number of experts per token if config.json has no field `num_experts_per_tok`."""
+    """Number of experts per token if config.json has no field `num_experts_per_tok`; None if the field is required."""
     num_shared_experts: int
     """Number of shared experts if config.json has no field `n_shared_experts`. Each shared expert has the size
     `moe_intermediate_size`."""
@@ -118,8 +120,8 @@ class DeepSeekMixtureFields:
     scaling_factor: float
     """Factor of the router weights if config.json has no field `routed_scaling_factor`."""
     groups: tuple[int | None, int | None]
-    """Number of groups of experts, and number of groups that a token selects, if config.json has no fields `n_group` and
-    `topk_group`."""
+    """Number of groups of experts if config.json has no field `n_group`, and number of groups that a token selects if it has no
+    field `topk_group`. None: the field is required."""
 
     def parse(self, fields: Fields) -> Settings:
         num_layers, num_dense_layers = (
@@ -135,7 +137,13 @@ class DeepSeekMixtureFields:
         return {}
 
     def _parse_experts(self, fields: Fields, num_layers: int, num_dense_layers: int) -> Settings:
-        """Convert the fields of a model that has experts to settings."""
+        """Convert the fields of a model that has layers with experts to settings.
+
+        Args:
+            fields: fields of config.json.
+            num_layers: number of layers of the model.
+            num_dense_layers: number of layers without experts, before the layers with experts.
+        """
         num_experts = fields.get_size("n_routed_experts", self.num_experts)
         fields.expect(self.num_experts_alias, (num_experts, None), num_experts, "differs from n_routed_experts")
         top_k, ffn_size = (
@@ -184,7 +192,13 @@ class DeepSeekMixtureFields:
         return parsed | (self._parse_groups(fields, top_k) if method == "group_limited_greedy" else {})
 
     def _parse_groups(self, fields: Fields, top_k: int) -> Settings:
-        """Convert the fields of group-limited routing to settings. The result is empty if a token may use experts of all groups."""
+        """Convert the fields of group-limited routing to settings. Return an empty dictionary if a token may use experts of all
+        groups.
+
+        Args:
+            fields: fields of config.json.
+            top_k: number of experts per token.
+        """
         num_groups, top_k_groups = (
             fields.get_size(name, default) for name, default in zip(("n_group", "topk_group"), self.groups, strict=True)
         )

@@ -61,7 +61,10 @@ def _build_gemma_family(name: str, architecture: str, *field_groups: FieldGroup,
     """Describe an architecture that has the features shared by all Gemma models.
 
     Args:
+        name: `model_type` in config.json.
+        architecture: name of the class in transformers.
         field_groups: converters of config.json fields in addition to those of all Gemma models.
+        sizes: converter of the config.json fields for model sizes.
         options: further arguments of `build_llama_family`.
     """
     fixed_settings = {"apply_layernorm_1p": True, **options.pop("fixed_settings", {})}

@@ -38,31 +38,31 @@ _ORIGINAL_CONTEXT = "original_max_position_embeddings"
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryFields:
-    """Config.json fields of an architecture's rotary position embeddings."""
+    """Converter of the config.json fields for an architecture's rotary position embeddings."""
 
     max_positions: int
     """Maximum sequence length if config.json has no field max_position_embeddings."""
     theta: float = DEFAULT_THETA
     """Rotary base if config.json has no field rope_theta."""
     rotary_fraction: float | None = None
-    """Fraction of the channels of a head that are rotated if config.json does not state a fraction; None if the architecture always
-    rotates all channels."""
+    """Fraction of the channels of a head that are rotated, if config.json contains no such fraction; None if the architecture
+    always rotates all channels."""
     theta_field: str = "rope_theta"
-    """Name of the field with the value of rope_theta in files written before transformers 5."""
+    """Name of the field with the rotary base in files written before transformers 5."""
     rotary_fraction_field: str = "partial_rotary_factor"
-    """Name of the field with the rotary fraction in files written before transformers 5."""
+    """Name of the field with the fraction of rotated channels in files written before transformers 5."""
     local_theta: float | None = None
-    """Rotary base of layers with an attention window if config.json does not state one; None if all layers have the same rotary
+    """Rotary base of layers with an attention window, if config.json contains none; None if all layers have the same rotary
     embeddings."""
     local_theta_field: str = "rope_local_base_freq"
-    """Name of the field with the rope_theta of layers with an attention window, in files written before transformers 5."""
+    """Name of the field with the rotary base of layers with an attention window, in files written before transformers 5."""
     default_scaling: Settings | None = None
-    """Rotary parameters (type and options of the frequency scaling) of a config.json that contains none."""
+    """Rotary parameters (type and options of the frequency scaling) that apply if config.json contains none."""
     scaling_types: tuple[str, ...] = ("linear", "llama3", "dynamic", "yarn", "longrope")
     """Types of frequency scaling that transformers supports for this architecture."""
     default_original_context: int | None = None
-    """Sequence length for which the unscaled frequencies were chosen, if config.json does not state it; None unless this length is
-    a top-level field in this architecture."""
+    """Sequence length for which the unscaled frequencies were chosen, if config.json does not contain the top-level field
+    `original_max_position_embeddings`. None if the architecture has no such field."""
 
     def parse(self, fields: Fields) -> Settings:
         num_positions = get_max_positions(fields, self.max_positions)
@@ -109,8 +109,14 @@ class RotaryFields:
         return parsed
 
     def _parse_local_theta(self, fields: Fields, parameters: Settings, parsed: Settings) -> Settings:
-        """Return the setting for the rotary base of layers with an attention window; empty if it equals the base of all other
-        layers."""
+        """Return the setting for the rotary base of layers with an attention window; an empty dictionary if the base equals that of
+        all other layers.
+
+        Args:
+            fields: fields of config.json.
+            parameters: rotary parameters of the layers with an attention window.
+            parsed: settings for the rotary embeddings of all other layers.
+        """
         default_theta = parsed["rotary_base"]
         if self.local_theta_field != self.theta_field:
             default_theta = fields.get_number(self.local_theta_field, self.local_theta or DEFAULT_THETA)
@@ -217,7 +223,8 @@ original context length."""
 
 
 def _build_scaling_fields(scaling: Scaling | None, model: ModelConfig) -> dict[str, Any]:
-    """Convert a frequency scaling to config.json fields, including the type of the scaling."""
+    """Convert the frequency scaling of a model to rotary parameters of config.json: the type `rope_type` and the options of the
+    type."""
     match scaling:
         case None:
             return {"rope_type": "default"}
@@ -253,12 +260,19 @@ def _build_scaling_fields(scaling: Scaling | None, model: ModelConfig) -> dict[s
 
 
 def _get_mapping(fields: Fields, name: str) -> dict[str, Any]:
-    """Return the mapping of rotary parameters in a field, normalized by `_normalize`; empty if the field is absent."""
+    """Return the rotary parameters in a mapping-valued field of config.json, normalized by `_normalize`; empty if the field is
+    absent."""
     return _normalize(fields, name, fields.get_raw(name))
 
 
 def _normalize(fields: Fields, name: str, mapping: Any) -> dict[str, Any]:
-    """Return a mapping of rotary parameters without its `null` entries, and with the scaling type under the key `rope_type`."""
+    """Return a mapping of rotary parameters without its `null` entries, and with the scaling type under the key `rope_type`.
+
+    Args:
+        fields: fields of config.json, which record errors.
+        name: name of the field with the mapping.
+        mapping: value of the field.
+    """
     mapping = mapping or {}
     if not isinstance(mapping, dict):
         fields.refuse(name, "must be a mapping")
@@ -273,12 +287,13 @@ def _normalize(fields: Fields, name: str, mapping: Any) -> dict[str, Any]:
 
 
 class _RopeParameters:
-    """Rotary parameters of a config.json, read in the same way from either of the two formats.
+    """Rotary parameters of a config.json in either format: the mapping `rope_parameters` (since transformers 5), or `rope_scaling`
+    and top-level fields (before).
 
     Args:
-        fields: config.json.
-        new_parameters: parameters in the mapping `rope_parameters`; empty if the file does not have it.
-        default: parameters of a file that contains none.
+        fields: fields of config.json.
+        new_parameters: parameters in the mapping `rope_parameters`; empty if the file does not have the mapping.
+        default: parameters that apply if the file contains none.
     """
 
     def __init__(self, fields: Fields, new_parameters: dict[str, Any], default: Settings) -> None:
@@ -294,11 +309,15 @@ class _RopeParameters:
         self.rope_type = self._unread.pop("rope_type", "default")
 
     def refuse(self, reason: str) -> None:
-        """Record the error that the rotary parameters are not supported."""
+        """Record the error that the rotary parameters are not supported.
+
+        Args:
+            reason: why they are not supported, for the end of the error message.
+        """
         self._fields.refuse(self.name, reason)
 
     def pop(self, key: str, default: Any, top_level_name: str | None = None) -> Any:
-        """Remove a rotary parameter from the parameters and return it. It may be in the mapping or a top-level field.
+        """Return a rotary parameter, and mark it as read by removing it. The parameter may be in the mapping or a top-level field.
 
         Args:
             key: key in the mapping.
@@ -313,11 +332,19 @@ class _RopeParameters:
         return default if value is None else value
 
     def pop_number(self, key: str, default: float | None, top_level_name: str | None = None) -> float:
-        """Remove a rotary parameter that must be a positive number from the parameters, and return it."""
+        """Return a rotary parameter that must be a positive number, and mark it as read by removing it. For any other value, record
+        an error and return 1.
+
+        Args:
+            key: key in the mapping.
+            default: value if the parameter is absent; None if it is required.
+            top_level_name: name of the top-level field; by default `key`.
+        """
         return self._check_positive(key, self.pop(key, default, top_level_name))
 
     def pop_list(self, key: str) -> tuple[float, ...]:
-        """Remove a rotary parameter that must be a list of positive numbers from the parameters, and return it."""
+        """Return a rotary parameter that must be a list of positive numbers, and mark it as read by removing it. For any other
+        value, record an error."""
         values = self._unread.pop(key, None)
         if not isinstance(values, list):
             self.refuse(f"{key} is {values!r}, but must be a list of numbers")
@@ -325,7 +352,8 @@ class _RopeParameters:
         return tuple(self._check_positive(key, value) for value in values)
 
     def check_length(self, value: Any) -> int:
-        """Check that a value is an integer number of tokens of at least 2, and return it."""
+        """Check that the value of original_max_position_embeddings is an integer of at least 2 tokens, and return it. For any other
+        value, record an error and return 2."""
         if type(value) is not int or value < 2:
             self.refuse(f"{_ORIGINAL_CONTEXT} is {value!r}, but must be an integer of at least 2")
             return 2
@@ -338,6 +366,6 @@ class _RopeParameters:
         return float(value)
 
     def finish(self) -> None:
-        """Record an error if rotary parameters remain that were not read."""
+        """Record an error if the file contains rotary parameters that were not read, because they may change the model."""
         if self._unread:
             self.refuse(f"unknown parameters with type {self.rope_type!r}: {', '.join(self._unread)}")
