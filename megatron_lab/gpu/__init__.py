@@ -1,1 +1,1 @@
-"""Checks and profiles that test this framework on a GPU (`tools/check_gpu.py`)."""
+"""Checks and profiles that test this framework on a GPU, run by `tools/check_gpu.py`."""

@@ -1,4 +1,4 @@
-"""List of all checks, most valuable first. The module imports nothing that needs torch."""
+"""List of all GPU checks, most valuable first. The module imports nothing that needs torch."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Check:
-    """Entry of the list of checks: the check's name, its function and its estimated duration."""
+    """Entry of the list of GPU checks: name, function and estimated duration of a check."""
 
     name: str
     proves: str
-    """Statement that is true if the check passes, for the user."""
+    """Description of the check for the user: the statement that holds if the check passes, or the quantity that it measures."""
     function: str
     """Function that runs the check, as "module.function" within this package.
 
-    The function takes a `CheckContext`, and `argument` as a second argument if `argument` is not empty.
+    The function takes a `CheckContext` (device, folder, results of earlier checks). If `argument` is not empty, it is the
+    second argument.
     """
     gpu_seconds: float
-    """Estimated seconds on a GPU of the Hopper generation."""
+    """Estimated duration in seconds on a GPU of the Hopper generation."""
     cpu_seconds: float
-    """Estimated seconds with --device cpu, measured on two cores."""
+    """Estimated duration in seconds with --device cpu, measured on two cores."""
     argument: str = ""
     needs_cuda: bool = False
 
     def estimate(self, device: str) -> float:
-        """Return the estimated seconds on a device type, "cuda" or "cpu"."""
+        """Return the estimated duration of the check in seconds on a device type, "cuda" or "cpu"."""
         return self.gpu_seconds if device == "cuda" else self.cpu_seconds
 
 

@@ -12,11 +12,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class CheckFailed(Exception):
-    """Raised by a check that fails. The message contains the measured and the allowed value."""
+    """Raised by a check that fails. The message says what was measured and what was expected."""
 
 
 class DoesNotFit(Exception):
-    """Raised by a check if, according to the memory plan, it needs more memory than the device has.
+    """Raised by a check that needs more memory than the device has, according to the memory plan (the predicted memory of the run).
 
     The message contains both sizes.
     """
@@ -27,9 +27,9 @@ class Outcome:
     """Result that a check returns if it passes."""
 
     figure: str
-    """Measured values as one line of text for the user."""
+    """Measured values of the check as one line of text for the user."""
     data: Mapping[str, Any] = field(default_factory=dict)
-    """Values for later checks and for the report, of types that JSON supports."""
+    """Measured values for later checks and for the report, by name. They have types that JSON supports."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class CheckContext:
     """Argument of every check: the device, a folder for files, and the results of earlier checks."""
 
     device: str
-    """ "cuda" or "cpu"."""
+    """Type of the device: "cuda" or "cpu"."""
     folder: Path
-    """Folder for the files of this check."""
+    """Folder to which this check may write files."""
     data: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """`Outcome.data` of each earlier check, by the name of the check."""
+    """Measured values (`Outcome.data`) of each earlier check, by the name of the check."""
     send_partial: Callable[[Outcome], None] = lambda outcome: None
-    """Function that reports a partial result. If the check does not complete, for example because its process dies, that result is
-    used."""
+    """Function that reports a partial result. The partial result is used if the check does not complete, for example because
+    its process dies."""
 
     @property
     def on_cuda(self) -> bool:
@@ -53,10 +53,10 @@ class CheckContext:
 
 
 def require_at_most(value: float, limit: float, label: str) -> str:
-    """Check a measured value against its limit. Return a text with both, for `Outcome.figure`.
+    """Check that a measured value is at most `limit`. Return a text with both numbers, for `Outcome.figure`.
 
     Args:
-        label: name of the value, for the text.
+        label: name of the value in the text.
 
     Raises:
         CheckFailed: the value is above the limit, or is NaN.

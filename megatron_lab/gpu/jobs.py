@@ -1,6 +1,7 @@
-"""Training step of a single rank of a job, without the other ranks.
+"""Training step of a single rank of a job in this process, without the other ranks.
 
-The rank has real kernels and its own shard of the model. A fake process group returns from every collective at once.
+The rank has real kernels and its own shard of the model. In place of communication there is a fake process group: each of its
+collectives returns at once, without data.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _DOCUMENTS_PER_SAMPLE = 8
 
 @dataclass(frozen=True)
 class Job:
-    """Settings and world size of a training job of which one rank is run."""
+    """Training job of which only one rank is run: its settings and its world size."""
 
     config: Config
     world_size: int
@@ -47,7 +48,7 @@ class Job:
 
     @property
     def topology(self) -> Topology:
-        """Rank grid of the job."""
+        """Rank grid of the job: the number of ranks along each axis."""
         return Topology.of(self.config.parallel, self.world_size)
 
     @property
@@ -68,7 +69,7 @@ class Job:
 
 
 def get_torch_device(device: str) -> torch.device:
-    """Return the first device of a type. On CUDA, also make it the current device."""
+    """Return the first device of a type, "cuda" or "cpu". On CUDA, also make it the current device."""
     if device != "cuda":
         return torch.device("cpu")
     torch.cuda.set_device(0)
@@ -77,7 +78,7 @@ def get_torch_device(device: str) -> torch.device:
 
 @contextlib.contextmanager
 def build_train_step(job: Job, rank: int, device: torch.device, *, init_on_device: bool = False) -> Iterator[TrainStep]:
-    """Build the training step of one rank of a job in this process, without the other ranks.
+    """Context manager that builds the training step of one rank of a job in this process, without the other ranks.
 
     Args:
         init_on_device: draw the initial weights on the device, which takes a second instead of many. The weights then depend on the
@@ -101,7 +102,7 @@ def build_train_step(job: Job, rank: int, device: torch.device, *, init_on_devic
 
 
 def _init_weights(model: Model, device: torch.device) -> None:
-    """Allocate all parameters and draw random initial values with the standard deviations of the model."""
+    """Allocate all parameters on the device and draw random initial values with the standard deviations of the model."""
     for chunk in model.chunks.values():
         materialize(chunk, model.params, device)
     with torch.no_grad():
@@ -116,7 +117,7 @@ def _init_weights(model: Model, device: torch.device) -> None:
 def create_random_batch(job: Job, step: TrainStep) -> list[ModelInputs]:
     """Create the microbatches of one step on this rank, with random tokens.
 
-    If the settings use document boundaries, each sample has about eight documents.
+    If the settings use document boundaries (such as --reset-attention-mask), each sample has about eight documents.
     """
     config, context = job.config, step.context
     assert config.training.global_batch_size is not None
@@ -135,24 +136,25 @@ def create_random_batch(job: Job, step: TrainStep) -> list[ModelInputs]:
 
 
 class _RandomSamples:
-    """Source of random samples. The tokens depend only on the index of the first requested sample, which seeds them."""
+    """Data source that returns random samples in place of a dataset. Tokens depend only on the index of the first requested sample,
+    which is the random seed."""
 
     def __init__(self, seq_length: int, vocab_size: int, document_rules: DocumentRules) -> None:
         self.seq_length, self._vocab_size, self._document_rules = seq_length, vocab_size, document_rules
 
-    def samples(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return the tokens [count, s + 1] of `count` samples from sample `first` on."""
+    def get_samples(self, first: int, count: int) -> NDArray[np.int64]:
+        """Return random tokens [count, s + 1] of `count` samples of sequence length s. `first` is the index of the first sample."""
         generator = np.random.default_rng(first)
         tokens = generator.integers(self._vocab_size - 1, size=(count, self.seq_length + 1))
         if self._document_rules.needed_by_all_stages:
             tokens[generator.random(tokens.shape) < _DOCUMENTS_PER_SAMPLE / self.seq_length] = self._document_rules.eod
         return tokens
 
-    def marks(self, first: int, count: int) -> None:
-        """Return None, because this data has no mark bytes (loss mask, document ends)."""
+    def get_marks(self, first: int, count: int) -> None:
+        """Return None: the data has no marks (extra bytes for loss mask and document ends)."""
 
-    def lineage(self, number: int) -> list[DocumentSpan]:
-        """Return an empty list, because no sample comes from a document."""
+    def get_lineage(self, number: int) -> list[DocumentSpan]:
+        """Return an empty list, because the sample comes from no document."""
         return []
 
     def describe(self, num_samples: int) -> list[str]:
@@ -161,9 +163,9 @@ class _RandomSamples:
 
 
 def run_without_communication(step: TrainStep, batch: Sequence[ModelInputs]) -> None:
-    """Compute the gradients of a step and run the update.
+    """Compute the gradients of a step, and update the weights.
 
-    The fake process group leaves the results of collectives uninitialized.
+    The collectives of the fake process group leave their results uninitialized, so the values have no meaning.
     """
     loss, _ = step.compute_gradients(batch)
     assert math.prod(loss.shape) == 1

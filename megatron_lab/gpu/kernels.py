@@ -20,48 +20,47 @@ _ERROR_WIDTH = 150
 """Maximum number of characters of an error message in a figure."""
 
 
-def relative_error(values: torch.Tensor, reference: torch.Tensor) -> float:
+def compute_relative_error(values: torch.Tensor, reference: torch.Tensor) -> float:
     """Return ||values - reference|| / ||reference||, computed in float64. The result is NaN if any value is NaN."""
     values, reference = values.detach().double(), reference.detach().double().to(values.device)
     return float((values - reference).norm() / reference.norm())
 
 
-def _random_bf16(*shape: int, device: torch.device, generator: torch.Generator) -> torch.Tensor:
-    """Return random bfloat16 numbers, drawn on the CPU so that they do not depend on the device."""
+def _create_random_bf16(*shape: int, device: torch.device, generator: torch.Generator) -> torch.Tensor:
+    """Return bfloat16 numbers from a normal distribution. They are drawn on the CPU, so that they do not depend on the device."""
     return torch.randn(shape, generator=generator).bfloat16().to(device)
 
 
 def weight_gradients(context: CheckContext) -> Outcome:
-    """Check the product of bfloat16 tensors that writes or adds a weight gradient to a float32 buffer.
+    """Check the matrix product that computes a weight gradient from bfloat16 tensors, and writes or adds it to a float32 buffer.
 
-    It must not allocate a temporary tensor.
-
-    On CUDA the product is torch's `addmm` with `out_dtype`.
+    The product must not allocate a temporary tensor. On CUDA it is torch's `addmm` with `out_dtype`.
     """
-    from megatron.parallel.matmul import has_float32_output, should_widen, weight_product
+    from megatron.parallel.matmul import compute_weight_product, has_float32_output, should_widen
 
     device, generator = get_torch_device(context.device), torch.Generator().manual_seed(1)
     outputs, inputs, rows = (8192, 8192, 2048) if context.on_cuda else (64, 48, 96)
-    grad, x = (_random_bf16(rows, size, device=device, generator=generator) for size in (outputs, inputs))
+    grad, x = (_create_random_bf16(rows, size, device=device, generator=generator) for size in (outputs, inputs))
     into = torch.full((outputs, inputs), torch.nan, device=device)
     for add in (False, True):
-        weight_product(grad, x, into, add=add)  # so that the libraries allocate their workspaces
+        compute_weight_product(grad, x, into, add=add)  # so that the libraries allocate their workspaces
     initial_memory = torch.cuda.memory_allocated() if context.on_cuda else 0
     if context.on_cuda:
         torch.cuda.reset_peak_memory_stats()
-    weight_product(grad, x, into, add=False)
-    weight_product(grad, x, into, add=True)
+    compute_weight_product(grad, x, into, add=False)
+    compute_weight_product(grad, x, into, add=True)
     extra_bytes = torch.cuda.max_memory_allocated() - initial_memory if context.on_cuda else 0
     exact = 2 * (grad.double().t() @ x.double())
     # CPUs with fast bfloat16 products round the result to bfloat16.
     is_rounded = not context.on_cuda and not should_widen(x)
-    figure = require_at_most(relative_error(into, exact), 2**-8 if is_rounded else 1e-5, "relative error")
+    figure = require_at_most(compute_relative_error(into, exact), 2**-8 if is_rounded else 1e-5, "relative error")
     if not context.on_cuda:
         return Outcome(figure)
     figure += f", {extra_bytes / 1e6:.1f} MB beside a result of {into.nbytes / 1e6:.0f} MB"
     if not has_float32_output(device, x.dtype) or extra_bytes >= into.nbytes // 4:
         raise CheckFailed(
-            f"{figure}: this version of torch cannot write a bfloat16 product to a float32 tensor without a temporary tensor"
+            f"{figure}: this version of torch cannot write a bfloat16 product to a float32 tensor without a temporary tensor. Use "
+            "another version of torch"
         )
     return Outcome(figure)
 
@@ -74,9 +73,9 @@ _SDPA_BACKENDS = {
 
 
 def attention(context: CheckContext) -> Outcome:
-    """Check the output and the gradients of causal attention for each of torch's attention kernels.
+    """Check the output and the gradients of causal attention in bfloat16 for each of torch's attention kernels, against float64.
 
-    The tensors have the strides of the layers' tensors.
+    The inputs have the same strides as in the model's layers.
     """
     from megatron.attention.core import core_attention
 
@@ -88,8 +87,8 @@ def attention(context: CheckContext) -> Outcome:
     for name, backend in backends.items():
         max_error, refused, error_text = 0.0, [], ""
         for s, b, g, r, d in cases:
-            inputs = [_random_bf16(s, b, *heads, d, device=device, generator=generator) for heads in ((g, r), (g,), (g,))]
-            weights = _random_bf16(s, b, g * r * d, device=device, generator=generator)
+            inputs = [_create_random_bf16(s, b, *heads, d, device=device, generator=generator) for heads in ((g, r), (g,), (g,))]
+            weights = _create_random_bf16(s, b, g * r * d, device=device, generator=generator)
             exact = _with_gradients(core_attention, [x.double() for x in inputs], weights.double())
             try:
                 with sdpa_kernel(backend):
@@ -99,7 +98,7 @@ def attention(context: CheckContext) -> Outcome:
                     error_text = f"s={s} r={r} d={d}: {_format_error(error)}"
                 refused.append(f"s={s} r={r} d={d}")
                 continue
-            max_error = max([max_error, *(relative_error(a, e) for a, e in zip(values, exact, strict=True))], key=_nan_last)
+            max_error = max([max_error, *(compute_relative_error(a, e) for a, e in zip(values, exact, strict=True))], key=_nan_last)
         if error_text:
             figures.append(f"{name} failed at {error_text}")
             failures.append(name)
@@ -129,14 +128,15 @@ def _nan_last(value: float) -> float:
 def _with_gradients(
     function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], weights: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Return the output of a function and the gradients of its inputs, for the loss sum(output x weights)."""
+    """Return the output of a function, and the gradients of its inputs for the loss sum(output * weights)."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     output = function(*leaves)
     return [output.detach(), *torch.autograd.grad((output.double() * weights.double()).sum(), leaves)]
 
 
 def attention_speed(context: CheckContext) -> Outcome:
-    """Time forward and backward of each attention kernel on the shapes of the speed checks, as a run does at its start."""
+    """Time forward and backward of each attention kernel, with the tensor shapes of the speed checks. A training run times the
+    kernels in this way at its start."""
     from megatron.attention.timing import choose_on_device
 
     device, data, figures = get_torch_device(context.device), dict[str, Any](), []
@@ -150,9 +150,9 @@ def attention_speed(context: CheckContext) -> Outcome:
 
 
 def flash_parts(context: CheckContext) -> Outcome:
-    """Check flash attention over the keys in two halves, as context parallelism computes it.
+    """Check flash attention with the keys in two halves, as context parallelism computes it.
 
-    The results of the two halves are combined by their logsumexps and compared with float64.
+    The results for the two halves are combined by their logsumexps and compared with attention in float64.
     """
     from megatron.attention import flash_range_pairs
     from megatron.attention.documents import Documents
@@ -163,8 +163,8 @@ def flash_parts(context: CheckContext) -> Outcome:
     bounds = np.array([0, 384, 500, 768], dtype=np.int32)
     documents = Documents(bounds, torch.from_numpy(bounds).to(device), batch)
     first, second = (0, 192), (192, 384)
-    q, k, v = (_random_bf16(length, batch, *heads, d, device=device, generator=generator) for heads in ((g, r), (g,), (g,)))
-    grad = _random_bf16(192, batch, g, r, d, device=device, generator=generator)
+    q, k, v = (_create_random_bf16(length, batch, *heads, d, device=device, generator=generator) for heads in ((g, r), (g,), (g,)))
+    grad = _create_random_bf16(192, batch, g, r, d, device=device, generator=generator)
     halves = [x.split(192) for x in (q, k, v)]
     second_keys = flash_range_pairs.flash_pair_forward(
         second, second, documents, DEFAULT_SCORES, halves[0][1], halves[1][1], halves[2][1]
@@ -182,30 +182,32 @@ def flash_parts(context: CheckContext) -> Outcome:
         )
         for i, keys in ((1, second), (0, first))
     ]
-    exact_out, exact_grads = _attention_in_float64(q, k, v, bounds, grad, rows=slice(192, 384))
+    exact_out, exact_grads = _compute_attention_in_float64(q, k, v, bounds, grad, rows=slice(192, 384))
     pairs = [
         (out, exact_out),
         (grads[0][0] + grads[1][0], exact_grads[0][192:]),
         (torch.cat([grads[1][1], grads[0][1]]), exact_grads[1]),
         (torch.cat([grads[1][2], grads[0][2]]), exact_grads[2]),
     ]
-    errors = [relative_error(a, b) for a, b in pairs]
+    errors = [compute_relative_error(a, b) for a, b in pairs]
     return Outcome(require_at_most(max(errors, key=_nan_last), 3 * _BF16_ERROR, "relative error of output and gradients"))
 
 
-def _attention_in_float64(
+def _compute_attention_in_float64(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: np.ndarray, grad: torch.Tensor, rows: slice
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Compute causal attention within documents from its definition, for some query rows of each sample.
+    """Compute causal attention within documents from its definition in float64, for some query rows of each sample.
 
     Args:
-        q: [s, b, g, r, d] with g key-value heads and r query heads per key-value head. k, v: [s, b, g, d].
+        q: [s, b, g, r, d] with s positions, b samples, g key-value heads, r query heads per key-value head and d channels.
+        k: [s, b, g, d].
+        v: [s, b, g, d].
         bounds: offsets at which documents start, and the offset of the end, with the samples of the batch concatenated.
         grad: gradient of the output of the query rows.
         rows: range of the query rows within each sample.
 
     Returns:
-        The output of the query rows, and the gradients of q, k and v.
+        the output of the query rows, and the gradients of q, k and v.
     """
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     s, b, d = q.shape[0], q.shape[1], q.shape[-1]
@@ -219,7 +221,8 @@ def _attention_in_float64(
 
 
 def varlen(context: CheckContext) -> Outcome:
-    """Check that one call of flash attention computes attention within documents, with and without a sliding window."""
+    """Check that one call of flash attention (with `cu_seqlens`) restricts attention to documents, with and without a sliding
+    window. The result is compared with float64."""
     from megatron.attention.blocks import BlockAttentionOptions, CausalMask, block_attention
     from megatron.attention.documents import Documents, flash_attention
     from megatron.spec.layers import ScoreSpec
@@ -228,8 +231,8 @@ def varlen(context: CheckContext) -> Outcome:
     length, batch = 512, 2
     bounds = np.array([0, 100, 333, 512, 513, 900, 1024], dtype=np.int32)
     documents = Documents(bounds, torch.from_numpy(bounds).to(device), batch)
-    inputs = [_random_bf16(length, batch, heads, 64, device=device, generator=generator) for heads in (8, 2, 2)]
-    weights = _random_bf16(length, batch, 8 * 64, device=device, generator=generator)
+    inputs = [_create_random_bf16(length, batch, heads, 64, device=device, generator=generator) for heads in (8, 2, 2)]
+    weights = _create_random_bf16(length, batch, 8 * 64, device=device, generator=generator)
     errors = []
     for window in (None, 50):
         options = BlockAttentionOptions(ScoreSpec(window=window), CausalMask(window, documents))
@@ -243,12 +246,13 @@ def varlen(context: CheckContext) -> Outcome:
         values, exact = (
             _with_gradients(implementation, [x.to(dtype) for x in inputs], weights) for implementation, dtype in implementations
         )
-        errors += [relative_error(a, b) for a, b in zip(values, exact, strict=True)]
+        errors += [compute_relative_error(a, b) for a, b in zip(values, exact, strict=True)]
     return Outcome(require_at_most(max(errors, key=_nan_last), 2 * _BF16_ERROR, "relative error of output and gradients"))
 
 
 def experts(context: CheckContext) -> Outcome:
-    """Check the products of token rows with the matrices of their experts, forward and backward. Some experts have no rows."""
+    """Check the grouped matrix products of experts, which multiply each token with the matrix of its expert, forward and backward.
+    Some experts have no tokens."""
     from torch import nn
 
     from megatron.moe.grouped import grouped_linear
@@ -259,8 +263,8 @@ def experts(context: CheckContext) -> Outcome:
         cases = {"few": (16, 24, [3, 0, 1, 12])}
     errors = []
     for outputs, inputs, counts in cases.values():
-        weight = _random_bf16(len(counts), outputs, inputs, device=device, generator=generator)
-        x, grad = (_random_bf16(sum(counts), size, device=device, generator=generator) for size in (inputs, outputs))
+        weight = _create_random_bf16(len(counts), outputs, inputs, device=device, generator=generator)
+        x, grad = (_create_random_bf16(sum(counts), size, device=device, generator=generator) for size in (inputs, outputs))
         results = []
         for dtype in (torch.bfloat16, torch.float64):
             leaf, param = x.to(dtype, copy=True).requires_grad_(), nn.Parameter(weight.to(dtype))
@@ -268,7 +272,7 @@ def experts(context: CheckContext) -> Outcome:
             output.backward(grad.to(dtype))
             assert leaf.grad is not None and param.grad is not None
             results.append([output, leaf.grad, param.grad])
-        errors += [relative_error(a, b) for a, b in zip(*results, strict=True)]
+        errors += [compute_relative_error(a, b) for a, b in zip(*results, strict=True)]
     return Outcome(require_at_most(max(errors, key=_nan_last), _BF16_ERROR, "relative error of outputs and gradients"))
 
 
@@ -277,11 +281,11 @@ _EXPERT_SHAPES = ((128, 1536, 2048, 256), (8, 11264, 2048, 2048))
 
 
 def experts_speed(context: CheckContext) -> Outcome:
-    """Time the weight gradients of experts with grouped kernels and with a loop over experts.
+    """Time two ways to compute the weight gradients of experts: grouped kernels, and a loop over experts.
 
-    The times show whether the framework's function `experts_per_kernel` selects the faster of the two.
+    The times show whether the framework (function `compute_experts_per_kernel`) selects the faster way.
     """
-    from megatron.moe.grouped import compute_weight_grads_grouped, compute_weight_grads_in_loop, experts_per_kernel
+    from megatron.moe.grouped import compute_experts_per_kernel, compute_weight_grads_grouped, compute_weight_grads_in_loop
     from megatron_lab.gpu.roofline import measure_median
 
     device, generator = get_torch_device(context.device), torch.Generator(context.device).manual_seed(1)
@@ -297,7 +301,7 @@ def experts_speed(context: CheckContext) -> Outcome:
                 partial(compute_weight_grads_grouped, grad, x, counts, out, min(num_experts, 16), add=True), device
             ),
         }
-        selected = "grouped" if experts_per_kernel(num_experts * rows, num_experts, outputs, inputs) else "loop"
+        selected = "grouped" if compute_experts_per_kernel(num_experts * rows, num_experts, outputs, inputs) else "loop"
         data[str(num_experts)] = {**{name: 1e3 * duration for name, duration in times.items()}, "chosen": selected}
         descriptions = [f"{name} {1e3 * duration:.2f} ms" for name, duration in times.items()]
         figures.append(f"{num_experts} experts: {', '.join(descriptions)} (chosen: {selected})")
@@ -305,9 +309,10 @@ def experts_speed(context: CheckContext) -> Outcome:
 
 
 def fp8_products(context: CheckContext) -> Outcome:
-    """Check the three matrix products of a linear layer in 8 bits, for each fp8 recipe that the GPU supports.
+    """Check the three matrix products of a linear layer in 8 bits (output, input gradient, weight gradient), for each FP8 recipe
+    that the GPU supports.
 
-    The results are compared with those of their emulation on the CPU.
+    The results are compared with those of an emulation on the CPU.
     """
     from megatron.config.precision import Fp8, Fp8Format, Fp8Recipe
     from megatron.parallel.context import Group
@@ -336,7 +341,7 @@ def fp8_products(context: CheckContext) -> Outcome:
             gemms = Fp8Gemms(fp8, Group("tp", (0,), 0), "outputs")
             try:
                 pairs = zip(run_gemms(gemms, device), run_gemms(gemms, torch.device("cpu")), strict=True)
-                max_error = max((relative_error(a, b) for a, b in pairs), key=_nan_last)
+                max_error = max((compute_relative_error(a, b) for a, b in pairs), key=_nan_last)
                 figures.append(require_at_most(max_error, _BF16_ERROR, f"{recipe} {fp8_format}:"))
             except (CheckFailed, RuntimeError, ValueError) as error:  # torch's argument checks raise both types
                 failures.append(str(error) if isinstance(error, CheckFailed) else f"{recipe} {fp8_format}: {_format_error(error)}")
@@ -347,9 +352,10 @@ def fp8_products(context: CheckContext) -> Outcome:
 
 
 def cross_entropy(context: CheckContext) -> Outcome:
-    """Check the loss and its gradient against float64. They are computed from bfloat16 logits with padded vocabulary columns."""
+    """Check the cross entropy loss and its gradient against float64. They are computed from bfloat16 logits whose vocabulary
+    dimension is padded."""
     from megatron.parallel.context import Group
-    from megatron.tensor_parallel.cross_entropy import VocabShard, total_loss, vocab_parallel_cross_entropy
+    from megatron.tensor_parallel.cross_entropy import VocabShard, compute_total_loss, vocab_parallel_cross_entropy
 
     device, generator = get_torch_device(context.device), torch.Generator().manual_seed(1)
     num_tokens, padded_vocab_size, vocab_size = (4096, 50304, 50257) if context.on_cuda else (64, 128, 101)
@@ -359,20 +365,21 @@ def cross_entropy(context: CheckContext) -> Outcome:
     leaf = logits.clone().requires_grad_()
     # `leaf * 1` is not a leaf, because the loss overwrites its logits in place.
     loss_sums = vocab_parallel_cross_entropy(leaf * 1, labels, mask, VocabShard(Group("tp", (0,), 0), 0, vocab_size))
-    loss = total_loss(loss_sums)
+    loss = compute_total_loss(loss_sums)
     (gradient,) = torch.autograd.grad(loss, leaf)
     exact_leaf = logits.double().requires_grad_()
     exact = (F.cross_entropy(exact_leaf[:, 0, :vocab_size], labels[:, 0], reduction="none") * mask[:, 0].double()).sum()
     (exact_gradient,) = torch.autograd.grad(exact, exact_leaf)
     figures = [
         require_at_most(abs(float(loss.detach()) / float(exact.detach()) - 1), 1e-5, "loss"),
-        require_at_most(relative_error(gradient, exact_gradient), _BF16_ERROR, "gradient"),
+        require_at_most(compute_relative_error(gradient, exact_gradient), _BF16_ERROR, "gradient"),
     ]
     return Outcome("relative errors: " + ", ".join(figures))
 
 
 def deterministic_counts(context: CheckContext) -> Outcome:
-    """Check deterministic mode: counts of tokens per expert must be exact, and the gradient of an embedding equal in two runs.
+    """Check two operations in deterministic mode. Counts of tokens per expert must be exact, and two runs must give equal gradients
+    of an embedding.
 
     The counts use `scatter_add_` on two dimensions.
     """
@@ -394,8 +401,12 @@ def deterministic_counts(context: CheckContext) -> Outcome:
         torch.use_deterministic_algorithms(False)
     expected = torch.stack([torch.bincount(row, minlength=64) for row in expert_ids]).double()
     if not torch.equal(counts[0].cpu(), expected) or not torch.equal(counts[0], counts[1]):
-        raise CheckFailed("the counts of tokens per expert are wrong, or differ between two runs in deterministic mode")
+        raise CheckFailed(
+            "the counts of tokens per expert are wrong, or differ between two runs in deterministic mode. Please report this"
+        )
     if not torch.equal(*tables):
-        raise CheckFailed("the gradient of an embedding differs between two runs in deterministic mode")
+        raise CheckFailed("the gradient of an embedding differs between two runs in deterministic mode. Please report this")
     exact = torch.zeros(500, 128, dtype=torch.float64).index_add_(0, ids, rows.double())
-    return Outcome(f"counts exact; rows alike twice, {require_at_most(relative_error(tables[0], exact), 1e-6, 'relative error')}")
+    return Outcome(
+        f"counts exact; rows alike twice, {require_at_most(compute_relative_error(tables[0], exact), 1e-6, 'relative error')}"
+    )

@@ -21,8 +21,8 @@ _KILL_TIMEOUT_S = 15.0
 class MarkedProcess:
     """Process that can be killed together with all its descendants.
 
-    It runs in the repository's root. Its environment has a variable with a unique value, the mark. Descendants inherit the variable
-    and are found by it.
+    The process runs in the repository's root. Its environment has a variable with a unique value, the mark. Descendants inherit
+    this variable, by which they are found.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], **options: Any) -> None:
@@ -32,7 +32,7 @@ class MarkedProcess:
         self.popen = subprocess.Popen(command, cwd=ROOT, env=full_environment, **options)
 
     def end(self) -> int:
-        """Kill the process and all its descendants. Return the exit status of the process.
+        """Kill the process and all its descendants, and return the exit status of the process.
 
         Descendants in other process groups and sessions are killed too. The method waits at most `_KILL_TIMEOUT_S` seconds for all
         of them to end.
@@ -53,7 +53,7 @@ class MarkedProcess:
             return -signal.SIGKILL
 
     def _list_marked_processes(self) -> list[Path]:
-        """Return the folders in /proc of the process and its descendants: of all processes with the mark in their environment."""
+        """Return the folders in /proc of the process and its descendants: of all processes whose environment contains the mark."""
         return [
             process_folder
             for process_folder in Path("/proc").iterdir()
@@ -62,7 +62,8 @@ class MarkedProcess:
 
 
 def _has_mark(process_folder: Path, mark: str) -> bool:
-    """Return whether the environment of a process contains the mark. A zombie has an empty environment.
+    """Return whether the environment of a process contains the mark, a value that is unique to the process and its descendants. A
+    process that has ended has an empty environment.
 
     Args:
         process_folder: folder of the process in /proc.

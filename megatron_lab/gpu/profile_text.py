@@ -1,4 +1,4 @@
-"""Formatting of a profiled step as a text table. The module imports nothing that needs torch."""
+"""Formatting of the profile of a training step as a text table. The module imports nothing that needs torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ _DROPPED_NAMESPACES = ("at::native::", "(anonymous namespace)::", "<unnamed>::",
 
 
 def format_profile(title: str, profile: Mapping[str, Any], num_kernels: int) -> list[str]:
-    """Format a profile as lines of at most 110 characters: a title with totals, and a table of the kernels that take most time.
+    """Format the profile of a training step as lines of at most 110 characters: a title with totals, and a table of the kernels
+    that take most time.
 
     Args:
-        profile: fields of a `StepProfile`, with the additions that `profiles.profile` makes.
+        profile: fields of a `StepProfile`, and the fields that `profiles.profile` adds.
         num_kernels: maximum number of kernels in the table.
     """
     rows = [
@@ -33,8 +34,8 @@ def format_profile(title: str, profile: Mapping[str, Any], num_kernels: int) -> 
 
 
 def format_idle_share(profile: Mapping[str, Any]) -> str:
-    """Format the share of the time in which no kernel ran: in the profiled step, and in a step without the profiler if it was
-    measured.
+    """Format the share of the step time in which no kernel ran. The text gives the share of the profiled step, and that of a step
+    without the profiler if it was measured.
 
     The profiler slows the host down, so the two shares differ.
     """
@@ -43,7 +44,7 @@ def format_idle_share(profile: Mapping[str, Any]) -> str:
 
 
 def shorten_kernel_name(kernel: str) -> str:
-    """Return a kernel's name without its return type, its arguments, and namespaces that carry no information."""
+    """Return a kernel's C++ name without its return type, its arguments, and namespaces that carry no information."""
     name = kernel.removeprefix("void ")
     for namespace in _DROPPED_NAMESPACES:
         name = name.replace(namespace, "")
@@ -52,7 +53,7 @@ def shorten_kernel_name(kernel: str) -> str:
 
 
 def _strip_arguments(name: str) -> str:
-    """Return a demangled name without the argument list at its end. Parentheses inside template arguments stay."""
+    """Return a demangled C++ function name without the argument list at its end. Parentheses inside template arguments stay."""
     if not name.endswith(")"):
         return name
     depth = 0

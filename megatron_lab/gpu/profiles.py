@@ -1,4 +1,5 @@
-"""Checks that profile the two models that are slowest relative to the plain loop (the same model written by hand in plain torch).
+"""Checks that profile one step of the two slowest models of the speed checks. The slowest are those whose step takes longest
+relative to the plain loop (the same model written by hand in plain torch).
 
 A profile lists the kernels that take most time.
 """
@@ -20,7 +21,8 @@ NUM_KERNELS = 25
 
 
 def rank_models(context: CheckContext) -> list[str]:
-    """Return the models sorted by the framework's eager speed relative to the plain loop, slowest first.
+    """Return the names of the speed checks' models, slowest first: by the framework's eager speed relative to the plain loop (the
+    same model in plain torch).
 
     Models without a measurement come last.
     """
@@ -35,7 +37,7 @@ def rank_models(context: CheckContext) -> list[str]:
 def profiler_works(context: CheckContext) -> Outcome:
     """Check that torch's profiler records the kernel of a matrix product, because the speed checks use the profiler.
 
-    The check first sends a partial result that says the profiler does not work. This result stays if the profiler kills the
+    The check first sends a partial result that says that the profiler does not work. This result stays if the profiler kills the
     process.
     """
     context.send_partial(Outcome("", {"works": False}))
@@ -47,11 +49,7 @@ def profiler_works(context: CheckContext) -> Outcome:
 
 
 def _require_kernels(result: StepProfile) -> None:
-    """Check that a profile has kernels.
-
-    Raises:
-        CheckFailed: the profile has none.
-    """
+    """Raise `CheckFailed` if a profile contains no kernels."""
     if not result.kernels:
         raise CheckFailed(
             "the profiler's trace has no kernels. Check that CUPTI is installed, and that this user may read the GPU's counters"
@@ -59,8 +57,12 @@ def _require_kernels(result: StepProfile) -> None:
 
 
 def profile(context: CheckContext, position: str) -> Outcome:
-    """Profile one eager step of one of the models in `rank_models`: of those that the speed checks measured, the model whose step
-    in this framework is slowest relative to the plain loop (`position` "1"), or the second slowest ("2")."""
+    """Profile one eager step of one of the two slowest models of the speed checks. The slowest are those whose step takes longest
+    relative to the plain loop (the same model in plain torch).
+
+    Args:
+        position: "1" for the slowest model, "2" for the second slowest.
+    """
     model, device = rank_models(context)[int(position) - 1], get_torch_device(context.device)
     job, _ = speed.build_job(model, context.device)
     with speed.build_framework_step(job, device) as step:
@@ -73,20 +75,23 @@ def profile(context: CheckContext, position: str) -> Outcome:
         **asdict(result),
         "kernels": [asdict(use) for use in top_kernels],
         "rest_microseconds": sum(use.microseconds for use in result.kernels[NUM_KERNELS:]),
-        "idle_share_of_timed_step": _idle_share_of_timed_step(context, model, result),
+        "idle_share_of_timed_step": _estimate_idle_share(context, model, result),
     }
     figure = f"{model}: {result.milliseconds:.1f} ms, {format_idle_share(profile)}, {result.launches} launches, attention by "
     figure += f"{result.attention}; most expensive: {shorten_kernel_name(top_kernel.kernel)[:60]}"
     return Outcome(figure, {"model": model, "profile": profile})
 
 
-def _idle_share_of_timed_step(context: CheckContext, model: str, result: StepProfile) -> float | None:
-    """Return the share of the step time in which no kernel runs, without the profiler's overhead.
-
-    None if the speed check did not run.
+def _estimate_idle_share(context: CheckContext, model: str, result: StepProfile) -> float | None:
+    """Estimate the share of the step time in which no kernel runs, without the profiler's overhead. Return None if the speed check
+    of the model did not run.
 
     The profiler slows the host down, so the idle share of the profiled step is too large. This function divides the profiled kernel
     time by the step time that the speed check measured.
+
+    Args:
+        model: name of the model.
+        result: profile of one step of the model.
     """
     rows = [row for data in context.data.values() for row in data.get("rows", [])]
     times = [row["milliseconds"] for row in rows if (row["model"], row["mode"], row["loop"]) == (model, "eager", "ours")]

@@ -1,4 +1,4 @@
-"""Formatting of check results: lines for the terminal, a summary that can be read without them, and the tables of docs/gpu.md."""
+"""Formatting of the results of all checks: progress lines and a summary for the terminal, and the tables of docs/gpu.md."""
 
 from __future__ import annotations
 
@@ -21,28 +21,31 @@ Report = Mapping[str, Any]
 
 
 def format_progress(result: Mapping[str, Any], width: int) -> str:
-    """Return the line that is printed when a check ends: its name, state and measured values.
+    """Return the line that is printed when a check ends: state, name, duration and measured values.
 
     Args:
-        width: number of columns of the name.
+        result: result of the check.
+        width: number of characters of the column of names.
     """
     text = "  ".join(message for message in (result["figure"], result["message"]) if message)
     return f"{result['state']:12} {result['name']:{width}} {result['seconds']:6.1f} s  {text}"
 
 
 def count_states(results: Sequence[Mapping[str, Any]]) -> str:
-    """Return a text with the number of checks in each state, such as passed, failed or not run."""
+    """Return a text with the number of checks in each state, such as "52 pass, 1 fail"."""
     states = [result["state"] for result in results]
     return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
 
 
 def get_speed_rows(report: Report) -> list[Mapping[str, Any]]:
-    """Return the measured rows (one training loop each) of all speed checks."""
+    """Return the measurements of all speed checks. Each is the row of one training loop: the framework's or the plain one, for one
+    model and mode."""
     return [row for result in report["checks"] for row in result["data"].get("rows", [])]
 
 
 def build_speed_table(report: Report) -> list[list[str]]:
-    """Return the cells of the speed table: a header, and one row for each model and mode (eager, compiled or 8-bit)."""
+    """Return the cells of the speed table: a header, and one row for each model and mode (eager, compiled or 8-bit). A row compares
+    the framework with a plain torch loop."""
     table = [
         [
             "model",
@@ -92,7 +95,7 @@ def build_speed_table(report: Report) -> list[list[str]]:
 
 
 def _format_attention(framework_kernel: str, plain_kernel: str) -> str:
-    """Return the name of the attention kernel if the framework and the plain loop use the same, otherwise both names."""
+    """Return the name of the attention kernel if the framework and the plain torch loop use the same, otherwise both names."""
     return framework_kernel if framework_kernel == plain_kernel else f"{framework_kernel} (plain: {plain_kernel})"
 
 
@@ -127,7 +130,7 @@ def _format_errors(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _format_states(results: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the lines on the states of the checks: measured values of passed checks (shortened), names of checks that did not run,
-    and full messages of failures."""
+    and messages of failures."""
     failed = [
         f"{result['state'].upper()} {result['name']}: {result['figure']} {result['message']}"[:_MESSAGE_WIDTH]
         for result in results
@@ -153,7 +156,7 @@ def _format_states(results: Sequence[Mapping[str, Any]]) -> list[str]:
 def format_markdown(report: Report) -> str:
     """Return the report as Markdown tables, below a line with the device and versions.
 
-    For a CPU the report has only the table of states, without measured times: times of the tiny models there would mislead.
+    A CPU runs tiny models whose times would mislead, so its report has only the table of states, without measured times.
     """
     head = f"{report['device_name']}, torch {report['torch']}, {report['date']} (`--device {report['device']}`): "
     blocks = [head + count_states(report["checks"]) + "."]
@@ -176,6 +179,10 @@ def _format_markdown_row(cells: Sequence[str]) -> str:
 
 def write_docs(page: Path, report: Report) -> None:
     """Replace the tables of a documentation page by those of a report.
+
+    Args:
+        page: Markdown file, such as docs/gpu.md.
+        report: content of the file that --json writes.
 
     Raises:
         ValueError: the page has no lines `START_MARKER` and `END_MARKER`, between which the tables go.

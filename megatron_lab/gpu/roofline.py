@@ -1,4 +1,5 @@
-"""Checks of the device: versions, and its limits, which are the rate of a large copy and the rate of a large matrix product."""
+"""Checks of the device: its software versions, and its limits, which are the rate of a large copy and the rate of a large matrix
+product."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def device_facts(context: CheckContext) -> Outcome:
 
 
 def _find_missing_build_tools() -> list[str]:
-    """Return the build tools that triton needs (for its kernel launchers, triton/runtime/build.py) and that are missing."""
+    """Find the build tools that triton needs to compile its kernel launchers (triton/runtime/build.py) but that are missing."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     return [
@@ -54,7 +55,8 @@ def _find_missing_build_tools() -> list[str]:
 
 
 def roofline(context: CheckContext) -> Outcome:
-    """Measure the rate of a copy, in bytes read and written, and the rate of a bfloat16 matrix product on random data."""
+    """Measure the two limits of the device: the rate of a large copy, in bytes read and written, and the rate of a bfloat16 matrix
+    product on random data."""
     device = get_torch_device(context.device)
     count, size = (1 << 30, 8192) if context.on_cuda else (1 << 24, 512)
     copy_rate = _measure_copy_rate(count, device)
@@ -70,16 +72,19 @@ def roofline(context: CheckContext) -> Outcome:
 
 
 def _measure_copy_rate(count: int, device: torch.device) -> float:
-    """Return the bytes per second, read and written, of a copy of `count` bfloat16 numbers."""
+    """Measure the rate of a copy of `count` bfloat16 numbers: bytes read and written per second."""
     source = torch.empty(count, dtype=torch.bfloat16, device=device).normal_()
     target = torch.empty_like(source)
     return 2 * source.nbytes / measure_median(lambda: target.copy_(source), device)
 
 
 def measure_median(action: Callable[[], object], device: torch.device, repeats: int = 30) -> float:
-    """Return the median duration of an action on a device in seconds, after three warm-up calls.
+    """Measure the median duration of an action on a device in seconds, after three warm-up calls.
 
     On CUDA the duration is measured with events.
+
+    Args:
+        repeats: number of measured calls.
     """
     for _ in range(3):
         action()

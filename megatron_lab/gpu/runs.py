@@ -58,11 +58,14 @@ _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
 
 
 class TrainingRun:
-    """Training run in progress: the processes of all its ranks.
-
-    They run pretrain_gpt.py with the flags of `TINY` and the given changes.
+    """Training run in progress: the processes of all its ranks, which run pretrain_gpt.py.
 
     If there are several ranks, they share one device and communicate over gloo.
+
+    Args:
+        context: device, and folder for the output of the ranks.
+        ranks: number of ranks.
+        flags: flags that differ from those of `TINY` (a small model), by field name.
     """
 
     def __init__(self, context: CheckContext, ranks: int = 1, **flags: Any) -> None:
@@ -91,7 +94,7 @@ class TrainingRun:
                 )
 
     def format_last_lines(self, rank: int = 0) -> str:
-        """Return the end of a rank's output, which usually contains the reason of a failure."""
+        """Return the last lines of a rank's output as one line, because they usually contain the reason of a failure."""
         lines = [line.strip() for line in self._logs[rank].read_text(errors="replace").splitlines() if line.strip()]
         return " / ".join(lines[-3:])[-400:] or "no output"
 
@@ -99,7 +102,7 @@ class TrainingRun:
         """Wait until all ranks have ended.
 
         Raises:
-            CheckFailed: a rank failed.
+            CheckFailed: a rank ended with a nonzero exit status.
         """
         for rank, process in enumerate(self.processes):
             if status := process.wait():
@@ -109,7 +112,8 @@ class TrainingRun:
 
 
 def run_and_save_trace(context: CheckContext, name: str, ranks: int = 1, **flags: Any) -> Path:
-    """Run four training steps and return the path of the trace file with their tensors.
+    """Run training on a small model for four steps, and return the path of its trace file. A trace records signatures of all
+    gradients and weights, to compare runs.
 
     The run uses float64, unless the flags select another dtype.
 
@@ -124,7 +128,7 @@ def run_and_save_trace(context: CheckContext, name: str, ranks: int = 1, **flags
 
 
 def run_and_read_losses(context: CheckContext, name: str, ranks: int = 1, **flags: Any) -> list[float]:
-    """Run training and return the loss of every step.
+    """Run training on a small model, and return the loss of every step.
 
     Args:
         name: name of the run's metrics file.
@@ -151,15 +155,18 @@ def compute_max_difference(losses: Sequence[float], reference: Sequence[float]) 
         CheckFailed: the curves differ in length.
     """
     if len(losses) != len(reference):
-        raise CheckFailed(f"the run has {len(losses)} losses, but the run to compare with has {len(reference)}")
+        raise CheckFailed(
+            f"the run logged the losses of {len(losses)} steps, but the run to compare with logged those of {len(reference)} "
+            "steps: one of the runs ended early. Read the output of both runs"
+        )
     return max(abs(a - b) for a, b in zip(losses, reference, strict=True))
 
 
 def compare_traces(trace: Path, reference: Path) -> str:
-    """Compare the tensors of two trace files. Return a text with the largest difference.
+    """Compare the gradients and weights in two trace files of runs. Return a text with the largest difference.
 
     Raises:
-        CheckFailed: a tensor differs by more than its tolerance.
+        CheckFailed: a loss, gradient or weight differs by more than its tolerance.
     """
     from megatron_lab.proofs.traces import compare_files
 
@@ -177,10 +184,11 @@ def compare_traces(trace: Path, reference: Path) -> str:
 
 
 def two_ranks(context: CheckContext, layout: str) -> Outcome:
-    """Check that two ranks compute the same tensors as one rank. The two ranks share one device and communicate over gloo.
+    """Check that training on two ranks gives the same gradients and weights as on one rank. The two ranks share one device and
+    communicate over gloo.
 
     Args:
-        layout: key of `_LAYOUTS`, which has the flags of the layout.
+        layout: name of the layout of the two ranks, a key of `_LAYOUTS`.
     """
     two_rank_run = TrainingRun(context, 2, fp64=True, save_trace=context.folder / "two", trace_steps=4, **LLAMA, **_LAYOUTS[layout])
     one_rank_run = TrainingRun(context, 1, fp64=True, save_trace=context.folder / "one", trace_steps=4, **LLAMA)
@@ -214,7 +222,7 @@ def kill_and_resume(context: CheckContext) -> Outcome:
 
 
 def checkpoint_across(context: CheckContext) -> Outcome:
-    """Check that checkpoints move between CPU and device.
+    """Check that a run can continue on the CPU from a checkpoint of the device, and the other way round.
 
     A run trains two steps on the CPU, two on the device and two on the CPU. Each pair of steps loads the checkpoint of the previous
     pair. The losses must be those of six steps on the CPU.
@@ -237,7 +245,7 @@ def bf16_band(context: CheckContext) -> Outcome:
 def fp8_band(context: CheckContext) -> Outcome:
     """Check that the losses of 50 steps with 8-bit matrix products stay close to those in float64.
 
-    The check runs the tensorwise and the rowwise recipe.
+    The check runs the tensorwise and the rowwise recipe (one scale per tensor, and one per row).
     """
     exact, figures = run_and_read_losses(context, "float64", fp64=True, **_CURVE), []
     for recipe, fp8_format, band in (("tensorwise", "hybrid", 2.4e-2), ("rowwise", "e4m3", 2.8e-2)):
@@ -249,7 +257,7 @@ def fp8_band(context: CheckContext) -> Outcome:
 def overflow(context: CheckContext) -> Outcome:
     """Check that float16 training skips updates and lowers the loss scale after an overflow.
 
-    The run starts with a scale at which all gradients overflow.
+    The run starts with a loss scale at which all gradients overflow.
     """
     file = context.folder / "metrics"
     TrainingRun(context, metrics_file=file, fp16=True, initial_loss_scale=2.0**40, hysteresis=1, train_iters=30).wait()
@@ -262,16 +270,16 @@ def overflow(context: CheckContext) -> Outcome:
 
 
 def offload(context: CheckContext) -> Outcome:
-    """Check that offloading activations to host memory does not change the tensors of a run."""
+    """Check that offloading activations to host memory does not change the gradients and weights of a run."""
     flags: dict[str, Any] = {"num_layers": 4, **LLAMA}
     offloaded_trace = run_and_save_trace(context, "moved", cpu_offload_activations=True, **flags)
     return Outcome(compare_traces(offloaded_trace, run_and_save_trace(context, "kept", **flags)))
 
 
 def compiled(context: CheckContext) -> Outcome:
-    """Check that compiled layers compute the same tensors as eager layers, in float64.
+    """Check that compiled layers (--compile) give the same gradients and weights as eager layers, in float64.
 
-    On a CPU, torch's kernels run the traced graphs.
+    On a CPU the layers are only traced, and torch's kernels run the traced graphs.
     """
     backend = "inductor" if context.on_cuda else "aot_eager"
     cache: dict[str, Any] = {"compile_cache_dir": context.folder / "cache"} if context.on_cuda else {}
@@ -310,7 +318,7 @@ _NCCL_TIMEOUT_S = 40
 
 
 def nccl_alone(context: CheckContext) -> Outcome:
-    """Check each collective over NCCL with a single rank, and measure how much device memory a communicator takes."""
+    """Check each collective over NCCL with a single rank, and measure how much device memory an NCCL communicator takes."""
     environment = {**os.environ, **_LOOPBACK, "NCCL_SOCKET_IFNAME": "lo"}
     try:
         done = subprocess.run(

@@ -1,4 +1,5 @@
-"""Checks that run one rank of each launch script in examples/: its memory, and an upper bound of its MFU."""
+"""Checks that run one rank of the job of each launch script in examples/. They measure its memory, and an upper bound of its
+MFU."""
 
 from __future__ import annotations
 
@@ -28,18 +29,20 @@ _VARIABLES = ("DATA", "VOCAB", "MERGES", "TOKENIZER", "RUN", "NNODES", "HEAD", "
 
 
 def read_script_argv(name: str, folder: Path) -> list[str]:
-    """Return the arguments that a launch script passes to Python in a dry run.
+    """Return the command-line arguments that a launch script passes to Python in a dry run.
 
     Args:
         name: name of the script in examples/, without its suffix.
-        folder: folder for a temporary program that takes the place of Python.
+        folder: folder for a temporary program that takes the place of Python and prints its arguments.
 
     Raises:
         CheckFailed: this is an installed package. Only a checkout has the launch scripts.
     """
     script = ROOT / f"examples/{name}.sh"
     if not script.is_file():
-        raise CheckFailed(f"there is no {script}: only a checkout of the repository has the launch scripts")
+        raise CheckFailed(
+            f"there is no {script}: only a checkout of the repository has the launch scripts. Run the check in a checkout"
+        )
     print_script = folder / "echo-words"
     print_script.write_text("#!/usr/bin/env bash\nprintf '%s\\0' \"$@\"\n")
     print_script.chmod(0o755)
@@ -56,7 +59,12 @@ def read_script_argv(name: str, folder: Path) -> list[str]:
 
 
 def build_script_job(name: str, context: CheckContext) -> Job:
-    """Return the job of a launch script. On a CPU, the job has the script's layout but a small model."""
+    """Return the training job (settings and world size) of a launch script. On a CPU, the job has the script's layout but a small
+    model.
+
+    Args:
+        name: name of the script in examples/, without its suffix.
+    """
     job = Job.of(read_script_argv(name, context.folder))
     if context.on_cuda:
         return job
@@ -64,9 +72,10 @@ def build_script_job(name: str, context: CheckContext) -> Job:
 
 
 def _shrink(job: Job) -> Job:
-    """Return a job with the same layout and a small model.
+    """Return a job with the same layout but a small model.
 
-    The model has one layer per model chunk. If --pipeline-model-parallel-layout assigns every layer, the number of layers stays.
+    The model has one layer per model chunk. If --pipeline-model-parallel-layout assigns every layer to a stage, the number of
+    layers stays.
     """
     config, topology = job.config, job.topology
     parallel = config.parallel
@@ -89,9 +98,13 @@ def _shrink(job: Job) -> Job:
 
 
 def rank(context: CheckContext, name: str) -> Outcome:
-    """Run a step of the launch script's rank that uses most memory, with real kernels and without communication.
+    """Run a step on one rank of a launch script's job: the rank that uses most memory. The step has real kernels but no
+    communication.
 
     The time excludes communication and the pipeline bubble, so the measured MFU is an upper bound.
+
+    Args:
+        name: name of the script in examples/, without its suffix.
     """
     job = build_script_job(name, context)
     num_stages = job.topology.pp
@@ -102,7 +115,8 @@ def rank(context: CheckContext, name: str) -> Outcome:
     predicted_bytes, device = profile.memory.total.device, get_torch_device(context.device)
     if context.on_cuda and predicted_bytes > (total_bytes := torch.cuda.get_device_properties(device).total_memory):
         raise DoesNotFit(
-            f"the rank needs {predicted_bytes / 1e9:.1f} GB by the plan, but the device has only {total_bytes / 1e9:.1f} GB"
+            f"according to the memory plan, the rank needs {predicted_bytes / 1e9:.1f} GB, "
+            f"but the device has only {total_bytes / 1e9:.1f} GB"
         )
     with build_train_step(job, profile.first_rank, device, init_on_device=context.on_cuda) as step:
         step.prepare(num_microbatches)

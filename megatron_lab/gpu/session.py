@@ -1,4 +1,4 @@
-"""Session of checks: runs them in order within a time budget, and reports each result as soon as it is available."""
+"""Session that runs checks in order within a time budget, and reports each result as soon as it is available."""
 
 from __future__ import annotations
 
@@ -37,7 +37,13 @@ class Interrupted(BaseException):
 
 
 class Worker:
-    """Child process that runs checks (`megatron_lab.gpu.worker`), as seen by the session."""
+    """Child process that runs checks (`megatron_lab.gpu.worker`), as seen by the parent process. The parent sends it checks and
+    reads their results.
+
+    Args:
+        device: "cuda" or "cpu".
+        folder: folder for the files of the checks and for the output of the process.
+    """
 
     def __init__(self, device: str, folder: Path) -> None:
         read_fd, write_fd = os.pipe()
@@ -55,13 +61,13 @@ class Worker:
         os.close(write_fd)
 
     def run(self, check: Check, data: Mapping[str, Any], limit: float) -> tuple[Result, bool]:
-        """Run a check for at most `limit` seconds.
+        """Run a check in the child process for at most `limit` seconds.
 
         Args:
-            data: data of earlier checks, by the name of the check.
+            data: measured values of earlier checks, by the name of the check.
 
         Returns:
-            The result of the check, and whether the worker can run more checks.
+            the result of the check, and whether the child process can run more checks.
         """
         partial: Result = {}
         deadline = time.monotonic() + limit
@@ -86,10 +92,10 @@ class Worker:
         return {**partial, **outcome, "data": {**partial.get("data", {}), "log": self._read_log()[-_LOG_LINES:]}}, False
 
     def _read_message(self, deadline: float) -> Result | None:
-        """Return the next message of the worker, or None if the deadline passes.
+        """Return the next message of the child process, or None if none arrives before the deadline.
 
         Raises:
-            EOFError: the worker has ended.
+            EOFError: the child process has ended.
         """
         while b"\n" not in self._buffer:
             if not select.select([self._results_fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -102,23 +108,23 @@ class Worker:
         return message
 
     def _find_reason(self) -> str:
-        """Return the line of the worker's output that most likely explains its end."""
+        """Return the line of the child process's output that most likely explains why the process ended."""
         log_lines = [line.strip() for line in self._read_log()]
         error_lines = [line for line in log_lines if "out of memory" in line.lower() or line.startswith("Fatal Python error")]
         return (error_lines or log_lines or ["no output"])[-1][:300]
 
     def _read_log(self) -> list[str]:
-        """Return the non-empty lines that the worker has printed, to find out why it ended."""
+        """Return the non-empty lines that the child process has printed."""
         return [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
 
     def close(self) -> None:
-        """End the process and all its descendants."""
+        """End the child process and all its descendants."""
         self._process.end()
         os.close(self._results_fd)
 
 
 def create_result(check: Check) -> Result:
-    """Return the initial result of a check, with the state "not run"."""
+    """Return the initial result of a check as a dict, with the state "not run" and no measured values."""
     return {"name": check.name, "proves": check.proves, "state": NOT_RUN, "figure": "", "message": "", "seconds": 0.0, "data": {}}
 
 
@@ -129,10 +135,11 @@ def run_checks(
     budget_s: float,
     on_result: Callable[[Result], None],
 ) -> None:
-    """Run the checks whose state in `results` is in `REPEATABLE`, in order.
+    """Run those checks in order that have not run yet, were interrupted, or had no time left. `REPEATABLE` lists these states.
 
     Args:
         results: results by check name, changed in place.
+        device: "cuda" or "cpu".
         budget_s: seconds for all checks. If the estimate of a check exceeds the remaining time, the check is skipped, and later,
             shorter checks are still tried.
         on_result: called with the result of each check of this session.

@@ -49,13 +49,14 @@ _MAX_STEPS, _MAX_TIMED_S = 20, 3.0
 
 @dataclass(frozen=True)
 class Row:
-    """Measured speed and memory of one training loop: a row of the speed table. Field names are keys of the JSON report."""
+    """Measured speed and memory of one training loop (the framework's or a plain torch loop): a row of the speed table. Field names
+    are keys of the JSON report."""
 
     model: str
     mode: str
-    """"eager", "compiled", "fp8 rowwise" or "fp8 tensorwise"."""
+    """How the model is run: "eager", "compiled", "fp8 rowwise" or "fp8 tensorwise"."""
     loop: str
-    """"ours" for the framework or "plain" for the plain loop."""
+    """Training loop: "ours" for the framework, or "plain" for the same model written by hand in plain torch."""
     layers: int
     parameters: int
     milliseconds: float
@@ -66,28 +67,33 @@ class Row:
     """Time of the slowest step in milliseconds."""
     tokens_per_second: float
     tflops: float
-    """TFLOP/s of the model. Recomputed operations do not count."""
+    """Speed in TFLOP/s. Only the FLOPs of the model count, not those of recomputation."""
     mfu: float | None
-    """Model FLOPs utilisation, relative to the dense peak of the datasheet.
+    """Model FLOPs utilisation, relative to the dense peak of the GPU's datasheet; None for an unknown device.
 
-    With 8-bit products the peak is a mix of the peaks of both precisions. The value is None for an unknown device.
+    With 8-bit products, the peak is a mix of the peaks of both precisions.
     """
     peak_gb: float | None
     """Peak of allocated device memory in GB (10^9 bytes); None on a CPU."""
     planned_gb: float | None
-    """Predicted peak in GB; None for the plain loop."""
+    """Peak that the memory plan predicts, in GB; None for the plain loop."""
     first_loss: float
     attention: str = "unknown"
-    """Names of the attention kernels that ran, from one more step under the profiler."""
+    """Names of the attention kernels that ran, recorded in one more step under the profiler."""
 
 
 def build_job(model: str, device: str, **flags: object) -> tuple[Job, Shape]:
-    """Build a job that trains a model with one microbatch per step.
+    """Build a job that trains a model on one rank with one microbatch per step.
 
     Of a large model, only as many layers are kept as fit into the GPU's memory.
 
+    Args:
+        model: name of the model, one of `MODELS`.
+        device: "cuda" or "cpu". On a CPU the model is tiny.
+        flags: additional flags, by field name.
+
     Returns:
-        The job, and the shape of the model with its actual number of layers.
+        the job, and the shape of the model with its actual number of layers.
     """
     shape = SHAPES[(_SHAPES if device == "cuda" else _CPU_SHAPES)[model]]
     if device == "cuda" and model in _MAX_LAYERS:
@@ -115,14 +121,15 @@ def _build_job(shape: Shape, device: str, **flags: object) -> Job:
 
 
 def predict_bytes(job: Job) -> int:
-    """Return the predicted peak of allocated device memory in bytes, without the memory of CUDA itself."""
+    """Return the peak of allocated device memory in bytes that the memory plan predicts, without the memory of CUDA itself."""
     memory = build_plan(job.config, DryRun(1, 1, None), job.vocab_size).profiles[0].memory
     return int(memory.total.device - memory.cuda.device)
 
 
 @functools.cache
 def _count_fitting_layers(shape: Shape, max_layers: int) -> int:
-    """Return the number of layers that fit into the allowed share of device memory, at most `max_layers`."""
+    """Return the number of layers whose predicted memory fits into `_MAX_MEMORY_SHARE` of the device memory, at most
+    `max_layers`."""
     one_layer_bytes, two_layer_bytes = (predict_bytes(_build_job(replace(shape, layers=layers), "cuda")) for layers in (1, 2))
     total_bytes = torch.cuda.get_device_properties(0).total_memory
     return max(
@@ -132,9 +139,9 @@ def _count_fitting_layers(shape: Shape, max_layers: int) -> int:
 
 @contextlib.contextmanager
 def build_framework_step(job: Job, device: torch.device) -> Iterator[Step]:
-    """Context manager that builds the framework's training step of a job.
+    """Context manager that builds the framework's training step of a job, as a function without arguments.
 
-    Every call of the step trains on the same random batch.
+    Every call of this function trains on the same random batch.
     """
     with build_train_step(job, 0, device, init_on_device=True) as step:
         step.prepare(1)
@@ -143,7 +150,8 @@ def build_framework_step(job: Job, device: torch.device) -> Iterator[Step]:
 
 
 def measure_framework(model: str, mode: str, device: torch.device) -> Iterator[Row]:
-    """Time the framework's step. Yield its row, and then the row again with the attention kernels added.
+    """Time the framework's training step. Yield the measured row, and then the row again with the names of the attention kernels
+    added.
 
     Args:
         model: name of the model.
@@ -162,12 +170,18 @@ def measure_framework(model: str, mode: str, device: torch.device) -> Iterator[R
 
 
 def _get_compile_backend(device: torch.device) -> str:
-    """Return the compiler backend. On a CPU it only traces, because compiling C++ takes a minute."""
+    """Return the backend of torch.compile. On a CPU this backend only traces, because compiling C++ takes a minute."""
     return "inductor" if device.type == "cuda" else "aot_eager"
 
 
 def measure_plain(model: str, mode: str, device: torch.device) -> Iterator[Row]:
-    """Time the plain loop, eager or compiled. Yield its row, and then the row again with the attention kernels added."""
+    """Time the step of the plain loop (the same model in plain torch). Yield the measured row, and then the row again with the
+    names of the attention kernels added.
+
+    Args:
+        model: name of the model.
+        mode: "eager" or "compiled".
+    """
     job, shape = build_job(model, device.type)
     _reset_peak(device)
     step = build_plain_step(shape, torch.bfloat16, device, compiled=mode == "compiled", backend=_get_compile_backend(device))
@@ -177,7 +191,7 @@ def measure_plain(model: str, mode: str, device: torch.device) -> Iterator[Row]:
 
 
 def _add_attention(row: Row, step: Step, device: torch.device) -> Row:
-    """Run one more step under the profiler, and return the row with the attention kernels of that step."""
+    """Run one more step under the profiler, and return the row with the names of the attention kernels of that step."""
     try:
         return replace(row, attention=detect_attention_kernels(step, device))
     except RuntimeError as error:  # a failing profiler must not discard the times
@@ -185,10 +199,10 @@ def _add_attention(row: Row, step: Step, device: torch.device) -> Row:
 
 
 def _time_steps(step: Step, device: torch.device) -> tuple[list[float], float]:
-    """Time the steps after the warm-up.
+    """Run warm-up steps, and then time further steps one by one.
 
     Returns:
-        The seconds of each step, and the loss of the first step.
+        the seconds of each timed step, and the loss of the first warm-up step.
     """
     first_loss = step()
     for _ in range(_WARM_UP_STEPS - 1):
@@ -250,19 +264,19 @@ def _reset_peak(device: torch.device) -> None:
 
 
 def eager(context: CheckContext, model: str) -> Outcome:
-    """Compare the framework's eager step with the eager plain loop."""
+    """Compare the speed of the framework's eager step with that of the eager plain loop (the same model in plain torch)."""
     return _compare(context, model, [("ours", "eager"), ("plain", "eager")])
 
 
 def compiled(context: CheckContext, model: str) -> Outcome:
-    """Compare the framework's compiled step with the compiled plain loop."""
+    """Compare the speed of the framework's compiled step with that of the compiled plain loop (the same model in plain torch)."""
     return _compare(context, model, [("ours", "compiled"), ("plain", "compiled")])
 
 
 def fp8(context: CheckContext, model: str) -> Outcome:
-    """Time the framework's eager step with 8-bit matrix products.
+    """Time the framework's eager step with 8-bit matrix products, for the rowwise and the tensorwise recipe.
 
-    No plain loop runs in 8 bits, so the report compares with the bfloat16 loop.
+    The plain torch loop does not run in 8 bits, so the report compares with its bfloat16 times.
     """
     if context.on_cuda and torch.cuda.get_device_capability() < (8, 9):
         return Outcome("this GPU has no products in 8 bits")
@@ -270,12 +284,13 @@ def fp8(context: CheckContext, model: str) -> Outcome:
 
 
 def _compare(context: CheckContext, model: str, loops: list[tuple[str, str]]) -> Outcome:
-    """Time training loops one after another, and send a partial result after each.
+    """Time training loops one after another, and send a partial result after each loop.
 
     If one loop fails, the remaining loops still run.
 
     Args:
-        loops: ("ours" or "plain", mode) of each loop.
+        model: name of the model.
+        loops: ("ours" for the framework or "plain" for plain torch, mode) of each loop.
     """
     device, rows, errors, has_failed = get_torch_device(context.device), dict[tuple[str, str], Row](), list[str](), False
     profiler_works = context.data.get("profiler", {}).get("works", True)
@@ -308,7 +323,7 @@ def _compare(context: CheckContext, model: str, loops: list[tuple[str, str]]) ->
 
 
 def format_row(row: Row) -> str:
-    """Format the measured values of a row as one line of text."""
+    """Format the measured speed and memory of a training loop as one line of text."""
     text = f"{row.loop} {row.mode} {row.milliseconds:.1f} ms ({row.fastest:.1f} to {row.slowest:.1f}), "
     text += f"{row.tokens_per_second:,.0f} tokens/s, {row.tflops:.4g} TFLOP/s"
     text += "" if row.mfu is None else f", MFU {row.mfu:.1%}"
@@ -318,18 +333,17 @@ def format_row(row: Row) -> str:
 
 
 def _format_ratio(rows: list[Row]) -> list[str]:
-    """Return a text with the framework's speed relative to the plain loop.
-
-    Return an empty list if one of the two rows is missing.
-    """
+    """Format the framework's speed relative to the plain torch loop. Return a list with this text, or an empty list if the row of
+    either loop is missing."""
     times = {row.loop: row.milliseconds for row in rows}
     return [f"ours / plain {times['plain'] / times['ours']:.3f}"] if {"ours", "plain"} <= times.keys() else []
 
 
 def memory(context: CheckContext) -> Outcome:
-    """Check that the memory plan predicts the peaks that the speed checks measured.
+    """Check that the memory plan predicts the memory peaks that the speed checks measured, to within 10 %.
 
-    On a CPU, which has no such peaks, check the predicted bytes of a step's state instead.
+    On a CPU, which has no such peaks, check instead the predicted bytes of the training state (parameters, gradients and optimizer
+    state).
     """
     if not context.on_cuda:
         return _check_state_on_cpu(context)
@@ -351,7 +365,8 @@ _STATE_PARTS = ("parameters", "gradients", "main_params", "moments", "averages")
 
 
 def _check_state_on_cpu(context: CheckContext) -> Outcome:
-    """Check that the state of a small model in a run of pretrain_gpt.py has exactly the predicted bytes."""
+    """Check that the training state (parameters, gradients, optimizer state) of a small run has exactly as many bytes as the memory
+    plan predicts."""
     from megatron.config.cli import load
     from megatron.data.tokenizer import predict_embedding_rows
     from megatron_lab.gpu.runs import TINY, read_metrics, run_and_read_losses

@@ -1,5 +1,5 @@
-"""Checks of training steps in this process: results equal those of the CPU in float64, steps are reproducible, and the host rarely
-waits for the device."""
+"""Checks of training steps in this process. Steps in float64 must give the results of the CPU, steps must be reproducible, and the
+host must rarely wait for the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from megatron_lab.benchmarks.shapes import build_argv
 from megatron_lab.gpu.context import CheckContext, CheckFailed, Outcome, require_at_most
 from megatron_lab.gpu.jobs import Job, build_train_step, create_random_batch, get_torch_device
-from megatron_lab.gpu.kernels import relative_error
+from megatron_lab.gpu.kernels import compute_relative_error
 from megatron_lab.gpu.runs import DROPOUT, LLAMA, TINY
 
 _LATENT: dict[str, Any] = {
@@ -51,14 +51,15 @@ def same_as_cpu(context: CheckContext, model: str) -> Outcome:
             weights = {entry.record.name: entry.param.detach().cpu().clone() for entry in step.model.params}
             results.append((losses_and_norms, weights))
     (losses_and_norms, weights), (exact_losses_and_norms, exact_weights) = results
-    errors = [relative_error(losses_and_norms, exact_losses_and_norms)]
-    errors += [relative_error(weights[name], exact) for name, exact in exact_weights.items() if float(exact.norm()) > 0]
+    errors = [compute_relative_error(losses_and_norms, exact_losses_and_norms)]
+    errors += [compute_relative_error(weights[name], exact) for name, exact in exact_weights.items() if float(exact.norm()) > 0]
     figure = require_at_most(max(errors), 1e-9, f"relative error of {len(errors) - 1} weights, losses and norms")
     return Outcome(figure)
 
 
 def same_twice(context: CheckContext) -> Outcome:
-    """Train twice in bfloat16 with dropout and --deterministic-mode, and check that all losses are bitwise equal."""
+    """Train twice in bfloat16 with dropout and --deterministic-mode, and check that all losses of the two runs are bitwise
+    equal."""
     job = Job.of(build_argv({**TINY, **LLAMA, **DROPOUT, "bf16": True, "deterministic_mode": True, "device": context.device}))
     job, device, curves = job.with_microbatches(2), get_torch_device(context.device), []
     for _ in range(2):
@@ -69,7 +70,7 @@ def same_twice(context: CheckContext) -> Outcome:
     if curves[0] != curves[1]:
         raise CheckFailed(
             "the losses differ between two runs in deterministic mode, by up to "
-            f"{max(abs(a - b) for a, b in zip(*curves, strict=True)):.1e}"
+            f"{max(abs(a - b) for a, b in zip(*curves, strict=True)):.1e}. Please report this"
         )
     return Outcome(f"{len(curves[0])} losses equal in all digits")
 
@@ -97,7 +98,7 @@ def _build_wait_job(name: str) -> Job:
 def waits_per_step(context: CheckContext) -> Outcome:
     """Check that the host waits for the device exactly once in a step.
 
-    Torch reports the waits in the third step (`set_sync_debug_mode`).
+    The waits of the third step are counted, by the warnings of torch's `set_sync_debug_mode`.
     """
     counts = {}
     for name in ("llama", "dropout", "recompute", "host memory"):
@@ -142,7 +143,8 @@ def waits_between_microbatches(context: CheckContext) -> Outcome:
 
 
 def _find_waiting_line(error: BaseException) -> str:
-    """Return file and line of the innermost frame of the package megatron in the error's traceback, as text."""
+    """Return a text with the file and line in the package megatron at which the host waited: the innermost such frame of the
+    error's traceback."""
     traceback, location = error.__traceback__, "an unknown line"
     while traceback is not None:
         if "/megatron/" in (file := traceback.tb_frame.f_code.co_filename):

@@ -1,9 +1,9 @@
 """Profile of one training step by its kernels, from a trace of torch's profiler.
 
-For each kernel, the trace names the operation that launched it ("External id"). For each operation it has the sizes and types of
-the inputs. FLOPs are counted for matrix products and attention. Bytes are the minimum that an operation reads and writes: its
-inputs and its output. The output of a matrix product has its exact size; any other output is assumed to be as large as the largest
-input.
+For each kernel, the trace names the operation that launched it ("External id"). For each operation, the trace has the sizes and
+types of the inputs. FLOPs are counted for matrix products and attention. Bytes are the minimum that an operation reads and writes:
+its inputs and its output. The output of a matrix product has its exact size; any other output is assumed to be as large as the
+largest input.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ ATTENTION_KERNELS = (
 
 @dataclass
 class KernelUse:
-    """Totals of one kernel in one step, for the launches by one operation: number, time, bytes and FLOPs."""
+    """Totals of one kernel in one step: number of launches, time, bytes and FLOPs. Launches by different torch operations are
+    counted separately."""
 
     kernel: str
     operation: str
@@ -48,10 +49,10 @@ class KernelUse:
 
 @dataclass
 class StepProfile:
-    """Profile of one step: its kernels by time, and the share of the time in which none ran."""
+    """Profile of one step: its kernels, and the share of the time in which none of them ran."""
 
     kernels: list[KernelUse] = field(default_factory=list)
-    """Kernels, those with the longest total time first."""
+    """Kernels of the step, those with the longest total time first."""
     milliseconds: float = 0.0
     """Time between the start of the first kernel and the end of the last kernel."""
     idle_share: float = 0.0
@@ -62,7 +63,12 @@ class StepProfile:
 
 
 def profile_step(step: Step, folder: Path, device: torch.device) -> StepProfile:
-    """Run one step under the profiler and return its profile. One step runs first without the profiler, as a warm-up."""
+    """Run one step under torch's profiler and return its profile: the times of its kernels. One step runs first without the
+    profiler, as a warm-up.
+
+    Args:
+        folder: folder for the trace file of the profiler.
+    """
     on_cuda = device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if on_cuda else [])]
     step()
@@ -78,10 +84,9 @@ def profile_step(step: Step, folder: Path, device: torch.device) -> StepProfile:
 
 @functools.cache
 def start_profiler(device: torch.device) -> None:
-    """Use the profiler once in this process.
+    """Use torch's profiler once in this process, so that all later measurements are slowed down equally.
 
-    After the first use, torch's tracing may stay enabled and slow the host down. With this call, it slows all later measurements
-    equally.
+    After the first use, torch's tracing may stay enabled and slow the host down.
     """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True):
         torch.zeros(1, device=device)
@@ -96,10 +101,11 @@ def detect_attention_kernels(step: Step, device: torch.device) -> str:
 
 
 def read_trace(events: Sequence[Mapping[str, Any]], *, on_device: bool) -> StepProfile:
-    """Build the profile of a step from the events of a Chrome trace.
+    """Build the profile of a step from the events of a Chrome trace, as torch's profiler writes it.
 
     Args:
-        on_device: profile the kernels of a GPU. Otherwise, profile the CPU operations that call no other operation.
+        events: events of the trace.
+        on_device: whether to profile the kernels of a GPU. Otherwise, the CPU operations that call no other operation are profiled.
     """
     complete = [event for event in events if event.get("ph") == "X"]
     operations = [event for event in complete if event.get("cat") == "cpu_op"]
@@ -128,7 +134,7 @@ def read_trace(events: Sequence[Mapping[str, Any]], *, on_device: bool) -> StepP
 
 
 def _find_leaf_operations(operations: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the operations that call no other operation, thread by thread."""
+    """Return the CPU operations that call no other operation, thread by thread."""
     leaves = []
     by_thread: dict[Any, list[Mapping[str, Any]]] = {}
     for event in operations:
@@ -142,7 +148,7 @@ def _find_leaf_operations(operations: Iterable[Mapping[str, Any]]) -> list[Mappi
 
 
 def _sum_covered_time(intervals: Sequence[tuple[float, float]]) -> float:
-    """Return the time that the union of sorted intervals covers."""
+    """Return the total time that (start, end) intervals cover. Overlaps count once. The intervals must be sorted."""
     covered, covered_until = 0.0, -math.inf
     for start, end in intervals:
         covered += max(0.0, end - max(start, covered_until))
@@ -151,7 +157,7 @@ def _sum_covered_time(intervals: Sequence[tuple[float, float]]) -> float:
 
 
 def _count_bytes_and_flops(name: str, arguments: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the bytes and FLOPs of an operation.
+    """Return the minimum bytes that an operation reads and writes, and its FLOPs.
 
     Args:
         name: name of the operation in the trace.
@@ -183,7 +189,7 @@ def _is_size(size: Any) -> bool:
 
 
 def _get_item_size(dtype: Any) -> int:
-    """Return the bytes per element of a type, given by the profiler's name for it."""
+    """Return the bytes per element of a dtype, which the profiler gives by its C++ name."""
     name = str(dtype)
     if name in _ITEM_SIZES:
         return _ITEM_SIZES[name]
@@ -191,9 +197,13 @@ def _get_item_size(dtype: Any) -> int:
 
 
 def _count_attention_flops(name: str, sizes: Sequence[tuple[int, ...]]) -> float:
-    """Return the FLOPs of causal attention over [samples, heads, sequence, channels].
+    """Return the FLOPs of an operation of causal attention over tensors [samples, heads, sequence, channels].
 
     Forward has two matrix products, backward has five.
+
+    Args:
+        name: name of the operation in the trace.
+        sizes: sizes of the operation's inputs.
     """
     shape = next((size for size in sizes if len(size) == 4), None)
     if shape is None:
@@ -205,7 +215,8 @@ def _count_attention_flops(name: str, sizes: Sequence[tuple[int, ...]]) -> float
 
 
 def find_attention_kernels(names: Iterable[str]) -> str:
-    """Return the attention kernels that occur in the names of a step's kernels and operations, as text."""
+    """Return the attention kernels that occur in the names of a step's kernels and operations, as text such as "flash and
+    efficient". The text is "products of matrices" if there are none."""
     names = list(names)
     kernels = [kernel for kernel, pattern in ATTENTION_KERNELS if any(pattern.search(name) for name in names)]
     return " and ".join(kernels) or "products of matrices"

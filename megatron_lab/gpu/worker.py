@@ -1,8 +1,9 @@
 """Process that runs checks, one after another: `python -m megatron_lab.gpu.worker DEVICE FOLDER RESULT_FD`.
 
-It reads requests from its standard input, one JSON line each, with the name of a check and the data of earlier checks. It writes a
-JSON line to the file descriptor for each partial result and for the end of each check. All checks share one import of torch and one
-CUDA context. If an exception leaves the CUDA context unusable, the process ends, and `session.py` starts another.
+The process reads requests from its standard input, one JSON line each, with the name of a check and the data of earlier checks. It
+writes a JSON line to the file descriptor RESULT_FD for each partial result and for the end of each check. All checks share one
+import of torch and one CUDA context. If an exception leaves the CUDA context unusable, the process ends, and `session.py` starts
+another.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ _LOG_LINES, _MESSAGE_LINES = 40, 5
 
 
 def main(device: str, folder: str, result_fd: str) -> None:
-    """Run each check that is requested on the standard input, until the input ends. On SIGUSR1, print the stacks of all threads."""
+    """Run each check that is requested on the standard input, until the input ends. On SIGUSR1, print the stacks of all threads.
+
+    Args:
+        device: "cuda" or "cpu".
+        folder: folder for the files of the checks.
+        result_fd: number of the file descriptor for the results, as text.
+    """
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     checks = {check.name: check for check in CHECKS}
@@ -54,7 +61,8 @@ def main(device: str, folder: str, result_fd: str) -> None:
 
 
 def run_check(check: Check, context: CheckContext) -> dict[str, Any]:
-    """Run one check. Return its state (such as "pass" or "fail"), measured values, error message and data, in JSON types."""
+    """Run one check. Return its state (such as "pass" or "fail"), measured values, error message and data as a dict of JSON
+    types."""
     try:
         module, _, function = check.function.partition(".")
         check_function = getattr(importlib.import_module(f"megatron_lab.gpu.{module}"), function)
@@ -74,7 +82,7 @@ def run_check(check: Check, context: CheckContext) -> dict[str, Any]:
 
 
 def _format_location(error: BaseException) -> str:
-    """Return file and line of the innermost frame of a traceback that belongs to the project."""
+    """Return a text with the file and line of the innermost frame of the error's traceback that belongs to this project."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/site-packages/" not in frame.filename]
     return f"{'/'.join(Path(frames[-1].filename).parts[-3:])}:{frames[-1].lineno}" if frames else "no line of the project"
 
