@@ -1,4 +1,4 @@
-"""Text generation. Tokens are decoded to text while they are sampled, and only complete characters are returned."""
+"""Text generation. Sampled tokens are decoded to text at once, but only complete characters are returned."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEFAULT_MAX_NEW_TOKENS = 256
 def encode_prompt(tokenizer: Tokenizer, text: str, *, add_bos: bool = False) -> list[int]:
     """Return the token ids of a prompt.
 
-    An empty prompt gives the token that starts a document: bos, or eod if the tokenizer has no bos.
+    If the prompt is empty, return the token that starts a document: bos, or eod if the tokenizer has no bos.
 
     Args:
         add_bos: put the bos token before the prompt.
@@ -43,10 +43,13 @@ def encode_prompt(tokenizer: Tokenizer, text: str, *, add_bos: bool = False) -> 
 
 
 def select_max_new_tokens(config: ModelConfig, prompts: Sequence[Sequence[int]]) -> int:
-    """Return the default limit on new tokens: `DEFAULT_MAX_NEW_TOKENS`, or fewer if the model has learned fewer positions.
+    """Return the default limit on the number of generated tokens per sequence.
+
+    The limit is `DEFAULT_MAX_NEW_TOKENS`. A model with learned position embeddings generates only as many tokens as positions
+    remain after the longest prompt.
 
     Args:
-        prompts: token ids of each prompt. The longest prompt leaves the fewest positions.
+        prompts: token ids of each prompt.
     """
     if config.position_embedding_type != "learned_absolute":
         return DEFAULT_MAX_NEW_TOKENS
@@ -54,7 +57,7 @@ def select_max_new_tokens(config: ModelConfig, prompts: Sequence[Sequence[int]])
 
 
 class TextStream:
-    """Incremental decoder of one sequence, which turns each new token into text as soon as its characters are complete.
+    """Converter of a growing sequence of tokens to text: each new token gives text as soon as its characters are complete.
 
     Args:
         decode: returns the text of token ids. Bytes that are not valid UTF-8 appear as U+FFFD.
@@ -67,19 +70,19 @@ class TextStream:
         self._num_decoded = len(self._ids)
 
     def add(self, id: int) -> str:
-        """Add a token and return the text that it completes. The text is empty while the tokens end within a character."""
+        """Add a token and return the text that it completes. The text is empty while a character is still incomplete."""
         self._ids.append(id)
         return self._decode_pending(hold_incomplete=len(self._ids) - self._num_decoded < _MAX_PENDING_TOKENS)
 
     def finish(self) -> str:
-        """Return the remaining text at the end of the sequence, even if it ends within a character."""
+        """Return the remaining text at the end of the sequence, even if its last character is incomplete."""
         return self._decode_pending(hold_incomplete=False)
 
     def _decode_pending(self, *, hold_incomplete: bool) -> str:
-        """Return the text of the tokens that have not been decoded yet.
+        """Return the text of the tokens whose text has not been returned yet.
 
         Args:
-            hold_incomplete: return an empty text if the tokens end within a character.
+            hold_incomplete: return an empty text if the last character is incomplete.
         """
         decoded, text = self._decode(self._ids[: self._num_decoded]), self._decode(self._ids)
         if hold_incomplete and text.endswith("\ufffd"):
@@ -103,7 +106,7 @@ class Continuation:
     tokens: list[int] = field(default_factory=list)
     """Generated token ids, without the end-of-document token."""
     has_ended: bool = False
-    """True if the model generated the end-of-document token; False if it reached the limit on tokens."""
+    """True if the model generated the end-of-document token; False if generation stopped at the limit on tokens."""
 
 
 def generate_texts(
@@ -113,10 +116,16 @@ def generate_texts(
     request: GenerationRequest,
     on_text: Callable[[str], None] | None = None,
 ) -> list[Continuation]:
-    """Generate all texts of a request. All ranks of the model call this function together and get the same result.
+    """Generate the text of each sequence of a request (prompts and generation settings).
+
+    All ranks of the model call this function together and get the same texts.
 
     Args:
+        request: prompts as token ids, and the settings for generating text.
         on_text: called with each new text of the first sequence while it is generated.
+
+    Returns:
+        The texts in the order of the prompts. The samples of a prompt are next to each other.
     """
     continuations = [Continuation(request.first_prompt + prompt, sample) for prompt, sample in request.sequences]
     streams = [TextStream(tokenizer.decode, request.prompts[prompt]) for prompt, _ in request.sequences]

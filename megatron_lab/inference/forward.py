@@ -1,9 +1,10 @@
-"""Forward passes without a backward: logits of complete sequences, and incremental decoding with a key-value cache.
+"""Forward passes without a backward pass: logits of complete sequences, and decoding token by token with a key-value cache.
 
-A forward runs all model chunks of the pipeline, one stage after another, at any tensor, context and pipeline parallel layout. All
-ranks of the model call these functions together.
+A forward pass runs all model chunks of the pipeline, one stage after another. It supports tensor, context and pipeline parallelism.
+All ranks of the model call these functions together.
 
-Shapes: `s` tokens of the longest prompt or sequence, `b` rows of the batch, `h` hidden size, `v` vocabulary size.
+Shapes: `s` tokens of the longest prompt or sequence, `b` rows of the batch, `h` hidden size, `v` vocabulary size, `tp`
+tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -23,21 +24,20 @@ from megatron.parallel.sequence_split import split_zigzag
 
 
 def compute_last_hidden_states(model: Model, context: ParallelContext, inputs: ModelInputs) -> torch.Tensor | None:
-    """Run a forward through all pipeline stages, and return the hidden states after the last layer.
+    """Run a forward pass through all pipeline stages, and return the hidden states after the last layer.
 
-    Nothing is saved for a backward.
-
-    All ranks of the model call this function together.
+    No activations are kept for a backward pass. All ranks of the model call this function together.
 
     Args:
         inputs: tokens and positions, equal on all ranks.
 
     Returns:
-        [s, b, h] on the stage with the output layer, or [s/tp, b, h] with sequence parallelism; None on other stages.
+        On the stage with the output layer [s, b, h], or [s/tp, b, h] with sequence parallelism; None on other stages. s: tokens of
+        the longest sequence, b: sequences, h: hidden size, tp: tensor-parallel size.
     """
     stage, layer_table = context.group("pp").rank, model.layer_table
     length, batch = inputs.positions.shape
-    boundary = model.stage_boundary(batch, context.topology)["hidden"]
+    boundary = model.get_stage_boundary(batch, context.topology)["hidden"]
     if model.sequence_parallel:
         assert length % context.topology.tp == 0, (
             f"{length} tokens cannot be split evenly over {context.topology.tp} tensor parallel ranks"
@@ -49,18 +49,22 @@ def compute_last_hidden_states(model: Model, context: ParallelContext, inputs: M
             hidden = None
             continue
         if not chunk.is_first and (source := layer_table[chunk.index - 1].stage) != stage:
-            channel = context.pipeline_channel(source, stage)
+            channel = context.get_pipeline_channel(source, stage)
             hidden = torch.empty((length, batch, boundary.shape[-1]), dtype=boundary.dtype, device=context.device)
             dist.recv(hidden, channel.ranks[source], group=channel.process_group)
         hidden = model.chunks[chunk.index].compute_hidden_states(inputs, hidden)
         if not chunk.is_last and (destination := layer_table[chunk.index + 1].stage) != stage:
-            channel = context.pipeline_channel(stage, destination)
+            channel = context.get_pipeline_channel(stage, destination)
             dist.send(hidden.contiguous(), channel.ranks[destination], group=channel.process_group)
     return hidden if model.computes_loss else None
 
 
 def build_inputs(tokens: torch.Tensor) -> ModelInputs:
-    """Return the model inputs for complete samples [b, s], with positions from 0."""
+    """Return the model inputs for complete sequences, with positions from 0.
+
+    Args:
+        tokens: token ids [b, s] of b sequences with s tokens each.
+    """
     batch, length = tokens.shape
     positions = torch.arange(length, device=tokens.device).unsqueeze(1).expand(-1, batch)
     return ModelInputs(positions.contiguous(), tokens.t().contiguous())
@@ -68,18 +72,19 @@ def build_inputs(tokens: torch.Tensor) -> ModelInputs:
 
 @torch.no_grad()
 def compute_sequence_logits(model: Model, context: ParallelContext, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the logits of the next token at every position, [b, s, v] in the model's dtype, on every rank.
-
-    The logits have no vocabulary padding. All ranks of the model call this function together.
+    """Return the logits of the next token at every position, on every rank. All ranks of the model call this function together.
 
     Args:
-        tokens: token ids [b, s], the same on all ranks.
+        tokens: token ids [b, s] of b sequences with s tokens each, the same on all ranks.
+
+    Returns:
+        Logits [b, s, v] in the model's dtype, where v is the vocabulary size without padding.
     """
     tokens = tokens.to(context.device)
     hidden = compute_last_hidden_states(model, context, build_inputs(tokens))
     if model.computes_loss:
         assert hidden is not None
-        logits = model.chunks[len(model.layer_table) - 1].logits(hidden).transpose(0, 1).contiguous()
+        logits = model.chunks[len(model.layer_table) - 1].compute_logits(hidden).transpose(0, 1).contiguous()
     else:
         logits = torch.empty((*tokens.shape, model.vocab_size), dtype=model.dtype, device=context.device)
     pipeline = context.group("pp")
@@ -89,9 +94,9 @@ def compute_sequence_logits(model: Model, context: ParallelContext, tokens: torc
 
 
 class Decoder:
-    """Incremental decoder of a batch of sequences.
+    """Decoder that computes the logits of a batch of sequences token by token.
 
-    A cache holds the keys and values of earlier tokens, so each step computes only one token per sequence.
+    A cache holds the keys and values of earlier tokens, so each step processes only one token per sequence.
 
     Args:
         capacity: maximum number of tokens of a sequence, prompt and new tokens together.
@@ -106,11 +111,15 @@ class Decoder:
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]], num_samples: int = 1) -> torch.Tensor | None:
-        """Read the prompts and fill the key-value cache. Each prompt becomes `num_samples` consecutive rows of the batch.
+        """Process the prompts and fill the key-value cache. Each prompt becomes `num_samples` consecutive rows of the batch.
+
+        Args:
+            prompts: token ids of each prompt.
+            num_samples: number of sequences that will continue each prompt.
 
         Returns:
-            Logits of the next token of each row [b, v], without vocabulary padding, on the stage with the output layer; None on
-            other stages.
+            Logits [b, v] of the next token of each row, on the stage with the output layer; None on other stages. b: rows of the
+            batch, v: vocabulary size without padding.
         """
         device, context_group, lengths = self._context.device, self._context.context_group, [len(prompt) for prompt in prompts]
         # Each context rank holds two segments of a sequence (zigzag split).
@@ -124,7 +133,7 @@ class Decoder:
             documents = build_unpacked_documents(
                 padded_length, len(prompts), split_zigzag(padded_length, context_group.size), device
             )
-            local_positions = torch.from_numpy(split_zigzag(padded_length, context_group.size).positions(context_group.rank))
+            local_positions = torch.from_numpy(split_zigzag(padded_length, context_group.size).get_positions(context_group.rank))
         # Padding gets the last token's position: a learned embedding may have no positions beyond the longest prompt.
         positions = local_positions.clamp(max=max(lengths) - 1).to(device).unsqueeze(1).expand(-1, len(prompts)).contiguous()
         self.cache.prepare_prefill(lengths, device)
@@ -140,22 +149,23 @@ class Decoder:
             last_hidden = all_reduce(
                 last_hidden.masked_fill((local_positions[local_rows] != last_positions).to(device)[:, None], 0.0), context_group
             )
-        return self._logits(last_hidden.unsqueeze(0)).repeat_interleave(num_samples, 0)
+        return self._compute_logits(last_hidden.unsqueeze(0)).repeat_interleave(num_samples, 0)
 
     @torch.inference_mode()
     def decode(self, ids: torch.Tensor) -> torch.Tensor | None:
-        """Read one more token of each row. Return the logits of the token after it, as `prefill` does.
+        """Process one more token of each row, and return the logits of the token after it.
 
         Args:
-            ids: token ids [b].
+            ids: next token id of each row [b].
 
         Returns:
-            Logits [b, v], without vocabulary padding, on the stage with the output layer; None on other stages.
+            Logits [b, v] on the stage with the output layer; None on other stages. b: rows of the batch, v: vocabulary size without
+            padding.
         """
         inputs = ModelInputs(self.cache.lengths.unsqueeze(0), ids.unsqueeze(0), cache=self.cache)
         hidden = compute_last_hidden_states(self._model, self._context, inputs)
         self.cache.advance()
-        return None if hidden is None else self._logits(hidden)
+        return None if hidden is None else self._compute_logits(hidden)
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._model.chunks[len(self._model.layer_table) - 1].logits(hidden)[0]
+    def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.chunks[len(self._model.layer_table) - 1].compute_logits(hidden)[0]

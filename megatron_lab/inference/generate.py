@@ -1,4 +1,4 @@
-"""Token generation for several prompts and several samples of each prompt, at any tensor, context and pipeline parallel layout.
+"""Token generation for several prompts and several samples of each prompt, with tensor, context and pipeline parallelism.
 
 The next token is the most likely one, or a sample from the softmax of the logits with temperature, top-k and top-p.
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.random import stable_seed
+from megatron.parallel.random import compute_stable_seed
 from megatron_lab.inference.forward import Decoder
 
 
@@ -24,7 +24,7 @@ class Sampling:
     """Settings that determine how the next token is selected from its logits."""
 
     temperature: float = 1.0
-    """Divisor of the logits. 0 always selects the most likely token (greedy decoding)."""
+    """Number by which the logits are divided. 0 always selects the most likely token (greedy decoding)."""
     top_k: int | None = None
     """Sample only from the `top_k` most likely tokens; None for no limit."""
     top_p: float = 1.0
@@ -54,22 +54,27 @@ class Sampling:
         """Return the random numbers that select the tokens of one sequence: uniform in [0, 1), float64 [count].
 
         The numbers depend only on the seed, the prompt index and the sample index. So a sequence does not depend on the other
-        sequences of the batch, the layout or the device, apart from rounding of the logits.
+        sequences of the batch, the parallel layout or the device, apart from rounding of the logits.
 
         Args:
             prompt: index of the prompt.
-            sample: index of the sample of this prompt.
+            sample: index of the sequence among those of this prompt.
             count: number of random numbers, one per generated token.
         """
-        generator = torch.Generator().manual_seed(stable_seed(self.seed, "sample", prompt, sample))
+        generator = torch.Generator().manual_seed(compute_stable_seed(self.seed, "sample", prompt, sample))
         return torch.rand(count, generator=generator, dtype=torch.float64)
 
 
 def sample_tokens(logits: torch.Tensor, sampling: Sampling, uniform: torch.Tensor) -> torch.Tensor:
-    """Select the next token of each row: return ids [b] from logits [b, v].
+    """Select the next token of each row, by sampling or as the most likely token.
 
     Args:
-        uniform: one random number in [0, 1) per row: float64 [b]. Not used for greedy decoding.
+        logits: logits [b, v] of b rows (sequences), for v vocabulary ids.
+        sampling: temperature, top-k and top-p.
+        uniform: one random number in [0, 1) per row: float64 [b]. It is not used for greedy decoding.
+
+    Returns:
+        Selected token id of each row [b].
     """
     if sampling.is_greedy:
         return logits.argmax(-1)
@@ -104,27 +109,32 @@ class GenerationRequest:
     eod: int | None = None
     """Id of the end-of-document token, which ends a sequence; None to always generate `max_new_tokens` tokens."""
     num_ids: int | None = None
-    """Size of the tokenizer's vocabulary; None for no limit. Higher ids are never selected, because the tokenizer has no text for
-    them."""
+    """Number of ids in the tokenizer's vocabulary; None for no limit. Higher ids of the model are never selected, because the
+    tokenizer has no text for them."""
     first_prompt: int = 0
-    """Index of this request's first prompt among all prompts, if the caller splits them into several requests.
+    """Index of this request's first prompt among all prompts, if the caller splits the prompts into several requests.
 
     The random numbers of a sequence depend on the index of its prompt.
     """
 
     @property
     def sequences(self) -> list[tuple[int, int]]:
-        """(prompt index, sample index) of each sequence: prompt by prompt, with the samples of a prompt next to each other."""
+        """(prompt index in this request, sample index) of each generated sequence. The samples of a prompt are next to each
+        other."""
         return [(prompt, sample) for prompt in range(len(self.prompts)) for sample in range(self.num_samples)]
 
 
 def generate(model: Model, context: ParallelContext, request: GenerationRequest) -> Iterator[list[int | None]]:
-    """Generate tokens step by step.
-
-    Each step yields one token id per sequence, in the order of `request.sequences`, or None for a sequence that has ended.
+    """Generate the next token of every sequence, step by step.
 
     All ranks of the model call this function together and get the same tokens. The generation stops when all sequences have ended
     or have `max_new_tokens` tokens.
+
+    Args:
+        request: prompts as token ids, and the settings for generating text.
+
+    Yields:
+        In each step, one token id per sequence, in the order of `request.sequences`. It is None for a sequence that has ended.
 
     Raises:
         ValueError: a prompt is empty or has an id outside the vocabulary, or prompt and new tokens exceed the learned positions.
@@ -151,10 +161,13 @@ def generate(model: Model, context: ParallelContext, request: GenerationRequest)
 def _sample_next_ids(
     model: Model, context: ParallelContext, request: GenerationRequest, logits: torch.Tensor | None, uniform: torch.Tensor
 ) -> torch.Tensor:
-    """Select the next token ids [b] on one rank, and broadcast them to all ranks.
+    """Select the next token id of each sequence on one rank, and broadcast the ids [b] to all ranks.
 
-    On GPUs, cumulative sums may differ in the last bit between ranks. So the ranks could disagree if each of them selected the
-    tokens.
+    If each rank selected the tokens, the ranks could disagree, because cumulative sums on GPUs may differ in the last bit.
+
+    Args:
+        logits: logits [b, v] of b sequences, on the pipeline stage with the output layer; None on other stages.
+        uniform: one random number in [0, 1) per sequence: float64 [b].
     """
     if logits is None:
         ids = torch.empty(uniform.shape, dtype=torch.long, device=context.device)
@@ -162,7 +175,7 @@ def _sample_next_ids(
         ids = sample_tokens(logits[:, : request.num_ids], request.sampling, uniform)
     world = context.world
     if world.size > 1:
-        source = context.topology.rank(pp=model.layer_table[-1].stage)
+        source = context.topology.find_rank(pp=model.layer_table[-1].stage)
         dist.broadcast(ids, source, group=world.process_group)
     return ids
 
@@ -177,7 +190,10 @@ def check_request(model: Model, request: GenerationRequest) -> None:
         if not prompt:
             raise ValueError("a prompt has no tokens: start it with the end-of-document or bos token")
         if not 0 <= min(prompt) <= max(prompt) < model.vocab_size:
-            raise ValueError(f"a prompt has ids from {min(prompt)} to {max(prompt)}, but the vocabulary has {model.vocab_size} ids")
+            raise ValueError(
+                f"a prompt has token ids from {min(prompt)} to {max(prompt)}, but the model has ids 0 to {model.vocab_size - 1}: "
+                "the tokenizer belongs to another model. Choose the tokenizer of this model"
+            )
     max_length, config = max(map(len, request.prompts)), model.config
     if config.position_embedding_type == "learned_absolute" and max_length + request.max_new_tokens > config.num_positions:
         raise ValueError(

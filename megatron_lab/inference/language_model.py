@@ -22,7 +22,7 @@ from megatron_lab.inference.model_from_source import load_model, select_default_
 
 
 class LanguageModel:
-    """Trained model with its tokenizer, for logits of texts and for text generation."""
+    """Trained model with its tokenizer. It computes logits of texts and generates texts."""
 
     def __init__(self, model: Model, context: ParallelContext, tokenizer: Tokenizer) -> None:
         self.model, self.context, self.tokenizer = model, context, tokenizer
@@ -43,10 +43,10 @@ class LanguageModel:
 
         Args:
             step: iteration to load from a folder with several checkpoints; by default the newest.
-            average: load the moving average of the weights (--ema-decay).
+            average: load the moving average of the weights (--ema-decay) instead of the weights.
             tokenizer: settings of the tokenizer; by default those of the folder.
             dtype: dtype of weights and matrix products; by default the stored dtype, but float32 instead of float16 on a CPU.
-            parallel: device and layout; by default one process.
+            parallel: device and parallel sizes; by default one process.
 
         Raises:
             ValueError: the folder has no model, its tokenizer is unknown, or the layout cannot split the model.
@@ -64,10 +64,13 @@ class LanguageModel:
         return language_model
 
     def logits(self, text: str | Sequence[Sequence[int]] | torch.Tensor) -> torch.Tensor:
-        """Return the logits of the next token at every position, [b, s, v] in the model's dtype, on every rank.
+        """Return the logits of the next token at every position, on every rank.
 
         Args:
-            text: one text (b is 1), or token ids [b, s].
+            text: one text, or token ids [b, s] of b sequences with s tokens each.
+
+        Returns:
+            Logits [b, s, v] in the model's dtype, where v is the vocabulary size. For one text, b is 1.
         """
         ids = [encode_prompt(self.tokenizer, text)] if isinstance(text, str) else text
         return compute_sequence_logits(self.model, self.context, torch.as_tensor(ids))
@@ -80,7 +83,7 @@ class LanguageModel:
         sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
         on_text: Callable[[str], None] | None = None,
     ) -> str:
-        """Generate text that continues a prompt. Return it without the prompt.
+        """Generate text that continues a prompt. Return the new text without the prompt.
 
         Args:
             max_new_tokens: limit on generated tokens; by default 256, or fewer if the model has learned fewer positions.

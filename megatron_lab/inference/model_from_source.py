@@ -1,4 +1,4 @@
-"""Loading of a model for inference, from any source of weights: a checkpoint, a Hugging Face folder and so on."""
+"""Loading of a model for inference from any source of weights, such as a checkpoint or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -28,9 +28,12 @@ def load_model(source: WeightSource, context: ParallelContext, dtype: torch.dtyp
 
     Settings and parameters that only training uses, such as multi-token-prediction layers, are left out.
 
+    Args:
+        source: weights and model settings, from a checkpoint or a folder of another framework.
+
     Raises:
         CheckpointError: the source lacks parameters of its model, or is damaged.
-        ValueError: this layout cannot split the model.
+        ValueError: the parallel layout cannot split the model.
     """
     source = build_inference_source(source)
     topology = context.topology
@@ -56,9 +59,9 @@ def load_model(source: WeightSource, context: ParallelContext, dtype: torch.dtyp
 
 
 def select_default_dtype(source: WeightSource, context: ParallelContext) -> torch.dtype:
-    """Return the dtype in which the weights are stored.
+    """Return the dtype in which the source stores the weights.
 
-    On a CPU, return float32 instead of float16, because CPUs have no float16 matrix products.
+    If the dtype is float16 and the device is a CPU, return float32, because CPUs have no float16 matrix products.
     """
     dtype = source.weights["embedding.word.weight"].dtype
     return torch.float32 if dtype == torch.float16 and context.device.type == "cpu" else dtype
@@ -66,19 +69,22 @@ def select_default_dtype(source: WeightSource, context: ParallelContext) -> torc
 
 @torch.no_grad()
 def load_weights(model: Model, context: ParallelContext, source: WeightSource) -> None:
-    """Copy the values of the source to every parameter of a model, rounded to the model's dtype. Padding rows become 0.
+    """Copy the weights of the source to this rank's parameters, rounded to the model's dtype. Padding rows become 0.
 
-    The parameters must have been allocated (materialized) before.
+    The memory of the parameters must have been allocated before (they must not be on the meta device).
 
     Raises:
         CheckpointError: the source lacks parameters of the model, or has them in other shapes.
     """
     mismatches = find_mismatches(source.weights, {entry.record.name: entry.record.shape for entry in model.params})
     if mismatches:
-        raise CheckpointError(f"{source.name} does not match this model: {format_list(mismatches)}")
+        raise CheckpointError(
+            f"{source.name} does not hold the weights of this model: {format_list(mismatches)}. The checkpoint is damaged (copy it "
+            "again), or was written for another model"
+        )
     sizes, coordinates = context.axis_sizes, context.coordinates
     for entry in model.params:
-        local_slice = entry.record.local_slice(sizes, coordinates)
+        local_slice = entry.record.get_local_slice(sizes, coordinates)
         flat_param = entry.param.detach().view(-1)
         if local_slice.numel < flat_param.numel():
             flat_param.zero_()  # only the first dimension is padded, so the local values come first
