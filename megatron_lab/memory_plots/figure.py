@@ -28,37 +28,37 @@ _INTERVALS_PER_OP = 30
 """Number of intervals into which a measured operation is divided. A picture of every allocation would take megabytes."""
 _GREYS = ("0.55", "0.65", "0.75", "0.85", "0.93")
 _MB = 1e6
-_WAITING_LABEL, _PLANNED_LABEL = "waiting", "planned: the most, and what is left"
+_WAITING_LABEL, _PLANNED_LABEL = "waiting", "predicted: peak, and what remains"
 
 
 @dataclass(frozen=True)
 class MemoryPanel:
-    """Panel of the figure: planned memory of one rank over a step, and the measured memory if the step was run."""
+    """Panel of the figure: predicted memory of one rank over a step, and the measured memory if the step was run."""
 
     title: str
     state: dict[str, int]
-    """Bytes of memory that is in use during the entire step, such as parameters and moments, by its name; from the bottom of the
-    picture to the top."""
+    """Bytes of memory that is in use during the entire step, such as parameters and moments, by name. The first is drawn at the
+    bottom."""
     op_memory: Sequence[OpMemory]
-    """Planned memory during each operation."""
+    """Predicted memory during and after each operation of the rank."""
     spans: Sequence[OpSpan]
-    """Planned start and end of each operation."""
+    """Predicted start and end of each operation of the rank."""
     measurement: MeasuredStep | None = None
 
     @property
     def planned_peak(self) -> int:
-        """Planned bytes of activations at their peak, in addition to the step's inputs."""
+        """Predicted peak of activation memory in bytes, without the step's inputs."""
         return max(memory.peak_bytes for memory in self.op_memory)
 
     @property
     def caption(self) -> str:
-        """Title, with the planned and the measured peak of activations."""
+        """Title of the panel, followed by the predicted and the measured peak of activation memory."""
         measured_text = "" if self.measurement is None else f", measured {format_bytes(self.measurement.peak_bytes)}"
-        return f"{self.title}: activations at their peak planned {format_bytes(self.planned_peak)}{measured_text}"
+        return f"{self.title}: peak of activations: predicted {format_bytes(self.planned_peak)}{measured_text}"
 
 
 def write_figure(panels: Sequence[MemoryPanel], path: Path) -> None:
-    """Draw the panels below each other, with equal memory axes, and write the figure to a file.
+    """Draw the panels below each other, with equal memory axes, and write the figure to a file. The suffix selects SVG or PNG.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -77,7 +77,7 @@ def _build_figure(panels: Sequence[MemoryPanel]) -> Figure:
     axs[-1].set_xlim(0, max(panel.spans[-1].end for panel in panels))
     axs[-1].set_ylim(bottom=0)
     axs[-1].set_xticks([])
-    axs[-1].set_xlabel("time, as the plan has it")
+    axs[-1].set_xlabel("time (as predicted)")
     handles = {label: handle for ax in axs for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     order = [*panels[0].state, *OP_TYPE_NAMES.values(), _WAITING_LABEL, _PLANNED_LABEL]
     legend_handles = {label: handles[label] for label in order if label in handles}
@@ -103,10 +103,13 @@ def _draw_panel(ax: Axes, panel: MemoryPanel) -> None:
 
 
 def _draw_planned(ax: Axes, panel: MemoryPanel, base: float) -> None:
-    """Draw the planned memory as a line: the peak during each operation, and the memory that remains until the next operation
-    starts.
+    """Draw the predicted memory as a line: the peak during each operation, and then the memory that remains until the next
+    operation starts.
 
-    Without a measurement, fill the area below the line too.
+    If nothing was measured, also fill the area below the line.
+
+    Args:
+        base: memory of the model state in MB, above which activations are drawn.
     """
     times: list[float] = []
     levels: list[float] = []
@@ -121,10 +124,15 @@ def _draw_planned(ax: Axes, panel: MemoryPanel, base: float) -> None:
 
 
 def _draw_measurement(ax: Axes, measurement: MeasuredStep, spans: Sequence[OpSpan], base: float) -> None:
-    """Fill the area below the measured memory. Each operation has `_INTERVALS_PER_OP` intervals, each drawn at its maximum.
+    """Fill the area below the measured memory. Each operation is divided into `_INTERVALS_PER_OP` intervals, each drawn at its
+    maximum.
 
-    Each measured operation, and each gap between two of them, is stretched to its planned duration. Measured durations vary with
-    the load of the machine, but memory does not depend on them.
+    Each measured operation, and each gap between two operations, is stretched to its predicted duration. Measured durations vary
+    with the load of the machine, but memory does not depend on them.
+
+    Args:
+        spans: predicted start and end of each operation.
+        base: memory of the model state in MB, above which activations are drawn.
     """
     times, allocated = (-math.inf, *measurement.times), (0, *measurement.allocated)
     for span, next_start, measured_span, next_measured_start in zip(
@@ -149,12 +157,13 @@ def _draw_measurement(ax: Axes, measurement: MeasuredStep, spans: Sequence[OpSpa
 
 
 def _fill_area(ax: Axes, times: Sequence[float], sizes: Sequence[int], base: float, op_type: OpType | None) -> None:
-    """Fill the area from the top of the model state up to `sizes`, in bytes.
-
-    Without an operation type the area is hatched, because the rank waits.
+    """Fill the area between the memory of the model state and the memory of the state plus `sizes`.
 
     Args:
-        base: top of the model state, in MB.
+        times: points of the time axis.
+        sizes: activation memory in bytes from each of these times on.
+        base: memory of the model state in MB.
+        op_type: type of the operation that runs; it selects the colour. None while the rank waits: the area is hatched.
     """
     style: dict[str, Any] = {"facecolor": "white", "edgecolor": "0.7", "hatch": "////", "label": _WAITING_LABEL}
     if op_type is not None:

@@ -32,45 +32,52 @@ _LAST_LAYER_GRAD_EVENT = "gradient at the last layer"
 class MeasuredStep:
     """Measured memory of one rank during a step, until its gradients are complete.
 
-    Times are milliseconds since the start of the first operation. Sizes are bytes in addition to the memory in use at that start:
-    the model's state and the step's inputs.
+    Times are milliseconds since the start of the first operation. Sizes are bytes in addition to the memory that the model's state
+    and the step's inputs use at that start.
     """
 
     times: tuple[float, ...]
     allocated: tuple[int, ...]
-    """Bytes in use from each time of `times` on."""
+    """Bytes in use from each of the times in `times` until the next one."""
     spans: tuple[OpSpan, ...]
     last_layer_grad_ms: float | None
     """Milliseconds from the start of the first operation until backward reaches the last layer of the model for the first time;
     None if this rank does not have that layer."""
     host_bytes: int = 0
-    """Bytes of the buffers for tensors that are offloaded to host memory. `allocated` does not contain them, although on a CPU rank
-    they are in the same memory."""
+    """Bytes of the host buffers for offloaded tensors. `allocated` does not contain them, although on a CPU rank they are in
+    the same memory."""
 
     @property
     def peak_bytes(self) -> int:
         """Maximum number of bytes in use at any time."""
         return max(self.allocated, default=0)
 
-    def max_allocated(self, start: float, end: float) -> int:
-        """Return the maximum number of bytes in use from `start` to `end`, both in milliseconds."""
+    def compute_max_allocated(self, start: float, end: float) -> int:
+        """Return the maximum number of bytes in use between two times.
+
+        Args:
+            start, end: times in milliseconds since the start of the first operation.
+        """
         until_start = [size for time, size in zip(self.times, self.allocated, strict=True) if time <= start]
         in_range = [size for time, size in zip(self.times, self.allocated, strict=True) if start < time <= end]
         return max((*until_start[-1:], *in_range), default=0)
 
-    def allocated_after(self, span: OpSpan) -> int:
-        """Return the number of bytes in use when an operation has ended.
+    def get_allocated_after(self, span: OpSpan) -> int:
+        """Return the number of bytes in use at the end of an operation.
 
         Args:
             span: measured start and end of the operation.
         """
-        return self.max_allocated(span.end, span.end)
+        return self.compute_max_allocated(span.end, span.end)
 
 
 def measure_ranks(config: Config, world_size: int) -> list[MeasuredStep]:
-    """Run the first step of a job on CPU processes of this machine and return the measurement of each rank.
+    """Run the first step of a job on CPU processes of this machine. Return the measured memory of each rank.
 
-    The function forks. So on a machine with CUDA, call it before the first backward of this process.
+    The function forks processes. So on a machine with CUDA, call it before the first backward of this process.
+
+    Args:
+        world_size: number of ranks of the job.
 
     Raises:
         RanksError: a rank failed.
@@ -90,15 +97,16 @@ def prepare_step(config: Config) -> tuple[TrainStep, Sequence[ModelInputs]]:
     data = open_data(config, context)
     model = build_model_from_config(config, context, data.vocab_size)
     step = TrainStep.of(config, model, context)
-    step.prepare(plan.num_microbatches(0))
-    batches = data.batches_from(Progress(), plan, context).training_batches(0)
+    step.prepare(plan.get_num_microbatches(0))
+    batches = data.create_batches(Progress(), plan, context).iter_training_batches(0)
     batch = next(batches)
     batches.close()  # type: ignore[attr-defined]
     return step, batch
 
 
 def measure_step(step: TrainStep, batch: Sequence[ModelInputs]) -> MeasuredStep:
-    """Compute the gradients of a step under torch's profiler. Return the memory over time and the times of the operations."""
+    """Compute the gradients of a step under torch's profiler. Return the memory in use over time and the times of the
+    operations."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler logs each of its stages
     recorder = _ProfileRecorder(step)
     # Offloaded tensors use no device memory. On a CPU the profiler would count their host buffers too, so NumPy allocates these.
@@ -129,9 +137,10 @@ def measure_step(step: TrainStep, batch: Sequence[ModelInputs]) -> MeasuredStep:
 
 
 class _ProfileRecorder:
-    """Observer of the pipeline executor that marks operations in the profile, so that memory can be assigned to them.
+    """Observer of the pipeline executor that marks the operations in torch's profile, so that memory use can be assigned to
+    operations.
 
-    Each operation becomes a range of the profile. The first gradient that arrives at the last layer becomes an event.
+    Each operation becomes a range of the profile. The first gradient that reaches the output of the last layer becomes an event.
     """
 
     def __init__(self, step: TrainStep) -> None:
@@ -143,20 +152,20 @@ class _ProfileRecorder:
         self._executor.recorder = self
 
     def remove(self) -> None:
-        """Remove the recorder and its hooks."""
+        """Stop observing: remove this observer from the executor, and its hooks from the last layer."""
         self._executor.recorder = None
         for hook in self._hooks:
             hook.remove()
 
     def start(self, op: Op) -> None:
-        """Open the range of an operation. The executor calls this method."""
+        """Begin the operation's range in the profile. The executor calls this method when an operation starts."""
         name = f"{op.type.value} of microbatch {op.microbatch} in chunk {op.chunk}"
         self.ops[name] = op
         self._current_range = torch.profiler.record_function(name)
         self._current_range.__enter__()
 
     def end(self, op: Op) -> None:
-        """Close the range of an operation. The executor calls this method."""
+        """End the operation's range in the profile. The executor calls this method when an operation ends."""
         self._current_range.__exit__(None, None, None)
 
     def _register_grad_hook(self, layer: nn.Module, args: object, out: torch.Tensor) -> None:

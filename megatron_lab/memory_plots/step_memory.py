@@ -1,6 +1,6 @@
-"""Memory of one rank over a step, planned and, if requested, measured on CPU processes.
+"""Memory of one rank over a step, as predicted by the planner and, if requested, measured on CPU processes.
 
-It is shown as a figure of panels and as a table.
+The module builds the panel of a figure, and formats a table of several panels.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ INPUTS = "inputs"
 
 
 def build_panel(title: str, config: Config, world_size: int, stage: int, *, measures: bool) -> MemoryPanel:
-    """Build the panel of the first rank of a pipeline stage.
+    """Build the panel of a figure that shows the memory over a step on the first rank of a pipeline stage.
 
     Args:
+        title: title of the panel.
+        world_size: number of ranks of the job.
+        stage: index of the pipeline stage.
         measures: also run the step on CPU processes and add the measured memory.
 
     Raises:
-        ValueError: the layout is not valid.
-        RanksError: a rank failed.
+        ValueError: the settings cannot be planned for this number of ranks.
+        RanksError: a process failed.
     """
     # Plan in a separate process: a process can be a rank of one job only.
     ((profile, step),) = run_ranks(1, lambda _: _plan_stage(config, world_size, stage), init=False)
@@ -42,15 +45,15 @@ def build_panel(title: str, config: Config, world_size: int, stage: int, *, meas
     }
     state[INPUTS] = profile.memory.activations.device - max(memory.peak_bytes for memory in step.op_memory)
     state = {name: size for name, size in state.items() if size}
-    measurement = measure_ranks(config, world_size)[_build_topology(config, world_size).rank(pp=stage)] if measures else None
+    measurement = measure_ranks(config, world_size)[_build_topology(config, world_size).find_rank(pp=stage)] if measures else None
     return MemoryPanel(title, state, step.op_memory, step.timeline.spans[stage], measurement)
 
 
 def _plan_stage(config: Config, world_size: int, stage: int) -> tuple[RankProfile, StageStep]:
-    """Plan the memory of a job.
+    """Predict the memory of a job.
 
     Returns:
-        The memory profile of the stage's first rank, and the planned step of the stage.
+        The memory profile of the first rank of `stage`, and the predicted operations of the stage with their times and memory.
     """
     planner = Planner(config, DryRun(world_size, world_size, None), predict_embedding_rows(config.data))
     profiles = planner.plan().profiles
@@ -65,8 +68,8 @@ def _build_topology(config: Config, world_size: int) -> Topology:
 
 
 def format_panel_table(panels: Sequence[MemoryPanel]) -> list[str]:
-    """Format a table with a row for each panel: the memory in use during the entire step, and the planned and measured peak of
-    activations."""
+    """Format a table with a row for each panel. Columns: the memory that is in use during the entire step, and the predicted and
+    the measured peak of activation memory."""
     names = list(dict.fromkeys(name for panel in panels for name in panel.state))
     host_bytes = [panel.op_memory[-1].host_bytes for panel in panels]
     has_measurement = any(panel.measurement is not None for panel in panels)
@@ -74,7 +77,7 @@ def format_panel_table(panels: Sequence[MemoryPanel]) -> list[str]:
         "",
         *names,
         "activations",
-        *(["measured", "off"] if has_measurement else []),
+        *(["measured", "difference"] if has_measurement else []),
         *(["in host memory"] if any(host_bytes) else []),
     ]
     rows = []
