@@ -1,1 +1,1 @@
-"""Conversion of launch scripts and configurations of other frameworks to launch commands of this project."""
+"""Conversion of other frameworks' launch scripts and configurations to launch commands of this project."""

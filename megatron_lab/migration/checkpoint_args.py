@@ -8,13 +8,13 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 from megatron.checkpoint.manifest import Checksum, checksums_match
-from megatron.checkpoint.save_folder import checkpoint_name, list_iterations, read_latest
+from megatron.checkpoint.save_folder import get_checkpoint_name, list_iterations, read_latest
 from megatron.checkpoint.storage import CONFIG, MANIFEST, Storage
 from megatron.checkpoint.storage_url import open_storage
 from megatron.config.config import Config
 from megatron.config.data import TOKENIZER_FILE_SETTINGS, TOKENIZER_SETTINGS
 from megatron.config.errors import ConfigError, Violation
-from megatron.config.flags import flags
+from megatron.config.flags import get_flags
 from megatron.config.model import CHANGEABLE_FIELDS, DECREASABLE_FIELDS, INCREASABLE_FIELDS, get_changeable_from_weights
 from megatron.config.outputs import CheckpointConfig
 from megatron.config.save import from_dict
@@ -31,11 +31,12 @@ sets."""
 def apply_checkpoint_args(config: Config, explicit: Set[str]) -> tuple[Config, list[Violation]]:
     """Replace the model and tokenizer settings of `config` with the settings of the checkpoint from which the run starts.
 
-    A setting that the user has set explicitly remains if a run may change it. Otherwise it must have the checkpoint's value.
+    A setting that the user has set explicitly is kept if it may differ from the checkpoint, for example the sequence length. Any
+    other explicit setting must equal the checkpoint's value.
 
     Args:
         config: requested settings, with ``checkpoint.load`` or ``checkpoint.pretrained_checkpoint``.
-        explicit: names of the fields that the user has set.
+        explicit: names of the settings that the user has set.
 
     Returns:
         The settings, and the violations: no checkpoint can be read, or flags contradict the checkpoint.
@@ -43,7 +44,7 @@ def apply_checkpoint_args(config: Config, explicit: Set[str]) -> tuple[Config, l
     try:
         folder, saved, starts_from_weights = _select_checkpoint(config.checkpoint)
     except ConfigError as error:
-        replaced_flags = [f"--{flag.name}" for flag in flags().values() if _is_checkpoint_field(flag.topic, flag.field)]
+        replaced_flags = [f"--{flag.name}" for flag in get_flags().values() if _is_checkpoint_field(flag.topic, flag.field)]
         # Add the flags that the checkpoint would have replaced: rules about their default values are then not reported.
         return config, [
             dataclasses.replace(violation, flags=(*_CHECKPOINT_FLAGS, *replaced_flags)) for violation in error.violations
@@ -52,7 +53,7 @@ def apply_checkpoint_args(config: Config, explicit: Set[str]) -> tuple[Config, l
     changeable_fields = get_changeable_from_weights(saved.model) if starts_from_weights else CHANGEABLE_FIELDS
     has_tokenizer = saved.data.tokenizer_type is not None  # imported weights may have none
     overrides = {}
-    for flag in flags().values():
+    for flag in get_flags().values():
         if not _is_checkpoint_field(flag.topic, flag.field) or flag.field not in explicit:
             continue
         if flag.topic == "data" and not has_tokenizer:
@@ -86,10 +87,10 @@ def apply_checkpoint_args(config: Config, explicit: Set[str]) -> tuple[Config, l
 
 
 def get_checkpoint_fields() -> set[str]:
-    """Return the fields that must have the value of the checkpoint. The command line cannot change them."""
+    """Return the names of the settings that must have the checkpoint's value, whatever the command line says."""
     return {
         flag.field
-        for flag in flags().values()
+        for flag in get_flags().values()
         if _is_checkpoint_field(flag.topic, flag.field) and flag.field not in CHANGEABLE_FIELDS
     }
 
@@ -99,8 +100,9 @@ def _is_checkpoint_field(topic: str, field: str) -> bool:
 
 
 def _select_checkpoint(checkpoint: CheckpointConfig) -> tuple[str, Config, bool]:
-    """Select the checkpoint from which the run starts: a checkpoint in the folder of --load or, if that folder has none, in that of
-    --pretrained-checkpoint.
+    """Select the checkpoint from which the run starts.
+
+    It is a checkpoint in the folder of --load or, if that folder has none, in the folder of --pretrained-checkpoint.
 
     Returns:
         Location of the checkpoint, its settings, and whether the run uses only its weights.
@@ -110,17 +112,17 @@ def _select_checkpoint(checkpoint: CheckpointConfig) -> tuple[str, Config, bool]
     """
     load, pretrained = checkpoint.load, checkpoint.pretrained_checkpoint
     if load is not None and checkpoint.ckpt_step is not None:
-        return *_read_first([_open_folder(load).child(checkpoint_name(checkpoint.ckpt_step))]), checkpoint.finetune
+        return *_read_first([_open_folder(load).get_child(get_checkpoint_name(checkpoint.ckpt_step))]), checkpoint.finetune
     for path in (load, pretrained):
         if path is not None and (candidates := _list_candidates(_open_folder(path))):
             return *_read_first(candidates), checkpoint.finetune or path == pretrained
-    if pretrained is not None and _open_folder(pretrained).file_size(CONFIG) is not None:
+    if pretrained is not None and _open_folder(pretrained).get_file_size(CONFIG) is not None:
         return *_read_first([_open_folder(pretrained)]), True
     raise _build_error(f"There is no checkpoint in {' or '.join(path for path in (load, pretrained) if path is not None)}.")
 
 
 def _open_folder(path: str) -> Storage:
-    """Open a folder or URL.
+    """Open the storage at the path or URL of a folder.
 
     Raises:
         ConfigError: this type of URL is not supported.
@@ -133,17 +135,24 @@ def _open_folder(path: str) -> Storage:
 
 
 def _list_candidates(save_folder: Storage) -> list[Storage]:
-    """Return the checkpoints of a save folder: first the checkpoint that the latest file names, then all others, newest first."""
+    """Return the checkpoints of a save folder in the order in which they are tried.
+
+    The first is the checkpoint that the file of the latest iteration names. The others follow, newest first.
+    """
     try:
         iterations, latest = list_iterations(save_folder), read_latest(save_folder)
     except OSError:
         return []
-    return [save_folder.child(checkpoint_name(i)) for i in sorted(iterations, key=lambda i: (i != latest, -i))]
+    return [save_folder.get_child(get_checkpoint_name(i)) for i in sorted(iterations, key=lambda i: (i != latest, -i))]
 
 
 def _read_first(folders: Sequence[Storage]) -> tuple[str, Config]:
-    """Return the location and the settings of the first checkpoint whose settings can be read. Loading a checkpoint skips damaged
-    checkpoints in the same way.
+    """Return the location and the settings of the first checkpoint whose settings can be read.
+
+    Unreadable checkpoints are skipped, as they are when a run loads a checkpoint.
+
+    Args:
+        folders: checkpoints, in the order in which they are tried.
 
     Raises:
         ConfigError: no settings can be read. The message is about the first checkpoint.
@@ -164,7 +173,7 @@ def _read_config(folder: Storage) -> Config:
     Raises:
         ConfigError: the settings cannot be read.
     """
-    file = folder.location_of(CONFIG)
+    file = folder.get_location(CONFIG)
     try:
         data = folder.read(CONFIG)
         record = json.loads(data)
@@ -178,7 +187,9 @@ def _read_config(folder: Storage) -> Config:
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
         is_altered = False  # loading the checkpoint reports a damaged manifest
     if is_altered:
-        raise _build_error(f"{file} was altered since it was saved: its checksum differs from that in the manifest.")
+        raise _build_error(
+            f"{file} was altered since it was saved: its checksum differs from that in the manifest. Copy the checkpoint again."
+        )
     if not isinstance(record, dict) or not isinstance(record.get("config"), dict):
         raise _build_error(f"{file} holds no settings: it has no mapping named config.")
     # Parse only the settings that are used: other topics may come from another version of this project.

@@ -1,8 +1,9 @@
-"""Flags of Megatron-LM that are not settings of this project. They are refused with a reason, replaced by flags of this project, or
-accepted with a note that they have no effect.
+"""Flags of Megatron-LM that are not settings of this project.
 
-Each row of a table has the names of flags without the leading dashes, a colon, and a text for all of these flags. An indented line
-continues its row.
+They are refused with a reason, replaced by flags of this project, or accepted with a note that they have no effect.
+
+The flags are listed in tables. Each row has the names of flags without the leading dashes, a colon, and a text for all of these
+flags. An indented line continues its row.
 """
 
 from __future__ import annotations
@@ -276,7 +277,7 @@ value."""
 
 @dataclass(frozen=True)
 class RefusedFlag:
-    """Flag of Megatron-LM that is refused. `reason` is a sentence that says why, or which flag to use instead."""
+    """Flag of Megatron-LM that this project refuses. `reason` is a sentence that says why, or which flag to use instead."""
 
     reason: str
     is_accepted = False
@@ -284,16 +285,17 @@ class RefusedFlag:
 
 @dataclass(frozen=True)
 class NoEffectFlag:
-    """Flag of Megatron-LM that is accepted and has no effect, because its effect is always on or cannot matter in this project."""
+    """Flag of Megatron-LM that is accepted and has no effect: what it requests is always done, or does not matter in this
+    project."""
 
     reason: str
     values: tuple[str, ...] | None
-    """Values that the flag may have. An empty tuple accepts any single value, None means a switch without a value, and
-    ``("...",)`` accepts any number of values."""
+    """Values that the user may give to the flag. An empty tuple accepts any single value, None means a switch without a value,
+    and ``("...",)`` accepts any number of values."""
     is_accepted = True
 
     def find_problem(self, values: Sequence[str]) -> str | None:
-        """Describe why the flag does not accept these values, or return None if it does."""
+        """Return why the flag does not accept these values, as a text that continues the flag's name; None if it accepts them."""
         if self.values is None:
             return "is a switch and takes no value" if values else None
         if self.values == ("...",):
@@ -307,25 +309,28 @@ class NoEffectFlag:
 
 @dataclass(frozen=True)
 class Translation:
-    """Rule that replaces a flag of Megatron-LM with flags of this project."""
+    """Replacement of a flag of Megatron-LM by flags of this project."""
 
     is_accepted = False
     """The flag itself is not accepted; its replacement is."""
     template: str
-    """Flags of this project that replace the flag, with ``{}`` in place of its value."""
+    """Flags of this project that replace the flag. ``{}`` stands for the value of the replaced flag."""
     values: tuple[str, ...] | None
-    """Values for which the flag is replaced. An empty tuple means any single value, None means a switch without a value."""
+    """Values with which the flag is replaced. An empty tuple means any single value, None means a switch without a value."""
 
     def applies_to(self, values: Sequence[str]) -> bool:
-        """Return whether the flag is replaced if it has these values."""
+        """Return whether the flag is replaced when the user gives it these values."""
         if self.values is None or len(values) != 1:
             return self.values is None and not values
         return not self.values or values[0] in self.values
 
 
 def _parse_table(table: str) -> Iterator[tuple[str, tuple[str, ...] | None, str]]:
-    """Yield (name, values, text) for each flag of a table with rows of the form ``names: text``. `values` are those after ``=`` in
-    the name, or None for a name without ``=``."""
+    """Parse a table of flags with rows of the form ``names: text``.
+
+    Yields:
+        (name, values, text) for each flag. ``values`` are those after ``=`` in the name, or None for a name without ``=``.
+    """
     for row in table.strip().replace("\n    ", " ").splitlines():
         names, _, reason = row.partition(": ")
         for entry in names.split():
@@ -353,9 +358,12 @@ UNSUPPORTED_CHOICES = {
 
 
 def match_flag_pattern(name: str) -> RefusedFlag | NoEffectFlag | None:
-    """Return the table entry of the first name pattern, such as ``moe-flex-*``, that matches a flag's name, or None if none
+    """Return the entry of the first pattern in `FLAG_PATTERNS`, such as ``moe-flex-*``, that matches a flag's name; None if none
     matches.
 
-    The name of a misspelled setting can match a pattern too.
+    A misspelled flag of this project can match a pattern too, so look for flags of this project first.
+
+    Args:
+        name: name of the flag without the leading dashes.
     """
     return next((flag for pattern, flag in FLAG_PATTERNS.items() if fnmatchcase(name, pattern)), None)

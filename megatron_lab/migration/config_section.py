@@ -1,20 +1,22 @@
-"""Sections of another framework's configuration. A converter removes each key that it reads; the keys that remain are reported as
-unconverted."""
+"""Sections (nested mappings) of another framework's configuration.
+
+The code that converts a section removes each key that it reads. The keys that remain are reported to the user as unconverted.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from megatron.config.flags import flags
+from megatron.config.flags import get_flags
 from megatron_lab.migration.launch_command import LaunchCommand
 
 
 class ConfigSection:
-    """Section of another framework's configuration. It holds the keys that no converter has read yet.
+    """Section (mapping) of another framework's configuration. It holds only the keys that have not been read yet.
 
     Args:
         values: values by key.
-        command: command that receives the converted settings and the messages.
+        command: launch command of this project that receives the converted flags, and the messages for the user.
         name: path of the section for messages, such as ``model.init_method``.
     """
 
@@ -22,12 +24,12 @@ class ConfigSection:
         self._remaining, self._command, self.name = dict(values), command, name
 
     def pop_section(self, key: str) -> ConfigSection | None:
-        """Remove a key and return its value as a section, or None if its value is not a section."""
+        """Remove a key and return its value as a section; None if the value is not a mapping."""
         value = self._remaining.pop(key, None)
         return ConfigSection(value, self._command, self.get_path(key)) if isinstance(value, dict) else None
 
     def pop_sections(self, key: str) -> list[ConfigSection]:
-        """Remove a key whose value is a list, and return the sections in the list."""
+        """Remove a key whose value is a list of mappings, and return a section for each of them."""
         value = self._remaining.pop(key, None)
         items = value if isinstance(value, list) else []
         return [
@@ -41,9 +43,10 @@ class ConfigSection:
         return self._remaining.pop(key, default)
 
     def pop_number(self, key: str, default: float | None = None) -> float | None:
-        """Remove a key and return its value as a number, or `default` if it has no numeric value.
+        """Remove a key and return its value as a number, or `default` if the value is not a number.
 
-        The value ``auto`` is reported as missing. A text that is not a number is reported as unconverted.
+        The value ``auto`` is reported as a value that the user has to supply. Another text that is not a number is reported as
+        unconverted.
         """
         value = self._remaining.pop(key, None)
         if value == "auto":
@@ -60,17 +63,17 @@ class ConfigSection:
         return value
 
     def convert_number(self, key: str, flag: str, *, is_integer: bool = False, is_enabled: bool = True) -> float | None:
-        """Set a flag to the numeric value of a key.
+        """Remove a key with a number and set a flag of the launch command to this number.
 
-        A flag that already has a value keeps it. The key is then reported as unconverted if the two values differ.
+        If the flag already has another value, keep that value and report the key as unconverted.
 
         Args:
             flag: name of the flag without the leading dashes.
             is_integer: convert the number to an integer.
-            is_enabled: convert the key. If False, the key remains in the section.
+            is_enabled: whether to convert the key. If False, the key stays in the section.
 
         Returns:
-            The value of the key, or None if it has no numeric value or is not converted.
+            The number, or None if the key has no number or is not converted.
         """
         if not is_enabled:
             return None
@@ -87,13 +90,21 @@ class ConfigSection:
         return value
 
     def set_default(self, flag: str, value: object, framework: str) -> None:
-        """Set a flag to the default value of another framework. Nothing is set if the command contains the flag or this project has
-        the same default."""
-        if flag not in self._command.flags and flags()[flag].default != value:
+        """Set a flag to the value that another framework uses by default.
+
+        Nothing is set if the command already contains the flag, or if this project has the same default.
+
+        Args:
+            flag: name of the flag without the leading dashes.
+            value: default value of the other framework.
+            framework: name of the other framework, for the message.
+        """
+        if flag not in self._command.flags and get_flags()[flag].default != value:
             self._command.set_flag(flag, value, source=f"(by default, {framework})", reason="this project has another default")
 
     def omit(self, keys: str, reason: str) -> None:
-        """Remove keys and report that they have no effect in this project. Keys that are empty or switched off are not reported.
+        """Remove keys, and report to the user that they have no effect in this project. Keys that are empty or switched off are not
+        reported.
 
         Args:
             keys: names of keys, separated by blanks.
@@ -106,8 +117,10 @@ class ConfigSection:
                     self._command.omitted.append((f"{self.get_path(key)} {_shorten(value)}", reason))
 
     def report_unconverted(self) -> None:
-        """Report all keys that remain as unconverted, including those in nested sections. Keys that are empty or switched off are
-        not reported."""
+        """Report all remaining keys to the user as unconverted, including those in nested sections.
+
+        Keys that are empty or switched off are not reported.
+        """
         for key, value in self._remaining.items():
             if isinstance(value, dict) and value:
                 ConfigSection(value, self._command, self.get_path(key)).report_unconverted()
@@ -116,11 +129,11 @@ class ConfigSection:
         self._remaining = {}
 
     def clear(self) -> None:
-        """Discard all remaining keys without a report, because the section is disabled or fully converted."""
+        """Discard all remaining keys without a report, because the section is switched off or needs no further conversion."""
         self._remaining = {}
 
     def get_path(self, key: str) -> str:
-        """Return a key preceded by the names of its sections, for messages."""
+        """Return the key with the names of its sections, such as ``model.init_method.std``, for messages."""
         return f"{self.name}.{key}" if self.name else key
 
 
@@ -130,5 +143,5 @@ def _shorten(value: object) -> str:
 
 
 def is_set(value: object) -> bool:
-    """Return whether a configuration value requests something, that is, whether it is not null, false or empty."""
+    """Return whether a value of a configuration is not null, false or empty, and therefore has an effect."""
     return value is not None and value is not False and value not in ([], {}, "")

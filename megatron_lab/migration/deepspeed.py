@@ -1,4 +1,5 @@
-"""Conversion of a DeepSpeed configuration (JSON), with or without a launch script of Megatron-DeepSpeed."""
+"""Conversion of a DeepSpeed configuration (JSON), with or without a launch script of Megatron-DeepSpeed, to flags of this
+project."""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ _STRATEGIES = {0: "no_shard", 1: "optim", 2: "optim_grads", 3: "optim_grads_para
 
 
 def convert_flags(command: LaunchCommand, values_by_flag: dict[str, tuple[str, ...]]) -> None:
-    """Convert the flags of a launch script that configure DeepSpeed, and add the result to a launch command.
+    """Convert the flags with which a launch script configures DeepSpeed.
 
     Args:
-        command: command of this project. It receives the corresponding flags, and messages about the flags without a counterpart.
+        command: launch command of this project. It receives the corresponding flags, and messages about the flags without a
+            counterpart.
         values_by_flag: values of the DeepSpeed flags, by name without the leading dashes.
     """
     stage_values = values_by_flag.get("zero-stage", ())
@@ -33,11 +35,11 @@ def convert_flags(command: LaunchCommand, values_by_flag: dict[str, tuple[str, .
 
 
 def convert_config(command: LaunchCommand, text: str) -> None:
-    """Convert a DeepSpeed configuration, and add the result to a launch command.
+    """Convert a DeepSpeed configuration to flags of this project.
 
     Args:
-        command: command of this project. It receives the flags that correspond to the configuration, and messages about the entries
-            that have no effect in this project or cannot be converted.
+        command: launch command of this project. It receives the corresponding flags, and messages about the keys that have no
+            effect in this project or cannot be converted.
         text: configuration in JSON.
 
     Raises:
@@ -46,9 +48,9 @@ def convert_config(command: LaunchCommand, text: str) -> None:
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"the DeepSpeed configuration is not valid JSON ({error})") from error
+        raise ValueError(f"the DeepSpeed configuration is not valid JSON ({error}). Correct the file") from error
     if not isinstance(content, dict):
-        raise ValueError("the DeepSpeed configuration is not a JSON object")
+        raise ValueError("the DeepSpeed configuration is not a JSON object. Choose another file")
     config = ConfigSection(content, command)
     for section in ("fp16", "bf16", "bfloat16", "zero_optimization", "optimizer", "scheduler", "tensorboard", "wandb"):
         _SECTION_CONVERTERS[section](command, config)
@@ -78,10 +80,10 @@ def convert_config(command: LaunchCommand, text: str) -> None:
 
 
 def _convert_batch_size(command: LaunchCommand, config: ConfigSection) -> None:
-    """Convert the batch sizes.
+    """Convert the batch sizes to --micro-batch-size and --global-batch-size.
 
-    If a batch size is missing in the configuration, it is computed from the number of ranks and gradient_accumulation_steps. If the
-    number of ranks is not known, it is reported as a value that the user has to supply.
+    A missing batch size is computed from the other batch size, gradient_accumulation_steps and the number of ranks. If the number
+    of ranks is not known, the missing value is reported as a value that the user has to supply.
     """
     micro_batch_size, global_batch_size = config.pop_number("train_micro_batch_size_per_gpu"), config.pop_number("train_batch_size")
     num_microbatches = config.pop_number("gradient_accumulation_steps")
@@ -108,7 +110,12 @@ def _convert_batch_size(command: LaunchCommand, config: ConfigSection) -> None:
 
 
 def _convert_zero_stage(command: LaunchCommand, source: str, stage: int) -> None:
-    """Set the sharding strategy that corresponds to a ZeRO stage, unless a strategy is already set."""
+    """Convert a ZeRO stage to --data-parallel-sharding-strategy, unless the command already has this flag.
+
+    Args:
+        source: setting in the configuration or script, for messages.
+        stage: 0 to 3; other values are reported as unconverted.
+    """
     strategy = _STRATEGIES.get(stage)
     previous = command.flags.get("data-parallel-sharding-strategy")
     if strategy is None:
@@ -120,7 +127,8 @@ def _convert_zero_stage(command: LaunchCommand, source: str, stage: int) -> None
 
 
 def _convert_zero(command: LaunchCommand, config: ConfigSection) -> None:
-    """Convert the ZeRO stage, offloading, and the overlap and bucket size of the gradient reduction."""
+    """Convert the section ``zero_optimization``: the ZeRO stage, offloading, and overlap and bucket size of the gradient
+    reduction."""
     section = config.pop_section("zero_optimization")
     if section is None:
         return
@@ -183,7 +191,11 @@ def _convert_fp16(command: LaunchCommand, config: ConfigSection) -> None:
 
 
 def _build_bf16_converter(key: str) -> Callable[[LaunchCommand, ConfigSection], None]:
-    """Build a converter of the bfloat16 section, whose key depends on the version of DeepSpeed."""
+    """Return a function that converts the section for bfloat16, whose name depends on the version of DeepSpeed.
+
+    Args:
+        key: name of the section.
+    """
 
     def convert(command: LaunchCommand, config: ConfigSection) -> None:
         section = config.pop_section(key)

@@ -1,4 +1,4 @@
-"""Launch command that converters build from the settings of another framework, and the report about the conversion."""
+"""Launch command of this project that is converted from the settings of another framework, with the report about the conversion."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ _NO_EFFECT_TEXT = "would have no effect"
 
 @dataclass
 class LaunchCommand:
-    """Launch command that a converter builds, together with the messages about the conversion.
+    """Launch command of this project, converted from another framework (the source), with messages about the conversion.
 
-    The program is always ``pretrain_gpt.py``. Messages of the form (setting, reason) are shown to the user.
+    The program is always ``pretrain_gpt.py``. The messages are shown to the user.
     """
 
     flags: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Values of each flag, by the name of the flag without the leading dashes, in the order of the command. A switch has no
-    values."""
+    """Values of each flag, by its name without the leading dashes, in the order of the command. A switch has no values."""
     launcher: tuple[str, ...] = ()
-    """Argv of the launcher before the program, such as ``torchrun --nproc-per-node 8``."""
+    """Program that starts the ranks, with its arguments, such as ``torchrun --nproc-per-node 8``."""
     world_size: int | None = None
     """Number of ranks of the job, or None if it is unknown."""
     changes: list[tuple[str, str]] = field(default_factory=list)
-    """Settings that are spelled differently in this project: (setting of the source, flag of this project with the reason)."""
+    """Settings that are spelled differently in this project: (setting in the source, flag of this project with the reason)."""
     omitted: list[tuple[str, str]] = field(default_factory=list)
-    """Settings of the source that have no effect in this project and are not in the command: (setting, reason)."""
+    """Settings of the source that are left out, because they have no effect in this project: (setting, reason)."""
     unconverted: list[tuple[str, str]] = field(default_factory=list)
     """Settings of the source that could not be converted: (setting, reason)."""
     differences: list[tuple[str, str]] = field(default_factory=list)
-    """Ways in which a run of this project differs from a run of the source framework, whatever the settings: (property,
+    """Differences between runs of this project and of the source framework that no setting can remove: (property,
     explanation)."""
     missing: list[str] = field(default_factory=list)
-    """Messages about values and decisions that the user has to supply."""
+    """Messages about values and decisions that the user has to add to the command."""
     variables: dict[str, str] = field(default_factory=dict)
-    """Message about the value of each shell variable, by name. The report contains the messages of the variables that the
-    command uses."""
+    """Message about the meaning or value of each shell variable, by the variable's name. The report shows only variables that
+    the command contains."""
 
     def set_flag(self, flag: str, *values: object, source: str = "", reason: str = "") -> None:
-        """Set a flag.
+        """Set a flag of the command.
 
         Args:
             flag: name of the flag without the leading dashes.
-            source: spelling of the setting in the source, if the report is to list the change. Empty for an unchanged setting.
+            values: values of the flag; none for a switch.
+            source: setting in the source framework, if the report is to list the change. Empty if the setting is not changed.
             reason: reason for the change, for the report.
         """
         self.flags[flag] = tuple(map(_format_value, values))
@@ -61,7 +61,7 @@ class LaunchCommand:
             self.changes.append((source, f"{_format_flag(flag, self.flags[flag])}{f': {reason}' if reason else ''}"))
 
     def get_number(self, flag: str) -> float | None:
-        """Return the value of a flag as a number, or None if the flag is missing or does not have one numeric value."""
+        """Return the value of a flag as a number, or None if the flag is missing or its value is not a single number."""
         values = self.flags.get(flag, ())
         try:
             return float(values[0]) if len(values) == 1 else None
@@ -69,21 +69,21 @@ class LaunchCommand:
             return None
 
     def build_argv(self) -> list[str]:
-        """Return the arguments of the program."""
+        """Return the arguments of ``pretrain_gpt.py``: each flag with its values."""
         return [word for flag, values in self.flags.items() for word in (f"--{flag}", *values)]
 
     @property
     def model_parallel_size(self) -> int:
-        """Number of ranks that hold one copy of the model."""
+        """Number of ranks that together hold one copy of the model: the product of the model-parallel sizes."""
         return math.prod(int(self.get_number(field.replace("_", "-")) or 1) for field in MODEL_PARALLEL_SIZES)
 
     def find_violations(self) -> list[Violation]:
-        """Check the command against the rules of this project.
+        """Check the flags of the command as a run does at its start.
 
-        Flags that have no effect are not violations; they are moved from the command to `omitted`.
+        Flags without an effect are not violations: they are moved from the command to `omitted`.
 
         Returns:
-            Violations that the user has to resolve.
+            Violations of rules between the flags, which the user has to resolve.
         """
         world_size = self.world_size or self.model_parallel_size
         while True:
@@ -101,7 +101,14 @@ class LaunchCommand:
             return []
 
     def _remove_idle_flag(self, violation: Violation) -> bool:
-        """Move the flag of a violation from the command to `omitted`. Return False if the command does not contain the flag."""
+        """Move a flag without an effect from the command to `omitted`.
+
+        Args:
+            violation: violation that names the flag.
+
+        Returns:
+            False if the command does not contain the flag.
+        """
         names = [name.removeprefix("--") for name in violation.flags]
         flag = next((candidate for name in names for candidate in (name, f"no-{name}") if candidate in self.flags), None)
         if flag is None:
@@ -112,14 +119,15 @@ class LaunchCommand:
         return True
 
     def get_notes(self) -> tuple[str, ...]:
-        """Return the notes about flags that a run with this command would log. An invalid command has no notes."""
+        """Return the notes about flags that a run with this command would log at its start. If the command has violations, there
+        are no notes."""
         try:
             return load(self.build_argv(), self.world_size or self.model_parallel_size).notes
         except ConfigError:
             return ()
 
     def format(self) -> str:
-        """Return the command as text for a shell. Long commands continue on further lines with a backslash."""
+        """Return the command as text for a shell. A long command is split into several lines, each ending with a backslash."""
         flag_texts = [_format_flag(flag, values) for flag, values in self.flags.items()]
         completed, current = [], " ".join([*(quote_word(word) for word in self.launcher), "pretrain_gpt.py"])
         for flag_text in flag_texts:
@@ -131,10 +139,10 @@ class LaunchCommand:
 
 
 def format_report(command: LaunchCommand, violations: Sequence[Violation]) -> str:
-    """Format the command, followed by the messages about the conversion as comment lines.
+    """Return the command as text, followed by the messages about the conversion as comment lines.
 
     Args:
-        violations: rules of this project that the command violates.
+        violations: rules of this project that the command violates, as `LaunchCommand.find_violations` returns them.
     """
     sections = [command.format()]
     for title, pairs in (
@@ -160,7 +168,7 @@ def format_report(command: LaunchCommand, violations: Sequence[Violation]) -> st
 
 
 def _group_by_reason(pairs: Sequence[tuple[str, str]]) -> list[str]:
-    """Format (message, reason) pairs as comment lines. Each reason is written once, below all messages that it belongs to."""
+    """Format (setting, reason) pairs as comment lines. Each reason is written once, below all settings that have it."""
     by_reason: dict[str, list[str]] = {}
     for message, reason in pairs:
         by_reason.setdefault(reason, []).append(message)
@@ -170,12 +178,20 @@ def _group_by_reason(pairs: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def parse_argv(argv: Sequence[str]) -> list[tuple[str, tuple[str, ...], str]]:
-    """Split a command line into flags, and return (name, values, spelling) for each flag."""
+    """Split the arguments of a command into flags.
+
+    Returns:
+        (name without the leading dashes, values, flag as it is written) for each flag.
+    """
     return [(item.name, item.values, item.spelling) for item in split_argv(argv)[1]]
 
 
 def add_flags(command: LaunchCommand, argv: Sequence[str]) -> None:
-    """Set the flags that the user adds to the command. They override flags with the same name."""
+    """Add flags of the user to the command. They replace flags of the command that have the same name.
+
+    Args:
+        argv: flags of the user with their values, as on a command line.
+    """
     for name, values, _ in parse_argv(argv):
         command.flags[name] = values
 
@@ -185,7 +201,7 @@ def _format_flag(flag: str, values: Sequence[str]) -> str:
 
 
 def quote_word(word: str) -> str:
-    """Quote a word for a shell. A word with a variable gets double quotes, in which the shell expands the variable."""
+    """Quote an argument for a shell. An argument with a variable gets double quotes, in which the shell expands the variable."""
     return f'"{word}"' if re.search(r"\$\w", word) and not set(word) & set('"`\\') else shlex.quote(word)
 
 

@@ -1,4 +1,4 @@
-"""Conversion of the launcher of a job (torchrun, DeepSpeed, python and others) to torchrun, and the number of ranks."""
+"""Conversion of the launcher of a job (torchrun, DeepSpeed, python and others) to torchrun, with the number of nodes and ranks."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _RENDEZVOUS_FLAGS = (
 
 
 def convert_launcher(command: LaunchCommand, argv: tuple[str, ...]) -> None:
-    """Replace the launcher of a command by torchrun, with the numbers of nodes and ranks that the arguments of the other launcher
-    give.
+    """Set the launcher of a command to torchrun, with the numbers of nodes and ranks of another launcher.
 
-    If they do not give the number of ranks per node, the launcher of the command stays empty. A plain python command means one
-    rank.
+    If the other launcher does not give the number of ranks per node, the launcher of the command stays empty. A plain python
+    command means one rank.
 
     Args:
-        argv: the other launcher and its arguments, before the program.
+        command: launch command of this project; its `launcher`, `world_size` and messages are updated.
+        argv: the other launcher and its arguments, without the program that it starts.
     """
     parsed = [(name, values) for name, values, _ in parse_argv(list(argv[1:]))]
     values_by_name = dict(parsed)
@@ -60,8 +60,8 @@ def convert_launcher(command: LaunchCommand, argv: tuple[str, ...]) -> None:
 def set_default_launcher(command: LaunchCommand) -> None:
     """Choose the launcher of a command from the number of ranks: python for one rank, otherwise torchrun.
 
-    All nodes get equally many ranks, at most 8. If the number of ranks is not known, the command contains the shell variable
-    ``$GPUS``.
+    All nodes get the same number of ranks, at most 8. If the number of ranks is not known, the shell variable ``$GPUS`` stands for
+    it.
     """
     world_size = command.world_size
     if world_size is None:

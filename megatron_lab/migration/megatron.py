@@ -1,5 +1,7 @@
-"""Conversion of a command line of Megatron-LM or Megatron-DeepSpeed. Most flags have the same name and meaning in this project and
-are copied."""
+"""Conversion of a command line of Megatron-LM or Megatron-DeepSpeed.
+
+Most flags have the same name and meaning in this project and are copied.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,15 @@ class SourceFlag(NamedTuple):
 
 
 def convert_flags(command: LaunchCommand, source_args: list[str]) -> dict[str, tuple[str, ...]]:
-    """Convert the flags of a Megatron-LM or Megatron-DeepSpeed command line.
+    """Convert the flags of a Megatron-LM or Megatron-DeepSpeed command line to flags of this project.
 
     Args:
-        source_args: arguments of the program.
+        command: launch command of this project. It receives the flags, and messages about flags that were changed, omitted or not
+            converted.
+        source_args: arguments of the training program.
 
     Returns:
-        Values of the flags that configure DeepSpeed, by name. `deepspeed.convert_flags` converts them.
+        Values of the flags that configure DeepSpeed, by name without the leading dashes. `deepspeed.convert_flags` converts them.
     """
     deepspeed_values: dict[str, tuple[str, ...]] = {}
     deferred: list[tuple[Callable[[LaunchCommand, SourceFlag], None], SourceFlag]] = []
@@ -65,7 +69,12 @@ DEEPSPEED_FLAGS = ("deepspeed", "deepspeed-config", "zero-stage", "deepspeed-act
 
 
 def _rename(name: str, reason: str = "") -> Callable[[LaunchCommand, SourceFlag], None]:
-    """Build a converter that sets a flag with another name to the same values."""
+    """Return a function that converts a flag by giving it another name and keeping its values.
+
+    Args:
+        name: name of the flag in this project, without the leading dashes.
+        reason: reason for the change, for the report.
+    """
     return lambda command, source: command.set_flag(name, *source.values, source=str(source), reason=reason)
 
 
@@ -91,7 +100,7 @@ def _convert_num_kv_heads(command: LaunchCommand, source: SourceFlag) -> None:
 
 
 def _convert_recompute(command: LaunchCommand, source: SourceFlag) -> None:
-    """Convert a switch for full recomputation, unless --recompute-granularity is set."""
+    """Convert a switch for full activation recomputation, unless the command already sets --recompute-granularity."""
     if "recompute-granularity" not in command.flags:
         command.set_flag("recompute-granularity", "full", source=str(source))
         command.flags.setdefault("recompute-method", ("uniform",))
@@ -111,12 +120,12 @@ def _convert_recompute_method(command: LaunchCommand, source: SourceFlag) -> Non
 
 
 def _convert_tokens_to_samples(name: str) -> Callable[[LaunchCommand, SourceFlag], None]:
-    """Build a converter of a flag that counts tokens to a flag that counts samples.
+    """Return a function that converts a flag with a number of tokens to a flag with a number of samples.
 
-    A run with limits in tokens and in samples ends when it reaches the lower limit, so ``train-samples`` gets the minimum.
+    If the source limits the run by both, the run ends at the lower limit, so ``train-samples`` gets the minimum.
 
     Args:
-        name: flag that counts samples, without the leading dashes.
+        name: flag with the number of samples, without the leading dashes.
     """
 
     def convert(command: LaunchCommand, source: SourceFlag) -> None:
@@ -149,7 +158,11 @@ def _convert_data_impl(command: LaunchCommand, source: SourceFlag) -> None:
 
 
 def _omit(reason: str) -> Callable[[LaunchCommand, SourceFlag], None]:
-    """Build a converter that reports a flag as having no effect in this project."""
+    """Return a function that leaves a flag out of the command and reports that it has no effect in this project.
+
+    Args:
+        reason: why the flag has no effect, for the report.
+    """
     return lambda command, source: command.omitted.append((str(source), reason))
 
 
@@ -162,7 +175,7 @@ def _convert_normalization(command: LaunchCommand, source: SourceFlag) -> None:
 
 
 def _convert_ulysses(command: LaunchCommand, source: SourceFlag) -> None:
-    """Convert DeepSpeed-Ulysses to context parallelism with the communication type a2a."""
+    """Convert the size of DeepSpeed-Ulysses to --context-parallel-size with --cp-comm-type a2a."""
     command.set_flag(
         "context-parallel-size",
         *source.values,

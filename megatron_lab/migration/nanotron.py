@@ -1,4 +1,4 @@
-"""Conversion of a training configuration of nanotron (YAML)."""
+"""Conversion of a training configuration of nanotron (YAML) to flags of this project."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ _DECAY_STYLES = {"linear": "linear", "cosine": "cosine", "1-sqrt": "minus_sqrt"}
 
 
 def convert_config(command: LaunchCommand, text: str) -> None:
-    """Convert a nanotron configuration.
+    """Convert a nanotron configuration to flags of this project.
 
     Args:
+        command: launch command of this project. It receives the flags, and messages about the keys that have no effect in this
+            project or cannot be converted.
         text: configuration in YAML.
 
     Raises:
@@ -35,9 +37,9 @@ def convert_config(command: LaunchCommand, text: str) -> None:
     try:
         content = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"the nanotron configuration is not valid YAML ({error})") from error
+        raise ValueError(f"the nanotron configuration is not valid YAML ({error}). Correct the file") from error
     if not isinstance(content, dict):
-        raise ValueError("the nanotron configuration is not a YAML mapping")
+        raise ValueError("the nanotron configuration is not a YAML mapping. Choose another file")
     config = ConfigSection(content, command)
     sections = {
         name: config.pop_section(name) or ConfigSection({}, command, name)
@@ -73,7 +75,8 @@ def convert_config(command: LaunchCommand, text: str) -> None:
 
 
 def _convert_layout(command: LaunchCommand, section: ConfigSection) -> int:
-    """Convert the parallel layout, and return the data-parallel size."""
+    """Convert the section ``parallelism`` (parallel sizes, pipeline schedule, sequence parallelism). Return the data-parallel
+    size."""
     sizes = {key: int(section.pop_number(key) or 1) for key in ("dp", "tp", "pp", "context_parallel_size", "expert_parallel_size")}
     for key, name in (
         ("tp", "tensor-model-parallel-size"),
@@ -253,8 +256,8 @@ def _convert_optimizer(command: LaunchCommand, section: ConfigSection) -> None:
 def _convert_lr_schedule(command: LaunchCommand, section: ConfigSection) -> None:
     """Convert the learning-rate schedule.
 
-    A decay that starts directly after the warm-up becomes a schedule without a constant phase. A later start, or the style 1-sqrt,
-    becomes the schedule WSD (warm-up, stable, decay).
+    A decay that starts directly after the warm-up becomes a schedule without a constant phase. A decay that starts later, or has
+    the style 1-sqrt, becomes the schedule WSD (warm-up, stable, decay).
     """
     section.convert_number("learning_rate", "lr")
     warmup_steps, train_steps = int(section.pop_number("lr_warmup_steps") or 0), int(command.get_number("train-iters") or 0)
@@ -313,8 +316,10 @@ def _convert_checkpoints(command: LaunchCommand, section: ConfigSection) -> None
 
 
 def _convert_data(command: LaunchCommand, config: ConfigSection) -> None:
-    """Convert the datasets of the first data stage. Later stages are reported as unconverted, because a command reads only one
-    blend of datasets."""
+    """Convert the datasets of the first entry of ``data_stages``.
+
+    Later data stages are reported as unconverted, because a command reads only one blend of datasets.
+    """
     stages = config.pop_sections("data_stages")
     for i, stage in enumerate(stages):
         data = stage.pop_section("data") or ConfigSection({}, command)
@@ -341,7 +346,7 @@ def _convert_data(command: LaunchCommand, config: ConfigSection) -> None:
 
 
 def _describe_section(value: Any) -> str:
-    """Return a short description of a section's content, such as its datasets, for messages."""
+    """Return a short description of a dataset section for messages, such as the names of its datasets."""
     if isinstance(value, dict):
         for key in ("hf_dataset_or_datasets", "dataset_folder", "dataset_path"):
             if value.get(key):

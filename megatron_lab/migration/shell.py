@@ -1,7 +1,8 @@
 """Interpreter for bash launch scripts, which finds the training commands without running anything.
 
 It understands assignments, arrays, expansions with defaults, integer arithmetic, functions, and conditions whose values follow from
-the script. A value that does not follow from the script is *unresolved*: it stays in the command as a variable and is reported.
+the script. A variable whose value does not follow from the script is *unresolved*: it stays in the command as a variable and is
+reported.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ _MARK = "\0"
 
 @dataclass(frozen=True)
 class Launch:
-    """Command in a script that starts a training program."""
+    """Command of a script that starts a Python program with flags, such as a training program."""
 
     launcher: tuple[str, ...]
-    """Launcher and its arguments, before the program."""
+    """Program that starts the Python program, with its arguments, such as torchrun and its flags."""
     program: str
     argv: tuple[str, ...]
-    """Arguments of the program."""
+    """Arguments of the Python program."""
     lineno: int
     """Line number of the command in the script."""
 
@@ -51,20 +52,21 @@ class Script:
     """Interpreter of a bash script, with the results of the interpretation.
 
     Args:
-        overrides: values of variables that replace the assignments in the script. The name of a positional argument is its number.
+        overrides: values of variables that replace the assignments in the script, by name. The names 1, 2 and so on stand for the
+            arguments of the script.
     """
 
     overrides: Mapping[str, str] = field(default_factory=dict)
     launches: list[Launch] = field(default_factory=list)
-    """Training commands in the order of the script."""
+    """Commands that start Python programs with flags, in the order of the script."""
     written_files: dict[str, str] = field(default_factory=dict)
-    """Content of the files that the script writes from here-documents, by file name."""
+    """Content of each file that the script writes from a here-document, by file name."""
     skipped: list[str] = field(default_factory=list)
-    """Messages about statements that the interpreter skipped."""
+    """Messages about statements that the interpreter skipped, for the user."""
     defaults: dict[str, str] = field(default_factory=dict)
-    """Value of each variable for which the script itself gives a default that was used."""
+    """Default value, by variable name, of each variable for which an expansion such as ``${NAME:-8}`` used its default."""
     unresolved: dict[str, str] = field(default_factory=dict)
-    """Origin of each unresolved variable (a variable whose value does not follow from the script), for messages."""
+    """For each variable whose value does not follow from the script, where its value comes from. The texts are for messages."""
 
     def __post_init__(self) -> None:
         self._values: dict[str, list[str]] = {name: [value] for name, value in self.overrides.items()}
@@ -113,10 +115,11 @@ class Script:
         return end + 1
 
     def _run_simple_command(self, tokens: Sequence[Token], end: Token) -> None:
-        """Interpret a command that is not a compound statement (such as if): assignments, a function call or the start of a
+        """Interpret a command that is not a compound statement such as if. It may assign variables, call a function or start a
         program.
 
         Args:
+            tokens: words and array assignments of the command.
             end: token that ends the command.
         """
         argv: list[str] = []
@@ -142,7 +145,8 @@ class Script:
             self._record_launch(argv, tokens[0].lineno)
 
     def _call_function(self, name: str, args: Sequence[str]) -> None:
-        """Interpret the body of a function. Its positional arguments are restored afterwards."""
+        """Interpret the body of a function of the script, with `args` as $1, $2 and so on. The caller's arguments are restored
+        afterwards."""
         previous = dict(self._values)
         self._values.update({str(i): [arg] for i, arg in enumerate(args, start=1)})
         self._depth += 1
@@ -154,7 +158,8 @@ class Script:
                 self._values[str(i)] = previous[str(i)]
 
     def _record_launch(self, argv: Sequence[str], lineno: int) -> None:
-        """Record a command if it runs a Python program with flags. The script of a ``bash -c`` command is interpreted too."""
+        """Record a command if it starts a Python program with flags. If the command is ``bash -c``, interpret its script
+        instead."""
         if "-c" in argv and self._depth < _MAX_DEPTH:
             option_index = argv.index("-c")
             if option_index and PurePosixPath(argv[option_index - 1]).name in ("bash", "sh") and option_index + 1 < len(argv):
@@ -169,9 +174,13 @@ class Script:
                 return
 
     def _run_if(self, tokens: Sequence[Token], start: int) -> int:
-        """Interpret the branch of an if statement whose condition is true. Return the index of the token after the statement.
+        """Interpret the first branch of an if statement whose condition is true. Return the index of the token after the statement.
 
-        If a condition is unresolved (its value does not follow from the script), no branch is interpreted.
+        If the value of a condition does not follow from the script, no further branch is interpreted.
+
+        Args:
+            tokens: tokens of the script.
+            start: index of the token ``if``.
         """
         end = _find_end(tokens, start, "if", "fi")
         branches = _split_branches(tokens[start : end - 1])
@@ -187,10 +196,11 @@ class Script:
         return end
 
     def _record_skipped(self, tokens: Sequence[Token], statement: str) -> None:
-        """Add a message about a statement that is not interpreted, if the statement sets variables or starts Python programs.
+        """Add a message about a skipped statement if the statement sets variables or starts Python programs.
 
         Args:
-            statement: description of the statement.
+            tokens: tokens of the statement.
+            statement: description of the statement for the message.
         """
         names = {token.text.rstrip("+=") for token in tokens if token.type == "array"}
         names |= {match[1] for token in tokens if token.word and (match := re.match(r"([A-Za-z_]\w*)\+?=", token.word.text))}
@@ -204,7 +214,7 @@ class Script:
     # ---- conditions
 
     def _evaluate_condition(self, tokens: Sequence[Token]) -> bool | None:
-        """Evaluate the condition of an if statement. Returns None if its value does not follow from the script."""
+        """Evaluate the condition of an if statement. Return None if its value does not follow from the script."""
         items: list[Word | str] = []
         for token in tokens:
             if token.word is not None:
@@ -225,8 +235,10 @@ class Script:
         return result
 
     def _evaluate_test(self, test: Sequence[Word]) -> bool | None:
-        """Evaluate a test in brackets, without ``&&`` and ``||``. Returns None if its value does not follow from the script, or its
-        form is not supported."""
+        """Evaluate a test in brackets, without ``&&`` and ``||``.
+
+        Return None if the value does not follow from the script, or if this form of test is not supported.
+        """
         operands = [word for word in test if word.unquoted_text not in ("[", "[[", "]", "]]", "test")]
         if len(operands) == len(test):
             return None
@@ -250,11 +262,11 @@ class Script:
     # ---- values
 
     def _assign_word(self, word: Word, match: re.Match[str]) -> None:
-        """Interpret a word that assigns a text to a variable.
+        """Interpret a word that assigns a text to a variable, such as ``NAME="text"``.
 
         Args:
-            word: the assignment.
-            match: name and operator at the start of the word.
+            word: the complete assignment.
+            match: match of the name and the operator (``=`` or ``+=``) at the start of the word.
         """
         text, quote = word.fragments[0]
         fragments = [(text[match.end() :], quote), *word.fragments[1:]]
@@ -262,7 +274,7 @@ class Script:
         self._assign(match[0], [value], word.lineno)
 
     def _assign(self, target: str, values: list[str], lineno: int) -> None:
-        """Set a variable or append to it, unless its value is overridden.
+        """Set a variable or append to it. A variable with a value in `overrides` is not changed.
 
         Args:
             target: name with the operator ``=`` or ``+=``.
@@ -282,7 +294,8 @@ class Script:
         return len(self._values[name]) != 1
 
     def _expand_word(self, word: Word) -> list[str]:
-        """Return the arguments to which a word expands: unquoted values are split at blanks, a quoted array gives its elements."""
+        """Return the arguments that a word of a command gives: unquoted values are split at blanks, a quoted array gives its
+        elements."""
         args: list[str] = [""]
         has_value = False
         for text, quote in word.fragments:
@@ -312,12 +325,14 @@ class Script:
         return nonempty if has_value else []
 
     def _expand_text(self, text: str, quote: Quote) -> str:
-        """Replace the expansions in a text by their values, except in single quotes."""
+        """Replace expansions such as ``$NAME`` in a text by their values. A text in single quotes stays unchanged."""
         return text if quote == "'" else _EXPANSION.sub(lambda match: self._expand_variable(match[0]), text)
 
     def _expand_variable(self, expansion: str) -> str:
-        """Return the value of a variable expansion. If the value is unresolved (it does not follow from the script), return the
-        spelling of the expansion between two NUL characters, which mark it as unresolved."""
+        """Return the value of an expansion such as ``$NAME`` or ``${NAME:-8}``.
+
+        If the value does not follow from the script, return the expansion between two NUL characters, which mark it as unresolved.
+        """
         if expansion.startswith("\\"):
             return expansion[1:]
         if expansion.startswith("$(("):
@@ -355,8 +370,13 @@ class Script:
         return value
 
     def _expand_arithmetic(self, text: str) -> str | None:
-        """Return the result of integer arithmetic as text, or None if its value does not follow from the script or the form is not
-        supported."""
+        """Return the result of integer arithmetic such as ``$((8 * N))`` as text.
+
+        Return None if the value does not follow from the script, or if the form is not supported.
+
+        Args:
+            text: expression with its parentheses.
+        """
         text = _EXPANSION.sub(lambda match: self._expand_variable(match[0]), text)
         text = re.sub(r"[A-Za-z_]\w*", lambda match: self._expand_variable(f"${match[0]}"), text)
         if _MARK in text or not re.fullmatch(r"[\d\s()+*/%-]{1,200}", text):
@@ -389,37 +409,41 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 def _evaluate(node: ast.expr) -> int:
-    """Evaluate integer arithmetic of bash that was parsed as a Python expression."""
+    """Evaluate an integer expression of bash that was parsed as a Python expression. Division truncates toward zero, as in bash."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_evaluate(node.operand)
     if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
         return _ARITHMETIC[type(node.op)](_evaluate(node.left), _evaluate(node.right))
-    raise ValueError("the expression is not integer arithmetic")
+    raise ValueError(f"the shell expression {ast.unparse(node)} cannot be evaluated, because it is not integer arithmetic")
 
 
 def remove_marks(text: str) -> str:
-    """Remove the NUL characters that mark unresolved expansions in a value, to show the value to the user."""
+    """Remove the NUL characters around unresolved expansions (those whose value is unknown) from a value, to show it to the
+    user."""
     return text.replace(_MARK, "")
 
 
 def is_resolved(text: str) -> bool:
-    """Return whether a value contains no unresolved expansion (one whose value does not follow from the script)."""
+    """Return whether a value contains no unresolved expansion, such as a variable whose value does not follow from the script."""
     return _MARK not in text
 
 
 def _split_at_blanks(value: str) -> list[str]:
-    """Split a value at blanks, except for blanks within unresolved expansions."""
+    """Split a value at blanks. Blanks within an unresolved expansion (one whose value is unknown) do not count."""
     return re.findall(f"(?:{_MARK}[^{_MARK}]*{_MARK}|[^\\s{_MARK}])+", value)
 
 
 def _split_condition(items: Sequence[Word | str]) -> list[tuple[list[Word], str]]:
-    """Split a condition into tests.
+    """Split the condition of an if statement into its tests.
+
+    Args:
+        items: words of the condition, and its operators ``&&`` and ``||`` as texts.
 
     Returns:
-        Words of each test, with the operator (``&&`` or ``||``) that follows the test. ``-a`` and ``-o`` in brackets count as these
-        operators.
+        Words of each test, with the operator after the test (empty for the last test). ``-a`` and ``-o`` in brackets are returned
+        as ``&&`` and ``||``.
     """
     groups: list[tuple[list[Word], str]] = [([], "")]
     for item in items:
@@ -437,12 +461,13 @@ def _split_condition(items: Sequence[Word | str]) -> list[tuple[list[Word], str]
 
 
 def _find_end(tokens: Sequence[Token], start: int, opening: str, closing: str) -> int:
-    """Return the index of the token after the keyword that closes a statement. Nested statements are skipped.
+    """Return the index of the token after the keyword that closes a statement, such as ``fi``. Nested statements are skipped.
 
     Args:
+        tokens: tokens of the script.
         start: index of the first token of the statement.
         opening: first keyword of the statement.
-        closing: keyword that closes it.
+        closing: keyword that closes the statement.
     """
     depth, is_command_start = 0, True
     for i in range(start, len(tokens)):
@@ -454,11 +479,14 @@ def _find_end(tokens: Sequence[Token], start: int, opening: str, closing: str) -
             if depth == 0:
                 return i + 1
         is_command_start = tokens[i].type == "end" or text in ("then", "do", "else", "{", "!")
-    raise ValueError(f"line {tokens[start].lineno}: {opening} without {closing}")
+    raise ValueError(
+        f"line {tokens[start].lineno}: the statement {opening} of the script has no {closing}. Add the missing {closing}"
+    )
 
 
 def _split_branches(tokens: Sequence[Token]) -> list[tuple[list[Token] | None, list[Token]]]:
-    """Return (condition, body) for each branch of an if statement. The condition of the ``else`` branch is None."""
+    """Return (condition, body) for each branch of an if statement, as lists of tokens. The condition of the ``else`` branch is
+    None."""
     branches: list[tuple[list[Token] | None, list[Token]]] = []
     depth, is_command_start = 0, True
     condition: list[Token] | None = []
@@ -484,11 +512,11 @@ def _split_branches(tokens: Sequence[Token]) -> list[tuple[list[Token] | None, l
 
 
 def _find_function_body(tokens: Sequence[Token], start: int) -> tuple[str, int, int] | None:
-    """Find the body of a function that is defined at token `start`.
+    """Find the body of a function whose definition starts at token `start`.
 
     Returns:
-        Name of the function, index of the first token of the body, and index of the closing brace; None if no function is defined
-        there.
+        Name of the function, index of the first token of the body, and index of the closing brace. None if no function definition
+        starts at this token.
     """
     index = start
     word = tokens[start].word

@@ -1,4 +1,7 @@
-"""Lexer for bash scripts: words with quotes, comments, continued lines, arrays and here-documents. It expands and runs nothing."""
+"""Lexer for bash scripts: it splits a script into words, array assignments and ends of commands. It expands and runs nothing.
+
+It understands quotes, comments, continued lines, arrays and here-documents.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,11 @@ _HERE_DOCUMENT = re.compile(r"<<(-?)\s*(['\"]?)(\w+)\2")
 
 @dataclass
 class Word:
-    """Word of a script, as a sequence of texts with different quotes. Expansions such as ``$NAME`` are not expanded."""
+    """Word of a bash script, as a list of texts that each have one type of quotes. Expansions such as ``$NAME`` are not
+    expanded."""
 
     fragments: list[tuple[str, Quote]]
-    """(text, quote) pairs. An escaped character counts as text in single quotes."""
+    """(text, quote) pairs. A character after a backslash is stored as text in single quotes, because it is not expanded."""
     lineno: int
 
     @property
@@ -31,34 +35,34 @@ class Word:
 
     @property
     def unquoted_text(self) -> str:
-        """Text of a word that has no quotes, such as a keyword. Empty if any text of the word is quoted."""
+        """Text of the word if no part of it is quoted, as in a keyword; otherwise empty."""
         return self.text if all(quote == "" for _, quote in self.fragments) else ""
 
 
 @dataclass
 class Token:
-    """Token of a script: a word, the assignment of an array, or the end of a command."""
+    """Token of a bash script: a word, the assignment of an array, or the end of a command."""
 
     type: Literal["word", "array", "end"]
     lineno: int
     word: Word | None = None
-    """Word of a token of type ``word``."""
+    """The word, if the token has type ``word``."""
     text: str = ""
-    """In a token of type ``end``: operator that ends the command, such as ``;`` or a newline. In a token of type ``array``:
-    name with its operator, such as ``ARGS=``."""
+    """If the token has type ``end``: operator that ends the command, such as ``;`` or a newline. If it has type ``array``: name
+    with its operator, such as ``ARGS=``."""
     items: list[Word] = field(default_factory=list)
-    """In a token of type ``array``: elements of the array."""
+    """Elements of the array, if the token has type ``array``."""
     output_files: list[Word] = field(default_factory=list)
-    """In a token of type ``end``: files to which the command redirects output."""
+    """Files to which the command writes its output (``> FILE``), if the token has type ``end``."""
     here_document: Word | None = None
-    """In a token of type ``end``: here-document of the command."""
+    """Text of the command's here-document (``<< EOF``), if the token has type ``end``."""
 
 
 class ShellLexer:
-    """Lexer that splits a bash script into tokens.
+    """Lexer that splits a bash script into tokens: words, array assignments and ends of commands.
 
     Args:
-        text: script.
+        text: text of the script.
         lineno: line number of the first line, for messages.
     """
 
@@ -68,7 +72,7 @@ class ShellLexer:
         self._output_files: list[Word] = []
 
     def tokenize(self) -> list[Token]:
-        """Return all tokens. The last token has type ``end``.
+        """Return all tokens of the script. The last token has type ``end``.
 
         Raises:
             ValueError: a quote or a bracket is not closed.
@@ -82,7 +86,7 @@ class ShellLexer:
     def _read_token(self) -> Token | None:
         """Read the next token, or return None at the end of the script.
 
-        Redirections and here-documents are not separate tokens: they become attributes of the next ``end`` token.
+        Redirections and here-documents are not separate tokens: they are stored in the next ``end`` token.
         """
         self._skip_blanks()
         if self._position >= len(self._text):
@@ -119,12 +123,16 @@ class ShellLexer:
         return Token("word", word.lineno, word)
 
     def _build_end_token(self, text: str) -> Token:
-        """Build the token that ends a command, with the output files of the command."""
+        """Build the token that ends a command. It gets the output files that were read since the previous command.
+
+        Args:
+            text: operator that ends the command.
+        """
         output_files, self._output_files = self._output_files, []
         return Token("end", self._lineno, text=text, output_files=output_files)
 
     def _skip_blanks(self) -> None:
-        """Skip blanks, comments and continued lines."""
+        """Skip blanks, comments, and line ends after a backslash."""
         while self._position < len(self._text):
             char = self._text[self._position]
             if char in " \t\r":
@@ -139,13 +147,15 @@ class ShellLexer:
                 return
 
     def _read_array(self) -> list[Word]:
-        """Read the elements of an array, up to the closing bracket."""
+        """Read the elements of an array, from the first element to the closing bracket."""
         items: list[Word] = []
         while True:
             self._skip_blanks()
             char = self._text[self._position : self._position + 1]
             if not char:
-                raise ValueError(f"line {self._lineno}: a ( is not closed")
+                raise ValueError(
+                    f"line {self._lineno}: the bracket ( of an array in the script is not closed. Add the closing bracket"
+                )
             if char == ")":
                 self._position += 1
                 return items
@@ -155,7 +165,7 @@ class ShellLexer:
                 items.append(self._read_word())
 
     def _read_word(self) -> Word:
-        """Read a word. A word such as ``NAME=`` ends before the opening bracket of an array."""
+        """Read a word. If the opening bracket of an array follows ``NAME=``, the word ends before the bracket."""
         fragments: list[tuple[str, Quote]] = []
         lineno, unquoted = self._lineno, ""
         while self._position < len(self._text):
@@ -200,6 +210,9 @@ class ShellLexer:
 
         In double quotes, a backslash is removed before ``"`` and before a backslash. Before all other characters it stays; when the
         text is expanded, it is removed before ``$`` and a backtick.
+
+        Args:
+            quote: the quote character.
         """
         start_lineno = self._lineno
         self._position += 1
@@ -222,15 +235,15 @@ class ShellLexer:
                 self._lineno += char == "\n"
                 text += char
                 self._position += 1
-        raise ValueError(f"line {start_lineno}: a {quote} is not closed")
+        raise ValueError(f"line {start_lineno}: the quote {quote} in the script is not closed. Add the closing quote")
 
     def _read_expansion(self) -> str:
-        """Read an expansion that starts with ``$`` or a backtick, and return its spelling."""
+        """Read an expansion that starts with ``$`` or a backtick, and return its text without expanding it."""
         start = self._position
         if self._text[start] == "`":
             end = self._text.find("`", start + 1)
             if end < 0:
-                raise ValueError(f"line {self._lineno}: a ` is not closed")
+                raise ValueError(f"line {self._lineno}: the backtick ` in the script is not closed. Add the closing backtick")
             self._position = end + 1
         elif self._text[start + 1 : start + 2] in ("(", "{"):
             self._position = self._find_bracket_end(start + 1)
@@ -244,7 +257,8 @@ class ShellLexer:
         return expansion
 
     def _find_bracket_end(self, start: int) -> int:
-        """Return the position after the bracket that closes the bracket at position `start`. Brackets in quotes do not count."""
+        """Return the position after the bracket that matches the opening bracket at position `start`. Brackets in quotes do not
+        count."""
         closing, expected, position, quote = {"(": ")", "{": "}"}, [], start, ""
         while position < len(self._text):
             char = self._text[position]
@@ -261,10 +275,16 @@ class ShellLexer:
                 if not expected:
                     return position + 1
             position += 1
-        raise ValueError(f"line {self._lineno}: a {self._text[start]} is not closed")
+        raise ValueError(
+            f"line {self._lineno}: the bracket {self._text[start]} in the script is not closed. Add the closing bracket"
+        )
 
     def _read_here_documents(self, end_token: Token) -> None:
-        """Read the here-documents that follow a line. The token that ends the line gets the last of them."""
+        """Read the here-documents that follow a line of the script.
+
+        Args:
+            end_token: token that ends the line. It gets the last here-document.
+        """
         for delimiter, can_expand, _ in self._here_documents:
             body = []
             while self._position < len(self._text):

@@ -1,4 +1,4 @@
-"""Conversion of a training configuration of torchtitan (TOML)."""
+"""Conversion of a training configuration of torchtitan (TOML) to flags of this project."""
 
 from __future__ import annotations
 
@@ -29,9 +29,11 @@ _MEMORY_REASON = "it changes the use of memory, not the results"
 
 
 def convert_config(command: LaunchCommand, text: str) -> None:
-    """Convert a torchtitan configuration.
+    """Convert a torchtitan configuration to flags of this project.
 
     Args:
+        command: launch command of this project. It receives the flags, and messages about the keys that have no effect in this
+            project or cannot be converted.
         text: configuration in TOML.
 
     Raises:
@@ -40,7 +42,7 @@ def convert_config(command: LaunchCommand, text: str) -> None:
     try:
         config = ConfigSection(tomllib.loads(text), command)
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"the torchtitan configuration is not valid TOML ({error})") from error
+        raise ValueError(f"the torchtitan configuration is not valid TOML ({error}). Correct the file") from error
     names = "job model optimizer lr_scheduler training parallelism experimental checkpoint activation_checkpoint metrics float8"
     sections = {name: config.pop_section(name) or ConfigSection({}, command, name) for name in names.split()}
     folder = str(sections["job"].pop("dump_folder", "./outputs"))
@@ -80,7 +82,11 @@ def convert_config(command: LaunchCommand, text: str) -> None:
 
 
 def _convert_model(command: LaunchCommand, model: ConfigSection, float8: ConfigSection) -> None:
-    """Convert the model, its tokenizer and its converters (float8)."""
+    """Convert the section ``model``: the model's shape, its tokenizer, and the conversion of its linear layers to float8.
+
+    Args:
+        float8: section with the settings of the float8 conversion.
+    """
     name, flavor = str(model.pop("name", "llama3")), str(model.pop("flavor", "debugmodel"))
     preset, source = _PRESETS.get((name, flavor)), f"model.name {name}, model.flavor {flavor}"
     if preset is not None:
@@ -147,13 +153,16 @@ def _convert_model(command: LaunchCommand, model: ConfigSection, float8: ConfigS
 
 
 def _convert_layout(command: LaunchCommand, sections: dict[str, ConfigSection]) -> dict[str, int]:
-    """Convert the parallel layout.
+    """Convert the parallel sizes, FSDP and the pipeline schedule.
 
     In older versions of torchtitan, some of the keys are in the sections ``training`` and ``experimental``.
 
+    Args:
+        sections: sections of the configuration, by name.
+
     Returns:
-        ``data``: data-parallel size, 0 if it is not known. ``stages``: number of pipeline stages. ``micro``: micro-batch size
-            within the pipeline.
+        Sizes by name. ``data``: data-parallel size, 0 if it is not known. ``stages``: number of pipeline stages. ``micro``:
+        micro-batch size in pipeline parallelism.
     """
     parallelism, experimental, training = sections["parallelism"], sections["experimental"], sections["training"]
 
@@ -228,7 +237,13 @@ def _convert_layout(command: LaunchCommand, sections: dict[str, ConfigSection]) 
 
 
 def _convert_schedule(command: LaunchCommand, parallelism: ConfigSection, experimental: ConfigSection, pp_size: int) -> None:
-    """Convert the pipeline schedule."""
+    """Convert the pipeline schedule and the number of stages per rank.
+
+    Args:
+        parallelism: section ``parallelism`` of the configuration.
+        experimental: section ``experimental``, which has these keys in older versions of torchtitan.
+        pp_size: number of pipeline ranks. With 1, there is no schedule to convert.
+    """
     name = str(parallelism.pop("pipeline_parallel_schedule") or experimental.pop("pipeline_parallel_schedule") or "1F1B")
     layers_per_stage = parallelism.pop_number("pipeline_parallel_layers_per_stage")
     split_points = parallelism.pop("pipeline_parallel_split_points") or experimental.pop("pipeline_parallel_split_points")
@@ -265,10 +280,10 @@ def _convert_schedule(command: LaunchCommand, parallelism: ConfigSection, experi
 
 
 def _convert_training(command: LaunchCommand, training: ConfigSection, layout: dict[str, int]) -> None:
-    """Convert batch sizes, precision, data and the other keys of the section ``training``.
+    """Convert the section ``training``: batch sizes, precision, data and its other keys.
 
     Args:
-        layout: sizes that `_convert_layout` returns.
+        layout: parallel sizes that `_convert_layout` returns.
     """
     local_batch_size = int(training.pop_number("local_batch_size", training.pop_number("batch_size", 8)) or 8)
     global_batch_size = training.pop_number("global_batch_size", -1) or -1
@@ -322,8 +337,11 @@ def _convert_optimizer(command: LaunchCommand, optimizer: ConfigSection) -> None
 def _convert_lr_schedule(command: LaunchCommand, sections: dict[str, ConfigSection]) -> None:
     """Convert the learning-rate schedule.
 
-    A decay over a fraction of the run (``decay_ratio``) and the decay type ``sqrt`` become the schedule WSD (warm-up, stable,
-    decay).
+    If the configuration has ``decay_ratio`` (a decay over a fraction of the run) or the decay type ``sqrt``, the schedule becomes
+    WSD (warm-up, stable, decay).
+
+    Args:
+        sections: sections of the configuration, by name.
     """
     schedule, training = sections["lr_scheduler"], sections["training"]
     warmup_steps = int(schedule.pop_number("warmup_steps", training.pop_number("warmup_steps", 200)) or 0)
@@ -352,7 +370,7 @@ def _convert_lr_schedule(command: LaunchCommand, sections: dict[str, ConfigSecti
 
 
 def _convert_recompute(command: LaunchCommand, section: ConfigSection) -> None:
-    """Convert activation checkpointing."""
+    """Convert the section ``activation_checkpoint`` to flags for activation recomputation."""
     mode, option = section.pop("mode", "selective"), str(section.pop("selective_ac_option", "2"))
     section.omit("per_op_sac_force_recompute_mm_shapes_by_fqns early_stop preserve_rng_state", _MEMORY_REASON)
     if mode == "full":
@@ -376,7 +394,7 @@ def _convert_recompute(command: LaunchCommand, section: ConfigSection) -> None:
 
 
 def _convert_checkpoints(command: LaunchCommand, section: ConfigSection, folder: str) -> None:
-    """Convert checkpointing.
+    """Convert the section ``checkpoint`` to flags for saving and loading checkpoints.
 
     Args:
         folder: output folder of the job, which contains the checkpoint folder.
