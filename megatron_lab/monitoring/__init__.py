@@ -1,2 +1,5 @@
-"""Optional features that observe a run: reports of memory, plan and compiler, profiles, warnings and pictures. A feature is
-imported only if it is enabled."""
+"""Optional features that observe a training run: reports of memory, predicted step times and compilations, profiles, warnings and
+pictures.
+
+A feature is imported only if it is enabled.
+"""

@@ -1,4 +1,4 @@
-"""Log of torch.compile: when graphs were compiled, how long that took, and how many came from the cache."""
+"""Log of torch.compile: in which step graphs were compiled, how long that took, and how many graphs came from the cache."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from megatron.training.step import StepResult
 
 
 def get_cache_folder() -> str:
-    """Return the folder of the compiler's kernel cache."""
+    """Return the folder in which torch.compile caches compiled kernels."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return cache_dir()
 
 
 class CompilationCallback(Callback):
-    """Callback that logs, after a step in which torch.compile has compiled graphs, how long that took. The time of the step
-    includes the compilation."""
+    """Callback that logs how long torch.compile took, after each step in which it has compiled graphs.
+
+    The time of such a step includes the compilation.
+    """
 
     def __init__(self, speed: SpeedConfig, reporter: Reporter) -> None:
         self._uses_inductor, self._reporter = speed.compile_backend == "inductor", reporter
         self._num_graphs, self._compile_s, self._num_cache_hits = self._read_counters()
 
     def after_step(self, progress: Progress, result: StepResult, samples: int, learning_rate: float, weight_decay: float) -> None:
-        """Log the compilation time if graphs were compiled in this step. If not, the method reads only one counter."""
+        """Log the compilation time if graphs were compiled in this step. If no graph was compiled, the method only reads one
+        counter."""
         if counters["stats"]["unique_graphs"] == self._num_graphs:
             return
         num_graphs, seconds, num_cache_hits = self._read_counters()
@@ -47,15 +50,15 @@ class CompilationCallback(Callback):
 
     @staticmethod
     def _read_counters() -> tuple[int, float, int]:
-        """Return the number of compiled graphs, the seconds spent on them, and the number of cache hits."""
+        """Return the number of graphs compiled so far in this process, the seconds spent on them, and the number of cache hits."""
         times = calculate_time_spent()
         seconds = times.get("entire_frame_compile", 0.0) + times.get("entire_backward_compile", 0.0)
         return counters["stats"]["unique_graphs"], seconds, counters["aot_autograd"]["autograd_cache_hit"]
 
 
 class CompilationFeature(Feature):
-    """Log of compilations (--compile)."""
+    """Feature of --compile that logs when torch.compile compiles graphs, and how long that takes."""
 
-    def callbacks(self, run: RunComponents) -> list[Callback]:
-        """Build the callback that logs compilations."""
+    def build_callbacks(self, run: RunComponents) -> list[Callback]:
+        """Build the callback that logs compilations of torch.compile."""
         return [CompilationCallback(run.config.speed, run.reporter)]

@@ -1,11 +1,11 @@
-"""Comparison of the properties of all ranks on which the kernels of torch.compile depend, with a warning if they differ.
+"""Warning if ranks differ in properties on which the kernels of torch.compile depend, such as versions and environment variables.
 
 The ranks of a node share the folder of the compiler's cache. Ranks that compile equal graphs at the same time do not disturb each
 other, because torch writes a file under a temporary name and renames it.
 
 The kernels that a rank compiles depend on the settings, which are equal on all ranks, and on the properties that
-`collect_compiler_inputs` returns. If the compiler measures candidate kernels (some reductions, and all modes of max-autotune), they
-also depend on the measured times, but not with --deterministic-mode.
+`collect_compiler_inputs` returns. The compiler may also choose kernels by measured times: for some reductions, and in all modes of
+max-autotune. Then the kernels depend on these times too, except with --deterministic-mode.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ _FOLDER_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_HOME
 
 
 def collect_compiler_inputs(device: torch.device) -> dict[str, str]:
-    """Return the properties of this rank on which the compiled kernels depend besides the settings: versions, device, and
-    environment variables."""
+    """Return the properties of this rank on which compiled kernels depend in addition to the settings, by name.
+
+    They are the versions of torch and triton, environment variables of the compiler, and the name of the device.
+    """
     versions = {name: version for name in ("torch", "triton") if (version := _get_version(name)) is not None}
     environment = {
         name: value
@@ -41,10 +43,10 @@ def _get_version(package: str) -> str | None:
 
 
 def describe_differences(rank_inputs: Sequence[Mapping[str, str]]) -> Iterator[str]:
-    """Yield a warning for each property that differs between ranks.
+    """Yield a warning for each compiler property that differs between ranks.
 
     Args:
-        rank_inputs: result of `collect_compiler_inputs` on each rank.
+        rank_inputs: for each rank, the result of `collect_compiler_inputs`.
     """
     for name in dict.fromkeys(name for inputs in rank_inputs for name in inputs):
         ranks: dict[str, list[int]] = {}

@@ -14,8 +14,8 @@ from megatron.parallel.torch_private import is_in_bad_fork
 
 
 def has_lost_devices() -> bool:
-    """Return whether this process is a fork that cannot use the CUDA devices of the machine, because its parent had called CUDA's
-    runtime before the fork.
+    """Return whether this process is a fork that cannot use the machine's CUDA devices, because its parent used CUDA before the
+    fork.
 
     The number of devices comes from the driver's library (NVML), which also works in a fork.
     """
@@ -23,5 +23,5 @@ def has_lost_devices() -> bool:
 
 
 def hide_devices() -> None:
-    """Hide all CUDA devices from this process. This has no effect after the process has called CUDA's runtime."""
+    """Hide all CUDA devices from this process. This has no effect if the process has already called CUDA's runtime."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -1,5 +1,7 @@
-"""Goodput: fraction of the time since a run's first start that was spent on steps that count. Steps do not count if they are lost
-in a restart or a rewind. docs/spikes.md has the definition."""
+"""Goodput: fraction of the time since a run's first start that was spent on steps that count.
+
+Steps do not count if they are lost in a restart or a rewind, or if they make no update. docs/spikes.md has the definition.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,12 @@ _MAX_SECONDS = 1e10
 
 
 class Goodput:
-    """Measures what the time of a run is spent on. Each second since the first start belongs to exactly one of `TIME_USES`.
+    """Account of what the time of a run is spent on. Each second since the first start is assigned to exactly one of `TIME_USES`.
 
     Args:
         saved: result of `to_json` in the checkpoint from which the run continues; None for a new run.
         start_time: time of this start, by `clock`; the current time by default.
-        clock: function that returns seconds since an epoch that all starts share.
+        clock: function that returns the time in seconds. Its zero point must be the same in all starts of the run.
     """
 
     def __init__(
@@ -40,14 +42,16 @@ class Goodput:
             self.seconds["between starts"] += max(0.0, self._last_time - saved["at"])
 
     def record(self, use: TimeUse) -> None:
-        """Add the time since the previous call to one of `TIME_USES`, such as steps or saves."""
+        """Assign the time since the previous call to `use`: one of `TIME_USES`, such as steps or saves."""
         now = self._clock()
         self.seconds[use] += max(0.0, now - self._last_time)  # a clock can be set back
         self._last_time = now
 
     def rewind(self, saved: Mapping[str, Any] | None) -> None:
-        """Move the steps since a checkpoint to "steps that do not count", because the run has been rewound to the checkpoint. The
-        time since the previous call does not count either.
+        """Assign the time of the steps since a checkpoint to "steps that do not count", because the run goes back to that
+        checkpoint.
+
+        The time since the previous call of `record` does not count either.
 
         Args:
             saved: result of `to_json` in that checkpoint.
@@ -65,19 +69,23 @@ class Goodput:
         return self.seconds["steps"] / total if total else 0.0
 
     def format_summary(self) -> str:
-        """Format goodput and the shares of the other uses of time as a log line."""
+        """Format goodput, and the shares of all other uses of the run's time, as a log line."""
         total = math.fsum(self.seconds.values())
         shares = [f"{use} {use_s / total:.1%}" for use, use_s in self.seconds.items() if use != "steps" and use_s > 0]
         return f"goodput {self.share:.1%} of {total / 3600:.3g} hours since the first start; {', '.join(shares)}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the values to store in a checkpoint: the seconds of each use, and under `at` the time of the last call of
-        `record`."""
+        """Return the account for a checkpoint.
+
+        Returns:
+            `seconds`: the seconds of each use of time; `at`: time of the last call of `record`, by the account's clock.
+        """
         return {"at": self._last_time, "seconds": dict(self.seconds)}
 
 
 def _is_valid(saved: Any) -> bool:
-    """Return whether a value from a checkpoint has the types and ranges that `to_json` returns. Invalid values are ignored."""
+    """Return whether a value from a checkpoint has the types and ranges of a result of `Goodput.to_json`. Other values are
+    ignored."""
     if not isinstance(saved, dict) or not isinstance(saved.get("seconds"), dict):
         return False
     values = [saved.get("at"), *(saved["seconds"].get(use) for use in TIME_USES)]
@@ -96,8 +104,9 @@ class GoodputCallback(Callback):
     """Callback that measures what the time of a run is spent on.
 
     Args:
-        get_saved: function that returns the value of `Goodput.to_json` in the checkpoint from which the run has continued, not
-            validated.
+        account: account to which the callback adds times.
+        get_saved: function that returns the account in the checkpoint that was loaded last (a result of `Goodput.to_json`, not
+            validated).
         log: function that writes a log line.
     """
 
@@ -107,20 +116,20 @@ class GoodputCallback(Callback):
 
     @contextmanager
     def around_steps(self) -> Iterator[None]:
-        """Add the time before the first step, since the start or since an earlier `fit`, to start-up."""
+        """Assign the time before the first step to start-up: the time since the start of the run, or since the end of an earlier
+        `fit`."""
         self._account.record("start-up")
         yield
         self._end_phase()
 
     def on_phase(self, name: str, iteration: int | None = None) -> None:
-        """If an evaluation or a save has just ended, add its time to the time of evaluations or saves. Remember to which use of
-        time the phase that begins belongs."""
+        """Assign the time of the phase that has just ended, if it was an evaluation or a save. Remember the phase that begins."""
         self._end_phase()
         self._current_use = _PHASE_USES.get(name, "steps")
 
     def on_result(self, progress: Progress, result: StepResult | None, samples: int) -> None:
-        """Add the time since the previous call to the time of steps: those that count, or those that do not because they made no
-        update."""
+        """Assign the time since the last assignment to steps: to those that count or, if the step made no update, to those that do
+        not."""
         self._account.record("steps that do not count" if result is None or result.skipped else "steps")
 
     def log_values(self, result: StepResult | None) -> Mapping[str, float]:
@@ -128,11 +137,12 @@ class GoodputCallback(Callback):
         return {METRIC_NAME: self._account.share}
 
     def record_values(self) -> Mapping[str, Any]:
-        """Return the seconds of each use, for the record of the run."""
+        """Return the seconds of each use of time, for the history file of the run."""
         return {"spent": self._account.seconds}
 
     def after_rewind(self, progress: Progress) -> None:
-        """Move the steps since the checkpoint to the steps that do not count."""
+        """Assign the time of the steps since the checkpoint to steps that do not count, after the run has been set back to the
+        checkpoint."""
         self._account.rewind(self._get_saved())
 
     def on_end(self) -> None:
@@ -147,15 +157,18 @@ class GoodputCallback(Callback):
 
 
 class GoodputFeature(Feature):
-    """Feature that measures goodput. It is enabled in every run, and shows goodput in log lines, in checkpoints and at the end."""
+    """Feature that measures goodput: the fraction of time spent on steps that count.
+
+    It is enabled in every run. Goodput appears in log lines, in checkpoints and at the end of the log.
+    """
 
     def around_run(self, run: RunComponents) -> AbstractContextManager[object]:
-        """Create the time measurement, or continue that of the checkpoint."""
+        """Create the account of the run's time, or continue the one in the checkpoint. Add it to the next checkpoints."""
         start_time = time.time() - (time.monotonic() - run.started_at)
         self._account = Goodput(run.control.checkpoint.get(METRIC_NAME), start_time)
         run.control.checkpoint_extras[METRIC_NAME] = self._account.to_json
         return nullcontext()
 
-    def callbacks(self, run: RunComponents) -> Sequence[Callback]:
+    def build_callbacks(self, run: RunComponents) -> Sequence[Callback]:
         """Build the callback that measures the time of steps, evaluations and saves."""
         return [GoodputCallback(self._account, lambda: run.control.checkpoint.get(METRIC_NAME), run.reporter.log)]

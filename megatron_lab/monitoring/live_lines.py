@@ -14,10 +14,12 @@ _MIN_INTERVAL_S = 0.2
 
 
 class LiveLines:
-    """Progress bar on a terminal, with a line about the last step below it. Both are updated after a step, but not more often than
-    a reader can follow.
+    """Progress bar on a terminal, with a line about the last step below it.
+
+    Both lines are updated after a step, but not more often than every 0.2 s.
 
     Args:
+        printer: writes to the terminal.
         total_iterations: iterations of the complete run.
     """
 
@@ -25,9 +27,10 @@ class LiveLines:
         self._printer, self._total_iterations, self._last_shown = printer, total_iterations, 0.0
 
     def step(self, progress: Progress, result: StepResult | None, line_values: Mapping[str, Any], time: float) -> None:
-        """Show a step.
+        """Show the progress of the run, and the loss and other values of the step that has just ended.
 
         Args:
+            result: result of the step; None if the settings skip the iteration (--iterations-to-skip).
             line_values: values that every log line contains, by name.
             time: time.perf_counter() at the end of the step.
         """
@@ -47,11 +50,15 @@ class LiveLines:
         self._show(progress, format_short_line(log_values))
 
     def show_activity(self, activity: str, progress: Progress) -> None:
-        """Show what the run does between steps, such as an evaluation or a save."""
+        """Show what the run does between steps.
+
+        Args:
+            activity: text such as "evaluating" or "saving".
+        """
         self._show(progress, f"it {progress.iteration}/{self._total_iterations} | {activity} ...")
 
     def hide(self) -> None:
-        """Remove both lines."""
+        """Remove the progress bar and the line below it from the terminal."""
         self._printer.show_status([])
 
     def _show(self, progress: Progress, text: str) -> None:

@@ -11,18 +11,18 @@ from typing import Any, Literal
 from megatron.config.optional_packages import import_optional
 from megatron.config.outputs import LoggingConfig
 from megatron.config.version import get_extra_install_command
-from megatron.metrics.log_line import LineFile, MetricSink, OutputStatus, perplexity
+from megatron.metrics.log_line import LineFile, MetricSink, OutputStatus, compute_perplexity
 
 
 class MetricsFile:
-    """File of metrics: one JSON object per line, with numbers in full precision. The file is flushed after each line.
+    """File of metrics: one JSON object per line, with numbers in full precision. Each line is written to the file at once.
 
-    JSON cannot represent NaN and infinity, and strict readers stop at them. These values are written as null, and the line also
-    contains "nonfinite": true.
+    JSON cannot represent NaN and infinity, and strict readers stop at them. These values are written as null, and the line then
+    also contains "nonfinite": true.
 
     Args:
         path: path of the file. Its folder is created.
-        append: append to an existing file (a resumed run) instead of creating a new file.
+        append: append to an existing file (for a resumed run) instead of replacing it.
 
     Raises:
         ValueError: the file cannot be written.
@@ -32,7 +32,13 @@ class MetricsFile:
         self._file = LineFile("--metrics-file", path, append=append)
 
     def log_scalars(self, iteration: int, samples: int, values: Mapping[str, float]) -> None:
-        """Write one line."""
+        """Write the metrics of one iteration as one line.
+
+        Args:
+            iteration: number of the iteration.
+            samples: samples that the run has consumed so far.
+            values: metrics by name.
+        """
         record: dict[str, Any] = {"iteration": iteration, "consumed_samples": samples}
         record |= {name: value if math.isfinite(value) else None for name, value in values.items()}
         if not all(map(math.isfinite, values.values())):
@@ -40,7 +46,7 @@ class MetricsFile:
         self._file.write(json.dumps(record, allow_nan=False))
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the metrics file."""
         self._file.close()
 
 
@@ -106,7 +112,7 @@ _GROUPS = {"memory": "memory", "busiest_expert": "moe", "grad-norm": "norms", "w
 
 
 def get_grouped_tag(name: str) -> str:
-    """Return the TensorBoard tag of a metric in the form `group/name`, by which TensorBoard groups its curves."""
+    """Return the TensorBoard tag of a metric in the form `group/name`. TensorBoard shows the curves of a group together."""
     if name in _GROUPED_TAGS:
         return _GROUPED_TAGS[name]
     prefix, slash, suffix = name.partition("/")
@@ -119,8 +125,9 @@ def get_grouped_tag(name: str) -> str:
 class TensorBoard:
     """Output of metrics as TensorBoard curves.
 
-    With --tensorboard-tags groups, each metric is one curve over iterations, under a tag with a group (`get_grouped_tag`). With
-    Megatron's tags, each metric is also a curve over samples (' vs samples'). Iteration times are in seconds.
+    With --tensorboard-tags groups, each metric is one curve over iterations, under a tag `group/name` (`get_grouped_tag`). With
+    --tensorboard-tags megatron, metrics have Megatron's tags. Each of these metrics is also written as a curve over samples (tag
+    with the suffix ' vs samples'). Iteration times are in seconds.
 
     Args:
         folder: folder of the event files.
@@ -140,10 +147,16 @@ class TensorBoard:
         try:
             self._writer: Any = self._create_writer()
         except OSError as error:
-            raise ValueError(f"--tensorboard-dir {folder} cannot be written ({error.strerror}).") from error
+            raise ValueError(f"--tensorboard-dir {folder} cannot be written ({error.strerror}). Choose another folder.") from error
 
     def log_scalars(self, iteration: int, samples: int, values: Mapping[str, float]) -> None:
-        """Add one point to each curve."""
+        """Add a point to the curve of each metric in `values`.
+
+        Args:
+            iteration: number of the iteration.
+            samples: samples that the run has consumed so far.
+            values: metrics by name.
+        """
         try:
             # A writer whose thread failed raises from then on. A new one begins another file in the folder.
             self._writer = self._writer or self._create_writer()
@@ -156,7 +169,7 @@ class TensorBoard:
             self._output.report_success()
 
     def close(self) -> None:
-        """Write data that is still in memory."""
+        """Write points that are still in memory to the event file, and close the file."""
         try:
             if self._writer is not None:
                 self._writer.close()
@@ -171,21 +184,21 @@ class TensorBoard:
         tag_of_name = _MEGATRON_TAGS[name]
         curves = {tag_of_name: value}
         if name in ("validation_loss", "test_loss"):
-            curves[f"{tag_of_name} ppl"] = perplexity(value)
+            curves[f"{tag_of_name} ppl"] = compute_perplexity(value)
         for tag, tag_value in curves.items():
             self._writer.add_scalar(tag, tag_value, iteration)
             self._writer.add_scalar(f"{tag} vs samples", tag_value, samples)
 
 
 class WandB:
-    """Output of metrics to a run at Weights & Biases, with the metric names of the metrics file.
+    """Output of metrics to a run at Weights & Biases. Metrics have the same names as in the metrics file (--metrics-file).
 
     Args:
         project: project of the run.
         name: name of the run. By default Weights & Biases generates a name.
         settings: configuration of the run, shown beside its curves.
         entity: team or user that owns the run.
-        folder: folder for the files of the package.
+        folder: folder for the local files of the package wandb.
 
     Raises:
         ValueError: the package wandb is not installed.
@@ -209,7 +222,13 @@ class WandB:
         self._run = wandb.init(project=project, name=name, config=dict(settings or {}), entity=entity, dir=folder)
 
     def log_scalars(self, iteration: int, samples: int, values: Mapping[str, float]) -> None:
-        """Send the values of one iteration."""
+        """Send the metrics of one iteration.
+
+        Args:
+            iteration: number of the iteration.
+            samples: samples that the run has consumed so far.
+            values: metrics by name.
+        """
         try:
             self._run.log({**values, "consumed_samples": samples}, step=iteration)
         except Exception as error:  # noqa: BLE001 - whatever the package raises
@@ -218,7 +237,7 @@ class WandB:
             self._output.report_success()
 
     def close(self) -> None:
-        """Send data that is still in memory, and end the run."""
+        """Send metrics that are still in memory, and end the run at Weights & Biases."""
         self._run.finish()
 
 

@@ -1,5 +1,7 @@
-"""Picture of the loss curve (`loss.png`) in the folder of a run, and `report.html` at the end of the run. Separate processes create
-them from the record of the run while training continues."""
+"""Picture of the loss curve (`loss.png`) in the folder of a run, and `report.html` at the end of the run.
+
+Separate processes create these files from the history file of the run while training continues.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +30,20 @@ _PAUSE_FACTOR = 20
 
 
 class LossPicture:
-    """Draws the loss curve of a run at intervals, and creates a report at its end, in separate processes.
+    """Writer of a picture of a run's loss curve, at intervals, and of a report at the end of the run, in separate processes.
 
-    A thread waits for the drawing process, so that the process can neither delay a step nor end the run. An error is reported once,
-    on stderr.
+    A thread waits for the processes, so that they can neither delay a step nor end the run. An error is reported once, on stderr.
 
     Args:
-        command: command line that draws the picture from the record of a run. The folder of the run is appended as its last
+        command: command line that draws the picture from the history file of a run. The folder of the run is appended as its last
             argument. On failure the process must exit with a nonzero status and write a line with the reason to stderr. None draws
             no picture.
         folder: folder of the run.
-        report: command line that creates the report, with the same interface. It runs when the run ends.
-        environment: environment of these processes. By default it is that of this process.
+        report: command line that creates the report when the run ends, with the same last argument and exit status. None creates no
+            report.
+        interval_s: minimum seconds between two pictures.
+        first_delay_s: seconds from the start of the thread to the first picture.
+        environment: environment variables of these processes; by default those of this process.
     """
 
     def __init__(
@@ -60,18 +64,18 @@ class LossPicture:
         self._thread = threading.Thread(target=self._run, name="loss picture", daemon=True)
 
     def start(self) -> None:
-        """Start the thread that draws pictures."""
+        """Start the thread that runs the drawing processes."""
         self._thread.start()
 
     def close(self) -> None:
-        """Draw the last picture and create the report. Wait for both processes for a limited time."""
+        """Draw the last picture and create the report. Wait for both processes, but at most 60 s."""
         self._ending.set()
         if self._thread.ident is not None:
             self._thread.join(_CLOSE_TIMEOUT_S)
 
     def close_without_waiting(self) -> None:
-        """Start the processes that draw the last picture and create the report, without waiting for them. Used after a failure of
-        the run."""
+        """Start the processes that draw the last picture and create the report, without waiting for them. Called after a failed
+        run."""
         for command in self._commands.values():
             with suppress(OSError):
                 self._start_process(command, subprocess.DEVNULL)
@@ -100,7 +104,7 @@ class LossPicture:
 
     @staticmethod
     def _wait_for_process(process: subprocess.Popen[bytes] | None) -> str | None:
-        """Wait for the process. Return the reason if it failed, else None."""
+        """Wait for the process. If it failed or took too long, return the reason, else None."""
         if process is None:
             return None
         try:

@@ -1,8 +1,9 @@
-"""Report of the memory of each rank by purpose, measured between two steps and compared with the plan (--log-memory).
+"""Report of the memory of each rank by purpose, measured between two steps and compared with the planner's prediction
+(--log-memory).
 
 The model's state is measured tensor by tensor, by the size of the storages. The remaining memory at the peak consists of
 activations and of temporary tensors within a step. On CUDA the peak is known from torch's allocator. On the CPU only the memory of
-the process is known. There the memory before the model was built is subtracted.
+the process is known, from which the memory before the model was built is subtracted.
 """
 
 from __future__ import annotations
@@ -35,26 +36,27 @@ _METRIC_NAMES = {ACTIVATIONS_ROW: "activations-and-the-rest"}
 
 @dataclass(frozen=True)
 class MeasuredMemory:
-    """Measured memory of one rank, in bytes."""
+    """Measured memory of one rank, in bytes. Peaks are the largest values since the start of the process."""
 
     state: StateMemory
-    """Memory of the model's state (parameters, gradients, optimizer states) by purpose. Padding is included in each of them."""
+    """Memory of the model's state (parameters, gradients, optimizer states) by purpose, including padding."""
     peak: int
-    """Peak memory. On CUDA: allocated by torch's allocator. On the CPU: memory of the process minus `baseline`."""
+    """Peak memory. On CUDA: device memory allocated by torch's allocator. On the CPU: memory of the process minus
+    `baseline`."""
     reserved: int
     """Peak of the device memory that torch's CUDA allocator reserved; 0 on the CPU."""
     device_used: int
-    """Device memory that is currently in use by all processes; 0 on the CPU."""
+    """Device memory that all processes on the device use at present; 0 on the CPU."""
     host_peak: int
     """Peak host memory of the process."""
     offloaded: int
-    """Host memory for activations that are offloaded between forward and backward."""
+    """Host memory of the buffers for activations that are offloaded between forward and backward."""
     baseline: int
     """Host memory before the model was built: Python and its libraries."""
 
     @property
     def activations(self) -> int:
-        """Peak minus the model's state: activations and temporary tensors of a step."""
+        """Bytes of activations and temporary tensors at the peak: the peak minus the model's state."""
         state_bytes = self.state.total.device if self.reserved else self.state.total.total + self.offloaded
         return max(0, self.peak - state_bytes)
 
@@ -75,8 +77,10 @@ def measure_memory(step: TrainStep, baseline: int) -> MeasuredMemory:
 
 
 def measure_state(step: TrainStep) -> StateMemory:
-    """Return the bytes of the storages of the model's state. A storage that serves several purposes is counted once, for the first
-    purpose."""
+    """Return the bytes of the model's state (parameters, gradients, optimizer states) on this rank, by purpose.
+
+    Bytes are those of the tensors' storages. A storage that serves several purposes is counted once, for the first of them.
+    """
     counted: set[int] = set()
 
     def count_bytes(tensors: Iterable[torch.Tensor], *, on_host: bool = False) -> Bytes:
@@ -92,7 +96,7 @@ def measure_state(step: TrainStep) -> StateMemory:
                 device += storage.nbytes()
         return Bytes(device, host)
 
-    providers = [provider.persistent_tensors() for provider in step.providers]
+    providers = [provider.get_persistent_tensors() for provider in step.providers]
     offloaded_shards = step.optimizer.offloaded_shards
     offloaded_ids = {id(shard) for shard in offloaded_shards}
     device_shards = [shard for shard in step.optimizer.shards if id(shard) not in offloaded_ids]
@@ -115,19 +119,21 @@ def measure_state(step: TrainStep) -> StateMemory:
 @dataclass
 class MemoryAccount:
     """Data for the memory report of a rank: the training step whose memory is measured, and the memory that the planner predicts.
-    The fields are set while the run starts."""
+
+    The fields are set while the run starts. `baseline` is the host memory in bytes before the model is built.
+    """
 
     baseline: int = field(default_factory=get_peak_host_bytes)
     step: TrainStep | None = None
     plan: Plan | None = None
     planned: RankMemory | None = None
-    """Memory that the plan predicts for this rank."""
+    """Memory that the planner predicts for this rank; None without a plan."""
 
     def set_plan(self, plan: Plan | str, context: ParallelContext) -> list[str]:
-        """Set the plan of the job. Return lines for the start-up log.
+        """Store the memory plan of the job, and the part of it that belongs to this rank. Return lines for the start-up log.
 
         Args:
-            plan: plan of the job, or the reason why planning failed, as text.
+            plan: plan of the job or, if planning failed, the reason as text.
         """
         if isinstance(plan, str):
             return [f"memory is reported without a plan: {plan}"]
@@ -144,8 +150,11 @@ class MemoryAccount:
         return [f"planned: the fullest rank takes {format_bytes(max_bytes)} of its device", *buffer_lines, *advice]
 
     def build_rows(self) -> list[tuple[str, int, int | None]]:
-        """Return the rows of the memory report: (name, measured bytes, planned bytes) for each purpose, on the device and in host
-        memory. Planned bytes are None without a plan."""
+        """Return the rows of the memory report: (name, measured bytes, predicted bytes) for each purpose, on the device and in host
+        memory.
+
+        Predicted bytes are None without a plan.
+        """
         assert self.step is not None
         measured, planned = measure_memory(self.step, self.baseline), self.planned
         rows: list[tuple[str, int, int | None]] = []
@@ -175,10 +184,14 @@ class MemoryAccount:
 
 
 def gather_report(account: MemoryAccount, context: ParallelContext, time_text: str) -> tuple[list[str], dict[str, float]]:
-    """Gather the memory of all ranks, and format a table with the minimum and maximum over the ranks. All ranks call it together.
+    """Gather the memory of all ranks, and format a table with the minimum and maximum over the ranks. All ranks must call the
+    function.
+
+    Args:
+        time_text: time of the measurement for the heading, such as "after iteration 1".
 
     Returns:
-        log lines, and the maximum of the measured bytes by metric name.
+        The lines of the table, and the maximum over the ranks of the measured bytes, by metric name.
     """
     ranks = [{row[0]: row[1:] for row in rows} for rows in gather_objects(account.build_rows(), context.world)]
     names = list(dict.fromkeys(name for rows in ranks for name in rows))
@@ -205,14 +218,14 @@ def _format_range(values: Sequence[int]) -> str:
 
 
 class MemoryCallback(Callback):
-    """Callback that logs the memory of the ranks after the first step and in every N-th iteration (--log-memory)."""
+    """Callback that logs the memory of all ranks after the first step and in every N-th iteration (--log-memory N)."""
 
     def __init__(self, account: MemoryAccount, context: ParallelContext, interval: int, reporter: Reporter) -> None:
         self._account, self._context, self._interval, self._reporter = account, context, interval, reporter
         self._is_first = True
 
     def after_step(self, progress: Progress, result: StepResult, samples: int, learning_rate: float, weight_decay: float) -> None:
-        """Log a report if one is due."""
+        """Log the memory report if one is due after this step."""
         if self._is_first or progress.iteration % self._interval == 0:
             lines, maxima = gather_report(self._account, self._context, f"after iteration {progress.iteration}")
             for line in lines:
@@ -222,8 +235,10 @@ class MemoryCallback(Callback):
 
 
 class MemoryFeature(Feature):
-    """Feature of --log-memory. A plan of the job is computed while the run starts, and the reports compare it with the measured
-    memory."""
+    """Feature of --log-memory: reports of each rank's memory by purpose.
+
+    While the run starts, the planner predicts the memory of the job. The reports compare the measured memory with this prediction.
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -231,15 +246,15 @@ class MemoryFeature(Feature):
         self._plan_process = PlanProcess(build_full_plan)
 
     def on_forks_done(self) -> None:
-        """Send the settings to the process that plans the job."""
+        """Send the settings to the child process that plans the job."""
         self._plan_process.send_config(self.config)
 
-    def startup_lines(self, run: RunComponents) -> list[str]:
-        """Receive the plan, and describe the rank with the largest memory."""
+    def get_startup_lines(self, run: RunComponents) -> list[str]:
+        """Receive the plan. Return log lines about the rank with the largest predicted memory."""
         return self.account.set_plan(self._plan_process.receive_plan(run.context), run.context)
 
-    def callbacks(self, run: RunComponents) -> list[Callback]:
-        """Build the callback that logs the memory."""
+    def build_callbacks(self, run: RunComponents) -> list[Callback]:
+        """Build the callback that logs the memory of the ranks."""
         interval = run.config.logging.memory_interval
         assert interval is not None
         self.account.step = run.step

@@ -35,11 +35,12 @@ _MAX_SUGGESTIONS = 6
 
 @dataclass
 class OutOfMemoryReport:
-    """Builds the message for an out-of-memory error: where it happened, how memory is used, and settings to change.
+    """Builder of the message for an out-of-memory error: where it happened, how memory is used, and which settings to change.
 
     Args:
         config: settings of the run.
-        vocab_size: rows of the word embedding, as far as known.
+        account: measured memory of this rank and, with --log-memory, the predicted memory.
+        vocab_size: rows of the word embedding; 1 if not known yet.
     """
 
     config: Config
@@ -47,7 +48,10 @@ class OutOfMemoryReport:
     vocab_size: int = 1
 
     def format_message(self, error: BaseException) -> str:
-        """Format the message, without the rank's name. Formatting needs little memory itself."""
+        """Format the message for an out-of-memory error. Formatting itself allocates little memory.
+
+        The message does not name the rank. The tensors of the failed step are released first.
+        """
         lines = [f"out of memory {self._describe_location(error)}{_format_request(error)}."]
         reserved = self._get_reserved()
         traceback.clear_frames(error.__traceback__)  # release the tensors of the failed step
@@ -80,11 +84,11 @@ class OutOfMemoryReport:
         return reserved, reserved - torch.cuda.memory_allocated(step.context.device)
 
     def _describe_allocations(self, reserved: int, unused: int) -> list[str]:
-        """Return the lines of the message that list the allocated memory by purpose.
+        """Return lines of the message: the allocated memory by purpose, with the predicted memory if it is known.
 
         Args:
             reserved: bytes that torch's allocator has reserved on the device.
-            unused: bytes of these that no tensor uses.
+            unused: bytes of the reserved memory that no tensor uses.
         """
         account = self.account
         if account.step is None:
@@ -101,11 +105,11 @@ class OutOfMemoryReport:
         return [f"  allocated: {', '.join(allocations)}", *(allocator_lines if reserved else [])]
 
     def _suggest_changes(self, reserved: int, unused: int) -> list[str]:
-        """Return the lines of the message that suggest settings to change. Those that reduce speed least come first.
+        """Return lines of the message: settings to change, of which those that slow training down least come first.
 
         Args:
             reserved: bytes that torch's allocator has reserved on the device.
-            unused: bytes of these that no tensor uses.
+            unused: bytes of the reserved memory that no tensor uses.
         """
         allocator_config = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
         suggestions = []
@@ -135,11 +139,11 @@ def _format_request(error: BaseException) -> str:
 def explain_out_of_memory(
     error: BaseException, config: Config, features: Iterable[Feature], step: TrainStep | None, baseline: int, vocab_size: int
 ) -> str:
-    """Return the message for a run that is out of memory.
+    """Return the message for a run that is out of memory: where it happened, how memory is used, and which settings to change.
 
     Args:
         config: settings of the run.
-        features: features of the run. If --log-memory is enabled, one of them has the planned memory.
+        features: features of the run. The feature of --log-memory, if enabled, has the predicted memory.
         step: training step; None before the model is built.
         baseline: bytes of host memory before the model was built.
         vocab_size: rows of the word embedding, as far as known.

@@ -1,7 +1,7 @@
-"""Comparison of the planned step time and memory with the first measured steps, by component (--plan-report).
+"""Comparison of the predicted step time and memory with the first measured steps (--plan-report), by component of a step.
 
-Timers can separate the following components without making the host wait for the device: the operations of the schedule (including
-the communication of tensor ranks within them), waits between operations, and the end of the step. These components are compared.
+Timers can separate three components without making the host wait for the device: the operations of the schedule (including the
+communication of tensor ranks within them), waits between operations, and the end of the step. These components are compared.
 """
 
 from __future__ import annotations
@@ -46,43 +46,51 @@ STEP_END_PARTS = ("gradients", "parameters", "optimizer", "numbers", "other")
 
 
 def group_by_timer(parts: Mapping[str, float]) -> dict[str, float]:
-    """Add up the predicted times of a step's components, in seconds, by the three components that timers can measure: operations,
-    waiting between operations, and end of the step."""
+    """Group the predicted times of a step's activities into the three components that timers can measure. Return their sums.
+
+    Args:
+        parts: seconds by the name of the activity (`StepTime.breakdown`).
+
+    Returns:
+        Seconds of "operations", "waiting between operations" and "end of the step".
+    """
     idle, step_end = (sum(parts.get(name, 0.0) for name in names) for names in (IDLE_PARTS, STEP_END_PARTS))
     return {"operations": sum(parts.values()) - idle - step_end, "waiting between operations": idle, "end of the step": step_end}
 
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """Prediction of the planner for one step: duration and memory. Stored in the report as JSON."""
+    """Duration and memory that the planner predicts for one step. It is stored in the report as JSON."""
 
     cluster: str
     seconds: float
-    """Predicted duration of a step."""
+    """Predicted duration of a step in seconds."""
     low: float
     high: float
-    """Upper bound of the duration in seconds; `low` is the lower bound. They hold in nine of ten cases."""
+    """Upper bound of the duration in seconds; `low` is the lower bound. 90 % of measured steps are expected between them."""
     parts: Mapping[str, float]
-    """Seconds of each component of a step, by the names of `StepTime.breakdown`."""
+    """Predicted seconds of each activity of a step, such as messages or optimizer (`StepTime.breakdown`)."""
     device_bytes: int
-    """Predicted memory of the rank with the largest memory."""
+    """Predicted device memory in bytes of the rank that needs most."""
 
     @classmethod
     def of(cls, cluster: Cluster, step: StepTime) -> PredictedStep:
-        """Build the prediction for a cluster from its predicted step time."""
+        """Build the prediction from the planner's step time for a cluster."""
         return cls(cluster.name, step.seconds, step.low, step.high, dict(step.breakdown), step.device_bytes)
 
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """Measured duration and memory of the first steps. Stored in the report as JSON."""
+    """Measured durations and memory of the first steps. They are stored in the report as JSON."""
 
     steps: Sequence[float]
-    """Seconds of each step."""
+    """Seconds of each step on its slowest rank."""
     parts: Mapping[str, float]
-    """Seconds of each component, by the names of `group_by_timer`, on the rank whose operations take longest."""
+    """Seconds of "operations", "waiting between operations" and "end of the step", on the rank whose operations take
+    longest."""
     device_bytes: int
-    """Largest memory of a rank. On CUDA: memory in use on its device. On the CPU: memory that the process took for the run."""
+    """Memory in bytes of the rank that uses most. On CUDA: memory in use on its device. On the CPU: memory of the process
+    without that of Python and its libraries."""
 
     @property
     def seconds(self) -> float:
@@ -91,11 +99,12 @@ class MeasuredSteps:
 
 
 class StepPrediction:
-    """Prediction of the job's step time. The first rank computes it in a separate process. Like a `PlanProcess`, it must be created
-    before process groups exist.
+    """Prediction of the job's step time and memory, which the first rank computes in a child process (`PlanProcess`).
+
+    Create it before process groups exist and before CUDA is used. Then call `start`, and later `receive`.
 
     Raises:
-        ValueError: the cluster is unknown, or the report cannot be written.
+        ValueError: the cluster of --plan-cluster is unknown, or the report cannot be written.
     """
 
     def __init__(self, config: Config) -> None:
@@ -109,11 +118,12 @@ class StepPrediction:
         self.predicted: PredictedStep | str = "there is no plan"
 
     def start(self, config: Config) -> None:
-        """Start to compute the prediction for the settings of the job."""
+        """Let the child process compute the prediction for these settings."""
         self._plan_process.send_config(config)
 
     def receive(self, context: ParallelContext) -> list[str]:
-        """Receive the plan of the job, and predict the step time. Return lines for the start-up log. All ranks call it together."""
+        """Wait for the child process, and predict the step time. Return lines for the start-up log. All ranks must call the
+        method."""
         plan = self._plan_process.receive_plan(context)
         try:
             if isinstance(plan, str):
@@ -139,7 +149,7 @@ class StepPrediction:
 
 
 def _predict_work(config: Config, job: DryRun, vocab_size: int) -> tuple[StepWork, Config, int]:
-    return Planner(config, job, vocab_size, shortened=True).step_work(), config, vocab_size
+    return Planner(config, job, vocab_size, shortened=True).compute_step_work(), config, vocab_size
 
 
 def get_device_name(device: torch.device) -> str:
@@ -148,9 +158,11 @@ def get_device_name(device: torch.device) -> str:
 
 
 class PlanReport(Callback):
-    """Callback that measures the first steps, and compares them with the prediction.
+    """Callback that measures the first steps, compares them with the prediction, and writes the report of --plan-report.
 
     Args:
+        plan: prediction of the step time and memory.
+        account: bytes of host memory before the model was built, for the measured memory.
         log: function that writes a log line on the first rank.
     """
 
@@ -163,7 +175,10 @@ class PlanReport(Callback):
         self._is_done = isinstance(plan.predicted, str)
 
     def before_step(self, batch: Sequence[ModelInputs], iteration: int) -> None:
-        """Start to measure the step if it is one of those to measure. Steps that another profiler records are not measured."""
+        """Start to measure this step if it is one of the steps to measure.
+
+        Steps that another profiler records are not measured.
+        """
         self._num_steps += 1
         self._recorder = None
         if not self._is_done and self._num_steps >= FIRST_MEASURED_STEP and self._step.executor.recorder is None:
@@ -171,7 +186,10 @@ class PlanReport(Callback):
             self._start_time = time.perf_counter()
 
     def after_step(self, progress: Progress, result: StepResult, samples: int, learning_rate: float, weight_decay: float) -> None:
-        """Store the duration of the step. The device has finished the step, because the host has read its loss."""
+        """Store the duration of this step if it was measured. After the last step to measure, write the report.
+
+        The device has finished the step, because the host has read its loss.
+        """
         if self._recorder is not None:
             self._steps.append((time.perf_counter() - self._start_time, self._recorder))
             self._step.executor.recorder = None
@@ -179,7 +197,7 @@ class PlanReport(Callback):
             self._report()
 
     def close(self) -> None:
-        """If the run ends before all steps are measured, report those that are."""
+        """At the end of the run, report the measured steps, if the run was too short for all of them."""
         self._report()
 
     def _report(self) -> None:
@@ -191,7 +209,7 @@ class PlanReport(Callback):
         if not self._steps:
             self._log(
                 f"  --plan-report has nothing to compare: the run ended before step {FIRST_MEASURED_STEP}, "
-                "the first that is measured"
+                "the first step that is measured"
             )
             return
         measured = self._gather_measurements()
@@ -202,7 +220,7 @@ class PlanReport(Callback):
             write_report(self._plan.path, predicted, measured, self._describe_run())
 
     def _gather_measurements(self) -> MeasuredSteps:
-        """Gather the measured steps of all ranks. The times of components are those of the rank whose operations take longest."""
+        """Gather the measured steps of all ranks. The times of the components come from the rank whose operations take longest."""
         local_steps = [(step_s, *_measure_ops(recorder)) for step_s, recorder in self._steps]
         memory = measure_memory(self._step, self._account.baseline)
         ranks = gather_objects((local_steps, memory.device_used or memory.peak), self._step.context.world)
@@ -216,20 +234,22 @@ class PlanReport(Callback):
 
     def _describe_run(self) -> dict[str, Any]:
         context = self._step.context
-        ranks = {axis: context.topology.size(axis) for axis in ("tp", "cp", "pp", "dp")}
+        ranks = {axis: context.topology.get_size(axis) for axis in ("tp", "cp", "pp", "dp")}
         return {"device": get_device_name(context.device), "torch": torch.__version__, "ranks": ranks}
 
 
 def _measure_ops(recorder: SpanRecorder) -> tuple[float, float]:
-    """Return the total seconds of all operations of a step, and the seconds from the start of the step to the end of its last
+    """Return two times of a recorded step in seconds: the total of all its operations, and from its start to the end of its last
     operation."""
     op_spans = recorder.get_op_spans()
     return sum(span.end - span.start for span in op_spans), max(span.end for span in op_spans) - recorder.start_time
 
 
 def format_comparison(predicted: PredictedStep, measured: MeasuredSteps) -> list[str]:
-    """Format the comparison of prediction and measurement as log lines. If the largest difference of a component is large, the last
-    line names the component."""
+    """Format predicted and measured step time, memory and component times as log lines.
+
+    If the largest difference of a component exceeds 10 % of the step time, a last line names this component.
+    """
     relative_difference = measured.seconds / predicted.seconds - 1
     position = "within" if predicted.low <= measured.seconds <= predicted.high else "outside of"
     lines = [
@@ -253,27 +273,31 @@ def format_comparison(predicted: PredictedStep, measured: MeasuredSteps) -> list
 
 
 def write_report(path: Path, predicted: PredictedStep, measured: MeasuredSteps, run_info: Mapping[str, Any]) -> None:
-    """Write the comparison of prediction and measurement as JSON."""
+    """Write the predicted and the measured values to the file of --plan-report, as JSON.
+
+    Args:
+        run_info: further entries of the JSON object: device, torch version and number of ranks along each axis.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     report = {**run_info, "foretold": asdict(predicted), "measured": {**asdict(measured), "seconds": measured.seconds}}
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 class PlanFeature(Feature):
-    """Feature of --plan-report."""
+    """Feature of --plan-report: comparison of the predicted step time and memory with the first measured steps."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._account, self._plan = MemoryAccount(), StepPrediction(config)
 
     def on_forks_done(self) -> None:
-        """Send the settings to the process that predicts the step time."""
+        """Send the settings to the child process that predicts the step time."""
         self._plan.start(self.config)
 
-    def startup_lines(self, run: RunComponents) -> list[str]:
-        """Receive the prediction, and describe the predicted step time."""
+    def get_startup_lines(self, run: RunComponents) -> list[str]:
+        """Receive the prediction. Return a log line with the predicted step time."""
         return self._plan.receive(run.context)
 
-    def callbacks(self, run: RunComponents) -> list[Callback]:
-        """Build the callback that measures and compares the first steps."""
+    def build_callbacks(self, run: RunComponents) -> list[Callback]:
+        """Build the callback that measures the first steps and compares them with the prediction."""
         return [PlanReport(self._plan, run.step, self._account, run.reporter.log)]

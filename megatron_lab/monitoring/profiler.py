@@ -1,4 +1,4 @@
-"""Profiles of a run: a window of steps with torch's profiler (--profile), and the timeline of the pipeline (--profile-pipeline)."""
+"""Profiles of a run: a range of steps with torch's profiler (--profile), and the timeline of the pipeline (--profile-pipeline)."""
 
 from __future__ import annotations
 
@@ -45,13 +45,17 @@ and the paths of the files."""
 
 
 class StepProfiler:
-    """Records the steps from --profile-step-start up to, but not including, --profile-step-end.
+    """Profiler of the steps from --profile-step-start up to, but not including, --profile-step-end (--profile).
 
-        with StepProfiler(config, rank, device) as profiler: for iteration in ...: profiler.step(iteration) ...
+        with StepProfiler(config, rank, device) as profiler:
+            for iteration in ...:
+                profiler.step(iteration)
+                ...
 
-    It writes a Chrome trace (chrome://tracing, ui.perfetto.dev) `trace_rank0_step10-12.json` into --profile-dir. On CUDA it also
-    writes a memory snapshot `memory_rank0_step10-12.pickle` (pytorch.org/memory_viz), on other devices a table of the operations
-    that allocate most, `memory_rank0_step10-12.txt`. It does nothing if profiling is disabled, or on a rank that is not profiled.
+    It writes a Chrome trace such as `trace_rank0_step10-12.json` (for chrome://tracing, ui.perfetto.dev) into --profile-dir. On
+    CUDA it also writes a memory snapshot `memory_rank0_step10-12.pickle` (for pytorch.org/memory_viz), on other devices a table
+    of the operations that allocate most, `memory_rank0_step10-12.txt`. It does nothing if profiling is disabled, or on a rank
+    that is not profiled.
 
     Args:
         config: enables the profiler, and selects its steps, ranks and folder.
@@ -72,7 +76,10 @@ class StepProfiler:
             _create_folder(self._folder)
 
     def step(self, iteration: int) -> None:
-        """Start or stop recording. Called before step `iteration` starts; the first iteration is 1."""
+        """Start or stop recording if `iteration` is the first step of the range, or the first step after it.
+
+        Call this method before each step starts. The first iteration is 1.
+        """
         if self._profile is not None and iteration >= self._window.stop:
             self._finish()
         elif self._active and self._profile is None and iteration in self._window:
@@ -117,15 +124,15 @@ class StepProfiler:
 
 
 class _StageProfile(NamedTuple):
-    """Measured operations of one pipeline stage in the profiled step. Times are seconds of the clock of the stage's host."""
+    """Measured operations of one pipeline stage in the profiled step. Times are in seconds, by the clock of the stage's host."""
 
     host: str
     start_time: float
-    """Time at which the rank left the barrier before the step."""
+    """Time at which the stage's rank left the barrier before the step."""
     op_spans: list[OpSpan]
     deferred_bytes: int
     layers: dict[int, float]
-    """Total seconds of the forward passes of each layer, by layer index."""
+    """Total seconds of each layer's forward passes in the step, by layer index."""
 
 
 _Timestamp = float | torch.cuda.Event
@@ -134,7 +141,9 @@ EMBEDDING = -1
 
 
 class SpanRecorder:
-    """Records the start and end of the operations of a step. On CUDA it uses events, so that the host does not wait for the device.
+    """Observer of the pipeline executor that records the start and end of the operations of a step.
+
+    On CUDA it records events, so that the host does not wait for the device.
 
     Args:
         layers: layers by index in the model. The times of their forward passes are recorded too.
@@ -161,13 +170,13 @@ class SpanRecorder:
         self.start_time = time.perf_counter()
 
     def start(self, op: Op) -> None:
-        """Record the start of an operation."""
-        self._op_start = self._now()
+        """Record the start of an operation. The executor calls this method."""
+        self._op_start = self._read_clock()
         self._in_forward = op.type is OpType.FORWARD
 
     def end(self, op: Op) -> None:
-        """Record the end of an operation."""
-        self._op_times.append((op, self._op_start, self._now()))
+        """Record the end of an operation. The executor calls this method."""
+        self._op_times.append((op, self._op_start, self._read_clock()))
         self._in_forward = False
 
     def close(self) -> None:
@@ -187,15 +196,15 @@ class SpanRecorder:
 
     def _on_layer_call(self, layer_index: int, *_: object) -> None:
         if self._in_forward:  # skip layers that are recomputed in backward
-            self._layer_timestamps[layer_index].append(self._now())
+            self._layer_timestamps[layer_index].append(self._read_clock())
 
     def get_op_spans(self) -> list[OpSpan]:
-        """Return the start and end of all operations, in seconds of the clock of this host. Wait for the device."""
+        """Wait for the device. Return the start and end of all recorded operations, in seconds by the clock of this host."""
         if self._on_cuda:
             torch.cuda.synchronize()
         return [OpSpan(op, self._to_seconds(start), self._to_seconds(end)) for op, start, end in self._op_times]
 
-    def _now(self) -> _Timestamp:
+    def _read_clock(self) -> _Timestamp:
         if not self._on_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -209,14 +218,14 @@ class SpanRecorder:
 
 
 class PipelineProfiler:
-    """Compares the timeline of one step of the pipeline with the schedule.
+    """Profiler that compares the measured timeline of one pipeline step with the schedule (--profile-pipeline).
 
-    It measures step --profile-step-start, or the first step after it if a run resumes later, on the pipeline of rank 0. It is used
-    like `StepProfiler`.
+    It measures step --profile-step-start, or the first step after it if a run resumes later, on the pipeline of rank 0. Use it as a
+    context manager, and call `step` before each step.
 
-    The first rank draws the measured timeline into --profile-dir, below a planned timeline. In the planned timeline each type of
-    operation takes its mean duration on each chunk, and messages take no time. The additional time of the measured timeline is
-    therefore communication, waiting, and the variation of the durations. The profiler does nothing if it is disabled, or on ranks
+    The first rank draws the measured timeline into --profile-dir, below a simulated timeline. In the simulation each type of
+    operation takes its mean measured duration on each chunk, and messages take no time. So the additional time of the measured
+    timeline is communication, waiting, and the variation of the durations. The profiler does nothing if it is disabled, or on ranks
     of other pipelines.
 
     Args:
@@ -235,7 +244,10 @@ class PipelineProfiler:
             _create_folder(self._folder)
 
     def step(self, iteration: int) -> None:
-        """Start or stop recording. Called before step `iteration` starts; the first iteration is 1."""
+        """Start recording if `iteration` is the step to measure. Stop recording if the previous step was measured.
+
+        Call this method before each step starts. The first iteration is 1.
+        """
         if not self._active:
             return
         if self._recorder is not None:
@@ -259,7 +271,7 @@ class PipelineProfiler:
             logger.warning("--profile-pipeline measured nothing: the run ended before iteration %d", self._iteration)
 
     def _get_timed_modules(self) -> dict[int, nn.Module]:
-        """Return the modules of this rank whose forward passes are timed: its layers by index, and the embedding under
+        """Return the modules of this rank whose forward passes are timed: its layers by layer index, and the embedding by the key
         `EMBEDDING`."""
         model = self._step.model
         modules: dict[int, nn.Module] = {}
@@ -288,11 +300,11 @@ class PipelineProfiler:
 
     def _write(self, profiles: list[_StageProfile]) -> None:
         num_microbatches = 1 + max(span.op.microbatch for span in profiles[0].op_spans)
-        schedule = self._step.schedule(num_microbatches)
+        schedule = self._step.get_schedule(num_microbatches)
         measured = Timeline(schedule.name, _align_clocks(profiles))
         planned = simulate(schedule, compute_mean_costs(measured))
         titled_timelines = [
-            (f"{schedule.name}, planned: mean durations, messages take no time", planned),
+            (f"{schedule.name}, simulated: mean measured durations, messages take no time", planned),
             (f"{schedule.name}, measured in iteration {self._iteration}", measured),
         ]
         assert self._draw is not None, "the first rank draws"
@@ -320,8 +332,9 @@ def compute_layer_costs(
     The total time of a chunk's operations is divided among the modules of the chunk, in proportion to their forward times.
 
     Args:
-        spans: operations of all stages, in seconds.
-        forwards: seconds of the forward passes of each layer and of the embedding.
+        layer_table: the layers of each model chunk.
+        spans: operations of all stages in one step, in seconds.
+        forwards: total seconds of the forward passes of each layer and of the embedding, by layer index or `EMBEDDING`.
     """
     costs: dict[int, float] = {}
     loss_ms = 0.0
@@ -342,7 +355,8 @@ def _merge_layer_times(profiles: Sequence[_StageProfile]) -> dict[int, float]:
 
 
 def compute_mean_costs(timeline: Timeline) -> Callable[[Op], float]:
-    """Return a function that returns the mean measured duration of an operation's type on its chunk."""
+    """Return a function that maps an operation to the mean measured duration of all operations of the same type on the same
+    chunk."""
     durations_by_op: dict[tuple[OpType, int], list[float]] = {}
     for spans in timeline.spans:
         for span in spans:
@@ -352,8 +366,8 @@ def compute_mean_costs(timeline: Timeline) -> Callable[[Op], float]:
 
 
 def _align_clocks(profiles: list[_StageProfile]) -> tuple[tuple[OpSpan, ...], ...]:
-    """Convert the operations of all stages to milliseconds since the barrier before the step, so that stages on different hosts can
-    be compared.
+    """Convert the times of all stages to milliseconds since the barrier before the step, so that stages on different hosts can be
+    compared.
 
     The ranks of a host share its clock. The zero point of a host is the time at which its first rank left the barrier.
     """
@@ -373,30 +387,31 @@ def _create_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--profile-dir {folder} cannot be created ({error.strerror}).") from error
+        raise ValueError(f"--profile-dir {folder} cannot be created ({error.strerror}). Choose another folder.") from error
 
 
 class _ProfilerCallback(Callback):
-    """Callback that calls `StepProfiler.step` or `PipelineProfiler.step` before each step."""
+    """Callback that calls the `step` method of a `StepProfiler` or `PipelineProfiler` before each step."""
 
     def __init__(self, profiler: StepProfiler | PipelineProfiler) -> None:
         self._profiler = profiler
 
     def around_steps(self) -> AbstractContextManager[object]:
-        """Enter the profiler's context, so that its results are also written if the steps end with an error."""
+        """Return the profiler as the context of the steps, so that it also writes its results if the steps end with an error."""
         return self._profiler
 
     def on_phase(self, name: str, iteration: int | None = None) -> None:
-        """Before the data of a step is read, start or stop the profile if this is the first or last step to profile."""
+        """Start or stop the profile, if this is the first or last step to profile. This happens before the data of the step is
+        read."""
         if name == "reading data" and iteration is not None:
             self._profiler.step(iteration)
 
 
 class ProfileFeature(Feature):
-    """Feature of --profile."""
+    """Feature of --profile: records a range of steps with torch's profiler."""
 
-    def callbacks(self, run: RunComponents) -> list[Callback]:
-        """Build the profiler of the selected steps."""
+    def build_callbacks(self, run: RunComponents) -> list[Callback]:
+        """Build the callback that profiles the selected steps."""
         context = run.context
         return [
             _ProfilerCallback(run_on_all_ranks(context, lambda: StepProfiler(run.config.logging, context.rank, context.device)))
@@ -404,14 +419,14 @@ class ProfileFeature(Feature):
 
 
 class PipelineProfileFeature(Feature):
-    """Feature of --profile-pipeline."""
+    """Feature of --profile-pipeline: draws the timeline of the pipeline in one step."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._draw = RunPictures().draw if read_process_info().rank == 0 else None
 
-    def callbacks(self, run: RunComponents) -> list[Callback]:
-        """Build the profiler that measures one step and draws its timeline."""
+    def build_callbacks(self, run: RunComponents) -> list[Callback]:
+        """Build the callback that measures one step and draws its timeline."""
         return [
             _ProfilerCallback(
                 run_on_all_ranks(run.context, lambda: PipelineProfiler(run.config.logging, run.step, run.context, self._draw))

@@ -1,11 +1,11 @@
-"""Plan of the current job, computed by a child process of the first rank while the run starts.
+"""Prediction of the current job's memory or step time by the planner, in a child process of the first rank while the run starts.
 
-A plan simulates ranks of every type with fake process groups. The child is therefore forked before the real groups exist, and the
-plan leaves no state in this process.
+The planner simulates ranks with fake process groups. The child is therefore forked before the real process groups exist, and the
+planner leaves no state in this process.
 
 CUDA does not work in a fork (`megatron_lab.monitoring.forks`). The process therefore forks the child first. Then it queries CUDA
-for the device properties that a plan needs, and sends them to the child, from which all CUDA devices are hidden. If CUDA was used
-before the fork, the child replaces itself by a new process.
+for the device properties that the planner needs, and sends them to the child, from which all CUDA devices are hidden. If CUDA was
+used before the fork, the child replaces itself by a new process.
 """
 
 from __future__ import annotations
@@ -40,11 +40,14 @@ T = TypeVar("T")
 
 
 class PlanProcess(Generic[T]):
-    """Child process of the first rank that runs the planner for the job. Create it before everything else in a run, in particular
-    before process groups exist and before CUDA is used. Then call `send_config`, and later `receive_plan`.
+    """Child process of the first rank that runs the planner for the job.
+
+    Create it before everything else in a run, in particular before process groups exist and before CUDA is used. Then call
+    `send_config`, and later `receive_plan`. On other ranks there is no child process.
 
     Args:
-        build: module-level function that computes the result from the settings of the job, its size and the vocabulary size.
+        build: function that computes the result from the settings of the job, its number of ranks (`DryRun`), and the vocabulary
+            size. It must be defined at module level, because it is pickled.
     """
 
     def __init__(self, build: Callable[[Config, DryRun, int], T]) -> None:
@@ -52,8 +55,10 @@ class PlanProcess(Generic[T]):
         self._child: tuple[int, BinaryIO, BinaryIO] | None = _fork_plan_process() if read_process_info().rank == 0 else None
 
     def send_config(self, config: Config) -> None:
-        """Send the settings to the child. On a machine with GPUs this call uses CUDA, so all other forks must be started
-        earlier."""
+        """Send the settings to the child process, which then starts to plan.
+
+        On a machine with GPUs this call uses CUDA, so all other forks must be started earlier.
+        """
         if self._child is None:
             return
         try:
@@ -64,7 +69,7 @@ class PlanProcess(Generic[T]):
             pipe.write(pickle.dumps(request))
 
     def receive_plan(self, context: ParallelContext) -> T | str:
-        """Wait for the child and return its result, or the reason of a failure as text. All ranks call it together."""
+        """Wait for the child process and return its result or, if it failed, the reason as text. All ranks must call the method."""
         result: T | str = ""
         if self._child is not None:
             pid, _, pipe = self._child
@@ -77,14 +82,17 @@ class PlanProcess(Generic[T]):
 
 
 def resolve_device(config: Config) -> Config:
-    """Return the settings with --device auto replaced by the device type that it selects on this machine."""
+    """Return the settings with --device auto replaced by the device type of this machine: cuda if CUDA is available, else cpu."""
     device: Literal["cpu", "cuda"] = "cpu" if config.parallel.device == "cpu" or not torch.cuda.is_available() else "cuda"
     return replace(config, parallel=replace(config.parallel, device=device))
 
 
 def resolve_device_facts(config: Config) -> Config:
-    """Return the settings with all values filled in for which the planner would query CUDA: device type, device memory, and the
-    cluster file for the device. Planning with these settings makes no CUDA call."""
+    """Return the settings with device type, device memory and cluster file filled in, for which the planner would otherwise query
+    CUDA.
+
+    Planning with the returned settings makes no CUDA call.
+    """
     config = resolve_device(config)
     limit = get_device_memory(config)
     memory = replace(config.memory, device_memory_gb=None if limit is None else limit / 1e9)
@@ -92,12 +100,21 @@ def resolve_device_facts(config: Config) -> Config:
 
 
 def build_full_plan(config: Config, job: DryRun, vocab_size: int) -> Plan:
-    """Build the plan that --dry-run shows."""
+    """Build the memory plan of a job, with advice on how to make it fit into device memory, as --dry-run shows it.
+
+    Args:
+        job: number of ranks of the job, and of ranks per node.
+        vocab_size: rows of the word embedding.
+    """
     return add_fit_advice(build_plan(config, job, vocab_size), config, job, vocab_size)
 
 
 def _fork_plan_process() -> tuple[int, BinaryIO, BinaryIO]:
-    """Fork the process that plans. Returns its process id, the pipe for the request, and the pipe with the result."""
+    """Fork the process that runs the planner.
+
+    Returns:
+        Its process id, the pipe to which the settings are written, and the pipe from which the result is read.
+    """
     request_fd, request_pipe_fd = os.pipe()
     result_pipe_fd, result_fd = os.pipe()
     if pid := os.fork():
@@ -118,8 +135,14 @@ def _fork_plan_process() -> tuple[int, BinaryIO, BinaryIO]:
 
 
 def serve_request(request_fd: int, result_fd: int) -> None:
-    """Read a planning request from a pipe, and write the result, or the reason of a failure, to another pipe. Hide CUDA devices
-    first."""
+    """Run the planner in the child process: read a function and settings from a pipe, and write the function's result to another
+    pipe.
+
+    If the planner fails, write the reason as text. CUDA devices are hidden first.
+
+    Args:
+        request_fd, result_fd: file descriptors of the two pipes.
+    """
     hide_devices()
     with os.fdopen(request_fd, "rb") as pipe:
         try:
@@ -145,13 +168,13 @@ def _format_error(error: Exception) -> str:
 
 
 def choose_recompute_layers(config: Config) -> Callable[[], str | None]:
-    """Choose the number of recomputed layers per stage for `--recompute-layers-per-stage auto`, on the first rank of the job.
+    """Choose the number of recomputed layers of each stage for `--recompute-layers-per-stage auto`, on the first rank of the job.
 
-    Call it before the ranks connect, because a plan connects simulated ranks itself.
+    Call this function before process groups exist, because the planner connects simulated ranks itself.
 
     Returns:
-        function that returns the numbers as text; None on other ranks, and if the option is not `auto`. It raises ValueError if no
-        numbers make the run fit into memory.
+        Function that returns the numbers as text for `--recompute-layers-per-stage`. It returns None on other ranks, and if the
+        flag is not `auto`. It raises ValueError if the run does not fit into memory with any numbers.
     """
     if config.memory.recompute_layers_per_stage != AUTO or read_process_info().rank > 0:
         return lambda: None
@@ -173,11 +196,13 @@ def choose_recompute_layers(config: Config) -> Callable[[], str | None]:
 
 
 def apply_recompute_layers(config: Config, get_layer_counts: Callable[[], str | None], context: ParallelContext) -> Config:
-    """Return the settings with the numbers of recomputed layers that the first rank chose (`choose_recompute_layers`). All ranks
-    call it together.
+    """Return the settings with the numbers of recomputed layers that the first rank chose. All ranks must call the function.
+
+    Args:
+        get_layer_counts: result of `choose_recompute_layers`.
 
     Raises:
-        SetupError: the first rank found no numbers that fit.
+        SetupError: the run does not fit into memory with any number of recomputed layers.
     """
     layer_counts = broadcast_object(run_on_all_ranks(context, get_layer_counts), context.world)
     if layer_counts is None:
@@ -186,12 +211,12 @@ def apply_recompute_layers(config: Config, get_layer_counts: Callable[[], str | 
 
 
 class RecomputeFeature(Feature):
-    """Feature of --recompute-layers-per-stage auto."""
+    """Feature of --recompute-layers-per-stage auto: chooses how many layers each stage recomputes."""
 
     def on_forks_done(self) -> None:
-        """On the first rank, choose the number of recomputed layers per stage."""
+        """Choose the number of recomputed layers of each stage, on the first rank."""
         self._get_layer_counts = choose_recompute_layers(self.config)
 
     def adjust_config(self, config: Config, context: ParallelContext) -> Config:
-        """Return the settings with the number of recomputed layers per stage that the first rank chose."""
+        """Return the settings with the number of recomputed layers of each stage that the first rank chose."""
         return apply_recompute_layers(config, self._get_layer_counts, context)

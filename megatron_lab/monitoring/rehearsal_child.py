@@ -1,5 +1,7 @@
-"""Entry point of a new process that plans a job if the parent had already used CUDA (`rehearsal`). Its arguments are the file
-descriptors of two pipes."""
+"""Entry point of the process that replaces a planning child process if CUDA was used before the fork (`rehearsal`).
+
+Its arguments are the file descriptors of two pipes: the first receives the settings, the second sends the result.
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,12 @@ def get_usual_learning_rate(flops: float) -> float:
 
 
 def check_learning_rate(learning_rate: float, flops: float) -> str | None:
-    """Return a warning if the learning rate is far from the usual rate for the size of the run, else None."""
+    """Return a warning if the learning rate differs more than tenfold from the usual rate for a run of this size, else None.
+
+    Args:
+        learning_rate: value of --lr.
+        flops: FLOPs of the complete run, without recomputation.
+    """
     if learning_rate <= 0 or flops <= 0:
         return None
     usual_rate = get_usual_learning_rate(flops)
@@ -62,12 +67,13 @@ def check_learning_rate(learning_rate: float, flops: float) -> str | None:
 
 
 class LossWarnings:
-    """Checks the losses of a run, and returns warnings about those that indicate a failing run.
+    """Checker of a run's losses that returns a warning if they indicate a failing run. Each warning is given once.
 
     Args:
-        total_iterations: iterations of the complete run. A warning is given after the loss has been above its initial value for a
-            twentieth of them, at least 50 and at most 500.
-        first_losses: losses of the first steps of the run, if this start continues the run and they are known.
+        total_iterations: iterations of the complete run. The loss may be above its initial value for a twentieth of them (at least
+            50, at most 500) before a warning is given.
+        corpus: size of the training data, and how it is split.
+        first_losses: losses of the first steps of the run, if this start resumes the run and they are known.
     """
 
     def __init__(self, total_iterations: int, corpus: Corpus, first_losses: Sequence[float] = ()) -> None:
@@ -78,7 +84,8 @@ class LossWarnings:
         self._issued: set[str] = set()
 
     def check_step(self, iteration: int, loss: float) -> str | None:
-        """Check the loss of a step that made an update. Return a warning if the loss stays above its initial value, else None."""
+        """Check the training loss of a step that made an update. Return a warning if the loss stays above its initial value, else
+        None."""
         self._recent_losses.append(loss)
         if len(self._first_losses) < NUM_START_STEPS:
             self._first_losses.append(loss)
@@ -97,9 +104,10 @@ class LossWarnings:
         )
 
     def check_evaluation(self, loss: float, tokens: int) -> str | None:
-        """Check the loss of the validation split. Return a warning if it is far above the training loss, else None.
+        """Check the validation loss. Return a warning if it is far above the training loss, else None.
 
         Args:
+            loss: loss of the validation split.
             tokens: tokens read for training so far.
         """
         if not self._recent_losses or "validation" in self._issued:
@@ -126,18 +134,18 @@ class LossWarnings:
 
 
 class WarningCallback(Callback):
-    """Callback that checks the losses of a run, and writes warnings to the log and to the record of the run."""
+    """Callback that checks the losses of a run, and writes warnings to the log and to the history file of the run."""
 
     def __init__(self, warnings: LossWarnings, reporter: Reporter, seq_length: int) -> None:
         self._warnings, self._reporter, self._seq_length = warnings, reporter, seq_length
 
     def on_result(self, progress: Progress, result: StepResult | None, samples: int) -> None:
-        """Check the loss of a step that made an update."""
+        """Check the training loss, if the step made an update. Log a warning if it stays above its initial value."""
         if result is not None and not result.skipped:
             self._report_findings(progress, self._warnings.check_step(progress.iteration, result.loss))
 
     def on_evaluation(self, progress: Progress, values: Mapping[str, float]) -> None:
-        """Check the loss of the validation split."""
+        """Check the validation loss. Log a warning if it is far above the training loss."""
         if "validation_loss" in values:
             self._report_findings(
                 progress, self._warnings.check_evaluation(values["validation_loss"], progress.consumed_samples * self._seq_length)
@@ -150,10 +158,10 @@ class WarningCallback(Callback):
 
 
 class WarningFeature(Feature):
-    """Feature that warns about suspicious losses. It is enabled in every run."""
+    """Feature that warns about losses that indicate a failing run. It is enabled in every run."""
 
-    def callbacks(self, run: RunComponents) -> Sequence[Callback]:
-        """Build the callback that checks all losses."""
+    def build_callbacks(self, run: RunComponents) -> Sequence[Callback]:
+        """Build the callback that checks the training and validation losses."""
         folder = get_run_folder(run.config.checkpoint, run.config.logging)
         first_losses: list[float] = []
         if run.resume_point.path is not None and folder is not None and run.context.rank == 0:

@@ -1,4 +1,4 @@
-"""Description of a run in its log when it starts: layout, model, state, pipeline and batch, and advice on its settings."""
+"""Description of a run that is logged when the run starts: layout, model, state, pipeline and batch, and advice on its settings."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 from megatron.config.config import Config
 from megatron.config.parsed_flags import get_current_job
 from megatron.model.build import Model
-from megatron.model.gpt import residual_dtype
+from megatron.model.gpt import get_residual_dtype
 from megatron.parallel import torch_private
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.matmul import dtype_name
+from megatron.parallel.matmul import get_dtype_name
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.exchange import describe_receive_plans
 from megatron.pipeline_parallel.partition import describe_offload, describe_recompute, format_layer_table
 from megatron.pipeline_parallel.simulate import simulate
-from megatron.pipeline_parallel.validate import peak_deferred_memory, peak_live_activations
+from megatron.pipeline_parallel.validate import compute_peak_deferred_memory, compute_peak_live_activations
 from megatron.precision.gemms import format_precision
 from megatron.spec.counts import count_deferred_elements_per_token, count_flops_per_step
 from megatron.spec.groups import format_groups
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def describe_context_parallelism(config: Config, topology: Topology) -> Iterator[str]:
-    """Yield a log line that describes how sequences are split over context-parallel ranks, if they are split."""
+    """Yield a log line that says how sequences are split over context-parallel ranks. Without context parallelism yield nothing."""
     if topology.cp == 1:
         return
     comm_types = resolve_cp_comm_types(config.model, config.parallel.cp_comm_type)
@@ -56,7 +56,7 @@ def describe_context_parallelism(config: Config, topology: Topology) -> Iterator
 
 
 def _format_trained_params(model: Model) -> str:
-    """Format the number of trained parameters as text; "" if all are trained."""
+    """Format the number of trained parameters for a log line; "" if all parameters are trained."""
     weights = list(iter_weights(model.config, model.vocab_size))
     trained = sum(weight.numel for weight in weights if not weight.frozen)
     return f", of which {trained:,} are trained," if any(weight.frozen for weight in weights) else ""
@@ -71,21 +71,26 @@ def describe_run(
     consumed_samples: int,
     kernel_choice: KernelChoice | None = None,
 ) -> list[str]:
-    """Return the lines of the start-up log that describe the run: layout, model, layer table, state, pipeline and batch. All ranks
-    of a pipeline call it together.
+    """Return the lines of the start-up log that describe the run: layout, model, layers of each stage, memory of the state,
+    pipeline and batch.
+
+    All ranks of a pipeline must call the function.
 
     Args:
-        kernel_choice: selected attention kernel, if it was measured.
+        num_parameters: parameters of the model over all ranks.
+        plan: batch size over the course of the run.
+        consumed_samples: samples that the run has consumed before this start.
+        kernel_choice: selected attention kernel, if the kernels were measured.
     """
     model = step.model
     topology = context.topology
     peak_flops = get_peak_device_flops(context, model)
-    stream_dtype = residual_dtype(model.config, model.dtype)
+    stream_dtype = get_residual_dtype(model.config, model.dtype)
     lines = [
         f"{topology.world_size} ranks on {context.device.type} ({context.backend or 'one process'}): "
         f"{topology}" + (", sequence parallel" if model.sequence_parallel else ""),
-        f"model of {num_parameters:,} parameters{_format_trained_params(model)} in {dtype_name(model.dtype)}, "
-        f"residual stream {dtype_name(stream_dtype)}, "
+        f"model of {num_parameters:,} parameters{_format_trained_params(model)} in {get_dtype_name(model.dtype)}, "
+        f"residual stream {get_dtype_name(stream_dtype)}, "
         f"vocabulary {model.vocab_size:,}; {plan.total_iterations:,} steps, {plan.total_samples:,} samples",
         *([f"your own modules: {', '.join(config.training.imports)}"] if config.training.imports else []),
         *([] if model.overlap is None else [f"communication of tensor ranks overlaps with matrix products: {model.overlap}"]),
@@ -100,7 +105,7 @@ def describe_run(
         *describe_offload(model.layer_table),
         *format_groups(config.optimizer, iter_weights(model.config, model.vocab_size)),
     ]
-    schedule = step.schedule(plan.num_microbatches(plan.total_samples))  # after any ramp-up of the batch
+    schedule = step.get_schedule(plan.get_num_microbatches(plan.total_samples))  # after any ramp-up of the batch
     report = build_state_report(model, context, config.parallel, config.optimizer, schedule)
     reports = gather_objects(report, context.group("pp"))
     lines += format_state_report(reports, config.parallel, topology, schedule.num_microbatches)
@@ -108,34 +113,39 @@ def describe_run(
         lines.append(f"no peak FLOP/s is known for {torch.cuda.get_device_name(context.device)}: MFU is not reported")
     if topology.pp > 1:
         # Describe the current batch size, and the one after any ramp-up.
-        for num_microbatches in dict.fromkeys(plan.num_microbatches(samples) for samples in (consumed_samples, plan.total_samples)):
+        for num_microbatches in dict.fromkeys(
+            plan.get_num_microbatches(samples) for samples in (consumed_samples, plan.total_samples)
+        ):
             tokens = config.training.micro_batch_size * config.tokens_per_rank
-            lines += _describe_pipeline(step.schedule(num_microbatches), model, tokens, topology.tp)
+            lines += _describe_pipeline(step.get_schedule(num_microbatches), model, tokens, topology.tp)
             if config.parallel.overlap_p2p_communication:
                 connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
-                lines.append(describe_receive_plans(step.schedule(num_microbatches), context.device.type, connections))
+                lines.append(describe_receive_plans(step.get_schedule(num_microbatches), context.device.type, connections))
     lines += describe_learning_rate(config, plan, model.vocab_size)
     lines.append(f"{config.model.seq_length * plan.final_global_batch_size:,} tokens a step after any ramp-up")
     return lines
 
 
 def _describe_compiler_differences(context: ParallelContext) -> list[str]:
-    """Return warnings about differences between the ranks that affect compiled kernels."""
+    """Return warnings about versions and environment variables that differ between ranks and affect the kernels of
+    torch.compile."""
     from megatron_lab.monitoring.compiler_inputs import collect_compiler_inputs, describe_differences
 
     return [*describe_differences(gather_objects(collect_compiler_inputs(context.device), context.world))]
 
 
 def _describe_pipeline(schedule: Schedule, model: Model, tokens: int, tensor_size: int) -> Iterator[str]:
-    """Yield log lines about the schedule: idle time and activation memory and, if it defers weight gradients, their memory.
+    """Yield log lines about the pipeline schedule: its idle time, its activation memory and, if it defers weight gradients, their
+    memory.
 
     Args:
         tokens: tokens of a microbatch on this rank.
+        tensor_size: tensor-parallel size.
     """
     num_stages, num_microbatches = schedule.num_stages, schedule.num_microbatches
     chunks_per_stage = schedule.num_chunks // num_stages
     bubble = simulate(schedule, OpCosts().divide_by_chunks(chunks_per_stage)).bubble_share
-    live_microbatches = max(peak_live_activations(schedule)) / chunks_per_stage
+    live_microbatches = max(compute_peak_live_activations(schedule)) / chunks_per_stage
     yield (
         f"pipeline schedule {schedule.name}: {num_microbatches} microbatches through {num_stages} stages"
         + (f" of {chunks_per_stage} chunks" if chunks_per_stage > 1 else "")
@@ -149,14 +159,16 @@ def _describe_pipeline(schedule: Schedule, model: Model, tokens: int, tensor_siz
         )
         for chunk in model.layer_table
     ]
-    peaks = peak_deferred_memory(schedule, [token_bytes * elements for elements in deferred_elements])
+    peaks = compute_peak_deferred_memory(schedule, [token_bytes * elements for elements in deferred_elements])
     if max_bytes := max(peaks):
         yield (f"deferred weight gradients take at most {max_bytes / 2**20:,.1f} MiB on a rank (stage {peaks.index(max_bytes)})")
 
 
 def describe_learning_rate(config: Config, plan: BatchSizePlan, vocab_size: int) -> Iterator[str]:
-    """Yield a warning if the learning rate is far from the usual rate for the size of the run. The check applies to Adam, and to
-    training from random weights."""
+    """Yield a warning if the learning rate is far from the usual rate for a run of this size.
+
+    The usual rate is only known for Adam and training from random weights, so other runs are not checked.
+    """
     optimizer, checkpoint = config.optimizer, config.checkpoint
     adam = optimizer.optimizer in ("adam", "adam8bit") and config.model.mup_base_width is None
     if not adam or optimizer.lr is None or checkpoint.pretrained_checkpoint is not None or checkpoint.finetune:
@@ -167,10 +179,10 @@ def describe_learning_rate(config: Config, plan: BatchSizePlan, vocab_size: int)
 
 
 class StartUpFeature(Feature):
-    """Feature that describes the run in the log when it starts. It is enabled in every run."""
+    """Feature that logs a description of the run when it starts. It is enabled in every run."""
 
-    def startup_lines(self, run: RunComponents) -> list[str]:
-        """Return the description of the run, and advice on inefficient settings."""
+    def get_startup_lines(self, run: RunComponents) -> list[str]:
+        """Return the log lines that describe the run, and advice on inefficient settings."""
         config, context, vocab_size = run.config, run.context, run.step.model.vocab_size
         advice = build_advice(config, context.topology.world_size, get_current_job().gpus_per_node, vocab_size)
         return [
