@@ -1,2 +1,2 @@
-"""Checkpoints in the host memory of a job's nodes (--memory-save-interval). A restarted job continues from them without reading the
-storage."""
+"""Checkpoints in the host memory of a job's nodes (--memory-save-interval). A restarted job continues from these checkpoints
+without reading the save folder."""

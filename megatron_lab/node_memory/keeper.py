@@ -30,13 +30,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.heartbeat import process_identity
+from megatron.checkpoint.heartbeat import get_process_identity
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.save_folder import (
     LATEST,
     RUN,
-    checkpoint_name,
     find_checkpoint,
+    get_checkpoint_name,
     load_manifest,
     parse_iteration,
     read_latest,
@@ -58,23 +58,25 @@ _LOG_INTERVAL_S = 10.0
 
 @dataclass(frozen=True)
 class Keeper:
-    """Identity of a keeper (the process that keeps a node's checkpoints in memory), its launcher and its save folder. The identity
-    is stored in the keeper's folder (`keeper.json`), and passed to the keeper process when it starts."""
+    """Description of a keeper, the process that keeps the checkpoints of a node in memory while the ranks restart.
+
+    The description is passed to the process when it starts, and stored in its folder as `keeper.json`.
+    """
 
     save: str
-    """Path or URL of the save folder."""
+    """Path or URL of the save folder (--save)."""
     launcher: int
-    """PID of the launcher: the process that restarts the ranks of the job."""
+    """PID of the launcher: the process that restarts the ranks of the job. The keeper ends after it."""
     launcher_process: str
-    """Identity of the launcher process (`owner.process_identity`), to detect a later process with the same PID."""
+    """Identity of the launcher process (`owner.get_process_identity`), to detect a later process with the same PID."""
     reachable: bool
-    """Whether other nodes must be able to connect to the keeper. If not, the keeper listens on no port."""
+    """Whether the job has other nodes, which must be able to connect to the keeper. If not, the keeper listens on no port."""
     pid: int = 0
     """PID of the keeper. 0 before it has started."""
     process: str = ""
-    """Identity of the keeper process (`owner.process_identity`), to detect a later process with the same PID."""
+    """Identity of the keeper process (`owner.get_process_identity`), to detect a later process with the same PID."""
     port: int = 0
-    """Port on which the keeper listens. 0 if other nodes need not connect."""
+    """Port on which the keeper listens; 0 if other nodes need not connect."""
 
     @property
     def is_alive(self) -> bool:
@@ -88,27 +90,27 @@ class Keeper:
 
 
 def _is_alive(pid: int, process: str) -> bool:
-    return process_identity(pid) == process != process_identity(0)  # the identity of a process that does not exist
+    return get_process_identity(pid) == process != get_process_identity(0)  # the identity of a process that does not exist
 
 
 def start_or_find(save: str, launcher: int, *, reachable: bool, log: Callable[[str], None]) -> tuple[Path, int]:
-    """Return the folder and port of this node's keeper. If no keeper runs, start it. One rank of the node calls this.
+    """Return the folder and port of this node's keeper, the process that keeps checkpoints in memory. If no keeper runs, start one.
 
-    A keeper of an earlier launch of the same job may still be writing its state to the save folder. The function waits until that
-    keeper ends.
+    One rank of the node calls this. A keeper of an earlier launch of the same job may still be writing its checkpoint to the save
+    folder. The function waits until that keeper ends.
 
     Args:
         save: path or URL of the save folder.
-        launcher: PID of the process that would restart the job.
+        launcher: PID of the process that restarts the ranks of the job.
         reachable: whether the job has other nodes.
         log: called with a line for the log.
 
     Raises:
-        OSError: there is no memory folder for the files, or the keeper does not start.
+        OSError: there is no folder in memory (/dev/shm), or the keeper does not start.
     """
-    new_keeper = Keeper(save, launcher, process_identity(launcher), reachable)
-    folder = _keeper_folder(new_keeper)
-    for path in sorted(_memory_root().glob(f"{_folder_prefix(save)}*")):
+    new_keeper = Keeper(save, launcher, get_process_identity(launcher), reachable)
+    folder = _get_keeper_folder(new_keeper)
+    for path in sorted(_get_memory_root().glob(f"{_get_folder_prefix(save)}*")):
         keeper = _read_keeper(path)
         if keeper is None or keeper.launcher_process == new_keeper.launcher_process:
             continue
@@ -128,8 +130,12 @@ def start_or_find(save: str, launcher: int, *, reachable: bool, log: Callable[[s
 
 
 def end_keeper(folder: Path) -> None:
-    """Tell the keeper that the run has finished and written its last checkpoint, so that the keeper need not save anything and
-    ends."""
+    """Make a keeper (the process that keeps checkpoints in memory) end without saving. Called after the run has finished and
+    written its last checkpoint.
+
+    Args:
+        folder: folder of the keeper.
+    """
     with contextlib.suppress(OSError):
         (folder / _ENDED_FILE).touch()
 
@@ -138,7 +144,9 @@ def _start_keeper(folder: Path, config: Keeper) -> int:
     folder.mkdir(mode=0o700, exist_ok=True)
     folder_stat = folder.lstat()
     if not stat.S_ISDIR(folder_stat.st_mode) or folder_stat.st_uid != os.getuid():
-        raise PermissionError(f"{folder} is not a folder that belongs to this user. Remove it")
+        raise PermissionError(
+            f"--memory-save-interval keeps checkpoints in {folder}, but this path is not a folder of the current user: remove it"
+        )
     (folder / STATE_FOLDER).mkdir(exist_ok=True)
     (folder / _KEEPER_FILE).unlink(missing_ok=True)
     (folder / _ENDED_FILE).unlink(missing_ok=True)
@@ -157,8 +165,8 @@ def _start_keeper(folder: Path, config: Keeper) -> int:
     while (started := _read_keeper(folder)) is None:
         if process.poll() is not None or time.monotonic() > deadline:
             raise OSError(
-                f"the keeper, the process that keeps checkpoints in memory ({folder}), has ended or did not start in "
-                f"{_START_TIMEOUT_S:g} s"
+                f"the process that keeps checkpoints in memory ({folder}) has ended or did not start in {_START_TIMEOUT_S:g} s: "
+                "the error of this process, if any, is printed above"
             )
         time.sleep(0.01)
     return started.port
@@ -173,20 +181,23 @@ def _wait_for_end(folder: Path, keeper: Keeper, log: Callable[[str], None]) -> N
         time.sleep(0.05)
 
 
-def _memory_root() -> Path:
+def _get_memory_root() -> Path:
     if not _MEMORY_FOLDER.is_dir():
         raise OSError(
-            f"{_MEMORY_FOLDER} does not exist: --memory-save-interval keeps files in this folder, which Linux holds in memory"
+            f"{_MEMORY_FOLDER} does not exist: --memory-save-interval keeps files in this folder, which Linux holds in memory. "
+            "Mount a file system in memory (tmpfs) there, or remove --memory-save-interval"
         )
     return _MEMORY_FOLDER
 
 
-def _folder_prefix(save: str) -> str:
+def _get_folder_prefix(save: str) -> str:
     return f"megatron-{hashlib.sha256(f'{os.getuid()} {save}'.encode()).hexdigest()[:12]}-"
 
 
-def _keeper_folder(keeper: Keeper) -> Path:
-    return _memory_root() / (_folder_prefix(keeper.save) + hashlib.sha256(keeper.launcher_process.encode()).hexdigest()[:12])
+def _get_keeper_folder(keeper: Keeper) -> Path:
+    return _get_memory_root() / (
+        _get_folder_prefix(keeper.save) + hashlib.sha256(keeper.launcher_process.encode()).hexdigest()[:12]
+    )
 
 
 def _read_keeper(folder: Path) -> Keeper | None:
@@ -197,7 +208,7 @@ def _read_keeper(folder: Path) -> Keeper | None:
 
 
 def main() -> None:
-    """Run a keeper: keep the files in its folder until the launcher has ended, then write the newest checkpoint to the save
+    """Run a keeper: keep the checkpoints in its folder until the launcher of the job has ended, then write the newest to the save
     folder."""
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(signal_number, signal.SIG_IGN)  # these signals are for the ranks
@@ -208,7 +219,7 @@ def main() -> None:
         listener = socket.create_server(("", 0))
         serve(folder / STATE_FOLDER, listener, lambda: Nodes.read(folder).token)
         port = listener.getsockname()[1]
-    keeper = dataclasses.replace(keeper, pid=os.getpid(), process=process_identity(os.getpid()), port=port)
+    keeper = dataclasses.replace(keeper, pid=os.getpid(), process=get_process_identity(os.getpid()), port=port)
     temporary = folder / f".{_KEEPER_FILE}.new"
     temporary.write_text(json.dumps(dataclasses.asdict(keeper)))
     temporary.replace(folder / _KEEPER_FILE)
@@ -229,8 +240,8 @@ def main() -> None:
 def flush(memory: NodeStorage, disk: Storage, timeout_s: float = _FLUSH_TIMEOUT_S) -> str | None:
     """Write the newest checkpoint in memory to the save folder, unless the save folder has a newer checkpoint.
 
-    The keepers of all nodes call this together. Each keeper writes those files of which no reachable node with a lower index has a
-    copy. The first reachable keeper with the manifest completes the checkpoint.
+    The keepers (one process per node) call this together. Each keeper writes those files of which no reachable node with a lower
+    index has a copy. The first reachable keeper with the manifest completes the checkpoint.
 
     Args:
         memory: storage in the memory of the nodes.
@@ -238,10 +249,10 @@ def flush(memory: NodeStorage, disk: Storage, timeout_s: float = _FLUSH_TIMEOUT_
         timeout_s: seconds to wait for the keepers of other nodes.
 
     Returns:
-        A line for the log, or None if there was nothing to write.
+        a line for the log, or None if there was nothing to write.
 
     Raises:
-        CheckpointError: a file is on no reachable node, or other nodes do not write their files.
+        CheckpointError: a file is on no reachable node, or other nodes do not write their files in time.
         OSError: the save folder cannot be written.
     """
     path = find_checkpoint(NODE_MEMORY_URL, warn=lambda _: None)
@@ -251,35 +262,39 @@ def flush(memory: NodeStorage, disk: Storage, timeout_s: float = _FLUSH_TIMEOUT_
     token = _read_token(memory)
     if _read_token(disk) != token:
         return f"iteration {iteration} is not written to {disk.location}: another run has begun to save there"
-    checkpoint = memory.child(checkpoint_name(iteration))
+    checkpoint = memory.get_child(get_checkpoint_name(iteration))
     manifest, small_files = load_manifest(checkpoint), {name: checkpoint.read(name) for name in (CONFIG, STATE)}
-    draft = disk.draft(checkpoint_name(iteration), token)
+    draft = disk.draft(get_checkpoint_name(iteration), token)
     draft.ensure_folder()
     file_sizes = {name: file.num_bytes for name, file in manifest.files.items() if name not in small_files}
     for name in file_sizes:
-        if checkpoint.first_holder(name) == memory.nodes.index:
-            with checkpoint.open(name) as source, draft.storage.create(draft.file_name(name)) as target:
+        if checkpoint.find_first_holder(name) == memory.nodes.index:
+            with checkpoint.open(name) as source, draft.storage.create(draft.get_file_name(name)) as target:
                 for offset in range(0, source.size, CHUNK_BYTES):
                     target.write(source.read(offset, min(CHUNK_BYTES, source.size - offset)))
-    is_leader = checkpoint.first_holder(MANIFEST) == memory.nodes.index
+    is_leader = checkpoint.find_first_holder(MANIFEST) == memory.nodes.index
     deadline = time.monotonic() + timeout_s
-    while missing := [name for name, size in file_sizes.items() if draft.storage.file_size(draft.file_name(name)) != size]:
+    while missing := [name for name, size in file_sizes.items() if draft.storage.get_file_size(draft.get_file_name(name)) != size]:
         if not is_leader and (read_latest(disk) or 0) >= iteration:
             return None
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"other nodes have not written {missing[0]}" if is_leader else "the first node has not completed the checkpoint"
+                f"other nodes have not written {missing[0]} to {disk.location} within {timeout_s:g} s, so the checkpoint of "
+                f"iteration {iteration} stays incomplete. Check these nodes"
+                if is_leader
+                else f"the first node has not completed the checkpoint of iteration {iteration} in {disk.location} within "
+                f"{timeout_s:g} s. Check that node"
             )
         time.sleep(_POLL_INTERVAL_S)
     if not is_leader:
         return None
     draft.publish({**small_files, MANIFEST: _rename_files(manifest, draft).to_json()})
     disk.write(LATEST, f"{iteration}\n".encode())
-    return f"iteration {iteration} is written to {disk.location_of(checkpoint_name(iteration))}, since its job has ended"
+    return f"iteration {iteration} is written to {disk.get_location(get_checkpoint_name(iteration))}, since its job has ended"
 
 
 def _read_token(storage: Storage) -> Any:
-    """Return the token of the run that saves in a folder, or None if it is not known."""
+    """Return the token that identifies the run which saves to a storage. Return None if the storage has no readable token."""
     try:
         return json.loads(storage.read(RUN))["token"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -287,19 +302,19 @@ def _read_token(storage: Storage) -> Any:
 
 
 def _rename_files(manifest: Manifest, draft: Draft) -> Manifest:
-    """Return a copy of the manifest in which the files have the names that they have in a draft (unfinished checkpoint). This
-    manifest is published with the draft."""
+    """Return a copy of a manifest with other file names: those that the files have in an unfinished checkpoint (`draft`) of the
+    save folder."""
     tensors = {
         name: dataclasses.replace(
             tensor,
             slices=tuple(
-                dataclasses.replace(stored_slice, file=draft.file_name(stored_slice.file)) for stored_slice in tensor.slices
+                dataclasses.replace(stored_slice, file=draft.get_file_name(stored_slice.file)) for stored_slice in tensor.slices
             ),
         )
         for name, tensor in manifest.tensors.items()
     }
     fixed_names = (CONFIG, STATE)
-    stored_files = {name if name in fixed_names else draft.file_name(name): file for name, file in manifest.files.items()}
+    stored_files = {name if name in fixed_names else draft.get_file_name(name): file for name, file in manifest.files.items()}
     return Manifest(tensors, stored_files)
 
 

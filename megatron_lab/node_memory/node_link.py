@@ -1,7 +1,9 @@
-"""Access to the files in the memory of another node: a server, and a client for it (`NodeLink`). The module does not import torch.
+"""Access to the checkpoint files in the memory of another node: a server, and a client for it (`NodeLink`). The module does not
+import torch.
 
-A message is a line of JSON, or raw bytes, each preceded by its length (8 bytes). A client must prove that it knows the token of the
-run: it receives random bytes and replies with their HMAC (RFC 2104), so the token itself is never sent. The data is not encrypted.
+A message is a line of JSON, or raw bytes, each preceded by its length (8 bytes). A client must prove that it knows the secret token
+of the run: it receives random bytes and replies with their HMAC (RFC 2104), so the token itself is never sent. The data is not
+encrypted.
 """
 
 from __future__ import annotations
@@ -30,20 +32,21 @@ _LENGTH = struct.Struct(">Q")
 _MAX_MESSAGE_BYTES = 1 << 30
 _CONNECT_TIMEOUT_S, _REPLY_TIMEOUT_S = 5.0, 60.0
 """Seconds after which a node that does not answer counts as lost."""
-_ALLOWED_CALLS = ("file_size", "list_names", "read", "remove", "remove_checkpoint", "remove_unfinished")
+_ALLOWED_CALLS = ("get_file_size", "list_names", "read", "remove", "remove_checkpoint", "remove_unfinished")
 """Methods of `LocalStorage` that a link may call."""
 
 
 class NodeUnreachableError(OSError):
-    """Raised if a node does not respond."""
+    """Another node does not respond. Checkpoint files in its memory cannot be read or written."""
 
 
 def serve(folder: Path, listener: socket.socket, get_token: Callable[[], str]) -> None:
-    """Serve the files of a folder to clients that know the token of the run, with one thread per connection. Returns immediately.
+    """Serve the files of a folder to other nodes that know the secret token of the run. Each connection has its own thread. Returns
+    immediately.
 
     Args:
         listener: socket on which the server accepts connections.
-        get_token: returns the token of the run. The token changes at each restart of the ranks.
+        get_token: returns the current token. The token changes at each restart of the ranks.
     """
 
     def handle_connection(connection: socket.socket) -> None:
@@ -69,15 +72,19 @@ def serve(folder: Path, listener: socket.socket, get_token: Callable[[], str]) -
 
 
 def _handle_message(storage: LocalStorage, connection: socket.socket, message: dict[str, Any]) -> None:
-    """Call the storage method that a client's message requests, and send the result or the error to the client.
+    """Call the storage method that another node requests, and send that node the result or the error.
 
     Args:
-        storage: the folder of this node that other nodes may access.
+        storage: the only folder of this node that other nodes may access.
+        message: method ("call"), path ("name") and further arguments.
     """
     name = message["name"]
     data = _receive(connection) if message["call"] == "write" else b""
     if any(PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts for path in (name, message.get("of", ""))):
-        raise ValueError(f"{name} is outside of {storage.local}, the only folder of this node that other nodes may access")
+        raise ValueError(
+            f"the path {name} is outside of {storage.local}, the only folder of this node that other nodes may access. The request "
+            "is refused"
+        )
     if message["call"] == "create":  # not in the `try`: an error ends the connection, because more blocks are on their way
         _receive_file(storage, connection, name)
     try:
@@ -90,7 +97,7 @@ def _handle_message(storage: LocalStorage, connection: socket.socket, message: d
             if draft.storage.local.is_dir():  # otherwise this node holds no file of the draft
                 draft.publish({})
         elif message["call"] == "write":
-            storage.child(str(PurePosixPath(name).parent)).create_folder()
+            storage.get_child(str(PurePosixPath(name).parent)).create_folder()
             storage.write(name, data)
         elif message["call"] in _ALLOWED_CALLS:
             result = getattr(storage, message["call"])(name)
@@ -108,21 +115,26 @@ def _handle_message(storage: LocalStorage, connection: socket.socket, message: d
 
 
 def _receive_file(storage: LocalStorage, connection: socket.socket, name: str) -> None:
-    """Receive the blocks of a file up to an empty block, and write them to the file. An incomplete file is removed."""
-    storage.child(str(PurePosixPath(name).parent)).create_folder()
+    """Receive the blocks of a file and write them, until an empty block marks the end. An incomplete file is removed.
+
+    Args:
+        name: path of the file within `storage`.
+    """
+    storage.get_child(str(PurePosixPath(name).parent)).create_folder()
     with storage.create(name) as file:
         while block := _receive(connection):
             file.write(block)
 
 
 class NodeLink:
-    """Client for the server of one node. It connects on first use. Several threads may call methods, but only one may write a file.
+    """Client for the checkpoint files in the memory of another node. It connects on first use.
 
-    All methods raise `NodeUnreachableError` if the node does not respond, and `OSError` if its storage fails.
+    Several threads may use a client, but only one may write a file. All methods raise `NodeUnreachableError` if the node does not
+    respond, and `OSError` if its storage fails.
 
     Args:
-        address: host and port.
-        token: token of the run.
+        address: host and port of the node's server.
+        token: secret token of the run.
     """
 
     def __init__(self, address: tuple[str, int], token: str) -> None:
@@ -132,32 +144,42 @@ class NodeLink:
         self._lock = threading.Lock()
 
     def call(self, name: str, path: str, data: bytes | None = None, **arguments: Any) -> Any:
-        """Call a method of the other node's storage for a path, and return the result."""
-        with self._lock, self._connected() as connection:
+        """Call a method of the other node's storage, and return the result.
+
+        Args:
+            name: name of the method.
+            path: path of the file or folder, the first argument of the method.
+            data: content to write, if the method is "write".
+            arguments: further arguments of the method.
+        """
+        with self._lock, self._connect() as connection:
             _send(connection, json.dumps({"call": name, "name": path, **arguments}).encode())
             if data is not None:
                 _send(connection, data)
             return _receive_result(connection)
 
     def start_file(self, path: str) -> None:
-        """Start writing a file on the other node. Until the file is finished or aborted, only its blocks may be sent over this
-        link."""
-        with self._connected() as connection:
+        """Start to write a file on the other node. Until `finish_file` or `abort_file`, only blocks of this file may be sent.
+
+        Args:
+            path: path of the file on the other node.
+        """
+        with self._connect() as connection:
             _send(connection, json.dumps({"call": "create", "name": path}).encode())
 
     def send_block(self, data: memoryview) -> None:
         """Send the next bytes of the file that is being written."""
-        with self._connected() as connection:
+        with self._connect() as connection:
             _send(connection, data)
 
     def finish_file(self) -> None:
-        """Send the end of the file, and wait until the node has written the complete file."""
-        with self._connected() as connection:
+        """End the file that is being written, and wait until the other node has stored it completely."""
+        with self._connect() as connection:
             _send(connection, b"")
             _receive_result(connection)
 
     def abort_file(self) -> None:
-        """Cancel the write of a file, and wait until the node has removed the incomplete file."""
+        """Cancel the file that is being written, and wait until the other node has removed it."""
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.settimeout(_CONNECT_TIMEOUT_S)
@@ -166,13 +188,13 @@ class NodeLink:
         self.close()
 
     def close(self) -> None:
-        """Close the connection, even if another thread is still in a call of this client."""
+        """Close the connection, even if another thread is waiting for an answer."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
     @contextmanager
-    def _connected(self) -> Iterator[socket.socket]:
+    def _connect(self) -> Iterator[socket.socket]:
         if self._failure is not None:  # do not wait for the timeout again
             raise NodeUnreachableError(self._failure)
         is_complete = False
@@ -198,7 +220,7 @@ class NodeLink:
 
 
 class RemoteFileReader(FileReader):
-    """`FileReader` of a file on another node, which reads over a `NodeLink`."""
+    """`FileReader` of a file in the memory of another node. Each read is a request over a `NodeLink`."""
 
     def __init__(self, link: NodeLink, path: str, size: int) -> None:
         self._link, self._path, self.size = link, path, size
@@ -214,8 +236,9 @@ class RemoteFileReader(FileReader):
 
 
 class ReplicatedFileWriter(FileWriter):
-    """`FileWriter` of a local file and of its copies on other nodes. If a node becomes unreachable, the writer continues without
-    the copy on that node.
+    """`FileWriter` of a local file that also writes copies of the file on other nodes.
+
+    If a node becomes unreachable, the writer continues without the copy on that node.
 
     Args:
         local_writer: writer of the local file.
@@ -225,12 +248,12 @@ class ReplicatedFileWriter(FileWriter):
 
     def __init__(self, local_writer: FileWriter, links: Sequence[NodeLink], path: str) -> None:
         self._local_writer, self._links = local_writer, [*links]
-        self._for_each_link(lambda link: link.start_file(path))
+        self._call_for_each_link(lambda link: link.start_file(path))
 
     def write_partial(self, data: memoryview) -> int:
         num_written = self._local_writer.write_partial(data[:CHUNK_BYTES])
         self._local_writer.num_bytes += num_written
-        self._for_each_link(lambda link: link.send_block(data[:num_written]))
+        self._call_for_each_link(lambda link: link.send_block(data[:num_written]))
         return num_written
 
     def sync(self) -> None:
@@ -238,13 +261,13 @@ class ReplicatedFileWriter(FileWriter):
 
     def finish(self) -> None:
         """Complete the copies on the other nodes."""
-        self._for_each_link(NodeLink.finish_file)
+        self._call_for_each_link(NodeLink.finish_file)
 
     def abort(self) -> None:
-        """Cancel writing the copies, and remove the incomplete copies."""
-        self._for_each_link(NodeLink.abort_file)
+        """Cancel the copies on the other nodes, and remove the incomplete files there."""
+        self._call_for_each_link(NodeLink.abort_file)
 
-    def _for_each_link(self, action: Callable[[NodeLink], None]) -> None:
+    def _call_for_each_link(self, action: Callable[[NodeLink], None]) -> None:
         for link in [*self._links]:
             try:
                 action(link)
@@ -254,7 +277,7 @@ class ReplicatedFileWriter(FileWriter):
 
 
 class _RemoteError(Exception):
-    """Error raised by the storage of the other node, in contrast to an error of the connection."""
+    """The storage of the other node has raised an error. The connection to that node still works."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(str(error))
@@ -281,7 +304,10 @@ def _send(connection: socket.socket, data: bytes | memoryview) -> None:
 def _receive(connection: socket.socket, max_bytes: int = _MAX_MESSAGE_BYTES) -> bytes:
     length = _LENGTH.unpack(_receive_exactly(connection, _LENGTH.size))[0]
     if length > max_bytes:
-        raise ValueError(f"a message has {length:,} bytes, but at most {max_bytes:,} are allowed")
+        raise ValueError(
+            f"a message from another node has {length:,} bytes, but at most {max_bytes:,} are allowed: the message is damaged, or "
+            "another program sent it"
+        )
     return _receive_exactly(connection, length)
 
 
@@ -290,6 +316,8 @@ def _receive_exactly(connection: socket.socket, length: int) -> bytes:
     while total < length:
         num_received = connection.recv_into(memoryview(data)[total:])
         if not num_received:
-            raise ConnectionResetError("the other node closed the connection")
+            raise ConnectionResetError(
+                "the other node closed the connection, perhaps because the process there has ended. Read the output of that node"
+            )
         total += num_received
     return bytes(data)

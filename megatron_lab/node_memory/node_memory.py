@@ -1,4 +1,5 @@
-"""Checkpoints in the memory of the nodes, seen from a run: starting the keepers, and checking for a newer checkpoint in memory."""
+"""Checkpoints in the memory of the nodes, as a run uses them: start the processes that keep them, and check for a newer checkpoint
+in memory."""
 
 from __future__ import annotations
 
@@ -21,25 +22,28 @@ from megatron_lab.node_memory.node_storage import FOLDER_VARIABLE, Nodes
 
 
 class NodeMemory(NamedTuple):
-    """Access of a rank to the keeper of its node."""
+    """Access of a rank to the keeper of its node, the process that keeps checkpoints in memory."""
 
     folder: Path
     is_leader: bool
-    """Whether this rank communicates with the keeper. This is the first rank of each node."""
+    """Whether this rank is the first rank of its node. Only this rank communicates with the keeper."""
 
     def end(self) -> None:
-        """End the keeper, because the run has finished and its last checkpoint is in the storage. Only the leader does anything."""
+        """End the keeper without saving its checkpoint, because the run has finished and written its last checkpoint. Only the
+        first rank of each node does anything."""
         if self.is_leader:
             end_keeper(self.folder)
 
 
 def start_keepers(save: str, num_copies: int, context: ParallelContext) -> NodeMemory:
-    """Start the keepers of all nodes, or find the running ones, and tell each keeper the addresses of the others. All ranks call
-    this together.
+    """Start the keepers (the process of each node that keeps checkpoints in memory), or find the running ones. All ranks call this
+    together.
+
+    Each keeper gets the addresses of all others.
 
     Args:
         save: path or URL of the save folder.
-        num_copies: number of other nodes that receive a copy of each file that a rank writes.
+        num_copies: number of other nodes that receive a copy of each file (--replicate-state).
 
     Raises:
         ValueError: a keeper cannot be started, or there are not enough nodes for the copies. The error is raised on every rank.
@@ -62,8 +66,8 @@ def start_keepers(save: str, num_copies: int, context: ParallelContext) -> NodeM
     first_ranks = [*keepers]
     if num_copies >= len(keepers):
         raise ValueError(
-            f"--replicate-state {num_copies} needs that many other nodes for the copies, but this job has {len(keepers)} nodes: "
-            f"set --replicate-state {len(keepers) - 1}"
+            f"--replicate-state {num_copies} copies the state to {num_copies} other nodes, but this job has {len(keepers)} nodes "
+            f"in all: set --replicate-state {len(keepers) - 1}"
         )
     index = first_ranks.index(context.rank - local_rank)
     folder = Path(keepers[context.rank - local_rank][0])
@@ -80,14 +84,14 @@ def start_keepers(save: str, num_copies: int, context: ParallelContext) -> NodeM
 
 
 def is_memory_newer(save: Storage, damaged: dict[int, str]) -> bool:
-    """Return whether the memory of the nodes holds a complete checkpoint that is newer than the latest checkpoint in the save
+    """Return whether the newest complete checkpoint in the memory of the nodes is newer than the latest checkpoint in the save
     folder.
 
     Only one rank calls this.
 
     Args:
         save: save folder.
-        damaged: iterations whose checkpoint cannot be read, with the reasons.
+        damaged: reasons why checkpoints cannot be used, by iteration. These checkpoints are ignored.
     """
     try:
         path = find_checkpoint(NODE_MEMORY_URL, warn=lambda _: None, damaged=damaged)
@@ -99,9 +103,9 @@ def is_memory_newer(save: Storage, damaged: dict[int, str]) -> bool:
 
 
 def get_launcher_pid() -> int:
-    """Return the PID of the launcher. When the launcher ends, the keeper ends too.
+    """Return the PID of the launcher. When the launcher ends, the process that keeps checkpoints in memory ends too.
 
-    The launcher is torchrun or another program that restarts ranks. Without a launcher, the result is the PID of this process.
+    The launcher is torchrun or another program that restarts ranks. Without a launcher, return the PID of this process.
     """
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
 
