@@ -1,4 +1,5 @@
-"""Charts of curves that the reader can zoom. `curves.js`, which is part of the page, draws them in the browser."""
+"""Charts of curves that the reader of an HTML page can zoom. The script `curves.js`, which is part of the page, draws them in the
+browser."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ figure.chart .said { min-height: 1.5em; font-variant-numeric: tabular-nums; }
 
 
 def smooth(values: NDArray[Any], half_width: int) -> NDArray[Any]:
-    """Return the moving mean of values, over a window of `half_width` values on both sides.
+    """Return the moving mean of `values`: each value is replaced by the mean of a window with `half_width` values on both sides.
 
     Near the start, where a loss falls fast, the window is smaller but still symmetric. Near the end the window contains only the
     values that exist. Values that are not finite are ignored.
@@ -46,7 +47,10 @@ def smooth(values: NDArray[Any], half_width: int) -> NDArray[Any]:
 
 @dataclass(frozen=True)
 class Curve:
-    """Line of a chart with its points and style. A point whose value is None is a gap in the line."""
+    """Curve of a chart: its points and its style. A point whose value is None is a gap in the line.
+
+    `iterations` and `tokens` are the two possible horizontal positions of each point, between which the reader can switch.
+    """
 
     name: str
     colour: str
@@ -59,9 +63,10 @@ class Curve:
 
 
 def build_chart(title: str, curves: Sequence[Curve], *, is_strip: bool = False, includes_zero: bool = False) -> str:
-    """Return the HTML of a chart, or an empty string if no curve has a point.
+    """Return the HTML of a chart with curves, or an empty string if no curve has a point.
 
     Args:
+        title: title of the chart.
         is_strip: make the chart lower than usual.
         includes_zero: extend the vertical axis to zero.
     """
@@ -88,12 +93,13 @@ def build_axis_buttons() -> str:
 
 
 def build_script() -> str:
-    """Return the script element that draws the charts. In the page it must come after all charts."""
+    """Return the script element of the page that draws the charts. It must come after all charts in the page."""
     return f"<script>\n{Path(__file__).with_name('curves.js').read_text(encoding='utf-8')}</script>"
 
 
 def _downsample(curve: Curve) -> dict[str, object]:
-    """Return the data of a curve for `curves.js`, with at most `MAX_POINTS` points. A point is the mean of neighbouring values."""
+    """Return the data of a curve for `curves.js`, with at most `MAX_POINTS` points. In a longer curve, a point is the mean of
+    neighbouring points."""
     group_size = -(-len(curve.values) // MAX_POINTS) or 1
     starts = range(0, len(curve.values), group_size)
     attributes = {"faint": curve.is_faint, "dashed": curve.is_dashed, "dots": curve.has_dots}

@@ -1,6 +1,6 @@
-"""Bar charts as SVG.
+"""Bar charts for HTML pages, as SVG.
 
-Lengths are percentages of the width and texts have a fixed size, so that a figure fits both phones and wide screens.
+Bar lengths are percentages of the width of the figure, and texts have a fixed size. So a figure fits both phones and wide screens.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _MIN_DRAWN_SHARE = 0.002
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar of a bar chart. It consists of stacked segments."""
+    """One horizontal bar of a bar chart, which consists of segments one after another."""
 
     label: str
     segments: Mapping[str, float]
-    """Length of each segment by its name."""
+    """Length of each segment by the name of the segment."""
     value_text: str | None = None
-    """Text after the bar's label; None for the formatted sum of the segments."""
+    """Text after the bar's label; None for the sum of the segment lengths."""
 
 
 def build_stacked_bars(
@@ -35,12 +35,12 @@ def build_stacked_bars(
     limit_text: str = "",
     caption_text: str = "",
 ) -> str:
-    """Return the HTML of a figure with stacked bars on a common scale, below each other, with a legend.
+    """Return the HTML of a figure with horizontal bars below each other on a common scale, and a legend.
 
     Args:
-        bars: segments with equal names have equal colours in all bars. A bar may lack some names.
-        format_value: function that formats a length.
-        limit: value that a bar should not exceed. A dashed line marks it.
+        bars: bars to draw. Segments with equal names have equal colours in all bars. A bar may lack some names.
+        format_value: function that formats the length of a segment or of a bar.
+        limit: length that a bar should not exceed. A dashed line marks it.
         limit_text: text of the limit in the legend; by default its formatted value.
         caption_text: text below the figure.
     """

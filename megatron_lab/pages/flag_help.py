@@ -1,4 +1,5 @@
-"""Texts of ``--help`` and ``--explain FLAG``, generated from the settings' fields, their docstrings and the rules."""
+"""Texts of ``--help`` and ``--explain FLAG``, generated from the fields of the settings, their docstrings, and the rules on
+combinations of settings."""
 
 from __future__ import annotations
 
@@ -14,24 +15,28 @@ from typing import Annotated, Any
 
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
-from megatron.config.flags import Flag, find_flag, flags, suggest_names, topics
+from megatron.config.flags import Flag, find_flag, get_flags, get_topics, suggest_names
 from megatron.config.optional_packages import is_missing, note_missing_packages
 from megatron.config.parsed_flags import COUNT, GPUS_PER_NODE, NO_VALUE, REQUESTS
 from megatron.config.rules import RULES
-from megatron.config.setting import flag_name
+from megatron.config.setting import get_flag_name
 from megatron_lab.migration.compat import COMPAT_FLAGS, TRANSLATIONS, NoEffectFlag, match_flag_pattern
 
 _WIDTH = 110  # columns of a page of --explain
 _DESCRIPTION = (
     "Pretrain a GPT- or Llama-style model with tensor, pipeline and data parallelism, by the same command on one CPU and on "
-    "many GPUs. Flags have the names and defaults of Megatron-LM; those that cannot be had are refused with what to use instead."
+    "many GPUs. Flags have the names and defaults of Megatron-LM; those that are not supported are refused, with a "
+    "message that says what to use instead."
 )
 
 
-def help_text(program: str) -> str:
+def format_help(program: str) -> str:
     """Return the text of ``--help`` at the width of the terminal: flags grouped by topic, each with its docstring and default.
 
-    If the package tyro is missing, the text has the same content in a simpler layout.
+    If the package tyro is missing, the text has the same content in a simpler format.
+
+    Args:
+        program: name of the program in the usage line.
     """
     if is_missing("tyro"):
         return "\n".join(_iter_plain_help(program)) + "\n"
@@ -59,14 +64,14 @@ def help_text(program: str) -> str:
 
 
 def _iter_plain_help(program: str) -> Iterator[str]:
-    """Yield the lines of ``--help`` without tyro."""
+    """Yield the lines of the ``--help`` text in the simple format that is used if the package tyro is missing."""
     yield from _wrap(f"usage: {program} [flags]", "  ", "")
     yield from ("", *_wrap(_DESCRIPTION, ""), "", *_wrap(f"{note_missing_packages()[0]}", "  ", ""))
     for name, (value_format, description) in REQUESTS.items():
         yield from ("", f"--{name}" + ("" if value_format == NO_VALUE else f" {value_format}"), *_wrap(description, "    "))
-    for topic in topics():
+    for topic in get_topics():
         yield f"\n{topic}:"
-        for flag in flags().values():
+        for flag in get_flags().values():
             if flag.topic == topic:
                 yield f"\n--{flag.name}" if flag.value_type is not bool else f"\n--{flag.name}, --no-{flag.name}"
                 yield from _wrap(f"{_get_docs(flag)} (default: {_format_default(flag)})", "    ")
@@ -76,7 +81,7 @@ def explain(name: str) -> str:
     """Return the text that ``--explain`` prints about one flag.
 
     Args:
-        name: the flag, with or without its leading dashes.
+        name: name of the flag, with or without its leading dashes.
 
     Raises:
         ConfigError: the flag is unknown. The message suggests flags with similar names.
@@ -97,7 +102,7 @@ def explain(name: str) -> str:
             else f"is refused. {foreign.reason}"
         )
         return "\n".join(_wrap(f"--{name} {outcome}", "  ", "")) + "\n"
-    suggestions = tuple(f"--explain {suggestion}" for suggestion in suggest_names(name, [*flags(), *REQUESTS]))
+    suggestions = tuple(f"--explain {suggestion}" for suggestion in suggest_names(name, [*get_flags(), *REQUESTS]))
     raise ConfigError(
         [Violation(("--explain",), f"--{name} is not a flag.", "" if suggestions else "See --help for all flags.", suggestions)]
     )
@@ -110,9 +115,9 @@ def _iter_page(flag: Flag) -> Iterator[str]:
     for label, text in _iter_properties(flag):
         yield from _wrap(f"{label:9} {text}", "            ", "  ")
     if rules := find_rules(flag.field):
-        yield "\n  Rules that it must keep:"
+        yield "\n  Rules that its value must satisfy:"
         for reason, fields in rules:
-            yield from _wrap(f"{reason} (with {', '.join(map(flag_name, fields))})", "    ", "  - ")
+            yield from _wrap(f"{reason} (with {', '.join(map(get_flag_name, fields))})", "    ", "  - ")
     if mentions := _find_mentions(flag):
         yield "\n  See also:"
         for mentioned in mentions:
@@ -120,10 +125,10 @@ def _iter_page(flag: Flag) -> Iterator[str]:
 
 
 def _iter_properties(flag: Flag) -> Iterator[tuple[str, str]]:
-    """Yield the properties of a flag as pairs of a label and a text.
+    """Yield (label, text) of each property of a flag, for the page of ``--explain``.
 
-    The properties include the accepted value, the default, and the conditions under which the flag takes effect. Flags that take
-    effect only with this flag are listed too.
+    The properties include the accepted value, the default, and the conditions under which the flag takes effect. The last ones list
+    the flags that take effect only with, or only without, this flag.
     """
     metadata = flag.metadata
     bound = f", {'each ' if flag.is_tuple else ''}{metadata.interval}" if metadata.interval is not None else ""
@@ -139,7 +144,7 @@ def _iter_properties(flag: Flag) -> Iterator[tuple[str, str]]:
         yield "idle", f"{'' if condition.effect == 'has no effect' else f'({condition.effect}) '}where {condition.description}"
     enabled_names: list[str] = []
     disabled_names: list[str] = []
-    for dependent in flags().values():
+    for dependent in get_flags().values():
         if dependent.metadata.active_if is not None and flag.field in dependent.metadata.active_if.values:
             (disabled_names if dependent.metadata.active_if.values[flag.field] in (None, False) else enabled_names).append(
                 f"--{dependent.name}"
@@ -161,14 +166,15 @@ def _format_default(flag: Flag) -> str:
 
 
 def find_rules(field: str) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the rules that relate a setting to other settings: pairs of the rule's reason and the fields of the other settings.
-
-    The fields are in the order of the flags.
+    """Return the rules on combinations of settings that involve this setting and others.
 
     Args:
         field: field name of the setting.
+
+    Returns:
+        For each rule: the rule's text with its reason, and the field names of the other settings, in the order of the flags.
     """
-    field_order = [flag.field for flag in flags().values()]
+    field_order = [flag.field for flag in get_flags().values()]
     return [
         (rule.reason, tuple(name for name in field_order if name in rule.fields and name != field))
         for rule in RULES
@@ -177,15 +183,15 @@ def find_rules(field: str) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _find_mentions(flag: Flag) -> list[Flag]:
-    """Return the flags that the docstring of this flag mentions, and the flags whose docstrings mention this flag.
+    """Return the flags that this flag's docstring mentions, and the flags whose docstrings mention this flag, for "See also".
 
-    Flags that a rule relates to this flag are excluded: the page lists them already.
+    A flag is left out if the page already lists it, because a rule involves both flags.
     """
     covered = {field for _, fields in find_rules(flag.field) for field in fields} | {flag.field}
     text = _get_docs(flag)
     return [
         candidate
-        for candidate in flags().values()
+        for candidate in get_flags().values()
         if candidate.field not in covered and (_mentions_flag(text, candidate) or _mentions_flag(_get_docs(candidate), flag))
     ]
 
@@ -211,12 +217,12 @@ def _wrap(text: str, indent: str, first_indent: str | None = None) -> list[str]:
 
 
 def _get_docs(flag: Flag) -> str:
-    return read_field_docs(topics()[flag.topic])[flag.field]
+    return read_field_docs(get_topics()[flag.topic])[flag.field]
 
 
 @functools.cache
 def read_field_docs(config_class: type) -> dict[str, str]:
-    """Read the docstrings below the fields of a dataclass and its base classes from the source code.
+    """Read the docstrings below the fields of a dataclass and of its base classes from the source code.
 
     Returns:
         The docstrings by field name, each joined to one line.

@@ -1,6 +1,7 @@
-"""Building blocks of a page: one HTML file with style, sections and tables that opens without network access. Its figures are SVG.
+"""Building blocks of HTML pages. A page is one file with style, sections and tables that opens without network access. Its figures
+are SVG.
 
-User text is escaped with `html.escape`. Parameters and attributes called `body` or `html` contain HTML already.
+Texts that come from the user are escaped with `html.escape`. Parameters and attributes named `body` or `html` contain HTML already.
 """
 
 from __future__ import annotations
@@ -51,14 +52,15 @@ class Section:
 
     heading: str
     body: str
-    """Content as HTML."""
+    """Content of the section as HTML."""
 
 
 def build_page(title: str, sections: Sequence[Section], lead: str = "") -> str:
     """Return a complete HTML file.
 
     Args:
-        title: title of the window and of the page, as text.
+        title: title of the browser window and of the page, as plain text.
+        sections: sections in the order of the page.
         lead: HTML between the title and the first section.
     """
     section_html = [f"<section><h2>{escape(section.heading)}</h2>\n{section.body}</section>" for section in sections]
@@ -71,24 +73,30 @@ def build_page(title: str, sections: Sequence[Section], lead: str = "") -> str:
 
 
 def build_table(header: Sequence[str], rows: Sequence[Sequence[str]], numeric_columns: Sequence[int] = ()) -> str:
-    """Return the HTML of a table of texts. It scrolls horizontally if the window is too narrow.
+    """Return the HTML of a table of texts. The table scrolls horizontally if the window is too narrow.
 
     Args:
+        header: titles of the columns.
+        rows: cells of each row, as plain texts.
         numeric_columns: indices of the columns that are aligned to the right.
     """
 
-    def cells(tag: str, row: Sequence[str]) -> str:
+    def build_cells(tag: str, row: Sequence[str]) -> str:
         return "".join(
             f'<{tag} class="number">{escape(cell)}</{tag}>' if column in numeric_columns else f"<{tag}>{escape(cell)}</{tag}>"
             for column, cell in enumerate(row)
         )
 
-    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    return f'<div class="wide"><table><thead><tr>{cells("th", header)}</tr></thead><tbody>{body}</tbody></table></div>'
+    body = "".join(f"<tr>{build_cells('td', row)}</tr>" for row in rows)
+    return f'<div class="wide"><table><thead><tr>{build_cells("th", header)}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def build_legend(entries: Sequence[tuple[str, str]]) -> str:
-    """Return the HTML of a legend from pairs of a colour and its text."""
+    """Return the HTML of a legend.
+
+    Args:
+        entries: (colour, text) of each entry.
+    """
     return (
         '<div class="legend">'
         + "".join(f'<span><i style="background:{colour}"></i>{escape(text)}</span>' for colour, text in entries)
@@ -100,7 +108,9 @@ def write_page(flag: str, path: str, html: str) -> None:
     """Write an HTML page to a file. Missing folders are created.
 
     Args:
-        flag: command-line flag that set the path, for the error message.
+        flag: command-line flag that set the path, named in the error message.
+        path: path of the file.
+        html: content of the file.
 
     Raises:
         ValueError: the file cannot be written.
@@ -109,4 +119,6 @@ def write_page(flag: str, path: str, html: str) -> None:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         Path(path).write_text(html, encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"{flag} {path} cannot be written: {(error.strerror or str(error)).lower()}.") from error
+        raise ValueError(
+            f"{flag} {path} cannot be written: {(error.strerror or str(error)).lower()}. Choose another path."
+        ) from error

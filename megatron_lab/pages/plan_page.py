@@ -1,4 +1,4 @@
-"""HTML page of a dry run: memory bars, the grid of ranks, and the text of the plan."""
+"""HTML page of a dry run: predicted memory as bars, the grid of ranks, and the text of the plan."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from megatron_lab.planner.step_time import StepTime
 
 
 def build_plan_page(plan: Plan, topology: Topology, step_time: StepTime | None = None, notes: Sequence[str] = ()) -> str:
-    """Return the HTML page of a job's memory plan: one file without links to other files.
+    """Return the HTML page of a job's memory plan (--dry-run): one file without links to other files.
 
     Args:
+        plan: predicted memory of the ranks.
         topology: rank grid of the job, which determines the order of the ranks.
-        step_time: predicted time of a step; None if the plan has no prediction.
-        notes: notes on the settings, shown below the plan.
+        step_time: predicted time of a step; None if step times are not predicted.
+        notes: lines about the settings, shown below the text of the plan.
     """
     job, lines = plan.job, format_plan(plan, step_time)
     lead_end = lines.index("")
@@ -29,7 +30,7 @@ def build_plan_page(plan: Plan, topology: Topology, step_time: StepTime | None =
         Section("Memory of a rank", build_memory_bars(plan)),
         Section("Ranks", build_grid(plan, topology)),
         Section("Step", _build_step_bar(step_time)) if step_time is not None else None,
-        Section("All of the plan", f"<pre>{escape(chr(10).join([*lines, *notes]))}</pre>"),
+        Section("Complete plan", f"<pre>{escape(chr(10).join([*lines, *notes]))}</pre>"),
     ]
     lead = "".join(f"<p>{escape(line.strip())}</p>" for line in lines[:lead_end])
     num_params = format_with_unit(plan.parameters, ["", " thousand", " million", " billion", " trillion"])
@@ -38,9 +39,9 @@ def build_plan_page(plan: Plan, topology: Topology, step_time: StepTime | None =
 
 
 def build_memory_bars(plan: Plan) -> str:
-    """Return the HTML of bars that show device memory by purpose: one bar for each group of stages with similar memory.
+    """Return the HTML of bars that show device memory by purpose: one bar for each group of pipeline stages with similar memory.
 
-    A bar shows the fullest rank of the group. If the memory of a device is known, a line marks it.
+    A bar shows the rank of the group that needs most memory. If the memory size of the device is known, a line marks it.
     """
 
     def get_device_bytes(profile: RankProfile) -> int:
@@ -55,16 +56,16 @@ def build_memory_bars(plan: Plan) -> str:
         format_bytes,
         limit=plan.device_memory,
         limit_text="" if plan.device_memory is None else f"a device has {format_bytes(plan.device_memory)}",
-        caption_text="Device memory at the peak of a step; the bar is that of the fullest rank of these stages.",
+        caption_text="Predicted device memory at the peak of a step. A bar shows the rank of these stages that needs most.",
     )
 
 
 def build_grid(plan: Plan, topology: Topology) -> str:
-    """Return the HTML of the rank grid, coloured by the device memory that each rank needs."""
+    """Return the HTML of the rank grid, in which the colour of a cell shows the predicted device memory of the rank."""
     profiles: dict[tuple[int, int, int], RankProfile] = {}
 
     def get_device_bytes(rank: int) -> float:
-        coordinates = topology.coordinates(rank)
+        coordinates = topology.get_coordinates(rank)
         key = (
             coordinates["pp"],
             coordinates["tp"],
@@ -82,10 +83,13 @@ def _split_by_purpose(profile: RankProfile) -> dict[str, float]:
 
 
 def _build_step_bar(step_time: StepTime) -> str:
-    """Return the HTML of a bar that divides the step time of the busiest rank by use, such as matrix products or communication."""
-    shares = dict(step_time.largest_shares())
+    """Return the HTML of a bar that divides the predicted step time by activity, such as matrix products or communication.
+
+    The times are those of the rank that limits the step.
+    """
+    shares = dict(step_time.find_largest_shares())
     return build_stacked_bars(
         [Bar("busiest rank", shares, format_duration(step_time.seconds))],
         lambda share: f"{share:.1%}",
-        caption_text=f"Share of a step, on {step_time.cluster}.",
+        caption_text=f"Predicted shares of the step time, on {step_time.cluster}.",
     )

@@ -1,6 +1,7 @@
 """SVG figure of a job's rank grid.
 
-The figure has a row for each pipeline stage, a column for each data, context and tensor rank, and lines between nodes.
+The figure has a row for each pipeline stage, a column for each combination of data, context and tensor rank, and lines between
+nodes.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ _MAX_LABELLED_COLUMNS = 24
 def build_rank_grid(
     topology: Topology, gpus_per_node: int, get_value: Callable[[int], float], format_value: Callable[[float], str], value_name: str
 ) -> str:
-    """Return the HTML of the rank grid and its legend. The colour of a cell shows a value of its rank.
+    """Return the HTML of the rank grid and its legend. The colour of a cell shows a value of the rank, such as its memory.
 
     Args:
-        gpus_per_node: number of ranks on a node. Node k has the ranks from k * gpus_per_node on.
+        gpus_per_node: number of ranks on a node. Node k has the ranks from k * gpus_per_node to (k + 1) * gpus_per_node - 1.
         get_value: function that returns the value of a rank, such as the bytes that it needs.
-        format_value: function that formats a value.
+        format_value: function that formats a value as text.
         value_name: name of the value, such as "device memory".
     """
     ranks_per_data_rank = topology.tp * topology.cp
@@ -43,7 +44,7 @@ def build_rank_grid(
         for tensor_rank in range(topology.tp)
     ][: 4 * _MAX_CELLS]
     ranks = {
-        (row, column): topology.rank(tensor_rank, context_rank, data_rank, stage)
+        (row, column): topology.find_rank(tensor_rank, context_rank, data_rank, stage)
         for row, stage in enumerate(stages)
         for column, (data_rank, context_rank, tensor_rank) in enumerate(columns)
     }
@@ -66,7 +67,7 @@ def build_rank_grid(
     ]
     for (row, column), rank in ranks.items():
         shade = _choose_shade(values[rank], min_value, max_value)
-        coordinates = topology.coordinates(rank)
+        coordinates = topology.get_coordinates(rank)
         position = ", ".join(f"{name} {coordinates[axis]}" for axis, name in _list_axes(topology))
         tooltip = f"rank {rank} on node {rank // gpus_per_node}: {position}; {value_name} {format_value(values[rank])}"
         x, y = column_width * column, _HEADER_HEIGHT + _CELL_HEIGHT * row
@@ -83,7 +84,10 @@ def build_rank_grid(
     cells += _build_borders(ranks, gpus_per_node, len(stages), len(columns), column_width)
     num_hidden = topology.world_size - len(ranks)
     hidden_text = f" {num_hidden:,} of {topology.world_size:,} ranks are left out in the middle." if num_hidden else ""
-    caption = f"Rows are pipeline stages, columns {_describe_columns(topology)}. Lines part nodes of {gpus_per_node}.{hidden_text}"
+    caption = (
+        f"Rows are pipeline stages, columns {_describe_columns(topology)}. "
+        f"Lines separate nodes of {gpus_per_node} ranks.{hidden_text}"
+    )
     return (
         f"<figure>{_build_legend(min_value, max_value, format_value, value_name)}"
         f'<div style="display:flex">{"".join(labels)}</svg><div style="flex:1;min-width:0">{"".join(cells)}</svg></div></div>'
@@ -92,12 +96,13 @@ def build_rank_grid(
 
 
 def _select_indices(size: int, max_indices: int) -> Sequence[int]:
-    """Return the indices of the rows or columns to show: all below `size`, or for a large size the first ones and the last."""
+    """Return the indices of the rows or columns to show: all of them, or the first `max_indices` - 1 and the last if there are too
+    many."""
     return range(size) if size <= max_indices else [*range(max_indices - 1), size - 1]
 
 
 def _list_axes(topology: Topology) -> list[tuple[str, str]]:
-    """Return (key, name) of each parallel axis in the tooltip of a cell, from the outermost to the innermost."""
+    """Return (key, name) of each parallel axis that the tooltip of a cell lists, from the outermost axis to the innermost."""
     return [
         ("pp", "pipeline"),
         ("dp", "data"),
@@ -111,20 +116,29 @@ def _format_data_rank(data_rank: int, topology: Topology) -> str:
 
 
 def _describe_columns(topology: Topology) -> str:
-    """Return the part of the caption that says which ranks the columns are."""
+    """Return the part of the caption that says to which ranks the columns belong."""
     inner = [f"{size} {name}" for size, name in ((topology.cp, "context"), (topology.tp, "tensor")) if size > 1]
     return "data ranks" + (f", each of {' x '.join(inner)} ranks" if inner else "")
 
 
 def _choose_shade(value: float, min_value: float, max_value: float) -> int:
-    """Return the index of the colour of a value in the colour scale. If all values are equal, it is a colour in the middle."""
+    """Return the index of the colour for a value in the colour scale from `min_value` to `max_value`.
+
+    If all values are equal, it is the index of a colour in the middle.
+    """
     return 2 if max_value == min_value else round((len(_COLOUR_SCALE) - 1) * (value - min_value) / (max_value - min_value))
 
 
 def _build_borders(
     ranks: dict[tuple[int, int], int], gpus_per_node: int, num_rows: int, num_columns: int, column_width: float
 ) -> list[str]:
-    """Return lines between neighbouring cells of different nodes, and a frame around the grid."""
+    """Return SVG lines between neighbouring cells whose ranks are on different nodes, and an SVG frame around the grid.
+
+    Args:
+        ranks: rank of each cell, by (row, column).
+        gpus_per_node: number of ranks on a node.
+        column_width: width of a cell in percent of the figure's width.
+    """
     borders = []
     style = 'stroke="#1d2129" stroke-width="1.6"'
     for (row, column), rank in ranks.items():

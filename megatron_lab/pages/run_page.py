@@ -1,4 +1,4 @@
-"""HTML report of a run, or a comparison of several runs, from the metrics that they recorded (`megatron/metrics/history.py`)."""
+"""HTML report of a run, or a comparison of several runs, from the history files of the runs (`megatron/metrics/history.py`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from megatron.config.flags import flags
+from megatron.config.flags import get_flags
 from megatron.metrics.history import History
 from megatron.metrics.log_line import format_compact, format_duration
 from megatron_lab.pages.curves import Curve, build_axis_buttons, build_chart, build_script, smooth
@@ -29,7 +29,7 @@ _MAX_EVENTS = 200
 
 @dataclass(frozen=True)
 class Run:
-    """One run in a report, with its name and its recorded history."""
+    """One run of a report: its folder, its name in the report, and the content of its history file."""
 
     folder: Path
     name: str
@@ -38,7 +38,10 @@ class Run:
 
 
 def name_runs(folders: Sequence[Path], histories: Sequence[History]) -> list[Run]:
-    """Build the runs of a report. Their names are the shortest suffixes of their paths that differ."""
+    """Build the runs of a report from their folders and histories.
+
+    The name of a run is the end of its path, with as few path components as distinguish the runs.
+    """
     paths = [folder.absolute() for folder in folders]
     num_components = next(n for n in range(1, 99) if len({path.parts[-n:] for path in paths}) == len(set(paths)))
     return [Run(path, "/".join(path.parts[-num_components:]), history) for path, history in zip(paths, histories, strict=True)]
@@ -48,9 +51,9 @@ def build_run_page(runs: Sequence[Run], memory: str = "", grid: str = "") -> str
     """Return the report as one HTML file without links to other files.
 
     Args:
-        runs: one run, or several whose curves, times and settings are compared.
-        memory: HTML of the planned memory; only for a single run.
-        grid: HTML of the rank grid; only for a single run.
+        runs: one run, or several runs whose curves, times and settings are compared.
+        memory: HTML of the predicted memory; used only in the report of a single run.
+        grid: HTML of the rank grid; used only in the report of a single run.
     """
     single_run = runs[0] if len(runs) == 1 else None
     sections = [
@@ -71,16 +74,17 @@ def build_run_page(runs: Sequence[Run], memory: str = "", grid: str = "") -> str
             Section("Settings", _build_settings(single_run.history)),
         ]
     else:
-        sections.append(Section("Settings that differ", _build_different_settings(runs)))
+        sections.append(Section("Settings that differ between the runs", _build_different_settings(runs)))
     title = f"Run {single_run.name}" if single_run is not None else f"{len(runs)} runs"
-    return build_page(title, sections, f'<p class="faint">Made {_format_time(time.time())}.</p>')
+    return build_page(title, sections, f'<p class="faint">Created {_format_time(time.time())}.</p>')
 
 
 def summarize(history: History) -> list[str]:
-    """Return one line about the training loss of a run. Add a line about the validation loss, if the run has evaluated it."""
+    """Return a text line with the first and the last training loss of a run. If the run has evaluated, add a line with all
+    validation losses."""
     steps = [step for step in history.steps if step.lm_loss is not None]
     if not steps:
-        return ["no step with a loss is in the record"]
+        return ["the history has no step with a loss"]
     first_step, last_step = steps[0], steps[-1]
     sentences = [
         f"training loss {first_step.lm_loss:.3f} at iteration {first_step.iteration}, "
@@ -91,15 +95,15 @@ def summarize(history: History) -> list[str]:
 
 
 def is_loss_lower(history: History) -> bool:
-    """Return whether the last recorded training loss is lower than the first."""
+    """Return whether the last recorded training loss of a run is lower than the first one."""
     losses = [step.lm_loss for step in history.steps if step.lm_loss is not None]
     return len(losses) > 1 and losses[-1] < losses[0]
 
 
 def format_shares(values: Mapping[str, float]) -> dict[str, str]:
-    """Format values as percentages of their sum with one decimal, so that the printed percentages add up to 100.0.
+    """Format each value as its percentage of the sum of all values, with one decimal. The printed percentages add up to 100.0.
 
-    All percentages are rounded down, and then those with the largest remainders are rounded up.
+    To achieve this, all percentages are rounded down, and then those with the largest remainders are rounded up.
     """
     total = math.fsum(values.values())
     if total <= 0:
@@ -112,7 +116,8 @@ def format_shares(values: Mapping[str, float]) -> dict[str, str]:
 
 
 def _build_overview(runs: Sequence[Run]) -> str:
-    """Return an HTML table with a row for each run. For a single run, the table has a row for each property."""
+    """Return an HTML table of the main properties of the runs, with a row for each run. For a single run, there is a row for each
+    property."""
     header = [
         "run",
         "state",
@@ -165,7 +170,8 @@ def _build_list(names: Sequence[str], values: Sequence[str]) -> str:
 
 
 def _format_state(history: History) -> str:
-    """Return a text that says how the run ended after its last start, or when it was last active if no end is recorded."""
+    """Return a text that says how the run ended after its last start or, if no end is recorded, when it last wrote to its
+    history."""
     last_time = max(
         (record["time"] for record in [*history.starts, *history.logs, *history.events, *history.evaluations]), default=0.0
     )
@@ -173,7 +179,11 @@ def _format_state(history: History) -> str:
     end_event = next(
         (record for record in reversed(history.events) if record["event"] == "end" and record["time"] >= start_time), None
     )
-    return str(end_event["words"]) if end_event is not None else f"runs, or was killed; last heard {_format_time(last_time)}"
+    return (
+        str(end_event["words"])
+        if end_event is not None
+        else f"running, or killed; last entry in the history {_format_time(last_time)}"
+    )
 
 
 def _format_mfu(log: Mapping[str, Any], start: Mapping[str, Any]) -> str:
@@ -182,7 +192,10 @@ def _format_mfu(log: Mapping[str, Any], start: Mapping[str, Any]) -> str:
 
 
 def _build_charts(runs: Sequence[Run]) -> list[str]:
-    """Return the HTML of all charts. In a report of one run each curve has its own colour; with several runs, each run has one."""
+    """Return the HTML of all charts of a report: loss, learning rate, gradient norm, speed and memory.
+
+    In a report of one run, the training and the validation loss have different colours. With several runs, each run has one colour.
+    """
     is_single = len(runs) == 1
     loss_curves: list[Curve] = []
     curves_by_title: dict[str, list[Curve]] = {"learning rate": [], "gradient norm": [], "tokens per second": [], "memory (GB)": []}
@@ -228,7 +241,7 @@ def _build_charts(runs: Sequence[Run]) -> list[str]:
         )
         memory_gb = [None if record.get("memory_bytes") is None else record["memory_bytes"] / 1e9 for record in logs]
         curves_by_title["memory (GB)"].append(
-            Curve(run_name or "first rank, most so far", colour, log_iterations, log_tokens, memory_gb)
+            Curve(run_name or "first rank, peak so far", colour, log_iterations, log_tokens, memory_gb)
         )
     charts = [build_chart("loss (nats per token)", loss_curves)]
     charts += [
@@ -246,7 +259,7 @@ def _smooth(values: Sequence[float | None], half_width: int) -> list[float | Non
 
 
 def _build_time_use(runs: Sequence[Run]) -> str:
-    """Return bars and a table that divide the time since each run's first start by use."""
+    """Return the HTML of bars and a table that divide the time since each run's first start by use, such as steps or saves."""
     bars, rows = [], []
     for run in runs:
         spent = next((record["spent"] for record in reversed(run.history.logs) if record.get("spent")), None)
@@ -256,13 +269,13 @@ def _build_time_use(runs: Sequence[Run]) -> str:
                 [run.name, use, _format_seconds(spent[use]), share] for use, share in format_shares(spent).items() if spent[use] > 0
             ]
     if not bars:
-        return "<p>No log line is in the record yet.</p>"
+        return "<p>The history has no log line yet.</p>"
     caption_text = "Time from the first start of the run to its last log line."
     return build_stacked_bars(bars, _format_seconds, caption_text=caption_text) + _build_time_table("use", rows, len(runs))
 
 
 def _build_step_times(runs: Sequence[Run]) -> str:
-    """Return bars and a table that divide the time of a step into the parts that the run's timers measured."""
+    """Return the HTML of bars and a table that divide the mean time of a step into the parts that the run's timers measured."""
     bars, rows = [], []
     for run in runs:
         step_times = compute_step_times(run.history)
@@ -285,16 +298,22 @@ def _build_step_times(runs: Sequence[Run]) -> str:
 
 
 def _build_time_table(column_name: str, rows: Sequence[Sequence[str]], num_runs: int) -> str:
-    """Return the table below the bars of times. For a single run it has no column with run names."""
+    """Return the HTML of the table below the bars of times. In the report of a single run the table has no column with run names.
+
+    Args:
+        column_name: title of the column that names the uses of time.
+        rows: (name of the run, use, time, share) of each row.
+    """
     if num_runs == 1:
         return build_table([column_name, "time", "share"], [row[1:] for row in rows], (1, 2))
     return build_table(["run", column_name, "time", "share"], rows, (2, 3))
 
 
 def compute_step_times(history: History) -> dict[str, float]:
-    """Return the mean time of a step in milliseconds, divided into data, forward and backward, gradient reduction and so on.
+    """Return the mean time of a step in milliseconds by part: data, forward and backward, gradient reduction, gradient norm,
+    optimizer, other.
 
-    The parts add up to the step time. Without recorded timers the result is empty.
+    The parts add up to the step time. If the run has not recorded timers (--timing-log-level), the dictionary is empty.
     """
     logs = [record for record in history.logs if record.get("timers_ms") and record.get("elapsed_ms")]
     logs = logs[_WARMUP_LOG_LINES:] or logs
@@ -321,9 +340,9 @@ def compute_step_times(history: History) -> dict[str, float]:
 
 
 def _build_measured_memory(history: History) -> str:
-    """Return the maximum memory of rank 0, and a bar with the last measurement of --log-memory."""
+    """Return the HTML of the peak memory of rank 0, and of a bar with the last measurement of --log-memory by purpose."""
     max_bytes = max((record["memory_bytes"] for record in history.logs if record.get("memory_bytes")), default=None)
-    max_text = "" if max_bytes is None else f"<p>The first rank has held {format_bytes(max_bytes)} at the most.</p>"
+    max_text = "" if max_bytes is None else f"<p>Peak memory of the first rank: {format_bytes(max_bytes)}.</p>"
     memory_by_purpose: dict[str, float] = {}
     for record in history.measurements:
         memory_by_purpose |= {
@@ -332,11 +351,11 @@ def _build_measured_memory(history: History) -> str:
             if name.startswith("memory/") and "peak" not in name and isinstance(value, int | float)
         }
     if not memory_by_purpose:
-        return max_text + "<p>With --log-memory a run measures the memory of each part, and this section shows it.</p>"
+        return max_text + "<p>With --log-memory a run measures its memory by purpose, and this section shows it.</p>"
     return max_text + build_stacked_bars(
         [Bar("measured", memory_by_purpose)],
         format_bytes,
-        caption_text="Last measurement of --log-memory, on the fullest rank.",
+        caption_text="Last measurement of --log-memory, on the rank that uses most for each purpose.",
     )
 
 
@@ -347,7 +366,7 @@ def _build_data(history: History) -> str:
     names = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "split", "data_order", "tokenizer_type", "seed")
     rows = [[name.replace("_", " "), _format_value(data[name])] for name in names if data.get(name)]
     if data.get("mock_data"):
-        rows.append(["data", "made-up tokens (--mock-data)"])
+        rows.append(["data", "mock data (--mock-data)"])
     if last_step is not None:
         rows += [["tokens read", f"{last_step.tokens:,}"], ["sequence length", f"{start.get('seq_length', '-'):,}"]]
         num_samples = next((record["consumed_samples"] for record in reversed(history.logs) if "consumed_samples" in record), None)
@@ -362,7 +381,7 @@ def _build_data(history: History) -> str:
 
 
 def _build_checkpoints(run: Run) -> str:
-    """Return a table of the checkpoints that the save folder contains now, with their time and size."""
+    """Return the HTML of a table of the checkpoints that the save folder now contains, with their time and size."""
     rows = []
     for folder in sorted(run.folder.glob("iter_*")):
         paths = [path for path in folder.rglob("*") if path.is_file()]
@@ -373,15 +392,15 @@ def _build_checkpoints(run: Run) -> str:
             )
     saves = [event for event in run.history.events if event["event"] == "save"]
     saves_text = (
-        f"<p>{len(saves):,} were saved; these are in the folder.</p>"
+        f"<p>{len(saves):,} checkpoints were saved; these are in the folder now.</p>"
         if rows
-        else f"<p>{len(saves):,} were saved; none is in this folder.</p>"
+        else f"<p>{len(saves):,} checkpoints were saved; none is in this folder now.</p>"
     )
-    return saves_text + (build_table(["checkpoint", "made", "size", "files"], rows, (2, 3)) if rows else "")
+    return saves_text + (build_table(["checkpoint", "created", "size", "files"], rows, (2, 3)) if rows else "")
 
 
 def _build_events(history: History) -> str:
-    """Return a table of starts, restarts and events, and the number of steps without an update."""
+    """Return the HTML of a table of the run's starts, restarts and events, and of the number of steps without an update."""
     events = [
         (
             record["time"],
@@ -396,24 +415,28 @@ def _build_events(history: History) -> str:
     skipped = [step.iteration for step in history.steps if step.grad_norm is None]
     counts = {name: sum(event[2] == name for event in events) for name in dict.fromkeys(event[2] for event in events)}
     counts_text = ", ".join(f"{count} x {name}" for name, count in counts.items())
-    skipped_text = f" {len(skipped):,} steps made no update, the last one {skipped[-1]:,}." if skipped else " No step was left out."
+    skipped_text = (
+        f" {len(skipped):,} steps made no update, the last one {skipped[-1]:,}." if skipped else " All steps made an update."
+    )
     last_events = [event for event in events if event[2] != "save"][-_MAX_EVENTS:]
-    limit_text = f'<p class="faint">The last {_MAX_EVENTS} without saves.</p>' if len(last_events) == _MAX_EVENTS else ""
+    limit_text = (
+        f'<p class="faint">The last {_MAX_EVENTS} events; saves are not listed.</p>' if len(last_events) == _MAX_EVENTS else ""
+    )
     rows = [[_format_time(at), f"{iteration:,}", event, str(message)] for at, iteration, event, message in last_events]
     return f"<p>{escape(counts_text)}.{skipped_text}</p>{limit_text}" + build_table(
-        ["time", "iteration", "event", "what"], rows, (1,)
+        ["time", "iteration", "event", "message"], rows, (1,)
     )
 
 
 def _build_settings(history: History) -> str:
     if not history.starts:
-        return "<p>The record has no start.</p>"
+        return "<p>The history has no start of the run.</p>"
     start = history.starts[-1]
     rows = [[name, value, default] for name, value, default in list_changed_settings(start["config"])]
     everything = json.dumps(start["config"], indent=1)
     return (
         f"<p>The command of the last start:</p><pre>{escape(shlex.join(map(str, start.get('command', []))))}</pre>"
-        "<p>What differs from the defaults:</p>"
+        "<p>Settings that differ from their defaults:</p>"
         + build_table(["flag", "value", "default"], rows)
         + f"<details><summary>All settings, and versions</summary><pre>{escape(everything)}\n\n"
         + f"{escape(json.dumps(start.get('versions', {}), indent=1))}</pre></details>"
@@ -421,9 +444,13 @@ def _build_settings(history: History) -> str:
 
 
 def list_changed_settings(config: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """Return the flags whose values differ from their defaults: name, value and default as text."""
+    """Return (flag, value, default) as texts, for each flag whose value differs from its default.
+
+    Args:
+        config: values of all settings: by topic, and then by field name.
+    """
     changed = []
-    for flag in flags().values():
+    for flag in get_flags().values():
         value, default = _format_value(config.get(flag.topic, {}).get(flag.field, flag.default)), _format_value(flag.default)
         if value != default:
             changed.append((f"--{flag.name}", value, default))
@@ -431,10 +458,10 @@ def list_changed_settings(config: Mapping[str, Mapping[str, Any]]) -> list[tuple
 
 
 def _build_different_settings(runs: Sequence[Run]) -> str:
-    """Return a table of the settings in which the last starts of the runs differ."""
+    """Return the HTML of a table of the settings in which the runs differ, by the settings of each run's last start."""
     configs = [run.history.starts[-1]["config"] if run.history.starts else {} for run in runs]
     rows = []
-    for flag in flags().values():
+    for flag in get_flags().values():
         values = [_format_value(config.get(flag.topic, {}).get(flag.field, flag.default)) for config in configs]
         if len(set(values)) > 1:
             rows.append([f"--{flag.name}", *values])
@@ -458,7 +485,7 @@ def _compute_last_loss(history: History) -> float | None:
 
 def _format_value(value: Any) -> str:
     if value is None:
-        return "not given"
+        return "not set"
     if isinstance(value, bool):
         return "on" if value else "off"
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
