@@ -1,2 +1,2 @@
-"""Planner: predicts memory, communication, idle time and duration of a job before it is launched. It allocates no device memory and
-sends nothing."""
+"""Planner: predicts memory, communication, pipeline idle time and step duration of a training job before it is launched. It
+allocates no device memory and communicates with no other process."""

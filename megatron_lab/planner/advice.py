@@ -1,7 +1,7 @@
 """Advice about settings that are valid but waste time or memory.
 
-All figures are estimates. Advice never refuses a job. Each line says what is wasted and names the nearest valid changes of settings
-that would waste less.
+All figures are estimates, and advice never stops a job. Each line says what is wasted. It also names the valid changes that would
+waste less and are closest to the current settings.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import get_args
 
-from megatron.config.checks.finding import Change, change, format_setting, get_data_parallel_size, reset
+from megatron.config.checks.finding import Change, create_change, format_setting, get_data_parallel_size, reset
 from megatron.config.config import Config
 from megatron.config.imports import import_object
 from megatron.config.parallel import CpCommType
@@ -45,10 +45,12 @@ Waste = Callable[[Config, int], float]
 def build_advice(
     config: Config, world_size: int, gpus_per_node: int, vocab_size: int, known_bubble_share: float | None = None
 ) -> list[str]:
-    """Return lines of advice about settings that have passed the rules.
+    """Return advice about valid settings that waste time or memory: one line of text for each kind of waste that was found.
 
     Args:
-        known_bubble_share: result of `simulate_bubble_share` for these settings, to avoid a second simulation; None if not known.
+        config: settings that satisfy all rules.
+        known_bubble_share: share of time in which pipeline stages are idle, if `simulate_bubble_share` already computed it for
+            these settings; None to simulate it here.
     """
     # The rules, which check each proposal, require settings that a plan does not need, such as a learning rate.
     config = fill_plan_defaults(config)
@@ -65,9 +67,9 @@ def build_advice(
 
 
 def simulate_bubble_share(config: Config, world_size: int, vocab_size: int) -> float:
-    """Return the share of time in which pipeline stages are idle, after any batch-size ramp-up.
+    """Simulate the pipeline schedule and return the share of a step's time in which stages are idle, as a mean over the stages.
 
-    A dry run prints this share in its first lines.
+    The batch size is that after any ramp-up. A dry run prints this share in its first lines.
     """
     table = build_layer_table(config.model, config.parallel, vocab_size, config.memory)
     stages, batch = config.parallel.pipeline_model_parallel_size, count_microbatches(config, world_size)
@@ -78,7 +80,7 @@ def simulate_bubble_share(config: Config, world_size: int, vocab_size: int) -> f
 
 
 def _count_forwards(config: Config, world_size: int) -> int:
-    """Return the number of forwards in a step: microbatches of one data rank times model chunks.
+    """Return the number of forwards in a step: microbatches of one data rank x model chunks of all pipeline stages.
 
     The time to simulate a pipeline schedule grows with this number.
     """
@@ -90,7 +92,7 @@ def count_microbatches(config: Config, world_size: int) -> int:
     """Return the number of microbatches of each data rank in a step, after any batch-size ramp-up."""
     dp_size = get_data_parallel_size(config, world_size)
     assert dp_size is not None
-    return config.training.final_batch_size(dp_size) // (config.training.micro_batch_size * dp_size)
+    return config.training.get_final_batch_size(dp_size) // (config.training.micro_batch_size * dp_size)
 
 
 def _check_bubble(config: Config, world_size: int, vocab_size: int, known_bubble_share: float | None) -> Iterator[str]:
@@ -121,18 +123,18 @@ def _check_bubble(config: Config, world_size: int, vocab_size: int, known_bubble
 
 
 def _list_bubble_changes(config: Config, world_size: int, vocab_size: int) -> list[Change]:
-    """Return changes that may reduce pipeline idle time: more microbatches, more chunks per stage, or a schedule with split
-    backward.
+    """Return changes of settings that may reduce pipeline idle time: more microbatches, more chunks per stage, or a schedule that
+    splits the backward into input-gradient and weight-gradient passes.
 
-    Each change is also combined with a split of the layers by their FLOPs, if such a split balances the stages better.
+    If another assignment of layers to stages would balance the FLOPs better, each change is also combined with that assignment.
     """
     training, micro_batch_size = config.training, config.training.micro_batch_size
-    batch_size = training.final_batch_size(get_data_parallel_size(config, world_size) or 1)
+    batch_size = training.get_final_batch_size(get_data_parallel_size(config, world_size) or 1)
     changes = [
-        *(change(global_batch_size=batch_size * factor) for factor in (2, 4, 8, 16)),
-        *(change(micro_batch_size=micro_batch_size // divisor) for divisor in (2, 4, 8) if micro_batch_size % divisor == 0),
-        *(change(num_virtual_stages_per_pipeline_rank=count) for count in (2, 4, 8)),
-        *(change(pipeline_schedule=name) for name in list_split_backward_schedules()),
+        *(create_change(global_batch_size=batch_size * factor) for factor in (2, 4, 8, 16)),
+        *(create_change(micro_batch_size=micro_batch_size // divisor) for divisor in (2, 4, 8) if micro_batch_size % divisor == 0),
+        *(create_change(num_virtual_stages_per_pipeline_rank=count) for count in (2, 4, 8)),
+        *(create_change(pipeline_schedule=name) for name in list_split_backward_schedules()),
     ]
     if suggest_balanced_split(config.model, config.parallel, vocab_size) is None:
         return changes
@@ -163,8 +165,8 @@ def _check_tensor_groups(config: Config, world_size: int, gpus_per_node: int) ->
     sizes = [size for size in range(min(tp - 1, gpus_per_node), 0, -1) if gpus_per_node % size == 0]
     with_more_stages = [(size, pp * tp // size) for size in sizes if tp % size == 0]
     candidates = [
-        *(change(tensor_model_parallel_size=size, pipeline_model_parallel_size=stages) for size, stages in with_more_stages),
-        *(change(tensor_model_parallel_size=size) for size in sizes),
+        *(create_change(tensor_model_parallel_size=size, pipeline_model_parallel_size=stages) for size, stages in with_more_stages),
+        *(create_change(tensor_model_parallel_size=size) for size in sizes),
     ]
     yield (
         f"{format_setting(config, 'tensor_model_parallel_size')} puts tensor groups across nodes of {gpus_per_node} "
@@ -175,10 +177,10 @@ def _check_tensor_groups(config: Config, world_size: int, gpus_per_node: int) ->
 
 
 def _check_cp_comm_types(config: Config, world_size: int) -> Iterator[str]:
-    """Yield advice if another value of --cp-comm-type would send far fewer keys and values.
+    """Yield advice if the keys and values that context ranks send are more than `MAX_TRAFFIC_RATIO` times the least that another
+    --cp-comm-type would send.
 
-    All-to-all communication, unlike the other types, does not overlap with matrix products. So it is proposed only if it sends much
-    less.
+    A smaller saving is not enough, because all-to-all communication, unlike the other types, does not overlap with matrix products.
     """
     itemsize = config.precision.itemsize
 
@@ -187,7 +189,7 @@ def _check_cp_comm_types(config: Config, world_size: int) -> Iterator[str]:
 
     if config.parallel.context_parallel_size == 1:
         return
-    candidates = [change(cp_comm_type=(comm_type,)) for comm_type in get_args(CpCommType)]
+    candidates = [create_change(cp_comm_type=(comm_type,)) for comm_type in get_args(CpCommType)]
     valid = [candidate for candidate in candidates if not find_violations(*candidate.apply(config, world_size))]
     min_traffic = min((count_traffic(*candidate.apply(config, world_size)) for candidate in valid), default=math.inf)
     if (current := count_traffic(config, world_size)) > MAX_TRAFFIC_RATIO * min_traffic:
@@ -199,15 +201,18 @@ def _check_cp_comm_types(config: Config, world_size: int) -> Iterator[str]:
 
 def _check_micro_batch_size(config: Config, world_size: int) -> Iterator[str]:
     def is_wasteful(proposal: Config, ranks: int) -> float:
-        """Return 1 if the micro batch is larger than needed: with half of it, matrix products would still have enough rows to run
-        near full speed. Otherwise return 0. `ranks` is not used."""
+        """Return 1.0 if half of the micro batch size would still give matrix products enough rows (tokens) to run near full speed,
+        and 0.0 otherwise.
+
+        `ranks` is not used; every function that measures waste gets it.
+        """
         micro_batch_size = proposal.training.micro_batch_size
         return float(micro_batch_size > 1 and micro_batch_size // 2 * proposal.tokens_per_rank >= 2 * MIN_EFFICIENT_TOKENS)
 
     if not is_wasteful(config, world_size):
         return
     micro_batch_size, seq_length = config.training.micro_batch_size, config.model.seq_length
-    candidates = [change(micro_batch_size=size) for size in range(1, micro_batch_size) if micro_batch_size % size == 0]
+    candidates = [create_change(micro_batch_size=size) for size in range(1, micro_batch_size) if micro_batch_size % size == 0]
     yield (
         f"{format_setting(config, 'micro_batch_size')} x {seq_length:,} tokens wastes memory: activations grow with "
         "the microbatch, while "
@@ -219,7 +224,7 @@ def _check_micro_batch_size(config: Config, world_size: int) -> Iterator[str]:
 def _check_sequence_parallel(config: Config, world_size: int) -> Iterator[str]:
     if config.parallel.tensor_model_parallel_size == 1 or config.parallel.sequence_parallel:
         return
-    if proposals := _format_proposals(config, world_size, [change(sequence_parallel=True)], lambda proposal, ranks: 0.0, 0):
+    if proposals := _format_proposals(config, world_size, [create_change(sequence_parallel=True)], lambda proposal, ranks: 0.0, 0):
         yield (
             "every tensor rank keeps the activations of norms, dropout and the residual stream whole, and could keep its part of "
             f"each sequence by sending as much{proposals}"
@@ -241,7 +246,7 @@ def _check_optimizer_sharding(config: Config, world_size: int, vocab_size: int) 
     if parallel.sharding != "no_shard" or state_bytes * (num_replicas - 1) // num_replicas <= _MIN_SAVED_BYTES:
         return
     if proposals := _format_proposals(
-        config, world_size, [change(use_distributed_optimizer=True)], lambda proposal, dp_size: 0.0, 0
+        config, world_size, [create_change(use_distributed_optimizer=True)], lambda proposal, dp_size: 0.0, 0
     ):
         yield (
             f"each of {num_replicas} {axes} ranks keeps the whole optimizer state of its parameters, about "
@@ -259,7 +264,7 @@ def _check_vocab_padding(config: Config, world_size: int, vocab_size: int) -> It
     if current > MAX_PADDING_SHARE:
         multiple = config.model.make_vocab_size_divisible_by
         powers = (2**exponent for exponent in range(multiple.bit_length()))
-        candidates = [change(make_vocab_size_divisible_by=power) for power in powers if power < multiple]
+        candidates = [create_change(make_vocab_size_divisible_by=power) for power in powers if power < multiple]
         yield (
             f"the vocabulary of {vocab_size:,} is padded by {current:.0%} "
             f"({format_setting(config, 'make_vocab_size_divisible_by')} x TP "
@@ -271,16 +276,17 @@ def _check_vocab_padding(config: Config, world_size: int, vocab_size: int) -> It
 def _format_proposals(
     config: Config, world_size: int, candidates: Iterable[Change], waste: Waste, max_waste: float, unit: str = ""
 ) -> str:
-    """Format the nearest valid changes of settings that waste at most `max_waste`, as the end of a line of advice.
+    """Format the end of a line of advice: the valid changes of settings that waste at most `max_waste`. At most `_MAX_PROPOSALS`
+    changes are named, the closest to the current settings first.
 
     Args:
-        candidates: changes to try. At most `_MAX_PROPOSALS` of them are named, the nearest to the current settings first.
-        waste: function that returns the waste of changed settings.
-        unit: name of the waste (such as idle time), printed after the share that remains with a change. If empty, the share is not
+        candidates: changes to try.
+        waste: function that returns how much settings waste, for example the idle share of a step.
+        unit: word for the waste, such as "idle". It is printed with the share that a change still wastes. If empty, no share is
             printed.
     """
     proposals: list[tuple[Change, float]] = []
-    for candidate in sorted(candidates, key=lambda candidate: candidate.distance(config, world_size)):
+    for candidate in sorted(candidates, key=lambda candidate: candidate.compute_distance(config, world_size)):
         proposed, num_ranks = candidate.apply(config, world_size)
         if not find_violations(proposed, num_ranks) and (remaining := waste(proposed, num_ranks)) <= max_waste:
             proposals.append((candidate, remaining))
@@ -290,10 +296,10 @@ def _format_proposals(
 
 
 def _format_best_proposal(config: Config, world_size: int, valid: Iterable[Change], waste: Waste, current: float) -> str:
-    """Format the change that is nearest to the current settings among those that waste about as little as the best change.
+    """Format the end of a line of advice if no change wastes little enough: the change that wastes least. Of several that waste
+    about equally little, it is the one closest to the current settings.
 
-    Used if no change wastes little enough. Returns an empty string if no change is clearly better than `current`, the waste of the
-    current settings.
+    Returns an empty string if no change is clearly better than `current`, the waste of the current settings.
     """
     wastes = [(waste(*candidate.apply(config, world_size)), candidate) for candidate in valid]
     min_waste = min((remaining for remaining, _ in wastes), default=current)
@@ -302,7 +308,7 @@ def _format_best_proposal(config: Config, world_size: int, valid: Iterable[Chang
         for remaining, candidate in wastes
         if remaining * _MAX_REMAINING_WASTE <= min_waste and remaining < current * _MAX_REMAINING_WASTE
     ]
-    return _format_changes(sorted(proposals, key=lambda item: item[0].distance(config, world_size))[:1], "idle")
+    return _format_changes(sorted(proposals, key=lambda item: item[0].compute_distance(config, world_size))[:1], "idle")
 
 
 def _format_changes(changes: Sequence[tuple[Change, float]], unit: str) -> str:

@@ -22,12 +22,12 @@ class Allowance:
     name: str
     bytes: int
     source: str
-    """Origin of the estimate, such as a measurement."""
+    """Basis of the estimate: the measurement or the source file from which it follows."""
     communicators: int = 0
-    """Number of NCCL communicators that the memory is for; 0 if the purpose is not NCCL."""
+    """Number of NCCL communicators that use the memory; 0 if it is not NCCL's."""
 
     def __str__(self) -> str:
-        """Return name and size, such as "NCCL buffers of 5 communicators 1.21 GB"."""
+        """Return the purpose and the size, such as "NCCL buffers of 5 communicators 1.21 GB"."""
         users = f" of {self.communicators} communicator{'s' * (self.communicators > 1)}" if self.communicators else ""
         return f"{self.name}{users} {format_bytes(self.bytes)}"
 
@@ -61,13 +61,13 @@ _RING_CHANNELS, _PEER_CHANNELS = 16, 32
 
 
 def estimate_allowances(rings: Mapping[str, int], num_peers: int) -> tuple[Allowance, ...]:
-    """Return the estimates of CUDA's own memory on one rank, one for each purpose.
+    """Return the estimates of CUDA's own memory on one rank, one for each purpose (CUDA context, cuBLAS, NCCL, allocator).
 
     Args:
-        rings: size of each process group over which the rank runs collectives on the device, by name. Groups with the same
+        rings: number of ranks of each process group over which the rank runs collectives, by the group's name. Groups that share a
             communicator appear once.
-        num_peers: number of pipeline stages with which the rank exchanges messages. Each direction uses its own communicator, which
-            is one half of a connection.
+        num_peers: number of pipeline stages with which the rank exchanges messages. Sends and receives use separate communicators,
+            which together take the memory of one connection.
     """
     num_rings = sum(size > 1 for size in rings.values())
     channels = _RING_CHANNELS * num_rings + MESSAGE_CHANNELS * num_peers
@@ -76,10 +76,11 @@ def estimate_allowances(rings: Mapping[str, int], num_peers: int) -> tuple[Allow
 
 
 def estimate_symmetric_memory(shard_bytes: int) -> Allowance:
-    """Return the allowance for matrix products that overlap with communication through symmetric memory.
+    """Estimate the symmetric memory (buffers that all GPUs of a node can access) for matrix products that overlap with
+    tensor-parallel communication.
 
     Args:
-        shard_bytes: bytes of a tensor rank's shard of the hidden states between layers.
+        shard_bytes: bytes of the hidden states of a microbatch that one tensor rank holds between layers.
     """
     source = (
         "torch, torch/distributed/_symmetric_memory/__init__.py: two parts of a product that is scattered, beside the allocator"
@@ -88,8 +89,8 @@ def estimate_symmetric_memory(shard_bytes: int) -> Allowance:
 
 
 def estimate_tensor_ring() -> Allowance:
-    """Return the allowance for matrix products that overlap with messages in a ring of tensor ranks: each rank sends to one
-    neighbor and receives from the other neighbor."""
+    """Estimate the NCCL buffers for matrix products that overlap with tensor-parallel communication, if it consists of messages in
+    a ring. Each tensor rank sends to one neighbor and receives from the other."""
     return Allowance(
         "NCCL buffers of a tensor ring", _PEER_CHANNELS * _PER_CHANNEL, f"{_NCCL}; 32 to a peer inside a node (issues/1685)"
     )

@@ -1,4 +1,5 @@
-"""Notes on attention kernels for a plan and the start-up log: which kernels a run measures, and what is copied for a kernel."""
+"""Notes on attention kernels for a plan and the start-up log: which kernels a run measures to choose the fastest, and which keys
+and values are copied for kernels without grouped-query attention."""
 
 from __future__ import annotations
 
@@ -10,28 +11,29 @@ import torch
 from megatron.attention.core import has_fused_kernel
 from megatron.config.checks.memory import build_attention_call
 from megatron.config.config import Config
-from megatron.spec.attention_backends import get_kernels, kernels_to_time
+from megatron.spec.attention_backends import get_kernels, get_kernels_to_time
 from megatron.spec.layers import build_layer_specs, resolve_cp_comm_types
 from megatron_lab.planner.state_report import format_bytes
 
 
 def format_kernel_notes(config: Config, *, on_cuda: bool) -> Iterator[str]:
-    """Yield the notes on attention kernels that a plan prints."""
+    """Yield the notes on attention kernels that a plan prints: which kernels a run will time, and the memory of copied keys and
+    values."""
     yield from format_timing_notes(config, on_cuda=on_cuda)
     yield from format_copy_notes(config, on_cuda=on_cuda)
 
 
 def format_timing_notes(config: Config, *, on_cuda: bool) -> Iterator[str]:
-    """Yield a note if a run chooses the attention kernel by measurement."""
-    kernels = kernels_to_time(build_attention_call(config, on_cuda=on_cuda))
+    """Yield a note that names the attention kernels, if a run times several of them and takes the fastest."""
+    kernels = get_kernels_to_time(build_attention_call(config, on_cuda=on_cuda))
     if config.speed.attention_backend == "auto" and kernels:
         yield f"a run first times {' and '.join(kernels)} attention and takes the faster; both need as much memory"
 
 
 def format_copy_notes(config: Config, *, on_cuda: bool) -> Iterator[str]:
-    """Yield a note if attention over documents or in windows copies keys and values.
+    """Yield a note if attention over packed documents or in sliding windows copies the keys and values for every query head.
 
-    The copies are needed because this kernel of torch 2.11 does not support grouped-query attention.
+    Before version 2.13, torch's flash attention for these cases does not support grouped-query attention.
     """
     num_bytes, num_layers = count_copied_bytes(config, on_cuda=on_cuda)
     if num_bytes:
@@ -43,11 +45,12 @@ def format_copy_notes(config: Config, *, on_cuda: bool) -> Iterator[str]:
 
 
 def count_copied_bytes(config: Config, *, on_cuda: bool) -> tuple[int, int]:
-    """Count the copies of keys and values for a kernel without grouped-query attention.
+    """Count the bytes of keys and values that are copied for every query head, because a kernel does not support grouped-query
+    attention.
 
     Returns:
-        Bytes that one layer copies on one rank for a microbatch, and the number of layers of the model that copy. Both are 0 if no
-        layer copies.
+        Bytes of the copies for one layer and microbatch on one rank, and the number of layers of the model that copy. Both are 0 if
+        no layer copies.
     """
     model, parallel = config.model, config.parallel
     call = replace(
@@ -64,7 +67,7 @@ def count_copied_bytes(config: Config, *, on_cuda: bool) -> tuple[int, int]:
     num_heads = max(1, model.num_attention_heads // num_ranks)
     if num_heads == max(1, model.num_key_value_heads // num_ranks):
         return 0, 0
-    from megatron.attention.documents import bytes_copied_for_groups
+    from megatron.attention.documents import count_bytes_copied_for_groups
 
     num_layers = 0
     for spec, comm_type in zip(build_layer_specs(model), resolve_cp_comm_types(model, parallel.cp_comm_type), strict=True):
@@ -74,5 +77,7 @@ def count_copied_bytes(config: Config, *, on_cuda: bool) -> tuple[int, int]:
         if parallel.context_parallel_size == 1 or comm_type == "a2a":
             num_layers += window_only and (config.data.reset_attention_mask or not is_fused)
     num_tokens = model.seq_length * config.training.micro_batch_size
-    num_bytes = bytes_copied_for_groups(num_tokens, num_heads, model.head_size, config.precision.itemsize) if num_layers else 0
+    num_bytes = (
+        count_bytes_copied_for_groups(num_tokens, num_heads, model.head_size, config.precision.itemsize) if num_layers else 0
+    )
     return num_bytes, num_layers if num_bytes else 0

@@ -3,10 +3,12 @@
 A trace holds the bytes that stay between forward and backward, the temporary bytes, and the bytes sent to other ranks. It is
 recorded by running the chunk (`ChunkRun`) on meta or fake tensors (shapes without data).
 
-Among equal segments (mostly single layers), all segments with equal neighbors behave alike. Only the first two and the last of them
-run, and the second represents those in between. This is exact, because memory is in the same state at the start and end of each of
-these segments. Two other repetitions are shortened in the same way: the token chunks of a loss that is computed in chunks
-(`sample_iterations`), and operations on shapes that ran before (`op_cache.py`).
+A chunk consists of segments, mostly of a single layer. Of equal segments with equal neighbors, only the first two and the last run,
+and the second represents those in between. This is exact, because the memory state is the same at the start and at the end of each
+of them.
+
+Two other repetitions also run only in part: a loss that is computed in chunks of tokens (`sample_iterations`), and operations on
+shapes that ran before (`op_cache.py`).
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from megatron.spec.operations import OpType
 from megatron.spec.segments import Segment
 from megatron.spec.weights import LORA_B, iter_weights
 from megatron.tensor_parallel.chunked_loss import sample_iterations
-from megatron.tensor_parallel.cross_entropy import total_loss
+from megatron.tensor_parallel.cross_entropy import compute_total_loss
 from megatron_lab.planner.cpu_kernels import CpuKernels
 from megatron_lab.planner.kernel_memory import CudaKernels
 from megatron_lab.planner.planned_inputs import DocumentTensor, PlannedDocuments, build_inputs
@@ -69,28 +71,30 @@ class ChunkTrace:
     """Memory and communication of each operation (forward, backward, ...) on one microbatch of a model chunk."""
 
     ops: dict[OpType, MemorySpan]
-    """Memory and traffic of each operation type in the schedule. Messages that the chunk receives from or sends to another
-    chunk are not included."""
+    """Memory and communication of each type of operation in the schedule. Messages from and to other chunks are not
+    included."""
     attention_kernel: str
     """Description of the kernel that computes attention; empty if the chunk has no layers."""
     document_tensors: frozenset[DocumentTensor]
-    """Tensors of document boundaries that attention saves for the backward."""
+    """Names of the tensors about document boundaries that attention saves for the backward."""
     leaving_bytes: int = 0
-    """Bytes of the forward's last copy to the host. Their device memory is free when the next operation ends."""
+    """Device bytes of the last offloaded layer, which is still being copied to the host when the forward ends. They are free
+    when the next operation ends."""
     fetched_bytes: dict[OpType, int] = field(default_factory=dict)
-    """Bytes that are copied back to the device, by type of the operation that needs them. The copy runs during the previous
-    operation."""
+    """Bytes of offloaded activations that are copied back to the device before an operation starts, by type of the operation
+    that needs them. The copy runs during the previous operation."""
     offloaded_sizes: tuple[tuple[int, ...], ...] = ()
-    """Bytes of each storage that is moved to the host, for each offloaded layer, in the order of the forward."""
+    """For each offloaded layer, in the order of the forward: bytes of each tensor storage that is moved to the host."""
     is_last_recomputed_ahead: bool = False
-    """Whether the last offloaded layer is recomputed in a separate operation, ahead of the backward."""
+    """Whether the last offloaded layer of the chunk is recomputed in a separate operation, ahead of the backward."""
     immediate_trace: ChunkTrace | None = None
-    """Trace of a microbatch whose backward follows its forward so soon that the last offloaded layer stays on the device. None
-    if nothing is offloaded."""
+    """Trace for microbatches whose backward directly follows their forward, so that the last offloaded layer stays on the
+    device. None if nothing is offloaded."""
 
 
 def _list_first_deferred_weights(model: ModelConfig) -> list[str]:
-    """Return names of weights of a layer, of which one is the first to get a gradient when weight gradients are deferred."""
+    """Return names of weights within a layer, one of which is the first to get its gradient in a weight-gradient operation. By that
+    gradient, a trace notices that the operation has reached the next layer."""
     if model.lora_rank is None:
         return ["mlp.down.weight", "mlp.experts.down.weight"]
     last = [target for target in get_args(LoraTarget) if target in model.lora_targets][-1]
@@ -98,18 +102,18 @@ def _list_first_deferred_weights(model: ModelConfig) -> list[str]:
 
 
 class _CountingHostPool(HostBufferPool):
-    """Pool whose host buffers take no memory. In a trace, an offloaded activation thus takes no memory until it is copied back to
-    the device."""
+    """Pool of host buffers that take no memory, for a trace. An offloaded activation thus takes no memory until it is copied back
+    to the device."""
 
     def start_copy_to_host(self, source: torch.Tensor) -> HostBuffer:
-        """Return an empty host buffer."""
+        """Return an empty host buffer; nothing is copied."""
         return HostBuffer(source.new_empty(0))
 
     def record_copies_to_host(self) -> None:
         """Do nothing: no copy is in flight."""
 
     def start_copy_to_device(self, buffers: Sequence[HostBuffer], sizes: Sequence[int]) -> tuple[list[torch.Tensor], None]:
-        """Return new device tensors of the given sizes in bytes, and no event."""
+        """Return new device tensors of the given sizes in bytes. The second value is None, because there is no copy to wait for."""
         return [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes], None
 
     def wait(self, event: object) -> None:
@@ -131,15 +135,15 @@ def trace_chunks(
     cache: TraceCache | None = None,
     expert_imbalance: float = 1.0,
 ) -> dict[int, ChunkTrace]:
-    """Trace each model chunk of this rank.
+    """Run each model chunk of this rank on tensors without data, and record the memory and communication of its operations.
 
     Args:
         model: model of this rank. Its parameters may be on the meta device.
-        context: context whose collectives return at once (fake process groups).
+        context: parallel context with fake process groups, whose collectives return at once.
         splits_backward: whether the schedule defers weight gradients.
         device_type: type of the job's devices, "cpu" or "cuda". This machine may have another type.
         cache: traces of earlier calls with these settings, by chunk key (`build_chunk_key`). New traces are added.
-        expert_imbalance: number of token assignments to the experts of this rank, as a multiple of the mean over the ranks.
+        expert_imbalance: assumed number of token assignments to the experts of this rank, as a multiple of the mean over the ranks.
 
     Returns:
         Trace of each chunk, by chunk index.
@@ -167,7 +171,7 @@ depth of multi-token prediction (None for the layers of the main model)."""
 
 def build_layer_keys(model: ModelConfig, precision: PrecisionConfig, cp_comm_types: Sequence[CpCommType] = ()) -> list[LayerKey]:
     """Return a key for each layer of the model, followed by a key for each MTP (multi-token prediction) layer. Layers with equal
-    keys have equal traces.
+    keys use equal memory and communicate equally, so that one trace is enough for them.
 
     Args:
         cp_comm_types: context-parallel communication type of each layer; empty without context parallelism.
@@ -189,11 +193,11 @@ received input."""
 
 
 def build_chunk_key(chunk: Chunk, layer_keys: Sequence[LayerKey]) -> tuple[bool, bool, tuple[SegmentKey, ...]]:
-    """Return a key of a model chunk. Chunks that differ only in the indices of their layers have equal keys and therefore equal
-    traces.
+    """Return a key of a model chunk. Chunks that differ only in the indices of their layers have equal keys. They use equal memory
+    and communicate equally, so that one trace is enough for them.
 
     Args:
-        layer_keys: keys of all layers of the model.
+        layer_keys: keys of all layers of the model (`build_layer_keys`).
     """
     recomputed = [segment for segment in chunk.segments if segment.is_recomputed]
     offloaded = [segment for segment in chunk.segments if segment.is_offloaded]
@@ -266,11 +270,15 @@ def _trace_chunk(
 
 
 def choose_representatives(specs: Sequence[Hashable]) -> list[int]:
-    """Return, for each segment of a chunk, the index of the segment that runs in its place (possibly itself).
+    """Choose which segments of a chunk to run. Return, for each segment, the index of the segment whose memory and communication
+    are taken for it: its own index if it runs.
 
-    The function skips the longest range of segments whose removal leaves every remaining segment with neighbors equal to its
-    neighbors in the full chunk. A skipped segment is represented by the second segment with equal neighbors. The first and the last
-    of equal segments always run, because they may be the first and the last user of a tensor that several layers share.
+    The function skips the longest range of consecutive segments whose removal is not visible: every segment that remains still has
+    neighbors equal to its neighbors in the full chunk. A skipped segment is represented by the second of the segments that equal it
+    and have equal neighbors.
+
+    The first and the last of equal segments always run, because they may be the first and the last user of a tensor that several
+    layers share.
 
     Args:
         specs: key of each segment; equal keys mean equal segments.
@@ -303,8 +311,8 @@ class ChunkRun:
 
     Args:
         segments: segments of the chunk that run. A segment is a range of consecutive layers, mostly a single layer.
-        ledger: active ledger, which records memory and communication. The mode that creates meta or fake tensors on `device` must
-            be active below it.
+        ledger: active `StorageLedger`, which records memory and communication. The mode that creates meta or fake tensors on
+            `device` must be entered before the ledger.
     """
 
     def __init__(
@@ -353,7 +361,7 @@ class ChunkRun:
             sink.main_grad = allocate()
             entry.param.grad_sink = sink  # type: ignore[attr-defined]
         self._inputs = build_inputs(model, data, micro_batch_size, context.context_group, device)
-        hidden = model.stage_boundary(micro_batch_size, context.topology)["hidden"]
+        hidden = model.get_stage_boundary(micro_batch_size, context.topology)["hidden"]
         empty_hidden = partial(torch.empty, hidden.shape, dtype=hidden.dtype, device=device)
         self._received_hidden = None if chunk.is_first else empty_hidden(requires_grad=True)
         self._received_grad = None if chunk.is_last else empty_hidden()
@@ -387,11 +395,11 @@ class ChunkRun:
                 module.dispatcher = replace(module.dispatcher, assumed_imbalance=imbalance)
 
     def run(self, *, splits_backward: bool, is_backward_next: bool) -> None:
-        """Run all operations of the chunk on one microbatch.
+        """Run all operations of the chunk (forward, backward and so on) on one microbatch.
 
         Args:
             splits_backward: run the backward as an input-gradient and a weight-gradient operation, as zero-bubble schedules do.
-            is_backward_next: keep the last offloaded layer on the device, because the backward follows at once.
+            is_backward_next: keep the last offloaded layer on the device, because the backward directly follows the forward.
         """
         with contextlib.nullcontext() if self._router_tracker is None else self._router_tracker.recording(1.0):
             self._run(splits_backward, is_backward_next)
@@ -407,7 +415,7 @@ class ChunkRun:
         with self._record_op(OpType.FORWARD), storing_activations(store), logit_recording:
             out = self._module(self._inputs, self._received_hidden)
             # Keep only the gradient edge of the output, as the executor does.
-            edge = get_gradient_edge(out if self._received_grad is not None else total_loss(out) * self._scale)
+            edge = get_gradient_edge(out if self._received_grad is not None else compute_total_loss(out) * self._scale)
             del out
         self.offloaded_sizes = [tuple(layer.offloaded_sizes) for layer in store.offloaders]
         self.is_last_recomputed_ahead = bool(store.offloaders) and store.offloaders[-1].is_recomputed_ahead
@@ -431,12 +439,12 @@ class ChunkRun:
 
     @property
     def document_tensors(self) -> frozenset[DocumentTensor]:
-        """Tensors of document boundaries that attention has used."""
+        """Names of the tensors about document boundaries that attention has used so far."""
         documents = self._inputs.documents
         return frozenset(documents.used_tensors) if isinstance(documents, PlannedDocuments) else frozenset()
 
     def _measure_net_bytes(self, action: Callable[[], None]) -> int:
-        """Run `action` and return the number of bytes that it allocated and did not free."""
+        """Run `action` and return how many bytes it allocated minus how many it freed."""
         self._ledger.take_span()
         action()
         return self._ledger.take_span().net_bytes

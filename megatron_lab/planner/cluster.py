@@ -34,80 +34,84 @@ class Efficiency:
     products: Mapping[str, float]
     """Large matrix products, by dtype ("bfloat16", "float8"): fraction of the peak FLOP/s of that dtype."""
     attention: float
-    """Forward of attention: fraction of the peak FLOP/s in the model's dtype."""
+    """Forward of attention kernels: fraction of the peak FLOP/s in the model's dtype."""
     attention_backward: float
-    """Backward of attention: fraction of the peak FLOP/s. The FLOPs that recompute the attention scores are not counted."""
+    """Backward of attention kernels: fraction of the peak FLOP/s. The FLOPs that recompute the attention scores are not
+    counted."""
     memory: float
     """Memory-bound kernels: fraction of the memory bandwidth."""
     state: float = 0.0
     """Optimizer step: fraction of the memory bandwidth; 0 means the same fraction as `memory`. The fractions differ on CPUs,
     whose caches hold a layer's tensors but not the optimizer state."""
     node: float = 0.8
-    """Collectives inside a node: fraction of the link's bandwidth."""
+    """Collectives inside a node: fraction of the bandwidth between its devices."""
     network: float = 0.8
-    """Collectives between nodes: fraction of the link's bandwidth."""
+    """Collectives between nodes: fraction of the bandwidth of the network."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hardware that a prediction assumes: the device type, its memory and rates, and the links between devices.
+    """Hardware for which times are predicted: the device type, its memory and rates, and the links between devices.
 
     A GB is 10^9 bytes. Link rates count one direction.
     """
 
     name: str
     device: str
-    """Name of the device in torch. Peak rates that are missing in `peak_tflops` are looked up by this name in the table of
-    devices."""
+    """Name of the device in torch. If `peak_tflops` lacks a dtype, its peak rate is looked up by this name in the built-in
+    table of devices (`get_peak_flops`)."""
     memory_gb: float
     memory_gb_s: float
-    """Bandwidth of a device's memory."""
+    """Memory bandwidth of a device in GB/s."""
     gpus_per_node: int
     """Number of devices of a node, which are connected by the fast links."""
     node_gb_s: float
-    """Rate at which one device sends to other devices of its node."""
+    """Rate in GB/s at which one device sends to other devices of its node."""
     network_gb_s: float
-    """Rate at which one device sends to other nodes."""
+    """Rate in GB/s at which one device sends to other nodes."""
     reached: Efficiency
     peak_tflops: Mapping[str, float] = field(default_factory=dict)
-    """Dense peak rates in TFLOP/s by dtype: measured rates, and rates that the table of devices does not contain."""
+    """Peak rates in TFLOP/s by dtype, without sparsity: measured rates, and rates that the built-in table of devices lacks."""
     node_us: float = 4.0
-    """Latency of one step of a collective inside a node."""
+    """Latency in microseconds of one step of a collective inside a node."""
     network_us: float = 12.0
-    """Latency of one step of a collective between nodes."""
+    """Latency in microseconds of one step of a collective between nodes."""
     operations: Mapping[str, float] = field(default_factory=dict)
-    """Rates of communication types (all-gather, reduce-scatter, all-to-all, send) relative to all-reduce, for the types whose
-    rate differs from that of all-reduce."""
+    """Rate of a communication type ("all-gather", "reduce-scatter", "all-to-all", "send") as a multiple of the rate of
+    all-reduce. Types that are missing have the rate of all-reduce."""
     host_gb_s: float = 25.0
-    """Bandwidth between a device and host memory."""
+    """Bandwidth in GB/s between a device and host memory."""
     fresh_gb_s: float = 0.0
     """Rate in GB/s at which an operation allocates memory that was not in use before. This fitted term models forwards on CPUs.
     0: allocation takes no time."""
     kernel_us: float = 3.0
-    """Time per kernel in addition to its work: from the end of one kernel to the start of the next."""
+    """Time in microseconds from the end of one kernel to the start of the next. It is added to the time of each kernel."""
     host_us: float = 9.0
-    """Time in which the host launches a kernel, including the Python code. A device that finishes the previous kernel earlier
-    waits."""
+    """Time in microseconds in which the host launches a kernel, including the Python code. A device that finishes the previous
+    kernel earlier waits."""
     product_us: float = 5.0
-    """Start-up time of a matrix product, until it occupies the full device."""
+    """Time in microseconds until a matrix product occupies the full device."""
     hidden: float = 0.85
-    """Share of the communication overlapped with computation that costs no extra time."""
+    """Share of the computation behind which communication can be hidden, if the two overlap. For messages between pipeline
+    stages: share of their time that is hidden."""
     step_ms: float = 5.0
-    """Time per step in addition to its operations: waiting for the slowest rank, and reductions of scalars over all ranks."""
+    """Time per step, in milliseconds, in addition to its operations: waiting for the slowest rank, and reductions of scalars
+    over all ranks."""
     spread: float = 0.1
-    """Standard deviation of log(measured time / predicted time) over the calibrated layouts."""
+    """Standard deviation of log(measured time / predicted time) over the runs to which the constants of this cluster were
+    fitted."""
     calibrated: Mapping[str, float] = field(default_factory=dict)
     """Largest number of ranks, and of tensor, pipeline, context and expert ranks, in the runs to which the fractions in
     `Efficiency` were fitted. Empty if not known."""
     shared_by: int = 0
-    """Number of devices of a node that can compute at the same time; further ranks of the node share these devices. 0: all
-    devices. (The CPUs of a machine count as one device per core.)"""
+    """Number of devices of a node that can compute at the same time, if the node has more ranks than that and they share the
+    devices. 0: each rank has its own device. (The CPUs of a machine count as one device per core.)"""
 
-    def peak_flops(self, dtype: str) -> float:
-        """Return the dense peak rate of a dtype in FLOP/s.
+    def get_peak_flops(self, dtype: str) -> float:
+        """Return the peak rate of a dtype in FLOP/s, without sparsity.
 
         Raises:
-            ConfigError: neither this cluster nor the table of devices has a peak rate for this dtype.
+            ConfigError: neither this cluster nor the built-in table of devices has a peak rate for this dtype.
         """
         peak = self._find_peak(dtype)
         if peak is None:
@@ -123,14 +127,14 @@ class Cluster:
         return peak
 
     def has_peak(self, dtype: str) -> bool:
-        """Return whether the peak rate of this dtype is known."""
+        """Return whether this cluster or the built-in table of devices has a peak rate for this dtype."""
         return self._find_peak(dtype) is not None
 
     def _find_peak(self, dtype: str) -> float | None:
         return self.peak_tflops[dtype] * 1e12 if dtype in self.peak_tflops else get_peak_flops(self.device, dtype)
 
     def to_yaml(self) -> str:
-        """Return the text of a cluster file."""
+        """Return the text of a cluster file (YAML) with the values of this cluster."""
         text: str = import_optional("yaml", "a file of a cluster needs PyYAML").safe_dump(asdict(self), sort_keys=False)
         return text
 
@@ -142,12 +146,14 @@ def list_cluster_names() -> list[str]:
 
 
 def find_shipped_name(device: str) -> str | None:
-    """Return the name of the shipped cluster with this device (torch's device name), or None."""
+    """Return the name of the cluster that is shipped with this package and whose devices torch calls `device`. Returns None if
+    there is no such cluster."""
     return next((name for name in list_cluster_names() if load_cluster(name).device == device), None)
 
 
 def load_shipped_cluster(device: str) -> Cluster | None:
-    """Return the shipped cluster with this device (torch's device name), or None."""
+    """Load the cluster that is shipped with this package and whose devices torch calls `device`. Returns None if there is no such
+    cluster."""
     name = find_shipped_name(device)
     return None if name is None else load_cluster(name)
 
@@ -156,7 +162,7 @@ def load_cluster(name: str) -> Cluster:
     """Load the description of a cluster.
 
     Args:
-        name: name of a shipped cluster, or path of a cluster file.
+        name: name of a cluster that is shipped with this package, or path of a cluster file.
 
     Raises:
         ConfigError: no such cluster exists, or the file does not describe a cluster.
@@ -182,7 +188,13 @@ def load_cluster(name: str) -> Cluster:
         return _parse_dataclass(Cluster, yaml.safe_load(text), name)
     except (yaml.YAMLError, TypeError, ValueError) as error:
         raise ConfigError(
-            [Violation((), f"{name} does not describe a cluster: {error}", "tools/check_cluster.py --measure writes one.")]
+            [
+                Violation(
+                    (),
+                    f"{name} does not describe a cluster: {error}",
+                    "Correct the file, or write a new cluster file with tools/check_cluster.py --measure.",
+                )
+            ]
         ) from None
 
 
@@ -190,7 +202,7 @@ def _parse_dataclass(dataclass_type: type[Any], data: object, path: str) -> Any:
     """Build a `Cluster` or `Efficiency` from parsed YAML.
 
     Args:
-        path: file and key of `data`, for error messages.
+        path: file and key from which `data` was read, for error messages.
 
     Raises:
         ValueError: a field is missing, unknown, or has an invalid value.

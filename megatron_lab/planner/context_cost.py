@@ -1,5 +1,5 @@
-"""Cost of context parallelism in attention: bytes that a rank sends, and buffers for the other ranks' keys and values. Pure
-arithmetic.
+"""Cost of context parallelism in attention: bytes that a rank sends, and bytes of the buffers for keys and values. Both are
+computed by arithmetic; nothing runs.
 
 With C context ranks, K bytes of keys and values of one rank's tokens, and G bytes of their gradients (summed in at least float32):
 
@@ -12,8 +12,8 @@ a2a         (C - 1) / C x A   (C - 1) / C x A         none: tokens are exchanged
 ==========  ================  ======================  =========================================
 
 A is the bytes of queries, keys, values and the attention output of one rank's tokens. An all-gather needs its input and its output
-at once. A ring (p2p) needs the keys and values that are computed with and those that arrive; for gradients also those that are
-sent.
+at once. A ring (p2p) needs the keys and values with which it computes and those that arrive. For gradients it also needs those that
+are being sent.
 """
 
 from __future__ import annotations
@@ -30,23 +30,29 @@ _FLOAT32_BYTES = 4
 
 @dataclass(frozen=True)
 class ContextAttention:
-    """Sizes of one layer's attention on one context-parallel rank, from which its traffic and buffers follow."""
+    """Sizes of one layer's attention on one context-parallel rank. The bytes that the rank sends and the sizes of its buffers
+    follow from them."""
 
     cp_size: int
     """Number of context ranks."""
     num_tokens: int
     """Number of tokens of a microbatch on this rank."""
     query_channels: int
-    """Channels of this rank's query heads."""
+    """Channels of this rank's query heads (heads x head size)."""
     kv_channels: int
     """Sum of the channels of this rank's key heads and value heads."""
     output_channels: int
-    """Channels of the attention output."""
+    """Channels of the attention output on this rank (heads x size of a value head)."""
     itemsize: int
 
     @classmethod
     def of(cls, spec: AttentionSpec | LatentAttentionSpec, config: Config, itemsize: int) -> ContextAttention:
-        """Return the sizes of a layer with this spec."""
+        """Compute the sizes for one layer on one rank.
+
+        Args:
+            spec: attention of the layer: numbers of heads and their sizes.
+            itemsize: bytes of an activation element.
+        """
         parallel = config.parallel
         num_heads = max(1, spec.num_heads // parallel.tensor_model_parallel_size)
         value_size = spec.v_head_dim if isinstance(spec, LatentAttentionSpec) else spec.head_size
@@ -70,7 +76,8 @@ class ContextAttention:
         return self.num_tokens * self.kv_channels * max(_FLOAT32_BYTES, self.itemsize)
 
     def count_sent_bytes(self, comm_type: CpCommType) -> int:
-        """Return the bytes that a rank sends for one microbatch in forward and backward of the layer."""
+        """Return the bytes that a rank sends to the other context ranks in forward and backward of this layer's attention, for one
+        microbatch."""
         num_peers = self.cp_size - 1
         if comm_type == "a2a":
             return (
@@ -84,17 +91,17 @@ class ContextAttention:
         return 2 * num_peers * self._kv_bytes + (num_peers if comm_type == "all_gather" else self.cp_size) * self._kv_grad_bytes
 
     def count_buffer_bytes(self, comm_type: CpCommType) -> int:
-        """Return the peak bytes of other ranks' keys, values and their gradients in the buffers of this rank."""
+        """Return the peak bytes of the buffers in which a rank gathers, receives or sends keys, values and their gradients."""
         num_kv, num_grads = {"all_gather": (self.cp_size + 1, self.cp_size), "p2p": (2, 3), "a2a": (0, 0)}[comm_type]
         return num_kv * self._kv_bytes + num_grads * self._kv_grad_bytes
 
 
 def count_attention_traffic(config: Config, itemsize: int, comm_types: tuple[CpCommType, ...] | None = None) -> int:
-    """Return the bytes that a context-parallel rank sends for one microbatch in the attention of all layers.
+    """Return the bytes that a rank sends to the other context ranks for one microbatch, in the attention of all layers.
 
     Args:
         itemsize: bytes of an activation element.
-        comm_types: communication type of each layer; None for the types in the settings.
+        comm_types: context-parallel communication type of each layer; None for the types in the settings.
     """
     layer_types = comm_types or resolve_cp_comm_types(config.model, config.parallel.cp_comm_type)
     num_mtp_layers = config.model.mtp_num_layers
@@ -107,7 +114,11 @@ def count_attention_traffic(config: Config, itemsize: int, comm_types: tuple[CpC
 
 
 def count_max_buffer_bytes(config: Config, itemsize: int) -> int:
-    """Return the peak bytes of the buffers for other context ranks' keys, values and their gradients: the maximum over all
-    layers."""
+    """Return the peak bytes of the buffers in which a rank gathers, receives or sends keys, values and their gradients, in the
+    layer that needs most.
+
+    Args:
+        itemsize: bytes of an activation element.
+    """
     layers = zip(build_layer_specs(config.model), resolve_cp_comm_types(config.model, config.parallel.cp_comm_type), strict=True)
     return max(ContextAttention.of(layer.attention, config, itemsize).count_buffer_bytes(comm_type) for layer, comm_type in layers)

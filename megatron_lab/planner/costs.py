@@ -23,13 +23,13 @@ from megatron.tensor_parallel.cross_entropy import LossOptions
 
 
 def recomputes_logits(config: Config, vocab_size: int) -> bool:
-    """Return whether the backward computes the logits again."""
+    """Return whether the backward computes the logits again, because the loss is computed in chunks of tokens."""
     return get_loss_chunk_tokens(config, vocab_size) > 0
 
 
 def get_loss_chunk_tokens(config: Config, vocab_size: int) -> int:
-    """Return the number of tokens whose loss is computed at a time (--loss-chunk-tokens); 0 if the loss of a microbatch is computed
-    at once."""
+    """Return the number of tokens in a chunk if the loss is computed chunk by chunk (--loss-chunk-tokens); 0 if the loss of a
+    microbatch is computed at once."""
     model, training, tp_size = config.model, config.training, config.parallel.tensor_model_parallel_size
     vocab_shard_size = pad_vocab_size(vocab_size, model.make_vocab_size_divisible_by, tp_size) // tp_size
     return LossOptions.from_config(config.memory, training).resolve_chunk_tokens(
@@ -40,8 +40,13 @@ def get_loss_chunk_tokens(config: Config, vocab_size: int) -> int:
 def compute_bubble_share(
     model: ModelConfig, vocab_size: int, table: Sequence[Chunk], schedule: Schedule, *, recomputes_logits: bool = False
 ) -> float:
-    """Return the share of a step's time in which pipeline stages are idle, if an operation takes time in proportion to its FLOPs
-    and messages take no time."""
+    """Return the share of a step's time in which pipeline stages are idle, as a mean over the stages. The time of an operation is
+    assumed to be proportional to its FLOPs, and messages to take no time.
+
+    Args:
+        table: model chunks, with the stage and the layers of each.
+        recomputes_logits: whether the backward computes the logits again.
+    """
     op_costs = compute_chunk_costs(model, vocab_size, table, recomputes_logits=recomputes_logits)
     return simulate(schedule, lambda op: op_costs[op.chunk].get_duration(op)).bubble_share
 
@@ -49,11 +54,15 @@ def compute_bubble_share(
 def compute_chunk_costs(
     model: ModelConfig, vocab_size: int, table: Sequence[Chunk], *, recomputes_logits: bool = False
 ) -> list[OpCosts]:
-    """Return the FLOPs per token of each operation type on each model chunk.
+    """Return, for each model chunk, the FLOPs per token of each operation type.
 
-    The two matrix products of the attention core have no weights. So both of their gradients count as input gradients. The weight
-    gradient of the output layer also counts as an input gradient, because it is not deferred. So does recomputation within the
-    backward.
+    The two matrix products of the attention core have no weights, so both of their gradients count as input gradients. The weight
+    gradient of the output layer also counts as an input gradient, because it is not deferred. Recomputation within the backward
+    counts as an input gradient, too.
+
+    Args:
+        table: model chunks, with the layers of each.
+        recomputes_logits: whether the backward computes the logits again.
     """
     layer_flops, attention_flops, weight_grad_flops = (
         count_layer_flops(model),

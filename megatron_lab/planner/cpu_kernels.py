@@ -28,14 +28,14 @@ class _ViewOfFirstArgument(NamedTuple):
 
 
 class _MutatedArgument(NamedTuple):
-    """Cache entry of an operation whose output is the argument into which it wrote."""
+    """Cache entry of an operation that writes into one of its arguments and returns this argument."""
 
     name: str | None
-    """Name of the keyword argument; None for the first positional argument."""
+    """Name of the keyword argument that is returned; None for the first positional argument."""
 
 
 class _NewTensors(NamedTuple):
-    """Cache entry of an operation whose output is one tensor or several tensors with new storages."""
+    """Cache entry of an operation that returns one or several tensors with new storages."""
 
     is_tuple: bool
     tensors: tuple[NewTensor, ...]
@@ -54,7 +54,8 @@ _cache: dict[tuple[Any, ...], _Result] = {}
 class CpuKernels(FakeTensorMode):
     """Mode in which CPU tensors are fake: they have shapes but no data.
 
-    If an operation ran before on equal arguments, its output is created from the cache, without running the operation again.
+    If an operation ran before on arguments of equal shapes, strides and dtypes, its output is created from a cache, without running
+    the operation again.
     """
 
     @property
@@ -106,7 +107,7 @@ def _has_no_values(tensor: Tensor) -> bool:
 
 
 def _describe_view(func: Any, args: Any, kwargs: Any) -> _ViewOfFirstArgument:
-    """Return shape, strides and offset of the view that an operation returns, for the cache. The meta device computes them far
+    """Return shape, strides and offset of the view that an operation returns. They are cached; the meta device computes them far
     faster than `FakeTensorMode`."""
     base = args[0]
     view = func(torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta"), *args[1:], **kwargs)
@@ -114,7 +115,7 @@ def _describe_view(func: Any, args: Any, kwargs: Any) -> _ViewOfFirstArgument:
 
 
 def _describe_result(func: Any, out: Any, args: Any, kwargs: Any) -> _Result | None:
-    """Return what the cache stores of an operation's output, so that the output can later be created without running the operation.
+    """Return a cache entry from which the output of an operation can later be created without running the operation.
 
     Returns None if this is not possible, for example if the operation changes the shape of its argument or returns a tensor with
     values.

@@ -20,7 +20,7 @@ from megatron_lab.planner.kernel_memory import resolve_group
 
 
 class Gemm(NamedTuple):
-    """`batch` matrix products of [m, k] and [k, n]."""
+    """Sizes of `batch` equal matrix products, each of an [m, k] matrix and a [k, n] matrix."""
 
     batch: int
     m: int
@@ -36,24 +36,25 @@ class Gemm(NamedTuple):
 
 
 class AttentionWork(NamedTuple):
-    """Attention core (scores of queries and keys, softmax, product with the values), or its backward."""
+    """Sizes of one call of the attention core (scores of queries and keys, softmax, product with the values), or of its
+    backward."""
 
     num_pairs: int
-    """Number of query-key pairs, over all heads and sequences. Causal attention has half of the square of the sequence
-    length."""
+    """Number of query-key pairs, over all heads and sequences. Causal attention over s tokens counts s * s / 2 pairs per
+    head."""
     num_channels: int
-    """Size of a query head plus size of a value head."""
+    """Size of a query head + size of a value head."""
     seq_length: int
-    """Tokens of a sequence."""
+    """Number of query tokens of a sequence."""
     backward: bool
     dtype: str
 
     @property
     def flops(self) -> int:
-        """FLOPs of two matrix products in forward and of four gradient products in backward.
+        """FLOPs of the two matrix products of the forward, or of the four gradient products of the backward.
 
-        The fifth product of the backward, which recomputes the scores, is not counted; the measured rate of the device accounts for
-        it.
+        The fifth product of the backward recomputes the scores. It is not counted, because the measured rate of the device accounts
+        for it.
         """
         return (4 if self.backward else 2) * self.num_pairs * self.num_channels
 
@@ -75,14 +76,14 @@ class DeviceWork:
         return sum(count * operation.flops for counter in (self.gemms, self.attention) for operation, count in counter.items())
 
     def repeat(self, times: int) -> DeviceWork:
-        """Return the sum of `times` equal works."""
+        """Return the work of running these operations `times` times."""
         gemms = Counter({gemm: times * n for gemm, n in self.gemms.items()})
         attention = Counter({call: times * n for call, n in self.attention.items()})
         return DeviceWork(gemms, attention, times * self.memory_bytes, times * self.num_kernels)
 
 
 def sum_work(works: Iterable[DeviceWork]) -> DeviceWork:
-    """Return the sum of several works."""
+    """Return the sum of several works, field by field."""
     gemms, attention = Counter[Gemm](), Counter[AttentionWork]()
     memory_bytes = num_kernels = 0
     for work in works:
@@ -93,14 +94,14 @@ def sum_work(works: Iterable[DeviceWork]) -> DeviceWork:
 
 
 class WorkCounter:
-    """Counts the work that operations would be for a device (matrix products, attention, memory traffic, kernels), while they run
-    on meta or fake tensors."""
+    """Counts the work that a device would do for operations, while these run on meta or fake tensors: matrix products, attention,
+    memory traffic and kernels."""
 
     def __init__(self) -> None:
         self.reset(DeviceWork())
 
     def reset(self, work: DeviceWork) -> None:
-        """Set the counted work to `work` and continue counting."""
+        """Set the counted work to `work`; later operations are added to it."""
         self._gemms, self._attention, self._memory_bytes, self._num_kernels = (
             work.gemms,
             work.attention,
@@ -109,7 +110,7 @@ class WorkCounter:
         )
 
     def take(self) -> DeviceWork:
-        """Return the work since the last call, and start counting from zero."""
+        """Return the work counted so far and reset the count to zero."""
         work = DeviceWork(self._gemms, self._attention, self._memory_bytes, self._num_kernels)
         self.reset(DeviceWork())
         return work
@@ -118,7 +119,7 @@ class WorkCounter:
         """Add the work of a torch operation that has run.
 
         Args:
-            func: operation as `__torch_dispatch__` gets it, called with `args` and `kwargs`.
+            func: operation as `__torch_dispatch__` gets it, which was called with `args` and `kwargs`.
             out: output of the operation.
         """
         if func.namespace in _NAMESPACES_WITHOUT_KERNELS or func.is_view:
@@ -155,8 +156,8 @@ _INDEXED_OPS = frozenset(
 
 
 def _iter_all_gather_gemms(x: torch.Tensor, matrices: list[torch.Tensor], dim: int, group: str, *_: Any) -> Iterator[Gemm]:
-    """Yield the matrix products of a fused all-gather and matrix product, whose input is gathered from all ranks of the process
-    group."""
+    """Yield the matrix products of a fused kernel that gathers `x` from all ranks of the process group and multiplies it by each
+    matrix."""
     size = resolve_group(group).size()
     for gemm in (_build_gemm(x.flatten(0, -2), matrix) for matrix in matrices):
         yield gemm._replace(m=gemm.m * size)
@@ -176,7 +177,7 @@ _FUSED_COMM_GEMMS: dict[str, Callable[..., Iterator[Gemm]]] = {
 def _build_gemm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> Gemm:
     """Return the sizes of a matrix product of [m, k] and [k, n], which may be batched or grouped.
 
-    In a grouped product, the rows of `a` are divided among several matrices `b`, or the summed dimension k is divided among several
+    A grouped product either divides the rows of `a` among several matrices `b`, or divides the summed dimension k among several
     outputs.
     """
     groups, m, n, k = 1, a.shape[-2], b.shape[-1], a.shape[-1]
@@ -192,8 +193,8 @@ def _build_gemm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = Non
 def _build_attention_work(name: str, named_args: dict[str, Any]) -> AttentionWork:
     """Return the work of a call of an attention kernel.
 
-    The tensors have the shape [b, heads, s, d] or [b, s, heads, d] (b sequences of s tokens, head size d), or [t, heads, d] for
-    packed documents with t tokens in total.
+    The tensors have the shape [b, heads, s, d] or [b, s, heads, d] (b sequences of s tokens, head size d). With packed documents it
+    is [t, heads, d], for t tokens in total.
     """
     q, k, v = (named_args[arg_name] for arg_name in ("query", "key", "value"))
     num_heads, seq_length, kv_length = (-3, -2, -2) if name.startswith("_scaled") else (-2, -3, -3)
@@ -225,7 +226,11 @@ def _get_dtype_name(tensor: torch.Tensor) -> str:
 
 
 def _count_memory_bytes(name: str, args: Any, kwargs: Any, out: Any) -> int:
-    """Return the bytes that a kernel reads and writes. Each tensor among its arguments and outputs is counted once."""
+    """Estimate the bytes that a kernel reads and writes. Each tensor among its arguments and outputs counts once, but an in-place
+    argument twice.
+
+    Operations that read or write rows by index count twice the smallest floating-point tensor, which holds only the accessed rows.
+    """
     inputs, outputs = list(_iter_tensors((*args, *kwargs.values()))), list(_iter_tensors((out,)))
     if name in _INDEXED_OPS:
         row_bytes = min((_count_storage_bytes(t) for t in (*inputs, *outputs) if t.is_floating_point()), default=0)

@@ -1,6 +1,6 @@
-"""Planner of a job of any size, without the devices of the job.
+"""Planner of a job of any size. It needs none of the job's devices.
 
-The planner builds the model of the job on the meta device, and the process groups of one rank at a time.
+The planner builds the model on the meta device, with fake process groups, for one rank at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron.config.checks.memory import check_attention_backend_on_device
 from megatron.config.config import Config
 from megatron.config.parsed_flags import DryRun
 from megatron.data_parallel.traffic import NUM_SCALARS, count_noise_traffic
-from megatron.model.build import Model, build_model_from_config, model_dtype, overlaps_tp_communication
+from megatron.model.build import Model, build_model_from_config, get_model_dtype, overlaps_tp_communication
 from megatron.parallel.context import ParallelContext, connect_fake, disconnect
 from megatron.parallel.overlap import Overlap, RingOverlap, SymmetricMemoryOverlap
 from megatron.parallel.sequence_split import compute_token_costs, split_balanced
@@ -77,10 +77,10 @@ _ASSUMPTION_NOTES = (
 
 
 def limit_microbatches(schedule: str, num_stages: int, num_microbatches: int) -> int:
-    """Return the number of microbatches after which a schedule has reached its memory peak. Planning more of them would not change
-    the peak.
+    """Return how many microbatches have to be planned to find the memory peak of a schedule. More of them would not change the
+    peak.
 
-    Each stage is then in the steady state, and has been there long enough to use all gradient buffers. All microbatches are needed
+    With this number, each stage has been in the steady state long enough to use all gradient buffers. All microbatches are needed
     in two cases: GPipe has no steady state, and an interleaved schedule changes with the number of microbatches if that is not a
     multiple of the number of stages.
     """
@@ -91,10 +91,11 @@ def limit_microbatches(schedule: str, num_stages: int, num_microbatches: int) ->
 
 
 def build_plan(config: Config, dry_run: DryRun, vocab_size: int) -> Plan:
-    """Plan a job with these settings: memory and traffic of every distinct rank, and FLOPs of a step.
+    """Predict the memory and traffic of the ranks of a job, and the FLOPs of a step.
 
     Args:
         config: settings that `load` accepted for this number of ranks.
+        dry_run: number of ranks of the job and of a node.
         vocab_size: rows of the word embedding, without padding.
 
     Raises:
@@ -115,36 +116,37 @@ def _build_schedule(
     overlap: bool,
     device_type: str,
 ) -> tuple[Schedule, list[ReceivePlan]]:
-    """Build a schedule and the receive plan of each stage. The result is cached, because a search needs the same schedules
-    repeatedly."""
+    """Build a schedule and, for each stage, the plan of when it posts its receives. Both are cached, because a search needs the
+    same schedules repeatedly."""
     schedule = build_schedule(name, num_stages, num_microbatches, chunks_per_stage, recomputed_chunks=recomputed_chunks)
     return schedule, build_receive_plans(schedule, overlap=overlap, device_type=device_type)
 
 
 def _choose_overlap(device_type: str, tensor_size: int, gpus_per_node: int) -> Overlap:
-    """Return the method by which --tp-comm-overlap overlaps communication, assuming that the GPUs of a node can access each other's
-    memory."""
+    """Return how --tp-comm-overlap overlaps tensor-parallel communication with matrix products. It is assumed that the GPUs of a
+    node can access each other's memory."""
     if device_type != "cuda":
         return RingOverlap(f"the device is {device_type}")
     return RingOverlap("tensor groups cross nodes") if gpus_per_node % tensor_size else SymmetricMemoryOverlap()
 
 
 class StageStep(NamedTuple):
-    """Operations of one stage in a step, and the memory of a rank during them."""
+    """Timeline of a step, and the memory of a rank of one stage during each of its operations."""
 
     timeline: Timeline
-    """Timeline of the operations of all stages. The unit of time is FLOPs per token; messages take no time."""
+    """Simulated start and end of the operations of all stages. The unit of time is FLOPs per token; messages take no time."""
     op_memory: list[OpMemory]
     """Activation memory during each operation of the stage, excluding the model's state and the step's inputs."""
 
 
 class Planner:
-    """Planner of one job: predicts memory, traffic and work of its ranks.
+    """Planner of one job: predicts memory, traffic and work (FLOPs, memory traffic, communication) of its ranks.
 
     Args:
-        shortened: plan only as many microbatches as the schedule needs to reach its memory peak. This suffices for `step_work`.
-        trace_cache: traces (memory and communication of a chunk's operations) of earlier planners, shared between jobs whose chunks
-            do the same work.
+        shortened: plan only as many microbatches as the schedule needs to reach its memory peak. This suffices for
+            `compute_step_work`.
+        trace_cache: traces (memory and communication of a chunk's operations) of earlier planners. Jobs with equal chunks may share
+            it.
         expert_imbalance: assumed number of token assignments to the experts of each rank, as a multiple of the mean over the ranks.
     """
 
@@ -168,10 +170,10 @@ class Planner:
         if num_microbatches * len(self._layer_table) > MAX_FORWARDS:
             chunks = f"{len(self._layer_table)} chunk{'s' * (len(self._layer_table) > 1)}"
             raise ValueError(
-                f"a step of {num_microbatches:,} microbatches through {chunks} of the model has too many forwards to be planned "
-                f"(at most {MAX_FORWARDS:,}). Use a smaller --global-batch-size or a larger --micro-batch-size."
+                f"a step of {num_microbatches:,} microbatches through {chunks} of the model has too many forward passes to be "
+                f"planned: more than {MAX_FORWARDS:,}. Use a smaller --global-batch-size or a larger --micro-batch-size."
             )
-        self._global_batch_size = num_microbatches * config.training.micro_batch_size * self._topology.size(*DATA_AXES)
+        self._global_batch_size = num_microbatches * config.training.micro_batch_size * self._topology.get_size(*DATA_AXES)
         chunks_per_stage = len(self._layer_table) // self._topology.pp
         self._device_type = "cpu" if parallel.device == "cpu" else "cuda"
         check_attention_backend_on_device(config, on_cuda=self._device_type == "cuda")
@@ -191,12 +193,12 @@ class Planner:
         self._expert_imbalance = expert_imbalance
 
     def plan(self) -> Plan:
-        """Plan the job: memory and traffic of every distinct rank, and FLOPs of a step. Raises the errors of `build_plan`."""
+        """Predict the memory and traffic of the ranks of the job, and the FLOPs of a step. Raises the errors of `build_plan`."""
         return self.plan_and_work()[0]
 
     def plan_and_work(self) -> tuple[Plan, StepWork]:
-        """Return the plan of the job, and the work of a step, from which `predict_from_work` predicts the step's duration. Raises
-        the errors of `build_plan`."""
+        """Return the plan of the job, and the work of a step (FLOPs, memory traffic, communication). From the work,
+        `predict_from_work` predicts the step's duration. Raises the errors of `build_plan`."""
         config, stages = self._config, range(self._topology.pp)
         step_work, params_by_stage = self._compute_step_work(stages)
         profiles = step_work.profiles
@@ -252,8 +254,8 @@ class Planner:
             disconnect()
 
     def _format_context_notes(self) -> Iterator[str]:
-        """Yield notes on the buffers for other context ranks' keys and values, and on the balance of attention over the context
-        ranks."""
+        """Yield notes on context parallelism: the buffers for other ranks' keys and values, and how evenly attention is divided
+        among the ranks."""
         if self._topology.cp == 1:
             return
         buffer_bytes = format_bytes(count_max_buffer_bytes(self._config, self._config.precision.itemsize))
@@ -269,11 +271,11 @@ class Planner:
             yield f"context ranks share attention evenly: the busiest computes {split.imbalance:.3f} x the mean"
 
     def _format_checkpoint_note(self) -> Iterator[str]:
-        """Yield a note on the size of a checkpoint, on storage and in host memory."""
+        """Yield a note with the bytes of a checkpoint, and with the host memory of a node that holds copies of it."""
         checkpoint = self._config.checkpoint
         if checkpoint.save is None:
             return
-        total_bytes = count_checkpoint_bytes(self._config, self._vocab_size, model_dtype(self._config.precision))
+        total_bytes = count_checkpoint_bytes(self._config, self._vocab_size, get_model_dtype(self._config.precision))
         num_nodes = max(1, self._dry_run.world_size // self._dry_run.gpus_per_node)
         num_copies = int(checkpoint.async_save)
         if checkpoint.memory_save_interval is not None:
@@ -283,11 +285,11 @@ class Planner:
         )
         yield f"a checkpoint has {format_bytes(total_bytes)} of tensors{node_memory}"
 
-    def step_work(self) -> StepWork:
+    def compute_step_work(self) -> StepWork:
         """Return the work of a step: FLOPs, memory traffic and communication, from which the step's duration is predicted.
 
-        Of several stages with equal layers, only the first and the last are analysed rank by rank (`RankProfile`: memory and
-        traffic). The rank with the largest memory is on one of these two stages.
+        Of several stages with equal layers, only the first and the last get the memory and traffic of each rank (`RankProfile`).
+        The rank with the largest memory is on one of these two stages.
         """
         work, _ = self._compute_step_work(
             {stage for equal_stages in self._group_equal_stages() for stage in (equal_stages[0], equal_stages[-1])}
@@ -295,7 +297,11 @@ class Planner:
         return work
 
     def _compute_step_work(self, stages: Collection[int]) -> tuple[StepWork, dict[int, int]]:
-        """Return the work of a step with the rank profiles of `stages`, and the number of parameters of each stage."""
+        """Return the work of a step, and the number of parameters of each stage.
+
+        Args:
+            stages: stages for which the memory and traffic of each rank are planned (`StepWork.profiles`).
+        """
         spans_by_chunk: dict[int, Mapping[OpType, MemorySpan]] = {}
         message_bytes, groups = 0, dict[str, tuple[int, float]]()
 
@@ -316,7 +322,7 @@ class Planner:
             self._num_microbatches,
             tuple(spans_by_chunk[chunk] for chunk in range(len(self._layer_table))),
             message_bytes,
-            tuple(bool(self._links.stage_crossings(stage, (stage + 1) % self._topology.pp).any()) for stage in all_stages),
+            tuple(bool(self._links.find_stage_crossings(stage, (stage + 1) % self._topology.pp).any()) for stage in all_stages),
             profiles,
             self._schedule.num_microbatches / self._num_microbatches,
             groups,
@@ -324,7 +330,7 @@ class Planner:
         return work, params_by_stage
 
     def plan_stage(self, stage: int) -> StageStep:
-        """Return the operations of a stage and the activation memory of a rank during them."""
+        """Return the timeline of a step, and the activation memory of a rank of `stage` during each operation."""
         context = self._connect_as_stage(stage)
         try:
             model = build_model_from_config(self._config, context, self._vocab_size, overlap=self._overlap)
@@ -336,20 +342,20 @@ class Planner:
         return StageStep(simulate(self._schedule, lambda op: op_costs[op.chunk].get_duration(op)), op_memory)
 
     def _connect_as_stage(self, stage: int) -> ParallelContext:
-        """Connect fake process groups as a rank of a stage.
+        """Create fake process groups as they are on one rank of a stage, and return their context.
 
         The rank is the last of the context ranks. Its two sequence segments are adjacent, so its attention has the largest matrix
         products and the highest memory peak.
         """
-        rank = self._topology.rank(cp=self._topology.cp - 1, pp=stage)
+        rank = self._topology.find_rank(cp=self._topology.cp - 1, pp=stage)
         return connect_fake(self._topology, rank, self._config.parallel.fsdp_shard_size)
 
     def _compute_op_costs(self) -> list[OpCosts]:
         recomputes = recomputes_logits(self._config, self._vocab_size)
         return compute_chunk_costs(self._config.model, self._vocab_size, self._layer_table, recomputes_logits=recomputes)
 
-    def fullest_device_bytes(self) -> list[int]:
-        """Return, for each stage, the largest device memory of its ranks."""
+    def compute_fullest_device_bytes(self) -> list[int]:
+        """Return, for each stage, the device memory in bytes of the rank that needs most."""
         profiles, _ = self._build_profiles(range(self._topology.pp))
         return [
             max(profile.memory.total.device for profile in profiles if stage in profile.stages)
@@ -359,10 +365,11 @@ class Planner:
     def _build_profiles(
         self, stages: Collection[int], on_stages: Callable[[Sequence[int], Model, ParallelContext], None] | None = None
     ) -> tuple[tuple[RankProfile, ...], dict[int, int]]:
-        """Return the rank profiles of `stages`, and the number of parameters of each stage.
+        """Return the memory and traffic of the ranks of `stages`, and the number of parameters of each stage.
 
         Args:
-            on_stages: called for each group of equal stages, with the model and the context of a rank of the group's first stage.
+            on_stages: called for each group of stages with equal layers, with the model and the parallel context of a rank of the
+                first of them.
         """
         plan_of_stage: dict[int, StagePlan] = {}
         params_by_stage: dict[int, int] = {}
@@ -389,7 +396,9 @@ class Planner:
         if isinstance(self._overlap, RingOverlap):
             return [estimate_tensor_ring()]
         model, batch_size = self._config.model, self._config.training.micro_batch_size
-        hidden_bytes = self._config.tokens_per_rank * batch_size * model.hidden_size * model_dtype(self._config.precision).itemsize
+        hidden_bytes = (
+            self._config.tokens_per_rank * batch_size * model.hidden_size * get_model_dtype(self._config.precision).itemsize
+        )
         return [estimate_symmetric_memory(hidden_bytes // self._topology.tp)]
 
     def _trace_chunks(self, model: Model, context: ParallelContext) -> dict[int, ChunkTrace]:
@@ -406,17 +415,17 @@ class Planner:
             )
 
     def _group_equal_stages(self) -> Iterable[list[int]]:
-        """Group stages whose chunks have equal layers. A model built for one stage of a group differs from the others only in
-        names."""
+        """Group stages whose chunks have equal layers. Models built for the stages of a group differ only in the names of their
+        parameters."""
         comm_types = resolve_cp_comm_types(self._config.model, self._config.parallel.cp_comm_type)
         layer_keys = build_layer_keys(self._config.model, self._config.precision, comm_types)
         return group_equal(tuple(build_chunk_key(chunk, layer_keys) for chunk in chunks) for chunks in self._stage_chunks).values()
 
     def _plan_stages(self, stages: Sequence[int], model: Model, context: ParallelContext) -> Iterator[tuple[int, StagePlan]]:
-        """Yield the plans of several stages with equal chunks.
+        """Yield each stage with the memory and traffic of its ranks, for several stages with equal chunks.
 
-        Stages with equal chunks differ only in the order of their backwards, which decides how many gradient buffers the sharding
-        strategy optim_grads needs.
+        Such stages differ only in the order of their backwards. The order decides how many gradient buffers the sharding strategies
+        optim_grads and optim_grads_params need.
         """
         config, world_size = self._config, self._topology.world_size
         parallel, micro_batch_size = config.parallel, config.training.micro_batch_size
@@ -482,10 +491,10 @@ class Planner:
             tensor=topology.tp,
             context=topology.cp,
             pipeline=topology.pp,
-            data=topology.size(*DATA_AXES),
+            data=topology.get_size(*DATA_AXES),
             sequence_parallel=parallel.sequence_parallel and topology.tp > 1,
             device=self._device_type,
-            dtype=str(model_dtype(config.precision)).removeprefix("torch."),
+            dtype=str(get_model_dtype(config.precision)).removeprefix("torch."),
             sharding=parallel.sharding,
             schedule=self._schedule.name,
             chunks_per_stage=len(self._layer_table) // topology.pp,

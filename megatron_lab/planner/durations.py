@@ -3,8 +3,8 @@
 A matrix product takes its FLOPs at the rate that large products achieve, plus the time to move its inputs and its result through
 memory. So small or thin products are slower. (This is the roofline model of Williams et al. 2009 with a sum in place of a maximum.)
 
-A collective takes the bytes that one rank sends at the rate of the slowest link in the ring, plus latencies: one for each further
-rank of a node, and between nodes the square root of the number of further nodes.
+The time of a collective is the number of bytes that one rank sends, divided by the rate of the slowest link in the ring, plus
+latencies. With r ranks on each of n nodes, these are r - 1 latencies inside a node and sqrt(n - 1) latencies between nodes.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ scaled, masked, turned into probabilities, dropped out and read again. Korthikan
 
 @dataclass(frozen=True)
 class Stack:
-    """Speed of another training framework relative to this framework, for predictions of that framework's published runs.
+    """Speed of another training framework relative to this framework, to predict that framework's published runs.
 
     The defaults describe this framework itself.
     """
 
     name: str = "ours"
     flash: bool = True
-    """Whether attention is one kernel that does not save probabilities."""
+    """Whether attention is a single kernel that does not save attention probabilities (flash attention)."""
     attention: float = 1.0
-    """Speed of attention kernels relative to the cluster file."""
+    """Speed of attention kernels as a multiple of that in the cluster file."""
     products: float = 1.0
-    """Speed of matrix products relative to the cluster file."""
+    """Speed of matrix products as a multiple of that in the cluster file."""
     elementwise: float = 1.0
-    """Memory traffic of all other kernels relative to this framework; fused kernels move fewer bytes."""
+    """Bytes that all other kernels read and write, as a multiple of those of this framework; fused kernels move fewer bytes."""
     launches: float = 1.0
-    """Number of kernel launches relative to this framework; 0 with CUDA graphs."""
+    """Number of kernel launches as a multiple of that of this framework; 0 with CUDA graphs."""
     hidden: float = 1.0
-    """Share of overlapped communication that costs no extra time, relative to this framework."""
+    """Factor for `Cluster.hidden`, the share of the computation behind which communication can be hidden."""
 
 
 DEFAULT_STACK = Stack()
@@ -50,7 +50,7 @@ COMPILED_STACK = Stack("ours, compiled", elementwise=0.5, launches=0.4)
 
 
 class DeviceTime(NamedTuple):
-    """Time of a device in seconds, split by activity."""
+    """Seconds that a device spends on some work, by activity."""
 
     products: float = 0.0
     attention: float = 0.0
@@ -66,28 +66,28 @@ class DeviceTime(NamedTuple):
 
 
 class CommGroup(NamedTuple):
-    """Size of a process group, and the number of its ranks on each node."""
+    """Number of ranks of a process group, in total and on each node."""
 
     size: int
     ranks_per_node: float
-    """Ranks of the process group on each node."""
+    """Ranks of the process group on each node that has any of them; a mean if the nodes differ."""
 
 
 class Durations:
-    """Predicted durations of computation and communication on one cluster with one software stack. Each rank has its own device."""
+    """Predicts durations of computation and communication on one cluster with one software stack. Each rank has its own device."""
 
     def __init__(self, cluster: Cluster, stack: Stack = DEFAULT_STACK) -> None:
         self.cluster, self.stack = cluster, stack
         self._memory_bytes_per_s = cluster.memory_gb_s * 1e9 * cluster.reached.memory
 
-    def device_time(self, work: DeviceWork, new_bytes: int = 0) -> DeviceTime:
-        """Return the time that the device needs for some work, split by activity.
+    def predict_device_time(self, work: DeviceWork, new_bytes: int = 0) -> DeviceTime:
+        """Predict the seconds that a device needs for some work, by activity.
 
         Args:
             new_bytes: bytes that the work allocates beyond the memory that was in use before.
         """
-        gemm_time = sum(count * self.gemm_time(gemm) for gemm, count in work.gemms.items())
-        attention_time = sum(count * self.attention_time(call) for call, count in work.attention.items())
+        gemm_time = sum(count * self.predict_gemm_time(gemm) for gemm, count in work.gemms.items())
+        attention_time = sum(count * self.predict_attention_time(call) for call, count in work.attention.items())
         num_kernels = work.num_kernels * self.stack.launches
         elementwise_time = (
             work.memory_bytes * self.stack.elementwise / self._memory_bytes_per_s + num_kernels * self.cluster.kernel_us * 1e-6
@@ -99,44 +99,48 @@ class Durations:
             gemm_time, attention_time, elementwise_time, max(0.0, num_kernels * self.cluster.host_us * 1e-6 - on_device)
         )
 
-    def gemm_time(self, gemm: Gemm) -> float:
-        """Return the seconds of a matrix product."""
+    def predict_gemm_time(self, gemm: Gemm) -> float:
+        """Predict the seconds of a matrix product."""
         return (
-            gemm.flops / self._gemm_flops_per_s(gemm.dtype)
+            gemm.flops / self._predict_gemm_flops_per_s(gemm.dtype)
             + count_gemm_bytes(gemm) / self._memory_bytes_per_s
             + self.cluster.product_us * 1e-6
         )
 
-    def attention_time(self, work: AttentionWork) -> float:
-        """Return the seconds of an attention kernel, or of the separate kernels that compute attention without a fused kernel."""
-        efficiency, peak_flops = self.cluster.reached, self.cluster.peak_flops(get_peak_name(work.dtype))
+    def predict_attention_time(self, work: AttentionWork) -> float:
+        """Predict the seconds of attention: of one fused kernel, or of separate kernels if the software stack has no fused
+        kernel."""
+        efficiency, peak_flops = self.cluster.reached, self.cluster.get_peak_flops(get_peak_name(work.dtype))
         if not self.stack.flash:
             num_pairs = 2 * work.num_pairs  # separate kernels compute the full square of scores
             bytes_per_pair = _UNFUSED_BACKWARD if work.backward else _UNFUSED_FORWARD
             return (
-                2 * work.flops / self._gemm_flops_per_s(work.dtype)
+                2 * work.flops / self._predict_gemm_flops_per_s(work.dtype)
                 + num_pairs * bytes_per_pair * _ITEMSIZE[work.dtype] / 2 / self._memory_bytes_per_s
             )
         fraction = efficiency.attention_backward if work.backward else efficiency.attention
         return work.flops / (peak_flops * fraction * self.stack.attention)
 
-    def _gemm_flops_per_s(self, dtype: str) -> float:
+    def _predict_gemm_flops_per_s(self, dtype: str) -> float:
         name = get_peak_name(dtype)
         fractions = self.cluster.reached.products
         fraction = fractions.get(name, fractions.get("bfloat16", min(fractions.values())))
-        return self.cluster.peak_flops(name) * fraction * self.stack.products
+        return self.cluster.get_peak_flops(name) * fraction * self.stack.products
 
-    def optimizer_time(self, num_bytes: float) -> float:
-        """Return the seconds of an optimizer step that reads and writes `num_bytes`. The optimizer state is read from memory, not
+    def predict_optimizer_time(self, num_bytes: float) -> float:
+        """Predict the seconds of an optimizer step that reads and writes `num_bytes`. The optimizer state is read from memory, not
         from caches."""
         efficiency = self.cluster.reached
         return num_bytes / (self.cluster.memory_gb_s * 1e9 * (efficiency.state or efficiency.memory))
 
-    def collective_time(self, num_bytes: float, num_calls: float, group: CommGroup, comm_type: str = "all-reduce") -> float:
-        """Return the seconds in which one rank sends `num_bytes` in `num_calls` collectives.
+    def predict_collective_time(self, num_bytes: float, num_calls: float, group: CommGroup, comm_type: str = "all-reduce") -> float:
+        """Predict the seconds of `num_calls` collectives over a process group.
 
         If a node has several ranks of the group, each of them sends over its own network link, so that the ring uses all of these
         links.
+
+        Args:
+            num_bytes: bytes that one rank sends in all calls together.
         """
         if group.size <= 1 or not (num_bytes or num_calls):
             return 0.0
@@ -152,8 +156,8 @@ class Durations:
         rate *= cluster.operations.get(comm_type, 1.0)
         return num_bytes / (rate * 1e9) + num_calls * latency * 1e-6
 
-    def message_time(self, num_bytes: float, *, crosses_nodes: bool) -> float:
-        """Return the seconds of a message between pipeline stages."""
+    def predict_message_time(self, num_bytes: float, *, crosses_nodes: bool) -> float:
+        """Predict the seconds of a message between pipeline stages."""
         cluster = self.cluster
         rate, latency = cluster.node_gb_s * cluster.reached.node, cluster.node_us
         if crosses_nodes:
@@ -162,7 +166,8 @@ class Durations:
 
 
 def count_gemm_bytes(gemm: Gemm) -> int:
-    """Return the bytes that a matrix product reads and writes. Its result is counted with at least 16 bits per element."""
+    """Return the bytes that matrix products read and write. The result counts with at least 16 bits per element, also if the inputs
+    have 8."""
     itemsize = _ITEMSIZE[gemm.dtype]
     return gemm.batch * ((gemm.m + gemm.n) * gemm.k * itemsize + gemm.m * gemm.n * max(itemsize, 2))
 
@@ -173,5 +178,6 @@ def sum_times(times: Iterable[DeviceTime]) -> DeviceTime:
 
 
 def get_peak_name(dtype: str) -> str:
-    """Return the name that a torch dtype has in the table of peak rates."""
+    """Return the name under which the peak rate of a torch dtype is stored: "float8" for every float8 dtype, otherwise the name of
+    the dtype."""
     return "float8" if dtype.startswith("float8") else dtype

@@ -15,11 +15,11 @@ from megatron_lab.planner.plan import ExpertsPlan, RankProfile
 
 
 def get_worst_imbalance(model: ModelConfig, requested: float | None) -> float:
-    """Return the imbalance of the experts for which memory is planned: the number of token assignments to the experts of the
-    busiest rank, as a multiple of the mean over the ranks.
+    """Return the load of the busiest rank for which a plan computes the memory of experts: the number of token assignments to this
+    rank's experts, as a multiple of the mean over the ranks.
 
-    The result is `requested` if that is set. Otherwise it is infinity if the experts have a capacity, which limits the assignments,
-    and 1 if they have none.
+    This is `requested` (--plan-expert-imbalance) if that is set. Otherwise it is infinity if the experts have a capacity, which
+    then limits the assignments. It is 1 if they have none.
 
     Raises:
         ValueError: an imbalance was requested for a model without experts.
@@ -41,13 +41,14 @@ def build_experts_plan(
     requested: float | None,
     unbalanced_profiles: Sequence[RankProfile],
 ) -> ExpertsPlan:
-    """Build the part of a plan that concerns the model's experts.
+    """Compute the traffic of the token dispatch, and collect the memory of ranks whose experts get more tokens than the mean.
 
     Args:
-        profiles: rank profiles with equally many assignments to all experts.
-        context: context of any rank.
-        requested: imbalance set on the command line, or None.
-        unbalanced_profiles: rank profiles at the worst imbalance (`get_worst_imbalance`).
+        layer_table: model chunks, with the stage and the layers of each.
+        profiles: memory and traffic of the ranks if all experts get equally many tokens.
+        context: parallel context of any rank.
+        requested: value of --plan-expert-imbalance, or None.
+        unbalanced_profiles: memory and traffic of the ranks at the imbalance that `get_worst_imbalance` returns.
     """
     moe_layers = [layer for layer in range(model.num_layers) if has_experts(model, layer)]
     # MTP layers have the type of the last layer.

@@ -19,11 +19,11 @@ _MIN_SHARE = 0.01
 
 
 def draw_layouts(layouts: Sequence[tuple[str, StepTime]], memory_gb: float, path: Path) -> None:
-    """Draw the breakdown of the step time of several layouts, and their step time against their memory.
+    """Draw a figure that compares layouts: bars with the breakdown of each step time, and a plot of step time against memory.
 
     Args:
         layouts: short name and predicted step time of each layout, fastest first.
-        memory_gb: memory of a device.
+        memory_gb: memory of a device in GB, drawn as a line.
         path: file to write; its suffix selects the format.
 
     Raises:
@@ -61,7 +61,8 @@ def _draw(layouts: Sequence[tuple[str, StepTime]], memory_gb: float) -> Figure:
 
 
 def _collect_bars(times: Sequence[StepTime]) -> dict[str, list[float]]:
-    """Return the seconds of each activity for each layout, as the segments of the bars. Small activities are combined."""
+    """Return the seconds that each layout spends on each activity, by activity. They are the segments of the bars. Activities that
+    are small in every layout are added up."""
     names = dict.fromkeys(name for time in times for name in time.breakdown)
     bars, small = dict[str, list[float]](), [0.0] * len(times)
     for name in names:

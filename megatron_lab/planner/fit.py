@@ -1,9 +1,9 @@
 """Search for the change of settings that makes a job fit into device memory at the least extra time.
 
-A lever is one change of settings that saves memory: more recomputation (of layers, or of the logits of a loss in chunks), more
-sharding of the state, more tensor ranks, or more context ranks. Each valid lever is planned separately, which shows what it saves
-and costs. Levers of different categories are then combined, cheapest combinations first, until the plan of a combination fits.
-Memory is that of the plan. Time is the prediction of `step_time` for the cluster.
+A lever is one change of settings that saves memory: for example more recomputation, a loss in chunks, more sharding of the state,
+more tensor ranks, or more context ranks. Each valid lever is planned separately, which shows what it saves and costs. Levers of
+different categories are then combined, cheapest combinations first, until the plan of a combination fits. Memory is that of the
+plan. Time is the prediction of `step_time` for the cluster.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.config.checks.finding import Change, change, get_data_parallel_size, reset
+from megatron.config.checks.finding import Change, create_change, get_data_parallel_size, reset
 from megatron.config.checks.memory import AUTO
 from megatron.config.config import Config
 from megatron.config.optional_packages import get_install_command, is_missing
@@ -46,15 +46,16 @@ class Cost(NamedTuple):
     """Memory and time of a step with certain settings."""
 
     activation_bytes: int
-    """Activations on the fullest rank."""
+    """Bytes of activations on the rank that needs most device memory."""
     other_bytes: tuple[int, ...]
-    """All other device memory of the fullest rank, by purpose."""
+    """Bytes of device memory except activations on the rank that needs most, one number for each purpose (parameters,
+    gradients, moments and so on)."""
     seconds: float
-    """Duration of a step."""
+    """Predicted duration of a step."""
 
     @property
     def device_bytes(self) -> int:
-        """Device memory of the fullest rank."""
+        """Bytes of device memory of the rank that needs most."""
         return self.activation_bytes + sum(self.other_bytes)
 
 
@@ -62,7 +63,7 @@ class Lever(NamedTuple):
     """Change of settings that saves memory, with the memory and step time after this change."""
 
     category: str
-    """A combination contains at most one lever of each category."""
+    """What the change concerns, such as "sharding". A combination contains at most one lever of each category."""
     change: Change
     cost: Cost
 
@@ -74,7 +75,7 @@ class FittingChange:
     change: Change
     cost: Cost
     extra_time_share: float
-    """Additional time of a step as a share of its current time; negative if the change saves time."""
+    """Additional time of a step as a fraction of its time without the change; negative if the change saves time."""
 
 
 def get_device_memory(config: Config) -> int | None:
@@ -90,13 +91,14 @@ def get_device_memory(config: Config) -> int | None:
 
 
 def get_usable_bytes(limit: int) -> int:
-    """Return how much of a device's memory a plan may fill. The remainder is reserved for gaps between allocator blocks."""
+    """Return how many of the `limit` bytes of a device a plan may use. The remainder is reserved for gaps between allocator
+    blocks."""
     return int(limit * (1 - SPARE_SHARE))
 
 
 def add_fit_advice(plan: Plan, config: Config, dry_run: DryRun, vocab_size: int) -> Plan:
-    """Return a copy of the plan that contains the device's memory. If the job does not fit, its first line of advice says what to
-    change."""
+    """Return a copy of the plan that also states the memory of a device. If the job does not fit into this memory, the first line
+    of advice says which settings to change."""
     limit, required = get_device_memory(config), plan.profiles[plan.fullest_index].memory.total.device
     plan = replace(plan, device_memory=limit)
     if limit is None and plan.job.device != "cpu":
@@ -112,10 +114,14 @@ def add_fit_advice(plan: Plan, config: Config, dry_run: DryRun, vocab_size: int)
 
 
 def _suggest_fix(config: Config, dry_run: DryRun, vocab_size: int, limit: int) -> str:
-    """Return a sentence that says which settings to change so that the job fits."""
+    """Return a sentence that says which settings to change so that the job fits.
+
+    Args:
+        limit: bytes that a rank may use of its device.
+    """
     if is_missing("yaml"):
         return f"What to change is not known without PyYAML, which reads the times of a cluster: {get_install_command('yaml')}"
-    fitting = FitSearch(config, dry_run, vocab_size).best(limit)
+    fitting = FitSearch(config, dry_run, vocab_size).find_best(limit)
     if fitting is None:
         return (
             "Nothing that was tried of recompute, a loss in chunks, sharding, offload and more tensor or context ranks brings it "
@@ -130,10 +136,11 @@ def _suggest_fix(config: Config, dry_run: DryRun, vocab_size: int, limit: int) -
 
 
 def find_min_recompute_layers(config: Config, dry_run: DryRun, vocab_size: int, limit: int) -> tuple[int, ...]:
-    """Return the fewest layers of each pipeline stage that must be recomputed to fit (for --recompute-layers-per-stage).
+    """Return, for each pipeline stage, the smallest number of recomputed layers with which the stage fits into memory (for
+    --recompute-layers-per-stage).
 
     Args:
-        config: settings with full recompute by blocks.
+        config: settings with --recompute-granularity full and --recompute-method block.
         limit: bytes that a rank may use of its device.
 
     Raises:
@@ -145,9 +152,9 @@ def find_min_recompute_layers(config: Config, dry_run: DryRun, vocab_size: int, 
         max_layers[chunk.stage] += len(chunk.layers) or bool(chunk.depths)
 
     def compute_device_bytes(layers_per_stage: Sequence[int]) -> list[int]:
-        recompute_change = change(recompute_layers_per_stage=",".join(map(str, layers_per_stage)))
+        recompute_change = create_change(recompute_layers_per_stage=",".join(map(str, layers_per_stage)))
         proposal, _ = recompute_change.apply(config, dry_run.world_size)
-        return Planner(proposal, dry_run, vocab_size, shortened=True, trace_cache=trace_cache).fullest_device_bytes()
+        return Planner(proposal, dry_run, vocab_size, shortened=True, trace_cache=trace_cache).compute_fullest_device_bytes()
 
     for stage, num_bytes in enumerate(compute_device_bytes(max_layers)):
         if num_bytes > limit:
@@ -166,7 +173,8 @@ def find_min_recompute_layers(config: Config, dry_run: DryRun, vocab_size: int, 
 
 
 def resolve_auto_recompute_layers(config: Config, dry_run: DryRun, vocab_size: int) -> Config:
-    """Replace `--recompute-layers-per-stage auto` by numbers of layers. Other settings are returned unchanged.
+    """Replace `--recompute-layers-per-stage auto` by the smallest numbers of layers with which the stages fit. Settings without
+    `auto` are returned unchanged.
 
     Raises:
         ValueError: the device's memory is not known, or a stage does not fit even if all of its layers are recomputed. In the
@@ -191,7 +199,7 @@ def resolve_auto_recompute_layers(config: Config, dry_run: DryRun, vocab_size: i
 
 
 class FitSearch:
-    """Search for settings that need less memory.
+    """Search for the change of settings that makes a job fit into device memory at the least step time.
 
     Args:
         config: settings that `load` accepted for the job's ranks.
@@ -208,17 +216,17 @@ class FitSearch:
         # Another cluster will do, because times are only compared.
         self._cluster = cluster if cluster is not None and has_peak else load_cluster(DEFAULT_CLUSTER)
 
-    def best(self, limit: int) -> FittingChange | None:
-        """Return the change of settings that costs the least step time and after which no rank needs more than `limit` bytes.
+    def find_best(self, limit: int) -> FittingChange | None:
+        """Return the change of settings with the shortest step among those after which no rank needs more than `limit` bytes.
 
-        Returns None if no such change exists.
+        Returns None if the search finds no such change.
         """
-        base = self.cost(Change())
+        base = self.get_cost(Change())
         assert base is not None, "settings that were loaded are valid"
         levers = [
             Lever(category, change, cost)
             for category, change in list_levers(self._config, self._dry_run, self._vocab_size, self._max_chunk_layers)
-            if (cost := self.cost(change)) is not None
+            if (cost := self.get_cost(change)) is not None
         ]
         useful = [lever for lever in levers if lever.cost.device_bytes < base.device_bytes]
         combinations = [(estimate_cost(base, combination, limit), combination) for combination in _iter_combinations(useful)]
@@ -236,8 +244,8 @@ class FitSearch:
                     fitting = candidate
         return fitting
 
-    def cost(self, change: Change) -> Cost | None:
-        """Return memory and step time of the settings after a change, or None if the changed settings are not valid."""
+    def get_cost(self, change: Change) -> Cost | None:
+        """Return memory and step time of the settings after a change, or None if these settings are not valid."""
         if change not in self._costs:
             self._costs[change] = self._predict_cost(change)
         return self._costs[change]
@@ -250,14 +258,20 @@ class FitSearch:
         group_sizes = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         layout = group_sizes, parallel.sequence_parallel, config.training.micro_batch_size
         trace_cache = self._trace_caches.setdefault((layout, config.memory), {})
-        work = Planner(config, self._dry_run, self._vocab_size, shortened=True, trace_cache=trace_cache).step_work()
+        work = Planner(config, self._dry_run, self._vocab_size, shortened=True, trace_cache=trace_cache).compute_step_work()
         time = predict_from_work(work, config, self._dry_run, self._vocab_size, self._cluster)
         fullest = max(work.profiles, key=lambda profile: profile.memory.total.device).memory
         other_bytes = (size.device for purpose, size in fullest.by_purpose.items() if purpose != "activations")
         return Cost(fullest.activations.device, tuple(other_bytes), time.seconds)
 
     def _fit_with_min_recompute(self, levers: Sequence[Lever], base: Cost, limit: int) -> FittingChange | None:
-        """Combine levers, and recompute as few layers as possible. Returns None if the job does not fit with this combination."""
+        """Combine the changes of several levers. If one of them is full recompute, recompute only as many layers as needed. Returns
+        None if the job does not fit with this combination.
+
+        Args:
+            base: memory and step time of the unchanged settings.
+            limit: bytes that a rank may use of its device.
+        """
         full = build_recompute_change(self._config, self._max_chunk_layers)
         other_fields = dict.fromkeys(field for lever in levers if lever.change != full for field in lever.change.fields)
 
@@ -267,13 +281,13 @@ class FitSearch:
             )
 
         low = high = self._max_chunk_layers if any(lever.change == full for lever in levers) else 0
-        cost = self.cost(build_change(high))
+        cost = self.get_cost(build_change(high))
         if cost is None or cost.device_bytes > limit:
             return None
         low = min(high, 1)
         while low < high:  # the job fits with `high` layers, and does not fit with fewer than `low`
             middle = (low + high) // 2
-            middle_cost = self.cost(build_change(middle))
+            middle_cost = self.get_cost(build_change(middle))
             if middle_cost is not None and middle_cost.device_bytes <= limit:
                 high, cost = middle, middle_cost
             else:
@@ -282,7 +296,7 @@ class FitSearch:
 
 
 def count_max_chunk_layers(config: Config, vocab_size: int) -> int:
-    """Return the number of layers of the largest chunk of the model."""
+    """Return the number of layers of the model chunk that has most."""
     return max(len(chunk.layers) for chunk in build_layer_table(config.model, config.parallel, vocab_size))
 
 
@@ -290,11 +304,13 @@ def build_recompute_change(config: Config, num_layers: int) -> Change:
     """Return the change to full recompute of `num_layers` layers of each model chunk. The change replaces all current recompute
     settings."""
     reset_fields = reset(config, "recompute_activations", "recompute_modules", "recompute_layers_per_stage").fields
-    return change(recompute_granularity="full", recompute_method="block", recompute_num_layers=num_layers, **dict(reset_fields))
+    return create_change(
+        recompute_granularity="full", recompute_method="block", recompute_num_layers=num_layers, **dict(reset_fields)
+    )
 
 
 def recomputes_every_layer(config: Config, num_layers: int) -> bool:
-    """Return whether every layer of the model is already recomputed separately, so that recompute cannot save more.
+    """Return whether every layer of the model is already recomputed on its own, so that more recompute cannot save memory.
 
     Args:
         num_layers: layers of the largest model chunk.
@@ -308,7 +324,8 @@ def recomputes_every_layer(config: Config, num_layers: int) -> bool:
 
 
 def list_levers(config: Config, dry_run: DryRun, vocab_size: int, num_layers: int) -> list[tuple[str, Change]]:
-    """Return the valid changes that save memory as (category, change). Changes that usually cost little time come first.
+    """Return the valid changes of settings that save memory, each as (category, change). Changes that usually cost little time come
+    first.
 
     Args:
         num_layers: layers of the largest model chunk.
@@ -326,7 +343,7 @@ def _iter_levers(config: Config, dry_run: DryRun, vocab_size: int, num_layers: i
     parallel, micro_batch_size = config.parallel, config.training.micro_batch_size
     chunk_tokens = min(MIN_EFFICIENT_TOKENS, micro_batch_size * config.tokens_per_rank)
     loss_levers = (
-        [("loss", change(loss_chunk_tokens=chunk_tokens))]
+        [("loss", create_change(loss_chunk_tokens=chunk_tokens))]
         if (get_loss_chunk_tokens(config, vocab_size) or math.inf) > chunk_tokens
         else []
     )
@@ -335,44 +352,48 @@ def _iter_levers(config: Config, dry_run: DryRun, vocab_size: int, num_layers: i
     yield from loss_levers if disables_chunking else ()
     tp_size, dp_size = parallel.tensor_model_parallel_size, get_data_parallel_size(config, dry_run.world_size) or 1
     if config.memory.effective_granularity is None:
-        yield _FULL_RECOMPUTE, change(recompute_granularity="selective", recompute_modules=("layernorm", "mlp_act"))
+        yield _FULL_RECOMPUTE, create_change(recompute_granularity="selective", recompute_modules=("layernorm", "mlp_act"))
     cp_size = parallel.context_parallel_size
     can_shard = dp_size * cp_size > 1  # state is also sharded over the context ranks
     # Keep the global batch size if the microbatch or the number of data ranks changes.
     batch_setting = {"global_batch_size": micro_batch_size * dp_size} if config.training.global_batch_size is None else {}
     for strategy in _STRATEGIES[_STRATEGIES.index(parallel.sharding) + 1 :] if can_shard else ():
-        yield "sharding", change(data_parallel_sharding_strategy=strategy)
+        yield "sharding", create_change(data_parallel_sharding_strategy=strategy)
     if tp_size > 1 and not parallel.sequence_parallel:
-        yield "tensor", change(sequence_parallel=True)
+        yield "tensor", create_change(sequence_parallel=True)
     for divisor in (2, 4, 8):
         # Matrix products with fewer rows are slower by an unknown factor, so smaller ones are not proposed.
         if micro_batch_size % divisor == 0 and micro_batch_size // divisor * config.tokens_per_rank >= MIN_EFFICIENT_TOKENS:
-            yield "batch", change(micro_batch_size=micro_batch_size // divisor, **batch_setting)
+            yield "batch", create_change(micro_batch_size=micro_batch_size // divisor, **batch_setting)
         # With context parallelism a microbatch is reduced to one sequence first: only then is the length the problem.
         if dp_size % divisor == 0 and config.tokens_per_rank // divisor >= MIN_EFFICIENT_TOKENS:
             micro_setting = {"micro_batch_size": 1} if micro_batch_size > 1 else {}
-            yield "batch", change(context_parallel_size=cp_size * divisor, **micro_setting, **batch_setting)
+            yield "batch", create_change(context_parallel_size=cp_size * divisor, **micro_setting, **batch_setting)
     if not recomputes_every_layer(config, num_layers):
         yield _FULL_RECOMPUTE, build_recompute_change(config, num_layers)
     for factor in (2, 4, 8):
         if dp_size % factor == 0 and dry_run.gpus_per_node % (tp_size * factor) == 0:
             sequence_setting: dict[str, object] = {} if parallel.sequence_parallel else {"sequence_parallel": True}
-            yield "tensor", change(tensor_model_parallel_size=tp_size * factor, **sequence_setting, **batch_setting)
+            yield "tensor", create_change(tensor_model_parallel_size=tp_size * factor, **sequence_setting, **batch_setting)
     yield from () if disables_chunking else loss_levers
     if can_shard and not parallel.fsdp_params_cpu:
-        yield "sharding", change(data_parallel_sharding_strategy=_STRATEGIES[-1], fsdp_params_cpu=True)
+        yield "sharding", create_change(data_parallel_sharding_strategy=_STRATEGIES[-1], fsdp_params_cpu=True)
     if not config.memory.has_offload and parallel.device != "cpu":
-        yield "offload", change(cpu_offload_activations=True)
+        yield "offload", create_change(cpu_offload_activations=True)
     if not config.optimizer.optimizer_cpu_offload:
-        yield "host", change(optimizer_cpu_offload=True)
+        yield "host", create_change(optimizer_cpu_offload=True)
 
 
 def estimate_cost(base: Cost, levers: Sequence[Lever], limit: int) -> Cost:
-    """Estimate the memory and step time with several levers (changes that save memory) combined.
+    """Estimate the memory and step time if several levers (changes that save memory) are combined.
 
-    Each lever multiplies the activations, the memory of each other purpose, and the time. It is assumed that a lever multiplies
-    them by the same numbers in a combination as alone. Full recompute is different: only as many layers as needed are recomputed,
-    so its extra time is scaled accordingly.
+    A lever multiplies the activations, the memory of each other purpose, and the time, each by a factor. It is assumed that these
+    factors are the same in a combination as for the lever alone. Full recompute is different: only as many layers as needed are
+    recomputed, so its extra time is scaled down accordingly.
+
+    Args:
+        base: memory and step time of the unchanged settings.
+        limit: bytes that a rank may use of its device.
     """
     activations, seconds, other_bytes = float(base.activation_bytes), base.seconds, [*map(float, base.other_bytes)]
     recompute_time = 0.0

@@ -13,6 +13,6 @@ _THRESHOLD = 5_000_000
 
 
 def collect_garbage_rarely() -> None:
-    """Let Python search for unused reference cycles rarely in this process. Objects outside of reference cycles are still freed at
+    """Make Python's search for unused reference cycles rare in this process. Objects outside of reference cycles are still freed at
     once."""
     gc.set_threshold(_THRESHOLD)

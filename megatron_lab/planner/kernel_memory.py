@@ -37,7 +37,11 @@ _FLASH_BLOCK, _FLASH_CHANNELS = 128, 32
 
 
 def count_temporary_bytes(func: Any, args: Any, kwargs: Any) -> int:
-    """Return the bytes that an operation allocates and frees while it runs, in addition to its output."""
+    """Return the bytes that an operation allocates and frees while it runs, in addition to its output.
+
+    Args:
+        func: operation as `__torch_dispatch__` gets it, called with `args` and `kwargs`.
+    """
     kernel = _TEMPORARY_MEMORY.get(func.name())
     return 0 if kernel is None else kernel(*args, **kwargs)
 
@@ -67,8 +71,8 @@ def _count_varlen_backward_bytes(grad: torch.Tensor, q: torch.Tensor, k: torch.T
 
 
 def _count_flash_grad_bytes(q: torch.Tensor, k: torch.Tensor, rows: int) -> int:
-    """Count the bytes of the temporary gradients in the backward of flash attention: that of q in float32, and those of k and v for
-    each query head.
+    """Count the bytes of the temporary gradients in the backward of flash attention: the gradient of q in float32. With
+    grouped-query attention, also the gradients of k and v for each query head.
 
     Args:
         rows: number of tokens, with the length of every sequence rounded up to a multiple of the kernel's block.
@@ -79,24 +83,24 @@ def _count_flash_grad_bytes(q: torch.Tensor, k: torch.Tensor, rows: int) -> int:
 
 
 def resolve_group(name: Any) -> dist.ProcessGroup:
-    """Return the process group with this name."""
+    """Return the process group that torch registered under this name."""
     return resolve_process_group(name)
 
 
 def count_gathered_bytes(x: torch.Tensor, matrices: list[torch.Tensor], dim: int, group: str) -> int:
-    """Return the bytes of the gathered input of a fused all-gather and matrix product."""
+    """Return the bytes of `x` gathered from all ranks, the input of a matrix product that is fused with its all-gather."""
     return x.nbytes * resolve_group(group).size()
 
 
 def count_scattered_bytes(x: torch.Tensor, matrix: torch.Tensor, *_: Any) -> int:
-    """Return the bytes of the unreduced output of a fused matrix product and reduce-scatter: the outputs for all ranks exist at
-    once."""
+    """Return the bytes of the output of a matrix product before the reduce-scatter that is fused with it. The output has the rows
+    of all ranks."""
     return x.nbytes // x.shape[-1] * matrix.shape[-1]
 
 
 def _count_unreturned_gather_bytes(*args: Any, return_A: bool = True) -> int:
-    """Return the bytes of the gathered input of a fused all-gather and matrix product, if the gathered input is not returned. It
-    exists during the product."""
+    """Return the temporary bytes of a matrix product that is fused with the all-gather of its input. The gathered input is
+    temporary only if the operation does not return it."""
     return 0 if return_A else count_gathered_bytes(*args)
 
 
@@ -117,11 +121,12 @@ _TEMPORARY_MEMORY: dict[str, Callable[..., int]] = {
 
 
 class CudaKernels(TorchFunctionMode):
-    """Mode in which tensors on the meta device report that they are on CUDA, and fused operations are those of CUDA."""
+    """Mode for tensors on the meta device: they report that they are on CUDA, and attention, dropout and RMSNorm save the tensors
+    that CUDA's fused kernels save."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a torch function: `is_cuda` returns True, functions with a fused CUDA kernel run in the form of this kernel, and all
-        others run unchanged."""
+        """Run a torch function. `is_cuda` returns True. Functions with a fused CUDA kernel are replaced by operations that save the
+        same tensors as this kernel. All others run unchanged."""
         kwargs = kwargs or {}
         if getattr(func, "__self__", None) is torch.Tensor.is_cuda:
             return True
@@ -149,13 +154,13 @@ def _attention(
 
 
 def _dropout(x: torch.Tensor, p: float, training: bool, inplace: bool) -> torch.Tensor:
-    """Apply dropout that saves a mask of one byte per element."""
+    """Apply dropout as CUDA's fused kernel does, which saves a mask of one byte per element."""
     assert training and not inplace, "as the model calls it"
     return torch.native_dropout(x, p, True)[0]
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm with the memory of `_fused_rms_norm`, which saves its input and one number per row."""
+    """RMSNorm that saves for its backward what torch's `_fused_rms_norm` saves: the input and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:  # type: ignore[override]

@@ -25,7 +25,7 @@ _KEY_TYPES = (int, float, bool, str, torch.dtype, torch.device, torch.layout, to
 
 
 class NewTensor(NamedTuple):
-    """Shape, strides and dtype of a tensor with new storage that an operation returns."""
+    """Shape, strides and dtype of a tensor with new storage that an operation returned."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -49,7 +49,11 @@ tensors."""
 
 
 def run_op(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation on meta tensors, or create its output from the cache."""
+    """Run an operation on meta tensors, or create its output from the cache.
+
+    Args:
+        func: operation as `__torch_dispatch__` gets it, to be called with `args` and `kwargs`.
+    """
     is_cacheable = func.namespace == "aten" and not func.is_view and not func._schema.is_mutable
     key = build_op_key(func, args, kwargs, _is_meta_tensor) if is_cacheable else None
     if key is None:
@@ -82,9 +86,9 @@ def _is_meta_tensor(value: Any) -> bool:
 
 
 def build_op_key(func: Any, args: Any, kwargs: Any, has_no_values: Callable[[torch.Tensor], bool]) -> tuple[Any, ...] | None:
-    """Return a cache key of an operation and its arguments.
+    """Return a cache key of an operation and its arguments. Equal keys mean that the outputs have equal shapes, strides and dtypes.
 
-    Returns None if the output may depend on more than shapes, strides, dtypes and numbers.
+    Returns None if the output may depend on more than the shapes, strides, dtypes and numbers among the arguments.
 
     Args:
         has_no_values: returns whether a tensor has no values on which the output could depend.
@@ -108,11 +112,11 @@ def _build_arg_key(arg: Any, has_no_values: Callable[[torch.Tensor], bool]) -> A
 
 
 def describe_new_tensors(out: Any, args: Any, kwargs: Any) -> tuple[bool, tuple[NewTensor, ...]] | None:
-    """Return whether an operation's output is a tuple, and shape, strides and dtype of its tensors, so that the output can be
-    created later.
+    """Return what is needed to create the output of an operation again: whether it is a tuple, and shape, strides and dtype of each
+    tensor.
 
-    Returns None unless each tensor has its own new storage of exactly its size; other outputs (such as views) cannot be created
-    this way.
+    Returns None unless each tensor has a new storage of exactly its size that it shares with no other tensor. Other outputs (such
+    as views) cannot be created this way.
     """
     tensors = out if isinstance(out, tuple) else (out,)
     if any(t.storage_offset() for t in tensors):

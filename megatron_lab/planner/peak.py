@@ -1,5 +1,4 @@
-"""Activation memory during a step: the peak of one rank over its operations, and the traffic of the rank over tensor and pipeline
-groups.
+"""Activation memory during a step: the peak of one rank over its operations, and the bytes that the rank sends in these operations.
 
 Messages between stages are simulated in the order in which a run sends and receives them. Only the number of messages in memory is
 tracked, no tensor (`iter_message_counts`).
@@ -25,7 +24,8 @@ from megatron_lab.planner.storages import Transfer, merge_transfers
 
 
 class Activations(NamedTuple):
-    """Bytes of activations on one rank at the peak of a step, excluding the model's state."""
+    """Bytes of activations on one rank at the peak of a step, without the model's state (parameters, gradients, optimizer
+    state)."""
 
     input_bytes: int
     """Tokens, labels, masks and positions of all microbatches."""
@@ -33,33 +33,39 @@ class Activations(NamedTuple):
     """All other activations: tensors that microbatches hold between forward and backward, deferred weight gradients, temporary
     tensors of the operation at the peak, and messages between stages that are received, or sent but not yet confirmed."""
     host_bytes: int = 0
-    """Host memory of the buffers for offloaded activations. These buffers are never freed."""
+    """Bytes of the buffers in host memory for offloaded activations. These buffers are never freed."""
     offloaded_bytes: int = 0
-    """Bytes of activations that are moved to the host and back in a step."""
+    """Bytes of activations that are copied to host memory and back in a step."""
 
     @property
     def device_bytes(self) -> int:
-        """Sum of all bytes on the device."""
+        """Bytes of inputs and all other activations on the device."""
         return self.input_bytes + self.schedule_bytes
 
 
 def build_receive_plans(schedule: Schedule, *, overlap: bool, device_type: str) -> list[ReceivePlan]:
-    """Return the receive plan of each stage: when it posts its receives."""
+    """Return, for each stage, before which operations it posts its receives and after which it waits for its sends.
+
+    Args:
+        overlap: whether messages are in flight while operations compute.
+        device_type: type of the job's devices, "cpu" or "cuda".
+    """
     return choose_receive_plans(schedule, device_type).plans if overlap else plan_exchanges(schedule)
 
 
 class OpMemory(NamedTuple):
-    """Bytes of activations and messages on one rank during and after one operation of its schedule, excluding the step's inputs."""
+    """Bytes of activations and messages on one rank during and after one operation of its schedule. The step's inputs are not
+    included."""
 
     op: Op
     peak_bytes: int
     """Peak while the operation runs."""
     remaining_bytes: int
-    """Bytes after the operation."""
+    """Bytes that remain on the device after the operation."""
     host_bytes: int
-    """Bytes of all host buffers for offloaded activations that exist after the operation."""
+    """Bytes of all host buffers for offloaded activations after the operation. Buffers are never freed."""
     offloaded_bytes: int = 0
-    """Bytes that the operation moves to the host."""
+    """Bytes that the operation copies to host memory."""
 
 
 def compute_peak_activations(
@@ -73,11 +79,13 @@ def compute_peak_activations(
     device_type: str,
     num_microbatches: int | None = None,
 ) -> Activations:
-    """Return the activation memory at the peak over this rank's operations. The arguments not listed here are those of
-    `iter_op_memory`.
+    """Return the activation memory at the peak over this rank's operations.
 
     Args:
-        num_microbatches: microbatches of a step, of which `schedule` may contain only the first; None if it contains all.
+        traces_by_chunk: trace (memory and communication of each operation) of each chunk of this rank, by chunk index.
+        plans: result of `build_receive_plans`.
+        device_type: type of the job's devices, "cpu" or "cuda".
+        num_microbatches: microbatches of a step, if `schedule` contains only the first of them; None if it contains all.
     """
     document_tensors = frozenset[DocumentTensor]().union(*(trace.document_tensors for trace in traces_by_chunk.values()))
     sizes = (num_microbatches or schedule.num_microbatches, config.training.micro_batch_size, context.topology.cp)
@@ -103,7 +111,7 @@ def iter_op_memory(
     """Yield the memory during and after each operation of this rank, in the order of the schedule.
 
     Args:
-        traces: trace of each chunk of this rank, by chunk index.
+        traces: trace (memory and communication of each operation) of each chunk of this rank, by chunk index.
         plans: result of `build_receive_plans`.
         device_type: type of the job's devices, "cpu" or "cuda".
     """
@@ -141,7 +149,14 @@ def iter_op_memory(
 def sum_transfers(
     traces: Mapping[int, ChunkTrace], model: Model, micro_batch_size: int, context: ParallelContext, schedule: Schedule
 ) -> tuple[Transfer, ...]:
-    """Return the traffic of this rank in a step within its stage and to other stages."""
+    """Return the bytes that this rank sends in the operations of a step, within its stage and to other stages.
+
+    The sums are by process group, communication type and receiving stage. Reductions of gradients and gathers of parameters are not
+    included.
+
+    Args:
+        traces: trace (memory and communication of each operation) of each chunk of this rank, by chunk index.
+    """
     stage, message_bytes = context.group("pp").rank, count_message_bytes(model, micro_batch_size, context)
     transfers: list[Transfer] = []
     for (op_type, chunk), count in Counter((op.type, op.chunk) for op in schedule.ops[stage]).items():
@@ -153,13 +168,14 @@ def sum_transfers(
 
 
 def count_message_bytes(model: Model, micro_batch_size: int, context: ParallelContext) -> int:
-    """Return the bytes that a rank sends to another stage for a microbatch."""
-    hidden = model.stage_boundary(micro_batch_size, context.topology)["hidden"]
+    """Return the bytes of a message from one rank to another stage: the hidden states of a microbatch, or their gradient."""
+    hidden = model.get_stage_boundary(micro_batch_size, context.topology)["hidden"]
     return math.prod(hidden.shape) * hidden.dtype.itemsize
 
 
 class HostBuffers:
-    """Host buffers for offloaded layers, simulated by the rules of `megatron.memory.offload`."""
+    """Simulation of the host buffers for offloaded layers: how many are in use, and how many a run allocates. Buffers are reused by
+    the rules of `megatron.memory.offload`."""
 
     def __init__(self) -> None:
         self._used: Counter[int] = Counter()
@@ -168,12 +184,12 @@ class HostBuffers:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all buffers allocated so far."""
+        """Bytes of all buffers allocated so far, in use or not."""
         return sum(size * count for size, count in self._allocated.items())
 
     def start_fetch(self, op: Op, trace: ChunkTrace) -> None:
-        """Release the buffer of the first offloaded layer that an operation needs, because the layer is copied to the device during
-        the previous operation."""
+        """Release the buffers of the offloaded layer that an operation needs first, for reuse. This layer is copied to the device
+        during the previous operation."""
         if (
             trace.offloaded_sizes
             and op[1:] not in self._fetched_microbatches
@@ -183,7 +199,7 @@ class HostBuffers:
             self._release(trace.offloaded_sizes[-1])
 
     def run_op(self, op: Op, trace: ChunkTrace) -> None:
-        """Acquire the buffers into which an operation offloads layers, and release those from which it copies layers to the
+        """Acquire the buffers into which an operation offloads layers, or release the buffers from which it copies layers to the
         device."""
         if op.type is OpType.FORWARD:
             for sizes in trace.offloaded_sizes:
@@ -206,10 +222,12 @@ def iter_message_counts(
     """Yield, for each operation of a stage, the number of messages in memory while the operation runs, and the number after it.
 
     Args:
+        plan: when the stage posts its receives and waits for its sends.
         overlap: whether messages are in flight while operations compute. Without overlap, all sends complete before the next
             operation.
-        detects_completion: whether the messenger sees that a send has completed. NCCL's messenger sees it by the time of the next
-            message, if no stage is late. Gloo's messenger knows it only when a later message from the receiver arrives.
+        detects_completion: whether a rank notices that a send has completed, so that it frees the message. With NCCL it does, by
+            the time of the next message, if no stage is late. With Gloo it knows only when a later message from the receiver
+            arrives.
     """
     stage_of_chunk, last_chunk, last_readers = (
         schedule.stage_of_chunk,

@@ -27,7 +27,7 @@ from megatron_lab.planner.state_layout import Bytes, StateMemory
 
 @dataclass(frozen=True)
 class Job:
-    """Sizes of a job (ranks along each axis, batch, nodes) on which its plan is based."""
+    """Sizes and layout of the job for which a plan is made: ranks along each axis, nodes, batch, sharding and schedule."""
 
     world_size: int
     gpus_per_node: int
@@ -55,20 +55,20 @@ class Job:
 
 @dataclass(frozen=True)
 class RankMemory(StateMemory):
-    """Memory of one rank by purpose: the model's state, the activations of a step, and CUDA's memory."""
+    """Memory of one rank by purpose: the model's state, the activations of a step, and CUDA's own memory."""
 
     activations: Bytes = field(default_factory=Bytes)
-    """Activations at the peak of the schedule."""
+    """Activations at the peak of a step."""
     cuda: Bytes = field(default_factory=Bytes)
     """Estimate of CUDA's own memory: the sum of `RankProfile.allowances`. All other memory is exact to the byte."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one rank sends in a step over one group for one purpose.
+    """Bytes that one rank sends in a step over one process group for one purpose.
 
-    Collectives count as rings, in which each rank sends to the next rank. Token dispatch and full matrices count as an all-to-all,
-    in which each rank sends equally much to all ranks.
+    Collectives count as rings, in which each rank sends to the next rank. Two count as an all-to-all, in which each rank sends
+    equally many bytes to each other rank: the token dispatch, and full matrices that an optimizer such as Muon exchanges.
     """
 
     over: str
@@ -83,7 +83,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class RankRange:
-    """Consecutive data ranks with the same tensor rank, in one stage."""
+    """Ranks of a stage with the same tensor rank and consecutive data ranks. A data rank counts data and context ranks together."""
 
     tensor: int
     data: range
@@ -91,21 +91,21 @@ class RankRange:
 
 @dataclass(frozen=True)
 class RankProfile:
-    """Memory and traffic that are identical to the byte on several ranks, and these ranks."""
+    """Set of ranks, on all of which memory and traffic are identical to the byte."""
 
     stages: tuple[int, ...]
     rank_ranges: tuple[RankRange, ...]
-    """Ranks with this profile, as ranges within each of its stages."""
+    """Ranks with this profile within each of `stages`: ranges of data ranks, each for one tensor rank."""
     first_rank: int
     parameters: int
-    """Number of parameters with which the rank computes, without padding. With sharded parameters, it includes those that other
-    ranks store."""
+    """Number of parameters with which the rank computes, without padding. With sharded parameters (FSDP), it includes those
+    that other ranks store."""
     memory: RankMemory
     traffic: tuple[Traffic, ...]
     allowances: tuple[Allowance, ...] = ()
     """Estimates of CUDA's own memory on the rank; empty on CPUs."""
     offloaded_bytes: int = 0
-    """Activations that the rank moves to the host and back in a step."""
+    """Bytes of activations that the rank copies to host memory and back in a step."""
 
     @property
     def num_ranks(self) -> int:
@@ -122,7 +122,7 @@ class RankProfile:
         """Bytes that a rank sends in a step to other nodes, as a mean over the ranks of this profile."""
         return sum(entry.bytes * entry.between_nodes for entry in self.traffic)
 
-    def traffic_bytes(self, group: str, purpose: str) -> int:
+    def get_traffic_bytes(self, group: str, purpose: str) -> int:
         """Return the bytes that a rank sends in a step over one process group for one purpose."""
         return sum(entry.bytes for entry in self.traffic if (entry.over, entry.what) == (group, purpose))
 
@@ -134,7 +134,7 @@ class StepFlops:
     tokens: int
     flops_per_token: int
     flops: float
-    """FLOPs of forward and backward of the full model."""
+    """FLOPs of forward and backward of the full model, over all ranks."""
     bubble_share: float
     """Share of a step's time in which ranks are idle in the pipeline, as a mean over all ranks. It is assumed that an operation
     takes time in proportion to its FLOPs, and that messages take no time."""
@@ -143,7 +143,7 @@ class StepFlops:
     fp8_flops: float = 0.0
     """FLOPs of the matrix products in FP8, which are included in `flops`."""
 
-    def flops_per_rank(self, world_size: int) -> float:
+    def compute_flops_per_rank(self, world_size: int) -> float:
         """Return the mean FLOPs of one rank in a step."""
         return self.flops / world_size
 
@@ -153,22 +153,24 @@ class ExpertsPlan:
     """Traffic of the token dispatch, and memory of ranks whose experts get more tokens than the mean."""
 
     num_layers: int
-    """Number of layers with experts."""
+    """Number of layers with experts, including multi-token prediction layers."""
     dispatched_bytes: int | None
-    """Bytes that a rank of the stage with the largest dispatch traffic sends in a step to and from experts. None if the expert
-    group also carries other traffic, which cannot be separated."""
+    """Bytes that a rank sends in a step to experts and back, on the stage where this is most. None if the expert group also
+    carries other traffic, which cannot be separated."""
     dispatched_bytes_per_layer: int | None
-    """`dispatched_bytes` divided by the number of layers with experts on that stage, or None."""
+    """`dispatched_bytes` divided by the number of layers with experts on that stage; None if `dispatched_bytes` is None."""
     imbalance: float | None
-    """Requested number of token assignments to the experts of the busiest rank, as a multiple of the mean over the ranks. None
-    without a request; the capacity of the experts then limits the assignments."""
+    """Value of --plan-expert-imbalance: token assignments to the experts of the busiest rank, as a multiple of the mean over
+    the ranks. None if the flag is not set; the capacity of the experts, if any, then limits the assignments."""
     unbalanced_profiles: tuple[RankProfile, ...]
-    """Rank profiles for the case that the experts of each rank get the assignments of the busiest rank. Empty if no imbalance
-    was requested and the experts have no capacity."""
+    """Memory and traffic of the ranks in the worst case, in which the experts of every rank get as many token assignments as those
+    of
+    the busiest rank. The busiest rank's number comes from --plan-expert-imbalance; without this flag it is the number up to which
+    the capacity of the experts limits the assignments. Empty if neither the flag nor a capacity is set."""
 
     @property
     def fullest(self) -> RankProfile:
-        """Unbalanced profile with the largest device memory."""
+        """Profile in `unbalanced_profiles` with the largest device memory."""
         return max(self.unbalanced_profiles, key=lambda profile: profile.memory.total.device)
 
 
@@ -185,19 +187,24 @@ class Plan:
     parameters_by_stage: tuple[int, ...]
     """Number of parameters of each stage. A tied parameter counts only on the stage of its first model chunk."""
     profiles: tuple[RankProfile, ...]
-    """Memory and traffic of all ranks. Every rank of the job has one of these profiles."""
+    """Memory and traffic of all ranks. Each profile covers the ranks on which both are identical."""
     work: StepFlops
     notes: tuple[str, ...] = ()
-    """Assumptions behind the numbers."""
+    """Lines of text: assumptions on which the plan is based, and what its memory does not include."""
     advice: tuple[str, ...] = ()
-    """Lines of advice: settings that waste memory or time, with changes that would waste less."""
+    """Lines of text: settings that waste memory or time, with changes that would waste less."""
     device_memory: int | None = None
     """Bytes of a device's memory, or None if not known."""
     experts: ExpertsPlan | None = None
-    """Traffic of the token dispatch and memory with unbalanced experts; None if the model has no experts."""
+    """Traffic of the token dispatch, and memory if some experts get more tokens than the mean. None if the model has no
+    experts."""
 
     def profile_at(self, stage: int, tensor: int, data: int) -> RankProfile:
-        """Return the profile of the rank with this pipeline stage, tensor rank and data rank."""
+        """Return memory and traffic of the rank at these coordinates.
+
+        Args:
+            data: rank among the data and context ranks.
+        """
         profiles = (profile for profile in self.profiles if stage in profile.stages)
         return next(
             profile for profile in profiles if any(ranks.tensor == tensor and data in ranks.data for ranks in profile.rank_ranges)
@@ -205,7 +212,7 @@ class Plan:
 
     @property
     def fullest_index(self) -> int:
-        """Index in `profiles` of the profile with the largest device memory."""
+        """Index in `profiles` of the ranks with the largest device memory."""
         return max(range(len(self.profiles)), key=lambda index: self.profiles[index].memory.total.device)
 
 
@@ -219,9 +226,11 @@ def count_step_flops(
     recomputes_logits: bool = False,
     precision: PrecisionConfig = PrecisionConfig(),  # noqa: B008 (frozen)
 ) -> StepFlops:
-    """Count tokens and FLOPs of a step of `global_batch_size` sequences, each of which is one document.
+    """Count tokens and FLOPs of a step of `global_batch_size` sequences, each of which is one document. Also simulate the pipeline
+    idle time.
 
     Args:
+        table: model chunks, with the stage and the layers of each.
         recomputes_logits: whether the backward computes the logits again.
         precision: settings that decide which layers compute in FP8.
     """
@@ -239,10 +248,10 @@ def count_step_flops(
 
 
 def plan_to_json(plan: Plan, time: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the full plan in JSON types.
+    """Return the full plan as dictionaries, lists, strings and numbers, for a JSON file.
 
     Args:
-        time: predicted time of a step in JSON types; None if no time is predicted.
+        time: result of `StepTime.to_json`: predicted time of a step. None if no time is predicted.
     """
     fullest = plan.profiles[plan.fullest_index]
     return {
@@ -260,7 +269,7 @@ def plan_to_json(plan: Plan, time: Mapping[str, Any] | None = None) -> dict[str,
             "per_token": plan.work.flops_per_token,
             "per_step": plan.work.flops,
             "per_step_in_8_bits": plan.work.fp8_flops,
-            "per_rank": plan.work.flops_per_rank(plan.job.world_size),
+            "per_rank": plan.work.compute_flops_per_rank(plan.job.world_size),
             "computed_again_per_step": plan.work.recompute_flops,
         },
         "pipeline": {"bubble_share": plan.work.bubble_share},
@@ -288,7 +297,7 @@ def write_plan(plan: Plan, path: str, time: Mapping[str, Any] | None = None) -> 
     """Write a plan to a JSON file. Missing folders are created.
 
     Args:
-        time: predicted time of a step in JSON types, which is written with the plan; None if no time is predicted.
+        time: result of `StepTime.to_json`, which is written with the plan. None if no time is predicted.
 
     Raises:
         ValueError: the file cannot be written.
@@ -299,7 +308,9 @@ def write_plan(plan: Plan, path: str, time: Mapping[str, Any] | None = None) -> 
             json.dump(plan_to_json(plan, time), file, indent=1)
             file.write("\n")
     except OSError as error:
-        raise ValueError(f"--dry-run-json {path} cannot be written: {(error.strerror or str(error)).lower()}.") from error
+        raise ValueError(
+            f"--dry-run-json {path} cannot be written: {(error.strerror or str(error)).lower()}. Choose another path."
+        ) from error
 
 
 def _profile_to_json(profile: RankProfile) -> dict[str, Any]:

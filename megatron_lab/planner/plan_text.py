@@ -1,4 +1,5 @@
-"""Text form of a plan: first whether it fits and how a step's time is spent, then memory and traffic of each rank profile."""
+"""Text form of a plan: first whether it fits and how a step's time is spent, then the memory and traffic of the ranks of each
+stage."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def format_plan(plan: Plan, time: StepTime | None = None) -> list[str]:
     """Return the full plan as lines of text.
 
     Args:
-        time: predicted time of a step; None if no time is predicted.
+        time: predicted time of a step; None to print no time.
     """
     rows = build_rows(plan)
     return [
@@ -86,7 +87,7 @@ def _format_experts(plan: Plan, experts: ExpertsPlan) -> Iterator[str]:
 
 
 def _format_estimates(plan: Plan) -> Iterator[str]:
-    """Yield a note that names the numbers of the plan that are estimates. All other numbers are exact."""
+    """Yield a note that says which memory in the plan is an estimate. All other memory is exact."""
     allowances = plan.profiles[plan.fullest_index].allowances
     if allowances:
         listing = ", ".join(map(str, allowances))
@@ -119,7 +120,7 @@ def _format_fit(plan: Plan, required: int) -> str:
 
 def _format_work(plan: Plan, rows: Sequence[StageRow]) -> Iterator[str]:
     job, work = plan.job, plan.work
-    flops_per_rank = work.flops_per_rank(job.world_size)
+    flops_per_rank = work.compute_flops_per_rank(job.world_size)
     bubble_note = f"; {work.bubble_share:.1%} of the time idle in the pipeline" if job.pipeline > 1 else ""
     fp8_note = f" ({work.fp8_flops / work.flops:.0%} of them in 8 bits)" if work.fp8_flops else ""
     recompute_note = (
@@ -142,7 +143,7 @@ def _format_work(plan: Plan, rows: Sequence[StageRow]) -> Iterator[str]:
 
 
 def _format_time(time: StepTime) -> Iterator[str]:
-    breakdown = ", ".join(f"{name} {share:.1%}" for name, share in time.largest_shares())
+    breakdown = ", ".join(f"{name} {share:.1%}" for name, share in time.find_largest_shares())
     yield (
         f"  such a step takes about {format_duration(time.seconds)} ({format_duration(time.low)} to "
         f"{format_duration(time.high)} in nine of ten cases; "
@@ -177,7 +178,8 @@ def _format_job(plan: Plan) -> Iterator[str]:
 
 
 def _format_memory_table(plan: Plan, rows: Sequence[StageRow]) -> list[str]:
-    """Format a table of device memory with a row for each group of stages with equal memory, and a column for each purpose."""
+    """Format a table of device memory, with a column for each purpose (parameters, gradients and so on). Adjacent stages with equal
+    memory and traffic share a row."""
     profiles = plan.profiles
     columns: list[tuple[str, Callable[[RankProfile], float]]] = [
         (name.replace("_", " "), lambda profile, name=name: profile.memory.by_purpose[name].total)  # type: ignore[misc]
@@ -201,8 +203,8 @@ def _format_memory_table(plan: Plan, rows: Sequence[StageRow]) -> list[str]:
 
 
 def _format_traffic_table(rows: Sequence[StageRow]) -> list[str]:
-    """Format a table of traffic with a row for each process group and purpose, and a column for each group of stages with equal
-    traffic.
+    """Format a table of the bytes that a rank sends, with a row for each process group and purpose. Adjacent stages with equal
+    memory and traffic share a column.
 
     If there would be too many columns, one column stands for all stages.
     """
@@ -219,7 +221,10 @@ def _format_traffic_table(rows: Sequence[StageRow]) -> list[str]:
             f"{group}: {purpose}",
             f"{entry.group_size:,}",
             _format_destination(compute_inter_node_share([profile for row in rows for profile in row.profiles], group, purpose)),
-            *(row.format_range(lambda profile, key=(group, purpose): profile.traffic_bytes(*key), format_bytes) for row in rows),  # type: ignore[misc]
+            *(
+                row.format_range(lambda profile, key=(group, purpose): profile.get_traffic_bytes(*key), format_bytes)  # type: ignore[misc]
+                for row in rows
+            ),
         ]
         for (group, purpose), entry in entry_of_key.items()
     ]
@@ -245,7 +250,7 @@ def _format_chunk(chunk: Chunk, last_chunk: Chunk) -> str:
     """Describe the contents of a model chunk.
 
     Args:
-        last_chunk: chunk of the last stage if the row stands for several equal stages, otherwise `chunk` itself.
+        last_chunk: chunk of the last stage in the row, if the row stands for several stages; otherwise `chunk` itself.
     """
     contents = ["embedding"] if chunk.is_first else []
     if count := len(chunk.layers):
@@ -285,7 +290,7 @@ def format_duration(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class StageRow:
-    """Adjacent stages whose ranks have equal memory and traffic, to three digits. They share one row of a table."""
+    """Row of a table: adjacent stages whose ranks have equal memory and traffic, to three digits."""
 
     first_stage: int
     last_stage: int
@@ -294,17 +299,22 @@ class StageRow:
 
     @property
     def name(self) -> str:
-        """Indices of the stages as text."""
+        """Name of the row, such as "stages 0-3"."""
         return _format_stages(self.first_stage, self.last_stage)
 
     def format_range(self, get_value: Callable[[RankProfile], float], format_value: Callable[[float], str]) -> str:
-        """Format a value of the row's ranks, as a range if the ranks differ."""
+        """Format a value of the row's ranks, or its range, such as "1.2 GB - 1.3 GB", if the ranks differ.
+
+        Args:
+            get_value: returns the value of the ranks with one profile.
+            format_value: converts a value to text.
+        """
         low, high = (format_value(bound(map(get_value, self.profiles))) for bound in (min, max))
         return high if low == high else f"{low} - {high}"
 
 
 def build_rows(plan: Plan) -> list[StageRow]:
-    """Return a row for each group of adjacent stages with equal memory and traffic."""
+    """Divide the stages into rows of a table: adjacent stages with equal memory and traffic share a row."""
     by_stage = [tuple(profile for profile in plan.profiles if stage in profile.stages) for stage in range(plan.job.pipeline)]
     rows: list[StageRow] = []
     for _, run in itertools.groupby(range(len(by_stage)), key=lambda stage: frozenset(map(_build_row_key, by_stage[stage]))):
@@ -316,7 +326,8 @@ def build_rows(plan: Plan) -> list[StageRow]:
 
 
 def compute_mean_traffic(row: StageRow) -> tuple[float, float]:
-    """Return the mean bytes that a rank of the row sends in a step inside its node, and to other nodes."""
+    """Return the bytes that a rank of the row sends in a step to ranks of its own node, and the bytes that it sends to other nodes.
+    Both are means over the ranks."""
     num_ranks = sum(profile.num_ranks for profile in row.profiles)
     intra_node = sum(profile.num_ranks * profile.intra_node_bytes for profile in row.profiles)
     inter_node = sum(profile.num_ranks * profile.inter_node_bytes for profile in row.profiles)
@@ -324,7 +335,7 @@ def compute_mean_traffic(row: StageRow) -> tuple[float, float]:
 
 
 def compute_inter_node_share(profiles: Iterable[RankProfile], group: str, purpose: str) -> float:
-    """Return the share of the traffic over one process group for one purpose that goes to other nodes."""
+    """Return how large a share of the bytes sent over one process group for one purpose goes to other nodes."""
     shares = [
         (profile.num_ranks * entry.bytes, entry.between_nodes)
         for profile in profiles
@@ -335,7 +346,7 @@ def compute_inter_node_share(profiles: Iterable[RankProfile], group: str, purpos
 
 
 def format_table(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table with aligned columns."""
+    """Return the lines of a table with aligned columns: the headings, then the rows."""
     widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *body)]
 

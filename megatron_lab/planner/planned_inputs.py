@@ -1,5 +1,5 @@
-"""Inputs of a step for the planner: the tensors of a microbatch (with shapes, but without data), and the bytes of a step's inputs
-on a rank."""
+"""Inputs of a step for the planner: the tensors of a microbatch (with shapes, but without data), and the bytes of all inputs of a
+step on a rank."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _DOCUMENT_TENSOR_BYTES: dict[DocumentTensor, int] = {"order": 2 * _TOKEN_BYTES, 
 
 
 def build_inputs(model: Model, data: DataConfig, micro_batch_size: int, context_group: Group, device: torch.device) -> ModelInputs:
-    """Build a microbatch as a training step passes it to the model, with tensors that have shapes but no data.
+    """Build the inputs of a microbatch as a training step passes them to the model, with tensors that have shapes but no data.
 
     Args:
         context_group: process group of the context ranks.
@@ -58,11 +58,12 @@ def count_input_bytes(
     cp_size: int,
     document_tensors: Collection[DocumentTensor] = frozenset(),
 ) -> int:
-    """Count the bytes of a step's inputs on this rank. The inputs of all microbatches exist from the start of the step.
+    """Count the bytes of a step's inputs on this rank (tokens, labels, masks, positions, document boundaries). The inputs of all
+    microbatches exist from the start of the step.
 
     Args:
-        num_microbatches: microbatches of a data rank.
-        document_tensors: tensors of document boundaries that attention saves for the backward.
+        num_microbatches: microbatches of a data rank in a step.
+        document_tensors: names of the tensors about document boundaries that attention saves for the backward.
     """
     seq_length = model.config.seq_length
     local_length = seq_length // cp_size
@@ -89,8 +90,8 @@ def count_input_bytes(
 
 
 class PlannedDocuments(Documents):
-    """Document boundaries whose tensors have no data. They record which of these tensors attention uses, so that memory is counted
-    only for the tensors in use."""
+    """Document boundaries whose tensors have no data. `used_tensors` records which of these tensors attention uses, because a plan
+    counts only the memory of these."""
 
     def __init__(
         self, cu_seqlens: NDArray[np.int32], cu_seqlens_device: torch.Tensor, batch_size: int, split: SequenceSplit | None
@@ -106,31 +107,38 @@ class PlannedDocuments(Documents):
 
     @property
     def sorted_by_length(self) -> DocumentsByLength:  # type: ignore[override]
-        """Tokens ordered by the lengths of their documents. Records "order"."""
+        """Tokens ordered by the lengths of their documents. The access is recorded in `used_tensors` as "order"."""
         self.used_tensors.add("order")
         return self._sorted
 
     @property
     def document_starts(self) -> torch.Tensor:  # type: ignore[override]
-        """Start of each token's document. Records "starts"."""
+        """Start of each token's document. The access is recorded in `used_tensors` as "starts"."""
         self.used_tensors.add("starts")
         return self._document_starts
 
     @property
     def context_rank_order(self) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        """Order of the tokens by context rank, and its inverse. Records "holders"."""
+        """Order of the tokens by context rank, and its inverse. The access is recorded in `used_tensors` as "holders"."""
         self.used_tensors.add("holders")
         return self._rank_order
 
-    def cached_for_pair(self, queries: TokenRange, keys: TokenRange, build: Callable[[TokenRange, TokenRange, Documents], T]) -> T:
-        """Build a value for a pair of ranges of query and key tokens, with tensors that have no data."""
+    def get_cached_for_pair(
+        self, queries: TokenRange, keys: TokenRange, build: Callable[[TokenRange, TokenRange, Documents], T]
+    ) -> T:
+        """Call `build` for a range of query tokens and a range of key tokens, and return its value with all tensors moved to the
+        device of these documents. Unlike in a run, the value is not cached."""
         result: T = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.cu_seqlens_device.device), build(queries, keys, self))
         return result
 
 
 def _build_documents(model: Model, starts: Sequence[int], batch_size: int, cp_size: int, device: torch.device) -> PlannedDocuments:
-    """Build documents that start at these offsets of each sample. A fixed choice is enough: the number and lengths of documents
-    hardly change the memory of attention."""
+    """Build document boundaries for a microbatch whose samples all have documents at these offsets. A fixed choice is enough: the
+    number and lengths of documents hardly change the memory of attention.
+
+    Args:
+        starts: offset in tokens of each document within a sample.
+    """
     seq_length = model.config.seq_length
     cu_seqlens = np.append(
         (np.arange(batch_size)[:, None] * seq_length + np.array(starts)).ravel(), batch_size * seq_length

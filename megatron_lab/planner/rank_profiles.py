@@ -1,5 +1,5 @@
-"""Distinct rank profiles of a job. Equal stages share profiles. Within a stage, all ranks with the same profile use exactly the
-same number of bytes for each purpose."""
+"""Memory and traffic of all ranks of a job, as few profiles. A profile is a set of ranks that use exactly the same number of bytes
+for each purpose. Equal stages share profiles."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron_lab.planner.storages import Transfer
 
 @dataclass(frozen=True)
 class StageSend:
-    """Traffic that one rank of a stage sends in a step over one process group for one purpose."""
+    """Bytes that one rank of a stage sends in a step over one process group for one purpose."""
 
     group: str
     purpose: str
@@ -35,11 +35,11 @@ class StageSend:
     peer: int | None = None
     """Receiving pipeline stage, if the traffic is a message between stages."""
     is_to_experts: bool = False
-    """Whether the traffic is the token dispatch of experts: each rank with which this rank exchanges tokens receives an equal
-    share."""
+    """Whether the traffic is the token dispatch of experts, in which a rank sends equally many bytes to each other rank of the
+    group."""
     ring_groups: tuple[str, ...] = ()
-    """Names of the process groups that carry the traffic instead of `group`: they have the same ranks, but separate
-    communicators."""
+    """Names of the process groups that carry the traffic in place of `group`. They have the same ranks as `group`, but
+    communicators of their own."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class StagePlan:
     stage: int
     contents: Mapping[RankContent, Sequence[RankRange]]
     activations: Bytes
-    """Activations at the peak, equal on all ranks of the stage."""
+    """Bytes of activations at the peak of a step, equal on all ranks of the stage."""
     offloaded_bytes: int
-    """Bytes of activations that are moved to the host and back in a step."""
+    """Bytes of activations that a rank copies to host memory and back in a step."""
     sends: Sequence[StageSend]
-    """Traffic of one rank, equal on all ranks of the stage."""
+    """Bytes that one rank sends in a step, equal on all ranks of the stage."""
 
 
 _ProfileKey = tuple[object, tuple[Bytes, int], tuple[tuple[str, str, int], ...], tuple[Allowance, ...]]
@@ -66,24 +66,28 @@ GroupTable = Mapping[str, tuple[int, Callable[[int], "CrossingMask"]]]
 
 
 def build_group_table(context: ParallelContext, links: Links) -> GroupTable:
-    """Return the process groups of a job, by the names that `megatron.data_parallel.traffic` gives them.
+    """Return the size of each process group of a job, and which of its ranks send to another node.
 
     Args:
-        context: context of any rank.
+        context: parallel context of any rank.
+
+    Returns:
+        For each group, by the name that `megatron.data_parallel.traffic` gives it: its size, and a function. The function gets a
+        stage and returns, for each rank of the stage, whether its traffic over the group leaves its node.
     """
     topology, last_stage = context.topology, context.topology.pp - 1
     fsdp_groups: dict[str, tuple[int, Callable[[int], CrossingMask]]] = {}
     for axes in (GRADIENT_AXES, EXPERT_AXES[-1:]):
         shard_name, replica_name = format_fsdp_groups(axes, context)
-        shard_size, num_replicas = context.fsdp_shard_group(axes).size, context.fsdp_replica_group(axes).size
+        shard_size, num_replicas = context.get_fsdp_shard_group(axes).size, context.get_fsdp_replica_group(axes).size
         fsdp_groups[shard_name] = shard_size, partial(links.shard_group_crossings, axes=axes, shard_size=shard_size)
-        fsdp_groups[replica_name] = num_replicas, partial(links.replica_group_crossings, axes=axes, shard_size=shard_size)
+        fsdp_groups[replica_name] = num_replicas, partial(links.find_replica_group_crossings, axes=axes, shard_size=shard_size)
     return {
-        "world": (topology.world_size, links.world_crossings),
+        "world": (topology.world_size, links.find_world_crossings),
         **fsdp_groups,
-        "pipeline ends": (2, lambda stage: links.stage_crossings(stage, last_stage - stage)),
+        "pipeline ends": (2, lambda stage: links.find_stage_crossings(stage, last_stage - stage)),
         **{
-            format_axes(axes, context): (topology.size(*axes), partial(links.ring_crossings, axes=axes))
+            format_axes(axes, context): (topology.get_size(*axes), partial(links.find_ring_crossings, axes=axes))
             for axes in _COLLECTIVE_AXES
         },
     }
@@ -95,14 +99,14 @@ def find_shared_communicators(context: ParallelContext) -> dict[str, str]:
     Groups with the same ranks share one communicator (see `make_context`).
 
     Args:
-        context: context of any rank.
+        context: parallel context of any rank.
     """
     ranks: dict[str, tuple[int, ...]] = {"world": context.world.ranks}
     for axes in _COLLECTIVE_AXES:
         ranks[format_axes(axes, context)] = context.group(*axes).ranks
     for axes in (GRADIENT_AXES, EXPERT_AXES[-1:]):
         shard_name, replica_name = format_fsdp_groups(axes, context)
-        ranks |= {shard_name: context.fsdp_shard_group(axes).ranks, replica_name: context.fsdp_replica_group(axes).ranks}
+        ranks |= {shard_name: context.get_fsdp_shard_group(axes).ranks, replica_name: context.get_fsdp_replica_group(axes).ranks}
     first: dict[tuple[int, ...], str] = {}
     shared = {name: first.setdefault(members, name) for name, members in ranks.items()}
     return {**shared, "pipeline ends": "world" if context.world.size == 2 else "pipeline ends"}
@@ -117,9 +121,10 @@ def build_rank_profiles(
     on_cuda: bool,
     overlap_allowances: Sequence[Allowance] = (),
 ) -> tuple[RankProfile, ...]:
-    """Group all ranks of a job into profiles of ranks with identical memory and traffic.
+    """Collect the ranks of a job into profiles. Each profile has the ranks whose memory and traffic are identical.
 
     Args:
+        stages: memory and traffic of each pipeline stage.
         groups: result of `build_group_table`: the process groups of the job by name.
         shared_communicators: result of `find_shared_communicators`: which process groups use the same NCCL communicator.
         on_cuda: whether the ranks run on GPUs. Only then the memory of CUDA and NCCL is added.
@@ -136,7 +141,7 @@ def build_rank_profiles(
         RankProfile(
             stages=tuple(stage.stage for stage in equal_stages),
             rank_ranges=tuple(rank_ranges),
-            first_rank=links.first_rank(equal_stages[0].stage, rank_ranges[0].data.start, rank_ranges[0].tensor),
+            first_rank=links.get_first_rank(equal_stages[0].stage, rank_ranges[0].data.start, rank_ranges[0].tensor),
             parameters=parameters,
             memory=RankMemory(
                 **memory.by_purpose, activations=activations, cuda=Bytes(sum(allowance.bytes for allowance in allowances))
@@ -153,8 +158,8 @@ def build_rank_profiles(
 def _estimate_stage_allowances(
     stage: StagePlan, groups: GroupTable, shared_communicators: Mapping[str, str]
 ) -> tuple[Allowance, ...]:
-    """Estimate CUDA's own memory on the ranks of a stage. A group over which no tensors are sent has no communicator and needs no
-    memory."""
+    """Estimate the memory of CUDA and NCCL on each rank of a stage. A process group that sends no tensors has no communicator and
+    needs no memory."""
     collective_sends = [send for send in stage.sends if send.peer is None]
     collective_groups = {
         name: groups[send.group][0]
@@ -165,7 +170,11 @@ def _estimate_stage_allowances(
 
 
 def convert_transfer(transfer: Transfer, context: ParallelContext) -> StageSend:
-    """Convert a transfer recorded during operations on microbatches to a `StageSend`."""
+    """Convert the bytes that a trace recorded for one collective or message type to a `StageSend` with the purpose "activations".
+
+    Args:
+        context: parallel context of any rank.
+    """
     to_experts = (transfer.group, transfer.comm_type) == (format_axes(("etp", "ep"), context), "all-to-all")
     # The names of the groups of `ParallelContext.context_rings`.
     rings = ("cp_ring", "cp_ring_grad") if (transfer.group, transfer.comm_type) == ("cp", "send") else ()
@@ -173,7 +182,7 @@ def convert_transfer(transfer: Transfer, context: ParallelContext) -> StageSend:
 
 
 def _sum_sends(sends: Sequence[StageSend]) -> tuple[tuple[str, str, int], ...]:
-    """Return (process group, purpose, bytes) for each process group and purpose, summed over the receiving stages."""
+    """Return (process group, purpose, bytes) for each process group and purpose. Messages to different stages are added up."""
     totals: dict[tuple[str, str], int] = {}
     for send in sends:
         totals[send.group, send.purpose] = totals.get((send.group, send.purpose), 0) + send.bytes
@@ -189,19 +198,27 @@ def _build_traffic(
     groups: GroupTable,
     links: Links,
 ) -> Traffic:
-    """Return the traffic over one group for one purpose, with the share of the bytes that leaves a node, averaged over all ranks of
-    a profile."""
+    """Return the bytes that a rank sends over one process group for one purpose, and the share of them that goes to other nodes.
+    The share is a mean over the ranks of a profile.
+
+    Args:
+        stages: stages of the profile.
+        rank_ranges: ranks of the profile within each of these stages.
+        groups: result of `build_group_table`: the process groups of the job by name.
+    """
     total, inter_node, size = 0, 0.0, 0
     for stage in stages:
         for send in stage.sends:
             if (send.group, send.purpose) == (group, purpose):
                 crossing: NDArray[Any]
                 if send.peer is not None:
-                    size, crossing = 2, links.stage_crossings(stage.stage, send.peer)
+                    size, crossing = 2, links.find_stage_crossings(stage.stage, send.peer)
                 else:
                     size, get_crossings = groups[group]
                     if purpose == "matrices" or send.is_to_experts:
-                        crossing = links.inter_node_fractions(stage.stage, ("etp", "ep") if send.is_to_experts else EXPERT_AXES)
+                        crossing = links.compute_inter_node_fractions(
+                            stage.stage, ("etp", "ep") if send.is_to_experts else EXPERT_AXES
+                        )
                     else:
                         crossing = get_crossings(stage.stage)
                 inter_node += send.bytes * sum(
@@ -218,11 +235,12 @@ RankContent = tuple[int, StateMemory]
 def group_ranks_by_content(
     model: Model, layout: StateLayout, context: ParallelContext, state: OptimizerState
 ) -> dict[RankContent, list[RankRange]]:
-    """Group the ranks of a stage by the parameters and optimizer state that they hold.
+    """Group the ranks of a stage by the number of parameters with which they compute and by the memory of their state.
 
     Args:
         model: model of the rank of `context`, which may be any rank of the stage.
-        layout: sharding of the stage's state.
+        layout: how the ranks of the stage share the state.
+        state: computes the memory of the optimizer's state.
     """
     rank_ranges_by_content: dict[RankContent, list[RankRange]] = {}
     components = [_ComponentLayout(component, context, state) for component in layout.components]
@@ -241,7 +259,8 @@ def group_ranks_by_content(
 
 
 def count_stage_params(model: Model, context: ParallelContext) -> int:
-    """Count the parameters of a stage, each once and without padding. A tied parameter counts only in its first chunk."""
+    """Count the parameters of a stage over all its ranks, each once and without padding. A tied parameter counts only in its first
+    chunk."""
     records = [entry.record for entry in model.params if entry.record.chunks[0] in model.chunks]
     num_expert_params = sum(math.prod(record.shape) for record in records if record.is_expert)
     records = [record for record in records if not record.is_expert]
@@ -252,18 +271,23 @@ def count_stage_params(model: Model, context: ParallelContext) -> int:
 
 
 def _count_local_params(records: Iterable[ParamRecord], context: ParallelContext, tensor: int) -> int:
-    """Count the elements that these parameters have on one tensor rank, without padding."""
+    """Count the elements of these parameters that one tensor rank holds, without padding.
+
+    Args:
+        tensor: tensor rank.
+    """
     coordinates = {**context.coordinates, "tp": tensor}
-    return sum(record.local_slice(context.axis_sizes, coordinates).numel for record in records)
+    return sum(record.get_local_slice(context.axis_sizes, coordinates).numel for record in records)
 
 
 def _list_bytes(memory: StateMemory) -> list[tuple[int, int, int]]:
-    """Return (device, host, padding) bytes for each purpose."""
+    """Return (device bytes, host bytes, padding bytes) for each purpose of the state memory."""
     return [(size.device, size.host, size.padding) for size in memory.by_purpose.values()]
 
 
 class _ComponentLayout:
-    """One component of the state (such as a bucket), with the data ranks at which its local memory changes."""
+    """Distribution of one component of the state (such as a bucket) over the ranks of a stage. It knows the data ranks at which the
+    local memory changes."""
 
     def __init__(self, component: StateComponent, context: ParallelContext, state: OptimizerState) -> None:
         group = component.group(context)
@@ -274,14 +298,19 @@ class _ComponentLayout:
         self._tensor_size = context.topology.tp if includes_tensor_ranks else 1
         self.varies_with_tensor_rank = self._tensor_size > 1 and group.size > 1
         self._size = group.size
-        self._starts = sorted(boundary for boundary in {0, *component.boundaries()} if boundary < group.size)
-        self.rank_states = [component.rank_state(start) for start in self._starts]
-        self.memory_table = np.array([_list_bytes(memory + state.memory(shards)) for memory, shards in self.rank_states])
+        self._starts = sorted(boundary for boundary in {0, *component.find_boundaries()} if boundary < group.size)
+        self.rank_states = [component.compute_rank_state(start) for start in self._starts]
+        self.memory_table = np.array([_list_bytes(memory + state.compute_memory(shards)) for memory, shards in self.rank_states])
         """Memory of each of `rank_states` including optimizer state: [state, purpose, (device, host, padding)]. Valid if the
         optimizer state of a component does not depend on other components."""
 
-    def boundaries(self, data_size: int) -> Iterator[int]:
-        """Yield data ranks at which the local state of the component may change, on any tensor rank."""
+    def iter_boundaries(self, data_size: int) -> Iterator[int]:
+        """Yield the data ranks at which the memory of the component may differ from that of the previous data rank, on any tensor
+        rank.
+
+        Args:
+            data_size: number of data and context ranks.
+        """
         if len(self._starts) == 1:
             return
         if self._is_expert:
@@ -296,8 +325,13 @@ class _ComponentLayout:
             for start in self._starts:
                 yield from (first + start // self._tensor_size, first - (-start // self._tensor_size))
 
-    def state_indices(self, tensor: int, data: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return, for each of several data ranks, the index of its local state in `rank_states`."""
+    def compute_state_indices(self, tensor: int, data: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return, for each of several data ranks, the index in `rank_states` of the memory that the rank has.
+
+        Args:
+            tensor: tensor rank.
+            data: data ranks.
+        """
         index = tensor + self._tensor_size * data if self._tensor_size > 1 else data
         if self._is_expert:
             index = index // self._expert_group_size
@@ -305,24 +339,31 @@ class _ComponentLayout:
 
 
 def _split_data_ranks(components: Sequence[_ComponentLayout], context: ParallelContext) -> Iterator[range]:
-    """Yield ranges of data ranks within which the local state of every component is equal, on every tensor rank."""
+    """Yield consecutive ranges of data ranks. Within a range, all ranks with the same tensor rank have equal state memory."""
     data_size = context.gradient_group.size
-    boundaries = {0, data_size, *(boundary for component in components for boundary in component.boundaries(data_size))}
+    boundaries = {0, data_size, *(boundary for component in components for boundary in component.iter_boundaries(data_size))}
     return (range(*pair) for pair in itertools.pairwise(sorted(boundary for boundary in boundaries if boundary <= data_size)))
 
 
 def _compute_memories(
     components: Sequence[_ComponentLayout], layout: StateLayout, state: OptimizerState, tensor: int, data_ranges: Sequence[range]
 ) -> list[StateMemory]:
-    """Return the memory of one rank of each range of data ranks."""
+    """Return the state memory of a rank in each range of data ranks, at one tensor rank.
+
+    Args:
+        tensor: tensor rank.
+        data_ranges: ranges of data ranks within which the memory is equal.
+    """
     first_data_ranks = np.array([data_range.start for data_range in data_ranges])
-    indices = [component.state_indices(tensor, first_data_ranks) for component in components]
+    indices = [component.compute_state_indices(tensor, first_data_ranks) for component in components]
     if components and not state.has_independent_shards:
         rows = [tuple(row) for row in np.stack(indices, axis=1).tolist()]
         states_of_row = {
             row: [component.rank_states[index] for component, index in zip(components, row, strict=True)] for row in rows
         }
-        memory_of_row = {row: layout.memory(rank_states, state.memory) for row, rank_states in states_of_row.items()}
+        memory_of_row = {
+            row: layout.compute_memory(rank_states, state.compute_memory) for row, rank_states in states_of_row.items()
+        }
         return [memory_of_row[row] for row in rows]
     total = np.array([_list_bytes(StateMemory(buffers=layout.buffers))] * len(data_ranges))
     for component, state_indices in zip(components, indices, strict=True):
@@ -335,8 +376,8 @@ CrossingMask = NDArray[np.bool_]
 
 
 class Links:
-    """Distribution of the ranks over nodes. Its crossings say, for each rank, whether its traffic over a process group leaves its
-    node.
+    """Distribution of the ranks over nodes. The methods named `..._crossings` return which ranks of a stage send to another node,
+    as an array [data, tensor] of booleans with an element for each rank.
 
     Args:
         gpus_per_node: rank r is on node r // gpus_per_node.
@@ -345,7 +386,7 @@ class Links:
     def __init__(self, topology: Topology, gpus_per_node: int) -> None:
         self._topology, self._gpus_per_node = topology, gpus_per_node
         pp, dp, cp, tp = np.indices((topology.pp, topology.dp, topology.cp, topology.tp), sparse=True)
-        rank_of: Any = topology.rank  # the arithmetic of `Topology.rank` also works on arrays
+        rank_of: Any = topology.find_rank  # the arithmetic of `Topology.find_rank` also works on arrays
         self._ranks: NDArray[np.int64] = rank_of(tp=tp, cp=cp, dp=dp, pp=pp).reshape(topology.pp, -1, topology.tp)
         self._nodes = self._ranks // gpus_per_node
 
@@ -354,75 +395,87 @@ class Links:
         """Number of ranks of the job."""
         return self._topology.world_size
 
-    def ring_crossings(self, stage: int, axes: Sequence[str]) -> CrossingMask:
-        """Return, for each rank of a stage, whether the next rank in a ring along these axes is on another node."""
-        return self._ring_crossings_of_grid(stage, *self._grid(axes))
+    def find_ring_crossings(self, stage: int, axes: Sequence[str]) -> CrossingMask:
+        """Return, for each rank of a stage, whether the next rank in a ring along these axes is on another node. The array has the
+        shape [data, tensor]."""
+        return self._find_ring_crossings_of_grid(stage, *self._get_grid(axes))
 
     def shard_group_crossings(self, stage: int, axes: Sequence[str], shard_size: int) -> CrossingMask:
-        """Return the crossings of rings over shard groups: the ranks along some axes that together hold one copy of the state
-        (--fsdp-shard-size)."""
-        return self._ring_crossings_of_grid(stage, self._replica_grid(axes, shard_size), [1])
+        """Return, for each rank of a stage, whether the next rank in the ring of its shard group is on another node. A shard group
+        has the ranks along `axes` that together hold one copy of the state (--fsdp-shard-size)."""
+        return self._find_ring_crossings_of_grid(stage, self._get_replica_grid(axes, shard_size), [1])
 
-    def replica_group_crossings(self, stage: int, axes: Sequence[str], shard_size: int) -> CrossingMask:
-        """Return the crossings of rings over replica groups: ranks that hold the same shard, one in each copy of the state
-        (--fsdp-shard-size)."""
-        return self._ring_crossings_of_grid(stage, self._replica_grid(axes, shard_size), [0])
+    def find_replica_group_crossings(self, stage: int, axes: Sequence[str], shard_size: int) -> CrossingMask:
+        """Return, for each rank of a stage, whether the next rank in the ring of its replica group is on another node. A replica
+        group has the ranks along `axes` that hold the same shard, one in each copy of the state (--fsdp-shard-size)."""
+        return self._find_ring_crossings_of_grid(stage, self._get_replica_grid(axes, shard_size), [0])
 
-    def _replica_grid(self, axes: Sequence[str], shard_size: int) -> tuple[int, int, int]:
-        """Return the shape of a stage's rank grid: number of copies of the state, ranks that share a copy, ranks along all other
-        axes."""
-        return -1, shard_size, math.prod(self._grid(axes)[0]) // self._topology.size(*axes)
+    def _get_replica_grid(self, axes: Sequence[str], shard_size: int) -> tuple[int, int, int]:
+        """Return the shape (-1, sharing, other) in which to view the ranks of a stage: copies of the state (-1: the size follows
+        from
+        the others), the `shard_size` ranks along `axes` that share one copy, and the ranks along all other axes."""
+        return -1, shard_size, math.prod(self._get_grid(axes)[0]) // self._topology.get_size(*axes)
 
-    def world_crossings(self, stage: int) -> CrossingMask:
-        """Return the crossings of a ring over all ranks of the job."""
+    def find_world_crossings(self, stage: int) -> CrossingMask:
+        """Return, for each rank of a stage, whether the next rank in a ring over all ranks of the job is on another node."""
         next_nodes = (self._ranks[stage] + 1) % self._topology.world_size // self._gpus_per_node
         crossing: CrossingMask = self._nodes[stage] != next_nodes
         return crossing
 
-    def stage_crossings(self, stage: int, peer: int) -> CrossingMask:
-        """Return the crossings of messages from a stage to the ranks with the same coordinates in another stage."""
+    def find_stage_crossings(self, stage: int, peer: int) -> CrossingMask:
+        """Return, for each rank of a stage, whether the rank with the same coordinates in the stage `peer` is on another node."""
         crossing: CrossingMask = self._nodes[stage] != self._nodes[peer]
         return crossing
 
-    def inter_node_fractions(self, stage: int, axes: Sequence[str] = EXPERT_AXES) -> NDArray[np.float64]:
-        """Return, for each rank of a stage, the fraction of its all-to-all along some axes that leaves its node, as an array [data,
+    def compute_inter_node_fractions(self, stage: int, axes: Sequence[str] = EXPERT_AXES) -> NDArray[np.float64]:
+        """Return, for each rank of a stage, the fraction of its all-to-all traffic that goes to other nodes, as an array [data,
         tensor].
 
         Args:
-            axes: axes of the process group; by default all ranks of the stage.
+            axes: axes of the process group over which the all-to-all runs; by default all ranks of the stage.
         """
-        groups, to_rank_grid = self._group_nodes(stage, *self._grid(axes))
+        groups, to_rank_grid = self._group_nodes(stage, *self._get_grid(axes))
         group_size = groups.shape[-1]
         group_index = np.arange(groups.size).reshape(groups.shape) // group_size
         _, node_index, counts = np.unique(group_index * (self._nodes.max() + 1) + groups, return_inverse=True, return_counts=True)
         return to_rank_grid((group_size - counts[node_index]) / max(group_size - 1, 1))
 
-    def first_rank(self, stage: int, data: int, tensor: int) -> int:
-        """Return the global rank at these coordinates."""
-        return int(self._ranks[stage, data, tensor])
-
-    def _ring_crossings_of_grid(self, stage: int, shape: tuple[int, ...], group_dims: list[int]) -> CrossingMask:
-        """Return whether the next rank in a ring is on another node.
+    def get_first_rank(self, stage: int, data: int, tensor: int) -> int:
+        """Return the global rank at these coordinates.
 
         Args:
-            shape: shape of the stage's rank grid.
+            data: rank among the data and context ranks.
+        """
+        return int(self._ranks[stage, data, tensor])
+
+    def _find_ring_crossings_of_grid(self, stage: int, shape: tuple[int, ...], group_dims: list[int]) -> CrossingMask:
+        """Return, for each rank of a stage, whether the next rank in a ring is on another node.
+
+        Args:
+            shape: shape of the grid in which to view the ranks of the stage.
             group_dims: dimensions of the grid along which the ring runs; the last of them varies fastest.
         """
         rings, to_rank_grid = self._group_nodes(stage, shape, group_dims)
         return to_rank_grid(rings != np.roll(rings, -1, axis=-1))
 
-    def _grid(self, axes: Sequence[str]) -> tuple[tuple[int, ...], list[int]]:
-        """Return the shape of the rank grid of the stage that contains these axes, and the positions of the axes among the
-        dimensions of the grid."""
+    def _get_grid(self, axes: Sequence[str]) -> tuple[tuple[int, ...], list[int]]:
+        """Return the shape of a stage's rank grid that has these axes as dimensions, and the indices of these dimensions."""
         order = ("edp", "ep", "etp") if set(axes) <= set(EXPERT_AXES) else ("dp", "cp", "tp")
-        shape = tuple(self._topology.size(axis) for axis in order)
+        shape = tuple(self._topology.get_size(axis) for axis in order)
         return shape, [dim for dim, axis in enumerate(order) if axis in axes]
 
     def _group_nodes(
         self, stage: int, shape: tuple[int, ...], group_dims: list[int]
     ) -> tuple[NDArray[np.int64], Callable[[NDArray[Any]], NDArray[Any]]]:
-        """Return the nodes of each group along `group_dims` as an array [..., group size], and a function that converts an array of
-        this shape to [data, tensor]."""
+        """Return the node of each rank, ordered by group.
+
+        Args:
+            shape: shape of the grid in which to view the ranks of the stage.
+            group_dims: dimensions of the grid along which the ranks of a group lie.
+
+        Returns:
+            Node indices as an array [..., group size], and a function that converts an array of this shape to [data, tensor].
+        """
         nodes = self._nodes[stage].reshape(shape)
         order = [*(axis for axis in range(nodes.ndim) if axis not in group_dims), *group_dims]
         permuted = nodes.transpose(order)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron.config.checks.finding import Change, change, reset
+from megatron.config.checks.finding import Change, create_change, reset
 from megatron.config.config import Config
 from megatron.config.parsed_flags import DryRun
 from megatron.config.rules import find_violations
@@ -71,15 +71,21 @@ SEARCHED_SETTINGS = (
 
 @dataclass(frozen=True)
 class Limits:
-    """Restrictions on the sizes of the layouts that a search tries."""
+    """Restrictions on the layouts that a search tries, such as a fixed tensor-parallel size."""
 
     fixed_sizes: Mapping[str, int] = field(default_factory=dict)
-    """Fixed sizes, by the names in `SIZE_SETTINGS`."""
+    """Sizes that are fixed, by their names in `SIZE_SETTINGS` (such as "tensor")."""
     max_sizes: Mapping[str, int] = field(default_factory=dict)
-    """Maximum sizes, by the names in `SIZE_SETTINGS`."""
+    """Largest sizes to try, by their names in `SIZE_SETTINGS` (such as "tensor")."""
 
-    def allowed(self, axis: str, sizes: Sequence[int]) -> list[int]:
-        """Return those of the sizes along one axis, such as "tensor", that the search may try."""
+    def get_allowed_sizes(self, axis: str, sizes: Sequence[int]) -> list[int]:
+        """Return the sizes along one axis that the search may try. If the size is fixed, this is the fixed size, even if `sizes`
+        lacks it.
+
+        Args:
+            axis: name in `SIZE_SETTINGS`, such as "tensor".
+            sizes: sizes to choose from.
+        """
         if axis in self.fixed_sizes:
             return [self.fixed_sizes[axis]]
         return [size for size in sizes if size <= self.max_sizes.get(axis, size)]
@@ -87,13 +93,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """Layout with its exactly planned memory and predicted step time."""
+    """Settings of a layout, with its predicted step time and exactly planned memory."""
 
     config: Config
     time: StepTime
 
     def fits_memory(self, cluster: Cluster) -> bool:
-        """Return whether the layout fits into the memory of a device."""
+        """Return whether the layout fits into the memory of a device of this cluster."""
         return self.time.device_bytes <= get_usable_bytes(int(cluster.memory_gb * 1e9))
 
 
@@ -106,15 +112,15 @@ class SearchResult:
     smallest_layout: PlannedLayout | None
     """If no layout fits, the exactly planned layout with the least memory; otherwise None."""
     num_estimated: int
-    """Number of layouts that were estimated roughly."""
+    """Number of layouts for which memory and time were estimated roughly."""
     num_planned: int
-    """Number of layouts that were planned exactly."""
+    """Number of layouts for which memory was planned exactly and time predicted."""
 
-    def tied_layouts(self) -> tuple[PlannedLayout, ...]:
+    def find_tied_layouts(self) -> tuple[PlannedLayout, ...]:
         """Return the layouts that may be as fast as the best layout, given the uncertainty of the prediction.
 
-        With r = `high` / `seconds` of the best layout, these are the layouts whose predicted time is at most sqrt(r) times that of
-        the best layout.
+        These are the layouts whose predicted time is at most sqrt(`seconds` x `high`) of the best layout: the geometric mean of its
+        predicted time `seconds` and the upper end `high` of its 90 % range.
         """
         best = self.layouts[0].time
         return tuple(layout for layout in self.layouts if layout.time.seconds / best.seconds <= (best.high / best.seconds) ** 0.5)
@@ -126,13 +132,14 @@ class LayoutSearch:
     Args:
         config: settings of the model, the batch and everything else that the search does not change.
         dry_run: number of ranks of the job and of a node.
+        limits: restrictions on the sizes to try; None for no restriction.
 
     Raises:
         ConfigError: the cluster's peak rate in the model's dtype is not known.
     """
 
     def __init__(self, config: Config, dry_run: DryRun, vocab_size: int, cluster: Cluster, limits: Limits | None = None) -> None:
-        cluster.peak_flops(get_dtype_name(config))
+        cluster.get_peak_flops(get_dtype_name(config))
         self._config, _ = reset(config, *SEARCHED_SETTINGS[len(SIZE_SETTINGS) :]).apply(config, dry_run.world_size)
         self._dry_run, self._vocab_size, self._cluster = dry_run, vocab_size, cluster
         self._limits = limits or Limits()
@@ -141,11 +148,11 @@ class LayoutSearch:
         self._planned: dict[Change, PlannedLayout | None] = {}
 
     def run(self, num_layouts: int = 16) -> SearchResult:
-        """Estimate all layouts, then plan the best of them exactly, until `num_layouts` of them fit or 3 x `num_layouts` are
-        planned."""
+        """Estimate memory and time of all layouts roughly, then plan the most promising exactly. Planning stops when `num_layouts`
+        of them fit into memory, or 3 x `num_layouts` have been planned."""
         limit = get_usable_bytes(int(self._cluster.memory_gb * 1e9))
         estimated: list[tuple[tuple[float, float], Change]] = []
-        for candidate in self.candidates():
+        for candidate in self.iter_candidates():
             estimate = self._estimate(candidate)
             if estimate is None:
                 continue
@@ -172,7 +179,11 @@ class LayoutSearch:
         return SearchResult(tuple(fitting), None if fitting else closest, len(estimated), len(layouts))
 
     def predict(self, candidate: Change) -> PlannedLayout | None:
-        """Return the exact memory and the predicted step time of a layout, or None if the layout is impossible."""
+        """Return the exact memory and the predicted step time of a layout, or None if the layout is impossible.
+
+        Args:
+            candidate: layout as a change of the search's settings.
+        """
         if candidate not in self._planned:
             config, num_ranks = candidate.apply(self._config, self._dry_run.world_size)
             parallel = config.parallel
@@ -195,24 +206,26 @@ class LayoutSearch:
                 self._planned[candidate] = None
         return self._planned[candidate]
 
-    def candidates(self) -> Iterator[Change]:
-        """Yield all layouts, as changes of the settings, that are valid settings and within the limits."""
+    def iter_candidates(self) -> Iterator[Change]:
+        """Yield every layout within the limits whose settings are valid, as a change of the search's settings."""
         config, world_size = self._config, self._dry_run.world_size
         model, limits = config.model, self._limits
         powers = [2**k for k in range(11)]
         gpus_per_node = self._dry_run.gpus_per_node
-        tensor = limits.allowed("tensor", [n for n in powers if n <= min(gpus_per_node, model.num_attention_heads)])
-        pipeline = limits.allowed("pipeline", [n for n in powers if n <= min(world_size, model.num_layers)])
-        context = limits.allowed("context", [n for n in powers if n <= 16] if model.seq_length >= _MIN_CONTEXT_LENGTH else [1])
-        expert = limits.allowed("expert", [n for n in powers if n <= min(model.num_experts or 1, world_size)])
-        micro = limits.allowed("micro", [1, 2, 4, 8])
+        tensor = limits.get_allowed_sizes("tensor", [n for n in powers if n <= min(gpus_per_node, model.num_attention_heads)])
+        pipeline = limits.get_allowed_sizes("pipeline", [n for n in powers if n <= min(world_size, model.num_layers)])
+        context = limits.get_allowed_sizes(
+            "context", [n for n in powers if n <= 16] if model.seq_length >= _MIN_CONTEXT_LENGTH else [1]
+        )
+        expert = limits.get_allowed_sizes("expert", [n for n in powers if n <= min(model.num_experts or 1, world_size)])
+        micro = limits.get_allowed_sizes("micro", [1, 2, 4, 8])
         for t, p, c, e, b in itertools.product(tensor, pipeline, context, expert, micro):
             if world_size % (t * p * c) or (e > 1 and (world_size // p) % e):
                 continue
             expert_options = [{"expert_tensor_parallel_size": n} for n in dict.fromkeys((1, t))] if e > 1 else [{}]
             options = self._list_sharding_options(p), self._list_schedule_options(p), _RECOMPUTE_OPTIONS, expert_options
             for sharding, schedule, recompute, experts in itertools.product(*options):
-                candidate = change(
+                candidate = create_change(
                     **dict(zip(SIZE_SETTINGS.values(), (t, p, c, e, b), strict=True)),
                     sequence_parallel=t > 1,
                     **experts,
@@ -224,10 +237,14 @@ class LayoutSearch:
                     yield candidate
 
     def _iter_memory_savers(self, candidate: Change) -> Iterator[Change]:
-        """Yield changes that extend the layout `candidate` by offload to the host or by a loss in chunks of tokens, if the result
-        has valid settings."""
+        """Yield variants of a layout that need less memory: with offload to host memory, or with a loss in chunks of tokens.
+        Variants whose settings are not valid are skipped.
+
+        Args:
+            candidate: layout as a change of the search's settings.
+        """
         for saver in _MEMORY_SAVERS:
-            saving = Change((*candidate.fields, *change(**saver).fields))
+            saving = Change((*candidate.fields, *create_change(**saver).fields))
             if not find_violations(*saving.apply(self._config, self._dry_run.world_size)):
                 yield saving
 
@@ -250,8 +267,12 @@ class LayoutSearch:
         ]
 
     def _estimate(self, candidate: Change) -> tuple[float, float] | None:
-        """Return rough estimates of the seconds of a step and the bytes of the fullest rank, or None if the batch cannot be divided
-        or the layout is impossible."""
+        """Return rough estimates of the seconds of a step and the device bytes of the fullest rank. Returns None if the batch
+        cannot be divided into microbatches, or if the layout is impossible.
+
+        Args:
+            candidate: layout as a change of the search's settings.
+        """
         config, world_size = candidate.apply(self._config, self._dry_run.world_size)
         parallel, sizes = config.parallel, dict(candidate.fields)
         pp_size, tp_size, cp_size = (sizes[SIZE_SETTINGS[axis]] for axis in ("pipeline", "tensor", "context"))
@@ -284,7 +305,7 @@ class LayoutSearch:
             saved_bytes *= min(1.0, 2 * pp_size * num_virtual / config.model.num_layers)
         activation_bytes = saved_bytes * live_microbatches + rough.temporary_bytes * config.training.micro_batch_size
         shard_group = CommGroup(shard_size, max(1.0, min(shard_size, self._dry_run.gpus_per_node / tp_size)))
-        seconds_per_byte = Durations(self._cluster).collective_time(1e9, 0, shard_group) / 1e9
+        seconds_per_byte = Durations(self._cluster).predict_collective_time(1e9, 0, shard_group) / 1e9
         # A reduction in float32 (4 bytes) and a gather in 16 bits (2 bytes): once per step, or under FSDP for each microbatch.
         sharding_time = num_params * (8 * num_microbatches if is_fsdp else 6) * seconds_per_byte
         exposed_time = max(0.05 * sharding_time, sharding_time - 0.8 * compute_time) + host_bytes / (self._cluster.host_gb_s * 1e9)
@@ -309,9 +330,17 @@ class LayoutSearch:
         return self._rough_costs[key]
 
     def _measure_single_stage(self, config: Config, num_ranks: int) -> _RoughCost | None:
-        """Return time and memory of one sequence on a single stage with the full model, or None if this stage is impossible."""
+        """Return time and memory of one sequence on a single pipeline stage that holds the full model. Returns None if such a stage
+        is impossible.
+
+        Args:
+            config: settings with one pipeline stage.
+            num_ranks: ranks of the stage.
+        """
         try:
-            work = Planner(config, replace(self._dry_run, world_size=num_ranks), self._vocab_size, shortened=True).step_work()
+            work = Planner(
+                config, replace(self._dry_run, world_size=num_ranks), self._vocab_size, shortened=True
+            ).compute_step_work()
         except ValueError:
             return None
         durations = Durations(self._cluster, COMPILED_STACK if config.speed.compile else DEFAULT_STACK)
@@ -320,7 +349,7 @@ class LayoutSearch:
             for span in ops.values():
                 seconds += (
                     sum(
-                        durations.collective_time(transfer.bytes, transfer.calls, _get_group(work.groups, transfer.group))
+                        durations.predict_collective_time(transfer.bytes, transfer.calls, _get_group(work.groups, transfer.group))
                         for transfer in span.transfers
                     )
                     / 2
@@ -333,18 +362,17 @@ class LayoutSearch:
 
 @dataclass(frozen=True)
 class _RoughCost:
-    """Rough estimate of the time and memory of one sequence on a model replica with a single pipeline stage: its ranks together
-    hold all layers."""
+    """Rough estimate of the time and memory of one sequence if a single pipeline stage holds the full model."""
 
     seconds: float
     saved_bytes: int
     """Bytes that one rank keeps between forward and backward."""
     temporary_bytes: int
-    """Peak bytes of one rank above `saved_bytes`, for temporary tensors of an operation."""
+    """Peak bytes of one rank in addition to `saved_bytes`, for temporary tensors of an operation."""
     num_params: int
     """Number of parameters with which a rank computes."""
     gathered_share: float
-    """Share of the parameters that is gathered at the same time if parameters are sharded over data ranks."""
+    """Share of the parameters that are gathered at the same time if parameters are sharded over data ranks (FSDP)."""
 
 
 def _get_group(groups: Mapping[str, tuple[int, float]], name: str) -> CommGroup:
@@ -352,7 +380,8 @@ def _get_group(groups: Mapping[str, tuple[int, float]], name: str) -> CommGroup:
 
 
 def explain_difference(best: PlannedLayout, layout: PlannedLayout) -> str:
-    """Describe the activities in which a layout is slower or faster than the best one, as shares of the best layout's step."""
+    """Describe in which activities a layout is slower or faster than the best layout. The differences are shares of the best
+    layout's step time."""
     extra_time = {
         name: layout.time.breakdown.get(name, 0.0) - best.time.breakdown.get(name, 0.0)
         for name in {**best.time.breakdown, **layout.time.breakdown}

@@ -16,9 +16,12 @@ aten = torch.ops.aten
 
 
 def infer_result(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the output of an operation, with the shape, strides and dtype that torch would give it.
+    """Return the output of an operation on meta tensors, with the shape, strides and dtype that torch would give it.
 
     Returns None if the rules of this module do not cover the operation.
+
+    Args:
+        func: operation as `__torch_dispatch__` gets it, to be called with `args` and `kwargs`.
     """
     if func.namespace != "aten" or func.is_view or kwargs.get("memory_format") is not None:
         return None
@@ -38,15 +41,19 @@ def infer_result(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _has_ordered_strides(tensor: Tensor) -> bool:
-    """Return whether the elements are stored in the order of the dimensions, possibly with gaps or broadcast. If so, the output of
-    the operation is also stored in this order, without gaps."""
+    """Return whether the elements of a tensor are stored in the order of its dimensions, possibly with gaps or broadcast
+    dimensions. If this holds for all arguments of an operation in this module, the output is also stored in this order, without
+    gaps."""
     strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1 and stride]
     return strides == sorted(strides, reverse=True)
 
 
 def _return_mutated(func: Any, args: Any, kwargs: Any) -> Tensor | None:
-    """Return the tensor that an operation writes into and returns. Returns None for an empty tensor, which torch would resize; any
-    other tensor is assumed to be large enough for the result."""
+    """Return the argument into which an operation writes and that it returns.
+
+    The argument is assumed to be large enough for the result. Returns None if the argument is an empty tensor, which torch would
+    resize, or if the operation is not known to return it.
+    """
     out_names = [argument.name for argument in func._schema.arguments if argument.is_out]
     if len(out_names) == 1:
         out: Tensor = kwargs[out_names[0]]
@@ -55,7 +62,7 @@ def _return_mutated(func: Any, args: Any, kwargs: Any) -> Tensor | None:
 
 
 def _infer_pointwise(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return the output of a pointwise operation. Its dtype is determined by running the operation on CPU tensors with one
+    """Return the output of a pointwise operation, without data. Its dtype is found by running the operation on CPU tensors with one
     element."""
 
     def build_scalar_like(tensor: Tensor) -> Tensor:
@@ -99,7 +106,8 @@ def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor | None:
 def _layer_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output, and the mean and reciprocal standard deviation of each row in at least float32."""
+    """Return tensors without data for the three outputs of layer norm: the normalized input, and the mean and reciprocal standard
+    deviation of each row in at least float32."""
     rows = (*x.shape[: -len(shape)], *(1 for _ in shape))
     stats_dtype = torch.promote_types(x.dtype, torch.float32)
     return x.new_empty(x.shape), x.new_empty(rows, dtype=stats_dtype), x.new_empty(rows, dtype=stats_dtype)
@@ -121,7 +129,8 @@ def _layer_norm_backward(
 
 
 def _dropout(x: Tensor, p: float, training: bool | None) -> tuple[Tensor, Tensor] | None:
-    """Return the output and a mask of one byte per element."""
+    """Return tensors without data for the output of dropout and its mask of one byte per element. Returns None if nothing would be
+    dropped."""
     return (x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.bool)) if training and 0 < p < 1 else None
 
 

@@ -37,11 +37,11 @@ from megatron.data_parallel.fsdp_plan import (
     UnitPlan,
     build_param_partition,
     compute_owned_range,
+    compute_padded_shard_numel,
+    compute_sharded_view_shape,
     is_fully_sharded,
     order_for_backward,
-    padded_shard_numel,
     plan_units,
-    sharded_view_shape,
 )
 from megatron.data_parallel.traffic import GroupTraffic, count_bucket_traffic, count_fsdp_traffic, merge_traffic
 from megatron.parallel.context import Group, ParallelContext
@@ -51,7 +51,7 @@ from megatron.parallel.topology import GRADIENT_AXES
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes for one purpose on a rank, on its device and in host memory."""
+    """Bytes that one purpose takes on a rank, on its device and in host memory."""
 
     device: int = 0
     host: int = 0
@@ -60,12 +60,12 @@ class Bytes:
 
     @property
     def total(self) -> int:
-        """Bytes on the device and in host memory together."""
+        """Bytes on the device + bytes in host memory."""
         return self.device + self.host
 
     @property
     def on_host(self) -> Bytes:
-        """Bytes with the same total, all of it in host memory."""
+        """Copy in which all of these bytes are in host memory."""
         return Bytes(0, self.total, self.padding)
 
     def __add__(self, other: Bytes) -> Bytes:
@@ -88,12 +88,12 @@ class StateMemory:
 
     @property
     def by_purpose(self) -> dict[str, Bytes]:
-        """Bytes for each purpose, by name, in the order of the fields."""
+        """Bytes of each field, by its name (such as "gradients"), in the order of the fields."""
         return vars(self)
 
     @property
     def total(self) -> Bytes:
-        """Sum over all purposes."""
+        """Bytes of all purposes together."""
         return sum(self.by_purpose.values(), Bytes())
 
     def __add__(self, other: StateMemory) -> StateMemory:
@@ -101,7 +101,7 @@ class StateMemory:
 
 
 class ShardSize(NamedTuple):
-    """Number of elements of a parameter's shard that the optimizer of a rank updates."""
+    """Size of a shard (part of a parameter) that the optimizer of a rank updates."""
 
     record: ParamRecord
     numel: int
@@ -122,7 +122,8 @@ RankState = tuple[StateMemory, Sequence[ShardSize]]
 
 @dataclass(frozen=True)
 class BucketState:
-    """State component for the parameters of one bucket. Each rank of the process group holds a different slice of the bucket."""
+    """Part of the state: the parameters of one bucket, their gradients, and the shards that the optimizer updates. Each rank of the
+    process group updates a different slice of the bucket, except with the sharding strategy no_shard."""
 
     plan: BucketPlan
     sharding: ShardingStrategy
@@ -131,19 +132,23 @@ class BucketState:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Axes over which the gradients are summed."""
+        """Axes of the rank grid over which the gradients are summed."""
         return self.plan.axes
 
     def group(self, context: ParallelContext) -> Group:
-        """Return the process group whose ranks share the bucket."""
+        """Return the process group over which the gradients of the bucket are reduced."""
         return context.group(*self.axes)
 
-    def rank_state(self, rank: int) -> RankState:
-        """Return the state of one rank of the process group. `rank` is the rank within the group."""
+    def compute_rank_state(self, rank: int) -> RankState:
+        """Return the memory of parameters and gradients on one rank, and the shards that its optimizer updates.
+
+        Args:
+            rank: rank within the process group of the bucket.
+        """
         plan, main = self.plan, main_grad_dtype(self.dtype)
         local_shards = [
             ShardSize(p.entry.record, flat_range.stop - flat_range.start, self.dtype)
-            for p, flat_range in plan.params_in_slice(rank)
+            for p, flat_range in plan.get_params_in_slice(rank)
         ]
         full_params = [ShardSize(p.entry.record, p.numel, self.dtype) for p in plan.params]
         gradients = (
@@ -155,13 +160,13 @@ class BucketState:
             _count_buffer_bytes(plan.size, full_params, self.dtype), gradients
         ), full_params if self.sharding == "no_shard" else local_shards
 
-    def param_partitions(self) -> list[ParamPartition]:
-        """Return, for each parameter of the bucket, how the ranks of the group divide it."""
-        return self.plan.param_partitions(main_grad_dtype(self.dtype), sharded=self.sharding != "no_shard")
+    def get_param_partitions(self) -> list[ParamPartition]:
+        """Return, for each parameter of the bucket, which rank of the process group updates which elements."""
+        return self.plan.get_param_partitions(main_grad_dtype(self.dtype), sharded=self.sharding != "no_shard")
 
-    def boundaries(self) -> set[int]:
-        """Return the ranks at which the sizes of shards may change: the ranks that hold the first or last element of a parameter,
-        and the ranks after them."""
+    def find_boundaries(self) -> set[int]:
+        """Return the ranks of the process group at which the sizes of shards may change. These are the ranks that hold the first or
+        last element of a parameter, and the ranks after them."""
         if self.sharding == "no_shard":
             return set()
         offsets = [offset for param in self.plan.params for offset in (param.offset, param.offset + param.numel - 1)]
@@ -170,12 +175,12 @@ class BucketState:
 
 @dataclass(frozen=True)
 class FsdpState:
-    """State component for all parameters under `fully_shard` that have the same shard group (ranks that together hold one copy), in
-    all model chunks of the stage."""
+    """Part of the state: all parameters under `fully_shard` with the same shard group (ranks that together hold one copy), in all
+    model chunks of the stage."""
 
     entries: Sequence[ParamEntry]
     axes: tuple[str, ...]
-    """Axes over which the gradients are summed."""
+    """Axes of the rank grid over which the gradients are summed."""
     shard_group: Group
     on_host: bool
     dtype: torch.dtype
@@ -183,18 +188,21 @@ class FsdpState:
 
     def group(self, context: ParallelContext) -> Group:
         """Return the process group over which the parameters are sharded."""
-        return context.fsdp_shard_group(self.axes)
+        return context.get_fsdp_shard_group(self.axes)
 
-    def rank_state(self, rank: int) -> RankState:
-        """Return the state of one rank of the shard group: its shards of the parameters (which are also the main parameters) and
-        their gradients.
+    def compute_rank_state(self, rank: int) -> RankState:
+        """Return the memory of parameter and gradient shards on one rank, and the shards that its optimizer updates. The parameter
+        shards are also the main parameters.
 
         In host memory a gradient shard exists twice: in the buffer that receives it, and in the gradient itself.
+
+        Args:
+            rank: rank within the shard group.
         """
         group, main = replace(self.shard_group, rank=rank), main_grad_dtype(self.dtype)
         owned_ranges = [(entry, compute_owned_range(entry, group)) for entry in self.entries]
         shards = [ShardSize(entry.record, owned.stop - owned.start, main, self.on_host) for entry, owned in owned_ranges]
-        padded_numel = sum(padded_shard_numel(entry, group.size) for entry in self.entries)
+        padded_numel = sum(compute_padded_shard_numel(entry, group.size) for entry in self.entries)
         parameters, gradients = (
             _count_buffer_bytes(padded_numel, shards, main),
             Bytes(sum(shard.numel for shard in shards) * main.itemsize),
@@ -203,14 +211,14 @@ class FsdpState:
             return StateMemory(parameters, gradients), shards
         return StateMemory(parameters.on_host, gradients.on_host, buffers=Bytes(0, gradients.total)), shards
 
-    def param_partitions(self) -> list[ParamPartition]:
-        """Return, for each parameter, how the ranks of the shard group divide it."""
+    def get_param_partitions(self) -> list[ParamPartition]:
+        """Return, for each parameter, which rank of the shard group holds which elements."""
         return [build_param_partition(entry, self.shard_group, main_grad_dtype(self.dtype)) for entry in self.entries]
 
-    def boundaries(self) -> set[int]:
-        """Return the ranks at which the sizes of shards may change: the first rank without a full shard of a parameter's rows, and
-        the rank after it."""
-        row_counts = {sharded_view_shape(entry)[0] for entry in self.entries}
+    def find_boundaries(self) -> set[int]:
+        """Return the ranks of the shard group at which the sizes of shards may change: the first rank without a full shard of a
+        parameter's rows, and the rank after it."""
+        row_counts = {compute_sharded_view_shape(entry)[0] for entry in self.entries}
         num_full_ranks = {rows // -(-rows // self.shard_group.size) for rows in row_counts}
         return {rank + step for rank in num_full_ranks for step in (0, 1)}
 
@@ -224,12 +232,15 @@ def compute_fsdp_buffer_bytes(
     accumulates: bool,
     dtype: torch.dtype,
 ) -> int:
-    """Return the peak bytes of temporary buffers under FSDP (`fully_shard`) in a step.
+    """Return the peak bytes of temporary buffers under FSDP (`fully_shard`) in a step. A unit is a set of modules whose parameters
+    are gathered, freed and reduced together.
 
-    The peak is at the end of a unit's backward. Then these buffers exist: the gathered parameters of this unit and of the next unit
-    in backward order (of all units if they stay gathered; also of units that were recomputed together with it), the gradients of
-    the unit, torch's copy of the gradients for the reduction, and the local shard of the reduced gradients. Units that enclose this
-    unit have their gathered parameters and gradients in memory too.
+    The peak is at the end of a unit's backward. Then these buffers exist:
+
+    - the gathered parameters of this unit and of the next unit in backward order (of all units if they stay gathered; also of units
+      that were recomputed together with it)
+    - the gradients of the unit, torch's copy of them for the reduction, and the local shard of the reduced gradients
+    - gathered parameters and gradients of units that enclose this unit
 
     With replica groups, the gradient shards of all units wait until the end of the step to be summed over the replicas. If
     gradients are reduced once per step, unsharded gradients wait instead: those of all units that the last backward of the step has
@@ -239,15 +250,17 @@ def compute_fsdp_buffer_bytes(
         chunks: units of each model chunk, in forward order.
         recompute_groups: for each model chunk, index ranges of units that are recomputed together in backward. The last range is
             recomputed ahead of the backward.
+        policy: options of `fully_shard` (--fsdp-... flags).
         accumulates: whether unsharded gradients accumulate over several microbatches until the last one.
         dtype: dtype in which parameters are gathered.
     """
     main, keeps_gathered = main_grad_dtype(dtype), policy.reshard == "never"
     peak_bytes = gathered_numel = waiting_grads = replica_shards = 0
     for units, groups in zip(chunks, recompute_groups, strict=True):
-        shard_group_sizes = [context.fsdp_shard_group(unit.axes).size for unit in units]
+        shard_group_sizes = [context.get_fsdp_shard_group(unit.axes).size for unit in units]
         shard_numels = [
-            sum(padded_shard_numel(e, size) for e in unit.entries) for unit, size in zip(units, shard_group_sizes, strict=True)
+            sum(compute_padded_shard_numel(e, size) for e in unit.entries)
+            for unit, size in zip(units, shard_group_sizes, strict=True)
         ]
         sizes = [size * shard_numel for size, shard_numel in zip(shard_group_sizes, shard_numels, strict=True)]
         grads = [sum(entry.param.numel() for entry in unit.entries) for unit in units]
@@ -263,22 +276,25 @@ def compute_fsdp_buffer_bytes(
             peak_bytes = max(
                 peak_bytes, gathered_now * dtype.itemsize + (waiting_grads + sizes[index] + shard_numels[index]) * main.itemsize
             )
-            if context.fsdp_replica_group(unit.axes).size > 1 and not accumulates:
+            if context.get_fsdp_replica_group(unit.axes).size > 1 and not accumulates:
                 replica_shards += shard_numels[index]
         gathered_numel += sum(sizes)
     return peak_bytes + replica_shards * main.itemsize + (gathered_numel * dtype.itemsize if keeps_gathered else 0)
 
 
 def _is_recomputed(group: range, groups: Sequence[range], index: int) -> bool:
-    """Return whether a recompute group (units that are recomputed together) has already been recomputed when the backward reaches
-    the unit with this index."""
+    """Return whether units that are recomputed together are already recomputed when the backward reaches the unit `index`.
+
+    Args:
+        group: index range of these units.
+        groups: index ranges of all units that are recomputed together. The last range is recomputed ahead of the backward.
+    """
     return index in group or (group is groups[-1] and index >= group.start)
 
 
 @dataclass(frozen=True)
 class FrozenState:
-    """State component for parameters that the optimizer does not update. Every rank holds these parameters unsharded, without
-    gradients."""
+    """Part of the state: parameters that the optimizer does not update. Every rank holds them unsharded, without gradients."""
 
     entries: Sequence[ParamEntry]
     axes: tuple[str, ...] = GRADIENT_AXES
@@ -287,16 +303,17 @@ class FrozenState:
         """Return the process group whose ranks hold the same parameters."""
         return context.group(*self.axes)
 
-    def rank_state(self, rank: int) -> RankState:
-        """Return the state of a rank, which is equal on all ranks of the group."""
+    def compute_rank_state(self, rank: int) -> RankState:
+        """Return the memory of these parameters on a rank, and no shards to update. It is equal on all ranks of the process
+        group."""
         return StateMemory(Bytes(sum(entry.param.nbytes for entry in self.entries))), []
 
-    def param_partitions(self) -> list[ParamPartition]:
+    def get_param_partitions(self) -> list[ParamPartition]:
         """Return an empty list: no rank updates these parameters."""
         return []
 
-    def boundaries(self) -> set[int]:
-        """Return an empty set: all ranks hold the same parameters."""
+    def find_boundaries(self) -> set[int]:
+        """Return an empty set: the memory is equal on all ranks."""
         return set()
 
 
@@ -304,46 +321,49 @@ StateComponent = BucketState | FsdpState | FrozenState
 
 
 def _count_buffer_bytes(size: int, shards: Iterable[ShardSize], dtype: torch.dtype) -> Bytes:
-    """Return the bytes of a buffer of `size` elements that holds these shards. Elements of the buffer outside the shards are
-    padding."""
+    """Return the bytes of a buffer of `size` elements that holds these shards. Elements outside the shards are padding."""
     return Bytes(size * dtype.itemsize, padding=(size - sum(shard.numel for shard in shards)) * dtype.itemsize)
 
 
 @dataclass(frozen=True)
 class StateReport:
-    """Memory of the state on one rank, and the traffic in a step that keeps the state up to date."""
+    """Memory of the model's state on one rank, and the bytes that the rank sends in a step for the state (gradients, parameters and
+    so on)."""
 
     memory: StateMemory
     traffic: tuple[GroupTraffic, ...]
-    """Traffic of the rank in a step, by process group and purpose."""
+    """Bytes that the rank sends in a step, by process group and purpose."""
 
 
 @dataclass(frozen=True)
 class StateLayout:
-    """Sharding of the state of a pipeline stage: its components, each of which every rank of the stage holds in part or in full."""
+    """How the ranks of a pipeline stage share the model's state. The state consists of components (buckets, parameters under FSDP,
+    frozen parameters); each rank holds every component in part or in full."""
 
     components: Sequence[StateComponent]
     buffers: Bytes
-    """Temporary buffers on every rank: gradients of buckets before their reduction, and gathered units of `fully_shard`."""
+    """Temporary buffers on every rank: gradients of buckets before their reduction, and gathered parameters under
+    `fully_shard`."""
     traffic: tuple[GroupTraffic, ...]
-    """Traffic of every rank in a step, by process group and purpose."""
+    """Bytes that every rank sends in a step, by process group and purpose."""
 
-    def param_partitions(self) -> list[ParamPartition]:
-        """Return, for each parameter, how the ranks of the stage divide it."""
-        return [param for component in self.components for param in component.param_partitions()]
+    def get_param_partitions(self) -> list[ParamPartition]:
+        """Return, for each parameter that the optimizer updates, which rank updates which elements."""
+        return [param for component in self.components for param in component.get_param_partitions()]
 
-    def rank_states(self, context: ParallelContext) -> list[RankState]:
-        """Return the state of the rank of `context`, one entry for each component."""
-        return [component.rank_state(component.group(context).rank) for component in self.components]
+    def compute_rank_states(self, context: ParallelContext) -> list[RankState]:
+        """Return, for each component, what the rank of `context` has: memory of parameters and gradients, and the shards that its
+        optimizer updates."""
+        return [component.compute_rank_state(component.group(context).rank) for component in self.components]
 
-    def memory(
+    def compute_memory(
         self, rank_states: Iterable[RankState], compute_optimizer_memory: Callable[[Iterable[ShardSize]], StateMemory]
     ) -> StateMemory:
-        """Return the memory of the state on a rank.
+        """Return the memory of the state on a rank, including the optimizer's state and temporary buffers.
 
         Args:
-            rank_states: result of `rank_states`.
-            compute_optimizer_memory: function that returns the memory of the optimizer's state for shards.
+            rank_states: result of `compute_rank_states`: memory and shards of the rank for each component.
+            compute_optimizer_memory: returns the memory of the optimizer's state for shards.
         """
         rank_states = list(rank_states)
         model_state = sum((memory for memory, _ in rank_states), StateMemory(buffers=self.buffers))
@@ -361,7 +381,7 @@ def build_state_layout(
     num_microbatches: int,
     grad_writes: Iterable[str],
 ) -> StateLayout:
-    """Plan how the sharding strategy in the settings divides the state of a pipeline stage among its ranks.
+    """Compute how the sharding strategy in the settings divides the state of a pipeline stage among its ranks.
 
     Args:
         entries: parameters of a rank of the stage, possibly on the meta device.
@@ -391,7 +411,7 @@ def build_state_layout(
         buffers = Bytes(compute_fsdp_buffer_bytes(units, unit_ranges, context, policy, accumulates=accumulates, dtype=dtype))
         for axes in dict.fromkeys(entry.record.partial_axes for entry in fsdp_entries):
             axes_entries = [entry for entry in fsdp_entries if entry.record.partial_axes == axes]
-            components.append(FsdpState(axes_entries, axes, context.fsdp_shard_group(axes), policy.params_cpu, dtype))
+            components.append(FsdpState(axes_entries, axes, context.get_fsdp_shard_group(axes), policy.params_cpu, dtype))
         traffic += count_fsdp_traffic(
             [unit for chunk_units in units for unit in chunk_units], context, policy, dtype, num_microbatches
         )
@@ -417,6 +437,7 @@ def build_state_layout(
 
 
 def _find_unit_ranges(units: Sequence[UnitPlan], groups: Sequence[Sequence[nn.Module]]) -> list[range]:
-    """Return, for each recompute group, the index range of its units."""
+    """Return, for each group of modules that are recomputed together, the index range of the FSDP units that contain these
+    modules."""
     indices_of_groups = [[i for i, unit in enumerate(units) if set(unit.modules) & set(group)] for group in groups]
     return [range(indices[0], indices[-1] + 1) for indices in indices_of_groups if indices]

@@ -22,7 +22,8 @@ from megatron_lab.planner.state_size import OptimizerState, compute_stage_update
 def build_state_report(
     model: Model, context: ParallelContext, parallel: ParallelConfig, optimizer: OptimizerConfig, schedule: Schedule
 ) -> StateReport:
-    """Compute state memory and traffic of this rank by arithmetic. The parameters may be on the meta device.
+    """Compute the memory of the state on this rank, and the bytes that the rank sends in a step for the state. Nothing is
+    allocated; the parameters may be on the meta device.
 
     Args:
         schedule: schedule of one step.
@@ -30,7 +31,7 @@ def build_state_report(
     ops = schedule.ops[context.group("pp").rank]
     layout = build_stage_layout(model, context, parallel, optimizer, ops, schedule.num_microbatches)
     state = OptimizerState(optimizer, context.axis_sizes, context.device.type)
-    return StateReport(layout.memory(layout.rank_states(context), state.memory), layout.traffic)
+    return StateReport(layout.compute_memory(layout.compute_rank_states(context), state.compute_memory), layout.traffic)
 
 
 def build_stage_layout(
@@ -41,7 +42,7 @@ def build_stage_layout(
     ops: Iterable[Op],
     num_microbatches: int,
 ) -> StateLayout:
-    """Compute how the state of this rank's pipeline stage is sharded. The parameters may be on the meta device.
+    """Compute how the ranks of this rank's pipeline stage share the model's state. The parameters may be on the meta device.
 
     Args:
         ops: operations of the stage in a step.
@@ -49,7 +50,7 @@ def build_stage_layout(
     """
     layout = build_state_layout(
         model.params,
-        {index: chunk.units() for index, chunk in model.chunks.items()},
+        {index: chunk.get_units() for index, chunk in model.chunks.items()},
         {index: chunk.recomputed_modules for index, chunk in model.chunks.items()},
         context,
         parallel,
@@ -57,7 +58,7 @@ def build_stage_layout(
         num_microbatches=num_microbatches,
         grad_writes=iter_grad_writes(model, ops),
     )
-    params = layout.param_partitions()
+    params = layout.get_param_partitions()
     update_size = compute_stage_update_size(params, optimizer, context)
     stage_group = format_axes(STAGE_AXES, context)
     update_traffic = (
@@ -73,7 +74,8 @@ def build_stage_layout(
 
 
 def iter_grad_writes(model: Model, ops: Iterable[Op]) -> Iterator[str]:
-    """Yield parameter names in the order in which operations write gradients. A name occurs once for each use of its parameter."""
+    """Yield parameter names in the order in which operations write gradients. A parameter that is used several times is named once
+    for each use."""
     names_of_op: dict[tuple[int, OpType], list[str]] = {}
     for op in ops:
         if (op.chunk, op.type) not in names_of_op:
@@ -84,12 +86,12 @@ def iter_grad_writes(model: Model, ops: Iterable[Op]) -> Iterator[str]:
 def _iter_op_grad_writes(model: Model, chunk_index: int, op_type: OpType) -> Iterator[str]:
     """Yield parameter names in the order in which one operation on a microbatch writes gradients.
 
-    Only gradients of matrix products are deferred to a weight-gradient operation. Gradients of vectors and of embedding tables (row
-    lookups) are not. The gradient of the output layer is computed together with the input gradient.
+    Of the gradients, only those of matrix products are deferred to a weight-gradient operation. Those of vectors and of embedding
+    tables (row lookups) are not. The weight gradient of the output layer is computed in the input-gradient operation.
     """
     chunk, mtp = model.chunks[chunk_index], model.chunks[chunk_index].mtp
     never_deferred = {chunk.embedding, chunk.output, None if mtp is None else mtp.word}
-    units: list[nn.Module] = chunk.units()
+    units: list[nn.Module] = chunk.get_units()
     if mtp is not None:
         units = [*units[: units.index(mtp)], mtp.final_norm, mtp.output]
         for depth in mtp.depths:  # each MTP depth uses the shared embedding, norm and output layer once more
@@ -104,7 +106,8 @@ def _iter_op_grad_writes(model: Model, chunk_index: int, op_type: OpType) -> Ite
 def format_state_report(
     reports: Sequence[StateReport], parallel: ParallelConfig, topology: Topology, num_microbatches: int
 ) -> list[str]:
-    """Return lines of the start-up log: the state memory of the stage that uses the most, and the traffic of a step there.
+    """Return lines of the start-up log: the state memory of a rank on the pipeline stage that needs most, and the bytes that this
+    rank sends in a step.
 
     Args:
         reports: report of each pipeline stage.
@@ -135,12 +138,13 @@ def format_state_report(
 
 
 def format_device_memory(memory: StateMemory) -> str:
-    """Format the device memory of a rank by purpose. Purposes without memory are omitted."""
+    """Format the bytes of device memory for each purpose, as in "parameters 1.2 GB, gradients 2.4 GB". Purposes without device
+    memory are omitted."""
     return _format_sizes({name: size.device for name, size in memory.by_purpose.items()})
 
 
 def format_host_memory(memory: StateMemory) -> str:
-    """Format the host memory of a rank by purpose. Purposes without memory are omitted."""
+    """Format the bytes of host memory for each purpose, as in "moments 1.2 GB". Purposes without host memory are omitted."""
     return _format_sizes({name: size.host for name, size in memory.by_purpose.items()})
 
 
@@ -153,7 +157,7 @@ def format_with_unit(value: float, units: Sequence[str]) -> str:
     """Format a number with three digits and a unit.
 
     Args:
-        units: unit for each power of 1,000.
+        units: unit for each power of 1,000, such as [" bytes", " kB", " MB"].
     """
     *smaller, largest = units
     for unit in smaller:

@@ -24,7 +24,8 @@ from megatron_lab.planner.state_layout import Bytes, ShardSize, StateMemory
 
 
 class OptimizerState:
-    """Memory of the optimizer's state for the shards that it updates.
+    """Computes the memory of the optimizer's state (main parameters, moments, moving averages) on a rank from the sizes of the
+    shards that it updates.
 
     Args:
         axis_sizes: number of ranks along each axis. They decide the shapes of a rank's parameters.
@@ -39,9 +40,9 @@ class OptimizerState:
         self.has_independent_shards = self._offload_fraction in (0.0, 1.0)
         """Whether the offload of a shard is independent of the other shards."""
 
-    def memory(self, shards: Iterable[ShardSize]) -> StateMemory:
-        """Return the memory of main parameters, moments and moving averages of the weights, and of the copies of gradients in host
-        memory."""
+    def compute_memory(self, shards: Iterable[ShardSize]) -> StateMemory:
+        """Return the memory of main parameters, moments and moving averages for these shards. Copies of gradients in host memory
+        are included."""
         shards = list(shards)
         movable = {shard.record.name: shard.numel for shard in shards if not shard.on_host}
         offloaded_names = select_offloaded(movable, self._offload_fraction)
@@ -60,7 +61,7 @@ class OptimizerState:
 
     def _count_moment_bytes(self, shard: ShardSize, *, on_host: bool) -> Bytes:
         sizes = [
-            state.num_bytes(shard.record, self._axis_sizes, shard.numel, shard.main_dtype)
+            state.compute_num_bytes(shard.record, self._axis_sizes, shard.numel, shard.main_dtype)
             for state in self._select_rule(shard.record).states(shard.record)
         ]
         num_bytes, padding = sum(size for size, _ in sizes), sum(pad for _, pad in sizes)
@@ -85,29 +86,33 @@ def count_checkpoint_bytes(config: Config, vocab_size: int, dtype: torch.dtype) 
             continue
         total += (1 + (config.optimizer.ema_decay is not None)) * math.prod(record.shape) * main.itemsize
         for state in select_rule(record).states(record) if config.checkpoint.save_optim else ():
-            total += math.prod(state.shape.shape(record.shape)) * (state.dtype or main).itemsize
+            total += math.prod(state.shape.get_shape(record.shape)) * (state.dtype or main).itemsize
     return total
 
 
 def compute_stage_update_size(
     params: Sequence[ParamPartition], config: OptimizerConfig, context: ParallelContext
 ) -> StageUpdateSize:
-    """Compute buffers and traffic of update rules that need all ranks of a stage: rules that need statistics (such as norms) of
-    full parameters, and rules that divide work among the ranks."""
+    """Compute the buffers and traffic of optimizers for which the ranks of a stage must cooperate. These need statistics (such as
+    norms) of full parameters, or divide matrices among the ranks (such as Muon).
+
+    Args:
+        params: parameters of the stage, with the elements that each rank updates.
+    """
     select_rule, params_of_rule = build_rule_selector(config), dict[UpdateRule, list[ParamPartition]]()
     for param in params:
         params_of_rule.setdefault(select_rule(param.record), []).append(param)
-    sizes = [rule.stage_update_size(rule_params, context) for rule, rule_params in params_of_rule.items()]
+    sizes = [rule.compute_stage_update_size(rule_params, context) for rule, rule_params in params_of_rule.items()]
     plans = itertools.chain(*plan_statistics_buffers(params, lambda param: select_rule(param.record).statistics(param, context)))
     group, pipeline_ends = context.group(*STAGE_AXES), context.pipeline_ends
     for plan in plans:
-        stage_bytes, tied_bytes = plan.sent_bytes(group.size)
+        stage_bytes, tied_bytes = plan.count_sent_bytes(group.size)
         sizes.append(
             StageUpdateSize(
                 plan.num_bytes, statistics_bytes=stage_bytes, tied_statistics_bytes=tied_bytes if pipeline_ends.size > 1 else 0
             )
         )
-    return functools.reduce(StageUpdateSize.plus, sizes, StageUpdateSize())
+    return functools.reduce(StageUpdateSize.add, sizes, StageUpdateSize())
 
 
 def _align_bytes(numel: int, itemsize: int, *, on_host: bool) -> Bytes:

@@ -1,7 +1,7 @@
 """Prediction of the duration of a step. The pipeline schedule is simulated with the predicted time of each operation, and the time
 of the optimizer's update is added.
 
-All input comes from the planner's run on meta or fake tensors (`Planner.step_work`): shapes of matrix products on one rank,
+All input comes from the planner's run on meta or fake tensors (`Planner.compute_step_work`): shapes of matrix products on one rank,
 attention calls, memory traffic, and collectives with their bytes and process groups. `durations.py` predicts the time of each on a
 cluster.
 """
@@ -41,16 +41,17 @@ class StepTime:
     """Predicted duration of a step, its breakdown and its uncertainty."""
 
     breakdown: Mapping[str, float]
-    """Seconds of the busiest rank for each activity. Their sum is the duration of the step."""
+    """Seconds of each activity on the rank that limits the step, by name of the activity. Their sum is the duration of the
+    step."""
     tokens: int
     """Tokens of a step, over all ranks."""
     flops: float
-    """Model FLOPs of a step."""
+    """FLOPs of forward and backward of a step over all ranks, without recomputation."""
     world_size: int
     peak_flops: float
     """Peak rate of one device in the model's dtype, in FLOP/s."""
     device_bytes: int
-    """Device memory of the fullest rank."""
+    """Device memory in bytes of the rank that needs most."""
     log_std: float
     """Standard deviation of log(measured time / predicted time) over runs, from which `low` and `high` follow."""
     cluster: str
@@ -66,21 +67,22 @@ class StepTime:
 
     @property
     def low(self) -> float:
-        """Lower bound of the duration in seconds: 5 % of steps are shorter."""
+        """Lower bound of the duration in seconds: 5 % of measured steps are expected to be shorter."""
         return self.seconds * math.exp(-_NORMAL_90 * self.log_std)
 
     @property
     def high(self) -> float:
-        """Upper bound of the duration in seconds: 5 % of steps are longer."""
+        """Upper bound of the duration in seconds: 5 % of measured steps are expected to be longer."""
         return self.seconds * math.exp(_NORMAL_90 * self.log_std)
 
-    def largest_shares(self) -> list[tuple[str, float]]:
-        """Return the activities with their shares of the step, largest share first. Shares below 0.3 % are omitted."""
+    def find_largest_shares(self) -> list[tuple[str, float]]:
+        """Return the name of each activity and its share of the step's time, largest share first. Shares below 0.3 % are
+        omitted."""
         shares = ((name, seconds / self.seconds) for name, seconds in self.breakdown.items())
         return sorted(((name, share) for name, share in shares if share >= 0.003), key=lambda item: -item[1])
 
     def to_json(self) -> dict[str, Any]:
-        """Return the prediction in JSON types."""
+        """Return the prediction as a dictionary of strings, numbers and lists, for a JSON file."""
         return {
             "cluster": self.cluster,
             "seconds": self.seconds,
@@ -112,26 +114,28 @@ def predict_step_time(
     stack: Stack | None = None,
     trace_cache: TraceCache | None = None,
 ) -> StepTime:
-    """Predict the duration of a step.
+    """Predict the duration of a step on a cluster.
 
     Args:
         config: settings that `load` accepted for this number of ranks.
+        dry_run: number of ranks of the job and of a node.
         vocab_size: rows of the word embedding, without padding.
-        stack: software stack; None for this framework.
-        trace_cache: traces of earlier predictions, shared between jobs whose chunks do the same work (`Planner`).
+        stack: speed of another training framework, if the time of that framework is predicted; None for this framework.
+        trace_cache: traces (memory and communication of a chunk's operations) of earlier predictions. Jobs with equal chunks may
+            share it.
 
     Raises:
         ValueError: the layout is impossible, or a step has too many operations to be planned.
     """
-    work = Planner(config, dry_run, vocab_size, shortened=True, trace_cache=trace_cache).step_work()
+    work = Planner(config, dry_run, vocab_size, shortened=True, trace_cache=trace_cache).compute_step_work()
     return predict_from_work(work, config, dry_run, vocab_size, cluster, stack)
 
 
 def predict_from_work(
     work: StepWork, config: Config, dry_run: DryRun, vocab_size: int, cluster: Cluster, stack: Stack | None = None
 ) -> StepTime:
-    """Predict the duration of a step from the work that the planner has counted. The other arguments are those of
-    `predict_step_time`."""
+    """Predict the duration of a step on a cluster from the work that the planner has counted. All arguments except `work` are those
+    of `predict_step_time`."""
     stack = stack or (COMPILED_STACK if config.speed.compile else DEFAULT_STACK)
     sequences = count_sequences(work, config, dry_run)
     return StepTime(
@@ -139,7 +143,7 @@ def predict_from_work(
         sequences * config.model.seq_length,
         count_flops_per_step(config.model, vocab_size, sequences),
         dry_run.world_size,
-        cluster.peak_flops(get_dtype_name(config)),
+        cluster.get_peak_flops(get_dtype_name(config)),
         max(profile.memory.total.device for profile in work.profiles),
         cluster.spread,
         cluster.name,
@@ -162,8 +166,8 @@ def _find_uncalibrated_sizes(config: Config, dry_run: DryRun, cluster: Cluster) 
 
 
 def load_plan_cluster(config: Config) -> Cluster | None:
-    """Load the cluster for which a plan predicts times, which `select_cluster_name` selects. Returns None if no times are
-    predicted, as for CPUs.
+    """Load the cluster for which a plan predicts times (`select_cluster_name`). Returns None if a plan predicts no times, for
+    example for CPUs without --plan-cluster.
 
     Raises:
         ConfigError: no such cluster exists, or the file does not describe a cluster.
@@ -175,9 +179,9 @@ def load_plan_cluster(config: Config) -> Cluster | None:
 def select_cluster_name(config: Config) -> str | None:
     """Return the name of the cluster for which a plan predicts times.
 
-    The name is that of --plan-cluster if set, else of the shipped cluster with this machine's GPU, else H100. Without
-    --plan-cluster the result is None in two cases: for CPUs, which differ too much from each other, and if PyYAML, which reads
-    cluster files, is not installed.
+    The name is that of --plan-cluster if set, else of the cluster shipped with this package that has this machine's GPU, else H100.
+    Without --plan-cluster, the function returns None for CPUs, which differ too much from each other. It also returns None if
+    PyYAML, which reads cluster files, is not installed.
     """
     if config.logging.plan_cluster is not None or config.parallel.device == "cpu" or is_missing("yaml"):
         return config.logging.plan_cluster
@@ -192,7 +196,7 @@ def count_sequences(work: StepWork, config: Config, dry_run: DryRun) -> int:
 
 
 def get_dtype_name(config: Config) -> str:
-    """Return the name that the model's dtype has in the table of devices."""
+    """Return the name of the model's dtype, such as "bfloat16", by which peak rates are looked up."""
     precision = config.precision
     return next(
         (
@@ -206,13 +210,13 @@ def get_dtype_name(config: Config) -> str:
 
 @dataclass(frozen=True)
 class _OpTime:
-    """Predicted time of an operation on one microbatch."""
+    """Predicted seconds of an operation on one microbatch of one model chunk."""
 
     device_time: DeviceTime
     comm_times: Mapping[str, float]
-    """Communication time of the layers that computation does not hide, by process group."""
+    """Seconds of the layers' communication that computation does not hide, by name of the process group."""
     sharding_time: float
-    """Time of parameter gathers and gradient reductions within the operation that computation does not hide."""
+    """Seconds of parameter gathers and gradient reductions during the operation that computation does not hide."""
 
     @property
     def total(self) -> float:
@@ -220,7 +224,7 @@ class _OpTime:
 
 
 class _StepPredictor:
-    """Predicts the duration of one step by activity."""
+    """Predicts how many seconds of a step each activity takes."""
 
     def __init__(self, work: StepWork, config: Config, dry_run: DryRun, cluster: Cluster, stack: Stack) -> None:
         self._work, self._config, self._cluster = work, config, cluster
@@ -232,14 +236,15 @@ class _StepPredictor:
         self._is_fsdp = config.parallel.sharding == "optim_grads_params"
 
     def iter_breakdown(self) -> Iterator[tuple[str, float]]:
-        """Yield the name and seconds of each activity on the rank that finishes the step last."""
+        """Yield the name and seconds of each activity of a step, for a rank of the stage that is busiest. Pipeline idle time is one
+        of the activities."""
         work, schedule = self._work, self._work.schedule
         op_times = {
             (chunk, op_type): self._compute_op_time(chunk, op_type) for chunk, ops in enumerate(work.ops) for op_type in ops
         }
         self._op_times = op_times
         crosses_nodes = any(work.crosses_nodes[:-1]) if schedule.num_stages > 1 else False
-        message_time = self._durations.message_time(work.message_bytes, crosses_nodes=crosses_nodes)
+        message_time = self._durations.predict_message_time(work.message_bytes, crosses_nodes=crosses_nodes)
         exposed_message_time = message_time * (1 - self._hidden_share if self._config.parallel.overlap_p2p_communication else 1.0)
         timeline = simulate(schedule, self._get_duration, p2p=message_time)
         extra_microbatches = work.num_microbatches - schedule.num_microbatches
@@ -282,14 +287,14 @@ class _StepPredictor:
 
     def _compute_op_time(self, chunk: int, op_type: OpType) -> _OpTime:
         span = self._work.ops[chunk][op_type]
-        device_time = self._durations.device_time(span.work, new_bytes=span.peak_bytes)
+        device_time = self._durations.predict_device_time(span.work, new_bytes=span.peak_bytes)
         hideable = 0.0
         if op_type is not OpType.FORWARD:
             # Backward overlaps the gather of its input with the input gradient, and the reduction of that with the weight gradient.
             hideable = self._hidden_share * device_time.products / 2
         comm_times: dict[str, float] = {}
         for transfer in span.transfers:
-            seconds = self._durations.collective_time(
+            seconds = self._durations.predict_collective_time(
                 transfer.bytes, transfer.calls, self._get_group(transfer.group), transfer.comm_type
             )
             if transfer.group == "cp":  # the next keys and values arrive while attention computes with the current ones
@@ -307,8 +312,13 @@ class _StepPredictor:
         return self._groups.get(name, CommGroup(1, 1))
 
     def _compute_sharding_time(self, chunk: int, op_type: OpType, compute_time: float) -> float:
-        """Return the seconds of the parameter gathers and gradient reductions that are repeated for each microbatch and that
-        computation does not hide."""
+        """Return the seconds of the parameter gathers and gradient reductions in one operation that computation does not hide. Only
+        the sharding strategies that communicate for each microbatch have such a time.
+
+        Args:
+            chunk: index of the model chunk.
+            compute_time: seconds of the operation without this communication.
+        """
         parallel = self._config.parallel
         if not self._is_fsdp and parallel.sharding != "optim_grads":
             return 0.0
@@ -327,15 +337,17 @@ class _StepPredictor:
         return max(0.0, comm_time * (1 - _EXPOSED_SHARE) - self._hidden_share * compute_time) + _EXPOSED_SHARE * comm_time
 
     def _compute_state_comm_time(self, stage: int, purpose: str) -> float:
-        """Return the seconds in which a rank of a stage communicates gradients, or parameters, in a step.
+        """Return the seconds that a rank of a stage needs in a step to send all gradients, or to gather all parameters.
 
         Args:
-            purpose: purpose of the traffic, such as "gradients".
+            purpose: "gradients" or "parameters".
         """
         profile, sharding = self._get_profile(stage), self._config.parallel.sharding
         comm_type = "all-gather" if purpose == "parameters" else "all-reduce" if sharding == "no_shard" else "reduce-scatter"
         return sum(
-            self._durations.collective_time(entry.bytes, self._count_buckets(entry.bytes), self._get_group(entry.over), comm_type)
+            self._durations.predict_collective_time(
+                entry.bytes, self._count_buckets(entry.bytes), self._get_group(entry.over), comm_type
+            )
             for entry in profile.traffic
             if entry.what == purpose
         )
@@ -344,11 +356,12 @@ class _StepPredictor:
         return self._profile_of_stage.get(stage) or self._work.profiles[-1]
 
     def _count_buckets(self, num_bytes: int) -> float:
-        """Estimate the number of collectives that transfer `num_bytes`, from a typical bucket size of 200 MB."""
+        """Estimate the number of collectives in which `num_bytes` are sent, from a typical bucket size of 200 MB."""
         return max(1.0, num_bytes / 2e8)
 
     def _iter_update_times(self, timeline: Timeline, stage: int) -> Iterator[tuple[str, float]]:
-        """Yield the name and seconds of each activity of a stage after its last backward."""
+        """Yield the name and seconds of each activity of a stage after the last backward of a step: communication of gradients,
+        parameters and scalars, and the optimizer."""
         parallel, profile = self._config.parallel, self._get_profile(stage)
         if not self._is_fsdp:
             grad_time, param_time = (
@@ -371,40 +384,56 @@ class _StepPredictor:
             yield "gradients", self._compute_exposed_time(grad_time, backward_time, parallel.overlap_grad_reduce)
             yield "parameters", self._compute_exposed_time(param_time, forward_time, parallel.overlap_param_gather)
         update_bytes = count_update_bytes(profile.memory)
-        yield "optimizer", self._durations.optimizer_time(update_bytes.device) + self._host_copy_time(update_bytes.host)
+        yield (
+            "optimizer",
+            self._durations.predict_optimizer_time(update_bytes.device) + self._predict_host_copy_time(update_bytes.host),
+        )
         world_traffic = [entry for entry in profile.traffic if entry.over == "world"]
-        yield "numbers", sum(self._durations.collective_time(entry.bytes, 1, self._get_group("world")) for entry in world_traffic)
+        yield (
+            "numbers",
+            sum(self._durations.predict_collective_time(entry.bytes, 1, self._get_group("world")) for entry in world_traffic),
+        )
 
     def _compute_offload_time(self, stage: int, compute_time: float) -> float:
-        """Return the seconds in which a rank of a stage waits for copies between device and host within the microbatches of a step.
+        """Return the seconds in which a rank of a stage waits for copies between device and host memory, over all microbatches of a
+        step.
 
-        These are copies of activations that computation does not hide, and copies of parameters in host memory and of their
-        gradients.
+        These are copies of activations that computation does not hide. If parameters are in host memory, copies of parameters and
+        of their gradients are added in full.
+
+        Args:
+            compute_time: seconds of computation in a step, behind which copies of activations can be hidden.
         """
         profile, parallel, num_microbatches = self._get_profile(stage), self._config.parallel, self._work.num_microbatches
         activation_bytes = 2 * profile.offloaded_bytes / self._work.scheduled_share
         num_copies = 2 * num_microbatches if parallel.fsdp_reshard_after_forward == "always" else 1
         num_copies += 1 if parallel.fsdp_reduce_once else num_microbatches
-        return max(0.0, self._host_copy_time(activation_bytes) - self._hidden_share * compute_time) + self._host_copy_time(
-            profile.memory.parameters.host * num_copies
-        )
+        return max(
+            0.0, self._predict_host_copy_time(activation_bytes) - self._hidden_share * compute_time
+        ) + self._predict_host_copy_time(profile.memory.parameters.host * num_copies)
 
-    def _host_copy_time(self, num_bytes: float) -> float:
+    def _predict_host_copy_time(self, num_bytes: float) -> float:
         return num_bytes / (self._cluster.host_gb_s * 1e9)
 
     def _compute_exposed_time(self, seconds: float, compute_time: float, overlaps: bool) -> float:
-        """Return the seconds of communication that computation does not hide."""
+        """Return the seconds of communication that computation does not hide.
+
+        Args:
+            seconds: duration of the communication.
+            compute_time: duration of the computation.
+            overlaps: whether the two overlap.
+        """
         return seconds if not overlaps else max(0.05 * seconds, seconds - self._hidden_share * compute_time)
 
 
 def count_update_bytes(memory: StateMemory) -> Bytes:
-    """Count the bytes that the optimizer step accesses: all state is read and written, and gradients are read a second time for
-    their norm."""
+    """Count the bytes that the optimizer step reads and writes: all state once each, and gradients are read a second time for their
+    norm."""
     state = [memory.main_params, memory.moments, memory.averages, memory.parameters, memory.gradients]
     device, host = sum(sizes.device for sizes in state), sum(sizes.host for sizes in state)
     return Bytes(2 * device + memory.gradients.device, 2 * host)
 
 
 def compute_device_time(work: StepWork, durations: Durations) -> DeviceTime:
-    """Return the device time of all operations on one microbatch, summed over all model chunks."""
-    return sum_times(durations.device_time(span.work) for ops in work.ops for span in ops.values())
+    """Return the device time, by activity, of all operations on one microbatch in all model chunks."""
+    return sum_times(durations.predict_device_time(span.work) for ops in work.ops for span in ops.values())

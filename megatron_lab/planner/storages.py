@@ -38,10 +38,10 @@ _DEVICE_OP, _ADD_OP = torch.ops.prim.device.default, torch.ops.aten.add.Tensor
 
 @dataclass(frozen=True)
 class Transfer:
-    """Bytes that one rank sends over one group with one communication type."""
+    """Bytes that one rank sends over one process group with one communication type."""
 
     group: str
-    """Axes of the process group, as text."""
+    """Name of the process group: its axes, such as "tp"."""
     comm_type: CommType
     calls: int
     bytes: int
@@ -54,7 +54,7 @@ class Transfer:
 
 
 def merge_transfers(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
-    """Sum transfers by group, communication type and peer."""
+    """Add up transfers with equal process group, communication type and receiving stage."""
     totals: dict[tuple[str, CommType, int | None], tuple[int, int]] = {}
     for transfer in transfers:
         calls, num_bytes = totals.get((transfer.group, transfer.comm_type, transfer.peer), (0, 0))
@@ -64,20 +64,20 @@ def merge_transfers(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
 
 @dataclass(frozen=True)
 class MemorySpan:
-    """Memory, communication and device work of the operations between two consecutive calls of `StorageLedger.take_span`."""
+    """Memory, communication and device work of consecutive operations, between two calls of `StorageLedger.take_span`."""
 
     peak_bytes: int
-    """Peak of the live bytes (storages that exist) minus the live bytes at the start."""
+    """Largest number of live bytes (of storages that exist) minus the live bytes at the start."""
     net_bytes: int
     """Live bytes at the end minus the live bytes at the start."""
     transfers: tuple[Transfer, ...] = ()
-    """Communication over the tensor, context and expert groups."""
+    """Bytes sent over the tensor, context and expert groups."""
     work: DeviceWork = field(default_factory=DeviceWork)
-    """Work of the operations for the device, such as matrix products and memory traffic."""
+    """Work of a device for the operations: matrix products, attention, memory traffic and kernels."""
 
 
 def join_spans(spans: Iterable[MemorySpan]) -> MemorySpan:
-    """Join consecutive spans into one span."""
+    """Return the memory, communication and work of consecutive spans together."""
     peak_bytes = net_bytes = 0
     transfers: list[Transfer] = []
     spans = list(spans)
@@ -89,10 +89,11 @@ def join_spans(spans: Iterable[MemorySpan]) -> MemorySpan:
 
 
 class StorageLedger(TorchDispatchMode):
-    """Mode that counts the bytes of each storage from the operation that creates it until it is freed.
+    """Mode that tracks the memory of operations: it counts the bytes of each storage from the operation that creates it until it is
+    freed. It also records device work and communication.
 
     Args:
-        groups: (process group, name of its axes) of each group over which collectives may run.
+        groups: each process group over which collectives may run, with the name of its axes.
     """
 
     def __init__(self, groups: Iterable[tuple[dist.ProcessGroup | None, str]] = ()) -> None:
@@ -109,7 +110,8 @@ class StorageLedger(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing is compiled while this mode is active, and skipping would make torch import its whole compiler."""
+        """Return False: with True, torch would import its compiler, which takes long and is not needed, because nothing is compiled
+        in this mode."""
         return False
 
     def take_span(self) -> MemorySpan:
@@ -124,7 +126,7 @@ class StorageLedger(TorchDispatchMode):
 
     @contextlib.contextmanager
     def repeat(self, times: int) -> Iterator[None]:
-        """Return a context in which each operation counts `times` times, to represent a loop by its first iteration.
+        """Count each operation in this context `times` times: one iteration of a loop stands for all.
 
         The operations must leave the live memory unchanged.
         """
@@ -157,7 +159,7 @@ class StorageLedger(TorchDispatchMode):
         return out
 
     def _update_peak(self) -> None:
-        """Update the peak of live bytes between two operations, when the tensors that the last operation released have been
+        """Update the peak of live bytes before the next operation starts. By then the tensors that the last operation released are
         freed."""
         if self._pending_add is not None:
             summand, live_bytes = self._pending_add
@@ -180,14 +182,16 @@ class StorageLedger(TorchDispatchMode):
     def _build_transfer(self, name: str, args: Any) -> Transfer:
         """Return the bytes that this rank sends in a message or collective, with their process group.
 
-        A ring collective has rounds. In each round, a rank of a ring of n ranks sends (n - 1)/n of the full tensor.
+        A ring collective over n ranks has one round, an all-reduce two. In each round, a rank sends (n - 1)/n of the bytes of the
+        full tensor.
 
         Raises:
-            NotImplementedError: the ledger does not support this collective, because no layer has used it so far.
+            NotImplementedError: the number of bytes that this collective sends is not defined, because no layer has used it so far.
         """
         if name not in (*_COLLECTIVES, "c10d::send"):
             raise NotImplementedError(
-                f"the planner does not know how many bytes {name} sends. Add it to _COLLECTIVES in storages.py"
+                f"internal error: the planner cannot count the bytes that the collective {name} sends. Add it to _COLLECTIVES in "
+                "megatron_lab/planner/storages.py."
             )
         boxed = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
         group = resolve_group(args[-1]) if boxed is None else dist.ProcessGroup.unbox(boxed)

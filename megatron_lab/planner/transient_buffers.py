@@ -1,5 +1,5 @@
-"""Size of the gradient buffers that are used only until the gradients are reduced. Steps that acquire and release these buffers are
-simulated.
+"""Size of the gradient buffers that are used only until the gradients are reduced. The planner simulates how steps acquire and
+release these buffers.
 
 The buffers are on the meta device, so nothing is allocated.
 """
@@ -17,12 +17,12 @@ from megatron.parallel.accumulate import GradCounter
 
 
 class BufferUse(NamedTuple):
-    """Sizes of the temporary gradient buffers in a step, and the number of reductions."""
+    """Sizes of the temporary gradient buffers of a rank, and how often each bucket is reduced."""
 
     grad_numel: int
-    """Elements of all buffers for unreduced gradients."""
+    """Number of elements of all buffers for unreduced gradients."""
     reduce_numel: int
-    """Elements of all buffers for copies of gradients in the dtype of the reduction."""
+    """Number of elements of all buffers for copies of gradients in the dtype of the reduction."""
     num_reductions: list[int]
     """Number of reductions in a step, for each bucket."""
 
@@ -35,9 +35,11 @@ def simulate_steps(
     overlap: bool,
     reduce_dtypes: Sequence[torch.dtype | None] = (),
 ) -> BufferUse:
-    """Simulate the gradient buffers of the sharding strategy optim_grads, step by step, until a step allocates no further buffer.
+    """Simulate which gradient buffers the sharding strategy optim_grads needs. Steps are repeated until a step allocates no further
+    buffer.
 
     Args:
+        plans: plan of each bucket.
         grad_writes: names of parameters in the order in which the backwards of a step write their gradients. Names of parameters
             that are in no bucket are ignored.
         dtype: dtype of the gradients.
@@ -61,10 +63,11 @@ def simulate_reductions(
     overlap: bool,
     reduce_dtypes: Sequence[torch.dtype | None],
 ) -> BufferUse:
-    """Simulate the gradient buffers of the sharding strategies no_shard and optim, which reduce each bucket once per step, after
+    """Simulate which gradient buffers the sharding strategies no_shard and optim need. They reduce each bucket once per step, after
     the last microbatch.
 
-    The arguments are those of `simulate_steps`, with the number of microbatches of one data rank in a step.
+    Args:
+        num_microbatches: microbatches of one data rank in a step. All other arguments are those of `simulate_steps`.
     """
     order = list(range(len(plans)))
     if overlap:
@@ -92,7 +95,13 @@ def simulate_reductions(
 
 
 def _simulate_until_stable(dtype: torch.dtype, step: Callable[[BufferPool, BufferPool], list[int]]) -> BufferUse:
-    """Run `step` repeatedly until it allocates no further buffer, and return the buffers that it needs."""
+    """Simulate steps until a step allocates no further buffer, and return the sizes of the buffers.
+
+    Args:
+        dtype: dtype of the gradients.
+        step: simulates a step with a pool of gradient buffers and a pool of buffers for copies in the dtype of the reduction. It
+            returns the number of reductions of each bucket.
+    """
     pool, reduce_pool = BufferPool(dtype, torch.device("meta")), BufferPool(torch.bfloat16, torch.device("meta"))
     previous_sizes, sizes = (-1, -1), (0, 0)
     reductions: list[int] = []
