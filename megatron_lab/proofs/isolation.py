@@ -1,5 +1,5 @@
-"""Search for the settings that must be on for a layout to differ from the reference run: the layout runs with single axes, or
-without single features (optional settings such as a sharding strategy), as far as the time allows."""
+"""Search for the settings that make a layout differ from the reference run, which is a run in one process. The layout runs with
+single axes only, or without single features (optional settings such as a sharding strategy), as far as the time allows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.checks.finding import change
+from megatron.config.checks.finding import create_change
 from megatron.config.config import Config
 from megatron.config.rules import find_violations
 from megatron_lab.proofs.small_layout import DEFAULT_SPLIT, get_axis_sizes
@@ -67,26 +67,27 @@ _REMOVABLE_FEATURES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Variant:
-    """Changed settings that are run to see whether the run still differs from the reference run."""
+    """Changed settings of a layout. They are run to see whether this run still differs from the reference run in one process."""
 
     description: str
-    """Axis or feature (optional setting) that the variant keeps or removes, as text."""
+    """Axis that the changed settings keep, or feature (optional setting) that they switch off, as text for the report."""
     config: Config
     world_size: int
     dropout: bool = True
 
 
 def isolate(config: Config, world_size: int, prove: Prove, *, max_seconds: float) -> list[str]:
-    """Run variants of the layout with fewer axes or features, and describe for each whether it still differs from the reference
-    run.
+    """Run the layout with fewer axes or features (optional settings). Describe for each of these runs whether it still differs from
+    the reference run in one process.
 
     Args:
         config: settings whose run differs from the reference run, or fails.
-        prove: function that runs settings and compares them with the reference.
+        world_size: number of ranks of that run.
+        prove: function that runs settings and records values to compare with the reference run.
         max_seconds: seconds after which no further run starts.
 
     Returns:
-        A line for each run. The most informative runs come first.
+        a line of text for each run. The most informative runs come first.
     """
     started = time.monotonic()
     still_text, gone_text = "stays without", "goes away without"
@@ -112,16 +113,17 @@ def isolate(config: Config, world_size: int, prove: Prove, *, max_seconds: float
 
 
 def build_single_process_variant(config: Config, world_size: int) -> Variant | None:
-    """Build the settings of one process. If its run differs too, the layout is not the cause.
+    """Build the settings of the same training in one process. If this run differs from the reference run too, the layout is not the
+    cause.
 
     Returns:
-        The variant, or None if the settings are those of one process already or are not valid in one process.
+        the changed settings, or None if the settings are those of one process already or are not valid in one process.
     """
     return _build_variant("one rank", config, world_size, _TENSOR_SIZE_1 | _CONTEXT_SIZE_1 | _PIPELINE_SIZE_1 | _UNSHARDED, 1)
 
 
 def iter_single_axis_variants(config: Config, world_size: int) -> Iterator[Variant]:
-    """Yield, for each axis with a size above 1, a variant in which all other axes have size 1.
+    """Yield, for each axis (such as tensor) with a size above 1, changed settings in which all other axes have size 1.
 
     Yields nothing if only one axis has a size above 1.
     """
@@ -157,7 +159,8 @@ def iter_single_axis_variants(config: Config, world_size: int) -> Iterator[Varia
 
 
 def iter_reduced_variants(config: Config, world_size: int) -> Iterator[Variant]:
-    """Yield variants (changed settings) of the full layout, each without one feature."""
+    """Yield changed settings with the same number of ranks, each without one feature (optional setting such as
+    --sequence-parallel)."""
     parallel = config.parallel
     yield Variant("dropout", config, world_size, dropout=False)
     same_size = {"pipeline_model_parallel_size": parallel.pipeline_model_parallel_size}
@@ -174,7 +177,8 @@ def iter_reduced_variants(config: Config, world_size: int) -> Iterator[Variant]:
 
 
 def _run_variant(variant: Variant, prove: Prove) -> str:
-    """Run a variant and describe its first difference from the reference run. Returns an empty string if the runs are equal."""
+    """Run the changed settings, and return a text about the first difference from the reference run. The text is empty if the runs
+    are equal."""
     try:
         diagnosis = diagnose(prove(variant.config, variant.world_size, dropout=variant.dropout))
     except RanksError:
@@ -187,20 +191,22 @@ def _get_single_microbatch_size(config: Config, world_size: int) -> int:
 
 
 def _build_variant(description: str, config: Config, world_size: int, fields: dict[str, Any], num_ranks: int) -> Variant | None:
-    """Build a variant: the settings with other values of some fields.
+    """Build changed settings: the user's settings with other values of some fields.
 
     The global batch size is set explicitly, so that it does not change with the number of data ranks.
 
     Args:
-        description: text that names the variant in the report.
-        fields: new values by the names of the settings.
-        num_ranks: number of ranks of the variant.
+        description: text that names the change in the report.
+        world_size: number of ranks of the user's settings.
+        fields: new values, by field name of the settings.
+        num_ranks: number of ranks of the changed settings.
 
     Returns:
-        The variant, or None if the settings have these values already or are not valid with them.
+        the changed settings, or None if the settings have these values already or are not valid with them.
     """
-    batch = config.training.final_batch_size(get_axis_sizes(config, world_size).dp)
+    batch = config.training.get_final_batch_size(get_axis_sizes(config, world_size).dp)
     baseline, reduced = (
-        change(**{"global_batch_size": batch, **changes}).apply(config, world_size)[0] for changes in (dict[str, Any](), fields)
+        create_change(**{"global_batch_size": batch, **changes}).apply(config, world_size)[0]
+        for changes in (dict[str, Any](), fields)
     )
     return None if reduced == baseline or find_violations(reduced, num_ranks) else Variant(description, reduced, num_ranks)

@@ -1,5 +1,5 @@
-"""Report of a proof, as text and as JSON: first the verdict, then where and why the layout's run differs from the reference run,
-then tables."""
+"""Report of a proof that a layout trains as one process does, as text and as JSON. First comes the verdict, then where and why the
+layout's run differs from the reference run, then tables."""
 
 from __future__ import annotations
 
@@ -29,30 +29,31 @@ _ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt|Exit|Warning)\b")
 
 @dataclass(frozen=True)
 class Proof:
-    """Result of one small run of the layout: its comparison with the reference, or the error with which it failed."""
+    """Result of one small run of the layout: its comparison with the reference run in one process, or the error with which it
+    failed."""
 
     title: str
     """Layout of the run, such as `tensor 2 x pipeline 2 x data 2`."""
     diagnosis: Diagnosis | None
     failure: str = ""
-    """Error message of a run that failed, so that it could not be compared; otherwise empty."""
+    """Error message of a run that failed and so could not be compared; otherwise empty."""
     layout_findings: Sequence[ProofFinding] = ()
-    """Errors of the layer table, found before the run. They are shown if the run could not be compared."""
+    """Errors in the assignment of layers to stages, found before the run. They are shown if the run could not be compared."""
     preserved: Sequence[str] = ()
-    """Lines about settings that are equal in the small run and in the user's settings."""
+    """Lines of the report, each about settings that are equal in the small run and in the user's run."""
     reduced: Sequence[str] = ()
-    """Lines about settings that were reduced or replaced in the small run."""
+    """Lines of the report, each about settings that were reduced or replaced in the small run."""
     isolation: Sequence[str] = ()
-    """Lines that say which settings must be on for the run at the layout to differ from the reference run."""
+    """Lines of the report that say which settings must be on for the layout's run to differ from the reference run."""
     seconds: float = 0.0
     trace: Sequence[str] = ()
-    """Lines of text about the comparison with the trace of an earlier run."""
+    """Lines of the report about the comparison with the trace file of an earlier run."""
     differs_from_trace: bool = False
-    """Whether the run differs from the trace of the earlier run."""
+    """Whether the run differs by more than rounding from the trace file of an earlier run."""
 
     @property
     def equal(self) -> bool:
-        """Whether the run at the layout equals the reference run."""
+        """Whether the layout's run equals the reference run up to rounding."""
         return self.diagnosis is not None and self.diagnosis.equal
 
     @property
@@ -62,7 +63,7 @@ class Proof:
 
 
 def format_report(proofs: Sequence[Proof]) -> list[str]:
-    """Format proofs as lines of text."""
+    """Format the results of all small runs as the lines of the text report."""
     lines = [_format_verdict(proofs)]
     common_preserved, common_reduced = (
         _find_common_lines([getattr(proof, field) for proof in proofs]) for field in ("preserved", "reduced")
@@ -87,7 +88,7 @@ def format_report(proofs: Sequence[Proof]) -> list[str]:
 
 
 def build_report_json(proofs: Sequence[Proof]) -> dict[str, Any]:
-    """Build the report in JSON types. Numbers that are not finite become null."""
+    """Build the JSON report of all small runs, as a dict of JSON types. Numbers that are not finite become null."""
     equal = all(proof.equal and not proof.differs_from_trace for proof in proofs)
     return {"equal": equal, "tolerance": TOLERANCE, "runs": [_build_proof_json(proof) for proof in proofs]}
 
@@ -111,8 +112,8 @@ def _format_verdict(proofs: Sequence[Proof]) -> str:
 
 
 def _find_error_line(failure: str) -> str:
-    """Return the line with the error of the rank that failed first. If no rank failed, return the line about the ranks that did not
-    finish."""
+    """Find the most informative line of a run's error message: the error of the rank that failed first. If no rank failed, return
+    the line about the ranks that did not finish."""
     lines = failure.strip().split("\n\n")[0].splitlines()
     return next((line for line in reversed(lines) if _ERROR.match(line)), lines[-1])
 
@@ -147,7 +148,7 @@ def _format_setting_lines(preserved: Sequence[str], reduced: Sequence[str]) -> I
 
 
 def _find_common_lines(line_lists: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines that all lists contain, so that the report prints them only once."""
+    """Return the lines that are in all of these lists, so that the report prints them only once."""
     return [line for line in line_lists[0] if all(line in other_lines for other_lines in line_lists[1:])]
 
 

@@ -1,4 +1,4 @@
-"""Reduce settings of any size to small ones that run on this machine in seconds and still test the layout.
+"""Reduction of settings of any size to small ones, which run on this machine in seconds and still test the layout.
 
 Choices (schedule, sharding strategy, norms, ...) do not change. Sizes are reduced in proportion.
 """
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from megatron.config.checks.finding import format_setting, get_value, is_set
 from megatron.config.config import Config
 from megatron.config.data import DataConfig
-from megatron.config.flags import flags
+from megatron.config.flags import get_flags
 from megatron.config.outputs import CheckpointConfig, LoggingConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import Fp8, PrecisionConfig
 from megatron.config.rules import find_violations
-from megatron.data_parallel.bucket_plan import default_bucket_size
+from megatron.data_parallel.bucket_plan import get_default_bucket_size
 from megatron.parallel.params import ParamRecord
 from megatron.spec.counts import count_parameters
 from megatron.spec.weights import iter_weights
@@ -50,18 +50,19 @@ _MAX_BUCKETS = 8
 
 @dataclass(frozen=True)
 class ReducedRun:
-    """Small settings that are run in place of the user's settings, and how they differ."""
+    """Small settings that are run in place of the user's settings, and a description of the differences."""
 
     config: Config
     world_size: int
     preserved: list[str]
     """Lines of the report, each about settings that have the same values in the small run as in the user's run."""
     reduced: list[str]
-    """Lines about settings that were reduced or replaced."""
+    """Lines of the report, each about settings that were reduced or replaced in the small run."""
 
 
 def shrink(config: Config, world_size: int, vocab_size: int, *, max_ranks: int = 8, steps: int = 4) -> list[ReducedRun]:
-    """Reduce settings to one small run, or to several runs that together contain every pair of axes of the layout.
+    """Reduce settings to one small run, or to several small runs that together test all axes of the layout. Each run contains as
+    many axes as `max_ranks` allows.
 
     Args:
         config: settings that are valid for `world_size` ranks.
@@ -141,12 +142,12 @@ def _reduce_run(config: Config, full_sizes: AxisSizes, vocab_size: int, sizes: A
 
 
 def get_fp8_alignment(precision: PrecisionConfig) -> int:
-    """Return the number by which the dimensions of a rank's matrix products must be divisible; 1 without FP8."""
+    """Return the number by which FP8 requires the dimensions of a rank's matrix products to be divisible; 1 without FP8."""
     return Fp8(precision.fp8_format, precision.fp8_recipe).alignment if precision.fp8_format else 1
 
 
 def reduce_precision(precision: PrecisionConfig) -> PrecisionConfig:
-    """Reduce the number of layers that are not computed in FP8 to at most one at the start and one at the end of the model."""
+    """Reduce the number of layers that stay in bfloat16 in an FP8 run: at most one at the start and one at the end of the model."""
     if not precision.first_last_layers_bf16:
         return precision
     first, last = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
@@ -154,8 +155,8 @@ def reduce_precision(precision: PrecisionConfig) -> PrecisionConfig:
 
 
 def is_evenly_sharded(config: Config, sizes: AxisSizes, vocab_size: int) -> bool:
-    """Check whether FSDP shards all parameters evenly: each data rank of a shard group holds an equal number of rows, without
-    padding."""
+    """Check whether FSDP shards all parameters evenly, that is, without padding. Each rank of a shard group then holds an equal
+    number of rows of every parameter."""
     ranks, ep, etp = (
         config.parallel.fsdp_shard_size or sizes.gradient_group_size,
         config.parallel.expert_model_parallel_size,
@@ -163,7 +164,7 @@ def is_evenly_sharded(config: Config, sizes: AxisSizes, vocab_size: int) -> bool
     )
     for weight in iter_weights(config.model, vocab_size):
         record = ParamRecord.of(weight, tensor_size=sizes.tp, sequence_parallel=False, chunks=())
-        shape = record.local_shape({"tp": sizes.tp, "ep": ep, "etp": etp})
+        shape = record.get_local_shape({"tp": sizes.tp, "ep": ep, "etp": etp})
         num_shards = max(1, ranks * sizes.tp // (ep * etp)) if record.is_expert else ranks
         if math.prod(shape if record.param_type == "vector" else shape[:-1]) % num_shards:
             return False
@@ -202,7 +203,8 @@ def _reduce_parallel(parallel: ParallelConfig, full_sizes: AxisSizes, sizes: Axi
 
 
 def _reduce_cp_comm_type(parallel: ParallelConfig, num_layers: int, small_num_layers: int) -> ParallelConfig:
-    """Select values of --cp-comm-type for the layers of the small model, evenly spread over those of the full model's layers."""
+    """Select the values of --cp-comm-type (one for each layer) for the layers of the small model. They are evenly spaced in the
+    full model."""
     comm_types = parallel.cp_comm_type
     if len(comm_types) < 2:
         return parallel
@@ -214,9 +216,9 @@ def _reduce_cp_comm_type(parallel: ParallelConfig, num_layers: int, small_num_la
 def _reduce_bucket_size(
     config: Config, vocab_size: int, full_sizes: AxisSizes, small_parameters: int, sizes: AxisSizes
 ) -> int | None:
-    """Compute the number of elements of a gradient bucket in the small run, so that it has several buckets if the original run has
-    several."""
-    bucket_size = config.parallel.ddp_bucket_size or default_bucket_size(full_sizes.dp)
+    """Compute the number of elements of a gradient bucket (gradients that are reduced in one collective) in the small run. The
+    small run has several buckets if the original run has several."""
+    bucket_size = config.parallel.ddp_bucket_size or get_default_bucket_size(full_sizes.dp)
     num_buckets = min(
         _MAX_BUCKETS, math.ceil(count_parameters(config.model, vocab_size) / (full_sizes.tp * full_sizes.pp) / bucket_size)
     )
@@ -226,8 +228,12 @@ def _reduce_bucket_size(
 
 
 def _build_data_config(data: DataConfig, rows: int) -> DataConfig:
-    """Build settings of mock data. The end-of-document token of NullTokenizer is its vocabulary size, so the word embedding needs
-    one more row than that."""
+    """Build the data settings of the small run: mock data with tokens of NullTokenizer. The end-of-document token of NullTokenizer
+    is its vocabulary size V, so the word embedding has V + 1 rows.
+
+    Args:
+        rows: rows of the word embedding.
+    """
     return DataConfig(
         mock_data=True,
         tokenizer_type="NullTokenizer",
@@ -263,8 +269,12 @@ def _describe_settings(
     """Describe the settings that did not change, and those that were reduced or replaced, as two lists of lines.
 
     Args:
-        splits: assignment of layers to stages before and after the reduction.
-        vocab_rows: rows of the word embedding before and after the reduction.
+        config: original settings.
+        small: reduced settings.
+        full_sizes: original number of ranks along each axis.
+        sizes: reduced number of ranks along each axis.
+        splits: assignment of layers to stages, before and after the reduction.
+        vocab_rows: rows of the word embedding, before and after the reduction.
         keeps_split_settings: whether the small run assigns layers to stages with the original flags.
     """
     preserved, reduced = [], []
@@ -294,7 +304,7 @@ def _describe_settings(
     }.items():
         if old_text != new_text:
             reduced.append(f"{quantity} {old_text} -> {new_text}")
-    for flag in flags().values():
+    for flag in get_flags().values():
         if (flag.topic in _TOPICS or flag.field in _PACKING) and flag.field not in _UNLISTED_FIELDS:
             old_value, new_value = get_value(config, flag.field), get_value(small, flag.field)
             if old_value != new_value:

@@ -1,5 +1,4 @@
-"""Small layouts that replace a large layout in a proof: few ranks, and few layers on few stages, which together test the large
-layout."""
+"""Small layouts that together test a large layout: few ranks, and few layers on few pipeline stages."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ _MAX_STAGES = 4
 
 @dataclass(frozen=True)
 class AxisSizes:
-    """Number of ranks along each axis."""
+    """Number of ranks along each axis: tensor (tp), pipeline (pp), data (dp) and context (cp)."""
 
     tp: int
     pp: int
@@ -49,12 +48,13 @@ class AxisSizes:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the layout."""
+        """Number of ranks of the layout: the product of all axis sizes."""
         return self.tp * self.cp * self.pp * self.dp
 
     @property
     def gradient_group_size(self) -> int:
-        """Number of ranks over which the gradients of a parameter are reduced and its optimizer state may be sharded."""
+        """Number of ranks (context x data) over which the gradients of a parameter are reduced and its optimizer state may be
+        sharded."""
         return self.cp * self.dp
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class AxisSizes:
 
 
 def get_axis_sizes(config: Config, world_size: int) -> AxisSizes:
-    """Return the number of ranks along each axis."""
+    """Return the number of ranks along each axis that the settings give for `world_size` ranks."""
     topology = Topology.of(config.parallel, world_size)
     return AxisSizes(topology.tp, topology.pp, topology.dp, topology.cp)
 
@@ -71,12 +71,15 @@ def get_axis_sizes(config: Config, world_size: int) -> AxisSizes:
 def reduce_axis_sizes(full_sizes: AxisSizes, max_ranks: int, *, is_hybrid: bool) -> list[AxisSizes]:
     """Choose the axis sizes of the small runs that together test the layout.
 
-    One run has all axes if that is small enough. Otherwise there is a run for each pair of axes, or else for each single axis. If
-    the original pipeline has middle stages, at least one run has some.
+    One run has all axes if it fits into `max_ranks` ranks. Otherwise there is a run for each combination of three axes, of two
+    axes, or for each single axis: the largest combinations that fit. If the original pipeline has middle stages, at least one run
+    has some, as far as `max_ranks` allows.
 
     Args:
+        full_sizes: original number of ranks along each axis.
         max_ranks: maximum number of ranks in a run.
-        is_hybrid: whether groups of data ranks shard a copy of the model each (hybrid FSDP). To test this takes four data ranks.
+        is_hybrid: whether several groups of data ranks each shard a copy of the model (hybrid FSDP). A test of this needs four data
+            ranks.
 
     Raises:
         ValueError: `max_ranks` is too small to test any axis.
@@ -94,7 +97,7 @@ def reduce_axis_sizes(full_sizes: AxisSizes, max_ranks: int, *, is_hybrid: bool)
     else:
         if is_hybrid and full_sizes.dp >= 2:
             return reduce_axis_sizes(full_sizes, max_ranks, is_hybrid=False)
-        raise ValueError(f"--max-ranks {max_ranks} is too small to test any axis of this layout. Set it to at least 2.")
+        raise ValueError(f"--max-ranks {max_ranks} is too small to test any axis of this layout. Set --max-ranks to at least 2.")
     selected = [_extend_pipeline(option, full_sizes, max_ranks) if option.pp > 1 else option for option in selected]
     if full_sizes.pp >= _MIN_STAGES_WITH_MIDDLE and not any(option.pp >= _MIN_STAGES_WITH_MIDDLE for option in selected):
         pipeline_sizes = (
@@ -107,7 +110,8 @@ def reduce_axis_sizes(full_sizes: AxisSizes, max_ranks: int, *, is_hybrid: bool)
 
 
 def _extend_pipeline(sizes: AxisSizes, full_sizes: AxisSizes, max_ranks: int) -> AxisSizes:
-    """Increase the number of pipeline stages up to `_MAX_STAGES`, the original number, or the maximum number of ranks."""
+    """Increase the number of pipeline stages as far as possible: to at most `_MAX_STAGES`, the original number of stages, and
+    `max_ranks` ranks in all."""
     max_stages = max_ranks // (sizes.tp * sizes.gradient_group_size)
     return dataclasses.replace(sizes, pp=max(sizes.pp, min(full_sizes.pp, _MAX_STAGES, max_stages)))
 
@@ -121,22 +125,22 @@ layers of a chunk are tested."""
 
 @dataclass(frozen=True)
 class LayerSplit:
-    """Assignment of layers to model chunks and pipeline stages: the number of layers of each chunk in the order of the forward, and
-    the chunk's stage."""
+    """Assignment of layers to model chunks and pipeline stages: the number of layers of each chunk in the order of the forward
+    pass, and the chunk's stage."""
 
     chunk_sizes: list[int]
     stage_of_chunk: tuple[int, ...]
 
     @property
     def chunk_sizes_by_stage(self) -> list[list[int]]:
-        """Number of layers of each model chunk, grouped by stage."""
+        """Number of layers of each model chunk, as a list for each stage."""
         sizes_by_stage: list[list[int]] = [[] for _ in range(max(self.stage_of_chunk) + 1)]
         for size, stage in zip(self.chunk_sizes, self.stage_of_chunk, strict=True):
             sizes_by_stage[stage].append(size)
         return sizes_by_stage
 
     def __str__(self) -> str:
-        """Return the number of layers of each stage as text, with the stage's chunks joined by "+". Long pipelines are
+        """Return the number of layers of each stage as text, with "+" between the chunks of a stage. Long pipelines are
         abbreviated."""
         stage_texts = ["+".join(map(str, sizes)) for sizes in self.chunk_sizes_by_stage]
         if len(stage_texts) > 8:
@@ -145,7 +149,7 @@ class LayerSplit:
 
 
 def get_layer_split(model: ModelConfig, parallel: ParallelConfig, vocab_size: int) -> LayerSplit:
-    """Return the assignment of layers to chunks and stages."""
+    """Return the assignment of layers to model chunks and pipeline stages that the settings give."""
     table = build_layer_table(model, parallel, vocab_size)
     return LayerSplit([len(chunk.layers) for chunk in table], tuple(chunk.stage for chunk in table))
 
@@ -156,13 +160,17 @@ def count_layers_of_all_types(model: ModelConfig) -> int:
 
 
 def reduce_layer_split(split: LayerSplit, schedule: str, num_stages: int, min_layers: int = 1) -> LayerSplit:
-    """Reduce the number of stages, chunks and layers of a split. Chunks of different sizes keep different sizes, in the same order.
+    """Reduce the number of stages, chunks and layers in an assignment of layers to stages. Chunk sizes that differ stay different,
+    and larger chunks stay larger.
 
-    The first and last stage are selected first, then middle stages that differ from those selected. The chunks of a stage are
-    selected by the same rule.
+    The first and last stage are selected first, then middle stages with other chunk sizes than those selected. The chunks of a
+    stage are selected by the same rule.
 
     Args:
-        min_layers: minimum number of layers of the result.
+        split: original assignment.
+        schedule: pipeline schedule, which decides the stage of each chunk.
+        num_stages: reduced number of stages.
+        min_layers: minimum number of layers in all.
     """
     stages = split.chunk_sizes_by_stage
     selected_stages = _select_representatives([tuple(sizes) for sizes in stages], num_stages)
@@ -190,15 +198,16 @@ def reduce_layer_split(split: LayerSplit, schedule: str, num_stages: int, min_la
 def apply_layer_split(
     model: ModelConfig, parallel: ParallelConfig, vocab_size: int, split: LayerSplit
 ) -> tuple[ParallelConfig, bool]:
-    """Build settings that produce a split: the original flags with reduced values if possible, otherwise an explicit
-    --pipeline-model-parallel-layout.
+    """Build settings that assign layers to stages as `split` does. These are the original flags with reduced values if possible,
+    otherwise an explicit --pipeline-model-parallel-layout.
 
     Args:
         model: model with the number of layers of the split.
         parallel: original settings with the reduced number of stages.
+        split: number of layers and stage of each model chunk.
 
     Returns:
-        The settings, and whether they still use the original flags.
+        the settings, and whether they still use the original flags.
     """
     stages = split.chunk_sizes_by_stage
     split_fields = {
@@ -232,8 +241,13 @@ def _has_layer_split(model: ModelConfig, parallel: ParallelConfig, vocab_size: i
 def reduce_memory(memory: MemoryConfig, full_split: LayerSplit, small_split: LayerSplit) -> MemoryConfig:
     """Reduce the settings of recomputation and offloading to fewer layers and stages.
 
-    If only some layers of a model chunk were recomputed or offloaded, then only some are in the small run too, provided that the
-    chunk has at least two layers.
+    If only some layers of a model chunk were recomputed or offloaded, only some are in the small run too, provided that the chunk
+    has at least two layers.
+
+    Args:
+        memory: original settings.
+        full_split: original assignment of layers to stages.
+        small_split: assignment of layers to stages in the small run.
     """
 
     def reduce_count(count: int, full_count: int, small_count: int) -> int:
@@ -263,9 +277,9 @@ def reduce_memory(memory: MemoryConfig, full_split: LayerSplit, small_split: Lay
 
 
 def _select_representatives(rows: Sequence[tuple[int, ...]], count: int) -> list[int]:
-    """Select `count` rows and return their indices in ascending order.
+    """Select `count` of these rows (sizes of the chunks of one stage, for example), and return their indices in ascending order.
 
-    The first and the last row are selected first, then rows that differ from those selected, then evenly spread rows.
+    The first and the last row are selected first, then rows that differ from those selected, then evenly spaced rows.
     """
     last = len(rows) - 1
     if count == 1:

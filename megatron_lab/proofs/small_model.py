@@ -1,4 +1,4 @@
-"""Small model and short run that resemble the original model and run.
+"""Small model and short run that resemble the original model and run, to test a layout.
 
 Dimensions that are split over tensor ranks keep their remainders and ratios. Every phase of the long run occurs: batch-size
 ramp-up, warm-up, decay, skipped steps.
@@ -38,47 +38,49 @@ _SEQ_LENGTH, _FFN_SIZE, _VOCAB_ROWS, _SPARE_POSITIONS = 16, 12, 64, 8
 
 @dataclass(frozen=True)
 class Divisors:
-    """Numbers by which the layout requires dimensions of the small model to be divisible."""
+    """Numbers by which the layout requires dimensions of the small model to be divisible, such as the tensor-parallel size."""
 
     tp: int
     num_shards: int
     """Number of data ranks that hold equal shards of every parameter; 1 if data ranks hold full parameters or unequal
     shards."""
     sequence_parallel: bool
-    """Whether the tensor ranks split the sequence."""
+    """Whether the tensor ranks split the sequence (--sequence-parallel)."""
     alignment: int = 1
-    """Number by which the dimensions of a rank's matrix products must be divisible: more than 1 with FP8."""
+    """Number by which the dimensions of a rank's matrix products must be divisible: more than 1 only with FP8."""
     cp: int = 1
-    """Number of context ranks. They split the sequence first; the tensor ranks then split the part of each context rank."""
+    """Number of context ranks. They split the sequence first; with sequence parallelism, tensor ranks then split the tokens of
+    each context rank."""
     ep: int = 1
-    """Number of ranks among which the experts are divided."""
+    """Number of ranks among which the experts are divided (expert-parallel size)."""
     etp: int = 1
-    """Number of ranks that split each expert."""
+    """Number of ranks that split each expert (expert-tensor-parallel size)."""
     min_local_experts: int = 1
-    """Minimum number of experts of a rank."""
+    """Minimum number of experts on a rank."""
     splits_heads: bool = False
-    """Whether context ranks split the attention heads of a tensor rank (all-to-all context parallelism)."""
+    """Whether the attention heads of a tensor rank are split over context ranks (all-to-all context parallelism)."""
 
     @property
     def multiple(self) -> int:
-        """Least common multiple of `num_shards` and `alignment`."""
+        """Number by which dimensions that FSDP shards and FP8 multiplies must be divisible: the least common multiple of
+        `num_shards` and `alignment`."""
         return math.lcm(self.num_shards, self.alignment)
 
 
 def reduce_vocab(rows: int, multiple: int, tp: int, divisors: Divisors) -> tuple[int, int]:
     """Choose the number of rows of the small word embedding, and the multiple to which they are padded.
 
-    The padding resembles the original: the small embedding has padding if the original has, an odd number of rows if the original
-    has, and tensor ranks with only padding if the original has.
+    The small embedding resembles the original in three properties: whether it has padding, whether its number of rows is odd, and
+    whether some tensor ranks hold only padding.
 
     Args:
-        rows: original number of rows.
-        multiple: multiple to which the original rows are padded.
-        tp: original number of tensor ranks.
+        rows: original number of rows, without padding.
+        multiple: number that must divide the rows of each tensor rank (--make-vocab-size-divisible-by).
+        tp: original tensor-parallel size.
         divisors: numbers by which dimensions of the small model must be divisible.
 
     Returns:
-        The reduced number of rows, and the reduced multiple.
+        the reduced number of rows, and the reduced value of `multiple`.
     """
     padding, rows_per_rank = compute_padding(rows, multiple, tp), compute_padded_rows(rows, multiple, tp) // tp
     num_padding_ranks, remainder = divmod(padding, rows_per_rank)
@@ -94,18 +96,24 @@ def reduce_vocab(rows: int, multiple: int, tp: int, divisors: Divisors) -> tuple
 
 
 def compute_padded_rows(rows: int, multiple: int, tp: int) -> int:
-    """Return the number of rows of the word embedding with padding.
+    """Return the number of rows of the word embedding, including padding.
 
     Args:
         rows: number of rows without padding.
-        multiple: number that divides the rows of each tensor rank (--make-vocab-size-divisible-by).
-        tp: number of tensor ranks.
+        multiple: number that must divide the rows of each tensor rank (--make-vocab-size-divisible-by).
+        tp: tensor-parallel size.
     """
     return _round_up(rows, multiple * tp)
 
 
 def compute_padding(rows: int, multiple: int, tp: int) -> int:
-    """Return the number of padding rows of the word embedding."""
+    """Return the number of padding rows of the word embedding.
+
+    Args:
+        rows: number of rows without padding.
+        multiple: number that must divide the rows of each tensor rank (--make-vocab-size-divisible-by).
+        tp: tensor-parallel size.
+    """
     return compute_padded_rows(rows, multiple, tp) - rows
 
 
@@ -114,9 +122,9 @@ def reduce_model(model: ModelConfig, num_layers: int, vocab_multiple: int, tp: i
 
     Args:
         model: original settings.
-        num_layers: layers of the small model.
-        vocab_multiple: multiple to which the rows of the small word embedding are padded.
-        tp: original number of tensor ranks.
+        num_layers: number of layers of the small model.
+        vocab_multiple: --make-vocab-size-divisible-by of the small model.
+        tp: original tensor-parallel size.
         divisors: numbers by which dimensions of the small model must be divisible.
     """
     ranks_per_kv_head = max(1, tp // model.num_key_value_heads)  # tensor ranks that share a key-value head
@@ -170,7 +178,7 @@ def reduce_model(model: ModelConfig, num_layers: int, vocab_multiple: int, tp: i
 
 
 def _reduce_experts(model: ModelConfig, divisors: Divisors) -> dict[str, Any]:
-    """Choose few and narrow experts for the small model.
+    """Choose few and narrow experts for the small model. Return the changed settings by field name.
 
     A token selects some but not all experts if it does so in the original model. If the original experts form groups, the small
     experts do too, and some groups are not selected.
@@ -200,8 +208,10 @@ def _reduce_experts(model: ModelConfig, divisors: Divisors) -> dict[str, Any]:
 
 
 def _reduce_latent_attention(model: ModelConfig, divisors: Divisors) -> dict[str, Any]:
-    """Choose the sizes of latent attention in the small model. Sizes that differ in the original model stay different, as far as
-    the divisors allow."""
+    """Choose the sizes of latent attention in the small model. Return the changed settings by field name.
+
+    Sizes that differ in the original model stay different, as far as the divisors allow.
+    """
     if not model.multi_latent_attention:
         return {}
     rotary_dim = _round_up(4, math.lcm(2, divisors.multiple))
@@ -219,10 +229,14 @@ def _reduce_latent_attention(model: ModelConfig, divisors: Divisors) -> dict[str
 
 
 def _reduce_rope_scaling(model: ModelConfig, num_pairs: int, seq_length: int) -> dict[str, Any]:
-    """Reduce the settings of rotary scaling that depend on the sequence length.
+    """Reduce the settings of rotary scaling that depend on the sequence length. Return the changed settings by field name.
 
-    The small sequence exceeds the small original context if the full sequence exceeds the full one. Each channel pair of the small
-    model has the scaling factor of a channel pair of the original model.
+    The small sequence exceeds the original context (--original-max-position-embeddings) of the small model exactly if this is so in
+    the full model. Each pair of channels in the small model has the scaling factor of some pair in the full model.
+
+    Args:
+        num_pairs: number of rotated channel pairs of a small head.
+        seq_length: sequence length of the small model.
     """
     if model.rope_type not in ("dynamic", "longrope"):
         return {}
@@ -238,8 +252,10 @@ def _reduce_rope_scaling(model: ModelConfig, num_pairs: int, seq_length: int) ->
 
 
 def _reduce_window(model: ModelConfig, seq_length: int) -> str | None:
-    """Reduce the attention window in proportion to the sequence. The small window has at least one token, and covers the full
-    sequence only if the original window does."""
+    """Reduce the attention window in proportion to the sequence. Return the value of --window-size, or None without a window.
+
+    The small window has at least one token, and covers the full sequence only if the original window does.
+    """
     window = parse_window(model.window_size)
     if window is None or window >= model.seq_length - 1:
         return model.window_size
@@ -247,8 +263,11 @@ def _reduce_window(model: ModelConfig, seq_length: int) -> str | None:
 
 
 def _reduce_layer_pattern(text: str | None, num_layers: int) -> str | None:
-    """Reduce a flag value that selects layers. Of a list with an entry per layer, the first `num_layers` entries are returned,
-    repeated if the list is shorter. A number N (every N-th layer) does not change."""
+    """Reduce a flag value that selects layers, such as that of --moe-layer-freq, to `num_layers` layers.
+
+    If the value is a list with an entry for each layer, the first `num_layers` entries are returned, repeated if the list is
+    shorter. A number N (every N-th layer) does not change.
+    """
     pattern = parse_pattern(text)
     if not isinstance(pattern, tuple):
         return text
@@ -256,8 +275,15 @@ def _reduce_layer_pattern(text: str | None, num_layers: int) -> str | None:
 
 
 def _choose_head_size(model: ModelConfig, num_groups: int, queries_per_group: int, divisors: Divisors) -> int:
-    """Choose the smallest valid head size of at least 4 channels (8 with rotary positions). A head size is valid if all divisors
-    divide the dimensions that follow from it, and rotary positions rotate an even number of channels."""
+    """Choose the smallest valid attention head size of at least 4 channels (8 with rotary positions).
+
+    A head size is valid if all divisors divide the dimensions that follow from it, and if rotary positions rotate an even number of
+    channels.
+
+    Args:
+        num_groups: number of key-value heads of the small model.
+        queries_per_group: query heads per key-value head.
+    """
     is_rotated = model.position_embedding_type == "rope" and not model.multi_latent_attention
     for size in range(8 if is_rotated else 4, 4 * max(model.head_size, 8 * divisors.multiple) + 1, 2):
         num_rotary_channels = int(size * model.rotary_percent)
@@ -273,14 +299,15 @@ def _choose_head_size(model: ModelConfig, num_groups: int, queries_per_group: in
         if (not is_rotated or (num_rotary_channels >= 2 and num_rotary_channels % 2 == 0)) and is_divisible:
             return size
     raise ValueError(
-        f"these settings cannot be reduced to a small model: no small head size is valid for --rotary-percent "
-        f"{model.rotary_percent} and divisible by {divisors.multiple}, as the layout needs"
+        "these settings cannot be reduced to a small model: no small head size is valid. With --rotary-percent "
+        f"{model.rotary_percent}, an even number of channels must be rotated, and the rows of the attention weights must be "
+        f"divisible by {divisors.multiple} (for FSDP shards and FP8). Set --rotary-percent to another value for the proof."
     )
 
 
 def _reduce_ffn_size(model: ModelConfig, tp: int, divisors: Divisors) -> int:
-    """Choose the FFN size of the small model. The share of each tensor rank stays odd if it was odd and need not be divisible
-    further."""
+    """Choose the FFN size of the small model. The number of channels of each tensor rank stays odd if it was odd, unless FSDP or
+    FP8 requires a divisor."""
     remainder = model.ffn_size // tp % 2 if divisors.multiple == 1 else 0
     return (_round_up(_FFN_SIZE, divisors.multiple) + remainder) * divisors.tp
 
@@ -300,12 +327,12 @@ _MAX_LOSS_CHUNKS = 3
 
 
 def reduce_training(config: Config, full_sizes: AxisSizes, small_sizes: AxisSizes, seq_length: int, steps: int) -> TrainingConfig:
-    """Build the batch sizes, sequence length and number of iterations of the small run.
+    """Build the training settings of the small run: batch sizes, their schedule, and the number of iterations.
 
     Args:
         config: original settings.
-        full_sizes: axis sizes of the original layout.
-        small_sizes: axis sizes of the small layout.
+        full_sizes: original number of ranks along each axis.
+        small_sizes: number of ranks of the small run along each axis.
         seq_length: reduced sequence length.
         steps: iterations of the small run.
     """
@@ -341,7 +368,7 @@ def reduce_training(config: Config, full_sizes: AxisSizes, small_sizes: AxisSize
         consumed = 0
         for _ in range(steps):
             consumed += compute_batch_size(consumed, final_batch_size, small_ramp, dict(schedule), seq_length)
-        train_samples = consumed + (training.train_samples % training.final_batch_size(dp) > 0)
+        train_samples = consumed + (training.train_samples % training.get_final_batch_size(dp) > 0)
     return dataclasses.replace(
         training,
         micro_batch_size=micro_batch_size,
@@ -358,7 +385,8 @@ def reduce_training(config: Config, full_sizes: AxisSizes, small_sizes: AxisSize
 
 
 def reduce_loss_chunk(config: Config, vocab_size: int, small_tokens: int) -> int | None:
-    """Choose --loss-chunk-tokens of the small run. The number of chunks does not change, up to a maximum of three.
+    """Choose --loss-chunk-tokens of the small run, the number of tokens for which the loss is computed at once. The number of
+    chunks does not change, up to a maximum of three.
 
     Args:
         config: original settings.
@@ -372,11 +400,12 @@ def reduce_loss_chunk(config: Config, vocab_size: int, small_tokens: int) -> int
 def _reduce_num_microbatches(num_microbatches: int, full_pp: int, small_pp: int) -> int:
     """Choose the number of microbatches of the small run.
 
-    The small number is below the number of stages if the original number was, and equal to it if the original number was. Otherwise
-    the small run has at most two microbatches per stage, and one more if the original number is not a multiple of the number of
-    stages. With a single stage, the small run has at most 3 microbatches, or 4 if the original number is even.
+    The number is below the number of stages, or equal to it, if the original number was. Otherwise the small run has at most two
+    microbatches per stage, and one more if the original number is not a multiple of the number of stages. With a single stage, the
+    small run has at most 3 microbatches, or 4 if the original number is even.
 
     Args:
+        num_microbatches: original number of microbatches.
         full_pp: original number of stages.
         small_pp: number of stages of the small run.
     """
@@ -390,11 +419,12 @@ def _reduce_num_microbatches(num_microbatches: int, full_pp: int, small_pp: int)
 
 
 def reduce_learning_rates(config: Config, training: TrainingConfig, steps: int) -> OptimizerConfig:
-    """Build the learning rates, the lengths of their schedules, and the gradient clipping of the small run.
+    """Build the optimizer settings of the small run: learning rates, the lengths of their schedules, and gradient clipping.
 
     Args:
         config: original settings.
-        training: reduced settings.
+        training: training settings of the small run.
+        steps: iterations of the small run.
     """
     optimizer = config.optimizer
     unit_name, step_length, run_length = "iters", 1, config.training.train_iters
@@ -437,8 +467,8 @@ def reduce_learning_rates(config: Config, training: TrainingConfig, steps: int) 
 
 
 def reduce_update_rule(optimizer: OptimizerConfig) -> OptimizerConfig:
-    """Reduce the lengths in the options of update rules, so that the rows of the small model have several blocks and warm-ups end
-    within the run."""
+    """Reduce two lengths in the options of optimizers: the block size of 8-bit Adam, so that the small parameters have several
+    blocks, and the warm-up of AdEMAMix, so that it ends within the run."""
     optimizers = {optimizer.optimizer, *(parse_entry(text).optimizer for text in optimizer.param_groups)}
     changes: dict[str, int] = {}
     if "adam8bit" in optimizers:
@@ -449,7 +479,7 @@ def reduce_update_rule(optimizer: OptimizerConfig) -> OptimizerConfig:
 
 
 def keep_matching_param_groups(model: ModelConfig, optimizer: OptimizerConfig) -> OptimizerConfig:
-    """Remove the parameter groups that match no parameter of the small model."""
+    """Remove the entries of --param-groups that match no parameter of the small model."""
     names = [weight.name for weight in iter_weights(model, vocab_size=1)]
     param_groups = (text for text in optimizer.param_groups if any(map(parse_entry(text).matches, names)))
     return dataclasses.replace(optimizer, param_groups=tuple(param_groups))

@@ -1,4 +1,4 @@
-"""Find where two runs diverge: their traces are compared step by step, and within a step in causal order."""
+"""Comparison of the traces of two runs, step by step and within a step in causal order, to find where the runs diverge."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Tolerance(NamedTuple):
 
     loss: float
     tensor: float
-    """Relative difference of gradients, weights and the gradient norm."""
+    """Largest relative difference of gradients, weights and the gradient norm."""
 
 
 TOLERANCES = {
@@ -35,7 +35,7 @@ tolerance of tensors is larger than in a comparison of all elements."""
 
 @dataclass(frozen=True)
 class TraceDifference:
-    """Difference between two traces in one quantity of one step."""
+    """Difference between two traces in one quantity (such as the loss, or a parameter's gradient) of one step."""
 
     step: int
     quantity: str
@@ -45,7 +45,7 @@ class TraceDifference:
     allowed: float
     detail: str = ""
     is_nonfinite: bool = False
-    """Whether the values of both traces are not finite, so that they cannot be compared."""
+    """Whether the value is NaN or infinite in both traces, so that it cannot be compared."""
 
     @property
     def differs(self) -> bool:
@@ -54,7 +54,7 @@ class TraceDifference:
 
     @property
     def excess(self) -> float:
-        """Relative difference divided by the allowed relative difference."""
+        """Relative difference divided by the allowed relative difference: above 1 if the traces differ by more than rounding."""
         return math.inf if math.isnan(self.relative) else self.relative / self.allowed
 
     def format(self) -> str:
@@ -64,7 +64,7 @@ class TraceDifference:
         return f"step {self.step}: {title} differs by {difference} (allowed {self.allowed:.0e}){self.detail}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the difference as JSON types. A difference that is not finite is null."""
+        """Return the difference as a dict of JSON types. A relative difference that is not finite becomes null."""
         relative = self.relative if math.isfinite(self.relative) else None
         return {
             "step": self.step,
@@ -77,40 +77,42 @@ class TraceDifference:
 
 @dataclass(frozen=True)
 class TraceComparison:
-    """Result of comparing two traces: the first step that differs, and what could not be compared."""
+    """Result of comparing two traces: the first step that differs, and the steps that could not be compared."""
 
     first: tuple[TraceDifference, ...]
-    """Differences larger than rounding in the first step that has such differences, in causal order."""
+    """Differences larger than rounding in the first step that has any, in causal order."""
     is_drift: bool
-    """Whether the difference of the two traces grew in small steps from iteration to iteration, as rounding errors do."""
+    """Whether the difference of the two traces grew slowly from step to step, as rounding errors do."""
     max_difference: TraceDifference | None
-    """Difference that is largest relative to its tolerance, of all steps; None if nothing could be compared."""
+    """Difference that is largest relative to its tolerance, over all steps; None if nothing could be compared."""
     steps: tuple[int, ...]
-    """Steps that both traces contain."""
+    """Iterations of the steps that both traces contain."""
     unmatched_steps: tuple[tuple[int, ...], tuple[int, ...]]
     """Steps that only the first trace contains, and steps that only the second contains."""
     skipped: tuple[int, ...]
     """Steps whose update both runs skipped."""
     nonfinite_steps: tuple[int, ...]
-    """Steps in which the values of both traces are not finite."""
+    """Steps with a value that is NaN or infinite in both traces."""
     setup_differences: tuple[str, ...]
-    """Lines about differences in the settings of the runs."""
+    """Lines of text about differences between the settings of the two runs."""
 
     @property
     def differs(self) -> bool:
-        """Whether the traces diverge by more than rounding."""
+        """Whether the traces diverge: they differ by more than rounding, and not by a slow drift."""
         return bool(self.first) and not self.is_drift
 
 
 def compare_files(path: str, reference_path: str) -> TraceComparison:
-    """Compare two trace files. Raises ValueError if a file cannot be read (`read_run`) or the runs cannot be compared
-    (`compare`)."""
+    """Compare a trace file with the trace file of a reference run.
+
+    Raises:
+        ValueError: a file cannot be read, or the two runs cannot be compared.
+    """
     return compare(read_run(path), read_run(reference_path))
 
 
 def read_run(path: str) -> TraceRun:
-    """Read the run in a trace file. A run that was stopped and resumed counts as one run. If a step was repeated, the last record
-    of the step counts.
+    """Read a trace file as one run, even if the run was stopped and resumed. If a step was repeated, its last record counts.
 
     Raises:
         ValueError: the file cannot be read.
@@ -121,16 +123,16 @@ def read_run(path: str) -> TraceRun:
 
 
 def _explain_different_masks(header: TraceHeader, reference: TraceHeader) -> str | None:
-    """Explain why two runs with dropout draw different masks and so cannot be compared. Returns None if they can be compared.
+    """Explain why two runs draw different dropout masks and so cannot be compared. Return None if they can be compared.
 
-    Masks depend on the tensor size, the context size and the microbatch size.
+    Dropout masks depend on the tensor-parallel size, the context-parallel size and the micro-batch size.
     """
     model_settings = [run_header.settings["model"] for run_header in (header, reference)]
     if not any(model[name] for model in model_settings for name in ("attention_dropout", "hidden_dropout")):
         return None
     for setting, get_value in (
-        ("tensor size", lambda run_header: run_header.layout["tp"]),
-        ("context size", lambda run_header: run_header.layout["cp"]),
+        ("tensor-parallel size", lambda run_header: run_header.layout["tp"]),
+        ("context-parallel size", lambda run_header: run_header.layout["cp"]),
         ("micro-batch size", lambda run_header: run_header.settings["training"]["micro_batch_size"]),
     ):
         if get_value(header) != get_value(reference):
@@ -143,13 +145,19 @@ def _explain_different_masks(header: TraceHeader, reference: TraceHeader) -> str
 
 
 def compare(run: TraceRun, reference: TraceRun) -> TraceComparison:
-    """Compare a run with a reference.
+    """Compare the trace of a run (signatures of gradients and weights, written by --save-trace) with the trace of a reference run.
+
+    Returns:
+        the first step that differs by more than rounding, with its differences, and the steps that could not be compared.
 
     Raises:
         ValueError: the runs have different models, draw different dropout masks, or have no step in common.
     """
     if run.header.parameters != reference.header.parameters:
-        raise ValueError(f"the traces are of different models: {_describe_model_difference(run.header, reference.header)}")
+        raise ValueError(
+            f"the traces are of different models: {_describe_model_difference(run.header, reference.header)}. Record both traces "
+            "with the same model settings"
+        )
     if message := _explain_different_masks(run.header, reference.header):
         raise ValueError(message)
     steps, reference_steps = ({step.iteration: step for step in traced_run.steps} for traced_run in (run, reference))
@@ -157,7 +165,7 @@ def compare(run: TraceRun, reference: TraceRun) -> TraceComparison:
     if not common_steps:
         raise ValueError(
             f"the traces have no step in common: steps {format_integers(steps) or 'none'} and "
-            f"{format_integers(reference_steps) or 'none'}. Save both from the same iteration on."
+            f"{format_integers(reference_steps) or 'none'}. Save both traces from the same iteration on."
         )
     tolerance = max(
         (TOLERANCES[traced_run.header.dtype] for traced_run in (run, reference)), key=lambda tolerance: tolerance.tensor
@@ -202,10 +210,17 @@ def compare(run: TraceRun, reference: TraceRun) -> TraceComparison:
 
 
 def _estimate_weight_drift(header: TraceHeader, rate_sum: float, tolerance: Tolerance) -> dict[str, float]:
-    """Estimate how far rounding alone may move each weight tensor between two correct runs. In float64 the result is empty.
+    """Estimate how far rounding alone may move each weight tensor between two correct runs.
 
     If a gradient is pure rounding error, Adam makes a full step in either direction. In float64 such a gradient is smaller than
     Adam's epsilon, so the step is negligible.
+
+    Args:
+        rate_sum: sum of the learning rates of all steps so far.
+        tolerance: tolerance of the comparison, which shows the dtype.
+
+    Returns:
+        norm of the movement by parameter name; empty for float64.
     """
     if tolerance == TOLERANCES["float64"]:
         return {}
@@ -213,7 +228,12 @@ def _estimate_weight_drift(header: TraceHeader, rate_sum: float, tolerance: Tole
 
 
 def format_traces(comparison: TraceComparison, name: str, reference: str) -> list[str]:
-    """Format the comparison as lines of text, the verdict first."""
+    """Format the comparison of two traces as lines of text, the verdict first.
+
+    Args:
+        name: name of the run in the text.
+        reference: name of the reference run in the text.
+    """
     steps = _format_steps(comparison.steps)
     if comparison.first:
         verdict = "DIVERGE"
@@ -231,7 +251,13 @@ def format_traces(comparison: TraceComparison, name: str, reference: str) -> lis
 
 
 def build_traces_json(comparison: TraceComparison, name: str, reference: str) -> dict[str, Any]:
-    """Build the comparison in JSON types. The traces diverge if neither `equal` nor `drifts` is true."""
+    """Build the comparison of two traces as a dict of JSON types. The traces diverge if neither `equal` nor `drifts` is true in
+    this dict.
+
+    Args:
+        name: name of the run.
+        reference: name of the reference run.
+    """
     return {
         "equal": not comparison.first,
         "drifts": comparison.is_drift,
@@ -251,11 +277,11 @@ def _format_steps(steps: Sequence[int]) -> str:
 
 
 def _format_step_notes(comparison: TraceComparison, name: str, reference: str) -> Iterator[str]:
-    """Yield lines about steps and values that could not be compared.
+    """Yield lines of text about steps and values that could not be compared.
 
     Args:
-        name: name of the run in the lines.
-        reference: name of the reference run in the lines.
+        name: name of the run in the text.
+        reference: name of the reference run in the text.
     """
     for trace_name, steps in zip((f"{name} (the first)", f"{reference} (the reference)"), comparison.unmatched_steps, strict=True):
         if steps:
@@ -270,7 +296,13 @@ def _format_step_notes(comparison: TraceComparison, name: str, reference: str) -
 def _compare_step(
     actual: TraceStep, reference: TraceStep, names: Sequence[str], tolerance: Tolerance, weight_drifts: Mapping[str, float]
 ) -> Iterator[TraceDifference]:
-    """Compare the records of one step in causal order: batch, loss, gradients in the order of backward, gradient norm, update."""
+    """Compare one step of two traces. Yield the differences in causal order: batch, loss, gradients in the order of backward,
+    gradient norm, learning rate and weight decay, weights.
+
+    Args:
+        names: parameters in the order of backward.
+        weight_drifts: norm by which rounding alone may move each weight tensor, by parameter name.
+    """
     step = actual.iteration
     for quantity, a, b in (
         ("the number of samples", actual.samples, reference.samples),
@@ -301,7 +333,8 @@ def _compare_scalar(step: int, quantity: str, a: float, b: float, allowed: float
 
 
 def _are_both_nonfinite(x: float, b: float) -> bool:
-    """Check whether neither value is finite. A trace stores infinities and NaN alike, so they count as equal."""
+    """Check whether both values are NaN or infinite. A trace stores infinities and NaN alike, so the two values then count as
+    equal."""
     return not math.isfinite(x) and not math.isfinite(b)
 
 
@@ -314,13 +347,15 @@ def _compare_tensors(
     tolerance: Tolerance,
     weight_drifts: Mapping[str, float] | None = None,
 ) -> Iterator[TraceDifference]:
-    """Compare the signatures (norm and several signed sums of the elements) of all tensors of one type.
+    """Compare all gradients, or all weights, of one step by their signatures (norm, and several signed sums of the elements). Yield
+    a difference for each tensor.
 
     Args:
-        actual: signatures of the run, by parameter.
-        reference: signatures of the reference, by parameter.
+        quantity: text that says which tensors these are, such as "gradient".
+        actual: signatures of the run, by parameter name.
+        reference: signatures of the reference run, by parameter name.
         names: parameters in causal order.
-        weight_drifts: distance that rounding alone may cause, by parameter.
+        weight_drifts: norm by which rounding alone may move each weight tensor, by parameter name.
     """
     joint_norm = math.hypot(*(signature[0] for signature in reference.values() if math.isfinite(signature[0])))
     for name in names:
@@ -342,17 +377,17 @@ def _compare_tensors(
 
 
 def _get_negligible_share(tolerance: Tolerance) -> float:
-    """Return the share of the joint norm of all tensors below which a tensor counts as pure rounding error, because its true
-    gradient may be zero."""
+    """Return the share of the joint norm of all tensors below which a tensor counts as pure rounding error. The true gradient of
+    such a tensor may be zero."""
     return NEGLIGIBLE * tolerance.tensor / TOLERANCES["float64"].tensor
 
 
 def _estimate_distance(a: Signature, b: Signature) -> float:
-    """Estimate the norm of the difference of two tensors from their signatures. The result is infinite if a value is finite in only
-    one of them.
+    """Estimate the norm of the difference of two tensors from their signatures. The result is infinite if some value is finite in
+    only one of the signatures.
 
     A signature holds the norm of a tensor and several sums of its elements with different signs. The square of the estimate is the
-    mean of the squared differences of these sums.
+    mean of the squared differences of these sums. The estimate is at least the difference of the norms.
     """
     norm, *signed = (0.0 if _are_both_nonfinite(x, y) else x - y for x, y in zip(a, b, strict=True))
     if not all(map(math.isfinite, (norm, *signed))):
@@ -361,8 +396,8 @@ def _estimate_distance(a: Signature, b: Signature) -> float:
 
 
 def _find_factor(a: Signature, b: Signature, tolerance: Tolerance) -> float | None:
-    """Return the constant factor between two tensors, computed from their signatures. Returns None if no constant factor relates
-    the tensors or the factor is 1."""
+    """Return the factor c with a = c b for two tensors, computed from their signatures (norm and several signed sums). Return None
+    if no constant factor relates the tensors, or if the factor is 1."""
     if not a[0] or not b[0] or not all(b):
         return None
     ratios = [x / y for x, y in zip(a[1:], b[1:], strict=True)]

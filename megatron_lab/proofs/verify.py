@@ -1,5 +1,5 @@
-"""Prove that a user's layout trains as one process does: reduce the settings to small runs, compare them with reference runs, and
-search for the cause if they differ."""
+"""Proof that a user's layout trains as one process does: the settings are reduced to small runs, which are compared with reference
+runs. If they differ, the cause is searched for."""
 
 from __future__ import annotations
 
@@ -35,31 +35,32 @@ from megatron_lab.verification.prove import ReferenceType, check_reference_suppo
 
 @dataclass(frozen=True)
 class Effort:
-    """Options of a proof that determine how long it takes."""
+    """Options of a proof that determine how long the proof takes."""
 
     steps: int = 4
     max_ranks: int = 8
-    """Maximum number of ranks in a run."""
+    """Maximum number of ranks in a small run."""
     finds_cause: bool = True
-    """Whether to search for the settings that must be on for the layout to differ from the reference run."""
+    """Whether to search, if a small run differs from the reference run, for the settings that must be on to make it differ."""
     reference: ReferenceType = "plain"
-    """Type of the reference run with which the layout's run is compared."""
+    """Run with which a small run is compared: "plain" for a reference model that shares no code with the framework, "self" for
+    a run of the framework in one process."""
     max_isolation_s: float = 60.0
     """Seconds after which the search for the cause starts no further run."""
 
 
 def verify_layout(config: Config, world_size: int, vocab_size: int, effort: Effort, *, trace: str | None = None) -> list[Proof]:
-    """Run the small layouts that together represent a layout, and compare each with a reference.
+    """Run the small layouts that together represent a layout, and compare each with a reference run.
 
     Args:
         config: settings of any size that are valid for `world_size` ranks.
         vocab_size: rows of the word embedding, without padding.
-        effort: options that determine how long this takes.
-        trace: trace file of an earlier proof, which is compared with the first small layout's run. If the settings save a trace,
-            this run writes it.
+        effort: options that determine how long the proof takes.
+        trace: trace file of an earlier proof, to compare with the first small run. With --save-trace, the first small run also
+            writes a trace file.
 
     Returns:
-        The result for each small layout.
+        the result for each small layout.
 
     Raises:
         ValueError: the trace cannot be read or has another model, or the reference model does not support a module of the model.
@@ -124,12 +125,13 @@ def get_vocab_size(data: DataConfig) -> int:
 
 
 def format_layout(config: Config, world_size: int) -> str:
-    """Format the layout, such as `tensor 2 x pipeline 2 x data 1`."""
+    """Format the number of ranks along each axis as text, such as `tensor 2 x pipeline 2 x data 1`."""
     return str(get_axis_sizes(config, world_size))
 
 
 def build_trace(observation: Observation) -> TraceRun:
-    """Build the trace of the layout's run (not of the reference run)."""
+    """Build a trace (losses, and signatures of gradients and weights) of the layout's run from the recorded values. The reference
+    run is not included."""
     comparison = Comparison(observation)
     config = observation.config
     header = TraceHeader(
@@ -167,7 +169,7 @@ def build_trace(observation: Observation) -> TraceRun:
 
 
 def write_trace(trace: TraceRun, path: str) -> None:
-    """Write a trace to a new file.
+    """Write a trace to a new file, in the format of --save-trace.
 
     Raises:
         ValueError: the file cannot be written.
