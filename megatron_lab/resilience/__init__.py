@@ -1,2 +1,2 @@
-"""Recovery without intervention of the user: from lost ranks, by a supervisor on each node that restarts ranks in place, and from
-loss spikes."""
+"""Automatic recovery from lost ranks and from loss spikes. If ranks are lost, a launcher process on each node (supervisor) restarts
+them."""

@@ -1,5 +1,5 @@
-"""Command line of the supervisor: flags of the supervisor, the script to run, and the flags of the script. Does not import
-torch."""
+"""Command line of the supervisor, the launcher that restarts ranks: its own flags, the script to run, and the flags of the script.
+Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from collections.abc import Sequence
 
 
 def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the flags of the supervisor, the script (`program`) and the flags of the script (`flags`).
+    """Parse the command line of the supervisor, the launcher that restarts ranks.
+
+    Returns:
+        the supervisor's own flags, the script (`program`) and the flags of the script (`flags`).
 
     Raises:
         SystemExit: with code 2 for an invalid command line, with code 0 after ``--help``.
@@ -102,12 +105,12 @@ def _parse_range(text: str) -> tuple[int, int]:
     min_text, _, max_text = text.partition(":")
     bounds = _parse_positive(min_text), _parse_positive(max_text or min_text)
     if bounds[0] > bounds[1]:
-        raise argparse.ArgumentTypeError(f"{text!r}: MIN is above MAX")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range MIN:MAX, because {bounds[0]} is above {bounds[1]}")
     return bounds
 
 
 def _parse_address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT with a port from 1 to 65535")
     return host.strip("[]"), int(port)

@@ -1,8 +1,8 @@
-"""Helper process of a supervisor that takes part in the rendezvous of the nodes.
+"""Rendezvous process of a node (envoy), forked by the node's launcher (supervisor).
 
 The envoy reads and changes the state of the job, sends heartbeats, and watches the heartbeats of other nodes. On the first node it
-also plans the next start. The supervisor itself forks the ranks, so it must have no threads, must not initialize CUDA, and should
-never wait for a store or a dry run. The envoy does all this in its place.
+also plans on which nodes the ranks start next. The supervisor itself forks the ranks, so it must have no threads, must not
+initialize CUDA, and should never wait for a store or a dry run. The envoy does all this in its place.
 """
 
 from __future__ import annotations
@@ -49,11 +49,13 @@ _STORE_LOST_MESSAGE = (
 
 
 class Envoy:
-    """Helper process of a supervisor, which agrees with the other nodes on when and where ranks start.
+    """Rendezvous process of a node, which agrees with the other nodes on when and where ranks start. It tells the node's launcher
+    (supervisor) what to do.
 
     Args:
+        store: store that holds the state of the job and the heartbeats of the nodes.
         pipe: connection to the supervisor.
-        read_progress: returns the progress of the ranks of this node.
+        read_progress: returns how far the ranks of this node have trained.
     """
 
     def __init__(self, config: EnvoyConfig, store: StateStore, pipe: Connection, read_progress: Callable[[], RankProgress]) -> None:
@@ -70,7 +72,7 @@ class Envoy:
         self._next_log_at = self._waiting_since + _LOG_DELAY_S
 
     def run(self) -> None:
-        """Run until the job has ended or this node has left it."""
+        """Follow the state of the job until it has ended or this node has left it."""
         store_lost_at = None
         while True:
             if self._pipe.poll(_POLL_INTERVAL_S if not self._pending_messages or store_lost_at is not None else 0):
@@ -91,7 +93,8 @@ class Envoy:
                     return
 
     def _poll_state(self) -> bool:
-        """Apply the messages of the supervisor to the state of the job, read the state once, and act on it.
+        """Apply the messages of the supervisor (the launcher on this node) to the stored state of the job, read the state once, and
+        act on it.
 
         Returns:
             whether the job has ended or this node has left it.
@@ -154,8 +157,8 @@ class Envoy:
         self._pipe.send(EndRanksCommand(reason, saves_first))
 
     def _handle_running(self, state: JobState) -> None:
-        """React to a job whose ranks run: start the ranks of this node if it has not done so for this start, and forward a request
-        to stop."""
+        """Act on a job that is training. If the ranks of this node are not started yet, start them. If a node has requested the job
+        to stop, stop them."""
         node = self._config.name
         if state.generation != self._last_generation:
             if self._has_started:
@@ -172,8 +175,11 @@ class Envoy:
         self._next_log_at = self._waiting_since + _LOG_DELAY_S
 
     def _handle_gathering(self, state: JobState) -> None:
-        """React to a job that waits for nodes. If this is the first node and enough nodes are ready, plan the layout and start the
-        ranks. If the ranks cannot start, end the job. Log from time to time how many nodes are missing."""
+        """Act on a job that waits for nodes.
+
+        If this is the first node and enough nodes are ready, plan the layout and start the ranks. If the ranks cannot start, end
+        the job. Log from time to time how many nodes are missing.
+        """
         limits, current_time = self._config.limits, time.monotonic()
         if state.ready != self._ready_nodes:
             self._ready_nodes, self._ready_changed_at, self._nodes_without_layout = state.ready, current_time, None
@@ -217,8 +223,8 @@ class Envoy:
             self._handle_running(state.start_ranks(*start_plan))
 
     def _find_lost_nodes(self, state: JobState) -> list[str]:
-        """Return the nodes whose heartbeats have stopped. The first node watches all other nodes, and every other node watches the
-        first."""
+        """Return the names of the nodes whose heartbeats have stopped. The first node watches all other nodes, and every other node
+        watches the first."""
         watched = [name for name in state.members if name != self._config.name]
         if next(iter(state.members), None) != self._config.name:
             watched = watched[:1]
@@ -235,10 +241,13 @@ class Envoy:
 
 
 def plan_start(envoy_config: EnvoyConfig, state: JobState, slots_per_node: Mapping[str, int]) -> tuple[StartPlan, int] | None:
-    """Plan the next start: the layout for the available slots, and the flags that it needs.
+    """Plan the next start of the ranks: the layout for the available slots (a slot runs one rank), and the flags that the layout
+    needs.
 
     Args:
-        slots_per_node: number of ranks that each node can run, in the order of the nodes.
+        envoy_config: limits of the job and the user's flags.
+        state: state of the job, with the global batch size that the layout must keep.
+        slots_per_node: number of slots of each node, in the order of the nodes.
 
     Returns:
         the plan and the global batch size of the job; None if no layout fits the slots.
@@ -271,7 +280,8 @@ def plan_start(envoy_config: EnvoyConfig, state: JobState, slots_per_node: Mappi
 
 
 def find_free_port() -> int:
-    """Return a port on which no process listens, below the range that the system uses for outgoing connections."""
+    """Return a port on which no process listens. It is below the range from which the system takes ports of outgoing
+    connections."""
     while True:
         port = 20000 + secrets.randbelow(10000)
         with socket.socket() as probe, suppress(OSError):
@@ -282,7 +292,16 @@ def find_free_port() -> int:
 def start_envoy(
     config: EnvoyConfig, open_store: Callable[[], StateStore], read_progress: Callable[[], RankProgress]
 ) -> tuple[int, Connection]:
-    """Fork the envoy process. Return its process id and the supervisor's end of the pipe to it."""
+    """Fork the rendezvous process of this node (`Envoy`).
+
+    Args:
+        config: name and address of this node, and the limits of the job.
+        open_store: opens the store that holds the state of the job.
+        read_progress: returns how far the ranks of this node have trained.
+
+    Returns:
+        the process id, and the caller's end of the pipe to the process.
+    """
     supervisor_end, envoy_end = Pipe()
     parent_pid = os.getpid()
     pid = os.fork()

@@ -3,11 +3,11 @@
 All nodes read and change one `JobState`, which is kept in a store (`state_store.py`). Each change is a pure function from one state
 to the next. Phases:
 
-gathering   No new ranks start. Nodes become ready, until the first node starts the ranks according to a plan.
+gathering   The ranks are not running, or are ending. Nodes become ready, until the first node starts the ranks by a plan.
 running     The nodes in `order` run their ranks. Other ready nodes are spares.
 over        The job has ended with the exit code `code`.
 
-A *round* is one gathering phase, which ends with a start of ranks; `generation` counts the starts.
+A *round* is one gathering phase, which ends with a start of ranks. `generation` counts the starts.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ EndType = Literal["done", "stopped", "refused", "failed"]
 
 @dataclass(frozen=True)
 class JobLimits:
-    """Limits of the job from the command line, equal on all nodes: how many nodes and ranks it may have, and how often it may
-    restart."""
+    """Limits of a job from the command line, equal on all nodes: numbers of nodes and ranks, and number of restarts."""
 
     nodes: tuple[int, int]
     """Minimum and maximum number of nodes that train."""
@@ -37,13 +36,13 @@ class JobLimits:
     max_restarts: int
     """Maximum number of consecutive restarts without a newer checkpoint."""
     last_call_s: float
-    """Seconds to wait for further nodes when the minimum number of nodes is ready but the maximum is not. The wait starts again
-    whenever a node joins."""
+    """Seconds to wait for further nodes when at least the minimum but not the maximum number of nodes is ready. The wait starts
+    again whenever a node joins."""
 
 
 @dataclass(frozen=True)
 class NodeOffer:
-    """What a node contributes to the job: number of slots and address."""
+    """What a node contributes to the job: the number of ranks that it can run, and its address."""
 
     places: int
     """Number of ranks that the node can run (its slots)."""
@@ -53,7 +52,7 @@ class NodeOffer:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """How the ranks of a node ended: type of the end, exit code, and reason as text."""
+    """How the ranks of a node ended: the type of end, such as "failed", the exit code, and the reason as text."""
 
     kind: EndType
     code: int
@@ -62,83 +61,87 @@ class NodeReport:
 
 @dataclass(frozen=True)
 class RankProgress:
-    """How far the ranks of a node have trained since their last start."""
+    """Iterations that the ranks of a node have reached since they were last started."""
 
     start_iteration: int | None = None
-    """Iteration of the checkpoint from which the ranks started; None if they have not loaded it."""
+    """Iteration of the checkpoint from which the ranks continue; None before they have loaded it."""
     last_iteration: int | None = None
-    """Last iteration that the ranks finished."""
+    """Last iteration that the ranks have finished; None before the first."""
 
     @property
     def has_steps(self) -> bool:
-        """Whether the ranks have finished a step."""
+        """Whether the ranks have finished a training step since they were last started."""
         return self.start_iteration is not None and self.last_iteration is not None and self.last_iteration > self.start_iteration
 
 
 @dataclass(frozen=True)
 class StartPlan:
-    """Plan of one start of the ranks: how many ranks each node runs, and the flags that they get. Ranks are numbered in the order
-    of the nodes."""
+    """Plan for starting the ranks of a job once: number of ranks on each node, and flags of the ranks. Ranks are numbered in the
+    order of the nodes."""
 
     counts: Mapping[str, int]
-    """Number of ranks on each node, in the order of the nodes."""
+    """Number of ranks on each node, by name of the node. The order of the nodes is that of their ranks."""
     flags: tuple[str, ...]
-    """Flags to append to the user's command line."""
+    """Flags that are appended to the user's command line for the ranks."""
     address: str
-    """Address of the node on which rank 0 opens the store of the ranks (MASTER_ADDR)."""
+    """Address of the node with rank 0, where the ranks meet (MASTER_ADDR)."""
     port: int
     notes: tuple[str, ...] = ()
-    """Log lines that explain how the layout differs from the requested one."""
+    """Log lines that explain how the layout differs from the one that the user requested."""
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks of the job."""
         return sum(self.counts.values())
 
 
 @dataclass(frozen=True)
 class JobState:
-    """State of a job, which all its nodes share: its nodes, which of them train, and how the last start ended."""
+    """State of a job, which all its nodes share: its nodes, which of them train, and how their ranks ended.
+
+    The ranks of all nodes start together, and start again after a failure. `generation` counts these starts.
+    """
 
     generation: int = 0
-    """Number of starts of ranks so far."""
+    """How often the ranks of the job have been started so far."""
     phase: Phase = "gathering"
     members: Mapping[str, NodeOffer] = field(default_factory=dict)
-    """All nodes of the job that are not lost, with their slots and addresses."""
+    """All nodes of the job that are not lost, by name, with their numbers of ranks and addresses."""
     ready: tuple[str, ...] = ()
-    """Nodes without ranks that wait for the next start, in the order in which they joined."""
+    """Names of the nodes without running ranks that wait until the ranks are started again, in the order in which the nodes
+    joined."""
     order: tuple[str, ...] = ()
-    """Nodes of the last start, in the order of their ranks."""
+    """Names of the nodes whose ranks were started last, in the order of these ranks."""
     plan: StartPlan | None = None
-    """Plan of the last start."""
+    """Plan by which the ranks were last started; None before the first start."""
     reports: Mapping[str, NodeReport] = field(default_factory=dict)
-    """Reports of those nodes of the last start whose ranks have ended."""
+    """How the ranks of a node ended, by name of the node. Nodes whose ranks still run are missing."""
     told: bool = False
-    """Whether a node has requested to stop the job."""
+    """Whether a node has requested all nodes to stop the job."""
     gentle: bool = False
-    """Whether running ranks may save a checkpoint before they end for the next start."""
+    """Whether running ranks may save a checkpoint before they end for a restart."""
     why: str = ""
     """Reason for the last restart, for the log."""
     state_at: int = -1
     """Highest iteration of a checkpoint from which ranks have started."""
     stale: int = 0
-    """Number of consecutive restarts without a checkpoint newer than `state_at`."""
+    """Number of consecutive restarts from checkpoints that are not newer than `state_at`."""
     code: int = 0
-    """Exit code of the job when it has ended. Until then, exit code of the first failure since the last start from a newer
-    checkpoint."""
+    """Exit code of the job once it has ended. Until then, exit code of the first failure since the ranks last started from a
+    newer checkpoint."""
     words: str = ""
     """Reason for the end of the job, for the log."""
     batch: int | None = None
-    """Global batch size of the first start. Later starts keep it."""
+    """Global batch size with which the ranks were first started. Restarts keep it. None before the first start."""
 
     def add_node(self, name: str, offer: NodeOffer, limits: JobLimits, *, requests_restart: bool = False) -> JobState:
-        """Return the state after adding a node that has no ranks yet and waits for the next start.
+        """Return the state after adding a node whose ranks are not running. The node waits until the ranks of the job are started
+        again.
 
         Args:
             name: name of the node.
-            offer: number of slots of the node, and its address.
-            requests_restart: do not wait, but restart the job now with this node, unless the job already has its maximum number of
-                nodes.
+            offer: number of ranks that the node can run, and its address.
+            requests_restart: restart the job now to include this node, unless the job already has its maximum number of nodes.
         """
         if self.phase == "over":  # an earlier job with this run id has ended; the new one begins when all its nodes have left
             return self if self.members else JobState().add_node(name, offer, limits)
@@ -157,9 +160,10 @@ class JobState:
         """Return the state after the ranks of a node have ended.
 
         Args:
-            generation: number of the start to which these ranks belonged.
+            name: name of the node.
+            generation: `JobState.generation` with which these ranks were started. A report about earlier ranks is ignored.
             report: how the ranks ended.
-            progress: progress of these ranks.
+            progress: iterations that these ranks have reached.
         """
         if generation != self.generation or name not in self.order:
             return self
@@ -171,10 +175,11 @@ class JobState:
         return replace(self, reports={**self.reports, name: report})._evaluate_reports(progress, limits)
 
     def remove_lost_node(self, name: str, progress: RankProgress, limits: JobLimits) -> JobState:
-        """Return the state without a node that was lost together with its ranks.
+        """Return the state after a node was lost together with its ranks.
 
         Args:
-            progress: progress of the ranks on the node that reports the loss.
+            name: name of the lost node.
+            progress: iterations that the ranks have reached, on the node that reports the loss.
         """
         if name not in self.members:
             return self
@@ -183,8 +188,8 @@ class JobState:
         return state._evaluate_reports(progress, limits) if self.phase == "running" else state
 
     def remove_leaving_node(self, name: str) -> JobState:
-        """Return the state without a node that leaves the job. The job continues without the node, and running ranks save a
-        checkpoint before they end."""
+        """Return the state after a node has left the job by request. If its ranks are running, all ranks save a checkpoint, end,
+        and restart without the node."""
         if name not in self.members or self.phase == "over":
             return self
         members = {member: offer for member, offer in self.members.items() if member != name}
@@ -192,20 +197,21 @@ class JobState:
         return state._open_round(f"{name} leaves", saves_first=True) if self.phase == "running" and name in self.order else state
 
     def request_stop(self, code: int) -> JobState:
-        """Return the state in which the job stops with this exit code. Running ranks save a checkpoint before they end."""
+        """Return the state in which the job stops with this exit code. Running ranks first save a checkpoint."""
         if self.phase == "gathering":
             return self.end_job(code, "stopped before the ranks were started")
         return replace(self, told=True) if self.phase == "running" else self
 
     def end_job(self, code: int, reason: str) -> JobState:
-        """Return the state of the ended job. A job that has already ended keeps its exit code and reason."""
+        """Return the state after the job has ended with this exit code and reason. A job that has ended before keeps its exit code
+        and reason."""
         return self if self.phase == "over" else replace(self, phase="over", code=code, words=reason)
 
     def can_start(self, limits: JobLimits, quiet_s: float) -> bool:
-        """Return whether ranks can start on the nodes that are ready.
+        """Return whether the ranks can be started on the nodes that are ready.
 
-        At least the minimum numbers of nodes and slots must be ready. If further nodes may still become ready, `last_call_s`
-        seconds must have passed without a change.
+        The minimum number of nodes must be ready, and they must be able to run the minimum number of ranks. If further nodes may
+        still become ready, `ready` must not have changed for `last_call_s` seconds.
 
         Args:
             quiet_s: seconds since `ready` last changed.
@@ -217,8 +223,8 @@ class JobState:
         return has_all_nodes or quiet_s >= limits.last_call_s
 
     def order_nodes(self, max_nodes: int) -> tuple[str, ...]:
-        """Return the ready nodes in the order in which their ranks are numbered. Nodes of the last start keep their positions, and
-        new nodes take the positions of lost nodes.
+        """Return the ready nodes in the order in which their ranks are numbered. Nodes whose ranks were started last keep their
+        positions, and new nodes take the positions of lost nodes.
 
         Args:
             max_nodes: maximum number of nodes that train.
@@ -228,14 +234,22 @@ class JobState:
         return tuple(name for name in (*previous_order, *newcomers) if name is not None)[:max_nodes]
 
     def start_ranks(self, plan: StartPlan, batch: int | None) -> JobState:
-        """Return the state in which the nodes of the plan run their ranks. Other ready nodes become spare nodes."""
+        """Return the state in which the nodes of a plan run their ranks. Ready nodes that are not in the plan become spare nodes.
+
+        Args:
+            batch: global batch size of the job. It is only stored at the first start of the ranks.
+        """
         order = tuple(name for name, count in plan.counts.items() if count)
         spares = tuple(name for name in self.ready if name not in order)
         start = replace(self, generation=self.generation + 1, phase="running", order=order, ready=spares, plan=plan)
         return replace(start, reports={}, gentle=False, batch=batch if self.batch is None else self.batch)
 
     def _evaluate_reports(self, progress: RankProgress, limits: JobLimits) -> JobState:
-        """Return the state that follows from the reports of the nodes so far: the job continues, restarts or ends."""
+        """Return the state that follows from the reports of nodes whose ranks have ended: the job continues, restarts or ends.
+
+        Args:
+            progress: iterations that the ranks have reached.
+        """
         end_types = {report.kind for report in self.reports.values()}
         lost_nodes = [name for name in self.order if name not in self.members and name not in self.reports]
         running_nodes = [name for name in self.order if name in self.members and name not in self.reports]
@@ -258,8 +272,14 @@ class JobState:
         return self if running_nodes else self.end_job(0, "done")
 
     def _restart(self, reason: str, code: int, progress: RankProgress, limits: JobLimits) -> JobState:
-        """Return the state after a failure: the nodes gather for a restart, or the job ends if there were too many restarts without
-        a newer checkpoint."""
+        """Return the state after a failure. The nodes gather to restart the ranks, or the job ends after too many restarts without
+        a newer checkpoint.
+
+        Args:
+            reason: description of the failure.
+            code: exit code of the failed ranks.
+            progress: iterations that the ranks have reached.
+        """
         has_newer_checkpoint = progress.start_iteration is not None and progress.start_iteration > self.state_at
         num_restarts = 1 if has_newer_checkpoint else self.stale + 1
         first_code = code if has_newer_checkpoint or not self.code else self.code
@@ -279,12 +299,12 @@ class JobState:
 
 
 def to_json(state: JobState) -> str:
-    """Convert a state to the JSON text that the store holds."""
+    """Convert the state of a job to JSON text, in which form the nodes share it."""
     return json.dumps(dataclasses.asdict(state))
 
 
 def from_json(text: str) -> JobState:
-    """Parse a state from the text that `to_json` returned."""
+    """Parse the state of a job from the JSON text that `to_json` has returned."""
     values: dict[str, Any] = json.loads(text)
     plan = values["plan"]
     return JobState(

@@ -1,4 +1,5 @@
-"""Messages between a supervisor and its envoy. Does not import torch."""
+"""Messages between the launcher of a node (supervisor) and its helper process that meets the other nodes (envoy). Does not import
+torch."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from megatron_lab.resilience.job_state import JobLimits, NodeReport, StartPlan
 
 @dataclass(frozen=True)
 class RanksRequest:
-    """Message of a supervisor without ranks: this node wants to take part in the next start."""
+    """Message from the launcher of a node (supervisor) to its rendezvous process (envoy): this node can run ranks and wants to take
+    part in the next start."""
 
     num_slots: int
     """Number of ranks that this node can run."""
@@ -17,42 +19,45 @@ class RanksRequest:
 
 @dataclass(frozen=True)
 class RanksEnded:
-    """Message of a supervisor: the ranks of this node have ended."""
+    """Message from the launcher of a node (supervisor) to its rendezvous process (envoy): the ranks of this node have ended."""
 
     generation: int
     report: NodeReport
     next_request: RanksRequest | None
-    """Request to take part in the next start; None if the supervisor does not want new ranks."""
+    """Request to run ranks again; None if this node does not want new ranks."""
 
 
 @dataclass(frozen=True)
 class StopRequest:
-    """Message of a supervisor that received a stop signal: stop the job on all nodes, with this exit code."""
+    """Message from the launcher of a node (supervisor) to its rendezvous process (envoy): a stop signal has arrived, so all nodes
+    must stop the job with this exit code."""
 
     code: int
 
 
 @dataclass(frozen=True)
 class LeaveRequest:
-    """Message of a supervisor that received a stop signal: only this node leaves the job (--leave-on-signal)."""
+    """Message from the launcher of a node (supervisor) to its rendezvous process (envoy): a stop signal has arrived, and only this
+    node leaves the job (--leave-on-signal)."""
 
 
 @dataclass(frozen=True)
 class StartCommand:
-    """Command to the supervisor: start the ranks of this node."""
+    """Command from the rendezvous process of a node (envoy) to its launcher (supervisor): start the ranks of this node."""
 
     generation: int
     node_rank: int
-    """Position of this node in the order of the nodes."""
+    """Position of this node in the order in which ranks are numbered."""
     plan: StartPlan
     num_spare_slots: int
-    """Number of slots (a slot runs one rank) that the job can lose and still have its minimum number of ranks."""
+    """Number of slots (a slot runs one rank) that the job can lose without falling below its minimum number of ranks."""
     reason: str
 
 
 @dataclass(frozen=True)
 class EndRanksCommand:
-    """Command to the supervisor: end the ranks of the last start if they still run, and request new ranks."""
+    """Command from the rendezvous process of a node (envoy) to its launcher (supervisor): end the running ranks of this node, and
+    request new ones."""
 
     reason: str
     saves_first: bool
@@ -61,12 +66,14 @@ class EndRanksCommand:
 
 @dataclass(frozen=True)
 class StopRanksCommand:
-    """Command to the supervisor: stop the ranks, because another node was asked to stop the job."""
+    """Command from the rendezvous process of a node (envoy) to its launcher (supervisor): stop the ranks, because the job was asked
+    to stop on another node."""
 
 
 @dataclass(frozen=True)
 class JobEnded:
-    """Message to the supervisor: the job has ended, with this exit code and reason."""
+    """Message from the rendezvous process of a node (envoy) to its launcher (supervisor): the job has ended, with this exit code
+    and reason."""
 
     code: int
     reason: str
@@ -74,17 +81,17 @@ class JobEnded:
 
 @dataclass(frozen=True)
 class LogMessage:
-    """Message to the supervisor: write this text to the log."""
+    """Message from the rendezvous process of a node (envoy) to its launcher (supervisor): write this text to the log."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class EnvoyConfig:
-    """Configuration of an envoy, from the command line of its supervisor."""
+    """Configuration of the rendezvous process of a node (envoy), from the command line of the node's launcher (supervisor)."""
 
     name: str
-    """Name of this node. No other supervisor process ever has the same name."""
+    """Unique name of this node in the job. A restarted supervisor has a new name."""
     address: str
     argv: tuple[str, ...]
     """Flags of the run, as given on the command line."""

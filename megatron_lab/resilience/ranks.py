@@ -1,4 +1,4 @@
-"""Ranks of one node, forked from a supervisor that has already imported all modules of a run."""
+"""Processes of the ranks of one node, forked from a launcher (supervisor) that has already imported all modules of a run."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 def import_run_modules() -> None:
-    """Import all modules of a run in this process, so that the ranks forked from it start fast. None of the modules initializes
-    CUDA when it is imported.
+    """Import all modules of a run in this process, so that ranks forked from it start fast. None of the modules initializes CUDA
+    when it is imported.
 
     Raises:
-        RuntimeError: a module has started a thread, which the forked ranks would not have.
+        RuntimeError: a module has started a thread. Forked ranks would not have the thread.
     """
     for module in _MODULES:
         importlib.import_module(module)
@@ -51,17 +51,22 @@ def import_run_modules() -> None:
                 if error.name not in PACKAGES:
                     raise
     if threading.active_count() > 1:
-        raise RuntimeError(f"a module has started threads, which the forked ranks would not have: {threading.enumerate()}")
+        raise RuntimeError(
+            "importing the modules of the run has started threads, which the ranks forked from this process would not have: "
+            f"{threading.enumerate()}. Use torchrun, or remove the module that starts them"
+        )
 
 
 def build_environment(
     local_rank: int, ranks_per_node: Sequence[int], node_rank: int, address: str, port: int, restarts: tuple[int, int], run_id: str
 ) -> dict[str, str]:
-    """Return the environment variables that torchrun would set for a rank.
+    """Return the environment variables of a rank, by name. They are those that torchrun would set.
 
     Args:
-        ranks_per_node: number of ranks of each node.
-        node_rank: position of the rank's node in the order of the nodes.
+        ranks_per_node: number of ranks of each node, in the order in which ranks are numbered.
+        node_rank: position of the rank's node in this order.
+        address: host on which the ranks meet (MASTER_ADDR).
+        port: port on which the ranks meet (MASTER_PORT).
         restarts: number of restarts so far, and the maximum.
     """
     first_rank = sum(ranks_per_node[:node_rank])
@@ -83,12 +88,12 @@ def build_environment(
 
 
 def select_visible_devices(slots: Sequence[int], num_slots: int, current_value: str | None) -> str | None:
-    """Return the value of CUDA_VISIBLE_DEVICES with which ranks use the devices of these slots; None to leave the variable
-    unchanged.
+    """Return the value of CUDA_VISIBLE_DEVICES for the ranks of this node. Return None if the variable need not change.
 
     Args:
-        num_slots: number of slots of the node.
-        current_value: value of the variable in the supervisor, if set.
+        slots: indices of the slots that run ranks. Each slot has its own device.
+        num_slots: number of slots of the node, including excluded ones.
+        current_value: current value of the variable; None if it is not set.
     """
     devices = (
         list(map(str, range(num_slots))) if current_value is None else [device for device in current_value.split(",") if device]
@@ -99,13 +104,13 @@ def select_visible_devices(slots: Sequence[int], num_slots: int, current_value: 
 
 
 class LocalRanks:
-    """Processes of the ranks of this node in one start.
+    """Running and ended processes of the ranks of this node. The constructor starts all ranks.
 
     Args:
-        program: path of the script.
+        program: path of the script that every rank runs.
         argv: arguments of the script.
-        environments: environment variables of each rank.
-        fds_to_close: file descriptors of the supervisor, which the ranks close.
+        environments: environment variables of each rank, by local rank.
+        fds_to_close: file descriptors of the parent process, which the ranks must close.
     """
 
     def __init__(
@@ -125,7 +130,7 @@ class LocalRanks:
         """Exit code of each ended rank by local rank, in the order in which the ranks ended; negative for a signal."""
 
     def poll(self) -> bool:
-        """Collect the exit codes of ranks that have ended. Return whether a rank has ended since the last call."""
+        """Store the exit codes of ranks that have ended since the last call. Return whether there are any."""
         has_new = False
         for local_rank, pid in list(self.running_pids.items()):
             ended_pid, status = os.waitpid(pid, os.WNOHANG)
@@ -136,16 +141,17 @@ class LocalRanks:
         return has_new
 
     def send_signal(self, signum: int) -> None:
-        """Send a signal to every rank."""
+        """Send a signal to every running rank of this node."""
         for pid in self.running_pids.values():
             with suppress(ProcessLookupError):
                 os.kill(pid, signum)
 
     def kill(self) -> list[int]:
-        """Kill all ranks and the processes that they have started.
+        """Kill all ranks of this node, and the processes that they have started.
 
         Returns:
-            local ranks that do not end although they were killed, because a device or a storage blocks them in the kernel.
+            local ranks that do not end within a time limit although they were killed, because a device or a storage blocks them in
+            the kernel.
         """
         for pid in self.running_pids.values():
             with suppress(ProcessLookupError):
@@ -162,7 +168,12 @@ class LocalRanks:
 
 
 def exit_with_parent(parent_pid: int, signum: int) -> None:
-    """Make this process receive a signal when its parent ends (Linux). If the parent has already ended, exit at once."""
+    """Make this process receive a signal when its parent process ends (Linux). If the parent has already ended, exit at once.
+
+    Args:
+        parent_pid: PID of the parent.
+        signum: signal to receive.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signum))
     if os.getppid() != parent_pid:
@@ -176,7 +187,8 @@ def set_process_name(name: str) -> None:
 
 
 def reset_signal_handlers() -> None:
-    """Restore Python's default signal handlers in a process forked from the supervisor."""
+    """Restore Python's default signal handlers in a process that was forked from the supervisor, the launcher that has its own
+    handlers."""
     signal.set_wakeup_fd(-1)
     for signum in (*STOP_SIGNALS, signal.SIGCHLD):
         signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
@@ -194,7 +206,14 @@ def _fork_rank(program: str, argv: Sequence[str], variables: Mapping[str, str], 
 
 
 def _become_rank(program: str, argv: Sequence[str], variables: Mapping[str, str], parent_pid: int) -> NoReturn:
-    """Turn this forked process into a rank: run a script as `python -u` would, and exit with its exit code. Never returns."""
+    """Turn this forked process into a rank: run a script as `python -u` would, and exit with the script's exit code. Never returns.
+
+    Args:
+        program: path of the script.
+        argv: arguments of the script.
+        variables: environment variables of the rank.
+        parent_pid: PID of the parent. The rank ends with it.
+    """
     code = 1
     try:
         os.setsid()  # Ctrl-C must only reach the supervisor

@@ -16,7 +16,7 @@ def check_resume(config: Config, world_size: int, *, ignores_missing: bool = Fal
 
     Args:
         world_size: number of ranks of the run.
-        ignores_missing: accept a missing checkpoint, because the run may be planned for another machine.
+        ignores_missing: accept a missing checkpoint. For a plan of a run on another machine, where the checkpoint may be.
 
     Raises:
         ValueError: the checkpoint belongs to another model or learning rate schedule, a required checkpoint is missing, or the
@@ -37,7 +37,13 @@ def check_resume(config: Config, world_size: int, *, ignores_missing: bool = Fal
 
 def find_resume_problem(config: Config, world_size: int) -> str | None:
     """Check that the settings fit the checkpoint from which the run would resume. Return the problem as text, or None if there is
-    none."""
+    none.
+
+    A damaged checkpoint does not count as a problem, because other nodes may be able to read it.
+
+    Args:
+        world_size: number of ranks of the run.
+    """
     try:
         check_resume(config, world_size)
     except DamagedCheckpointError:

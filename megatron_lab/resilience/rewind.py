@@ -29,12 +29,13 @@ from megatron.training.step import TrainStep
 
 
 class SpikeError(DivergedError):
-    """Loss spikes recurred after the allowed number of rewinds (--spike-max-rewinds)."""
+    """Another loss spike occurred after the allowed number of rewinds to the same checkpoint (--spike-max-rewinds)."""
 
 
 @dataclass
 class Rewinder:
-    """Rewinds a run to its newest checkpoint after a loss spike. All ranks must call every method together."""
+    """Takes a run back to its newest checkpoint after a loss spike (--spike-policy rewind). All ranks must call every method
+    together."""
 
     config: Config
     context: ParallelContext
@@ -60,8 +61,8 @@ class Rewinder:
         """Build the rewinder of a run. Return None unless --spike-policy is rewind.
 
         Args:
-            resumed_path: checkpoint from which the run resumed, if any. If it is a copy in node memory, the newest checkpoint of
-                the save folder is used instead: the copy does not remain, because node memory holds only the newest iteration.
+            resumed_path: checkpoint from which the run resumed, if any. If it is in node memory, the newest checkpoint of the save
+                folder is used instead: node memory only keeps the newest iteration.
         """
         if config.spikes.spike_policy != "rewind":
             return None
@@ -73,27 +74,34 @@ class Rewinder:
         return cls(config, context, step, schedule, data, [resumed_path] if can_rewind and resumed_path is not None else [])
 
     def add_checkpoint(self, path: PathOrUrl | None) -> None:
-        """Add a checkpoint to which the run may rewind. It may still be saved in the background. A `path` of None is ignored."""
+        """Add a checkpoint to which the run may rewind. It may still be written in the background.
+
+        Args:
+            path: folder of the checkpoint. None is ignored.
+        """
         if path is not None:
             self.checkpoint_paths.append(path)
 
     def rewind(
         self, progress: Progress, plan: BatchSizePlan, saver: Saver | NoSaver, log: Callable[[str], None]
     ) -> RewindResult | None:
-        """Load the newest undamaged checkpoint, and skip the data that the run has read since that checkpoint. The last skipped
-        batch is that of the spike; `--spike-batches-beyond` further batches are skipped too.
+        """Load the newest undamaged checkpoint, and skip the data that the run has read since that checkpoint.
+
+        The batch of the spike is the last of these data. `--spike-batches-beyond` further batches are skipped too.
 
         Args:
             progress: progress of the run including the spike. It is set to the progress of the checkpoint, except for the position
                 in the data.
+            plan: batch sizes of the run.
+            saver: saver of the run. The function waits for its unfinished save.
             log: writes a log line on the first rank.
 
         Returns:
-            batch size plan and data to continue with. None if the run has no checkpoint: then nothing has changed, and the run
+            batch sizes and data to continue with. None if the run has no checkpoint: then nothing has changed, and the run
             continues.
 
         Raises:
-            SpikeError: the run has already rewound too many times in a row.
+            SpikeError: the run has already rewound to this checkpoint --spike-max-rewinds times.
             ValueError: the checkpoint proved to be damaged while it was loaded, and the run has no other.
         """
         spikes, spike_iteration = self.config.spikes, progress.iteration
@@ -122,13 +130,13 @@ class Rewinder:
             )
         consumed_samples = progress.consumed_samples
         for _ in range(spikes.spike_batches_beyond):
-            consumed_samples += plan.global_batch_size(consumed_samples)
+            consumed_samples += plan.get_global_batch_size(consumed_samples)
         num_skipped = consumed_samples - loaded.consumed_samples
         for progress_field in dataclasses.fields(Progress):
             setattr(progress, progress_field.name, getattr(loaded, progress_field.name))
         progress.consumed_samples = consumed_samples
-        plan = plan.resumed_at(progress.iteration, consumed_samples)
-        batches = self.data.batches_from(progress, plan, self.context, num_discarded=num_skipped)
+        plan = plan.resume_at(progress.iteration, consumed_samples)
+        batches = self.data.create_batches(progress, plan, self.context, num_discarded=num_skipped)
         self.step.finish_param_gather()
         saver.on_rewind(progress.iteration)
         self.checkpoint_paths = [path for path in self.checkpoint_paths if path != resume_point.path] + (
@@ -159,11 +167,11 @@ def _load_newest(
     """Load weights and training state from the newest undamaged checkpoint of this run. All ranks must call this function together.
 
     Args:
-        checkpoint_paths: the checkpoints, the newest last. All ranks use the list of the first rank. Deleted checkpoints are
+        checkpoint_paths: checkpoints of the run, the newest last. All ranks use the list of the first rank. Deleted checkpoints are
             skipped.
 
     Returns:
-        the restored state; None if there is no checkpoint, and then nothing has changed.
+        the restored state. None if there is no checkpoint: then nothing has changed.
 
     Raises:
         ValueError: a checkpoint proved to be damaged after weights were loaded from it, and the run has no other.
@@ -180,7 +188,9 @@ def _load_newest(
                 record_damage(path, error, unusable, may_fall_back=True)
         if damaged_loads:
             raise DamagedCheckpointError(
-                "every checkpoint to which the run could rewind is damaged:\n  " + "\n  ".join(unusable.values())
+                "every checkpoint to which the run could rewind is damaged:\n  "
+                + "\n  ".join(unusable.values())
+                + "\n  Copy a checkpoint again, or start from another one by --load."
             )
         return None
 

@@ -28,15 +28,18 @@ class SpikeDetector:
     """Detects a loss spike: a step whose loss or gradient norm is far above those of recent steps.
 
     Args:
-        history: loss and gradient norm of recent steps, the oldest first. It may be longer than the window.
+        history: (loss, gradient norm) of recent steps, the oldest first. Only the last --spike-window steps are used.
     """
 
     config: SpikeConfig
     history: Sequence[tuple[float, float]]
 
     def __call__(self, loss: float, grad_norm: float) -> Spike | None:
-        """Compare a step with the medians of the recent steps. Return a `Spike`, or None if the step is no spike or the history is
-        too short."""
+        """Compare a step with the medians of recent steps.
+
+        Returns:
+            the spike; None if the step is no spike, or if fewer than half of --spike-window steps are known.
+        """
         window = self.history[-self.config.spike_window :]
         if len(window) < self.config.spike_window // 2:
             return None
@@ -55,10 +58,11 @@ class SpikeDetector:
 def update_window(
     window: Sequence[tuple[float, float]], loss: float, grad_norm: float, config: SpikeConfig
 ) -> list[tuple[float, float]]:
-    """Return the window of recent steps with one more step.
+    """Return the window of recent steps with one more step: (loss, gradient norm) of at most --spike-window steps, the oldest
+    first.
 
     A spike enters the window too. If a run stays at a higher level, steps at that level therefore stop counting as spikes when they
-    fill half of the window. A step whose gradient overflowed does not enter the window, because its norm is not finite.
+    fill half of the window. A step with overflowed gradients does not enter the window, because its norm is not finite.
     """
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         return list(window)
@@ -66,10 +70,10 @@ def update_window(
 
 
 def format_spike(spike: Spike, iteration: int, sample_range: range) -> str:
-    """Format the log line about a spike.
+    """Format the log line about a loss spike.
 
     Args:
-        sample_range: indices of the samples of the step.
+        sample_range: indices of the training samples of the step, in the order of training.
     """
     return (
         f"loss spike at iteration {iteration}: loss {spike.loss:.6g} (median {spike.median_loss:.6g}), "
@@ -79,8 +83,10 @@ def format_spike(spike: Spike, iteration: int, sample_range: range) -> str:
 
 
 class SpikeCallback(Callback):
-    """Callback that checks each step for a spike before its update (`TrainStep.detect_spike`), logs spikes, and remembers recent
-    steps. With --spike-policy rewind it requests the training loop to rewind.
+    """Callback that checks each step for a loss spike, logs spikes, and remembers the losses and gradient norms of recent steps.
+
+    The check runs before the update (`TrainStep.detect_spike`). With --spike-policy rewind, the callback requests the training loop
+    to rewind after a spike.
 
     Args:
         rewinder: rewinds the run; None with other policies.
@@ -92,7 +98,7 @@ class SpikeCallback(Callback):
         run.step.detect_spike = self._detect_spike
 
     def on_result(self, progress: Progress, result: StepResult | None, samples: int) -> None:
-        """Add the step to the window, log a spike, and request a rewind if that is the policy."""
+        """Add the step to the recent steps. If the step is a spike, log it, and with --spike-policy rewind request a rewind."""
         if result is None:
             return
         progress.recent = update_window(progress.recent, result.loss, result.grad_norm, self._config)
@@ -105,7 +111,7 @@ class SpikeCallback(Callback):
             self._control.rewind = None if self._rewinder is None else self._rewinder.rewind
 
     def after_save(self, progress: Progress, place: str) -> None:
-        """Tell the rewinder about a new checkpoint."""
+        """Tell the rewinder about a new checkpoint, to which the run may rewind."""
         if self._rewinder is not None:
             self._rewinder.add_checkpoint(place)
 
@@ -114,10 +120,10 @@ class SpikeCallback(Callback):
 
 
 class SpikeFeature(Feature):
-    """Feature of --spike-policy: logs loss spikes and, depending on the policy, skips their updates or rewinds the run."""
+    """Feature of --spike-policy: logs loss spikes. Depending on the policy, it also skips their updates or rewinds the run."""
 
-    def callbacks(self, run: RunComponents) -> Sequence[Callback]:
-        """Build the callback that checks the loss and gradient norm of each step."""
+    def build_callbacks(self, run: RunComponents) -> Sequence[Callback]:
+        """Build the callback that checks each step for a loss spike."""
         resume_point = run.resume_point
         return [
             SpikeCallback(run, Rewinder.of(run.config, run.context, run.step, resume_point.schedule, run.data, resume_point.path))

@@ -1,5 +1,6 @@
-"""Stores of the job's state: in this process for a job of one node, otherwise in a server that survives the loss of any other node.
+"""Stores through which the nodes of a job share its state (`JobState`).
 
+A job of one node keeps its state in this process. Otherwise a server holds the state, which survives the loss of any other node.
 The server is a TCPStore of torch. Its keys are:
 
 roll        the state as JSON, changed only by compare-and-set
@@ -32,29 +33,39 @@ T = TypeVar("T")
 
 
 class StoreUnavailableError(Exception):
-    """The store of the job's state does not answer."""
+    """The store through which the nodes share the state of the job does not answer."""
 
 
 class StateStore(Protocol):
-    """Interface of the store that holds the job's state (`JobState`) and the heartbeats of its nodes. All nodes use one store."""
+    """Interface of the store through which the nodes share the state of a job (`JobState`) and their heartbeats. All nodes use one
+    store."""
 
     def read(self) -> JobState:
-        """Return the current state."""
+        """Return the current state of the job."""
 
     def compare_and_swap(self, old: JobState, new: JobState) -> bool:
-        """Replace the state `old` by `new`, unless another node has changed the state since `old` was read. Return whether it was
-        replaced."""
+        """Replace the stored state of the job, unless another node has changed it since `old` was read. Return whether it was
+        replaced.
+
+        Args:
+            old: state that this node has read.
+            new: state to store.
+        """
 
     def get_heartbeats(self, name: str) -> int:
-        """Return how many heartbeats a node has sent so far. A node is lost if the number stops growing."""
+        """Return how many heartbeats a node has sent so far. The node is lost if the number stops growing."""
 
     def start_heartbeat(self, name: str) -> None:
         """Start to send heartbeats for a node, one each second."""
 
 
 def update_state(store: StateStore, transition: Callable[[JobState], JobState]) -> JobState:
-    """Apply a transition (a function from the current to the next state) to the stored state. Repeat it if another node has changed
-    the state meanwhile. Return the new state."""
+    """Change the stored state of a job and return the new state. If another node changes the stored state at the same time, try
+    again.
+
+    Args:
+        transition: function from the current to the new state.
+    """
     while True:
         old = store.read()
         new = transition(old)
@@ -63,36 +74,35 @@ def update_state(store: StateStore, transition: Callable[[JobState], JobState]) 
 
 
 class LocalStateStore:
-    """State store of a job of one node, in the memory of this process."""
+    """State store for a job with a single node, in the memory of this process."""
 
     def __init__(self) -> None:
         self._state = JobState()
 
     def read(self) -> JobState:
-        """Return the current state."""
+        """Return the current state of the job."""
         return self._state
 
     def compare_and_swap(self, old: JobState, new: JobState) -> bool:
-        """Replace the state. This always succeeds, because no other process changes it."""
+        """Replace the state of the job and return True. No other process can have changed it."""
         self._state = new
         return True
 
     def get_heartbeats(self, name: str) -> int:
-        """Return 0, because no other node exists."""
+        """Return 0, because the job has no other node."""
         return 0
 
     def start_heartbeat(self, name: str) -> None:
-        """Do nothing, because no other node watches this one."""
+        """Do nothing, because the job has no other node that would watch this node."""
 
 
 class TCPStateStore:
-    """State store of a job of several nodes, in a TCPStore of torch.
+    """State store for a job with several nodes, on a server (TCPStore of torch).
 
-    If the server is lost and a new server answers at its address, the first node that connects writes the state that it has read
-    last.
+    If the server is lost and a new one answers at its address, the first node that connects writes the last state that it has read.
 
     Args:
-        run_id: name that separates this job from other jobs in the same server.
+        run_id: name that separates this job from other jobs on the same server.
 
     Raises:
         StoreUnavailableError: by every method while the server does not answer.
@@ -104,7 +114,7 @@ class TCPStateStore:
         self._state, self._num_changes, self._read_at = JobState(), -1, 0.0
 
     def read(self) -> JobState:
-        """Return the current state."""
+        """Return the current state of the job."""
         num_changes = self._call(lambda store: store.add("changes", 0))
         if num_changes != self._num_changes or time.monotonic() > self._read_at + _REFRESH_INTERVAL_S:
             text = self._call(lambda store: store.compare_set("roll", "", to_json(self._state)))
@@ -112,8 +122,13 @@ class TCPStateStore:
         return self._state
 
     def compare_and_swap(self, old: JobState, new: JobState) -> bool:
-        """Replace the state `old` by `new`, unless another node has changed the state since `old` was read. Return whether it was
-        replaced."""
+        """Replace the stored state of the job, unless another node has changed it since `old` was read. Return whether it was
+        replaced.
+
+        Args:
+            old: state that this node has read.
+            new: state to store.
+        """
         new_text = to_json(new)
         is_swapped = bool(self._call(lambda store: store.compare_set("roll", to_json(old), new_text)).decode() == new_text)
         self._num_changes = -1
@@ -125,7 +140,7 @@ class TCPStateStore:
         return int(self._call(lambda store: store.add(f"beat/{name}", 0)))
 
     def start_heartbeat(self, name: str) -> None:
-        """Start to send heartbeats for a node, as long as this process lives. A background thread sends them over a separate
+        """Send heartbeats for a node, one each second, until this process ends. A background thread sends them over a separate
         connection."""
 
         def send_heartbeats() -> None:
@@ -148,10 +163,13 @@ class TCPStateStore:
 
 
 def connect(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """Connect to a TCPStore server.
+    """Connect to a TCPStore server (torch's key-value store).
+
+    Args:
+        timeout_s: seconds to wait for the server.
 
     Raises:
-        RuntimeError: no server answers.
+        RuntimeError: no server answers in time.
     """
     deadline = time.monotonic() + timeout_s
     while True:  # torch would wait long for a host that refuses connections, and print warnings
@@ -160,13 +178,16 @@ def connect(host: str, port: int, timeout_s: float) -> dist.TCPStore:
             break
         except OSError as error:
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{host}:{port} does not answer: {error.strerror or error}") from None
+                raise RuntimeError(
+                    f"no state store of a launcher answers at {host}:{port} within {timeout_s:g} s: {error.strerror or error}. "
+                    "Check this address, and that the launcher there runs"
+                ) from None
             time.sleep(0.1)
     return dist.TCPStore(host, port, None, False, datetime.timedelta(seconds=30), wait_for_workers=False)
 
 
 def serve_store(port: int) -> dist.TCPStore:
-    """Serve a TCPStore on all addresses of this host, in a thread of this process.
+    """Serve a TCPStore (torch's key-value store) on all addresses of this host, in a thread of this process.
 
     Raises:
         RuntimeError: the port is in use.
@@ -175,7 +196,7 @@ def serve_store(port: int) -> dist.TCPStore:
 
 
 def is_local_host(host: str) -> bool:
-    """Return whether a name or address belongs to this host."""
+    """Return whether a host name or IP address belongs to this machine."""
     try:
         with socket.socket(socket.getaddrinfo(host, 0)[0][0]) as probe:
             probe.bind((host, 0))

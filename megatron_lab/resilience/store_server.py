@@ -1,4 +1,4 @@
-"""Start of the server that holds the job's state, and connection of each node to it."""
+"""Server of the store through which the nodes of a job share its state: start of the server, and connection to it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ _IDLE_TIMEOUT_S = 30.0
 
 
 def open_state_store(address: tuple[str, int] | None, run_id: str) -> StateStore:
-    """Open the state store of a job.
+    """Connect to the store through which the nodes of a job share its state.
 
-    A job of several nodes uses a server at `address`. If no server answers and the address belongs to this host, start one.
+    If the job has several nodes, the store is on a server at `address`. If no server answers there and the address belongs to this
+    host, start one.
 
     Args:
-        address: host and port of the server; None for a job of one node.
+        address: host and port of the server (--meet); None for a job with one node, which needs no server.
+        run_id: name that separates this job from other jobs on the same server.
     """
     if address is None:
         return LocalStateStore()
@@ -38,7 +40,7 @@ def open_state_store(address: tuple[str, int] | None, run_id: str) -> StateStore
 
 
 def serve_until_signal(port: int) -> int:
-    """Serve a store on a port until SIGTERM or Ctrl-C. Return the exit code."""
+    """Serve the store in which the nodes of a job meet (--serve), until SIGTERM or Ctrl-C. Return the exit code."""
     signals = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
@@ -52,8 +54,10 @@ def serve_until_signal(port: int) -> int:
 
 
 def _fork_store_server(port: int, run_id: str) -> None:
-    """Start a separate process that serves the store. It outlives the ranks and the supervisor of this node as long as other nodes
-    send heartbeats."""
+    """Start a separate process that serves the store through which the nodes share the job's state.
+
+    It outlives the ranks and the supervisor of this node as long as other nodes send heartbeats.
+    """
     if os.fork():
         time.sleep(0.2)
         return

@@ -3,11 +3,11 @@ r"""Launcher that starts the ranks of a node, and restarts them in place with sp
     python -m megatron_lab.resilience.supervisor --nproc-per-node 8 pretrain_gpt.py FLAGS                      one node
     python -m megatron_lab.resilience.supervisor --nproc-per-node 8 --nnodes 3:4 --meet HOST:PORT \
         pretrain_gpt.py FLAGS                                                                              on each of several
-    python -m megatron_lab.resilience.supervisor --serve PORT                                                 the store, on any host
+    python -m megatron_lab.resilience.supervisor --serve PORT                                                 a store for --meet
 
 docs/survival.md describes when ranks are restarted. This module contains the work of one node: it forks the ranks, observes how
-they end, and follows the state of the job (`JobState` in `job_state.py`). The node's envoy process (`envoy.py`) reads and changes
-that state.
+they end, and follows the state of the job (`JobState` in `job_state.py`). Another process of the node, the envoy
+(`envoy.py`), communicates with the other nodes: it reads and changes that state.
 """
 
 from __future__ import annotations
@@ -62,14 +62,19 @@ _SETTLE_TIME_S = 0.3
 
 
 def log(message: str) -> None:
-    """Write a message to stderr, with the program's name before each line."""
+    """Write a message to stderr. Each line begins with the name of the supervisor program."""
     with suppress(OSError):
         sys.stderr.write("".join(f"{PROGRAM}: {line}\n" for line in message.splitlines()))
         sys.stderr.flush()
 
 
 class Supervisor:
-    """Starts, observes and restarts the ranks of one node, from the first start to the end of the job."""
+    """Launcher of one node: starts, observes and restarts the node's ranks, from the first start to the end of the job.
+
+    Args:
+        args: parsed command line of the supervisor.
+        stop_code: exit code of ranks that were asked to stop (--exit-signal-code).
+    """
 
     def __init__(self, args: argparse.Namespace, stop_code: int) -> None:
         from megatron.parallel.rendezvous import find_address_towards
@@ -143,10 +148,10 @@ class Supervisor:
         return RankProgress() if iterations is None else RankProgress(*iterations)
 
     def _request_ranks(self, last_end: tuple[int, NodeReport] | None = None) -> None:
-        """Ask the envoy for ranks.
+        """Ask the envoy (the process that agrees with the other nodes) when to start ranks on this node.
 
         Args:
-            last_end: generation and report of the ranks that have just ended, if any.
+            last_end: `JobState.generation` and report of the ranks that have just ended, if any.
         """
         self._ranks, self._command, self._is_stopping, self._should_rejoin = None, None, False, False
         request = RanksRequest(len(self._slots.get_available()))
@@ -157,11 +162,12 @@ class Supervisor:
             self._pipe.send(message)
 
     def _start_restart_timer(self) -> None:
-        """Start to measure how long the restart takes. Times are in seconds since the failure was noticed."""
+        """Start to measure how long a restart takes after a failure."""
         self._failure_seen_at, self._restart_times, self._has_restarted = time.monotonic(), [], False
 
     def _start_ranks(self, command: StartCommand) -> None:
-        """Fork the ranks of this node, as the envoy's command says."""
+        """Fork the ranks of this node by the plan in the command. The command comes from the envoy (the process that agrees with
+        the other nodes)."""
         if self._num_stop_signals:
             self._send(RanksEnded(command.generation, NodeReport("stopped", self._stop_code, "stopped"), next_request=None))
             return
@@ -199,7 +205,7 @@ class Supervisor:
             ]
 
     def _check_ranks(self) -> None:
-        """Collect the exit codes of ended ranks and react to them."""
+        """Collect the exit codes of ranks that have ended, and report or handle their end."""
         ranks, command = self._ranks, self._command
         if ranks is None or command is None:
             return
@@ -223,8 +229,8 @@ class Supervisor:
             self._send(RanksEnded(command.generation, report, next_request=None))
 
     def _check_first_step(self, failure_seen_at: float, *, should_log: bool) -> None:
-        """Record how long the stages of a restart take: the load of the checkpoint, and the first step. Stop measuring after the
-        first step.
+        """Measure how long a restart takes until the checkpoint is loaded, and until the first step is finished. Then stop
+        measuring.
 
         Args:
             failure_seen_at: time.monotonic() when the failure was noticed.
@@ -240,7 +246,7 @@ class Supervisor:
             self._failure_seen_at = None
 
     def _handle_failure(self) -> None:
-        """React to the failure of a rank: end the other ranks of this node, log the failure, and ask the envoy for new ranks."""
+        """End the other ranks of this node after the failure of a rank, log the failure, and request new ranks."""
         ranks, command = self._ranks, self._command
         assert ranks is not None and command is not None
         self._start_restart_timer()
@@ -265,7 +271,10 @@ class Supervisor:
         self._request_ranks((command.generation, NodeReport(report.kind, report.code, message)))
 
     def _handle_new_round(self, command: EndRanksCommand) -> None:
-        """End the ranks of the last start and request new ranks, because the nodes gather for the next start (a new round)."""
+        """End the ranks of this node and request new ones, because all ranks of the job are restarted.
+
+        If the command allows it, the ranks first save a checkpoint.
+        """
         if self._command is None:
             return  # this node has ended its part in that start already
         if self._ranks is None:
@@ -316,8 +325,11 @@ class Supervisor:
         return code
 
     def _wait_without_envoy(self) -> int:
-        """Wait for the ranks to end after the envoy has left the job or has died (for example for lack of memory). The ranks are
-        not restarted. Return the exit code."""
+        """Wait for the ranks to end, without restarting them, and return the exit code.
+
+        Used after the process that communicates with the other nodes (envoy) has left the job or died, for example for lack of
+        memory.
+        """
         is_leaving = bool(self._args.leave_on_signal and self._num_stop_signals)
         if not is_leaving:
             log("the process that communicates with the other nodes has died. Running ranks continue, but will not be restarted")
@@ -347,8 +359,8 @@ _CUDA_USED_MESSAGE = (
 def can_resume(program: str, config: Config, world_size: int) -> bool:
     """Return whether the settings fit the checkpoint from which the run would resume. If not, print the reason.
 
-    A forked process makes the check. Storage and tokenizer libraries may start threads, which must not exist in this process when
-    the ranks are forked.
+    Also return False if a module of --imports has called CUDA, because CUDA does not work in forked ranks then. A forked process
+    makes the check: storage and tokenizer libraries may start threads, which must not exist in this process when ranks are forked.
     """
     sys.stderr.flush()
     pid = os.fork()
@@ -369,11 +381,11 @@ def can_resume(program: str, config: Config, world_size: int) -> bool:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the supervisor.
+    """Run the supervisor, the launcher that restarts ranks.
 
     Returns:
-        the exit code of the job, which is 0 if it finished, the code of the ranks if they were asked to stop, and 2 for invalid
-        settings. Otherwise it is the code of the first failure since the last newer checkpoint.
+        the exit code of the job: 0 if the job finished, the code of the ranks if they were asked to stop, and 2 for invalid
+            settings. Otherwise it is the code of the first failure since the ranks last started from a newer checkpoint.
     """
     args = parse_command_line(argv)
     if args.nproc_per_node > 1:

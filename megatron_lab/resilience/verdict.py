@@ -1,4 +1,4 @@
-"""Interpretation of exit codes: which ranks are restarted, and which slot caused a failure. Does not import torch.
+"""Interpretation of the exit codes of ranks: whether ranks are restarted, and which slot caused a failure. Does not import torch.
 
 A slot of a node runs one rank, and has its own device.
 """
@@ -24,13 +24,16 @@ _SHARED_CODES = {EXIT_LOST_CONTACT: "it lost contact with another rank", EXIT_HA
 
 
 def build_report(exit_codes: Mapping[int, int], num_running: int, stop_code: int, *, is_stopping: bool) -> NodeReport | None:
-    """Build the report of a node from the exit codes of its ranks. Return None as long as the node must wait for more ranks to end.
+    """Build the report that a node sends to the other nodes when its ranks have ended, from their exit codes.
 
     Args:
-        exit_codes: exit codes by rank, in the order in which the ranks ended; negative for a signal.
+        exit_codes: exit codes by local rank, in the order in which the ranks ended; negative for a signal.
         num_running: number of ranks that have not ended.
         stop_code: exit code of ranks that were asked to stop (--exit-signal-code).
         is_stopping: whether the job was asked to stop, or a rank has ended with `stop_code`.
+
+    Returns:
+        the report; None if the node must wait for more ranks to end.
     """
     for code, reason in _FINAL_CODES.items():
         if code in exit_codes.values():
@@ -50,16 +53,24 @@ def build_report(exit_codes: Mapping[int, int], num_running: int, stop_code: int
 
 
 def has_stopped_rank(exit_codes: Mapping[int, int], stop_code: int) -> bool:
-    """Return whether a rank has ended with the exit code of a requested stop. If so, the other ranks may be about to end in the
-    same way."""
+    """Return whether a rank has ended with the exit code of a requested stop. If so, the other ranks may be about to end too.
+
+    Args:
+        exit_codes: exit codes of ended ranks, by local rank.
+        stop_code: exit code of ranks that were asked to stop (--exit-signal-code).
+    """
     return bool(stop_code) and stop_code in exit_codes.values()
 
 
 def find_failed_rank(exit_codes: Mapping[int, int], stop_code: int) -> int | None:
-    """Return the rank that probably failed first; None if no rank failed.
+    """Return the local rank that probably failed first; None if no rank failed.
 
-    A rank that was ended by a signal has priority, because the other ranks then lose contact with it. Next is a rank whose exit
-    code means more than lost contact or a hang. Last is any other failed rank.
+    A rank that was ended by a signal has priority, because the other ranks then lose contact with it. Next comes a rank whose exit
+    code stands for neither lost contact nor a hang. Last comes any other failed rank.
+
+    Args:
+        exit_codes: exit codes by local rank, in the order in which the ranks ended; negative for a signal.
+        stop_code: exit code of ranks that were asked to stop (--exit-signal-code).
     """
     failed_ranks = [rank for rank, code in exit_codes.items() if code not in (0, stop_code)]
     failed_ranks.sort(key=lambda rank: 0 if exit_codes[rank] < 0 else 1 if exit_codes[rank] not in _SHARED_CODES else 2)
@@ -67,13 +78,17 @@ def find_failed_rank(exit_codes: Mapping[int, int], stop_code: int) -> int | Non
 
 
 def is_slot_failure(code: int) -> bool:
-    """Return whether this exit code may be caused by a fault of the slot or its device. Lost contact and hangs may be caused by
-    other ranks."""
+    """Return whether a failure with this exit code may be the fault of the slot (the place for one rank, with its device). Lost
+    contact and hangs are not, because other ranks may cause them."""
     return code not in _SHARED_CODES
 
 
 def describe_exit(code: int) -> str:
-    """Describe as text how a rank with this exit code ended."""
+    """Describe as text how a rank ended, for example "was ended by SIGKILL".
+
+    Args:
+        code: exit code; negative for a signal.
+    """
     if code >= 0:
         return f"ended with exit code {code}" + (f" ({_SHARED_CODES[code]})" if code in _SHARED_CODES else "")
     try:
@@ -83,16 +98,18 @@ def describe_exit(code: int) -> str:
 
 
 def _to_exit_status(code: int) -> int:
-    """Convert an exit code to an exit status: 128 + the signal's number for a signal, as in a shell."""
+    """Convert an exit code of Python's os module, which is negative for a signal, to that of a shell: 128 + number of the
+    signal."""
     return code if code >= 0 else 128 - code
 
 
 @dataclass
 class NodeSlots:
-    """Keeps track of a node's slots (a slot runs one rank on its own device), and excludes slots whose ranks fail repeatedly.
+    """Slots of a node (a slot runs one rank on its own device), with those that are excluded because their ranks fail repeatedly.
 
-    A slot is excluded when its rank fails twice in a row without a step between the failures. After a start that made a step, the
-    next start tries the slot again. It is excluded again if its rank then fails before a step.
+    A slot is excluded when its rank fails twice in a row, and no training step was finished between the failures. After the other
+    ranks have finished a step, the next start tries the slot again. It is excluded again if its rank then fails before the first
+    step.
     """
 
     num_slots: int
@@ -100,15 +117,17 @@ class NodeSlots:
     _excluded: set[int] = field(default_factory=set)
 
     def get_available(self) -> list[int]:
-        """Return the slots that are not excluded."""
+        """Return the indices of the slots that are not excluded."""
         return [slot for slot in range(self.num_slots) if slot not in self._excluded]
 
     def record_end(self, progress: RankProgress, failed_slots: Sequence[int], num_spare_slots: int) -> list[int]:
-        """Record how a start ended, and exclude slots that failed repeatedly.
+        """Record the end of the ranks of this node, and exclude slots whose ranks have failed repeatedly.
 
         Args:
+            progress: iterations that the ranks have reached.
             failed_slots: slots whose ranks failed first, not because of other ranks.
-            num_spare_slots: number of slots that the job can lose and still have its minimum number of ranks.
+            num_spare_slots: maximum number of slots to exclude: those that the job can lose without falling below its minimum
+                number of ranks.
 
         Returns:
             slots that are excluded from now on.
@@ -125,5 +144,5 @@ class NodeSlots:
         return newly_excluded
 
     def exclude(self, slot: int) -> None:
-        """Exclude a slot whose rank cannot be ended and therefore still uses its device."""
+        """Exclude a slot whose rank cannot be ended. The rank still uses the device of the slot."""
         self._excluded.add(slot)
