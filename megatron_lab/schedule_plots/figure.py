@@ -1,4 +1,4 @@
-"""Drawing of timelines as a figure (SVG or PNG) with matplotlib, an optional dependency."""
+"""Figure (SVG or PNG) of timelines of a pipeline schedule, drawn with matplotlib, an optional dependency."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def require_matplotlib() -> None:
 
 
 def write_figure(panels: Sequence[Panel], path: Path) -> None:
-    """Draw the panels below each other on a common time axis, and write the figure as an SVG or PNG file.
+    """Draw the panels (timelines with titles) below each other on a common time axis, and write the figure as an SVG or PNG file.
 
     The suffix of the path selects the format. The file is reproducible: equal panels give equal bytes with the same version of
     matplotlib.
 
     Raises:
-        ValueError: no operation of the panels takes any time.
+        ValueError: all operations of the panels have a duration of 0.
         ModuleNotFoundError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
@@ -82,10 +82,11 @@ def write_figure(panels: Sequence[Panel], path: Path) -> None:
 
 
 def save_figure(build_figure: Callable[[], Figure], path: Path) -> None:
-    """Build a figure and save it reproducibly: equal figures give equal bytes.
+    """Build a figure and save it reproducibly: equal figures give equal bytes with the same version of matplotlib.
 
     Args:
         build_figure: function that builds the figure. It runs with matplotlib's default settings.
+        path: path of the file; its suffix selects SVG or PNG.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -148,12 +149,12 @@ def _draw_panel(ax: Axes, panel: Panel, points_per_ms: float) -> None:
 def _draw_ops(
     ax: Axes, op_type: OpType, chunk_index: int, ops: Sequence[tuple[int, OpSpan]], start: float, points_per_ms: float
 ) -> None:
-    """Draw all operations of one type, on all stages, that belong to one chunk of each stage.
+    """Draw bars for operations of one type that have the same colour.
 
     Args:
-        chunk_index: index of the model chunk among the chunks of its stage; it selects the shade of the colour.
-        ops: pairs of a stage and the span of an operation on it.
-        start: start of the timeline.
+        chunk_index: index of the operations' model chunk among the chunks of its stage; it selects the shade of the colour.
+        ops: (stage, start and end of the operation) for each operation.
+        start: time at which the timeline starts, in milliseconds.
         points_per_ms: width of a millisecond in the figure, in points.
     """
     from matplotlib.collections import PolyCollection

@@ -1,6 +1,7 @@
-"""Writing of timelines to files.
+"""Writing of pipeline timelines to files.
 
-The suffix selects the format: SVG or PNG figure, text, or Chrome's trace event format (JSON), which ui.perfetto.dev shows.
+The suffix of the file selects the format: an SVG or PNG figure, text, or Chrome's trace event format (JSON), which ui.perfetto.dev
+shows.
 """
 
 from __future__ import annotations
@@ -30,11 +31,10 @@ _US_PER_MS = 1000.0
 
 
 def build_chrome_trace(panels: Sequence[Panel]) -> dict[str, Any]:
-    """Build a trace in Chrome's trace event format.
+    """Build a trace of pipeline timelines in Chrome's trace event format.
 
-    Each panel is a process of the trace, each stage a thread, each operation an event.
-
-    Each panel starts at time 0.
+    Each panel (timeline with a title) is a process of the trace and starts at time 0. Each stage is a thread, and each operation an
+    event.
     """
     return {
         "displayTimeUnit": "ms",
@@ -43,7 +43,7 @@ def build_chrome_trace(panels: Sequence[Panel]) -> dict[str, Any]:
 
 
 def write_trace(panels: Sequence[Panel], path: Path) -> None:
-    """Write the panels as a Chrome trace in JSON.
+    """Write the panels (timelines with titles) as a Chrome trace in JSON.
 
     Raises:
         OSError: the file cannot be written.
@@ -91,16 +91,16 @@ WRITERS: dict[str, Callable[[Sequence[Panel], Path], None]] = {
 
 
 def check_output(path: Path) -> None:
-    """Check that a picture can be written to a path, so that an error appears before a long computation and not after it.
+    """Check that a picture can be written to a path. Call this function before a long computation whose result the picture shows.
 
     Raises:
-        ValueError: no format has this suffix, the folder does not exist, or the path is a folder.
+        ValueError: the suffix belongs to no format, the folder does not exist, or the path is a folder.
         ModuleNotFoundError: the format needs matplotlib, which is not installed.
     """
     if path.suffix.lower() not in WRITERS:
         raise ValueError(f"{path}: a picture is a {', '.join(WRITERS)} file, not {path.suffix or 'one without a suffix'}")
     if not path.parent.is_dir():
-        raise ValueError(f"{path}: there is no folder {path.parent}; make it first")
+        raise ValueError(f"{path}: there is no folder {path.parent}; create it first")
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file in it")
     if WRITERS[path.suffix.lower()] is write_figure:
@@ -108,12 +108,13 @@ def check_output(path: Path) -> None:
 
 
 def write_picture(panels: Sequence[Panel], path: Path) -> None:
-    """Write the panels to a file.
+    """Write the panels (timelines with titles) to a file.
 
-    The suffix selects the format: .svg or .png a figure, .json a Chrome trace, .txt text of 200 columns.
+    The suffix of the path selects the format: .svg or .png a figure, .json a Chrome trace, .txt text of 200 columns.
 
     Raises:
-        ValueError: the suffix has no format, the folder does not exist, or no operation of the panels takes any time.
+        ValueError: the suffix belongs to no format, the folder does not exist, or all operations of the panels have a duration of
+            0.
         ModuleNotFoundError: the format needs matplotlib, which is not installed.
         OSError: the file cannot be written.
     """

@@ -1,7 +1,7 @@
-"""Closed formulas of the papers for each pipeline schedule: its bubble, and the number of activations that it holds.
+"""Closed formulas from papers for each pipeline schedule: its bubble, and the number of activations that each stage keeps.
 
-F, I and W are the durations of a forward, an input gradient and a weight gradient on a full stage. p is the number of stages, m of
-microbatches, v of model chunks per stage.
+F, I and W are the durations of a forward, an input gradient and a weight gradient on a full stage. p is the number of stages, m the
+number of microbatches, v the number of model chunks per stage, and s the index of a stage.
 
 A formula is used only for cases in which it is exact. In other cases its value is not even a reliable approximation.
 
@@ -23,7 +23,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Case:
-    """Input of a formula: p stages, m microbatches, v model chunks per stage, and the durations of operations on a full stage.
+    """Arguments of a formula: p stages, m microbatches, v model chunks per stage, and the durations of operations on a full stage.
 
     The durations are equal on all stages.
     """
@@ -35,20 +35,20 @@ class Case:
 
     @property
     def compute_time(self) -> float:
-        """Time that a stage computes for one microbatch: F + I + W (forward, input gradient and weight gradient)."""
+        """Time for which a stage computes for one microbatch, without recomputation: forward + input gradient + weight gradient."""
         return self.op_costs.forward + self.op_costs.input_grad + self.op_costs.weight_grad
 
 
 @dataclass(frozen=True)
 class Formula(Generic[Value]):
-    """Closed formula of a paper, with its source and the cases for which it is exact."""
+    """Closed formula from a paper for a property of a pipeline schedule, with its source and the cases in which it is exact."""
 
     text: str
     source: str
     evaluate: Callable[[Case], Value]
     is_exact: Callable[[Case], bool] = lambda case: True
     condition: str = ""
-    """Text that says for which cases the formula is exact; empty if for all cases."""
+    """Text that says in which cases the formula is exact; empty if it is exact in all cases."""
 
     def __str__(self) -> str:
         return f"{self.text}{' where ' * bool(self.condition)}{self.condition} ({self.source})"
@@ -56,34 +56,36 @@ class Formula(Generic[Value]):
 
 @dataclass(frozen=True)
 class ScheduleFormulas:
-    """Formulas for the bubble and the activation memory of one schedule."""
+    """Formulas from papers for the bubble and for the number of kept activations of one pipeline schedule."""
 
     bubble: Formula[float]
-    """Time that each stage waits in a step. In the rest of the step it computes for m(F + R + I + W): m microbatches, each with
-    forward, recomputation, input gradient and weight gradient. The formula assumes that messages take no time."""
+    """Time that each stage waits in a step, if messages take no time. In the remaining time of the step it computes: the
+    forward, recomputation, input gradient and weight gradient of all microbatches."""
     max_activations: Formula[tuple[int, ...]]
-    """Maximum number of activations that each stage holds at the same time. An activation belongs to one microbatch and one model
-    chunk, and is held until its weight gradient has been computed."""
+    """Maximum number of activations that each stage keeps at the same time. One activation means all saved tensors of one
+    microbatch in one model chunk. It is kept until its weight gradient has been computed."""
 
 
 @dataclass(frozen=True)
 class ExpectedValues:
-    """Values that the papers' formulas give for one case. A value is None if its formula is not exact for the case."""
+    """Values of the papers' formulas for one schedule and its sizes. A value is None if its formula is not exact for these
+    sizes."""
 
     bubble_time: float | None
-    """Time that each stage waits in a step, in the time unit of the operation costs."""
+    """Time that each stage waits in a step, in the same unit as the durations of the operations."""
     max_activations: tuple[int, ...] | None
-    """Maximum number of activations that each stage holds at the same time, each of one microbatch and one model chunk."""
+    """Maximum number of activations that each stage keeps at the same time. One activation means all saved tensors of one
+    microbatch in one model chunk."""
     formulas: tuple[str, ...]
-    """The formulas as text, also those that are not exact for the case."""
+    """The formulas as text, including those that are not exact for these sizes."""
 
 
 def compute_expected(name: str, num_stages: int, num_microbatches: int, chunks_per_stage: int, op_costs: OpCosts) -> ExpectedValues:
-    """Evaluate the papers' formulas for a schedule in one case.
+    """Evaluate the papers' formulas for the bubble and the kept activations of a pipeline schedule.
 
     Args:
         name: name of the schedule. If there are no formulas for it, all values are None.
-        op_costs: durations of operations on a full stage, not on one of its chunks.
+        op_costs: durations of operations on a full stage, not on one of its model chunks.
     """
     if name not in SCHEDULE_FORMULAS:
         return ExpectedValues(None, None, ())
@@ -98,22 +100,23 @@ def compute_expected(name: str, num_stages: int, num_microbatches: int, chunks_p
 
 
 def _count_interleaved_activations(case: Case) -> tuple[int, ...]:
-    """Return the maximum number of activations on each stage under the interleaved schedule.
+    """Return the maximum number of activations that each stage keeps under the interleaved schedule.
 
     It is the number of forwards in the warm-up, plus one. In the warm-up a stage runs the first round of microbatches through all
-    its model chunks except the last. For each later stage it runs two more forwards, because an activation travels to the last
-    stage and its gradient back.
+    its model chunks except the last. It also runs two more forwards for each stage after it, because an activation travels to the
+    last stage and its gradient back.
     """
     max_round = len(split_into_rounds(case.p, case.m)[0])
     return tuple(min(case.m * case.v, (case.v - 1) * max_round + 2 * (case.p - stage - 1) + 1) for stage in range(case.p))
 
 
 def _is_zb_h1_bubble_exact(case: Case) -> bool:
-    """Return whether the bubble formula of ZB-H1 is exact.
+    """Return whether the bubble formula of ZB-H1 is exact for these sizes and durations: W <= F, W <= I and m >= p, or p = 1.
 
-    In the drain phase a stage computes weight gradients between input gradients, which arrive at intervals of F + I. A weight
-    gradient that is longer than F or than I delays the next input gradient. Tests with the simulator show that the formula is exact
-    under this condition, and otherwise only in some cases with m < p.
+    F, I and W are the durations of forward, input gradient and weight gradient; p stages, m microbatches. In the drain phase a
+    stage computes weight gradients between input gradients, which arrive at intervals of F + I. A weight gradient that is longer
+    than F or than I delays the next input gradient. Tests with the simulator show that the formula is exact under this condition,
+    and otherwise only in some cases with m < p.
     """
     op_costs = case.op_costs
     return case.p == 1 or (op_costs.weight_grad <= min(op_costs.forward, op_costs.input_grad) and case.m >= case.p)

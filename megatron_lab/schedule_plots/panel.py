@@ -1,4 +1,5 @@
-"""Common parts of all plots of schedules: panels (timelines below each other on one time axis), number formats, and colours."""
+"""Common parts of all plots of pipeline schedules: panels (timelines below each other on one time axis), number formats, and
+colours."""
 
 from __future__ import annotations
 
@@ -20,43 +21,46 @@ OP_TYPE_NAMES = {
 
 
 class Panel(NamedTuple):
-    """One timeline of a picture, with its title.
+    """One timeline of a picture (start and end of all operations on each pipeline stage), with its title.
 
-    Its time axis starts at the first operation, whatever clock measured the timeline.
+    The time axis of the panel starts at the first operation.
     """
 
     title: str
     timeline: Timeline
-    """Timeline in milliseconds."""
+    """Timeline with times in milliseconds, which may start at any time."""
 
     @property
     def caption(self) -> str:
-        """Text above the panel: title, step time and bubble in one line."""
+        """Text above the panel: title, step time and share of the bubble, in one line."""
         timeline = self.timeline
         return f"{self.title}: step {format_ms(timeline.step_time)}, bubble {timeline.bubble_share:.1%}"
 
 
 class PanelSummary(NamedTuple):
-    """Properties of all panels of a picture together, such as the common length of their time axes."""
+    """Properties that all panels (timelines) of a picture share, such as the length of the common time axis."""
 
     step_time: float
-    """Step time of the longest panel in milliseconds: the length of the time axis."""
+    """Step time of the longest panel in milliseconds: the length of the common time axis."""
     op_types: tuple[OpType, ...]
-    """Types of the operations that occur in any panel."""
+    """Types of the operations that occur in at least one panel."""
     max_chunks_per_stage: int
-    """Maximum number of model chunks on one stage."""
+    """Maximum number of model chunks on one stage, over all panels."""
     max_microbatch: int
 
 
 def summarize_panels(panels: Sequence[Panel]) -> PanelSummary:
-    """Compute the properties of all panels of a picture together.
+    """Compute the properties that all panels (timelines) of a picture share, such as the length of the common time axis.
 
     Raises:
-        ValueError: no operation of the panels takes any time.
+        ValueError: all operations of the panels have a duration of 0.
     """
     step_time = max((panel.timeline.step_time for panel in panels), default=0.0)
     if not step_time > 0:
-        raise ValueError("a timeline in which nothing takes any time cannot be drawn: all operations have a duration of 0")
+        raise ValueError(
+            "a timeline in which nothing takes any time cannot be drawn: all operations have a duration of 0. Set the time of at "
+            "least one operation above 0"
+        )
     ops = [span.op for panel in panels for spans in panel.timeline.spans for span in spans]
     op_types = {op.type for op in ops}
     max_chunks = max(len(chunk_indices) for panel in panels for chunk_indices in index_chunks(panel.timeline))
@@ -66,14 +70,14 @@ def summarize_panels(panels: Sequence[Panel]) -> PanelSummary:
 
 
 def index_chunks(timeline: Timeline) -> list[dict[int, int]]:
-    """Return for each stage the indices of its model chunks within the stage, in the order of the model: {chunk: 0, next chunk: 1,
-    ...}."""
+    """Return for each stage a dictionary from the indices of its model chunks in the model to 0, 1, ... (the indices within the
+    stage)."""
     chunks_by_stage = [sorted({span.op.chunk for span in stage_spans}) for stage_spans in timeline.spans]
     return [{chunk: index for index, chunk in enumerate(stage_chunks)} for stage_chunks in chunks_by_stage]
 
 
 def compute_duration_quantile(panels: Sequence[Panel], quantile: float) -> float:
-    """Return a quantile of the durations of all operations that take time.
+    """Return a quantile of the durations of all operations in the panels, in milliseconds. Operations of duration 0 do not count.
 
     A small quantile such as 0.1 gives the duration of short operations, without outliers.
 
@@ -86,19 +90,19 @@ def compute_duration_quantile(panels: Sequence[Panel], quantile: float) -> float
 
 
 def choose_tick_step(min_step: float) -> float:
-    """Return the distance of the ticks of a time axis: the smallest of ..., 0.5, 1, 2, 5, 10, 20, ... that is not below
+    """Return the distance between the ticks of a time axis: the smallest of ..., 0.5, 1, 2, 5, 10, 20, ... that is at least
     `min_step`."""
     power = 10.0 ** math.floor(math.log10(min_step))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= min_step * (1 - 1e-9))
 
 
 def format_ms(duration: float) -> str:
-    """Format a duration in milliseconds, with its unit."""
+    """Format a duration in milliseconds as text with the unit ms."""
     return f"{format_number(duration)} ms"
 
 
 def format_number(value: float) -> str:
-    """Format a number with four significant digits, or as an integer from 1000 on."""
+    """Format a number with at most four significant digits, or as an integer if its absolute value is at least 1000."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
@@ -137,18 +141,18 @@ class Colour(NamedTuple):
 
     @property
     def is_dark(self) -> bool:
-        """Whether white text is easier to read on this colour than black text."""
+        """Whether white text is easier to read on this colour than black text is."""
         return 0.299 * self.red + 0.587 * self.green + 0.114 * self.blue < 128
 
     @property
     def ansi(self) -> str:
-        """Escape code that sets this colour as the background in a terminal, with a readable text colour."""
-        red, green, blue = map(_nearest_in_cube, self)
+        """Escape code for a terminal that sets this colour as the background, with black or white text."""
+        red, green, blue = map(_find_nearest_in_cube, self)
         return f"\x1b[{97 if self.is_dark else 30};48;5;{16 + 36 * red + 6 * green + blue}m"
 
 
 def get_colour(op_type: OpType, chunk_index: int) -> Colour:
-    """Return the colour that an operation has in all pictures.
+    """Return the colour in which all pictures show an operation.
 
     Args:
         op_type: type of the operation; it selects the colour.
@@ -158,5 +162,5 @@ def get_colour(op_type: OpType, chunk_index: int) -> Colour:
     return Colour(*(round(level + ((255 if shade > 0 else 0) - level) * abs(shade)) for level in _COLOURS[op_type]))
 
 
-def _nearest_in_cube(level: int) -> int:
+def _find_nearest_in_cube(level: int) -> int:
     return min(range(len(_CUBE)), key=lambda i: abs(_CUBE[i] - level))

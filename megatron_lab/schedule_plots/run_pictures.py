@@ -1,4 +1,4 @@
-"""Pictures of a run's pipeline timeline, planned and measured (--profile-pipeline): files, and a table for the log."""
+"""Pictures and a table of a run's pipeline timelines: the simulated and the measured one of a step (--profile-pipeline)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 class RunPictures:
-    """Writer of a run's pipeline timelines, in all file formats that this machine supports.
+    """Writer of a run's pipeline timelines as pictures, in all file formats that this machine supports.
 
-    The constructor logs a warning if matplotlib is missing, so that the user knows at the start of the run that no .svg file will
-    be written.
+    The constructor logs a warning if matplotlib is missing. So the user knows at the start of the run that no .svg file will be
+    written.
     """
 
     def __init__(self) -> None:
@@ -34,11 +34,11 @@ class RunPictures:
         """Draw timelines below each other, and write the picture in each file format.
 
         Args:
-            timelines: (title, timeline) of each panel.
+            timelines: (title, timeline) of each panel of the picture.
             path: path of the files without a suffix.
 
         Returns:
-            The lines of a table, and the paths of the files.
+            The lines of a table that describes the timelines, and the paths of the files.
         """
         panels = [Panel(*timeline) for timeline in timelines]
         paths = [path.with_suffix(suffix) for suffix in self._suffixes]

@@ -1,4 +1,4 @@
-"""Table of timelines: step time, bubble, idle time and activations, next to the values of the papers' formulas."""
+"""Table of pipeline timelines: step time, bubble, idle time and kept activations, next to the values of the papers' formulas."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import compress
 from typing import NamedTuple
 
 from megatron.pipeline_parallel.simulate import Timeline
-from megatron.pipeline_parallel.validate import peak_live_activations
+from megatron.pipeline_parallel.validate import compute_peak_live_activations
 from megatron.spec.operations import OpType, Schedule
 from megatron_lab.schedule_plots.formulas import ExpectedValues
 from megatron_lab.schedule_plots.panel import Panel, format_number, index_chunks, summarize_panels
@@ -23,16 +23,17 @@ _PAPER_NOTE = "paper: value of a closed formula; - if no formula is exact for th
 
 
 class TimelineRow(NamedTuple):
-    """Row of the table: a timeline, and the values of the papers' formulas for its schedule if the table shows them."""
+    """Row of a table of pipeline timelines: a timeline and, if the table shows them, the values of the papers' formulas for its
+    schedule."""
 
     panel: Panel
     expected: ExpectedValues | None = None
 
 
 def format_table(rows: Sequence[TimelineRow]) -> str:
-    """Format a table with one row for each timeline, followed by notes on the columns and by the formulas.
+    """Format a table with one row for each pipeline timeline, followed by notes on the columns and by the papers' formulas.
 
-    The columns with the papers' values are omitted if no row has such values.
+    The columns with the formulas' values are omitted if no row has such values.
     """
     has_expected = any(row.expected is not None for row in rows)
     is_visible = [has_expected or title != "paper" for title in _HEADER]
@@ -51,25 +52,25 @@ def format_table(rows: Sequence[TimelineRow]) -> str:
 
 
 def compute_max_activations(timeline: Timeline) -> tuple[int, ...] | None:
-    """Return for each stage the maximum number of activations that it holds at the same time, each of one microbatch and one model
-    chunk.
+    """Return for each stage the maximum number of activations that it keeps at the same time, or None if the timeline has only
+    forwards.
 
-    A timeline that has only forwards gives None.
+    One activation means all saved tensors of one microbatch in one model chunk.
     """
     ops = tuple(tuple(span.op for span in spans) for spans in timeline.spans)
     if all(op.type is OpType.FORWARD for stage_ops in ops for op in stage_ops):
         return None
-    return peak_live_activations(Schedule(timeline.name, 0, (), ops))  # uses only the order of operations
+    return compute_peak_live_activations(Schedule(timeline.name, 0, (), ops))  # uses only the order of operations
 
 
 def compute_idle_times(timeline: Timeline) -> tuple[float, ...]:
-    """Return for each stage its idle time between its first and its last operation."""
+    """Return for each stage the time in milliseconds that it waits between its first and its last operation."""
     durations = (spans[-1].end - spans[0].start if spans else 0.0 for spans in timeline.spans)
     return tuple(duration - busy for duration, busy in zip(durations, timeline.busy_times, strict=True))
 
 
 def _format_row(row: TimelineRow) -> tuple[str, ...]:
-    """Return the cells of a row, as texts."""
+    """Return the texts of the cells of a table row."""
     timeline, activations = row.panel.timeline, compute_max_activations(row.panel.timeline)
     expected_step = expected_bubble = expected_activations = "-"
     if row.expected is not None and row.expected.bubble_time is not None:
@@ -95,10 +96,8 @@ def _format_row(row: TimelineRow) -> tuple[str, ...]:
 
 
 def _format_stage_values(values: Sequence[float]) -> str:
-    """Format one value for each stage as a short text.
-
-    The text is a single number if all values are equal, all numbers for few stages, and otherwise minimum and maximum.
-    """
+    """Format a value of each stage as a short text: a single number if all are equal, all numbers for few stages, else minimum and
+    maximum."""
     if min(values) == max(values):
         return format_number(values[0])
     return (

@@ -1,11 +1,12 @@
-"""Rendering of timelines as text: a row for each stage, a column for a time interval, a letter and a microbatch for each operation.
+"""Rendering of pipeline timelines as text: a row for each stage, a column for a time interval, a letter and a microbatch for each
+operation.
 
     stage 0  F0─F1─······B0────F2─B1────···B2────
     stage 1  ···F0─B0────F1─B1────F2─B2────······
 
 The time scale leaves enough columns for the microbatch number of nearly all operations. A timeline that is then wider than the
-output is folded into several blocks, like a line of prose. If the folded picture would have too many lines, the coarse layout is
-used: a column is one letter, for the operation that takes most of its time.
+output is folded into several blocks of lines, like a line of prose. If the folded picture would have too many lines, the coarse
+layout is used: a column is one letter, for the operation that takes most of the column's time.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _COLUMNS_PER_TICK = 14
 
 
 class _Cell(NamedTuple):
-    """One character of the picture, with the operation type and chunk index that give its colour (None while the stage waits)."""
+    """One character of the picture, with the operation type and chunk index that select its colour (None while the stage waits)."""
 
     character: str
     colour_key: tuple[OpType, int] | None
@@ -49,12 +50,13 @@ class _Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class _Layout:
-    """Mapping of time to character columns and to blocks of lines."""
+    """How the picture divides the time axis into columns of characters and, if one line is too short, into several blocks of
+    lines."""
 
     width: int
-    """Number of columns in a line."""
+    """Number of columns for the timeline in one line."""
     columns_per_ms: float
-    """Number of columns for one millisecond."""
+    """Number of columns for one millisecond of the time axis."""
     num_folds: int = 1
     """Number of blocks of lines into which the time axis is folded."""
     is_coarse: bool = False
@@ -62,15 +64,15 @@ class _Layout:
 
 
 def render_text(panels: Sequence[Panel], *, width: int = 120, uses_colour: bool = False, ascii_only: bool = False) -> str:
-    """Render the panels as text below each other, each with its time axis, followed by a legend.
+    """Render the panels (timelines with titles) as text below each other, each with its time axis, followed by a legend.
 
     Args:
-        width: columns of a line.
+        width: number of columns of a line.
         uses_colour: use the colour codes of a terminal.
-        ascii_only: use no line-drawing characters.
+        ascii_only: use only ASCII characters.
 
     Raises:
-        ValueError: no operation of the panels takes any time.
+        ValueError: all operations of the panels have a duration of 0.
     """
     summary = summarize_panels(panels)
     name_width = len(_format_stage_name(max(len(panel.timeline.spans) for panel in panels) - 1))
@@ -85,10 +87,10 @@ def _format_stage_name(stage: int) -> str:
 
 
 def _choose_layout(panels: Sequence[Panel], summary: PanelSummary, width: int) -> _Layout:
-    """Choose the layout with the most detail for which the picture has at most `_MAX_LINES` lines.
+    """Choose the layout with the most detail in which the picture has at most `_MAX_LINES` lines.
 
-    The first choice has space for the microbatch numbers of 90 % of the operations, the second for those of 60 % (one type of
-    operation may be very short). The last choice is the coarse layout, without numbers.
+    The first choice has space for the microbatch numbers of 90 % of the operations. The second choice has space for those of 60 %,
+    because one type of operation may be very short. The last choice is the coarse layout, without microbatch numbers.
     """
     num_rows = sum(len(panel.timeline.spans) for panel in panels)
     for quantile in (0.1, 0.4):
@@ -109,7 +111,8 @@ def _get_label_width(summary: PanelSummary) -> int:
 
 
 def _compute_labelled_width(panels: Sequence[Panel], summary: PanelSummary, quantile: float) -> float:
-    """Return the number of columns of a picture in which all operations longer than the quantile have space for their labels."""
+    """Return the number of columns that a picture needs so that all operations longer than a quantile of the durations have space
+    for their labels."""
     return summary.step_time / compute_duration_quantile(panels, quantile) * _get_label_width(summary)
 
 
@@ -118,7 +121,7 @@ def _compute_labelled_width(panels: Sequence[Panel], summary: PanelSummary, quan
 
 @dataclass(frozen=True)
 class _RowRenderer:
-    """Renderer of the row of characters that shows the operations of one stage."""
+    """Renderer of the line of characters that shows the operations of one stage."""
 
     layout: _Layout
     uses_colour: bool
@@ -126,12 +129,12 @@ class _RowRenderer:
     idle: str
 
     def render_row(self, spans: Sequence[OpSpan], chunk_indices: dict[int, int], start: float, fold: int) -> str:
-        """Render the row of a stage in one block (fold) of the time axis.
+        """Render the line of a stage in one block of the time axis.
 
         Args:
-            spans: operations of the stage.
+            spans: operations of the stage, with start and end in milliseconds.
             chunk_indices: index of each model chunk within the stage.
-            start: time at the start of the first block.
+            start: time at which the first block starts, in milliseconds.
             fold: index of the block.
         """
         return self.render_cells(
@@ -141,7 +144,7 @@ class _RowRenderer:
         )
 
     def render_cells(self, cells: Sequence[_Cell]) -> str:
-        """Join cells to a string, with colour codes if the terminal has colours."""
+        """Join characters to a string, with the colour codes of a terminal if `uses_colour` is set."""
         text = ""
         for colour_key, same_cells in itertools.groupby(cells, key=lambda cell: cell.colour_key):
             characters = "".join(cell.character for cell in same_cells)
@@ -149,7 +152,8 @@ class _RowRenderer:
         return text
 
     def _render_labelled(self, spans: Sequence[OpSpan], chunk_indices: dict[int, int], start: float, fold: int) -> list[_Cell]:
-        """Render operations as a letter and a microbatch number. An operation without space for the number has only the letter."""
+        """Render each operation as a letter and its microbatch number. An operation without space for the number has only the
+        letter."""
         width, columns_per_ms = self.layout.width, self.layout.columns_per_ms
         cells = [_Cell(self.idle, None)] * width
         for span in spans:
@@ -184,20 +188,25 @@ class _RowRenderer:
 
 
 def _round_column(position: float) -> int:
-    """Return the column nearest to a position.
+    """Round a position on the time axis to a column.
 
-    Halves are rounded up, so that an integer length has equally many columns at every start.
+    Halves are rounded up. So operations of equal integer length have equally many columns, wherever they start.
     """
     return math.floor(round(position, 6) + 0.5)
 
 
 def _get_letter(op_type: OpType, chunk_index: int) -> str:
-    """Return the letter of an operation. It is in lower case for the second, fourth, ... chunk of a stage."""
+    """Return the letter of an operation type, in lower case for the second, fourth, ... chunk of a stage."""
     return op_type.value.lower() if chunk_index % 2 else op_type.value
 
 
 def _iter_panel_lines(panel: Panel, fold: int, renderer: _RowRenderer, name_width: int) -> Iterator[str]:
-    """Yield the lines of one panel in one block (fold) of the time axis."""
+    """Yield the lines of one panel (timeline with a title) in one block of the time axis.
+
+    Args:
+        fold: index of the block.
+        name_width: number of columns for the name of a stage.
+    """
     layout, timeline = renderer.layout, panel.timeline
     yield panel.caption + (f" (part {fold + 1} of {layout.num_folds})" if layout.num_folds > 1 else "")
     for stage, (spans, chunk_indices) in enumerate(zip(timeline.spans, index_chunks(timeline), strict=True)):
@@ -206,7 +215,7 @@ def _iter_panel_lines(panel: Panel, fold: int, renderer: _RowRenderer, name_widt
 
 
 def _render_axis(layout: _Layout, fold: int) -> str:
-    """Render the time axis: a bar at each tick, followed by its time."""
+    """Render the time axis of one block as text: a bar at each tick, followed by its time."""
     step = choose_tick_step(_COLUMNS_PER_TICK / layout.columns_per_ms)
     axis = ""
     for tick in range(math.ceil((fold + 1) * layout.width / layout.columns_per_ms / step)):
