@@ -25,26 +25,31 @@ Pair = tuple[bytes, bytes]
 
 
 class NotExactError(ValueError):
-    """Raised if tiktoken cannot reproduce exactly the tokenization that the files define. The caller adds the file name to the
-    message."""
+    """Raised if tiktoken cannot reproduce exactly the tokenization that a tokenizer's files define. The caller adds the file name
+    to the message, or uses another library."""
 
 
 @dataclass(frozen=True)
 class MergeRules:
-    """BPE rules defined by a list of merges: apply the earliest possible merge until none is possible (Sennrich et al. 2016)."""
+    """BPE rules defined by a list of merges (pairs of tokens). Of all merges that are possible in a text, the one that comes first
+    in the list is applied, until none is possible (Sennrich et al. 2016)."""
 
     ranks: Mapping[Pair, int]
-    """Merge priority of each merge: its index in the list."""
+    """Merge priority of each pair of tokens: its index in the list of merges. The lowest is merged first."""
     direct_pretokens: frozenset[bytes] = frozenset()
-    """Pretokens that become one token even if the merges would not form it (``ignore_merges`` in tokenizer.json)."""
+    """Pretokens (words, numbers and so on) that become one token even if the merges would not form it (``ignore_merges`` in
+    tokenizer.json)."""
 
     def split(self, pretoken: bytes) -> list[bytes]:
-        """Return the tokens of a pretoken."""
+        """Split a pretoken (a word, a number and so on) into its tokens."""
         return [pretoken] if pretoken in self.direct_pretokens else self.merge(pretoken)[0]
 
     def merge(self, pretoken: bytes) -> tuple[list[bytes], int]:
-        """Return the tokens that the merges form from a pretoken, and the rank (merge priority) of the last applied merge. The rank
-        is -1 if no merge applies."""
+        """Apply the merges to a pretoken (a word, a number and so on).
+
+        Returns:
+            The tokens, and the rank (merge priority) of the last applied merge; -1 if no merge applies.
+        """
         no_rank = len(self.ranks)
         return _merge_pairs(pretoken, lambda pair: self.ranks.get(pair, no_rank), no_rank)
 
@@ -56,8 +61,8 @@ class MergeRules:
         rank of the merge that completes the token when only its own bytes are merged. A token that the merges do not form from its
         own bytes gets no rank.
 
-        The result is exactly that of the merges: within a longer text, the bytes of a token go through the same merges as when they
-        are the full text, until a merge crosses their boundary.
+        The encoder then forms exactly the tokens that the merges form. Reason: within a longer text, the bytes of a token go
+        through the same merges as when they are the full text, until a merge crosses their boundary.
 
         Raises:
             NotExactError: there are no ranks with this property.
@@ -73,7 +78,8 @@ class MergeRules:
             # rank has an effect only if it is the complete pretoken.
             if len(self.merge(token)[0]) == 2:
                 raise NotExactError(
-                    f"the token {token!r} stands only for a complete pretoken, but tiktoken would merge its two parts"
+                    f"the token {token!r} may stand only for a complete pretoken (ignore_merges), but tiktoken would also form it "
+                    "within longer pretokens"
                 )
             ranks[token] = rank
         return ranks
@@ -81,15 +87,15 @@ class MergeRules:
 
 @dataclass(frozen=True)
 class RankRules:
-    """BPE rules defined by token ranks (merge priorities): repeatedly merge the pair that forms the token of lowest rank.
+    """BPE rules defined by token ranks (merge priorities): repeatedly merge the adjacent pair that forms the token of lowest rank.
 
-    A pretoken that is itself a token is not split.
+    A pretoken (a word, a number and so on) that is itself a token is not split.
     """
 
     ranks: dict[bytes, int]
 
     def split(self, pretoken: bytes) -> list[bytes]:
-        """Return the tokens of a pretoken."""
+        """Split a pretoken (a word, a number and so on) into its tokens."""
         if pretoken in self.ranks:
             return [pretoken]
         no_rank = max(self.ranks.values()) + 1
@@ -107,12 +113,13 @@ class ByteVocabulary:
     source: str
     """Flag and file of the vocabulary, for messages."""
     pattern: str
-    """Regular expression that splits a text into pretokens. The text between two matches is a pretoken too."""
+    """Regular expression that splits a text into pretokens (words, numbers and so on). The text between two matches is a
+    pretoken too."""
     rules: MergeRules | RankRules
     ids: dict[bytes, int]
     """Id of each token that the BPE rules can form."""
     num_ids: int
-    """Number that exceeds every id, including the ids of special tokens."""
+    """Vocabulary size. All ids, including those of special tokens, are below this number."""
     eod: int
     bos: int | None = None
     pad: int | None = None
@@ -126,7 +133,7 @@ class ByteVocabulary:
         if self.eod in (*self.ids.values(), *self.added.values()):
             raise ValueError(
                 f"{self.source}: ordinary text could be encoded to the id {self.eod}, which ends a document.\n"
-                "  The end of a document needs a separate token that no merge forms."
+                "  Use a tokenizer with a separate end-of-document token, which no merge forms."
             )
 
     def encode_reference(self, text: str) -> list[int]:
@@ -170,7 +177,8 @@ def describe_missing_bytes(source: str, ids: Mapping[bytes, int]) -> str | None:
 
 
 def split_into_pretokens(pattern: str, text: str) -> Iterator[str]:
-    """Split a text into pretokens: the matches of the regular expression `pattern`, and the texts between these matches."""
+    """Split a text into pretokens (words, numbers and so on): the matches of the regular expression `pattern`, and the texts
+    between these matches."""
     import regex
 
     end = 0
@@ -185,10 +193,16 @@ def split_into_pretokens(pattern: str, text: str) -> Iterator[str]:
 
 
 def _merge_pairs(pretoken: bytes, get_rank: Callable[[Pair], int], no_rank: int) -> tuple[list[bytes], int]:
-    """Repeatedly merge the adjacent pair of lowest rank (of several, the first), until the lowest rank is `no_rank`.
+    """Split a pretoken into bytes, and merge the adjacent pair of lowest rank repeatedly. Of several pairs with this rank, the
+    first is merged.
+
+    Args:
+        pretoken: text to split, as bytes.
+        get_rank: returns the rank (merge priority) of a pair of adjacent tokens.
+        no_rank: rank of pairs that must not be merged.
 
     Returns:
-        The tokens, and the rank of the last merge (-1 if there was none).
+        The tokens, and the rank of the last merge; -1 if there was none.
     """
     tokens, last_rank = [pretoken[index : index + 1] for index in range(len(pretoken))], -1
     ranks = [get_rank(pair) for pair in itertools.pairwise(tokens)]
@@ -206,7 +220,7 @@ def read_json(path: Path, source: str, expected: str) -> Any:
 
     Args:
         path: path of the file.
-        source: name of the file in the error message.
+        source: flag and file, for the error message.
         expected: description of the expected content, for the error message.
 
     Raises:
@@ -216,21 +230,31 @@ def read_json(path: Path, source: str, expected: str) -> Any:
         return json.loads(read_text(path, encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"{source} is not JSON: {error}\n  It should be {expected}; it may be truncated: copy it again."
+            f"{source} is not JSON: {error}\n  It should be {expected}. The file may be truncated: copy it again."
         ) from error
 
 
 def check_ids(source: str, vocab: object) -> dict[str, int]:
     """Check that a vocabulary maps each token to a unique id, and return the vocabulary.
 
+    Args:
+        source: flag and file of the vocabulary, for error messages.
+        vocab: value to check.
+
     Raises:
-        ValueError: the vocabulary has a different form, or two tokens have the same id.
+        ValueError: the vocabulary is not a dictionary of integer ids, or two tokens have the same id.
     """
     if not isinstance(vocab, dict) or not all(type(id) is int and 0 <= id < 2**31 for id in vocab.values()):
-        raise ValueError(f"{source} must be a JSON object that gives each token its id (below 2**31), like GPT-2's vocab.json.")
+        raise ValueError(
+            f"{source} must be a JSON object that gives each token its id (below 2**31), like GPT-2's vocab.json.\n"
+            "  The file is damaged or has another format: use the original file."
+        )
     if len(set(vocab.values())) != len(vocab):
         token_of_id: dict[int, str] = {}
         for token, id in vocab.items():
             if token_of_id.setdefault(id, token) != token:
-                raise ValueError(f"{source} gives the same id, {id}, to several tokens: {token_of_id[id]!r} and {token!r}.")
+                raise ValueError(
+                    f"{source} gives the same id, {id}, to several tokens: {token_of_id[id]!r} and {token!r}.\n"
+                    "  The file is damaged or was edited: use the original file."
+                )
     return vocab

@@ -1,5 +1,5 @@
-"""Tokenizer for byte-level BPE vocabularies. It uses the library tiktoken, built from local files and tested against the rules in
-the files."""
+"""Tokenizer for byte-level BPE vocabularies. It uses the library tiktoken, which is configured from local files and tested against
+the BPE rules in these files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ByteBPETokenizer(Tokenizer):
     ``decode`` returns any encoded text exactly (normalized to NFC, if the vocabulary requires it).
 
     Args:
-        vocabulary: vocabulary with its BPE rules.
+        vocab: vocabulary with its BPE rules.
         encoder: encoder of the vocabulary. By default it is built and tested at its first use, which takes some tenths of a second
             for 50,000 tokens. Training needs only the vocabulary size, so it does not build the encoder.
     """
@@ -46,7 +46,7 @@ class ByteBPETokenizer(Tokenizer):
 
     @cached_property
     def _bytes_of_id(self) -> dict[int, bytes]:
-        """Bytes that each id stands for. Ids without a text, such as those of special tokens, are missing."""
+        """Bytes of the text that each id stands for, by id. Ids without a text, such as those of special tokens, are missing."""
         added = {id: text.encode() for text, id in self.vocab.added.items()}
         return {id: token for token, id in self.vocab.ids.items()} | added
 
@@ -92,8 +92,7 @@ _GROUP_REFERENCE = re.compile(r"\\[1-9]|\\k|\(\?P?[<'=]\w")
 class TiktokenEncoder:
     """Encoder of a byte-level BPE vocabulary that uses tiktoken.
 
-    In tiktoken, the number of a token is its rank (merge priority), which may differ from its id. The encoder therefore maps ranks
-    to ids.
+    tiktoken numbers the tokens by rank (merge priority), which may differ from the id. The encoder therefore maps ranks to ids.
 
     Raises:
         NotExactError: tiktoken rejects the regular expression that splits texts, or encodes a test text differently than the rules
@@ -106,8 +105,8 @@ class TiktokenEncoder:
         self._pattern = pattern = vocab.pattern
         if _GROUP_REFERENCE.search(pattern):
             raise NotExactError(
-                f"the regular expression {pattern!r} that splits texts contains a reference to a group, which tiktoken "
-                "does not support"
+                f"the regular expression {pattern!r} that splits texts into pretokens contains a reference to a group, which "
+                "tiktoken does not support"
             )
         self._ranks = vocab.rules.build_ranks()
         self._id_of_rank = np.zeros(max(self._ranks.values()) + 1, np.uint32)
@@ -118,12 +117,12 @@ class TiktokenEncoder:
             self._encoding = self._build_encoding(rf"(?:{pattern})|(?:(?!{pattern})[\s\S])+")
             expected = vocab.encode_reference(_PROBE_TEXT)
         except (regex.error, ValueError) as error:
-            raise NotExactError(f"tiktoken rejects the pattern {pattern!r}: {error}") from error
+            raise NotExactError(f"tiktoken rejects the regular expression {pattern!r} that splits texts: {error}") from error
         actual = self.encode(_PROBE_TEXT).tolist()
         if actual != expected:
             raise NotExactError(
-                f"tiktoken {tiktoken.__version__} encodes a test text as {actual}, but "
-                f"the rules in the tokenizer file give {expected}"
+                f"tiktoken {tiktoken.__version__} encodes a test text to the ids {actual}, but the rules in the tokenizer file "
+                f"give {expected}"
             )
 
     def _build_encoding(self, pattern: str) -> Encoding:
@@ -135,7 +134,8 @@ class TiktokenEncoder:
 
     @cached_property
     def _pretoken_encoding(self) -> Encoding:
-        """Encoding of tiktoken that treats any text as a single pretoken."""
+        """tiktoken encoder that does not split texts: it treats any text as a single pretoken. It is used for texts with very long
+        whitespace, which tiktoken cannot split."""
         return self._build_encoding(r"[\s\S]+")
 
     def encode(self, text: str) -> NDArray[np.uint32]:

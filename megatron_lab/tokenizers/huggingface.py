@@ -86,9 +86,9 @@ class HuggingFaceTokenizer(Tokenizer):
 class LibraryTokenizer(Tokenizer):
     """Tokenizer for a tokenizer.json that uses the `tokenizers` library.
 
-    Special tokens that occur in a text are encoded as ordinary text, as by all tokenizers of this framework. To achieve this, the
-    library is configured accordingly, and the end-of-document token is renamed to a text that does not occur in documents. Whether
-    ``decode`` returns a text exactly depends on the file.
+    Special tokens that occur in a text are encoded as ordinary text, as by all tokenizers of this framework. For this purpose, the
+    end-of-document token is renamed to a text that does not occur in documents. Whether ``decode`` returns a text exactly depends
+    on the file.
 
     Args:
         file: content of the tokenizer.json.
@@ -110,7 +110,10 @@ class LibraryTokenizer(Tokenizer):
         try:
             self._tokenizer = library.Tokenizer.from_str(json.dumps(document))
         except Exception as error:  # the library raises exactly this class
-            raise ValueError(f"{self._source} is not a tokenizer.json that the tokenizers library can read: {error}") from error
+            raise ValueError(
+                f"{self._source} is not a tokenizer.json that the tokenizers library can read: {error}.\n"
+                "  The file is damaged or has another format: copy it again."
+            ) from error
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -131,11 +134,16 @@ class LibraryTokenizer(Tokenizer):
 
 
 def _hide_eod(file: TokenizerJson, eod: int, source: str) -> dict[str, Any]:
-    """Return the content of the file with a new name for the end-of-document token that does not occur in any text, so that no text
-    is encoded to this token.
+    """Return the content of a tokenizer.json in which the end-of-document token has a new name. The name does not occur in any
+    text, so no text is encoded to this token.
+
+    Args:
+        file: content of the tokenizer.json.
+        eod: id of the end-of-document token.
+        source: flag and file, for error messages.
 
     Raises:
-        ValueError: merges or the unknown token use the end-of-document token.
+        ValueError: merges use the end-of-document token, or it is also the token for unknown text.
     """
     eod_token = next(token for token, id in file.ids.items() if id == eod)
     hidden_token = f"\0\ue000{eod_token}\ue000\0"
@@ -156,8 +164,9 @@ def _hide_eod(file: TokenizerJson, eod: int, source: str) -> dict[str, Any]:
         eod_token in (*tokens, "".join(tokens)) for tokens in map(split_merge, model.get("merges", ()))
     ):
         raise ValueError(
-            f"{source}: ordinary text could be encoded to {eod_token!r}, which ends a document. It must be a token that no merge "
-            "uses.\n  Name another token as eos_token in the tokenizer_config.json next to it."
+            f"{source}: ordinary text could be encoded to {eod_token!r}, which ends a document. The end must be a token that no "
+            "merge uses.\n"
+            "  Name another token as eos_token in the tokenizer_config.json next to the file."
         )
     model["vocab"] = {hidden_token if token == eod_token else token: id for token, id in model["vocab"].items()}
     return document

@@ -37,7 +37,7 @@ class TokenizerJson:
 
     @property
     def is_bpe(self) -> bool:
-        """Whether the tokenizer is BPE, which is assumed for old files that do not name the type."""
+        """Whether the tokenizer is BPE. Old files do not name the type; they are BPE if they contain merges."""
         return self.model.get("type", "BPE" if "merges" in self.model else None) == "BPE"
 
 
@@ -53,23 +53,33 @@ def read_tokenizer_json(path: Path) -> TokenizerJson:
     model = document.get("model") if isinstance(document, dict) else None
     vocab = model.get("vocab") if isinstance(model, dict) else None
     if not isinstance(model, dict) or not isinstance(vocab, dict | list):
-        raise ValueError(f"{source} is not {expected}: it has no model with a vocabulary.")
+        raise ValueError(
+            f"{source} is not {expected}: it has no model with a vocabulary (model.vocab).\n"
+            "  The file is damaged or has another format: copy it again."
+        )
     if isinstance(vocab, list):  # a unigram model has pairs of token and score
         if not all(isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str) for entry in vocab):
-            raise ValueError(f"{source}, model.vocab must be pairs of a token and its score.")
+            raise ValueError(
+                f"{source}: the list model.vocab must contain pairs of a token and its score.\n"
+                "  The file is damaged: copy it again."
+            )
         vocab = {entry[0]: id for id, entry in enumerate(vocab)}
     vocab = check_ids(f"{source}, model.vocab", vocab)
     if model.get("type") == "BPE" and not isinstance(model.get("merges"), list):
         raise ValueError(f"{source} has a BPE model without merges.\n  The file is incomplete: copy it again.")
     added = document.get("added_tokens") or []
     if not all(isinstance(token, dict) and isinstance(token.get("content"), str) for token in added):
-        raise ValueError(f"{source}: each of added_tokens must be an object with an id and a content.")
+        raise ValueError(
+            f"{source}: each entry of added_tokens must be an object with an id and a content.\n"
+            "  The file is damaged: copy it again."
+        )
     ids = check_ids(f"{source}, added_tokens", vocab | {token["content"]: token.get("id") for token in added})
     return TokenizerJson(path, document, model, ids, tuple(added))
 
 
 def split_merge(merge: Any) -> list[str]:
-    """Return the two tokens of a merge. Old files write a merge as one string with a blank between the tokens."""
+    """Return the two tokens of a BPE merge in tokenizer.json. Old files write a merge as one string with a blank between the
+    tokens."""
     if isinstance(merge, str):
         return merge.split(" ")
     return [str(token) for token in merge] if isinstance(merge, list) else []
@@ -90,15 +100,19 @@ def build_byte_vocabulary(file: TokenizerJson, special_tokens: SpecialIds) -> By
 
     Raises:
         ValueError: the entries of the file are inconsistent.
-        NotExactError: `ByteVocabulary` cannot express the tokenizer.
+        NotExactError: the tokenizer is not byte-level BPE, or has options that tiktoken cannot reproduce.
     """
     model, source = file.model, f"--tokenizer-model {file.path}"
     if not file.is_bpe:
-        raise NotExactError(f"its model has type {model.get('type')}, not byte-level BPE")
+        raise NotExactError(
+            f"the model in tokenizer.json has the type {model.get('type')}, not byte-level BPE, which tiktoken requires"
+        )
     pattern = _get_pattern(file.document.get("pre_tokenizer"))
     for setting in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(setting):
-            raise NotExactError(f"its model has the setting {setting} = {model[setting]!r}, which tiktoken does not support")
+            raise NotExactError(
+                f"the model in tokenizer.json has the setting {setting} = {model[setting]!r}, which tiktoken does not support"
+            )
     uses_nfc = _check_uses_nfc(file.document.get("normalizer"))
     special_ids = {special_tokens.eod} | {token["id"] for token in file.added if token.get("special")}
 
@@ -107,7 +121,10 @@ def build_byte_vocabulary(file: TokenizerJson, special_tokens: SpecialIds) -> By
     bytes_of_token = {token: raw for token in ordinary_ids if (raw := decode_byte_chars(token, byte_of_char))}
     ids = {raw: ordinary_ids[token] for token, raw in bytes_of_token.items()}
     if not all(bytes([byte]) in ids for byte in range(256)):
-        raise NotExactError("its vocabulary lacks some of the 256 bytes")
+        raise NotExactError(
+            "the vocabulary in tokenizer.json lacks tokens for some of the 256 bytes, so it is not the vocabulary of a byte-level "
+            "BPE, which tiktoken requires"
+        )
     ranks: dict[Pair, int] = {}
     for i, merge in enumerate(model["merges"]):
         merge_tokens = split_merge(merge)
@@ -118,7 +135,9 @@ def build_byte_vocabulary(file: TokenizerJson, special_tokens: SpecialIds) -> By
                 "  The file is damaged: copy it again."
             )
         if not all(pair) or pair[0] + pair[1] not in ids:
-            raise NotExactError(f"its merge {merge!r} contains or forms a special token")
+            raise NotExactError(
+                f"the merge {merge!r} in tokenizer.json contains or forms a special token, which is not supported with tiktoken"
+            )
         ranks.setdefault(pair, len(ranks))
     return ByteVocabulary(
         source=source,
@@ -135,23 +154,27 @@ def build_byte_vocabulary(file: TokenizerJson, special_tokens: SpecialIds) -> By
 
 
 def _list_steps(step: Any, list_key: str) -> list[Any]:
-    """Return the steps of a pre-tokenizer or normalizer: its list if it is a sequence, otherwise only itself.
+    """Return the steps of a pre-tokenizer or normalizer in tokenizer.json: those of its list if it is a sequence, otherwise the
+    pre-tokenizer or normalizer as the only step.
 
     Args:
         step: entry of tokenizer.json.
-        list_key: key of the list of steps in a sequence.
+        list_key: key under which a sequence has its list of steps.
     """
     steps = step.get(list_key) if isinstance(step, dict) else None
     return steps if isinstance(steps, list) and steps else [step]
 
 
 def _get_types(steps: list[Any]) -> list[str | None]:
-    """Return the type of each step of a pre-tokenizer, such as "ByteLevel"; None if a step has no type."""
+    """Return the type of each step of a pre-tokenizer, such as "ByteLevel" or "Split"; None for a step without a type."""
     return [step.get("type") if isinstance(step, dict) else None for step in steps]
 
 
 def _get_pattern(pre_tokenizer: Any) -> str:
-    """Return the regular expression with which a pre-tokenizer splits a text into pretokens.
+    """Return the regular expression with which a pre-tokenizer splits a text into pretokens (words, numbers and so on).
+
+    Args:
+        pre_tokenizer: entry `pre_tokenizer` of tokenizer.json.
 
     Raises:
         NotExactError: texts are not split by exactly one regular expression.
@@ -160,24 +183,34 @@ def _get_pattern(pre_tokenizer: Any) -> str:
     types = _get_types(steps)
     if types not in (["ByteLevel"], ["Split", "ByteLevel"]):
         raise NotExactError(
-            f"its pre-tokenizer is {' followed by '.join(map(str, types))}; it must be ByteLevel, or Split followed by ByteLevel"
+            f"the pre-tokenizer in tokenizer.json is {' followed by '.join(map(str, types))}, but tiktoken supports only "
+            "ByteLevel, or Split followed by ByteLevel"
         )
     if steps[-1].get("add_prefix_space", True):
-        raise NotExactError("its pre-tokenizer adds a blank before each text, which tiktoken does not do")
+        raise NotExactError("the pre-tokenizer in tokenizer.json adds a space before each text, which tiktoken does not do")
     if len(steps) == 1:
         if not steps[0].get("use_regex", True):
-            raise NotExactError("its pre-tokenizer does not split texts")
+            raise NotExactError(
+                "the pre-tokenizer in tokenizer.json does not split texts (use_regex is false), but tiktoken needs a regular "
+                "expression"
+            )
         return GPT2_PATTERN
     split = steps[0]
     pattern = split.get("pattern")
     pattern = pattern.get("Regex") if isinstance(pattern, dict) else None
     if steps[1].get("use_regex", True) or pattern is None or split.get("behavior") != "Isolated" or split.get("invert"):
-        raise NotExactError("its pre-tokenizer does not split exactly once, by a regular expression, and keep all parts")
+        raise NotExactError(
+            "the pre-tokenizer in tokenizer.json does not split texts exactly once, by a regular expression, or does not keep all "
+            "parts, as tiktoken requires"
+        )
     return str(pattern)
 
 
 def _check_uses_nfc(normalizer: Any) -> bool:
-    """Return whether the normalizer converts texts to Unicode NFC; False without a normalizer.
+    """Return whether a tokenizer's normalizer converts texts to Unicode NFC; False without a normalizer.
+
+    Args:
+        normalizer: entry `normalizer` of tokenizer.json.
 
     Raises:
         NotExactError: the normalizer does something other than NFC.
@@ -189,22 +222,31 @@ def _check_uses_nfc(normalizer: Any) -> bool:
     for step in steps:
         step_type = step.get("type") if isinstance(step, dict) else step
         if step_type != "NFC":
-            raise NotExactError(f"its normalizer is {step_type}, not NFC")
+            raise NotExactError(f"the normalizer in tokenizer.json is {step_type}, but only NFC is supported with tiktoken")
     return bool(steps)
 
 
 def _collect_added_tokens(file: TokenizerJson, special_ids: set[int], uses_nfc: bool) -> dict[str, int]:
-    """Return the ids of the added tokens that are not special. These tokens are matched in texts.
+    """Return the added tokens that are not special, such as ``<think>``, with their ids. They are matched in a text before BPE.
+
+    Args:
+        file: content of the tokenizer.json.
+        special_ids: ids of the special tokens, which are left out.
+        uses_nfc: whether texts are normalized to Unicode NFC.
 
     Raises:
-        NotExactError: a token is matched with options that are not supported.
+        NotExactError: a token has matching options that are not supported.
     """
     added_tokens = {}
     for token in file.added:
         if token["id"] in special_ids:
             continue
-        if any(token.get(option) for option in ("single_word", "lstrip", "rstrip")) or (uses_nfc and token.get("normalized")):
-            raise NotExactError(f"its added token {token['content']!r} is matched with options that are not supported")
+        options = ("single_word", "lstrip", "rstrip", *(("normalized",) if uses_nfc else ()))
+        if unsupported := [option for option in options if token.get(option)]:
+            raise NotExactError(
+                f"the added token {token['content']!r} in tokenizer.json has options that are not supported with tiktoken: "
+                f"{', '.join(unsupported)}"
+            )
         added_tokens[token["content"]] = token["id"]
     return added_tokens
 
@@ -215,7 +257,8 @@ _COMMON_EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 
 
 class SpecialIds(NamedTuple):
-    """Ids of the special tokens eos (end of a document), bos and pad; None if not defined."""
+    """Ids of the special tokens: eod (end of a document), bos (beginning of a text) and pad. bos and pad are None if no file
+    defines them."""
 
     eod: int
     bos: int | None
@@ -242,9 +285,9 @@ def find_special_ids(path: Path, ids: Mapping[str, int]) -> SpecialIds:
         candidates = [name for name in _COMMON_EOD_TOKENS if name in ids]
         if len(candidates) != 1:
             raise ValueError(
-                f"--tokenizer-model {path}: no file defines the token that ends a document: eos_token and eos_token_id are in none "
-                f"of {', '.join(_NAME_FILES + _ID_FILES)} next to it, and {' and '.join(candidates) or 'none'} of "
-                f"{', '.join(_COMMON_EOD_TOKENS)} {'are' if candidates else 'is'} in the vocabulary.\n"
+                f"--tokenizer-model {path}: no file defines the token that ends a document. None of "
+                f"{', '.join(_NAME_FILES + _ID_FILES)} next to it has eos_token or eos_token_id. Instead, the vocabulary must "
+                f"contain exactly one of {', '.join(_COMMON_EOD_TOKENS)}, but contains {' and '.join(candidates) or 'none'}.\n"
                 f'  Write {path.parent / _NAME_FILES[0]} with {{"eos_token": "..."}}.'
             )
         eod = ids[candidates[0]]

@@ -39,7 +39,7 @@ def read_gpt2_bpe(vocab_file: Path, merge_file: Path) -> ByteVocabulary:
     source = f"--vocab-file {vocab_file}"
     vocab = check_ids(source, read_json(vocab_file, source, "a vocabulary like GPT-2's vocab.json"))
     if GPT2_EOD_TOKEN not in vocab:
-        raise ValueError(f"{source} has no token {GPT2_EOD_TOKEN}, which ends a document.\n  Add it with a separate id.")
+        raise ValueError(f"{source} has no token {GPT2_EOD_TOKEN}, which ends a document.\n  Add the token with a new id.")
     byte_of_char = build_byte_chars()
     ids = {bytes([byte]): vocab[char] for char, byte in byte_of_char.items() if char in vocab}
     if (problem := describe_missing_bytes(source, ids)) is not None:
@@ -53,9 +53,9 @@ def read_gpt2_bpe(vocab_file: Path, merge_file: Path) -> ByteVocabulary:
         pair = tuple(token for t in tokens if (token := decode_byte_chars(t, byte_of_char)) is not None)
         if len(tokens) != 2 or len(pair) != 2 or unknown:
             raise ValueError(
-                f"--merge-file {merge_file}, line {i}: {merge!r} must be two tokens that together form a third, all "
-                f"in {vocab_file}{f' (not there: {unknown[-1]!r})' if unknown else ''}.\n  The two files must be of the same "
-                "tokenizer."
+                f"--merge-file {merge_file}, line {i}: {merge!r} must be two tokens that together form a third, all in "
+                f"{vocab_file}{f' (not there: {unknown[-1]!r})' if unknown else ''}.\n"
+                "  The two files must be of the same tokenizer."
             )
         ids[pair[0] + pair[1]] = vocab["".join(tokens)]
         ranks.setdefault(pair, len(ranks))
@@ -78,7 +78,15 @@ def _read_merge_lines(path: Path) -> list[str]:
 
 
 def _read_ranks(path: Path, source: str) -> tuple[dict[bytes, int], bool]:
-    """Return the rank (merge priority) of each token, and whether the file is a JSON list as in Megatron-LM.
+    """Read a vocabulary file for tiktoken in one of its two formats.
+
+    Args:
+        path: path of the file.
+        source: flag and file, for error messages.
+
+    Returns:
+        The rank (merge priority) of each token, and whether the file is a JSON list as in Megatron-LM (otherwise it has a line per
+        token).
 
     Raises:
         ValueError: the file is in neither format, or damaged.
@@ -92,7 +100,12 @@ def _read_ranks(path: Path, source: str) -> tuple[dict[bytes, int], bool]:
 
 
 def _read_rank_list(path: Path, source: str) -> dict[bytes, int]:
-    """Read the ranks from a JSON list of {"rank": 0, "token_bytes": base64, "token_str": ...}, ordered by rank."""
+    """Return the rank (merge priority) of each token from a JSON list of {"rank": 0, "token_bytes": base64, "token_str": ...},
+    ordered by rank.
+
+    Raises:
+        ValueError: the file has another form.
+    """
     expected = 'a JSON list of {"rank", "token_bytes", "token_str"}'
     entries = read_json(path, source, expected)
     if not isinstance(entries, list):
@@ -100,13 +113,22 @@ def _read_rank_list(path: Path, source: str) -> dict[bytes, int]:
     ranks: dict[bytes, int] = {}
     for rank, entry in enumerate(entries):
         if not isinstance(entry, dict) or entry.get("rank") != rank or not isinstance(entry.get("token_bytes"), str):
-            raise ValueError(f"{source}, entry {rank}: {str(entry)[:100]} should have the rank {rank} and token_bytes.")
+            raise ValueError(
+                f"{source}, entry {rank}: {str(entry)[:100]} should have the token rank (merge priority) {rank} and token_bytes (a "
+                "text in base64).\n"
+                "  The file is damaged or has another format: copy it again."
+            )
         _add_token(ranks, entry["token_bytes"], rank, f"{source}, entry {rank}")
     return ranks
 
 
 def _read_rank_lines(path: Path, source: str) -> dict[bytes, int]:
-    """Read the ranks from a text file with one token per line: the token in base64, a blank and its rank."""
+    """Return the rank (merge priority) of each token from a text file with one token per line: the token in base64, a blank and its
+    rank.
+
+    Raises:
+        ValueError: the file has another form.
+    """
     ranks: dict[bytes, int] = {}
     used_ranks: set[int] = set()
     for i, line in enumerate(read_regular(path).splitlines(), start=1):
@@ -133,10 +155,13 @@ def _add_token(ranks: dict[bytes, int], encoded_token: str | bytes, rank: int, l
     """Decode a token and add its rank (merge priority) to `ranks`.
 
     Args:
-        ranks: ranks read so far.
+        ranks: ranks read so far, by token.
         encoded_token: token in base64.
         rank: rank of the token.
         location: file and line, for error messages.
+
+    Raises:
+        ValueError: the token is not base64, is empty, or occurs twice.
     """
     try:
         token = base64.b64decode(encoded_token, validate=True)
@@ -166,8 +191,8 @@ _MEGATRON_VOCAB_SIZE = 2**17  # size in Megatron-LM without --vocab-size
 
 @dataclass(frozen=True)
 class PublishedFile:
-    """Published vocabulary file, such as that of a known model. The file contains only ranks; it is identified by its number of
-    tokens."""
+    """Vocabulary file of a well-known model, whose settings are known. The file contains only ranks (merge priorities); it is
+    recognized by its number of tokens."""
 
     name: str
     pattern: str
@@ -187,16 +212,20 @@ cl100k_base, which splits texts like Llama 3."""
 def read_tiktoken(path: Path, config: DataConfig) -> ByteVocabulary:
     """Read a vocabulary for tiktoken from a file in one of two formats. Each token has a rank (merge priority).
 
-    A JSON list of ranks gets the ids that Megatron-LM assigns. The first ids are --tiktoken-num-special-tokens special tokens:
+    The tokens of a JSON list get the ids that Megatron-LM assigns. The first ids are --tiktoken-num-special-tokens special tokens:
     those named by --tiktoken-special-tokens, then fillers. The next ids are the tokens by rank, until there are --vocab-size ids
     (131,072 by default).
 
     In a text file, each line is a token in base64 and its rank, which is also its id. If the number of tokens is in
-    `PUBLISHED_FILES` and no setting of tiktoken is changed, the pattern and the special tokens are those of the published file.
-    Otherwise the special tokens follow the last rank.
+    `PUBLISHED_FILES` and the flags --tiktoken-... have their defaults, the pattern and the special tokens are those of the
+    published file. Otherwise the special tokens follow the last rank.
 
     The end-of-document token is ``</s>`` (or that of the published file). bos is ``<s>`` and pad is ``<pad>``, if these names are
     special tokens.
+
+    Args:
+        path: path of the file.
+        config: settings of the tokenizer.
 
     Raises:
         ValueError: the file is invalid, or the settings do not fit the file.
@@ -208,7 +237,7 @@ def read_tiktoken(path: Path, config: DataConfig) -> ByteVocabulary:
     if published:
         if vocab_size not in (None, published.vocab_size):
             raise ValueError(
-                f"--vocab-size {vocab_size:,} does not fit {source}: with {len(ranks):,} tokens it is the file of "
+                f"--vocab-size {vocab_size:,} does not fit {source}: its {len(ranks):,} tokens are the vocabulary of "
                 f"{published.name}, which has {published.vocab_size:,} ids with its special tokens.\n  Leave --vocab-size out."
             )
         return ByteVocabulary(
@@ -220,18 +249,21 @@ def read_tiktoken(path: Path, config: DataConfig) -> ByteVocabulary:
         size = min(_MEGATRON_VOCAB_SIZE, total_size) if vocab_size is None else vocab_size
         if not num_special + 256 <= size <= total_size:
             raise ValueError(
-                f"--vocab-size {size:,} does not fit {source}: with --tiktoken-num-special-tokens {num_special:,} it may be "
-                f"from {num_special + 256:,} to {total_size:,}."
+                f"--vocab-size {size:,} does not fit {source}: with --tiktoken-num-special-tokens {num_special:,}, --vocab-size "
+                f"may be from {num_special + 256:,} to {total_size:,}."
             )
         ranks = {token: rank for token, rank in ranks.items() if rank < size - num_special}
         if describe_missing_bytes(source, ranks) is not None:
             raise ValueError(
-                f"{source}: the first {size - num_special:,} tokens lack some of the 256 bytes.\n  Raise --vocab-size."
+                f"{source}: its first {size - num_special:,} tokens, which fit into --vocab-size {size:,}, lack some of the 256 "
+                "bytes.\n"
+                "  Raise --vocab-size."
             )
     elif vocab_size not in (None, total_size):
         raise ValueError(
-            f"--vocab-size {vocab_size:,} does not fit {source}: its {total_size - num_special:,} ranks and "
-            f"--tiktoken-num-special-tokens {num_special:,} make {total_size:,}.\n  Leave --vocab-size out."
+            f"--vocab-size {vocab_size:,} does not fit {source}: its {total_size - num_special:,} tokens and "
+            f"--tiktoken-num-special-tokens {num_special:,} make {total_size:,} token ids.\n"
+            "  Leave --vocab-size out."
         )
     first_special, rank_offset, size = (0, num_special, size) if is_list else (total_size - num_special, 0, total_size)
     special_ids = {name: first_special + i for i, name in enumerate(config.tiktoken_special_tokens)}
@@ -248,14 +280,22 @@ def read_tiktoken(path: Path, config: DataConfig) -> ByteVocabulary:
 
 
 def _check_special_tokens(num_special_tokens: int, special_tokens: Sequence[str]) -> None:
-    """Check that the names of the special tokens are unique, contain ``</s>``, and fit into the number of special tokens."""
+    """Check that the names of the special tokens are unique, contain ``</s>``, and fit into the number of special tokens.
+
+    Args:
+        num_special_tokens: number of ids that are reserved for special tokens (--tiktoken-num-special-tokens).
+        special_tokens: names of the special tokens (--tiktoken-special-tokens).
+
+    Raises:
+        ValueError: the names do not meet these conditions.
+    """
     listing = " ".join(special_tokens)
     if len(set(special_tokens)) < len(special_tokens):
         raise ValueError(f"--tiktoken-special-tokens {listing} names a token twice. Remove one of them.")
     if "</s>" not in special_tokens:
-        raise ValueError(f"--tiktoken-special-tokens {listing} must name </s>, which ends a document.")
+        raise ValueError(f"--tiktoken-special-tokens {listing} must include </s>, the token that ends a document. Add it.")
     if len(special_tokens) > num_special_tokens:
         raise ValueError(
-            f"--tiktoken-special-tokens {listing} are {len(special_tokens)} tokens, more than --tiktoken-num-special-tokens "
-            f"{num_special_tokens}."
+            f"--tiktoken-special-tokens {listing} has {len(special_tokens)} tokens, more than --tiktoken-num-special-tokens "
+            f"{num_special_tokens}. Raise that number, or remove tokens."
         )
