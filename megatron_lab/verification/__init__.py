@@ -1,2 +1,2 @@
-"""Proof that a run at a layout (any combination of parallel axes) trains as one process does: a reference model, runs on local
-processes, and the comparison of both."""
+"""Tests that a parallel run (any combination of tensor, context, data, expert and pipeline parallelism) trains as one process does.
+The parallel run uses local processes. It is compared with a reference model, which trains in one process."""

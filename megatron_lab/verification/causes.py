@@ -1,9 +1,9 @@
-"""Causes of a difference: where a tensor or scalar of the layout's run differs from the reference run, and the mistake that
-explains the difference.
+"""Find the mistake that explains why a tensor or scalar of the parallel run differs from the reference run.
 
 The coefficients of the difference identify the mistake. A tensor that is a constant multiple of its reference was summed too often
-or divided wrongly. A gradient is a sum of the contributions of the microbatches. New weights are a combination of the old weights
-and the correct update. `find_cause` tries these explanations in turn and returns the first that fits.
+or divided wrongly. A gradient is a sum of the contributions of the microbatches, so a wrong coefficient shows a microbatch that is
+missing or counted twice. New weights are a combination of the old weights and the correct update, so wrong coefficients show a
+wrong learning rate or weight decay. `find_cause` tries these explanations in turn and returns the first that fits.
 """
 
 from __future__ import annotations
@@ -39,19 +39,20 @@ _SUM_TOLERANCE = 1e3 * TOLERANCE
 
 @dataclass(frozen=True)
 class Cause:
-    """Explanation of why a tensor differs from its reference. Tensors with equal causes share one finding."""
+    """Explanation of why a tensor of the parallel run differs from the reference run. Tensors with equal causes are reported
+    together."""
 
     text: str
-    """The explanation; empty if no explanation fits."""
+    """The explanation; empty if none of the known mistakes explains the difference."""
     locations: tuple[str, ...] = ()
-    """Lines of text that name the ranks on which the tensor differs, if not on all, and the axes whose ranks disagree."""
+    """Sentences for the report: on which ranks the tensor differs (if not on all), and along which axes ranks disagree."""
     group: str = ""
     ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class DifferingTensor:
-    """Tensor of the layout's run that differs from the reference, with the values needed to explain the difference."""
+    """Tensor of the parallel run that differs from the reference run, together with its reference values."""
 
     actual: GatheredTensor
     expected: Tensor
@@ -59,8 +60,8 @@ class DifferingTensor:
 
     @cached_property
     def rank_tensors(self) -> tuple[RankTensor, ...]:
-        """Local tensors that differ from their slices of the reference. If no single local tensor differs although the full tensor
-        does, all local tensors."""
+        """Local tensors of the ranks that differ from their slices of the reference. If each local tensor is within its tolerance
+        and only the full tensor is not, this is all local tensors."""
         rank_tensors = self.actual.rank_tensors
         max_distance = self.difference.allowed / math.sqrt(len(rank_tensors))
         return (
@@ -74,16 +75,16 @@ class DifferingTensor:
 
     @cached_property
     def values(self) -> Tensor:
-        """Elements of `rank_tensors`, flattened and concatenated."""
+        """Elements of the local tensors in `rank_tensors`, flattened and concatenated."""
         return torch.cat([rank_tensor.local.values.flatten() for rank_tensor in self.rank_tensors])
 
     @property
     def excess(self) -> Tensor:
-        """Difference between `values` and the reference, flattened."""
+        """Difference: `values` minus the reference values of the same elements, flattened."""
         return self.values - self.select(self.expected)
 
     def select(self, full: Tensor) -> Tensor:
-        """Return the elements of a full tensor at the slices of `rank_tensors`, in the order of `values`."""
+        """Return those elements of a full tensor that the local tensors in `rank_tensors` cover, in the order of `values`."""
         return torch.cat([rank_tensor.local.select(full).flatten() for rank_tensor in self.rank_tensors])
 
 
@@ -93,13 +94,16 @@ of the axis that it concerns; both are empty if the explanation does not fit."""
 
 
 def find_cause(tensor: DifferingTensor, factors: Sequence[Factor], explain: Explanation) -> Cause:
-    """Find the cause of a tensor's difference from the reference.
+    """Find out why a tensor of the parallel run differs from the reference run.
 
-    The checks run in this order: wrong shape, non-finite values, missing sum over an axis, constant factor, and finally `explain`.
+    The checks run in this order: wrong shape, values that are not finite, missing sum over an axis, constant factor, and finally
+    `explain`.
 
     Args:
-        factors: numbers of the run (such as sizes and counts) by which the tensor may be wrongly multiplied or divided.
-        explain: explanation that is specific to the type of the tensor, such as a gradient.
+        tensor: the tensor, with its reference values.
+        factors: sizes and counts of the run (such as the tensor-parallel size) by which the tensor may be wrongly multiplied or
+            divided.
+        explain: function that looks for the mistakes of one type of tensor, such as gradients.
     """
     if tensor.actual.shapes != {tuple(tensor.expected.shape)}:
         return Cause(tensor.difference.describe())
@@ -139,9 +143,11 @@ _MISSING_SUM_TEXTS["pp"] = (
 
 
 def _find_missing_sum(tensor: DifferingTensor) -> Cause | None:
-    """Check whether a reduction is missing: the replicas along one axis hold summands whose sum is the reference.
+    """Return a cause if a reduction is missing: the ranks along one axis hold different summands, and their sum is the reference.
+    Otherwise, return None.
 
-    A bias that each rank adds before the missing reduction does not hide the cause.
+    If each rank also adds a bias before the missing reduction, the sum contains the bias several times. This case is recognized
+    too.
     """
     differing_sets = tensor.actual.find_differing_replicas()
     for axis, text in _MISSING_SUM_TEXTS.items():
@@ -163,13 +169,13 @@ def _find_missing_sum(tensor: DifferingTensor) -> Cause | None:
 
 
 def explain_nothing(tensor: DifferingTensor) -> tuple[str, str]:
-    """Return no explanation, for types of tensors without a specific explanation."""
+    """Return two empty texts: no explanation. Used for tensors whose type has no typical mistakes."""
     return "", ""
 
 
 def build_microbatch_explanation(reference: ReferenceRun) -> Explanation:
-    """Build an explanation for gradients of the first step: the gradient does not contain each microbatch's contribution exactly
-    once."""
+    """Build the function that explains wrong gradients of the first step by the microbatches whose contribution is missing,
+    repeated or weighted wrongly."""
     token_counts = dict(zip(reference.microbatches, reference.microbatch_tokens, strict=True))
 
     def explain(tensor: DifferingTensor) -> tuple[str, str]:
@@ -186,12 +192,13 @@ def build_microbatch_explanation(reference: ReferenceRun) -> Explanation:
 
 
 def describe_microbatch_counts(coefficients: Mapping[tuple[int, int], float], token_counts: Mapping[tuple[int, int], float]) -> str:
-    """Describe how often a gradient contains the contribution of each microbatch, and which mistake may be the reason. Returns an
-    empty string if all counts are 1.
+    """Describe which microbatches a gradient does not contain exactly once, and which mistake may be the reason. Return an empty
+    string if the gradient contains each exactly once.
 
     Args:
-        coefficients: how often the gradient contains the contribution of a microbatch, by (data rank, microbatch).
-        token_counts: number of tokens of each microbatch that count in the loss, by (data rank, microbatch).
+        coefficients: how often the gradient contains the contribution of a microbatch, by (data-parallel rank, index of the
+            microbatch).
+        token_counts: number of tokens of a microbatch that count in the loss, by the same keys.
     """
     wrong_coefficients = {
         microbatch: coefficient for microbatch, coefficient in coefficients.items() if not is_near(coefficient, 1)
@@ -236,10 +243,10 @@ def describe_microbatch_counts(coefficients: Mapping[tuple[int, int], float], to
 
 
 def build_stale_gradient_explanation(previous: Mapping[str, GatheredTensor]) -> Explanation:
-    """Build an explanation for gradients: the gradient still contains the gradient of the previous step.
+    """Build the function that explains wrong gradients by gradients of the previous step that were not zeroed.
 
     Args:
-        previous: gradients of the previous step.
+        previous: gradients of the previous step, by the name of the parameter.
     """
 
     def explain(tensor: DifferingTensor) -> tuple[str, str]:
@@ -253,10 +260,11 @@ def build_stale_gradient_explanation(previous: Mapping[str, GatheredTensor]) -> 
 
 
 def build_update_explanation(previous: Mapping[str, Tensor]) -> Explanation:
-    """Build an explanation for weights: the update moved the weight too far or not far enough, or used a different weight decay.
+    """Build the function that explains wrong weights after an update: not updated at all, moved too far or not far enough, or a
+    wrong weight decay.
 
     Args:
-        previous: weights before the step.
+        previous: weights before the step, by name.
     """
 
     def explain(tensor: DifferingTensor) -> tuple[str, str]:
@@ -293,15 +301,16 @@ def check_tensors(
     factors: Sequence[Factor] = (),
     explain: Explanation = explain_nothing,
 ) -> Iterator[ProofFinding]:
-    """Find the causes of the tensors that differ, and yield one finding for each cause.
+    """Find out why tensors of the parallel run differ from the reference run, and yield one report entry for each cause.
 
     Args:
         index: index of the step; None before the first step.
-        finding_type: type of the findings.
-        lead: text before the cause.
-        names: tensors to explain, in causal order. By default all that differ, in the order of the forward.
-        factors: numbers of the run (sizes, counts) by which a tensor may be wrongly multiplied or divided.
-        explain: explanation that is specific to the type of the tensors.
+        finding_type: type of the report entries.
+        compared: tensors of both runs, with their differences.
+        lead: text at the beginning of each report entry, before the cause.
+        names: names of the tensors to explain, in causal order. By default all tensors that differ, in the order of the forward.
+        factors: sizes and counts of the run by which a tensor may be wrongly multiplied or divided.
+        explain: function that looks for the mistakes of this type of tensor, such as gradients.
     """
     names_by_cause: dict[Cause, list[str]] = {}
     for name in compared.differing_names if names is None else names:
@@ -329,14 +338,18 @@ def check_scalar(
     *,
     is_divisor: bool = False,
 ) -> Iterator[ProofFinding]:
-    """Yield a finding if a scalar of the layout's run differs from the reference by more than rounding.
+    """Yield a report entry if a scalar of the parallel run differs from the reference run by more than rounding.
 
     Args:
         index: index of the step; None before the first step.
-        location: names of parameters, or a text.
-        quantity: name of the scalar in the finding.
-        hint: text on a possible cause.
-        is_divisor: whether the loss and every gradient are divided by the scalar.
+        finding_type: type of the report entry.
+        location: where the scalar differs: names of parameters, or a description.
+        quantity: name of the scalar in the report.
+        actual: scalar of the parallel run.
+        expected: scalar of the reference run.
+        hint: text about a possible cause.
+        is_divisor: whether the loss and every gradient are divided by the scalar. A scalar that is too large then makes them too
+            small.
     """
     if abs(actual - expected) <= TOLERANCE * abs(expected):
         return
@@ -350,7 +363,7 @@ def check_scalar(
 
 
 def format_further_names(names: Sequence[str]) -> str:
-    """Format all names except the first as text. Returns an empty string if there is only one name."""
+    """Return a clause that lists all names except the first, or an empty string if there is only one name."""
     num_unlisted = len(names) - 1 - MAX_LISTED_NAMES
     return (
         f"likewise {', '.join(names[1 : 1 + MAX_LISTED_NAMES])}{f' and {num_unlisted} others' if num_unlisted > 0 else ''}"

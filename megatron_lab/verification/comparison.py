@@ -1,5 +1,5 @@
-"""Comparison of the run at a layout with the reference run. Each tensor is gathered from its ranks and compared once; the code that
-looks for causes reads the results."""
+"""Comparison of a parallel run with the reference run. Each tensor is assembled from the slices of its ranks and compared once. The
+code that looks for the cause of a difference uses these comparisons."""
 
 from __future__ import annotations
 
@@ -40,20 +40,21 @@ class ComparisonRow:
 
     @property
     def title(self) -> str:
-        """Description such as `loss of step 2` or `gradient of layers.0.mlp.up.weight in step 1`."""
+        """Name of the compared value with its step, such as `loss of step 2` or `gradient of layers.0.mlp.up.weight in step 1`."""
         when = f"step {self.step}" if self.step else "before step 1"
         return f"{self.quantity} of {self.name} in {when}" if self.name else f"{self.quantity}{' of' if self.step else ''} {when}"
 
 
 @dataclass(frozen=True)
 class ComparedTensors:
-    """Tensors of one type (such as gradients) after one step or before the first, with their differences from the reference."""
+    """Tensors of one type (such as all gradients of a step) of the parallel run and of the reference run, with their
+    differences."""
 
     actual: Mapping[str, GatheredTensor]
-    """Tensors of the run at the layout, by name."""
+    """Tensors of the parallel run, by name."""
     expected: Mapping[str, Tensor]
     differences: Mapping[str, TensorDifference]
-    """Differences of the tensors that both runs have, by name, in the order of the forward."""
+    """Difference of each tensor that both runs have, by name, in the order of the forward."""
 
     @property
     def differing_names(self) -> list[str]:
@@ -62,7 +63,8 @@ class ComparedTensors:
 
 
 class Comparison:
-    """Comparison of the layout's run with the reference run. Each type of tensors is compared when its attribute is first read."""
+    """Comparison of the parallel run with the reference run. Tensors of one type, such as activations, are compared when their
+    attribute is first read."""
 
     def __init__(self, observation: Observation) -> None:
         self.observation = observation
@@ -74,39 +76,40 @@ class Comparison:
         self.sizes = {axis: 1 + max(rank.coordinates[axis] for rank in self.ranks) for axis in AXIS_NAMES}
         """Number of ranks along each axis."""
 
-    def num_samples(self, index: int) -> int:
-        """Return the number of samples in the layout's step with this index."""
+    def get_num_samples(self, index: int) -> int:
+        """Return the number of samples in the global batch of a step of the parallel run; `index` counts the steps from 0."""
         return self.ranks[0].steps[index].num_microbatches * self.sizes["dp"] * self.config.training.micro_batch_size
 
     def build_factors(self, index: int) -> list[Factor]:
-        """List the numbers of a step (sizes, counts) by which a value may be wrongly multiplied or divided."""
+        """List the sizes and counts of a step by which a value may be wrongly multiplied or divided, such as the tensor-parallel
+        size or the number of microbatches."""
         precision = self.config.precision
         return build_factors(
             {AXIS_NAMES[axis]: size for axis, size in self.sizes.items()},
             self.ranks[0].steps[index].num_microbatches,
             self.reference.steps[index].token_count,
-            self.num_samples(index) * self.config.model.seq_length,
+            self.get_num_samples(index) * self.config.model.seq_length,
             precision.loss_scale or (precision.initial_loss_scale if precision.fp16 else 1.0),
         )
 
     @cached_property
     def initial(self) -> ComparedTensors:
-        """Values with which the run at the layout initializes parameters, compared with those in one process."""
+        """Initial values of the parameters as the parallel run generates them, compared with those that one process generates."""
         return self._compare([rank.initial for rank in self.ranks], self.observation.initial)
 
     @cached_property
     def start(self) -> ComparedTensors:
-        """Parameters at the layout before the first step, compared with the start weights that both runs load."""
+        """Parameters of the parallel run before the first step, compared with the start weights that both runs load."""
         return self._compare([rank.start for rank in self.ranks], self.observation.start)
 
     @cached_property
     def activations(self) -> ComparedTensors:
-        """Outputs of modules in the first step."""
+        """Outputs of embedding, layers, attention and MLPs in the first step."""
         return self._compare([rank.activations for rank in self.ranks], self.reference.activations)
 
     @cached_property
     def gradients(self) -> list[ComparedTensors]:
-        """Gradients that the optimizer receives, for each step."""
+        """For each step, the gradients that the optimizer receives."""
         return [
             self._compare([rank_step.gradients for rank_step in rank_steps], reference_step.gradients)
             for rank_steps, reference_step in self._step_pairs
@@ -114,7 +117,7 @@ class Comparison:
 
     @cached_property
     def weights(self) -> list[ComparedTensors]:
-        """Main parameters after each step."""
+        """For each step, the main parameters after the update."""
         steps = zip(self._step_pairs, self._rounding_slack, strict=True)
         return [
             self._compare([rank_step.main_params for rank_step in rank_steps], reference_step.weights, slack)
@@ -123,7 +126,8 @@ class Comparison:
 
     @cached_property
     def parameters(self) -> list[ComparedTensors]:
-        """Parameters that the next forward uses, after each step, on ranks that hold unsharded parameters."""
+        """For each step, the model parameters after the update, as the next forward uses them. Parameters that FSDP shards are
+        missing."""
         steps = zip(self._step_pairs, self._rounding_slack, strict=True)
         return [
             self._compare([rank_step.parameters for rank_step in rank_steps], reference_step.weights, slack)
@@ -132,11 +136,12 @@ class Comparison:
 
     @property
     def _step_pairs(self) -> list[tuple[tuple[RankStep, ...], ReferenceStep]]:
-        """Recorded steps of all ranks paired with the step of the reference, for each step."""
+        """For each step, its records on all ranks of the parallel run, and its record in the reference run."""
         return list(zip(zip(*(rank.steps for rank in self.ranks), strict=False), self.reference.steps, strict=False))
 
     def get_steps(self, index: int) -> tuple[RankStep, ReferenceStep]:
-        """Return the record of the step with this index on rank 0, and that of the reference run."""
+        """Return the record of a step on rank 0 of the parallel run, and its record in the reference run; `index` counts the steps
+        from 0."""
         return self.ranks[0].steps[index], self.reference.steps[index]
 
     def build_finding(
@@ -150,13 +155,16 @@ class Comparison:
         group: str = "",
         ranks: Sequence[int] = (),
     ) -> ProofFinding:
-        """Build a finding about the step with this index.
+        """Build a report entry about a difference.
 
         Args:
             index: index of the step; None before the first step.
-            location: a text; or names of parameters or activations, the first of which the finding reports as the location.
+            finding_type: type of the report entry.
+            location: where the runs differ: a description, or names of parameters or modules. Of several names, the report shows
+                the first as the location.
+            text: description of the difference and its cause.
             relative: difference as a share of the reference.
-            group: axis along which values differ: tensor, context, data or pipeline.
+            group: axis along which ranks disagree: tensor, context, data or pipeline.
             ranks: ranks that show the difference; empty if all do.
         """
         step = 0 if index is None else self.reference.steps[index].iteration
@@ -168,11 +176,11 @@ class Comparison:
         )
 
     def describe_location(self, name: str) -> str:
-        """Return the name of a parameter or module with its layer and stage."""
+        """Return the name of a parameter or module with its layer and pipeline stage."""
         return format_location(name, self.layer_table, stages=self.find_stages(name))
 
     def find_stages(self, name: str) -> tuple[int, ...]:
-        """Return the pipeline stages of a parameter or module.
+        """Return the pipeline stages that have a parameter or module.
 
         For a parameter, these are the stages whose ranks store it. For a module, they are the stages to which `layer_table`, the
         assignment of layers to stages, assigns it.
@@ -186,7 +194,8 @@ class Comparison:
         return tuple(find_stages(name, self.layer_table))
 
     def build_tensor_rows(self) -> list[ComparisonRow]:
-        """Return a row for every gradient and weight of every step, the largest difference relative to its tolerance first.
+        """Return a table row for every gradient and weight of every step, sorted by the difference relative to its tolerance,
+        largest first.
 
         Rows of the first step with a difference precede all others, because later differences follow from them.
         """
@@ -200,7 +209,7 @@ class Comparison:
         return sorted(rows, key=lambda row: (row.step == first_differing_step, row.difference.excess), reverse=True)
 
     def build_scalar_rows(self) -> list[ComparisonRow]:
-        """Return a row for every loss, gradient norm and evaluation."""
+        """Return a table row for every loss and gradient norm of a step and for every evaluation loss."""
         scalars = []
         for index in range(self.num_steps):
             rank_step, reference_step = self.get_steps(index)
@@ -217,11 +226,12 @@ class Comparison:
 
     @cached_property
     def _rounding_slack(self) -> list[dict[str, float]]:
-        """Absolute difference that rounding may cause between the weights of both runs, for each step and parameter.
+        """For each step, the absolute difference that rounding may cause between the weights of both runs, by the name of the
+        parameter.
 
         The true gradient of some elements is zero (a key bias without rotary positions), but the computed gradient is a rounding
-        error. Adam divides it by a number that may be as small as epsilon, and so turns it into a visible update. The slack is the
-        sum of the largest updates of this type over the steps.
+        error. Adam divides this error by a number that may be as small as epsilon, and so turns it into a visible update. The
+        allowed difference is the sum, over the steps so far, of the largest updates that such rounding errors can cause.
         """
         optimizer, slack_by_step = self.config.optimizer, []
         slack = dict.fromkeys(self.observation.start, 0.0)
@@ -240,12 +250,13 @@ class Comparison:
         expected: Mapping[str, Tensor],
         slack: Mapping[str, float] | None = None,
     ) -> ComparedTensors:
-        """Gather the local tensors of all ranks, and compare the tensors that both runs have.
+        """Assemble each tensor from the slices of all ranks, and compare it with the reference. Tensors that only one run has are
+        not compared.
 
         Args:
-            local_tensors: local tensors of each rank.
+            local_tensors: for each rank, its local tensors.
             expected: full tensors of the reference, by name.
-            slack: additional absolute difference that is allowed, by name.
+            slack: absolute difference that is allowed in addition to the tolerance, by name.
         """
         actual, joint_norm = gather_tensors(self.ranks, local_tensors), compute_joint_norm(expected.values())
         differences = {
@@ -257,13 +268,14 @@ class Comparison:
 
 
 def _measure_worst(actual: GatheredTensor, expected: Tensor, global_norm: float, slack: float) -> TensorDifference:
-    """Measure the difference of the replica that differs most: if replicas disagree, one may be correct and another wrong."""
+    """Measure how far a tensor is from its reference, using the rank whose replica differs most: if replicas disagree, one may be
+    correct and another wrong."""
     differences = [measure_difference(tensor, expected, global_norm=global_norm, slack=slack) for tensor in actual.iter_versions()]
     return max(differences, key=lambda difference: difference.excess)
 
 
 class FindingType(StrEnum):
-    """Types of findings, in causal order."""
+    """Types of differences that the report lists, in causal order."""
 
     PARAMETERS = "parameters"
     """Missing or unknown parameters, or parameters with a wrong shape."""
@@ -283,12 +295,12 @@ class FindingType(StrEnum):
 
 @dataclass(frozen=True)
 class ProofFinding:
-    """Difference between the run at a layout and the reference, with its location and cause. The fields are keys of the tool's JSON
-    report."""
+    """Entry of the report: a difference between the parallel run and the reference run, with its location and cause. The fields are
+    keys of the JSON report."""
 
     kind: FindingType
     step: int
-    """Step, counted from 1; 0 is before the first step."""
+    """Training step, counted from 1; 0 for a difference before the first step."""
     place: str
     """Location of the difference: a parameter or module, with its layer and stage."""
     text: str
@@ -296,14 +308,14 @@ class ProofFinding:
     relative: float
     """Size of the difference as a share of the reference value; for a tensor, as a share of the reference's norm."""
     names: tuple[str, ...] = ()
-    """Parameters or activations with this difference. `place` describes the first of them."""
+    """Parameters or modules with this difference. `place` describes the first of them."""
     stages: tuple[int, ...] = ()
     group: str = ""
-    """Axis along which the ranks disagree (tensor, context, data or pipeline); empty if they agree."""
+    """Axis along which ranks disagree: "tensor", "context", "data" or "pipeline"; empty if the ranks agree with each other."""
     ranks: tuple[int, ...] = ()
     """Ranks that show the difference; empty if all do."""
 
     def format(self) -> str:
-        """Return the finding as one line of text."""
+        """Return the report entry as one line of text."""
         when = f"step {self.step}" if self.step else "before step 1"
         return f"{self.kind} of {self.place}, {when}: {self.text}"

@@ -1,4 +1,5 @@
-"""Decide whether a run at a layout equals the reference run, and find the cause if it does not. Pure functions of an observation.
+"""Decide whether a parallel run equals the reference run, and find the cause if it does not. All functions are pure: they read only
+the recorded values of both runs.
 
 A difference causes others: a wrong activation makes the loss wrong, and with it the gradients, the weights and all later steps. So
 quantities are compared in causal order, and the first that differs is reported.
@@ -27,33 +28,40 @@ from megatron_lab.verification.observation import Observation
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Verdict on a run at a layout: its differences from the reference run, with their causes."""
+    """Verdict on a parallel run: its differences from the reference run, with their causes."""
 
     findings: tuple[ProofFinding, ...]
     """Differences in causal order. The first may be the cause of all others."""
     worst: ComparisonRow
-    """Row with the largest difference relative to its tolerance."""
+    """Tensor or scalar with the largest difference relative to its tolerance."""
     rows: tuple[ComparisonRow, ...]
-    """A row for every gradient and weight of every step, the largest difference first."""
+    """A table row for every gradient and weight of every step, largest difference relative to its tolerance first. Rows of the
+    first step with a difference precede all others."""
     num_steps: int
     num_parameters: int
 
     @property
     def equal(self) -> bool:
-        """Whether the run at the layout equals the reference run."""
+        """Whether the parallel run equals the reference run up to rounding."""
         return not self.findings
 
 
 def diagnose(observation: Observation) -> Diagnosis:
-    """Compare the run at a layout with the reference run.
+    """Compare the parallel run with the reference run, and find the causes of differences.
+
+    Args:
+        observation: recorded values of both runs.
 
     Raises:
         ValueError: a run has no steps or no weights, so there is nothing to compare.
-        AssertionError: a tensor or scalar differs, but no check reports a finding.
+        AssertionError: a tensor or scalar differs, but none of the checks reports a difference.
     """
     comparison = Comparison(observation)
     if not comparison.reference.steps or not observation.start:
-        raise ValueError("the run recorded no training steps or no weights, so there is nothing to compare")
+        raise ValueError(
+            "there is nothing to compare: the run has no training steps (--train-iters, --train-samples and "
+            "--iterations-to-skip select them), or the model has no weights"
+        )
     findings = [*check_start(comparison)]
     if all(finding.kind is FindingType.INITIAL for finding in findings):  # then both runs load the same start weights
         findings += _check_steps(comparison)
@@ -61,14 +69,15 @@ def diagnose(observation: Observation) -> Diagnosis:
     worst = max([*comparison.build_scalar_rows(), *rows], key=lambda row: row.difference.excess)
     if not findings and worst.difference.differs:
         raise AssertionError(
-            f"{worst.title} differs by {worst.difference.relative:.2e}, but no check explains the difference. This is "
-            "an error of the checks"
+            f"internal error: the {worst.title} has a relative difference of {worst.difference.relative:.2e} from the reference "
+            "run, but none of the checks in megatron_lab/verification/findings.py reports it. Please report this"
         )
     return Diagnosis(tuple(findings), worst, tuple(rows), comparison.num_steps, len(observation.start))
 
 
 def _check_steps(comparison: Comparison) -> list[ProofFinding]:
-    """Return the findings of the first step that has any, and of the evaluations before that step."""
+    """Check the steps in order up to the first that differs from the reference run, and the evaluations before that step. Return
+    the differences."""
     findings: list[ProofFinding] = []
     num_agreeing_steps = 0
     for index in range(comparison.num_steps):

@@ -1,5 +1,5 @@
-"""Texts about a difference from the reference run: its size, the number of the run (such as the tensor size) that explains it, and
-its location. The module does not import torch."""
+"""Texts that describe a difference from the reference run: its size, its location, and the size or count of the run (such as the
+tensor-parallel size) that explains a constant factor. The module does not import torch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ zero). The difference of such a tensor is compared with this share of the global
 
 
 def compute_relative(difference: float, scale: float) -> float:
-    """Return the difference of two values divided by `scale`. The result is infinite if the scale is zero or a value is not
-    finite."""
+    """Return |difference| / |scale|.
+
+    The result is infinite if the difference is not finite, or if only the scale is zero. It is 0 if both are zero.
+    """
     if not math.isfinite(difference):
         return math.inf
     if not scale:
@@ -31,14 +33,15 @@ def compute_relative(difference: float, scale: float) -> float:
 
 
 def format_relative_difference(difference: float, size: float) -> str:
-    """Format the difference of a tensor or scalar from its reference as a share of `size`, the norm of the reference."""
+    """Format the norm of a difference as a share of `size`, the norm of the reference."""
     if not math.isfinite(difference):
         return "not finite"
     return f"relative difference {difference / size:.2e}" if size else f"difference {difference:.2e} from zero"
 
 
 def format_factor(ratio: float) -> str:
-    """Format the constant factor between a value and its reference with few digits, but enough to distinguish it from 1."""
+    """Format the constant factor between a value and its reference with few digits, but with enough digits to distinguish it from
+    1."""
     if 0 < abs(ratio - 1) < 1e-5:
         return f"{ratio:.12g}"
     return f"{ratio:.1f}" if math.isclose(ratio, round(ratio, 1), rel_tol=1e-5) else f"{ratio:.6g}"
@@ -50,26 +53,27 @@ _CLOSE = 1e-6
 
 @dataclass(frozen=True)
 class Factor:
-    """Number of the run (such as the tensor size) by which a mistake can multiply or divide a value."""
+    """Size or count of the run, such as the tensor-parallel size, by which a mistake may multiply or divide a value."""
 
     value: float
     name: str
     multiplied: str
-    """Description of the mistake that multiplies by the number."""
+    """Description of the mistake that multiplies a value by this number."""
     divided: str
-    """Description of the mistake that divides by the number."""
+    """Description of the mistake that divides a value by this number."""
     group: str = ""
-    """Axis whose size is the number; empty for numbers that are not the size of an axis."""
+    """Axis whose size is this number ("tensor", "context", "data", "pipeline"); empty if the number is not the size of an
+    axis."""
 
 
 def build_factors(
     groups: Mapping[str, int], num_microbatches: int, num_counted: float, num_tokens: int, loss_scale: float
 ) -> list[Factor]:
-    """List the numbers of one step by which a value may be wrongly multiplied or divided.
+    """List the sizes and counts of one step by which a value may be wrongly multiplied or divided.
 
     Args:
-        groups: number of ranks along each axis, by the name of the axis in findings.
-        num_microbatches: microbatches of one data rank.
+        groups: number of ranks along each axis, by the name of the axis ("tensor", "context", "data", "pipeline").
+        num_microbatches: microbatches of one data-parallel rank.
         num_counted: tokens of the global batch that count in the loss.
         num_tokens: all tokens of the global batch.
         loss_scale: number by which the loss is multiplied before the backward.
@@ -96,12 +100,19 @@ def build_factors(
 
 
 def explain_factor(ratio: float, factors: Iterable[Factor] = ()) -> tuple[str, str]:
-    """Explain why a value is a constant multiple of its reference: by a number of the run, such as the tensor size. Return the
-    explanation and the axis whose size is this number.
+    """Explain why a value is a constant multiple of its reference: by a size or count of the run, such as the tensor-parallel size.
 
-    For a ratio of 2: `2.0x, the tensor size: a sum over the tensor group is counted twice` and `tensor`. If several numbers of the
-    run equal the ratio, the text names all of them. If they belong to several axes, the axis is empty; a run with only one of these
-    axes can distinguish them. If no number equals the ratio, the text is only the ratio.
+    For a ratio of 2 in a run with two tensor-parallel ranks, the function returns `2.0x, the tensor size: a sum over the tensor
+    group is counted twice` and `tensor`.
+
+    Args:
+        ratio: value divided by its reference.
+        factors: sizes and counts that may explain the ratio, or its inverse.
+
+    Returns:
+        The explanation, and the axis to which it belongs. If several sizes or counts equal the ratio, the explanation names all of
+        them. The axis is empty if they belong to several axes or to none. If no size or count equals the ratio, the explanation
+        only states the ratio.
     """
     matches = []
     for factor in factors:
@@ -116,12 +127,19 @@ def explain_factor(ratio: float, factors: Iterable[Factor] = ()) -> tuple[str, s
 
 
 def get_layer_index(name: str) -> int | None:
-    """Return the index of a parameter's layer in the full model; None outside the layers."""
+    """Return the index of the layer to which a parameter belongs, counted over all stages; None if the parameter is not in a
+    layer."""
     return split_layer_name(name)[0]
 
 
 def find_chunks(name: str, table: Sequence[Chunk]) -> list[Chunk]:
-    """Return the model chunks that hold a parameter. For a tied embedding, only the first chunk is returned."""
+    """Return the model chunks (consecutive layers of a pipeline stage) that hold a parameter. For a tied embedding, only the first
+    chunk is returned.
+
+    Args:
+        name: name of the parameter.
+        table: all model chunks of all stages, with their layers.
+    """
     layer = get_layer_index(name)
     if layer is not None:
         return [chunk for chunk in table if layer in chunk.layers]
@@ -129,15 +147,22 @@ def find_chunks(name: str, table: Sequence[Chunk]) -> list[Chunk]:
 
 
 def find_stages(name: str, table: Sequence[Chunk]) -> list[int]:
-    """Return the pipeline stages that hold a parameter; empty for a layer that is on no stage."""
+    """Return the pipeline stages that hold a parameter; empty if its layer is assigned to no stage.
+
+    Args:
+        name: name of the parameter.
+        table: all model chunks of all stages, with their layers.
+    """
     return sorted({chunk.stage for chunk in find_chunks(name, table)})
 
 
 def format_location(name: str, table: Sequence[Chunk], *, stages: Iterable[int] | None = None) -> str:
-    """Format the name of a parameter with its layer and stage: `layers.3.attention.qkv.weight (layer 3, stage 1)`.
+    """Format the name of a parameter with its layer and pipeline stage: `layers.3.attention.qkv.weight (layer 3, stage 1)`.
 
     Args:
-        stages: stages to name; by default those of the layer table.
+        name: name of the parameter.
+        table: all model chunks of all stages, with their layers.
+        stages: stages to mention; by default those that have the layer according to `table`.
     """
     layer = get_layer_index(name)
     location_stages = sorted(set(find_stages(name, table) if stages is None else stages))
@@ -155,7 +180,13 @@ def format_location(name: str, table: Sequence[Chunk], *, stages: Iterable[int] 
 
 
 def list_activations(num_layers: int, *, num_mtp_layers: int = 0, compiled: bool = False) -> list[str]:
-    """List the names of recorded activations in the order of the forward. Within compiled layers no activation is recorded."""
+    """List the names of the modules whose outputs a comparison records, in the order of the forward.
+
+    Args:
+        num_layers: number of layers of the model.
+        num_mtp_layers: number of multi-token-prediction layers.
+        compiled: whether layers are compiled. Then only the outputs of whole layers are recorded, not those of attention and MLP.
+    """
     suffixes = ("",) if compiled else (".attention", ".mlp", "")
     layers = (f"layers.{layer}{suffix}" for layer in range(num_layers) for suffix in suffixes)
     mtp_suffixes = (".projection", *(f".layer{suffix}" for suffix in suffixes))
@@ -163,7 +194,8 @@ def list_activations(num_layers: int, *, num_mtp_layers: int = 0, compiled: bool
 
 
 def format_integers(values: Iterable[int], max_items: int = 8) -> str:
-    """Format integers as `0, 1 and 3`; three or more consecutive ones as `2 to 5`."""
+    """Format integers as a list, such as `0, 1 and 3`. Three or more consecutive integers become a range, such as `2 to 5`. A list
+    of more than `max_items` items ends with "others"."""
     ranges: list[list[int]] = []
     for value in sorted(set(values)):
         if ranges and ranges[-1][-1] == value - 1:

@@ -1,5 +1,5 @@
-"""Checks that yield the differences between two runs, in causal order: start values, forward, loss, gradients, gradient norm,
-update, parameters of the next forward, and evaluations."""
+"""Checks that yield the differences of a parallel run from the reference run, in causal order: start values, forward, loss,
+gradients, gradient norm, update, parameters of the next forward, and evaluations."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _EVERYTHING = "all parameters"
 
 
 def check_start(comparison: Comparison) -> Iterator[ProofFinding]:
-    """Yield the differences that exist before the first step: in the layer table, the set of parameters and their initial
-    values."""
+    """Yield the differences that exist before the first step: in the assignment of layers to stages, the set of parameters, and
+    their values."""
     yield from check_layer_table(comparison.layer_table, comparison.config.model.num_layers, comparison.observation.start)
     yield from _check_parameters(comparison)
     lead = "differs from the given start weights: values are loaded wrongly, or copied wrongly to the model"
@@ -53,10 +53,13 @@ def check_start(comparison: Comparison) -> Iterator[ProofFinding]:
 
 
 def check_layer_table(layer_table: Sequence[Chunk], num_layers: int, parameters: Iterable[str] = ()) -> Iterator[ProofFinding]:
-    """Check that the layer table assigns each layer to exactly one chunk, and layers to chunks in order.
+    """Check that each layer is assigned to exactly one model chunk, and that the chunks have the layers in order. Yield the
+    mistakes.
 
     Args:
-        parameters: names of the model's parameters.
+        layer_table: model chunks of all pipeline stages, each with its layers.
+        num_layers: number of layers of the model.
+        parameters: names of the model's parameters. A report entry about a layer lists the parameters of the layer.
     """
 
     def build_finding(names: Sequence[str], text: str) -> ProofFinding:
@@ -80,7 +83,8 @@ def check_layer_table(layer_table: Sequence[Chunk], num_layers: int, parameters:
 
 
 def _check_parameters(comparison: Comparison) -> Iterator[ProofFinding]:
-    """Check that the ranks together hold every element of each parameter, with the right shape, and no unknown parameter."""
+    """Check that the ranks together hold every element of each parameter, with the right shape, and no unknown parameter. Yield the
+    mistakes."""
     actual, expected = comparison.start.actual, comparison.observation.start
     for name in dict.fromkeys([*expected, *actual]):
         if get_layer_index(name) is not None and not find_stages(name, comparison.layer_table):
@@ -103,9 +107,13 @@ def _check_parameters(comparison: Comparison) -> Iterator[ProofFinding]:
 
 
 def _count_computations(comparison: Comparison, actual: GatheredTensor) -> Counter[tuple[int, int]]:
-    """Count how often each microbatch was computed, by (data rank, microbatch).
+    """Count how often the ranks computed the output of a module for each microbatch. The keys are (data-parallel rank, index of the
+    microbatch).
 
-    The count is the number of recorded tokens on tensor rank 0 of each pipeline, divided by the tokens of a microbatch.
+    The count is the number of tokens recorded on the ranks with tensor-parallel rank 0, divided by the tokens of a microbatch.
+
+    Args:
+        actual: recorded outputs of the module.
     """
     parallel = comparison.config.parallel
     tokens_per_microbatch = comparison.config.model.seq_length // (
@@ -132,8 +140,8 @@ _OUTPUT_NAMES = {
 
 
 def check_forward(comparison: Comparison) -> Iterator[ProofFinding]:
-    """Yield a finding for the first wrong module in the order of the forward: one that is not computed exactly once, or whose
-    output differs."""
+    """Find the first module in the order of the forward that is not computed exactly once per microbatch, or whose output differs.
+    Yield its differences."""
     compared, model = comparison.activations, comparison.config.model
     for name in list_activations(model.num_layers, num_mtp_layers=model.mtp_num_layers, compiled=comparison.config.speed.compile):
         actual = compared.actual.get(name, GatheredTensor(name, ()))
@@ -176,14 +184,16 @@ def check_forward(comparison: Comparison) -> Iterator[ProofFinding]:
 
 
 def _get_microbatch(comparison: Comparison, sample: int) -> tuple[int, int]:
-    """Return (data rank, microbatch) of a sample of the first step."""
+    """Return the data-parallel rank and the index of the microbatch that contain a sample of the first step."""
     return comparison.reference.microbatches[sample // comparison.config.training.micro_batch_size]
 
 
 def _explain_positions(tensor: DifferingTensor) -> tuple[str, str]:
-    """Explain a difference of attention outputs by the positions at which tokens differ.
+    """Explain a difference in outputs [B, s, h] by the positions at which tokens differ. Return the explanation and an empty axis
+    name; both are empty if all positions differ.
 
-    The first token of a sample attends only to itself, so its attention output does not depend on queries and keys.
+    The first token of a sample attends only to itself, so its attention output does not depend on queries and keys. If only later
+    tokens differ, queries or keys are wrong.
     """
     relative_differences = (tensor.actual.tensor - tensor.expected).norm(dim=2) / tensor.expected.norm(dim=2).clamp(min=1e-300)
     positions = (~(relative_differences <= 10 * TOLERANCE)).any(dim=0).nonzero().flatten().tolist()
@@ -199,14 +209,15 @@ def _explain_positions(tensor: DifferingTensor) -> tuple[str, str]:
 
 
 def check_loss(comparison: Comparison, index: int, *, forward_agrees: bool) -> Iterator[ProofFinding]:
-    """Yield differences in the number of samples and tokens, the loss sum and the mean loss of the step with this index.
+    """Yield the differences in the number of samples and tokens, in the sum of the losses, and in the mean loss of a step.
 
     Args:
-        forward_agrees: whether the outputs of all layers agree.
+        index: index of the step, from 0.
+        forward_agrees: whether the outputs of all layers agree with the reference run.
     """
     rank_step, reference_step = comparison.get_steps(index)
     check = partial(check_scalar, comparison, index)
-    location, num_samples, hint = "the global batch", comparison.num_samples(index), "the batch size, or its ramp-up"
+    location, num_samples, hint = "the global batch", comparison.get_num_samples(index), "the batch size, or its ramp-up"
     if findings := [*check(FindingType.COUNT, location, "the number of samples", num_samples, reference_step.num_samples, hint)]:
         yield from findings
         return
@@ -238,7 +249,7 @@ def check_loss(comparison: Comparison, index: int, *, forward_agrees: bool) -> I
 
 
 def check_gradients(comparison: Comparison, index: int) -> Iterator[ProofFinding]:
-    """Yield differences in the gradients of the step with this index, in the order of the backward."""
+    """Yield the differences in the gradients of a step, in the order of the backward; `index` counts the steps from 0."""
     compared = comparison.gradients[index]
     explain = (
         build_stale_gradient_explanation(comparison.gradients[index - 1].actual)
@@ -251,7 +262,8 @@ def check_gradients(comparison: Comparison, index: int) -> Iterator[ProofFinding
 
 
 def check_grad_norm(comparison: Comparison, index: int) -> Iterator[ProofFinding]:
-    """Yield differences in the global gradient norm of a step whose gradients agree. The norm must count each element once."""
+    """Yield the differences in the global gradient norm of a step whose gradients agree; `index` counts the steps from 0. The norm
+    must count each gradient element once, even if several ranks hold it."""
     rank_step, reference_step = comparison.get_steps(index)
     squared_norms: Counter[str] = Counter()
     for rank in comparison.ranks:
@@ -273,8 +285,11 @@ def check_grad_norm(comparison: Comparison, index: int) -> Iterator[ProofFinding
 
 
 def check_update(comparison: Comparison, index: int) -> Iterator[ProofFinding]:
-    """Yield differences in the inputs of the update (learning rate, weight decay) and in the new weights, after a step whose
-    gradients and norm agree."""
+    """Yield the differences in the update of a step whose gradients and norm agree; `index` counts the steps from 0.
+
+    Compared are the learning rate, the weight decay, the new main parameters, the model parameters of the next forward, and
+    replicas of both.
+    """
     rank_step, reference_step = comparison.get_steps(index)
     if rank_step.skipped:
         text = "the step was skipped: the loss scaler took the gradient for an overflow"
@@ -302,13 +317,13 @@ def check_update(comparison: Comparison, index: int) -> Iterator[ProofFinding]:
                     "the same bits and will drift apart"
                 )
                 yield comparison.build_finding(
-                    index, FindingType.REPLICAS, [name], text, replica_set.max_difference(), group=group, ranks=ranks
+                    index, FindingType.REPLICAS, [name], text, replica_set.compute_max_difference(), group=group, ranks=ranks
                 )
                 return
 
 
 def check_overwritten(comparison: Comparison, index: int) -> Iterator[ProofFinding]:
-    """Yield a finding for tensors that a step overwrote while they were being sent.
+    """Yield a report entry for the tensors that a step overwrote while they were being sent; `index` counts the steps from 0.
 
     In this local run, the receivers got the old content. On a cluster, they may get either the old or the new content.
     """
@@ -325,7 +340,7 @@ def check_evaluations(comparison: Comparison, num_agreeing_steps: int) -> Iterat
     """Yield the first evaluation whose loss differs although the weights agree.
 
     Args:
-        num_agreeing_steps: number of steps after which the weights still agree.
+        num_agreeing_steps: number of steps, from the first on, after which the weights of both runs still agree.
     """
     hint = (
         "though training with the same weights agrees: dropout is on where it should be off, parameters are used before they "
@@ -344,10 +359,11 @@ def check_evaluations(comparison: Comparison, num_agreeing_steps: int) -> Iterat
 
 
 def check_dropout_masks(comparison: Comparison) -> Iterator[ProofFinding]:
-    """Yield a finding for the first dropout mask that is wrong: used twice, or different on ranks that hold equal values.
+    """Yield a report entry for the first wrong dropout mask: used twice, or different on ranks that hold the same activations.
 
-    A mask belongs to a microbatch, a site in the model, and the tokens and channels that a rank holds there. Attention heads are
-    always split over the tensor ranks; other values only under sequence parallelism.
+    A mask belongs to a microbatch, a dropout site in the model, and the tokens and channels that a rank holds there. So ranks of a
+    tensor-parallel group need different masks where activations are split between them: for attention heads always, elsewhere only
+    under sequence parallelism.
     """
     splits_sequence = comparison.config.parallel.sequence_parallel
     seeds_by_use: dict[tuple[object, ...], dict[int, int]] = {}  # use of a mask -> seed -> first rank that drew it

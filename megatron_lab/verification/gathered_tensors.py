@@ -1,5 +1,5 @@
-"""Full tensors gathered from the local tensors of all ranks: check that replicas agree, and measure how far a tensor is from its
-reference."""
+"""Full tensors, assembled from the slices that the ranks recorded. The module checks that replicas agree, and measures how far a
+tensor is from its reference."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AXIS_NAMES = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline"}
 
 @dataclass(frozen=True)
 class RankTensor:
-    """Local tensor and the rank that holds it."""
+    """Slice of a tensor that one rank recorded, with the rank and its coordinates on the axes (tp, cp, dp, pp)."""
 
     rank: int
     coordinates: Mapping[str, int]
@@ -37,7 +37,7 @@ class RankTensor:
 
 @dataclass(frozen=True)
 class ReplicaSet:
-    """Replicas of a tensor's slice: local tensors of ranks that differ only in their coordinate along one axis."""
+    """Replicas of one slice of a tensor, held by ranks that differ only in their coordinate along one axis."""
 
     axis: str
     replicas: tuple[RankTensor, ...]
@@ -51,20 +51,20 @@ class ReplicaSet:
         """Check whether all replicas are equal bit by bit."""
         return all(torch.equal(replica.local.values, self.replicas[0].local.values) for replica in self.replicas)
 
-    def max_difference(self) -> float:
-        """Return the largest difference of a replica from the first replica: the norm of the difference as a share of the first
-        replica's norm."""
+    def compute_max_difference(self) -> float:
+        """Return the largest relative difference between a replica and the first replica: the norm of the difference divided by the
+        norm of the first replica."""
         first = self.replicas[0].local.values
         return max(compute_relative(compute_norm(replica.local.values - first), compute_norm(first)) for replica in self.replicas)
 
     def sum(self) -> Tensor:
-        """Return the sum of the replicas, to check whether they are summands that were not reduced."""
+        """Return the sum of the replicas. If it equals the reference, the replicas are summands that were not reduced."""
         return torch.stack([replica.local.values for replica in self.replicas]).sum(dim=0)
 
 
 @dataclass(frozen=True)
 class GatheredTensor:
-    """Tensor of the model, gathered as the local tensors of all ranks."""
+    """Tensor of the model, as the collection of the slices that all ranks recorded."""
 
     name: str
     rank_tensors: tuple[RankTensor, ...]
@@ -72,22 +72,22 @@ class GatheredTensor:
     @cached_property
     def tensor(self) -> Tensor:
         """Full tensor in float64. An element that several ranks hold is taken from the first of them. Elements that no rank holds
-        are zero and counted by `num_missing`."""
+        are zero; `num_missing` counts them."""
         return self._tensor_and_num_missing[0]
 
     @property
     def num_missing(self) -> int:
-        """Number of elements that no rank holds."""
+        """Number of elements of the full tensor that no rank holds."""
         return self._tensor_and_num_missing[1]
 
     @property
     def shapes(self) -> set[tuple[int, ...]]:
-        """Global shapes that the ranks report. More than one shape is an error of the layout."""
+        """Shapes of the full tensor according to the ranks. If there is more than one, the ranks disagree, which is an error."""
         return {rank_tensor.local.shape for rank_tensor in self.rank_tensors}
 
     def iter_versions(self) -> Iterator[Tensor]:
-        """Yield the full tensor. Then, for each local tensor that differs from it, yield a version of the full tensor with the
-        values of that local tensor."""
+        """Yield the full tensor. Then, for each rank whose slice differs from it, yield a copy of the full tensor with the values
+        of that rank."""
         yield self.tensor
         for rank_tensor in self.rank_tensors:
             if rank_tensor.local.shape == tuple(self.tensor.shape) and not torch.equal(
@@ -98,7 +98,7 @@ class GatheredTensor:
                 yield version
 
     def find_differing_replicas(self) -> list[ReplicaSet]:
-        """Find the replicas with different values, for one axis after the other."""
+        """Find the replicas with different values. The axes are searched in the order tp, cp, dp, pp."""
         replica_sets = []
         for axis in AXIS_NAMES:
             replicas_by_slice: dict[object, list[RankTensor]] = {}
@@ -125,11 +125,11 @@ class GatheredTensor:
 
 
 def gather_tensors(ranks: Sequence[RankObservation], local_tensors: Sequence[Sequence[LocalTensor]]) -> dict[str, GatheredTensor]:
-    """Collect the local tensors of all ranks into one `GatheredTensor` for each parameter; the result is keyed by the parameter's
-    name.
+    """Collect the local tensors of all ranks by name. Return a `GatheredTensor` for each name.
 
     Args:
-        local_tensors: local tensors of each rank, in the order of `ranks`.
+        ranks: records of the ranks.
+        local_tensors: for each rank, in the order of `ranks`, its local tensors.
     """
     rank_tensors: dict[str, list[RankTensor]] = {}
     for rank, rank_locals in zip(ranks, local_tensors, strict=True):
@@ -140,41 +140,42 @@ def gather_tensors(ranks: Sequence[RankObservation], local_tensors: Sequence[Seq
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """Difference of a tensor from its reference."""
+    """Size of the difference between a tensor and its reference, compared with the size that rounding can explain."""
 
     distance: float
-    """Norm of the difference; infinite if the shapes differ."""
+    """Norm of (tensor - reference); infinite if the shapes differ."""
     reference_norm: float
-    """Norm of the reference."""
+    """Norm of the reference tensor."""
     allowed: float
-    """Largest distance that rounding can explain."""
+    """Largest `distance` that rounding can explain."""
     scale: float
-    """Norm by which `distance` is divided to give `relative`: the norm of the reference, but at least a small share of the
-    global norm. If the reference is negligible, the global norm."""
+    """Norm by which `distance` is divided to give `relative`: the norm of the reference tensor, but at least a small share of
+    the global norm (the joint norm of all tensors of this type). If the norm of the reference is negligible, the global norm
+    itself."""
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     ratio: float | None = None
-    """Constant factor between the tensor and its reference; None if no constant factor explains the difference."""
+    """Constant factor between the tensor and its reference; None if the tensor is not a multiple of its reference."""
     rows: tuple[int, ...] = ()
-    """Indices along the first dimension at which the tensor differs; empty if it differs at all of them."""
+    """Indices along the first dimension at which the tensor differs; empty if it differs at all indices."""
 
     @property
     def differs(self) -> bool:
-        """Whether the difference is larger than rounding can explain."""
+        """Whether the distance is larger than rounding can explain."""
         return not self.distance <= self.allowed  # True for NaN
 
     @property
     def relative(self) -> float:
-        """Distance divided by `scale`. Infinite if the scale is zero or a value is not finite."""
+        """`distance` divided by `scale`. Infinite if the distance is not finite, or if only the scale is zero."""
         return compute_relative(self.distance, self.scale)
 
     @property
     def relative_allowed(self) -> float:
-        """Allowed distance divided by `scale`."""
+        """`allowed` divided by `scale`: the largest relative difference that rounding can explain."""
         return compute_relative(self.allowed, self.scale)
 
     @property
     def excess(self) -> float:
-        """Distance divided by the allowed distance."""
+        """`distance` divided by `allowed`: above 1, the tensor differs by more than rounding."""
         if self.allowed and not math.isnan(self.distance):
             return self.distance / self.allowed
         return math.inf if self.distance else 0.0
@@ -192,13 +193,13 @@ class TensorDifference:
 def measure_difference(
     actual: Tensor, reference: Tensor, *, global_norm: float = 0.0, tolerance: float = TOLERANCE, slack: float = 0.0
 ) -> TensorDifference:
-    """Measure the difference of a tensor from its reference.
+    """Measure how far a tensor is from its reference.
 
     Args:
-        global_norm: joint norm of all tensors of the same type. Rounding errors of values of this size are allowed. If the
-            reference is negligible relative to this norm, the difference is measured relative to this norm.
-        tolerance: allowed relative difference; 0 allows no rounding either.
-        slack: additional absolute difference that is allowed.
+        global_norm: joint norm of all tensors of the same type, such as all gradients. Rounding errors of values of this size are
+            allowed. If the reference is negligible relative to this norm, the difference is measured relative to this norm.
+        tolerance: allowed relative difference; with 0, even rounding errors are not allowed.
+        slack: absolute difference (norm) that is allowed in addition.
     """
     shapes = tuple(actual.shape), tuple(reference.shape)
     a, b = actual.detach().double().cpu(), reference.detach().double().cpu()
@@ -217,12 +218,12 @@ def measure_difference(
 
 
 def compute_joint_norm(tensors: Iterable[Tensor]) -> float:
-    """Compute the norm of the concatenation of all tensors."""
+    """Compute the norm of all tensors together, as if they were concatenated."""
     return math.hypot(*(compute_norm(tensor) for tensor in tensors))
 
 
 def compute_norm(tensor: Tensor) -> float:
-    """Compute the square root of the sum of squares in float64."""
+    """Compute the square root of the sum of squared elements in float64."""
     return tensor.detach().double().square().sum().sqrt().item()
 
 
@@ -235,12 +236,16 @@ TermName = TypeVar("TermName")
 
 
 def solve_combination(tensor: Tensor, terms: Mapping[TermName, Tensor]) -> dict[TermName, float] | None:
-    """Find the coefficients with which the sum of `terms` equals a tensor, by least squares.
+    """Write a tensor as a linear combination of other tensors: find the coefficient of each of them by least squares.
 
     Terms that are zero everywhere get no coefficient.
 
+    Args:
+        tensor: tensor to write as a combination.
+        terms: tensors of the combination, by name.
+
     Returns:
-        The coefficients by name, or None if no combination of the terms equals the tensor or the coefficients are not unique.
+        The coefficients by name, or None if no combination equals the tensor or the coefficients are not unique.
     """
     present = {name: term.flatten() for name, term in terms.items() if term.any()}
     if not present or tensor.numel() <= len(present):  # with as many unknowns as elements, any tensor has a solution
@@ -259,12 +264,12 @@ def solve_combination(tensor: Tensor, terms: Mapping[TermName, Tensor]) -> dict[
 
 
 def is_near(value: float, target: float) -> bool:
-    """Check whether a coefficient of a combination equals the value `target` up to rounding."""
+    """Check whether a coefficient of a linear combination equals `target` up to rounding."""
     return abs(value - target) < _COEFFICIENT_TOLERANCE
 
 
 def find_constant_ratio(a: Tensor, b: Tensor) -> float | None:
-    """Return the constant factor by which `a` is a multiple of `b`. Returns None if no such factor exists or it is 1.
+    """Return the factor c with `a` = c * `b`, or None if there is no such factor or it is 1.
 
     A constant factor indicates a wrong scale, a missing sum or a sum that is computed twice.
     """
@@ -273,9 +278,13 @@ def find_constant_ratio(a: Tensor, b: Tensor) -> float | None:
 
 
 def find_differing_rows(a: Tensor, b: Tensor, allowed: float) -> tuple[int, ...]:
-    """Return the indices along the first dimension at which two tensors differ by more than `allowed`.
+    """Return the indices along the first dimension at which two tensors differ.
 
-    Returns () if all rows differ: only a difference in some of the rows indicates that a wrong slice was used.
+    The tuple is empty if all rows differ: only a difference in some of the rows indicates that a wrong slice was used.
+
+    Args:
+        allowed: norm of the difference that rounding can explain. A row differs if it exceeds an equal share of this norm, which is
+            `allowed` divided by the square root of the number of rows.
     """
     if a.dim() == 0 or len(a) < 2:
         return ()

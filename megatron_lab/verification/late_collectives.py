@@ -1,9 +1,10 @@
-"""Collectives that deliver their results as late as possible: a result is available only after the caller has waited for it.
+"""Collectives that deliver their results as late as possible: the output tensor changes only when the caller waits for the
+collective.
 
 On local processes a collective usually ends before its result is read, so a missing wait has no effect; on a cluster it corrupts
-data. With late delivery the missing wait has the same effect in every local run: code that reads too early sees the old content,
-and values that it writes during a reduction are lost. A tensor must not change between the start of its transfer and the wait;
-changes are recorded.
+data. With late delivery a missing wait has the same effect in every local run. Code that reads too early sees the old content, and
+values that it writes during a reduction are lost. A tensor must not change between the start of its transfer and the wait; changes
+are recorded.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megatron.pipeline_parallel import p2p
 
 
 class LateWork:
-    """Handle of a collective or message that delivers its result when `wait` is first called. It replaces
+    """Handle of a collective or message whose result appears in the output tensor when `wait` is first called. It replaces
     `torch.distributed.Work`."""
 
     def __init__(self, work: dist.Work | None, deliver: Callable[[], object]) -> None:
@@ -29,7 +30,7 @@ class LateWork:
 
     @torch.no_grad()
     def wait(self) -> bool:
-        """Wait for the communication. The first call delivers the result."""
+        """Wait for the communication. The first call writes the result to the output tensor."""
         self._work.wait()
         if not self._done:
             self._done = True
@@ -37,12 +38,13 @@ class LateWork:
         return True
 
     def is_completed(self) -> bool:
-        """Return whether `wait` was called, because only `wait` delivers the result."""
+        """Return whether `wait` was called, because only `wait` writes the result to the output tensor."""
         return self._done
 
 
 class LateDist:
-    """Replacement of the module `torch.distributed` whose `all_reduce`, `irecv` and `isend` deliver late."""
+    """Replacement of the module `torch.distributed`. With its `all_reduce` and `irecv`, the result appears only at the wait. Its
+    `isend` records whether the tensor was overwritten before the wait. All other names are those of torch."""
 
     def __init__(self, overwritten: list[str]) -> None:
         self._overwritten = overwritten
@@ -52,15 +54,15 @@ class LateDist:
 
     @staticmethod
     def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, *, group: Any, async_op: bool) -> LateWork:
-        """Sum the values that the tensors have now. Values added to the tensor before the wait are lost, so that a missing wait
-        changes the result."""
+        """Sum over the ranks the values that the tensors have now. Values that are added to the tensor before the wait are lost, so
+        that a missing wait changes the result."""
         assert async_op
         snapshot = tensor.detach().clone()
         return LateWork(dist.all_reduce(snapshot, op, group=group, async_op=True), lambda: tensor.detach().copy_(snapshot))
 
     @staticmethod
     def irecv(tensor: torch.Tensor, source: int, *, group: Any) -> LateWork:
-        """Receive a message. Until the wait, the buffer holds zeros."""
+        """Receive a message. Until the wait, the tensor holds zeros."""
         arrived = torch.empty_like(tensor)
         tensor.detach().zero_()
         return LateWork(dist.irecv(arrived, source, group=group), lambda: tensor.detach().copy_(arrived))
@@ -75,8 +77,8 @@ class LateDist:
 
 @contextmanager
 def late_delivery() -> Iterator[list[str]]:
-    """Return a context in which all collectives and messages of the framework in this process deliver late. Collectives of FSDP are
-    run by torch and do not change.
+    """Delay, in a `with` block, the results of all collectives and messages of the framework in this process until the wait. FSDP
+    calls torch's collectives directly, so they are not delayed.
 
     Yields:
         A list to which a description is added for each tensor that was overwritten while it was being sent.
@@ -103,7 +105,7 @@ def _delay_collective(name: str, start_collective: Callable[..., Any], overwritt
     Input and output may be separate tensors, or one may be a slice of the other.
 
     Args:
-        name: name of the collective in the descriptions, with its article.
+        name: name of the collective in the descriptions, with its article ("a reduce-scatter").
         start_collective: function that starts the real collective.
         overwritten: list to which `wait` adds a description if the input tensor was changed between the start and the wait.
     """

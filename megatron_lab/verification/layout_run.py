@@ -1,4 +1,5 @@
-"""Run of one rank at a layout. It equals a run of pretrain_gpt.py, except for samples, loss masks, start weights and dtype."""
+"""Run of one rank of the parallel run. It equals a run of pretrain_gpt.py, except for samples, loss masks, start weights and
+dtype."""
 
 from __future__ import annotations
 
@@ -29,10 +30,10 @@ from megatron_lab.verification.recording import StepRecorder, record_shards, set
 
 
 def observe_rank(rank: int, task: ProofTask) -> RankObservation:
-    """Train to the end of the run, and return the values that this rank recorded.
+    """Train this rank to the end of the run, and return the values that it recorded.
 
     The model is evaluated before the first step and after each of the first `EVALUATED_STEPS` steps. The process group must exist.
-    Communication is late: results arrive only when they are waited for.
+    Results of communication appear only when they are waited for, so that a missing wait changes the values.
     """
     config = task.config
     with late_delivery() as overwritten:
@@ -44,7 +45,7 @@ def observe_rank(rank: int, task: ProofTask) -> RankObservation:
         initial = record_shards(step, lambda shard: shard.main_param)
         set_weights(step, task.start)
         start = record_shards(step, lambda shard: shard.main_param)
-        step.prepare(plan.num_microbatches(0))
+        step.prepare(plan.get_num_microbatches(0))
 
         batches = _RankBatches(task, context, plan, step)
         evaluations = [batches.evaluate()]
@@ -59,19 +60,21 @@ def observe_rank(rank: int, task: ProofTask) -> RankObservation:
             Saver(config.checkpoint, context, {}, task.vocab_size),
             Reporter(config.logging, step.model, context, timers, plan.total_iterations, is_output_rank=False),
             timers,
-            train_batches=batches.training_batches,
+            train_batches=batches.iter_training_batches,
             valid_batches=None,
             test_batches=None,
             started_at=time.monotonic(),
         ).run(Progress())
         model = config.model
-        masks = batches.masks() if model.hidden_dropout or model.attention_dropout or model.moe_input_jitter_eps else []
+        masks = (
+            batches.collect_dropout_masks() if model.hidden_dropout or model.attention_dropout or model.moe_input_jitter_eps else []
+        )
     coordinates = {axis: context.coordinates[axis] for axis in AXIS_NAMES}
     return RankObservation(rank, coordinates, initial, start, recorder.steps, evaluations, recorder.activations, masks)
 
 
 def compute_microbatch_gradients(task: ProofTask) -> tuple[list[list[LocalTensor]], list[float]]:
-    """Compute the contribution of each microbatch of the first step to the gradients, in a process group with a single rank.
+    """Compute the contribution of each microbatch of the first step to the gradients. The process group must have a single rank.
 
     Returns:
         For each microbatch, its contribution to the gradient of each parameter; and for each microbatch, its number of tokens that
@@ -81,8 +84,8 @@ def compute_microbatch_gradients(task: ProofTask) -> tuple[list[list[LocalTensor
     plan = BatchSizePlan(task.config.training, context.data_group.size, task.config.model.seq_length)
     step = _build_step(task, startup.resolve_batch_size(task.config, plan), context)
     set_weights(step, task.start)
-    step.prepare(plan.num_microbatches(0))
-    batch = next(_RankBatches(task, context, plan, step).training_batches(0))
+    step.prepare(plan.get_num_microbatches(0))
+    batch = next(_RankBatches(task, context, plan, step).iter_training_batches(0))
     step.compute_gradients(batch)
     gradients = []
     for inputs in batch:
@@ -98,7 +101,7 @@ def _build_step(task: ProofTask, config: Config, context: ParallelContext) -> Tr
 
 @dataclasses.dataclass(frozen=True)
 class _RecordingKey(DropoutKey):
-    """Dropout key that records the seeds of the masks drawn with it."""
+    """Dropout key (source of the seeds of dropout masks) that records which seeds were requested."""
 
     drawn: list[tuple[int, str, int]] = dataclasses.field(default_factory=list)
     """Layer, site (position in the layer at which dropout is applied) and seed of each mask."""
@@ -110,7 +113,7 @@ class _RecordingKey(DropoutKey):
 
 
 class _RankBatches:
-    """Batches of training and evaluation for this rank."""
+    """Training and evaluation batches of this rank."""
 
     def __init__(self, task: ProofTask, context: ParallelContext, plan: BatchSizePlan, step: TrainStep) -> None:
         self.task, self.plan, self.step = task, plan, step
@@ -120,11 +123,12 @@ class _RankBatches:
         )
         self.needs_samples = needs_samples(context, [chunk.stage for chunk in step.model.layer_table], task.document_rules)
 
-    def training_batches(self, consumed: int) -> Iterator[list[ModelInputs]]:
-        """Yield the batches of all steps after the first `consumed` samples, without dropout."""
-        steps = self.batch_builder.batches(
+    def iter_training_batches(self, consumed: int) -> Iterator[list[ModelInputs]]:
+        """Yield the microbatches of each step that follows the first `consumed` samples. They have no dropout key, so dropout is
+        off."""
+        steps = self.batch_builder.iter_batches(
             self.task.samples if self.needs_samples else None,
-            global_batch_size_at=self.plan.global_batch_size,
+            global_batch_size_at=self.plan.get_global_batch_size,
             consumed_samples=consumed,
             total_samples=self.plan.total_samples,
             num_workers=self.num_workers,
@@ -132,18 +136,18 @@ class _RankBatches:
         )
         yield from steps
 
-    def masks(self) -> list[DropoutMask]:
-        """Run the forward and backward of the first step with dropout, and return the masks that were drawn, including those drawn
-        again by recomputation in backward.
+    def collect_dropout_masks(self) -> list[DropoutMask]:
+        """Run the forward and backward of the first step with dropout, and return the masks that were drawn. They include the masks
+        that the recomputation in backward draws again.
 
         The optimizer does not update the model.
         """
         batch = next(
-            self.batch_builder.batches(
+            self.batch_builder.iter_batches(
                 self.task.samples if self.needs_samples else None,
-                global_batch_size_at=self.plan.global_batch_size,
+                global_batch_size_at=self.plan.get_global_batch_size,
                 consumed_samples=0,
-                total_samples=self.plan.global_batch_size(0),
+                total_samples=self.plan.get_global_batch_size(0),
                 num_workers=0,
             )
         )
@@ -157,7 +161,7 @@ class _RankBatches:
     def evaluate(self) -> float:
         """Return the mean loss over the evaluation batches."""
         size, samples = self.plan.final_global_batch_size, self.task.eval_samples
-        batches = self.batch_builder.evaluation_batches(
+        batches = self.batch_builder.iter_evaluation_batches(
             samples if self.needs_samples else None, global_batch_size=size, num_batches=EVALUATED_BATCHES
         )
         result = evaluate(self.step, batches)

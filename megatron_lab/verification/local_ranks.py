@@ -40,8 +40,8 @@ _STACK_SIGNAL = signal.SIGUSR2
 
 
 class RanksError(RuntimeError):
-    """Failure of local ranks: a rank raised, died or did not finish in time. `timed_out` is True if no rank failed but not all
-    finished."""
+    """A rank of `run_ranks` raised, died or did not finish in time. `timed_out` is True if no rank failed but some did not
+    finish."""
 
     def __init__(self, message: str, *, timed_out: bool = False) -> None:
         super().__init__(message)
@@ -59,8 +59,8 @@ def run_ranks(
     """Call `function(rank, *args)` in `world_size` forked processes that form a process group.
 
     Each rank has one thread, its own default random seed, and the environment variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK,
-    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). On a machine with CUDA, call it before this process runs a backward: autograd's
-    threads do not survive a fork.
+    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). On a machine with CUDA, call `run_ranks` before this process runs a backward:
+    autograd's threads do not survive a fork.
 
     Args:
         function: called in every rank; may be a closure. Its return value must be picklable.
@@ -89,7 +89,8 @@ def run_ranks(
 
 
 def find_free_port() -> int:
-    """Find a port without a listener, below the range from which the system assigns ports of outgoing connections."""
+    """Find a TCP port of this machine on which no process listens, below the range from which the system assigns ports of outgoing
+    connections."""
     while True:
         port = 20000 + secrets.randbelow(10000)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -99,11 +100,11 @@ def find_free_port() -> int:
 
 @dataclass(frozen=True)
 class LocalWorld:
-    """Size and process-group settings of the ranks that one call of a function runs on."""
+    """World size and process-group settings for one function call on all ranks."""
 
     size: int
     store: Path | None
-    """File store from which the default process group is initialized; None if the function creates the group."""
+    """File through which the ranks meet to create the default process group; None if the called function creates the group."""
     timeout: float
     backend: str = "gloo"
     port: int = field(default_factory=find_free_port)
@@ -115,7 +116,7 @@ RankJob = tuple[LocalWorld, Callable[[int], Any]]
 
 @dataclass(frozen=True)
 class LocalRank:
-    """Forked process of one rank."""
+    """Forked process that runs one rank, with the connection on which it reports results."""
 
     rank: int
     process: Any  # ForkProcess of multiprocessing
@@ -123,10 +124,12 @@ class LocalRank:
 
 
 def fork_rank(rank: int, folder: Path, jobs: Callable[[Connection], Iterable[RankJob]]) -> LocalRank:
-    """Fork a rank that runs jobs one after another and reports the result of each.
+    """Fork a process that, as one rank, calls functions one after another and reports the result of each to this process.
 
     Args:
-        jobs: function that builds the jobs from the child's end of the connection.
+        folder: folder for the file to which the rank writes its stack on request.
+        jobs: called in the new process with its end of the connection; returns the functions to call, each with its world size and
+            process-group settings.
     """
     parent_end, child_end = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(
@@ -140,9 +143,13 @@ def fork_rank(rank: int, folder: Path, jobs: Callable[[Connection], Iterable[Ran
 
 
 def collect_results(ranks: Sequence[LocalRank], timeout: float, folder: Path) -> list[Any]:
-    """Return the results of the ranks' jobs, in order of rank.
+    """Return what the function called on the ranks returned on each rank, in order of rank.
 
-    The function waits until every rank has reported or died, until the timeout, or until the grace period after a failure is over.
+    This waits until every rank has reported or died, until the timeout (in seconds), or until `GRACE_S` seconds after the first
+    failure.
+
+    Args:
+        folder: folder with the files to which ranks write their stacks.
 
     Raises:
         RanksError: a rank raised, died, or did not finish in time.
@@ -171,7 +178,8 @@ def collect_results(ranks: Sequence[LocalRank], timeout: float, folder: Path) ->
 
 
 def _receive_report(rank: LocalRank) -> tuple[Any, str]:
-    """Receive the report of a rank: (result, "") on success, or (None, description of the failure)."""
+    """Receive what a rank reports about its function call: (returned value, "") on success, or (None, description of the
+    failure)."""
     try:
         if rank.connection.poll():
             report: tuple[Any, str] = pickle.loads(rank.connection.recv_bytes())
@@ -197,8 +205,8 @@ def kill_ranks(ranks: Sequence[LocalRank]) -> None:
 def _run_child(
     rank: int, parent: int, folder: Path, connection: Connection, jobs: Callable[[Connection], Iterable[RankJob]]
 ) -> NoReturn:
-    """Run the jobs of one rank in the forked process. Afterwards the process waits until the parent kills it, so that other ranks
-    do not see a closed connection too early."""
+    """Call the functions of one rank in the forked process and report each result. Afterwards the process waits until the parent
+    kills it, so that other ranks do not see a closed connection too early."""
     try:
         os.setpgid(0, 0)  # processes that the rank starts are killed with it
         set_parent_death_signal(parent, signal.SIGKILL)
@@ -217,7 +225,7 @@ def _run_child(
 
 
 def _run_job(rank: int, world: LocalWorld, function: Callable[[int], Any]) -> bytes:
-    """Run a job in a rank and return its pickled report: (result, "") on success, or (None, traceback)."""
+    """Call a function in a rank and return the pickled report: (returned value, "") on success, or (None, traceback)."""
     try:
         if dist.is_initialized():
             dist.destroy_process_group()  # of the previous job, which all ranks have finished
@@ -255,7 +263,8 @@ def _seed(seed: int) -> None:
 
 
 def _read_stack(rank: LocalRank, folder: Path) -> str:
-    """Return the current stack of a rank, even if it is blocked outside Python."""
+    """Return the current Python stack of a rank, even if the rank is blocked outside Python. Return an empty string if it cannot
+    report its stack yet."""
     path = _get_stack_file(folder, rank.rank)
     if not path.exists():  # a rank without a registered handler would die of the signal
         return ""
@@ -282,8 +291,8 @@ def set_parent_death_signal(parent: int, death_signal: signal.Signals) -> None:
 
 
 def kill_process_group(pid: int) -> None:
-    """Kill a process and the processes of its group. The process must not have been reaped, because its id may otherwise belong to
-    another process."""
+    """Kill a process and the processes of its group. The parent must not have waited for the process yet; otherwise its id may
+    already belong to another process."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):

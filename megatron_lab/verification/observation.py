@@ -1,8 +1,8 @@
-"""Recorded values of a run at a layout and of the reference run. They contain only data, so that they can be compared after both
-runs have ended.
+"""Recorded values of a parallel run and of the reference run. They contain only data, so that they can be compared after both runs
+have ended.
 
 Parameters have their global names, and values are float64. Shapes: `B` samples of a global batch, `s` sequence length, `h` hidden
-size, `b` samples of a microbatch, `M` microbatches of a global batch over all data ranks.
+size, `b` samples of a microbatch, `M` microbatches of a global batch over all data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ EVALUATED_STEPS = 4
 
 @dataclass(frozen=True)
 class ProofTask:
-    """Settings, weights and samples with which both the layout's run and the reference run train."""
+    """Settings, weights and samples with which both the parallel run and the reference run train."""
 
     config: Config
     vocab_size: int
-    """Rows of the word embedding."""
+    """Rows of the word embedding, without padding."""
     document_rules: DocumentRules
     start: dict[str, Tensor]
-    """Start weights of both runs, by global name."""
+    """Start weights of both runs, by the global name of the parameter."""
     samples: RandomSamples
     eval_samples: RandomSamples
     """Samples of the evaluations. Each evaluation reads the first `EVALUATED_BATCHES` global batches of them."""
     dp_size: int
-    """Number of data ranks. Together with the microbatch size it determines the default batch size and the number of
+    """Number of data-parallel ranks. Together with the microbatch size it determines the default batch size and the number of
     microbatches."""
     max_steps: int | None
-    """Maximum number of iterations; None for the full run."""
+    """Maximum number of iterations; None to train as long as the settings say."""
 
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """Slice of a global tensor that one rank holds, with its name and without padding."""
+    """Slice of a full tensor that one rank recorded, with the name of the tensor. Padding is removed."""
 
     name: str
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
-    """Shape of the global tensor."""
+    """Shape of the full tensor."""
     values: Tensor
     """Elements of the slice."""
 
     @property
     def tensor_slice(self) -> TensorSlice:
-        """Position of the slice in the global tensor."""
+        """Position and size of the slice in the full tensor."""
         return TensorSlice(self.offsets, tuple(self.values.shape))
 
     def select(self, full: Tensor) -> Tensor:
@@ -86,53 +86,54 @@ class RankStep:
     grad_norm: float
     """Global gradient norm before clipping that this rank reports."""
     skipped: bool
-    """Whether the update was skipped because a gradient overflowed."""
+    """Whether the update was skipped because the loss scaler found an overflow in the gradients."""
     learning_rate: float
     weight_decay: float
     num_microbatches: int
-    """Number of microbatches of this data rank."""
+    """Number of microbatches of this data-parallel rank."""
     loss_sum: float
-    """Contribution of this rank to the sum of mask x loss over the global batch; 0 if another rank contributes the same
+    """Summand of this rank in the sum of (loss mask x loss) over the global batch; 0 if another rank contributes the same
     samples."""
     token_count: float
-    """Contribution of this rank to the sum of the mask over the global batch; 0 if another rank contributes the same
+    """Summand of this rank in the sum of the loss mask over the global batch; 0 if another rank contributes the same
     samples."""
     gradients: list[LocalTensor]
-    """Gradients of this rank's shards as the optimizer receives them: reduced, without loss scale, not clipped. Empty if the
-    step was skipped."""
+    """Gradients of this rank's shards as the optimizer receives them: reduced over ranks, divided by the loss scale, not
+    clipped. Empty if the step was skipped."""
     squared_norms: dict[str, float]
-    """Contribution of this rank to the squared global gradient norm (without loss scale), by parameter."""
+    """Summand of this rank in the squared global gradient norm, by parameter. The loss scale is divided out."""
     main_params: list[LocalTensor]
     """Main parameters of this rank's shards after the update."""
     parameters: list[LocalTensor]
-    """Parameters after the update, as the next forward uses them; of a tensor-parallel parameter, this rank's shard. Empty with
-    --data-parallel-sharding-strategy optim_grads_params, which shards them over data ranks."""
+    """Model parameters after the update, as the next forward uses them; of a tensor-parallel parameter, this rank's shard.
+    Empty if data-parallel ranks shard the parameters (--data-parallel-sharding-strategy optim_grads_params)."""
     overwritten: list[str]
     """Descriptions of tensors that were overwritten while they were being sent to other ranks."""
 
 
 class DropoutMask(NamedTuple):
-    """Record of a dropout mask that a rank drew: where in the model, and with which seed."""
+    """Record of a dropout mask that a rank drew: the microbatch, the layer, the position in the layer (site), and the seed."""
 
     microbatch: int
-    """Index of the microbatch on its data rank."""
+    """Index of the microbatch on its data-parallel rank."""
     layer: int
     site: str
     seed: int
-    """Seed that determines the mask."""
+    """Seed from which the mask is generated."""
 
 
 @dataclass(frozen=True)
 class RankObservation:
-    """Values that one rank recorded during the layout's run."""
+    """Values that one rank of the parallel run recorded."""
 
     rank: int
     coordinates: dict[str, int]
     """Coordinates of this rank on the axes tp, cp, dp and pp."""
     initial: list[LocalTensor]
-    """Values with which the layout initializes this rank's shards."""
+    """Initial values of this rank's shards, as the parallel run generates them. Afterwards they are replaced by the start
+    weights."""
     start: list[LocalTensor]
-    """Values of this rank's shards before the first step: the start weights, which both runs load."""
+    """Values of this rank's shards before the first step: the start weights, which are the same in both runs."""
     steps: list[RankStep]
     evaluations: list[float]
     """Global mean losses over the evaluation batches: one before the first step, then one after each of the first
@@ -162,9 +163,9 @@ class ReferenceStep:
     loss_sum: float
     token_count: float
     gradients: dict[str, Tensor]
-    """Gradients by name, before clipping."""
+    """Full gradients before clipping, by the name of the parameter."""
     weights: dict[str, Tensor]
-    """Weights by name, after the update."""
+    """Full weights after the update, by name."""
 
 
 @dataclass(frozen=True)
@@ -173,32 +174,36 @@ class ReferenceRun:
 
     steps: list[ReferenceStep]
     evaluations: list[float]
-    """Mean losses over the evaluation batches, at the same times as in `RankObservation`."""
+    """Mean losses over the evaluation batches: one before the first step, then one after each of the first `EVALUATED_STEPS`
+    steps."""
     activations: dict[str, Tensor]
-    """Outputs of modules in the first step [B, s, h] in the order of the samples, with the names of
-    `RankObservation.activations`."""
+    """Outputs of modules in the first step [B, s, h], in the order of the samples. The names are those of
+    `RankObservation.activations`, such as `layers.3.mlp`."""
     microbatches: list[tuple[int, int]]
-    """(data rank, microbatch) of each of the M microbatches of the first step, in the order of their samples."""
+    """(data-parallel rank, index on that rank) of each of the M microbatches of the first step, in the order of their
+    samples."""
     microbatch_tokens: list[float]
-    """Sum of the loss mask of each microbatch."""
+    """Number of tokens of each microbatch that count in the loss, in the order of `microbatches`."""
     contributions: dict[str, Tensor]
-    """Contribution of each microbatch to the gradient of each parameter in the first step: [M, ...shape]."""
+    """Contribution of each microbatch of the first step to the gradient, [M, ...shape of the parameter], by the name of the
+    parameter."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """Recorded values of the layout's run and of the reference run, with the settings that both use."""
+    """Recorded values of the parallel run and of the reference run, with the settings that both use."""
 
     config: Config
     """Settings of both runs."""
     vocab_size: int
     layer_table: list[Chunk]
     ranks: list[RankObservation]
-    """Values that each rank of the layout's run recorded."""
+    """For each rank of the parallel run, the values that it recorded."""
     reference: ReferenceRun
     initial: dict[str, Tensor]
-    """Weights as the framework initializes them in one process."""
+    """Weights as the framework initializes them in one process, by name."""
     start: dict[str, Tensor]
-    """Start weights of both runs. They are random, so that no bias is zero and no norm weight one."""
+    """Start weights of both runs, by name. They are random, so that no bias is zero and no norm weight one."""
     replaced_settings: list[str]
-    """A line of text for each setting that was replaced, because it cannot be tested in float64 or has no effect on a CPU."""
+    """A line of text for each setting that a proof replaces, because it cannot be tested in float64 or has no effect on a
+    CPU."""

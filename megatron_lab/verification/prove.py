@@ -1,4 +1,5 @@
-"""Run settings twice in float64: at their layout on local processes, and with the reference model."""
+"""Train twice in float64 with the same settings: as a parallel run on local processes, and with the reference model. Record the
+values of both runs for the comparison."""
 
 from __future__ import annotations
 
@@ -53,17 +54,18 @@ def prove(
     timeout: float = 240.0,
     reference: ReferenceType = "plain",
 ) -> Observation:
-    """Run settings at their layout and with a reference on the same samples and start weights, and return the recorded values of
-    both runs.
+    """Train with the given settings in parallel on local processes, and once more as a reference run with the same samples and
+    start weights. Return the recorded values of both runs.
 
     Args:
         config: settings that are valid for `world_size` ranks, small enough to run on this machine.
-        steps: maximum number of iterations; None for the full run.
-        dropout: keep the dropout probabilities of the model, or set nonzero ones if it has none. Training and evaluation run
-            without dropout, so a nonzero probability shows where it is applied by mistake. Seeds of masks are compared in a
-            separate step.
+        steps: maximum number of iterations; None to train as long as the settings say.
+        dropout: keep the dropout probabilities of the model, or set them to 0.1 if they are zero. Training and evaluation have
+            dropout turned off, so a difference shows where it is applied by mistake. The seeds of dropout masks are recorded in a
+            separate step. With False, the probabilities are set to zero.
         timeout: seconds after which a run is aborted.
-        reference: run with which the layout is compared.
+        reference: run with which the parallel run is compared: "plain" for the reference model, "self" for the framework in one
+            process.
 
     Raises:
         RanksError: a rank raised, died, or did not finish in time.
@@ -79,12 +81,12 @@ def prove(
     vocab_size = compute_embedding_rows(tokenizer, data)
     data_size = Topology.of(parallel, world_size).dp
     micro = config.training.micro_batch_size
-    has_many_microbatches = config.training.first_batch_size(data_size) > micro
+    has_many_microbatches = config.training.get_first_batch_size(data_size) > micro
     samples = RandomSamples(
         _SAMPLES_SEED, config.model.seq_length, vocab_size, tokenizer.eod, micro, allows_empty_masks=has_many_microbatches
     )
     eval_samples = dataclasses.replace(samples, seed=_EVAL_SEED)
-    initial = _initial_weights(config, vocab_size)
+    initial = _build_initial_weights(config, vocab_size)
     if reference == "self":
         start = perturb_weights(config, vocab_size, initial, _START_SEED)
         replaced.append("reference: the same code in one process. What is wrong there too is not found")
@@ -104,7 +106,7 @@ def check_reference_support(config: Config) -> None:
     """Check that the reference model supports the optimizers and the activation function in the settings.
 
     Raises:
-        ValueError: an optimizer or activation function is registered by a module of the user.
+        ValueError: an optimizer or activation function comes from a module of the user.
     """
     optimizers = [config.optimizer.optimizer, *(parse_entry(text).optimizer for text in config.optimizer.param_groups)]
     unsupported = [f"--optimizer {name}" for name in optimizers if name in get_added_choices("optimizer")]
@@ -112,13 +114,19 @@ def check_reference_support(config: Config) -> None:
     if unsupported:
         raise ValueError(
             f"{' and '.join(dict.fromkeys(unsupported))}: the reference model supports only built-in choices, not those "
-            "of your modules.\n"
-            "  Give --reference self, which compares with a run of the same code in one process."
+            "that your modules add.\n"
+            "  Set --reference self, which compares with a run of the same code in one process."
         )
 
 
 def _build_proof_config(config: Config, steps: int | None, dropout: bool) -> tuple[Config, list[str]]:
-    """Return the settings that both runs use, and a line of text for each setting that was replaced."""
+    """Return the settings with which both runs train, and a line of text for each setting that was replaced.
+
+    Args:
+        config: settings of the user.
+        steps: maximum number of iterations; None to train as long as the settings say.
+        dropout: True for nonzero dropout probabilities, False for probabilities of zero.
+    """
     replaced = [
         "dtype: everything is float64. Not tested: 16-bit storage, and the copy of main parameters to the weights",
         "kernels: those of float64 on a CPU. Not tested: fused updates, flash attention",
@@ -187,7 +195,7 @@ def _build_proof_config(config: Config, steps: int | None, dropout: bool) -> tup
     return proof_config, replaced
 
 
-def _initial_weights(config: Config, vocab_size: int) -> dict[str, Tensor]:
+def _build_initial_weights(config: Config, vocab_size: int) -> dict[str, Tensor]:
     """Return the weights, without padding, with which the framework initializes the model in one process."""
     model = build_model(
         config.model,
@@ -201,12 +209,12 @@ def _initial_weights(config: Config, vocab_size: int) -> dict[str, Tensor]:
 
 
 def _divides_by_eps(optimizer: str) -> bool:
-    """Check whether an optimizer divides by numbers as small as --adam-eps."""
+    """Check whether an optimizer uses --adam-eps, so that its update may divide by a number as small as epsilon."""
     return optimizer in ("adam", "muon") or "adam_eps" in get_choice_settings("optimizer", optimizer)
 
 
 def import_before_fork() -> None:
-    """Import modules that only some runs need, so that forked ranks do not import them one by one."""
+    """Import modules that only some runs need, so that forked ranks inherit them and need not import them one by one."""
     import numpy.ma  # noqa: F401  # np.unique imports it
     import torch._dynamo  # noqa: F401  # fully_shard imports it
 

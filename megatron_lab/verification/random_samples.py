@@ -1,5 +1,5 @@
 """Random samples with end-of-document tokens, and loss masks that differ strongly between microbatches. Both depend only on the
-seed."""
+seed and the index of the sample."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ _DOCUMENTS_PER_SAMPLE = 3
 
 @dataclass
 class RandomSamples:
-    """Unlimited random samples and loss masks, which are read by sample index (a `SampleSource`).
+    """Unlimited random samples and loss masks. A sample is generated from the seed and its index when it is read, so this can
+    replace a data set.
 
     Args:
         seed: determines all samples and masks.
-        seq_length: tokens in a sample.
+        seq_length: input tokens of a sample.
         vocab_size: rows of the word embedding.
-        eod: end-of-document token.
-        micro_batch_size: number of consecutive samples whose masks count equally many tokens.
-        allows_empty_masks: whether the mask of a microbatch may exclude all tokens. Only for steps with several microbatches.
+        eod: id of the end-of-document token.
+        micro_batch_size: number of consecutive samples in a microbatch. It determines which samples have masks of the same type.
+        allows_empty_masks: whether the mask of a microbatch may exclude all tokens. A step then needs several microbatches.
     """
 
     seed: int
@@ -35,32 +36,33 @@ class RandomSamples:
     micro_batch_size: int
     allows_empty_masks: bool
 
-    def samples(self, first: int, count: int) -> NDArray[np.int64]:
+    def get_samples(self, first: int, count: int) -> NDArray[np.int64]:
         """Return the tokens of `count` samples from index `first` on, int64 [count, s + 1]."""
         return np.stack([self._generate_tokens(index) for index in range(first, first + count)])
 
-    def masks(self, first: int, count: int) -> NDArray[np.float32]:
-        """Return the loss masks of `count` samples [count, s]: 1 where the position counts in the loss, else 0.
+    def get_masks(self, first: int, count: int) -> NDArray[np.float32]:
+        """Return the loss masks of `count` samples from index `first` on, [count, s]: 1 where the position counts in the loss, else
+        0.
 
-        Successive microbatches count all tokens, half of them, one token, and no token (or a quarter), in turn. Of the counted
+        Every four successive microbatches count all tokens, half of them, one token, and no token (or a quarter). Of the counted
         tokens of a sample, at least one has an input that is not an end-of-document token, so --eod-mask-loss does not exclude all
         of them.
         """
         return np.stack([self._generate_mask(index) for index in range(first, first + count)])
 
-    def marks(self, first: int, count: int) -> NDArray[np.uint8]:
-        """Return the loss masks in the format of the data loader: uint8 [count, s + 1]. The bits of a token's byte say whether the
-        token counts in the loss, and whether a document may end there."""
+    def get_marks(self, first: int, count: int) -> NDArray[np.uint8]:
+        """Return the loss masks of `count` samples from index `first` on, in the format of the data loader: a byte for each token,
+        uint8 [count, s + 1]. The bits of a byte say whether the token counts in the loss, and whether a document may end there."""
         marks = np.full((count, self.seq_length + 1), DOCUMENT_END_IF_EOD, dtype=MARK_TYPE)
-        marks[:, 1:] |= IN_LOSS * self.masks(first, count).astype(MARK_TYPE)
+        marks[:, 1:] |= IN_LOSS * self.get_masks(first, count).astype(MARK_TYPE)
         return marks
 
-    def lineage(self, sample_index: int) -> list[DocumentSpan]:
-        """Return one document span that covers the sample."""
+    def get_lineage(self, sample_index: int) -> list[DocumentSpan]:
+        """Return the document span from which a sample comes: one invented document that covers the sample."""
         return [DocumentSpan("random", sample_index, 0, self.seq_length + 1)]
 
     def describe(self, num_samples: int) -> list[str]:
-        """Return a line of text for the log that says that the samples are random."""
+        """Return a line for the log which says that the samples are random."""
         return [f"{num_samples} samples of random tokens"]
 
     def _generate_tokens(self, sample_index: int) -> NDArray[np.int64]:

@@ -1,5 +1,5 @@
-"""Recorder of training steps on one rank. It uses hooks on the model and wrappers around methods of the step, so the framework
-needs no code for it."""
+"""Recorder of training steps on one rank. It uses hooks on the model and wraps methods of the training step, so the framework needs
+no code for it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ _INITIAL_OP = Op(OpType.FORWARD, 0, -1)
 
 @dataclass
 class StepRecorder:
-    """Recorder of the training steps that `step` runs after the recorder is created.
+    """Recorder of all steps that a `TrainStep` runs after the recorder is created.
 
     Args:
-        after_step: called after each of the first steps, before the model is used otherwise.
-        overwritten: list to which late delivery adds tensors that are overwritten while they are being sent.
+        step: training step to record.
+        after_step: called after each of the first `EVALUATED_STEPS` steps, before the recorder reads the updated parameters.
+        overwritten: list to which the collectives add descriptions of tensors that were overwritten while they were being sent. The
+            recorder moves them to the record of the step.
     """
 
     step: TrainStep
@@ -80,12 +82,14 @@ class StepRecorder:
         return result
 
     def _snapshot_before_gather(self) -> Callable[[], None]:
-        """Save the model parameters before the all-gather of the updated parameters has finished. Afterwards the recorder waits for
-        the all-gather and reads the updated parameters.
+        """Copy the model parameters before the caller waits for the all-gather of the updated parameters.
+
+        The recorder must wait for this all-gather to read the updated parameters. Its wait would hide that the next step forgets to
+        wait.
 
         Returns:
-            A function that starts the all-gather again and restores the saved values, so that the next step gives wrong results
-            unless it waits for the all-gather itself.
+            A function that starts the all-gather again and restores the copied values, so that the next step gives wrong results
+            unless it waits for the all-gather itself. It does nothing if the all-gather does not overlap with other work.
         """
         if not self.step.overlaps_param_gather:
             return lambda: None
@@ -109,13 +113,13 @@ class StepRecorder:
         return loss_sum, count
 
     def _record_gradients(self, result: StepResult) -> None:
-        def unscaled(shard: Shard) -> torch.Tensor:
+        def unscale(shard: Shard) -> torch.Tensor:
             return shard.grad.double() / (result.loss_scale if shard.record.count_update is None else 1.0)
 
-        self._gradients = record_shards(self.step, unscaled, with_frozen=False)
+        self._gradients = record_shards(self.step, unscale, with_frozen=False)
 
     def start(self, op: Op) -> None:
-        """Store the operation that the executor starts, so that recorded outputs can be assigned to its microbatch."""
+        """Remember the operation that the executor starts, to know to which microbatch a recorded output belongs."""
         self._op = op
 
     def end(self, op: Op) -> None:
@@ -123,8 +127,8 @@ class StepRecorder:
 
     @contextmanager
     def _recording_activations(self, num_microbatches: int) -> Iterator[None]:
-        """Return a context with hooks on this rank's model chunks that record the activations of one step. Evaluations have other
-        inputs and are not recorded."""
+        """Record module outputs of this rank's model chunks in a `with` block, which must contain exactly one training step.
+        Evaluations have other inputs and are not recorded."""
         self.step.executor.recorder = self
         hooks = []
         for chunk in self.step.model.chunks.values():
@@ -139,19 +143,22 @@ class StepRecorder:
             hook.remove()
 
     def _record_input(self, name: str, num_microbatches: int, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        """Record the first input of a module.
+        """Record the first input of a module (forward pre-hook).
 
         Args:
-            name: name of the recorded activation.
+            name: name under which the input is recorded.
+            num_microbatches: microbatches of the step on this rank.
             args: inputs with which the module was called.
         """
         self._record_output(name, num_microbatches, module, args, args[0])
 
     def _record_output(self, name: str, num_microbatches: int, module: nn.Module, args: object, out: torch.Tensor) -> None:
-        """Record the output of a module in forward. Outputs of the recomputation in backward are not recorded.
+        """Record the output of a module in forward (forward hook). Outputs of the recomputation in backward are not recorded.
 
         Args:
-            out: [s, b, h], or [s/tp, b, h] under sequence parallelism.
+            name: name under which the output is recorded.
+            num_microbatches: microbatches of the step on this rank.
+            out: [s, b, h], or [s/tp, b, h] under sequence parallelism; s counts the tokens of this context-parallel rank.
         """
         if self._op.type is not OpType.FORWARD:
             return
@@ -164,7 +171,7 @@ class StepRecorder:
         seq_length = positions * (split.size if split else 1) * context_group.size
         documents = self._batch[self._op.microbatch].documents
         sequence_split = None if documents is None else documents.sequence_split
-        token_positions = np.arange(seq_length) if sequence_split is None else sequence_split.positions(context_group.rank)
+        token_positions = np.arange(seq_length) if sequence_split is None else sequence_split.get_positions(context_group.rank)
         token_positions = token_positions[start : start + positions]
         # Record each range of consecutive tokens.
         for token_range in np.split(np.arange(positions), np.flatnonzero(np.diff(token_positions) != 1) + 1):
@@ -176,7 +183,7 @@ class StepRecorder:
 
 
 def _list_recorded_modules(chunk: GPTChunk) -> dict[str, nn.Module]:
-    """Return the modules of a model chunk whose outputs are recorded, by the names of their activations."""
+    """Return the modules of a model chunk whose outputs are recorded, by the names under which they are recorded."""
     modules: dict[str, nn.Module] = {} if chunk.embedding is None else {"embedding": chunk.embedding}
     named = [(f"layers.{block.layer}", block) for block in chunk.blocks]
     named += [(f"mtp.{k}.layer", block) for k, block in enumerate([] if chunk.mtp is None else chunk.mtp.blocks)]
@@ -188,17 +195,17 @@ def _list_recorded_modules(chunk: GPTChunk) -> dict[str, nn.Module]:
 
 
 def record_shards(step: TrainStep, tensor_of: Callable[[Shard], torch.Tensor], *, with_frozen: bool = True) -> list[LocalTensor]:
-    """Copy values of this rank's shards as slices of global tensors.
+    """Copy a value for each element of this rank's shards, such as the gradients, and return the copies as slices of full tensors.
 
     Args:
-        tensor_of: returns a flat tensor with an element for each element of a shard.
+        tensor_of: returns the values of a shard as a flat tensor, such as `shard.main_param`.
         with_frozen: include shards of parameters that are not trained.
     """
     local_tensors = []
     for shard in step.optimizer.checkpoint_shards if with_frozen else step.optimizer.shards:
         flat = tensor_of(shard).detach()
         assert flat.shape == (shard.weights.numel(),)
-        for buffer_slice in shard.slices(step.context):
+        for buffer_slice in shard.get_slices(step.context):
             values = flat[buffer_slice.offset : buffer_slice.offset + buffer_slice.slice.numel].cpu().to(torch.float64, copy=True)
             local_tensors.append(
                 LocalTensor(
@@ -209,21 +216,21 @@ def record_shards(step: TrainStep, tensor_of: Callable[[Shard], torch.Tensor], *
 
 
 def record_params(step: TrainStep) -> list[LocalTensor]:
-    """Copy the parameters as the next forward uses them; of a tensor-parallel parameter, this rank's shard. Parameters that data
-    ranks shard are omitted."""
+    """Copy the model parameters as the next forward uses them; of a tensor-parallel parameter, this rank's shard. Parameters that
+    are sharded over data-parallel ranks are omitted."""
     if step.overlaps_param_gather:  # otherwise the parameters are complete after the step
         step.finish_param_gather()
     local_tensors = []
     for entry in step.model.params:
         if not isinstance(entry.param, DTensor):
-            local_slice = entry.record.local_slice(step.context.axis_sizes, step.context.coordinates)
+            local_slice = entry.record.get_local_slice(step.context.axis_sizes, step.context.coordinates)
             values = entry.param.detach()[tuple(slice(n) for n in local_slice.sizes)].cpu().to(torch.float64, copy=True)
             local_tensors.append(LocalTensor(entry.record.name, local_slice.offsets, entry.record.shape, values))
     return local_tensors
 
 
 def compute_squared_norms(step: TrainStep, scale: float) -> dict[str, float]:
-    """Return the contribution of this rank to the squared global gradient norm of the last step, by parameter.
+    """Return this rank's summand in the squared global gradient norm of the last step, by the name of the parameter.
 
     Args:
         scale: loss scale of the step, which is divided out.
@@ -235,11 +242,11 @@ def compute_squared_norms(step: TrainStep, scale: float) -> dict[str, float]:
 
 
 def set_weights(step: TrainStep, weights: Mapping[str, torch.Tensor]) -> None:
-    """Overwrite the main parameters of this rank's shards with slices of full weights, and copy them to the model parameters. A
-    resumed run sets weights in the same way."""
+    """Set this rank's shards of the main parameters from full weights, and copy them to the model parameters. This is how a resumed
+    run sets weights, too."""
     for shard in step.optimizer.checkpoint_shards:
         assert weights[shard.record.name].shape == shard.record.shape, shard.record.name
-        for buffer_slice in shard.slices(step.context):
+        for buffer_slice in shard.get_slices(step.context):
             values = weights[shard.record.name][buffer_slice.slice.index].reshape(-1)
             shard.main_param[buffer_slice.offset : buffer_slice.offset + buffer_slice.slice.numel].copy_(values)
     step.optimizer.reset_averages()

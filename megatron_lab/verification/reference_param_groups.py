@@ -1,4 +1,5 @@
-"""Parameter groups (--param-groups) of the reference model: learning rate, weight decay and update rule of single parameters."""
+"""Parameter groups (--param-groups) of the reference model: parameters whose learning rate, weight decay or update rule differ from
+the defaults."""
 
 from __future__ import annotations
 
@@ -25,9 +26,12 @@ def build_param_updates(
     wd_schedule: ScalarSchedule,
     width_multiplier: float,
 ) -> dict[str, ParamUpdateFn]:
-    """Build the update of each parameter whose options differ from the defaults.
+    """Build, for each parameter whose options differ from the defaults, a function that returns its update rule, learning rate and
+    weight decay after a number of samples. Return the functions by name.
 
     Args:
+        names: names of all parameters.
+        config: settings of the optimizer.
         default_rule: update rule of all other parameters.
         lr_schedule: learning rate of all other parameters.
         wd_schedule: weight decay of all other parameters.
@@ -42,8 +46,8 @@ def build_param_updates(
 
 
 def _collect_options(name: str, config: OptimizerConfig) -> dict[str, str]:
-    """Return the options of a parameter by their keys in --param-groups. If several parameter groups contain the parameter, options
-    of later groups replace those of earlier groups."""
+    """Return the options that --param-groups, --decoupled-lr and similar flags set for a parameter, as text by their keys in
+    --param-groups, such as "lr" or "wd-mult". If several groups contain the parameter, later groups override earlier ones."""
     options: dict[str, str] = {}
     if config.decoupled_lr is not None and name in _DECOUPLED:
         options["lr"] = str(config.decoupled_lr)
@@ -76,7 +80,7 @@ def _build_param_update(
     lr_mult, wd_mult = values.get("lr-mult", 1.0), values.get("wd-mult", 1.0 if has_weight_decay(name) else 0.0)
     mup = _get_mup_factor(name, optimizer, width_multiplier)
     return lambda samples: ParamUpdate(
-        param_rule, lr_mult * mup * param_schedule.value_at(samples), wd_mult / mup * wd_schedule.value_at(samples)
+        param_rule, lr_mult * mup * param_schedule.get_value_at(samples), wd_mult / mup * wd_schedule.get_value_at(samples)
     )
 
 

@@ -1,5 +1,5 @@
-"""Run of the reference model with the settings and samples of a run at a layout. It is one process, and shares only the settings
-with the framework."""
+"""Training run of the reference model with the settings and samples of a parallel run. It uses one process, and shares only the
+settings and samples with the framework."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from megatron_lab.verification.reference_param_groups import build_param_updates
 
 
 def run_reference(task: ProofTask) -> ReferenceRun:
-    """Train the reference model, and return the recorded values. The model is evaluated before the first step and after each of the
-    first `EVALUATED_STEPS` steps."""
+    """Train the reference model in this process, and return the recorded values. The model is evaluated before the first step and
+    after each of the first `EVALUATED_STEPS` steps."""
     return _ReferenceRunner(task).run()
 
 
@@ -59,9 +59,9 @@ class _ReferenceRunner:
 
     def run(self) -> ReferenceRun:
         task, training = self.task, self.config.training
-        total = training.train_samples or sum(self._batch_sizes())
+        total = training.train_samples or sum(self._iter_batch_sizes())
         lr_schedule, wd_schedule = (
-            build_lr_schedule(self.config, self._samples_of, total),
+            build_lr_schedule(self.config, self._count_samples, total),
             build_decay_schedule(self.config.optimizer, total),
         )
         rule = build_update_rule(self.config.optimizer, self.config.model)
@@ -73,20 +73,20 @@ class _ReferenceRunner:
         )
         reference_run = ReferenceRun([], [self._evaluate()], {}, [], [], {})
         consumed = updated = 0
-        for iteration, size in enumerate(self._batch_sizes(), start=1):
+        for iteration, size in enumerate(self._iter_batch_sizes(), start=1):
             if task.max_steps is not None and iteration > task.max_steps:
                 break
             first_sample, consumed = consumed, consumed + size
             if iteration in training.iterations_to_skip:
                 continue
-            losses, tokens, contributions, outputs = self._microbatches(first_sample, size)
+            losses, tokens, contributions, outputs = self._run_microbatches(first_sample, size)
             if not reference_run.steps:
                 reference_run.microbatches.extend((index % task.dp_size, index // task.dp_size) for index in range(len(tokens)))
                 reference_run.microbatch_tokens.extend(tokens)
                 reference_run.contributions.update(contributions)
                 reference_run.activations.update(outputs)
             gradients = {name: grads.sum(dim=0) for name, grads in contributions.items()}
-            rate, decay = lr_schedule.value_at(updated), wd_schedule.value_at(updated)
+            rate, decay = lr_schedule.get_value_at(updated), wd_schedule.get_value_at(updated)
             grad_norm = update_weights(
                 self.state, gradients, rule, rate, decay, {name: fn(updated) for name, fn in updates.items()}, self._max_logits
             )
@@ -99,24 +99,24 @@ class _ReferenceRunner:
                 reference_run.evaluations.append(self._evaluate())
         return reference_run
 
-    def _batch_sizes(self) -> Iterator[int]:
-        """Yield the number of samples in each step of the run."""
+    def _iter_batch_sizes(self) -> Iterator[int]:
+        """Yield the global batch size, in samples, of each step of the run."""
         training, consumed, num_steps = self.config.training, 0, 0
         while training.train_iters is None or num_steps < training.train_iters:
-            size = self._batch_size(consumed)
+            size = self._compute_batch_size(consumed)
             consumed, num_steps = consumed + size, num_steps + 1
             if training.train_samples is not None and consumed > training.train_samples:
                 return
             yield size
 
-    def _samples_of(self, steps: int) -> int:
+    def _count_samples(self, steps: int) -> int:
         """Return the number of samples in the first `steps` steps. `steps` may exceed the number of steps of the run."""
         consumed = 0
-        while steps and (size := self._batch_size(consumed)) < self.final_batch_size:
+        while steps and (size := self._compute_batch_size(consumed)) < self.final_batch_size:
             consumed, steps = consumed + size, steps - 1
         return consumed + steps * self.final_batch_size
 
-    def _batch_size(self, consumed: int) -> int:
+    def _compute_batch_size(self, consumed: int) -> int:
         ramp, length = self.config.training.rampup_batch_size, self.config.model.seq_length
         return compute_batch_size(consumed, self.final_batch_size, ramp, self.batch_size_schedule, length)
 
@@ -124,17 +124,23 @@ class _ReferenceRunner:
         micro, size = self.config.training.micro_batch_size, EVALUATED_BATCHES * self.final_batch_size
         with torch.no_grad():
             results = [
-                self._losses(self.state.weights, _batch(self.task.eval_samples, first, micro)) for first in range(0, size, micro)
+                self._compute_losses(self.state.weights, _build_batch(self.task.eval_samples, first, micro))
+                for first in range(0, size, micro)
             ]
         losses, tokens, _ = zip(*results, strict=True)
         return (sum(losses) / sum(tokens)).item()
 
-    def _microbatches(self, first: int, size: int) -> tuple[list[float], list[float], Weights, dict[str, Tensor]]:
+    def _run_microbatches(self, first: int, size: int) -> tuple[list[float], list[float], Weights, dict[str, Tensor]]:
         """Run forward and backward of the microbatches of a global batch one after another.
 
+        Args:
+            first: index of the first sample of the batch.
+            size: global batch size, in samples.
+
         Returns:
-            For each microbatch, its loss sum; for each microbatch, its number of tokens that count; the contributions of the
-            microbatches to the gradients of the mean loss [M, ...] by name; and the outputs of modules [B, s, h] by name.
+            For each microbatch, the sum of its losses; for each microbatch, its number of tokens that count in the loss; the
+            contributions of the M microbatches to the gradients of the mean loss [M, ...shape], by parameter; and the outputs of
+            modules [B, s, h], by name.
         """
         frozen = {name: w for name, w in self.state.weights.items() if not is_trained(self.shape, name)}
         trained = {name: w.detach().requires_grad_() for name, w in self.state.weights.items() if name not in frozen}
@@ -153,7 +159,7 @@ class _ReferenceRunner:
         micro = self.config.training.micro_batch_size
         weights = {**frozen, **trained}
         results = [
-            self._losses(weights, _batch(self.task.samples, start, micro), record_output)
+            self._compute_losses(weights, _build_batch(self.task.samples, start, micro), record_output)
             for start in range(first, first + size, micro)
         ]
         tokens = torch.stack([count for _, count, _ in results]).sum()
@@ -163,8 +169,8 @@ class _ReferenceRunner:
         losses, counts, _ = ([value.item() for value in column] for column in zip(*results, strict=True))
         return losses, counts, contributions, {name: torch.cat(values) for name, values in outputs.items()}
 
-    def _losses(self, weights: Weights, batch: Batch, hook: OutputHook = no_hook) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sum of mask x loss, the sum of the mask, and the auxiliary losses of the routers, which training also
+    def _compute_losses(self, weights: Weights, batch: Batch, hook: OutputHook = no_hook) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the sum of (mask x loss), the sum of the mask, and the auxiliary losses of the routers, which training also
         minimizes."""
         data = self.config.data
         eod_rules = EodRules(self.task.samples.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
@@ -173,9 +179,9 @@ class _ReferenceRunner:
         return (token_losses * mask).sum(), mask.sum(), router_loss_hook.total
 
 
-def _batch(samples: RandomSamples, first: int, size: int) -> Batch:
-    windows = torch.from_numpy(samples.samples(first, size))
-    return windows[:, :-1], windows[:, 1:], torch.from_numpy(samples.masks(first, size)).double()
+def _build_batch(samples: RandomSamples, first: int, size: int) -> Batch:
+    windows = torch.from_numpy(samples.get_samples(first, size))
+    return windows[:, :-1], windows[:, 1:], torch.from_numpy(samples.get_masks(first, size)).double()
 
 
 def build_reference_shape(
@@ -184,7 +190,7 @@ def build_reference_shape(
     training: TrainingConfig = TrainingConfig(),  # noqa: B008 (frozen)
     precision: PrecisionConfig = PrecisionConfig(),  # noqa: B008 (frozen)
 ) -> ReferenceShape:
-    """Build the sizes and options of the reference model from the settings."""
+    """Translate the settings of the framework to the sizes and options of the reference model."""
     ends = (precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16)
     return ReferenceShape(
         num_layers=model.num_layers,
@@ -248,8 +254,8 @@ _SINK_TYPES: dict[SoftmaxType, Literal["none", "one", "learned"]] = {"vanilla": 
 
 
 def build_windows(model: ModelConfig) -> tuple[int | None, ...]:
-    """Return the attention window of each layer: the number of preceding tokens to which a token attends, or None for all. The
-    result is empty if no layer has a window."""
+    """Return the attention window of each layer: the number of preceding tokens to which a token attends, or None for all. Return
+    an empty tuple if no layer has a window."""
     if model.window_size is None:
         return ()
     size, skip_freq = int(model.window_size.strip("()").split(",")[0]), model.window_attn_skip_freq
@@ -260,26 +266,29 @@ def build_windows(model: ModelConfig) -> tuple[int | None, ...]:
 
 
 def _parse_layer_flags(pattern: str, num_layers: int) -> list[bool]:
-    """Parse a flag value that selects layers, and return whether each layer is selected.
+    """Parse a flag that selects layers, and return for each layer whether it is selected.
 
-    The value is a number N, for every N-th layer, or a list with an entry for each layer.
+    Args:
+        pattern: a number N, which selects every N-th layer, or a list such as `[0]*2+[1]*2` with an entry for each layer.
+        num_layers: number of layers of the model.
     """
     if "[" not in pattern:
         return [layer % int(pattern) == 0 for layer in range(1, num_layers + 1)]
 
-    def values(node: ast.expr) -> Any:
+    def evaluate(node: ast.expr) -> Any:
         if isinstance(node, ast.BinOp):
-            left, right = values(node.left), values(node.right)
+            left, right = evaluate(node.left), evaluate(node.right)
             return left + right if isinstance(node.op, ast.Add) else left * right
         return ast.literal_eval(node)
 
-    return [bool(entry) for entry in values(ast.parse(pattern.strip(), mode="eval").body)]
+    return [bool(entry) for entry in evaluate(ast.parse(pattern.strip(), mode="eval").body)]
 
 
 def build_experts_shape(model: ModelConfig, micro_batch_size: int) -> ExpertsShape:
-    """Build the sizes and options of the experts, including the layers that have experts.
+    """Translate the settings of the framework to the sizes and options of the experts in the reference model.
 
-    If --moe-layer-freq is a number N, the layers 0, N, 2N, ... have experts. If it is a list, it has an entry for each layer.
+    They say which layers have experts. If --moe-layer-freq is a number N, layers 0, N, 2N, ... have experts. If it is a list, it
+    has an entry for each layer.
     """
     assert model.num_experts is not None
     freq, num_layers = model.moe_layer_freq, model.num_layers
@@ -313,14 +322,14 @@ def build_experts_shape(model: ModelConfig, micro_batch_size: int) -> ExpertsSha
 
 
 def build_latent_shape(model: ModelConfig) -> LatentShape:
-    """Build the sizes of latent attention."""
+    """Translate the settings of the framework to the sizes of latent attention in the reference model."""
     sizes = model.q_lora_rank, model.kv_lora_rank, model.qk_head_dim, model.qk_pos_emb_head_dim, model.v_head_dim
     return LatentShape(*sizes)
 
 
 def compute_score_scale(model: ModelConfig) -> float | None:
-    """Return the factor of the attention scores, or None for the default 1 / sqrt(head size). With YaRN, latent attention has a
-    larger factor."""
+    """Return the factor by which attention scores q k^T are multiplied, or None for the default 1 / sqrt(head size). With YaRN,
+    latent attention has a larger factor."""
     if model.mup_base_kv_channels is not None:
         return math.sqrt(model.mup_base_kv_channels) / model.head_size
     if model.softmax_scale is not None or not model.multi_latent_attention:
@@ -330,7 +339,8 @@ def compute_score_scale(model: ModelConfig) -> float | None:
 
 
 def build_rotary_scaling(model: ModelConfig) -> RotaryScaling | None:
-    """Build the scaling of the rotary frequencies. Returns None if they are not scaled."""
+    """Translate the settings of the framework to the method that scales the rotary frequencies, with its options. Return None if
+    the frequencies are not scaled."""
     factor, context = model.rotary_scaling_factor, model.original_max_position_embeddings
     if model.use_rope_scaling:
         turn_bounds = model.rope_low_freq_factor, model.rope_high_freq_factor
@@ -367,7 +377,7 @@ def build_rotary_scaling(model: ModelConfig) -> RotaryScaling | None:
 
 
 def build_update_rule(optimizer: OptimizerConfig, model: ModelConfig) -> ReferenceUpdateRule:
-    """Build the update rule of the reference model from the settings."""
+    """Translate the settings of the framework to the optimizer's update rule in the reference model."""
     betas = optimizer.adam_beta1, optimizer.adam_beta2
     options = build_rule_options(optimizer, (model.num_attention_heads // model.num_key_value_heads, model.head_size))
     rule = ReferenceUpdateRule(
@@ -377,10 +387,10 @@ def build_update_rule(optimizer: OptimizerConfig, model: ModelConfig) -> Referen
 
 
 def build_rule_options(optimizer: OptimizerConfig, head_sizes: tuple[int, int] = (1, 1)) -> RuleOptions:
-    """Build the options of update rules other than Adam.
+    """Translate the settings of the framework to the options of all update rules except Adam's betas and epsilon.
 
     Args:
-        head_sizes: query heads per key-value head, and head size.
+        head_sizes: query heads per key-value head, and head size; used by Muon.
     """
     return RuleOptions(
         momentum=optimizer.sgd_momentum,
@@ -407,7 +417,7 @@ def build_rule_options(optimizer: OptimizerConfig, head_sizes: tuple[int, int] =
 
 
 def build_lr_schedule(config: Config, count_samples: Callable[[int], int], total_samples: int) -> ScalarSchedule:
-    """Build the learning-rate schedule of the reference model.
+    """Translate the settings of the framework to the learning-rate schedule of the reference model.
 
     Args:
         count_samples: returns the number of samples in the first n steps; n may exceed the number of steps of the run.
@@ -438,7 +448,11 @@ def build_lr_schedule(config: Config, count_samples: Callable[[int], int], total
 
 
 def build_decay_schedule(optimizer: OptimizerConfig, total_samples: int) -> ScalarSchedule:
-    """Build the schedule of the weight decay, which may change from start to end of the run."""
+    """Translate the settings of the framework to the schedule of the weight decay, which may change from start to end of the run.
+
+    Args:
+        total_samples: number of samples in the run.
+    """
     if optimizer.weight_decay_incr_style == "constant":
         return ScalarSchedule(optimizer.weight_decay, style="constant")
     assert optimizer.start_weight_decay is not None and optimizer.end_weight_decay is not None, "required"

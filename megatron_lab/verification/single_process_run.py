@@ -1,6 +1,6 @@
 """Run of the framework in one process, which can replace the reference model in a comparison (--reference self).
 
-It supports custom modules of the user, which the reference model does not know. It cannot find an error that also occurs in one
+It supports modules that a user has added, which the reference model does not know. It cannot find an error that also occurs in one
 process.
 """
 
@@ -17,7 +17,7 @@ from megatron.config.config import Config
 from megatron.config.memory import MemoryConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.parallel.params import build_global_records
-from megatron.parallel.random import stable_seed
+from megatron.parallel.random import compute_stable_seed
 from megatron_lab.verification.layout_run import compute_microbatch_gradients, observe_rank
 from megatron_lab.verification.observation import LocalTensor, ProofTask, ReferenceRun, ReferenceStep
 
@@ -26,8 +26,8 @@ _PERTURBATION_STD = 0.1
 
 
 def run_single_process(task: ProofTask) -> ReferenceRun:
-    """Train with the framework in this process, and return the recorded values in the form of a reference run. The environment must
-    be that of a job with a single rank."""
+    """Train with the framework in this process only, and return the recorded values in the form of a reference run. The environment
+    variables must be those of a job with a single rank."""
     data_size = task.dp_size
     task = dataclasses.replace(task, config=build_single_process_config(task.config, task.dp_size), dp_size=1)
     observation = observe_rank(0, task)
@@ -57,12 +57,13 @@ def run_single_process(task: ProofTask) -> ReferenceRun:
 
 
 def build_single_process_config(config: Config, data_size: int) -> Config:
-    """Build settings for one process that computes the same steps as the layout.
+    """Build settings for one process that trains with the same batches as the parallel run.
 
     Args:
-        data_size: number of data ranks of the layout, which determines the default batch size.
+        config: settings of the parallel run.
+        data_size: number of data-parallel ranks of the parallel run, which determines the default batch size.
     """
-    batch = config.training.final_batch_size(data_size)
+    batch = config.training.get_final_batch_size(data_size)
     return dataclasses.replace(
         config,
         training=dataclasses.replace(config.training, global_batch_size=batch),
@@ -74,7 +75,7 @@ def build_single_process_config(config: Config, data_size: int) -> Config:
 
 
 def assemble_tensors(local_tensors: Iterable[LocalTensor]) -> dict[str, Tensor]:
-    """Assemble full tensors from local tensors; the result is keyed by name. Elements that no local tensor contains are NaN."""
+    """Assemble full tensors from slices, and return them by name. Elements that no slice contains are NaN."""
     tensors: dict[str, Tensor] = {}
     for local in local_tensors:
         tensor = tensors.setdefault(local.name, torch.full(local.shape, math.nan, dtype=torch.float64))
@@ -83,10 +84,15 @@ def assemble_tensors(local_tensors: Iterable[LocalTensor]) -> dict[str, Tensor]:
 
 
 def perturb_weights(config: Config, vocab_size: int, initial: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """Return the initial weights with random offsets, which both runs use as start weights. So for any module, no bias is zero and
-    no norm weight is one."""
+    """Add random offsets to the initial weights, and return the sums as start weights of both runs. So no bias is zero and no norm
+    weight is one, also in modules of the user.
+
+    Args:
+        initial: initial weights, by name.
+        seed: seed of the offsets.
+    """
     weights = {}
     for name, record in build_global_records(config.model, vocab_size).items():
-        generator = torch.Generator().manual_seed(stable_seed(seed, name))
+        generator = torch.Generator().manual_seed(compute_stable_seed(seed, name))
         weights[name] = initial[name] + _PERTURBATION_STD * torch.randn(record.shape, generator=generator, dtype=torch.float64)
     return weights

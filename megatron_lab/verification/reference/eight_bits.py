@@ -1,6 +1,6 @@
 """Linear layers of the reference model in FP8, emulated with float64 arithmetic. The code uses no FP8 dtype.
 
-Shapes: B sequences of s tokens; n = B s tokens.
+Shapes: B sequences of s tokens; n = B x s tokens.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Fp8Spec:
 
 
 def round_to_fp8(x: Tensor, mantissa_bits: int) -> Tensor:
-    """Round x to the nearest FP8 number with 1 sign bit, 7 - `mantissa_bits` exponent bits and `mantissa_bits` mantissa bits. Ties
-    go to the even number.
+    """Round each element of x to the nearest FP8 number with 1 sign bit, 7 - `mantissa_bits` exponent bits and `mantissa_bits`
+    mantissa bits. Ties go to the even number.
 
-    The formats are those of Micikevicius et al. 2022, table 1. The largest number is 448 with 3 mantissa bits, where one bit
-    pattern is NaN, and 57344 with 2. Numbers beyond it are clamped. As in torch, numbers are first rounded to float32.
+    The formats are E4M3 (3 mantissa bits, largest number 448) and E5M2 (2 mantissa bits, largest number 57344) of Micikevicius et
+    al. 2022, table 1. Larger numbers are clamped. As in torch, elements are first rounded to float32.
     """
     min_exponent, max_value = {3: (-6, 448.0), 2: (-14, 57344.0)}[mantissa_bits]
     x = x.clamp(-max_value, max_value).float().double()
@@ -37,8 +37,8 @@ def round_to_fp8(x: Tensor, mantissa_bits: int) -> Tensor:
 
 
 def quantize_blocks(x: Tensor, mantissa_bits: int, block_shape: tuple[int, int]) -> Tensor:
-    """Quantize x [num_rows, num_columns]: each block of shape `block_shape` has a common scale, and its elements are FP8 numbers
-    times the scale."""
+    """Quantize x [num_rows, num_columns] in blocks of shape `block_shape`: each block has its own scale, and its elements become
+    FP8 numbers times this scale."""
     block_rows, block_columns = block_shape
     num_rows, num_columns = x.shape
     blocks = x.reshape(num_rows // block_rows, block_rows, num_columns // block_columns, block_columns)
@@ -49,9 +49,10 @@ def quantize_blocks(x: Tensor, mantissa_bits: int, block_shape: tuple[int, int])
 
 
 def fp8_linear(spec: Fp8Spec, x: Tensor, weight: Tensor) -> Tensor:
-    """Compute the product x w^T in FP8. The gradients are computed in FP8 too.
+    """Compute the product x weight^T of a linear layer in FP8. Its gradients are computed in FP8 too.
 
     Args:
+        spec: granularity of the scales and number formats.
         x: [B, s, in], where `in` is the number of input features.
         weight: [out, in], where `out` is the number of output features.
 
@@ -80,11 +81,13 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def _quantize_operand(spec: Fp8Spec, x: Tensor, mantissa_bits: int, *, is_weight: bool = False) -> Tensor:
-    """Quantize one operand [rows, k] of a matrix product that sums over k, in the blocks that the FP8 recipe prescribes.
+    """Quantize one factor [rows, k] of a matrix product that sums over k, in the blocks that the FP8 recipe prescribes.
 
     Args:
+        spec: granularity of the scales (the FP8 recipe).
         mantissa_bits: mantissa bits of the FP8 format.
-        is_weight: whether the operand is a weight. With the recipe blockwise, a weight has larger blocks than other operands.
+        is_weight: whether the factor is a weight. With the recipe blockwise, weights have blocks of 128 x 128 elements, other
+            factors blocks of 1 x 128.
     """
     num_rows, num_columns = x.shape
     block_shapes = {

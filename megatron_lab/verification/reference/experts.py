@@ -1,4 +1,5 @@
-"""Mixtures of experts as loops over tokens. The definitions are in docs/moe.md, "What is computed" and "Balance".
+"""Mixtures of experts of the reference model, as loops over tokens. The definitions are in docs/moe.md, "What is computed" and
+"Balance".
 
 Shapes: B sequences of s tokens, h hidden size, E experts, k experts per token.
 """
@@ -16,42 +17,50 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ExpertsShape:
-    """Sizes and options of the experts and routers of the mixture-of-experts layers."""
+    """Sizes and options of the experts and routers in the reference model."""
 
     layers: tuple[bool, ...]
-    """Whether each layer has experts."""
+    """For each layer, whether it has experts (True) or one dense MLP (False)."""
     num_experts: int
     top_k: int
     ffn_size: int
     shared_ffn_size: int | None = None
-    """FFN size of the shared expert, which processes all tokens; None without one."""
+    """FFN size of the shared expert, which processes all tokens; None if there is no shared expert."""
     has_shared_gate: bool = False
     """Whether the output of the shared expert is multiplied by a sigmoid gate."""
     score_function: Literal["softmax", "softmax first", "sigmoid"] = "softmax"
-    """Computation of the router weights. "softmax": softmax over the logits of the selected experts. "softmax first": softmax
-    over all experts, of which the selected entries are used. "sigmoid": sigmoids of the selected experts' logits, divided by
-    their sum."""
+    """How router weights are computed from the logits. "softmax": softmax over the selected experts. "softmax first": softmax
+    over all experts, of which the entries of the selected experts are used. "sigmoid": sigmoids of the selected experts,
+    divided by their sum if several experts are selected."""
     scaling_factor: float = 1.0
     num_groups: int = 1
     group_top_k: int = 1
     aux_loss_scope: Literal["none", "microbatch", "sequence", "update before"] = "none"
-    """Tokens over which the load-balancing loss is computed. "update before": the assignments to each expert are those of the
-    previous update."""
+    """Tokens over which the load-balancing loss is computed. "update before": the mean scores are those of a microbatch, but
+    the shares of the experts are those of the previous update."""
     aux_loss_coeff: float = 0.0
     z_loss_coeff: float = 0.0
     micro_batch_size: int = 1
     """Sequences in a microbatch."""
     bias_update_rate: float | None = None
-    """Amount by which an update changes the expert bias of the router; None without a bias."""
+    """Amount by which an update raises or lowers the bias that balances an expert's load; None if the router has no such
+    bias."""
     capacity_factor: float | None = None
-    """Capacity of an expert in each sequence, as a multiple of the mean number of assignments per expert; None for no limit."""
+    """Maximum number of assignments of an expert in each sequence, as a multiple of the mean number of assignments per expert;
+    None for no limit."""
     drops_by_position: bool = False
-    """Whether an expert drops the last assignments beyond its capacity; otherwise it drops those with the smallest weights."""
+    """How an expert with too many assignments selects those to drop: True for the last in the sequence, False for those with
+    the smallest router weights."""
 
 
 def select_experts(shape: ExpertsShape, logits: list[float], bias: list[float] | None = None) -> list[int]:
     """Return the indices of the experts selected for one token, best first. Of experts with equal scores, the expert with the lower
-    index is selected first."""
+    index is selected first.
+
+    Args:
+        logits: router logits of the token, one for each expert.
+        bias: added to the scores of the experts for the selection only.
+    """
     scores = logits
     if shape.score_function == "sigmoid":
         scores = [1 / (1 + math.exp(-logit)) for logit in logits]
@@ -70,7 +79,12 @@ def select_experts(shape: ExpertsShape, logits: list[float], bias: list[float] |
 
 
 def compute_router_weights(shape: ExpertsShape, logits: Tensor, expert_ids: list[int]) -> Tensor:
-    """Compute the factors [k] by which the outputs of a token's k experts are multiplied."""
+    """Compute the router weights [k]: factors by which the outputs of a token's k experts are multiplied.
+
+    Args:
+        logits: router logits of the token [E].
+        expert_ids: indices of the k selected experts.
+    """
     if shape.score_function == "softmax":
         scores = torch.exp(logits[expert_ids] - logits.max())
         return shape.scaling_factor * scores / scores.sum()
@@ -82,10 +96,15 @@ def compute_router_weights(shape: ExpertsShape, logits: Tensor, expert_ids: list
 
 
 def find_dropped(shape: ExpertsShape, expert_ids: list[list[int]], weights: list[list[float]]) -> set[tuple[int, int]]:
-    """Find the assignments (token, expert) of a sequence that are dropped because they exceed the capacity of the expert.
+    """Find the assignments of a sequence that are dropped because they exceed the capacity of the expert. Return (token, expert) of
+    each.
 
-    An expert drops its last assignments, or those with the smallest weights. Weights are compared in steps of 1/4096; of equal
-    weights the later assignment is dropped.
+    An expert drops its last assignments, or those with the smallest router weights. Weights are compared in steps of 1/4096; of
+    equal weights the later assignment is dropped.
+
+    Args:
+        expert_ids: indices of the selected experts of each token.
+        weights: router weights of these experts.
     """
     if shape.capacity_factor is None:
         return set()
@@ -105,13 +124,13 @@ def find_dropped(shape: ExpertsShape, expert_ids: list[list[int]], weights: list
 def combine_experts(
     shape: ExpertsShape, weights: Mapping[str, Tensor], x: Tensor, apply_expert: Callable[[int, Tensor], Tensor]
 ) -> tuple[Tensor, Tensor, list[list[list[int]]]]:
-    """Apply the experts to each token and sum their outputs, multiplied by the router weights.
+    """Apply the selected experts to each token and sum their outputs, multiplied by the router weights.
 
     Args:
-        weights: weights of the layer: "mlp.router.weight" [E, h], and "mlp.router.bias" and "mlp.router.shares" [E] if the layer
-            has them.
+        weights: weights of the layer. Used are "mlp.router.weight" [E, h], and if they exist "mlp.router.bias" [E] (for balance)
+            and "mlp.router.shares" [E] (share of the assignments at the previous update, as a multiple of the mean).
         x: [B, s, h].
-        apply_expert: applies the expert with a given index to rows [n, h].
+        apply_expert: applies the expert with a given index to a token [h].
 
     Returns:
         The weighted sums [B, s, h]; the router losses, multiplied by their coefficients, as a mean over the microbatches; and the
@@ -142,8 +161,13 @@ def compute_router_losses(
 ) -> Tensor:
     """Compute the sum of load-balancing loss and z-loss, multiplied by their coefficients, as a mean over the microbatches.
 
-    The result also carries gradients for the router's bias and shares: for each expert, its number of assignments divided by the
-    mean, minus 1. The update rule of these two parameters uses this number in place of a gradient.
+    Terms with the value zero give "mlp.router.bias" and "mlp.router.shares" [E] a gradient: for each expert, its number of
+    assignments divided by the mean, minus 1. The update rule of these two parameters uses this number instead of a true gradient.
+
+    Args:
+        weights: weights of the layer.
+        logits: router logits [B, s, E].
+        expert_ids: indices of the selected experts of each token.
     """
     scope_size = 1 if shape.aux_loss_scope == "sequence" else shape.micro_batch_size
     previous_shares = weights["mlp.router.shares"].detach() / shape.num_experts if shape.aux_loss_scope == "update before" else None
@@ -162,7 +186,7 @@ def compute_router_losses(
 
 
 def compute_expert_shares(shape: ExpertsShape, expert_ids: list[list[list[int]]]) -> Tensor:
-    """Compute the share of all assignments that each expert gets [E]."""
+    """Compute the share of all assignments that each expert gets, [E]. `expert_ids` lists the selected experts of each token."""
     flat_ids = [expert for sequence in expert_ids for token in sequence for expert in token]
     return torch.tensor([flat_ids.count(expert) / len(flat_ids) for expert in range(shape.num_experts)], dtype=torch.float64)
 
@@ -170,11 +194,13 @@ def compute_expert_shares(shape: ExpertsShape, expert_ids: list[list[list[int]]]
 def compute_aux_loss(
     shape: ExpertsShape, logits: Tensor, expert_ids: list[list[list[int]]], shares: Tensor | None = None
 ) -> Tensor:
-    """Compute the load-balancing loss: E x the sum over the experts of (share of the assignments x mean score) (Switch Transformer,
-    equation 4).
+    """Compute the load-balancing loss: E x the sum over the experts of (share of the assignments x mean score). The source is
+    Switch Transformer, equation 4.
 
     Args:
-        shares: shares of the experts [E]; by default those of `expert_ids`.
+        logits: router logits [B, s, E].
+        expert_ids: indices of the selected experts of each token.
+        shares: share of the assignments of each expert [E]; by default computed from `expert_ids`.
     """
     scores = 1 / (1 + torch.exp(-logits)) if shape.score_function == "sigmoid" else logits.exp()
     scores = (scores / scores.sum(-1, keepdim=True)).flatten(0, 1)

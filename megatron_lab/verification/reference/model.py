@@ -1,4 +1,4 @@
-"""Forward pass of the reference model in plain tensor operations, also on samples of several documents.
+"""Forward pass of the reference model in plain tensor operations. A sample may contain several documents.
 
 Shapes: B sequences, s tokens in each, h hidden size, n query heads, g key-value heads, d head size, f FFN size, V vocabulary size.
 """
@@ -29,12 +29,12 @@ mean over the microbatches.
 
 
 def no_hook(name: str, values: Tensor) -> None:
-    """Do nothing. This is the default of arguments of type `OutputHook`."""
+    """Do nothing. This is the default of arguments that take a callback for intermediate results."""
 
 
 class RouterLossHook:
-    """`OutputHook` (function that is called with the outputs of modules) that sums the router losses of all layers and passes all
-    other outputs to another hook."""
+    """Callback for the outputs of modules. It sums the router losses of all layers and passes all other outputs to another
+    callback, `hook`."""
 
     def __init__(self, hook: OutputHook = no_hook) -> None:
         self._hook = hook
@@ -48,8 +48,8 @@ class RouterLossHook:
 
     @property
     def gradient_only(self) -> Tensor:
-        """Tensor with the value zero and the gradient of the summed router losses. Added to the loss, it changes only the
-        gradients."""
+        """Sum of the router losses minus the same value without gradient: zero, but with the gradient of the sum. Added to the
+        loss, it changes only the gradients."""
         return self.total - self.total.detach()
 
 
@@ -65,10 +65,11 @@ def compute_token_losses(
 ) -> Tensor:
     """Compute the cross entropy of each token [B, s], for tokens and labels [B, s].
 
-    The gradient of the result is that of the full objective, which includes label smoothing, z-loss and multi-token prediction.
+    Its value is the plain cross entropy. Its gradient is that of the full training loss, which adds label smoothing, z-loss and
+    multi-token prediction.
 
     Args:
-        positions: [B, s]; by default 0 to s - 1.
+        positions: position of each token [B, s]; by default 0 to s - 1.
         document_ids: index of each token's document [B, s]; tokens attend only within their document. By default each sample is one
             document.
         hook: called with the outputs of layers.
@@ -88,7 +89,12 @@ def compute_token_losses(
 
 def smoothed_cross_entropy(shape: ReferenceShape, logits: Tensor, labels: Tensor) -> Tensor:
     """Compute the cross entropy [B, s] with label smoothing: a share of each label's probability is spread evenly over the
-    vocabulary."""
+    vocabulary.
+
+    Args:
+        logits: [B, s, V].
+        labels: [B, s].
+    """
     nll = logits.logsumexp(dim=-1)[..., None] - logits
     return (1 - shape.smoothing) * nll.gather(-1, labels[..., None])[..., 0] + shape.smoothing * nll.mean(dim=-1)
 
@@ -103,14 +109,16 @@ def compute_mtp_losses(
     mask: Tensor | None,
     hook: OutputHook = no_hook,
 ) -> Tensor:
-    """Compute the multi-token-prediction loss of each position [B, s] (DeepSeek-V3, section 2.2).
+    """Compute the multi-token-prediction (MTP) loss of each position [B, s], multiplied by its weight in the training loss
+    (DeepSeek-V3, section 2.2).
 
-    At depth k, counted from 1, the MTP layer reads the token at position i + k and predicts the token at i + k + 1. The prediction
+    At depth k, counted from 1, the MTP layer at position i reads the token i + k and predicts the token i + k + 1. The prediction
     counts only if it lies within the sample and the loss mask includes all labels up to it. Beyond the end of the sample the layer
     reads token 0 and predicts nothing.
 
     Args:
         x: output of the last layer [B, s, h].
+        labels: [B, s].
     """
     samples, seq = labels.shape
     total = torch.zeros(samples, seq, dtype=x.dtype)
@@ -148,12 +156,16 @@ def compute_logits(
     document_ids: Tensor | None = None,
     hook: OutputHook = no_hook,
 ) -> Tensor:
-    """Compute the logits [B, s, V] of the token that follows each of the tokens [B, s]."""
+    """Compute the logits [B, s, V] with which the model predicts, at each position, the token that follows.
+
+    Args:
+        tokens: [B, s].
+    """
     return project_to_vocab(shape, weights, compute_hidden_states(shape, weights, tokens, positions, document_ids, hook))
 
 
 def project_to_vocab(shape: ReferenceShape, weights: Weights, x: Tensor) -> Tensor:
-    """Compute logits [B, s, V] from the output of a layer [B, s, h]."""
+    """Apply the final norm and the output projection: compute logits [B, s, V] from the output of the last layer [B, s, h]."""
     x = norm(shape, weights, "final_norm", x)
     logits = (
         shape.output_multiplier
@@ -171,7 +183,7 @@ def compute_hidden_states(
     document_ids: Tensor | None = None,
     hook: OutputHook = no_hook,
 ) -> Tensor:
-    """Compute the output of the last layer [B, s, h] for tokens [B, s]."""
+    """Apply the embedding and all layers to tokens [B, s], and return the output of the last layer [B, s, h]."""
     x = shape.embedding_multiplier * weights["embedding.word.weight"][tokens]
     if shape.positions == "learned":
         position_embeddings = weights["embedding.position.weight"]
@@ -218,7 +230,7 @@ def layer(
     fp8: Fp8Spec | None = None,
     hook: OutputHook = no_hook,
 ) -> Tensor:
-    """Apply a layer to [B, s, h].
+    """Apply a transformer layer to its input x [B, s, h].
 
     Args:
         layer_index: index of the layer, which determines its window, rotary positions and experts.
@@ -262,7 +274,8 @@ def attention(
     fp8: Fp8Spec | None = None,
     hook: OutputHook = no_hook,
 ) -> Tensor:
-    """Apply the causal attention of a layer to [B, s, h]. Tokens attend only within their document and the layer's window."""
+    """Apply the causal attention of a layer to its input x [B, s, h]. Tokens attend only within their document and the layer's
+    window."""
     batch, seq, _ = x.shape
     n, g, d = shape.heads, shape.kv_heads, shape.head_size
     qkv = linear(shape, weights, "attention.qkv", x, fp8).view(batch, seq, g, n // g + 2, d)
@@ -292,7 +305,8 @@ def latent_attention(
     fp8: Fp8Spec | None = None,
     hook: OutputHook = no_hook,
 ) -> Tensor:
-    """Apply multi-head latent attention (DeepSeek-V2) to [B, s, h]: keys and values are projections of a latent.
+    """Apply multi-head latent attention (DeepSeek-V2) to the input x [B, s, h] of a layer: keys and values are projections of a
+    latent.
 
     Each head has its own key channels without rotary positions; the rotated key channels are shared by all heads.
     """
@@ -331,7 +345,11 @@ def dot_product_attention(
     fp8: Fp8Spec | None,
     hook: OutputHook = no_hook,
 ) -> Tensor:
-    """Apply scaled dot-product attention to queries, keys and values [B, s, n, ...], and then the output projection."""
+    """Apply scaled dot-product attention, and then the output projection. Return [B, s, h].
+
+    Args:
+        heads: queries, keys and values [B, s, n, channels of a head].
+    """
     q, k, v = heads
     (batch, seq, n, d), window = q.shape, shape.get_window(layer_index)
     scores = torch.einsum("bind,bjnd->bnij", q, k) * (1 / math.sqrt(d) if shape.score_scale is None else shape.score_scale)
@@ -352,11 +370,14 @@ def dot_product_attention(
 
 
 def rotate(shape: ReferenceShape, x: Tensor, positions: Tensor | None = None, *, is_local: bool = False) -> Tensor:
-    """Apply rotary position embedding (Su et al. 2021) to heads [B, s, heads, d] at positions [B, s], by default 0 to s - 1.
+    """Apply rotary position embedding (Su et al. 2021) to heads x [B, s, heads, d].
 
     The first `rotary_percent` of the channels are rotated. Channel c forms a pair with channel c + half of the number of rotated
-    channels, as in GPT-NeoX and Llama; with `rotary_interleaved`, neighboring channels form a pair. With `is_local`, the base is
-    `local_base` and the frequencies are not scaled.
+    channels, as in GPT-NeoX and Llama; with `rotary_interleaved`, neighboring channels form a pair.
+
+    Args:
+        positions: position of each token [B, s]; by default 0 to s - 1.
+        is_local: use the rotary base of layers with a window, `local_base`, and do not scale the frequencies.
     """
     num_rotary_channels = int(shape.head_size * shape.rotary_percent) if shape.latent is None else shape.latent.qk_pos_emb_head_dim
     base, rope_scaling = (shape.local_base, None) if is_local else (shape.rotary_base, shape.rope_scaling)
@@ -381,7 +402,7 @@ def rotate(shape: ReferenceShape, x: Tensor, positions: Tensor | None = None, *,
 
 
 def mlp(shape: ReferenceShape, weights: Weights, x: Tensor, fp8: Fp8Spec | None = None) -> Tensor:
-    """Apply the MLP to [B, s, h]."""
+    """Apply the MLP to x [B, s, h]."""
     up = linear(shape, weights, "mlp.up", x, fp8)
     if len(weights["mlp.up.weight"].shape) == 2:
         return linear(shape, weights, "mlp.down", activate(shape.activation, up), fp8)
@@ -392,7 +413,7 @@ def mlp(shape: ReferenceShape, weights: Weights, x: Tensor, fp8: Fp8Spec | None 
 
 
 def moe(shape: ReferenceShape, experts_shape: ExpertsShape, weights: Weights, x: Tensor, hook: OutputHook = no_hook) -> Tensor:
-    """Apply the experts, including the shared expert, to [B, s, h]."""
+    """Apply the experts of a mixture-of-experts layer, including the shared expert, to x [B, s, h]."""
 
     def apply_expert(expert_index: int, rows: Tensor) -> Tensor:
         up, down = weights["mlp.experts.up.weight"][expert_index], weights["mlp.experts.down.weight"][expert_index]
@@ -409,7 +430,7 @@ def moe(shape: ReferenceShape, experts_shape: ExpertsShape, weights: Weights, x:
 
 
 def activate(name: str, x: Tensor) -> Tensor:
-    """Apply the activation function of the MLP. In a gated MLP, it is applied to the gate."""
+    """Apply the activation function with this name to x. In a gated MLP, x is the gate."""
     if name in ("gelu", "geglu"):
         return x * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
     if name in ("gelu_exact", "geglu_exact"):
@@ -420,10 +441,14 @@ def activate(name: str, x: Tensor) -> Tensor:
 
 
 def linear(shape: ReferenceShape, weights: Weights, name: str, x: Tensor, fp8: Fp8Spec | None = None) -> Tensor:
-    """Apply a linear layer to x [..., in]. The weight is [out, in], or [2, out, in], whose halves are concatenated; `in` and `out`
-    are the numbers of input and output features. The bias is added if there is one.
+    """Apply a linear layer to x [..., in] and return [..., out]; `in` and `out` are the numbers of input and output features. The
+    bias is added if there is one.
 
-    With a LoRA adapter the matrix is W + scale B A (Hu et al. 2021).
+    The weight W is [out, in]. In a gated MLP, it is [2, out/2, in], gate and up projection, which are concatenated. With a LoRA
+    adapter, W + scale x B x A replaces W (Hu et al. 2021).
+
+    Args:
+        name: name of the layer in `weights`, such as "mlp.up".
     """
     weight = weights[f"{name}.weight"].flatten(0, -2)
     if f"{name}.lora_a.weight" in weights:
@@ -433,7 +458,7 @@ def linear(shape: ReferenceShape, weights: Weights, name: str, x: Tensor, fp8: F
 
 
 def norm(shape: ReferenceShape, weights: Weights, name: str, x: Tensor) -> Tensor:
-    """Apply LayerNorm or RMSNorm over the last dimension."""
+    """Apply LayerNorm or RMSNorm over the last dimension of x. `name` is the name of the norm in `weights`, such as "mlp_norm"."""
     if shape.norm == "LayerNorm":
         x = x - x.mean(dim=-1, keepdim=True)
     y = x / (x.square().mean(dim=-1, keepdim=True) + shape.epsilon).sqrt()
@@ -443,12 +468,12 @@ def norm(shape: ReferenceShape, weights: Weights, name: str, x: Tensor) -> Tenso
 
 
 Batch = tuple[Tensor, Tensor, Tensor]
-"""Tokens, labels and loss mask of a global batch, each [B, s]."""
+"""Tokens, labels and loss mask of some samples, each [B, s]."""
 
 
 class EodRules(NamedTuple):
-    """Rules for what an end-of-document token (EOD) changes in positions, attention and loss. The EOD token belongs to the document
-    that it ends."""
+    """Effects of an end-of-document token (EOD) on positions, attention and loss. The EOD token belongs to the document that it
+    ends."""
 
     eod: int
     resets_positions: bool = True
@@ -456,11 +481,11 @@ class EodRules(NamedTuple):
     resets_attention: bool = True
     """Prevent later tokens from attending to the EOD token and to tokens before it."""
     masks_loss: bool = True
-    """Exclude the loss of the token after the EOD token, which is predicted from it."""
+    """Exclude from the loss the prediction that is made at the EOD token: the first token of the next document."""
 
 
 def split_documents(tokens: list[int], eod: int) -> list[tuple[int, int]]:
-    """Return the token range (start, end) of each document of a sample."""
+    """Return the token range (start, end) of each document of a sample; `eod` is the id of the token that ends a document."""
     documents, start = [], 0
     for i, token in enumerate(tokens):
         if token == eod or i == len(tokens) - 1:
@@ -472,10 +497,12 @@ def split_documents(tokens: list[int], eod: int) -> list[tuple[int, int]]:
 def compute_packed_losses(
     shape: ReferenceShape, weights: Weights, batch: Batch, eod_rules: EodRules, hook: OutputHook = no_hook
 ) -> tuple[Tensor, Tensor]:
-    """Compute the cross entropy of each token of samples that contain several documents, and the mask of the tokens that count: two
-    tensors [B, s].
+    """Compute the cross entropy of each token of samples that contain several documents. Return the cross entropy and the mask of
+    the tokens that count in the loss, both [B, s].
 
     Args:
+        batch: tokens, labels and loss mask.
+        eod_rules: effects of an end-of-document token on positions, attention and loss.
         hook: called with the outputs of layers.
     """
     tokens, labels, mask = batch

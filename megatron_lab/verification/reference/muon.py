@@ -13,14 +13,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class MuonRule:
-    """Options of Muon: how a parameter is split into matrices, and how each matrix is orthogonalized."""
+    """Options of Muon: how a parameter is split into matrices, and how each matrix of the momentum is orthogonalized."""
 
     queries_per_group: int = 1
     """Query heads per key-value head."""
     head_size: int = 1
     qkv_split: Literal["three", "heads", "one"] = "three"
-    """Matrices into which a fused query-key-value weight is split: "three" (queries, keys, values), "heads" (a matrix per head)
-    or "one"."""
+    """Matrices into which a fused query-key-value weight is split before orthogonalization: "three" for queries, keys and
+    values, "heads" for a matrix per head, "one" for no split."""
     momentum: float = 0.95
     nesterov: bool = False
     steps: int = 5
@@ -28,11 +28,12 @@ class MuonRule:
     extra_scale_factor: float = 1.0
 
     def applies_to(self, name: str) -> bool:
-        """Check whether Muon updates a parameter. All other parameters are updated by Adam."""
+        """Check whether Muon updates the parameter with this name: a matrix in a layer. Adam updates all other parameters."""
         return name.startswith(("layers.", "mtp.")) and name.endswith(".weight") and "norm" not in name
 
     def compute_direction(self, name: str, momentum: Tensor) -> Tensor:
-        """Compute the direction of a parameter's update from its momentum. The update is the direction times the learning rate."""
+        """Orthogonalize the momentum of the parameter with this name, and return the direction of the update. The update is the
+        direction times the learning rate."""
         if momentum.dim() == 3:
             return torch.stack([self._orthogonalize(matrix) for matrix in momentum])
         if not name.endswith("attention.qkv.weight") or self.qkv_split == "one":

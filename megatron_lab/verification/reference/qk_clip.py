@@ -1,4 +1,4 @@
-"""QK-clip in the reference model: scale down the query and key weights of heads with large attention scores (Kimi K2, section
+"""QK-clip in the reference model: it scales down the query and key weights of heads with large attention scores (Kimi K2, section
 2.1)."""
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from megatron_lab.verification.reference.shape import ReferenceShape
 
 @dataclass(frozen=True)
 class QkClip:
-    """Options of QK-clip, and its application to the weights of a model."""
+    """Threshold and exponent of QK-clip, with a method that applies it to the weights of a model."""
 
     shape: ReferenceShape
     threshold: float
     alpha: float
 
     def apply(self, weights: dict[str, Tensor], max_logits: Mapping[str, Tensor]) -> None:
-        """Scale down the query and key weights and biases of heads with too large attention scores.
+        """Scale down the query and key weights and biases of heads whose largest attention score exceeds the threshold.
 
         Args:
-            weights: weights of the model, in which the scaled weights replace the old ones.
-            max_logits: largest attention score of each head [n] in the batch, by the name of the layer ("layers.3", "mtp.0.layer").
+            weights: weights of the model, by name. The scaled weights replace the old ones in it.
+            max_logits: largest attention score of each of the n query heads in the batch [n], by the name of the layer ("layers.3",
+                "mtp.0.layer").
         """
         for layer, scores in max_logits.items():
             for name in [name for name in weights if name.startswith(f"{layer}.attention.")]:

@@ -1,4 +1,4 @@
-"""Shape of the reference model: its options, the names and shapes of its weights, and random weights."""
+"""Options of the reference model, the names and shapes of its weights, and random weights."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class ReferenceShape:
     rotary_base: float = 10000.0
     rotary_percent: float = 1.0
     rotary_interleaved: bool = False
-    """Whether neighboring channels form a rotary pair. Otherwise a channel of the first half forms a pair with a channel of the
-    second half."""
+    """Whether neighboring channels form a rotary pair. Otherwise a channel of the first half of the rotated channels forms a
+    pair with a channel of the second half."""
     rope_scaling: RotaryScaling | None = None
-    """Scaling of the rotary frequencies; None without scaling."""
+    """Method that scales the rotary frequencies, with its options; None for unscaled frequencies."""
     norm: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     epsilon: float = 1e-5
     norms: Literal["pre", "post", "sandwich"] = "pre"
@@ -67,9 +67,9 @@ class ReferenceShape:
     """Factor by which the outputs of attention and MLP are multiplied before they are added to the residual stream."""
     activation: Literal["gelu", "gelu_exact", "relu", "squared_relu", "swiglu", "geglu", "geglu_exact", "quick_geglu"] = "gelu"
     offset: float = 0.0
-    """Constant that the activation function quick_geglu adds to the up projection."""
+    """quick_geglu: constant that is added to the up projection before it is multiplied by the activated gate."""
     clamp: float | None = None
-    """Bound to which the activation function quick_geglu clamps gate and up projection; None for no bound."""
+    """quick_geglu: upper bound of the gate, and bound of the absolute value of the up projection; None for no bounds."""
     bias: bool = True
     """Whether all linear layers except the output layer have biases."""
     qkv_bias: bool = False
@@ -87,48 +87,51 @@ class ReferenceShape:
     """Attention window of each layer: the number of preceding tokens to which a token attends, or None for all. Empty if all
     layers attend to all tokens."""
     unrotated: tuple[bool, ...] = ()
-    """Whether each layer omits rotary positions. Empty if no layer does."""
+    """For each layer, whether it omits rotary positions. Empty if no layer omits them."""
     local_base: float | None = None
-    """Rotary base of layers with a window, whose frequencies are then not scaled. By default they use `rotary_base`."""
+    """Rotary base of layers with an attention window; their frequencies are not scaled. With None, they are rotated like other
+    layers."""
     score_scale: float | None = None
     """Number by which the attention scores are multiplied; by default 1 / sqrt(head_size)."""
     score_cap: float | None = None
-    """Bound of the attention scores by a soft cap (cap x tanh(score / cap)); None for no cap."""
+    """Soft cap of the attention scores, which become cap x tanh(score / cap); None for no cap."""
     sink: Literal["none", "one", "learned"] = "none"
-    """Attention sink that the softmax adds to its denominator: nothing, 1, or the exponential of a weight for each head."""
+    """Attention sink: term that is added to the denominator of the softmax. "none": no term. "one": 1. "learned": the
+    exponential of a trained weight for each head."""
     latent: LatentShape | None = None
-    """Latent attention in all layers; its sizes replace `head_size`."""
+    """Sizes of multi-head latent attention in all layers, which replace `head_size`; None for ordinary attention."""
     embedding_multiplier: float = 1.0
     embedding_norm: bool = False
     output_multiplier: float = 1.0
     """Number by which the logits are multiplied."""
     logit_cap: float | None = None
-    """Bound of the logits by a soft cap (cap x tanh(logit / cap)); None for no cap."""
+    """Soft cap of the logits, which become cap x tanh(logit / cap); None for no cap."""
     tied: bool = True
     z_loss: float = 0.0
     """Coefficient of the z-loss (log Z)^2 of each token. Training minimizes the z-loss, but it is not part of the reported
     loss."""
     mtp_depths: int = 0
-    """Number of multi-token-prediction layers. Each layer predicts a token that is one position further ahead."""
+    """Number of multi-token-prediction layers. Each predicts a token that is one position further ahead than the layer before
+    it."""
     mtp_factor: float = 0.1
-    """Weight of the multi-token-prediction loss. Training minimizes it, but it is not part of the reported loss."""
+    """Weight of the multi-token-prediction loss. Training minimizes this loss, but it is not part of the reported loss."""
     smoothing: float = 0.0
     """Label smoothing: share of each label's probability that is spread over the vocabulary. It affects the loss that training
     minimizes, not the reported loss."""
     experts: ExpertsShape | None = None
-    """Experts of the mixture-of-experts layers; None without any."""
+    """Sizes and options of the mixture-of-experts layers; None for a model without experts."""
     width_multiplier: float = 1.0
-    """muP: divisor of the logits."""
+    """Hidden size divided by the base width of muP; the logits are divided by this number. 1 without muP."""
     fp8: Fp8Spec | None = None
-    """FP8 recipe of the linear layers; None without FP8."""
+    """FP8 recipe of the linear layers; None to compute them in float64."""
     num_unquantized_layers: tuple[int, int] = (0, 0)
-    """Number of first layers and of last layers that are computed in float64 instead of FP8."""
+    """(number of first layers, number of last layers) that are computed in float64 instead of FP8."""
     lora_rank: int | None = None
-    """Rank of LoRA adapters; None without adapters. With adapters, they are the only trained weights."""
+    """Rank of the LoRA adapters, which are then the only trained weights; None without adapters."""
     lora_scale: float = 1.0
     """Factor by which the outputs of the LoRA adapters are multiplied."""
     lora_targets: tuple[str, ...] = ()
-    """Linear layers with an adapter, such as mlp.up."""
+    """Names of the linear layers with a LoRA adapter, such as mlp.up."""
 
     def get_window(self, layer: int) -> int | None:
         """Return the attention window of a layer: the number of preceding tokens to which a token attends, or None for all."""
@@ -139,18 +142,18 @@ class ReferenceShape:
         return self.positions == "rope" and not (self.unrotated and self.unrotated[layer])
 
     def get_fp8(self, layer: int) -> Fp8Spec | None:
-        """Return the FP8 recipe of a layer; None if it is computed in float64."""
+        """Return the FP8 recipe of the linear layers in a transformer layer; None if they are computed in float64."""
         first, last = self.num_unquantized_layers
         return self.fp8 if first <= layer < self.num_layers - last else None
 
 
 def build_weight_shapes(shape: ReferenceShape) -> dict[str, tuple[int, ...]]:
-    """Build the shape of each weight of the reference model; the result is keyed by name, in the order of the forward pass.
-    Matrices are [out, in].
+    """Return the shape of each weight of the reference model, by name, in the order of the forward pass. Matrices are [output
+    features, input features].
 
     The query-key-value projection is grouped by key-value head: a group has the rows of its query heads, of its key head and of its
     value head, `head_size` rows each. In latent attention, the rows of a query head are its channels without rotary positions, then
-    the rotated channels; the rows of a head of `kv_up` are the key channels without rotary positions, then the value. The `up`
+    the rotated channels. The rows of a head of `kv_up` are the key channels without rotary positions, then the value. The `up`
     weight of a gated MLP is [2, ffn, hidden]: gate, then up projection.
     """
     h, d = shape.hidden, shape.head_size
@@ -254,24 +257,24 @@ def build_weight_shapes(shape: ReferenceShape) -> dict[str, tuple[int, ...]]:
 
 
 def is_trained(shape: ReferenceShape, name: str) -> bool:
-    """Check whether a weight is trained. With LoRA adapters, only the adapters are."""
+    """Check whether the weight with this name is trained. With LoRA adapters, only their weights are."""
     return shape.lora_rank is None or ".lora_" in name
 
 
 def is_norm(name: str) -> bool:
-    """Check whether a weight belongs to a norm."""
+    """Check whether the weight or bias with this name belongs to a norm."""
     return name.rsplit(".", 1)[0].endswith("norm")
 
 
 def has_weight_decay(name: str) -> bool:
-    """Check whether weight decay applies to a weight. It applies to matrices and embeddings, but not to norms, biases and attention
-    sinks."""
+    """Check whether weight decay applies to the weight with this name. It applies to matrices and embeddings, but not to norms,
+    biases and attention sinks."""
     return not is_norm(name) and not name.endswith((".bias", ".sinks"))
 
 
 def build_random_weights(shape: ReferenceShape, seed: int, std: float = 0.1) -> Weights:
-    """Build random normal weights. No bias is zero and no norm weight is one, so that a missing bias or norm weight changes the
-    output."""
+    """Draw all weights from normal distributions with standard deviation `std`. Norm weights have mean 1 (0 if `zero_centred`), all
+    other weights mean 0. No bias is exactly zero and no norm weight exactly one, so that a missing one changes the output."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, size in build_weight_shapes(shape).items():

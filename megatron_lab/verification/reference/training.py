@@ -18,28 +18,31 @@ from megatron_lab.verification.reference.update_rules import ParamState, ParamSt
 
 @dataclass(frozen=True)
 class ReferenceUpdateRule:
-    """Update rule of the optimizer, with its options and those of clipping and averaging."""
+    """Update rule of the optimizer with its options, and options of the full update such as gradient clipping and weight
+    averaging."""
 
     optimizer: str = "adam"
-    """Name of a rule in `update_rules.py`."""
+    """Name of the update rule, such as "adam" or "lion" (functions of `update_rules.py`)."""
     max_grad_norm: float | None = None
-    """Maximum norm of the full gradient; None for no clipping."""
+    """Global gradient norm above which gradients are clipped; None for no clipping."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Betas of Adam and similar rules."""
+    """Decay rates of the first and second moment, for Adam and similar rules."""
     eps: float = 1e-8
-    """Epsilon of Adam and similar rules."""
+    """Constant added to the square root of the second moment, for Adam and similar rules."""
     options: RuleOptions = field(default_factory=RuleOptions)
-    """Options of all other update rules."""
+    """Options of the update rules other than `betas` and `eps`."""
     ema_decay: float | None = None
     """Decay of the exponential moving average of the weights; None without an average."""
     qk_clip: QkClip | None = None
-    """QK-clip after the update; None without it."""
+    """QK-clip, applied after the update; None without QK-clip."""
     bias_update_rate: float | None = None
-    """Amount by which an update changes the expert biases of routers."""
+    """Amount by which an update raises or lowers the router biases that balance the load of experts. Models without such biases
+    do not use this option."""
 
 
 class State:
-    """Weights, optimizer state and moving averages of the reference model in float64. The constructor copies the weights."""
+    """Training state of the reference model in float64: weights, optimizer state, and moving averages of the weights. The
+    constructor copies the weights."""
 
     def __init__(self, weights: Weights) -> None:
         assert all(w.dtype == torch.float64 for w in weights.values()), "the reference is float64 throughout"
@@ -56,7 +59,7 @@ selected less often than the mean; the share is set to the expert's count divide
 
 
 class ParamUpdate(NamedTuple):
-    """Update rule, learning rate and weight decay of a parameter whose options differ from the defaults."""
+    """Update rule, learning rate and weight decay of one parameter in one update."""
 
     rule: ReferenceUpdateRule
     """Update rule of the parameter. Options that concern all parameters, such as clipping, are not read from it."""
@@ -73,16 +76,15 @@ def update_weights(
     param_updates: Mapping[str, ParamUpdate] = MappingProxyType({}),
     max_logits: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> float:
-    """Clip the gradients and update the weights.
+    """Clip the gradients, update the weights in `state`, and return the norm of the full gradient before clipping.
 
     Args:
+        gradients: gradient of each trained weight, by name.
+        update_rule: update rule of the optimizer, and options of clipping and averaging.
         rate: learning rate.
         weight_decay: weight decay of matrices and embeddings; norms and biases have none.
-        param_updates: updates of parameters whose options differ from `update_rule`, `rate` and `weight_decay`, by name.
-        max_logits: largest attention score of each head in the batch, by the name of the layer, for QK-clip.
-
-    Returns:
-        The norm of the full gradient before clipping.
+        param_updates: for parameters whose options differ, what replaces `update_rule`, `rate` and `weight_decay`, by name.
+        max_logits: largest attention score of each head in the batch, by the name of the layer; used by QK-clip.
     """
     ema_decay, qk_clip = update_rule.ema_decay, update_rule.qk_clip
     default_updates = {
@@ -128,8 +130,8 @@ def update_weights(
 
 
 class Rewarm(NamedTuple):
-    """Second warm-up and decay of a schedule: position of the start, length of the warm-up, peak as a multiple of the first peak,
-    and position of the end. Positions and lengths are in samples."""
+    """Second warm-up and decay of a schedule: start of the warm-up, length of the warm-up, peak as a multiple of the first peak,
+    and end of the decay. Start, length and end are numbers of samples."""
 
     start: int
     warmup: int
@@ -141,7 +143,7 @@ class Rewarm(NamedTuple):
 class ScalarSchedule:
     """Schedule of a learning rate or weight decay: warm-up from `initial` to `peak`, then decay to `minimum`.
 
-    Positions and lengths are numbers of samples.
+    Lengths (`warmup`, `final_decay`) and the position `end` are numbers of samples.
     """
 
     peak: float
@@ -152,28 +154,28 @@ class ScalarSchedule:
     """Shape of the decay: constant, linear, cosine, inverse-square-root, or WSD (warm-up, stable, decay), which stays at `peak`
     until the final decay."""
     end: float = 0.0
-    """Position at which the decay reaches `minimum`."""
+    """Number of samples at which the decay reaches `minimum`."""
     final_decay: float = 0.0
     """Length, in samples, of the final decay of WSD (warm-up, stable, decay). The final decay ends at `end`."""
     final_decay_style: str = "exponential"
-    """Shape of the final decay of WSD: exponential (0.5 ** progress, stretched from [1/2, 1] to [0, 1]), linear, cosine or
-    minus_sqrt."""
+    """Shape of the final decay of WSD: exponential, linear, cosine or minus_sqrt. Exponential means 0.5 ** progress, where
+    progress runs from 0 to 1, stretched so that it falls from 1 to 0."""
     rewarm: Rewarm | None = None
     """Second warm-up and decay after the first decay; None without them."""
 
-    def value_at(self, samples: int) -> float:
-        """Return the value for the update that follows after `samples` samples."""
+    def get_value_at(self, samples: int) -> float:
+        """Return the learning rate or weight decay of the update that follows after `samples` samples."""
         if self.rewarm is not None and samples > self.rewarm.start:
             first_schedule, rewarm_length = replace(self, rewarm=None), self.rewarm.end - self.rewarm.start
             rewarm_schedule = replace(
                 first_schedule,
                 peak=self.rewarm.factor * self.peak,
-                initial=first_schedule.value_at(self.rewarm.start),
+                initial=first_schedule.get_value_at(self.rewarm.start),
                 warmup=self.rewarm.warmup,
                 end=rewarm_length,
                 final_decay=min(self.final_decay, rewarm_length - self.rewarm.warmup),
             )
-            return rewarm_schedule.value_at(samples - self.rewarm.start)
+            return rewarm_schedule.get_value_at(samples - self.rewarm.start)
         if 0 < self.warmup and samples <= self.warmup:
             return self.initial + (self.peak - self.initial) * (samples / self.warmup)
         if self.style == "constant":
@@ -198,7 +200,8 @@ class ScalarSchedule:
 
 
 def parse_batch_size_schedule(schedule: str) -> dict[float, int]:
-    """Parse a batch-size schedule such as `0:768 250B:1536`. The result maps a number of tokens to the batch size from there on."""
+    """Parse a batch-size schedule such as `0:768 250B:1536`. The keys of the returned dict are numbers of consumed tokens; the
+    values are the batch sizes, in samples, from there on."""
     powers = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
     def parse_number(word: str) -> float:
@@ -216,7 +219,7 @@ def compute_batch_size(
     schedule: dict[float, int] | None = None,
     seq_length: int = 1,
 ) -> int:
-    """Return the number of samples in the step that starts after `consumed` samples.
+    """Return the global batch size, in samples, of the step that starts after `consumed` samples.
 
     Args:
         final_size: batch size at the end of the ramp-up.

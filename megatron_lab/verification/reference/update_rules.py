@@ -1,7 +1,8 @@
 """Update rules in float64 on full parameters. Each rule returns the new weights and updates the optimizer state of the parameter.
 
-A matrix is the last two dimensions of a parameter that is not a norm weight or bias. A parameter with more dimensions holds several
-matrices, and a norm weight or bias with two dimensions several vectors; rules treat each of them separately.
+A norm weight, bias or attention sink is a vector; all other parameters are matrices. The last two dimensions of a matrix parameter
+are the matrix. A parameter with more dimensions holds several matrices, and a vector parameter with two dimensions several vectors;
+rules treat each of them separately.
 """
 
 from __future__ import annotations
@@ -20,41 +21,43 @@ ParamState = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class RuleOptions:
-    """Options of update rules other than Adam's betas and eps. Each docstring starts with the rule."""
+    """Options of the update rules, except Adam's betas and epsilon. The docstring of an option starts with the name of the rule
+    that uses it."""
 
     momentum: float = 0.0
-    """sgd: momentum."""
+    """sgd: factor by which the old momentum is multiplied before the gradient is added."""
     block_size: int = 256
-    """adam8bit: number of elements of a row that share a scale."""
+    """adam8bit: number of consecutive elements of a row of a quantized moment that share a scale."""
     lion_betas: tuple[float, float] = (0.9, 0.99)
-    """lion: betas of the update direction and of the momentum."""
+    """lion: decay rates of the momentum, for the update direction and for the stored momentum."""
     beta3: float = 0.9999
-    """ademamix: beta of the slow average of the gradients."""
+    """ademamix: decay rate of the slow average of the gradients."""
     alpha: float = 8.0
     """ademamix: number by which the slow average is multiplied in the update."""
     slow_warmup: int = 0
     """ademamix: number of updates during which alpha and beta3 rise to their final values."""
     beta2_decay: float = 0.8
-    """adafactor: exponent x of the beta of the squared gradients, 1 - step^-x."""
+    """adafactor: exponent x in the decay rate 1 - step^-x of the average of squared gradients."""
     clip_threshold: float = 1.0
-    """adafactor: maximum root mean square of the direction."""
+    """adafactor: maximum root mean square of the update direction (gradient / square root of the second moment) of a
+    parameter."""
     factored_eps: float = 1e-30
-    """adafactor: constant that is added to the squared gradients."""
+    """adafactor: constant that is added to the squared gradients before they are averaged."""
     adafactor_beta1: float = 0.0
-    """adafactor: beta of the momentum; 0 for no momentum."""
+    """adafactor: decay rate of the average of the updates (momentum); 0 for no momentum."""
     min_scale: float | None = None
-    """adafactor: lower bound of the root mean square of the weights, by which the learning rate is multiplied (relative step).
-    None for an absolute step."""
+    """adafactor: the learning rate is multiplied by the root mean square of the weights (relative step), but at least by this
+    number. None for an absolute step."""
     muon: MuonRule = field(default_factory=MuonRule)
 
 
 @dataclass(frozen=True)
 class ParamStep:
-    """Inputs of one update of one parameter: weights, gradient, optimizer state, learning rate and weight decay."""
+    """Inputs of one update of one parameter: weights, gradient, optimizer state, learning rate, weight decay and Adam's options."""
 
     weights: Tensor
     grad: Tensor
-    """Clipped gradient."""
+    """Gradient after clipping."""
     state: ParamState
     step: int
     """Index of the update, counted from 1."""
@@ -66,23 +69,24 @@ class ParamStep:
     name: str = ""
 
     def update_average(self, name: str, value: Tensor, beta: float) -> Tensor:
-        """Update an exponential moving average in the optimizer state, and return the average. It starts at zero.
+        """Update an exponential moving average in the optimizer state, and return the new average. An average starts at zero.
 
         Args:
             name: name of the average in the optimizer state.
             value: new value, which enters the average with the weight 1 - beta.
+            beta: weight of the old average.
         """
         self.state[name] = beta * self.state.get(name, torch.zeros_like(value)) + (1 - beta) * value
         return self.state[name]
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """Dimensions over which a rule sums: those of each matrix, or that of each vector."""
+        """Dimensions over which a rule sums to get one number per matrix (the last two), or per vector (the last)."""
         return (-1,) if self.is_vector else (-2, -1)
 
 
 def apply_rule(param: ParamStep, optimizer: str, options: RuleOptions) -> Tensor:
-    """Return the weights after an update by the rule named `optimizer`."""
+    """Apply the update rule named `optimizer` to a parameter, and return the new weights."""
     return _RULES[optimizer](param, options)
 
 
@@ -94,13 +98,13 @@ def _compute_adam_direction(param: ParamStep) -> Tensor:
 
 
 def adam(param: ParamStep, options: RuleOptions) -> Tensor:
-    """Update by AdamW, with decoupled weight decay (Loshchilov and Hutter 2019)."""
+    """Return the weights after an update by AdamW, with decoupled weight decay (Loshchilov and Hutter 2019)."""
     return param.weights * (1 - param.rate * param.decay) - param.rate * _compute_adam_direction(param)
 
 
 def adam8bit(param: ParamStep, options: RuleOptions) -> Tensor:
-    """Update by Adam with moments that are quantized in blocks between updates (Dettmers et al. 2022). Vectors are updated by
-    Adam."""
+    """Return the weights after an update by Adam, whose moments are quantized in blocks between updates (Dettmers et al. 2022). The
+    moments of vectors (norm weights, biases) are not quantized."""
     weights = adam(param, options)
     if not param.is_vector:
         param.state["m"] = quantize_moment(param.state["m"], options.block_size, signed=True)
@@ -109,10 +113,11 @@ def adam8bit(param: ParamStep, options: RuleOptions) -> Tensor:
 
 
 def quantize_moment(tensor: Tensor, block_size: int, *, signed: bool) -> Tensor:
-    """Round each element to the nearest of 256 levels times the largest absolute value of its block, which is a segment of a row.
+    """Quantize a moment of Adam to 8 bits: round each element to the nearest of 256 levels times the largest absolute value of its
+    block. A block is `block_size` consecutive elements of a row.
 
-    The levels are 0, 1, and for each k from 0 to 6 the centres of 2^k (if unsigned, 2^(k+1)) equal intervals of [10^(k-7),
-    10^(k-6)]. If `signed`, their negatives are levels too.
+    The levels are 0 and 1, and for each k from 0 to 6 the midpoints of equal intervals of [10^(k-7), 10^(k-6)]. There are 2^k
+    intervals if `signed`, otherwise 2^(k+1). If `signed`, the negatives of the midpoints are levels too.
     """
     level_groups = [torch.tensor([0.0, 1.0], dtype=torch.float64)]
     for k in range(7):
@@ -130,14 +135,14 @@ def quantize_moment(tensor: Tensor, block_size: int, *, signed: bool) -> Tensor:
 
 
 def sgd(param: ParamStep, options: RuleOptions) -> Tensor:
-    """Update by SGD with momentum. The weight decay is added to the gradient."""
+    """Return the weights after an update by SGD with momentum. Weight decay x weights is added to the gradient."""
     momentum = param.state.get("m", torch.zeros_like(param.grad))
     param.state["m"] = options.momentum * momentum + param.grad + param.decay * param.weights
     return param.weights - param.rate * param.state["m"]
 
 
 def lion(param: ParamStep, options: RuleOptions) -> Tensor:
-    """Update by Lion (Chen et al. 2023, algorithm 2)."""
+    """Return the weights after an update by Lion (Chen et al. 2023, algorithm 2)."""
     beta1, beta2 = options.lion_betas
     momentum = param.state.get("m", torch.zeros_like(param.grad))
     direction = (beta1 * momentum + (1 - beta1) * param.grad).sign()
@@ -146,7 +151,7 @@ def lion(param: ParamStep, options: RuleOptions) -> Tensor:
 
 
 def ademamix(param: ParamStep, options: RuleOptions) -> Tensor:
-    """Update by AdEMAMix (Pagliardini et al. 2024, algorithm 1 with the schedules of section 3)."""
+    """Return the weights after an update by AdEMAMix (Pagliardini et al. 2024, algorithm 1 with the schedules of section 3)."""
     beta1, beta2 = param.betas
     alpha, beta3 = options.alpha, options.beta3
     if param.step < options.slow_warmup:
@@ -163,7 +168,7 @@ def ademamix(param: ParamStep, options: RuleOptions) -> Tensor:
 
 
 def adafactor(param: ParamStep, options: RuleOptions) -> Tensor:
-    """Update by Adafactor (Shazeer and Stern 2018, algorithm 4 for matrices and 5 for vectors)."""
+    """Return the weights after an update by Adafactor (Shazeer and Stern 2018, algorithm 4 for matrices and 5 for vectors)."""
     beta2 = 1 - param.step**-options.beta2_decay
     grad_squared = param.grad.square() + options.factored_eps
     if param.is_vector:
@@ -184,7 +189,8 @@ def adafactor(param: ParamStep, options: RuleOptions) -> Tensor:
 
 
 def lamb(param: ParamStep, options: RuleOptions) -> Tensor:
-    """Update by LAMB (You et al. 2020, algorithm 2). Vectors are updated by Adam."""
+    """Return the weights after an update by LAMB (You et al. 2020, algorithm 2). Vectors (norm weights, biases) are updated by
+    Adam."""
     if param.is_vector:
         return adam(param, options)
     direction = _compute_adam_direction(param) + param.decay * param.weights
@@ -194,7 +200,8 @@ def lamb(param: ParamStep, options: RuleOptions) -> Tensor:
 
 
 def muon(param: ParamStep, options: RuleOptions) -> Tensor:
-    """Update by Muon, which orthogonalizes the momentum of the matrices in the layers. Other parameters are updated by Adam."""
+    """Return the weights after an update by Muon, which orthogonalizes the momentum of the matrices in the layers. Other parameters
+    are updated by Adam."""
     muon_rule = options.muon
     if not muon_rule.applies_to(param.name):
         return adam(param, options)
