@@ -59,7 +59,7 @@ def write_corpus(folder: Path, output: Path) -> tuple[int, int]:
             num_characters += len(text)
     if num_documents == 0:
         temporary.unlink()
-        raise ValueError(f"there is no Python source in {folder}; name the folder of a standard library with --source")
+        raise ValueError(f"there is no Python source in {folder}. Set --source to a folder with Python files")
     temporary.replace(output)
     return num_documents, num_characters
 

@@ -42,7 +42,9 @@ def describe_text(path: str, column: str) -> tuple[str, str]:
     sources, notes = find_sources([path])
     num_bytes = sum(source.num_bytes for source in sources)
     if num_bytes < MIN_BYTES:
-        raise ValueError(f"{path} has {num_bytes:,} bytes of text; a model needs at least {MIN_BYTES:,} to learn anything from.")
+        raise ValueError(
+            f"{path} has {num_bytes:,} bytes of text; a model needs at least {MIN_BYTES:,} to learn from. Choose a longer text."
+        )
     num_by_type = Counter(source.file_format for source in sources)
     counts = ", ".join(f"{count:,} of {source_type}" for source_type, count in sorted(num_by_type.items()))
     lines = [f"{num_bytes / 1e6:,.2f} MB in {counts}", *notes]

@@ -13,12 +13,13 @@ _NO_PROGRAMS = ("__init__", "parser")
 
 
 def list_programs() -> list[str]:
-    """Return the names of all programs."""
+    """Return the names of the programs that `python -m megatron_lab NAME` can run, in alphabetical order."""
     return sorted(path.stem for path in COMMANDS.glob("*.py") if path.stem not in _NO_PROGRAMS)
 
 
 def format_overview() -> str:
-    """Return one line for each program: the first paragraph of its module docstring."""
+    """Return the help text of `python -m megatron_lab`: the usage, and one line for each program with the first paragraph of its
+    module docstring."""
     lines = ["usage: python -m megatron_lab NAME [flags]    (NAME --help lists the flags of a program)", ""]
     for name in list_programs():
         docstring = ast.get_docstring(ast.parse((COMMANDS / f"{name}.py").read_text(encoding="utf-8"))) or ""
@@ -28,7 +29,10 @@ def format_overview() -> str:
 
 
 def main() -> int:
-    """Run the program that the command line names and return its exit status."""
+    """Run the program that the first argument of the command line names, with the remaining arguments, and return its exit status.
+
+    Without arguments or with --help, print an overview of all programs instead.
+    """
     name = sys.argv[1].removesuffix(".py").replace("-", "_") if len(sys.argv) > 1 else "--help"
     if name in ("--help", "__help", "_h"):
         sys.stdout.write(format_overview())

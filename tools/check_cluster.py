@@ -1,4 +1,4 @@
-"""Check all nodes of a job before it starts, and report each fault and the node that has it.
+"""Check all nodes of a job before it starts, and report what is wrong on which node.
 
 The program is megatron_lab/commands/check_cluster.py.
 """

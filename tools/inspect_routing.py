@@ -1,5 +1,5 @@
-"""Report how evenly the routers of a model distribute text over its experts: the most and the least used experts of each layer, and
-a plot.
+"""Report how evenly the routers of a model distribute tokens over experts: the most and least used experts of each layer, and a
+picture.
 
 The program is megatron_lab/commands/inspect_routing.py.
 """

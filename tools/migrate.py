@@ -1,4 +1,4 @@
-"""Print the command line of this project for a launch script or a configuration of another framework.
+"""Convert a launch script or a configuration of another framework to the command line of this project.
 
 The program is megatron_lab/commands/migrate.py.
 """

@@ -1,4 +1,4 @@
-"""Find layouts for a job on a cluster: their speed, duration and cost, and the reasons against other layouts.
+"""Find the best layout for a job on a cluster: its speed, duration and price, and why other layouts are worse.
 
 The program is megatron_lab/commands/plan.py.
 """

@@ -1,4 +1,4 @@
-"""Draw the split of a sequence over the context ranks: the tokens of each rank, and its attention work.
+"""Draw which context-parallel rank has which tokens of a sequence, and how much attention each rank computes.
 
 The program is megatron_lab/commands/plot_cut.py.
 """

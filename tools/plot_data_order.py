@@ -1,4 +1,4 @@
-"""Draw the order in which an indexed dataset is read: documents, their concatenation in an epoch, and samples.
+"""Draw the order in which an indexed dataset is read: its documents, and the samples of each epoch.
 
 The program is megatron_lab/commands/plot_data_order.py.
 """

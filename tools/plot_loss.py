@@ -1,4 +1,4 @@
-"""Plot the losses in the record of a run: training and validation loss over iterations and tokens, and the learning rate.
+"""Draw the losses of a run from its history file: training and validation loss by iteration and tokens, and the learning rate.
 
 The program is megatron_lab/commands/plot_loss.py.
 """

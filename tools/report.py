@@ -1,5 +1,4 @@
-"""Write an HTML report about a run from its record, in a single file that needs no network. For several runs the report compares
-them.
+"""Write a report of a run, or a comparison of several runs, from their history: one HTML file that opens without network access.
 
 The program is megatron_lab/commands/report.py.
 """

@@ -1,4 +1,4 @@
-"""Simulate device failures: the fraction of time in which a job trains, and the best interval between saves.
+"""Simulate how much of its time a job spends on training if devices fail, and find the best interval between saves.
 
 The program is megatron_lab/commands/simulate_failures.py.
 """

@@ -1,4 +1,4 @@
-"""Prove, for the flags of a launch, that a layout gives the same training as a single process.
+"""Prove that a layout trains like a single process, for the flags of a launch command.
 
 The program is megatron_lab/commands/verify_layout.py.
 """

@@ -1,5 +1,4 @@
-"""Compare predicted step times with published ones. The errors are listed by publication, by device and by software, and for the
-choice between layouts of one group.
+"""Compare predicted with published step times: errors by publication, device and software, and the ranking of each job's layouts.
 
 The program is megatron_lab/commands/against_published.py.
 """

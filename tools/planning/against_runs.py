@@ -1,5 +1,4 @@
-"""Compare predicted step times with times that are measured on this machine. The measurements are small runs at different layouts,
-which take turns.
+"""Compare predicted step times with those of small runs at different layouts on this machine.
 
 The program is megatron_lab/commands/against_runs.py.
 """

@@ -1,4 +1,5 @@
-"""Compare the predicted memory of published configurations, by the rules of their software, with the published measurements.
+"""Compare predicted with published memory of runs of other frameworks. The prediction uses the bytes per parameter and per
+activation of their software.
 
 The program is megatron_lab/commands/published_memory.py.
 """

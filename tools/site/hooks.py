@@ -44,7 +44,7 @@ _LIST = re.compile(r"(?:[-*] |\d+\. )")
 
 
 def list_outer_pages() -> dict[str, Path]:
-    """Return the pages of the site whose files are outside of docs/, by their names on the site."""
+    """Return the files of the site's pages that are outside of docs/, by the name of the page on the site."""
     top = {"index.md" if path.name == "README.md" else path.name: path for path in sorted(ROOT.glob("*.md"))}
     return top | {"tests.md": ROOT / "tests" / "README.md"}
 
@@ -82,8 +82,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links to files outside of docs/ to their copies on the site. Separate lists from the paragraph above, as other Markdown
-    renderers do."""
+    """Point links to files outside of docs/ to their copies on the site. Insert an empty line between a paragraph and a list below
+    it, because MkDocs does not recognise the list otherwise."""
     uri = page.file.src_uri
     for link, target in [*_links_outside_docs(uri, markdown)]:
         relative_path = posixpath.relpath(_site_path(target), posixpath.dirname(uri) or ".")
@@ -92,13 +92,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Repair the HTML of a page. Groups of ranks, such as [0, 1] [2, 3], must not become links, and "::" before an example must
+    """Repair the HTML of a page. Groups of ranks, such as [0, 1] [2, 3], must not become links. A "::" before an example must
     become a colon."""
     return _RANKS.sub(r"[\2] [\1]", html).replace("::</p>", ":</p>")
 
 
 def _site_path(target: str) -> str:
-    """Return the path of a repository file on the site."""
+    """Return the path on the site of a repository file."""
     page_names = {path: name for name, path in list_outer_pages().items()}
     return page_names.get(ROOT / target, f"{FILES_FOLDER}/{target}")
 
@@ -128,7 +128,11 @@ def _separate_lists(lines: list[str]) -> Iterator[str]:
 
 
 def _named_pages(nav: Any) -> Iterator[str]:
-    """Yield the pages that the navigation lists."""
+    """Yield the paths of the pages that the navigation of the site lists.
+
+    Args:
+        nav: navigation, or a section or page of it, as in mkdocs.yml.
+    """
     for entry in nav if isinstance(nav, list) else nav.values() if isinstance(nav, dict) else [nav]:
         if isinstance(entry, str):
             yield entry
