@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.data.gpt_dataset import GPTDataset, PackedDataset
-from megatron.data.indexed_dataset import IndexedDataset, loss_mask_prefix, open_loss_mask
+from megatron.data.indexed_dataset import IndexedDataset, get_loss_mask_prefix, open_loss_mask
 from megatron.data.samples import IN_LOSS
 from megatron_lab.commands.inspect_data import main as inspect
 from megatron_lab.commands.merge_data import main as merge
@@ -53,7 +53,7 @@ def test_the_tool_writes_conversations_and_marks(folder: Path) -> None:
     """The end of a document is learned where an answer comes before it, and marked as an end in any case."""
     tokenizer = HuggingFaceTokenizer(folder / "tokenizer" / "tokenizer.json")
     prefix = str(folder / PREFIX)
-    found, marks = documents(prefix), documents(loss_mask_prefix(prefix))
+    found, marks = documents(prefix), documents(get_loss_mask_prefix(prefix))
     assert len(found) == len(marks) == 10 * len(CHATS)
     for chat, ids, of_it in zip(CHATS, found, marks, strict=False):
         assert ids[-1] == tokenizer.eod and [mark >> 1 for mark in of_it] == [0] * (len(ids) - 1) + [1]
@@ -71,9 +71,9 @@ def test_parquet_and_templates_without_marks(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({"messages": CHATS * 10}), tmp_path / "chats.parquet", row_group_size=9)
     argv[1], argv[3] = str(tmp_path / "chats.parquet"), str(tmp_path / "rows")
     assert main(argv) == 0
-    for name in (PREFIX, loss_mask_prefix(PREFIX)):
+    for name in (PREFIX, get_loss_mask_prefix(PREFIX)):
         assert files_of(tmp_path / name) == files_of(tmp_path / name.replace("out", "rows"))
-    marks = documents(tmp_path / loss_mask_prefix(PREFIX))
+    marks = documents(tmp_path / get_loss_mask_prefix(PREFIX))
     assert [each[-1] & IN_LOSS for each in marks[:4]] == [1, 1, 0, 0]
 
 
@@ -83,11 +83,11 @@ def test_no_dataset_keeps_the_mask_of_an_earlier_one(folder: Path, tmp_path: Pat
     texts.write_text('{"text": "abc"}\n')
     for number, prefix in enumerate(("a_text_document", "b")):
         for suffix in (".bin", ".idx"):
-            (tmp_path / f"{loss_mask_prefix(prefix)}{suffix}").write_bytes(b"old")
+            (tmp_path / f"{get_loss_mask_prefix(prefix)}{suffix}").write_bytes(b"old")
         words = ["--input", str(texts), "--output-prefix", str(tmp_path / "a"), "--tokenizer-type", "ByteTokenizer"]
         joined = ["--input", str(tmp_path / "a_text_document"), "--output-prefix", str(tmp_path / "b")]
         assert (merge(joined) if number else main(words)) == 0
-        assert (tmp_path / f"{prefix}.idx").exists() and not list(tmp_path.glob(f"{loss_mask_prefix(prefix)}*"))
+        assert (tmp_path / f"{prefix}.idx").exists() and not list(tmp_path.glob(f"{get_loss_mask_prefix(prefix)}*"))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_records_that_are_no_conversations(tmp_path: Path, capsys: pytest.Captur
         file.write("\n".join(bad) + "\n")
     assert main(argv) == 0
     told = capsys.readouterr().err
-    assert told.count("chats.jsonl:") == len(bad) and told.count("not a list of messages") == told.count("with a role") == 2
+    assert told.count("chats.jsonl:") == len(bad) and told.count("not a list of messages") == told.count("with a field 'role'") == 2
 
 
 def test_what_is_learned_is_shown_and_joined(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,13 +123,13 @@ def test_what_is_learned_is_shown_and_joined(folder: Path, tmp_path: Path, capsy
     assert inspect([prefix, "--document", "1", *tokenizer, str(folder / "tokenizer")]) == 0
     assert "of 87 tokens\n    '2'\n    ''\n    'no\\n\\n\\n'\n" in capsys.readouterr().out
     for number in range(2):
-        for name in (PREFIX, loss_mask_prefix(PREFIX)):
+        for name in (PREFIX, get_loss_mask_prefix(PREFIX)):
             for suffix in (".bin", ".idx"):
                 (tmp_path / f"{number}_{name}{suffix}").symlink_to(folder / f"{name}{suffix}")
     assert merge(["--input", str(tmp_path), "--output-prefix", str(tmp_path / "all")]) == 0
-    for name in ("", loss_mask_prefix("")):
+    for name in ("", get_loss_mask_prefix("")):
         assert documents(tmp_path / f"all{name}") == 2 * documents(f"{prefix}{name}")
-    (tmp_path / f"1_{loss_mask_prefix(PREFIX)}.idx").unlink()
+    (tmp_path / f"1_{get_loss_mask_prefix(PREFIX)}.idx").unlink()
     assert (
         merge(["--input", str(tmp_path / "0*document"), str(tmp_path / "1*document"), "--output-prefix", str(tmp_path / "b")]) == 1
     )
@@ -164,11 +164,11 @@ def _batches(prefix: str, vocabulary: int) -> list[Batch]:
     marks = open_loss_mask(dataset)
     size, found = TINY["global_batch_size"], []
     for step in range(STEPS):
-        windows = torch.from_numpy(samples.samples(step * size, size))
+        windows = torch.from_numpy(samples.get_samples(step * size, size))
         learned = np.zeros(windows.shape, bool)
         for row in range(size):
-            pieces = samples.lineage(step * size + row)
-            taken = [marks.document(each.document)[each.first_token : each.first_token + each.num_tokens] for each in pieces]
+            pieces = samples.get_lineage(step * size + row)
+            taken = [marks.get_document(each.document)[each.first_token : each.first_token + each.num_tokens] for each in pieces]
             learned[row] = np.concatenate(taken) & IN_LOSS
         found.append((windows[:, :-1], windows[:, 1:], torch.from_numpy(learned[:, 1:])))
     return found
@@ -215,9 +215,9 @@ def test_whole_conversations_train_as_if_each_were_alone(folder: Path, tmp_path:
     samples, marks = PackedDataset(dataset, range(dataset.num_documents), **settings), open_loss_mask(dataset)
     batches: list[Any] = []
     for step in range(STEPS):
-        pieces = [piece for number in range(step * size, (step + 1) * size) for piece in samples.lineage(number)]
+        pieces = [piece for number in range(step * size, (step + 1) * size) for piece in samples.get_lineage(number)]
         assert len(pieces) > size and all(piece.first_token == 0 for piece in pieces), "several in a sample, all of them whole"
-        taken = [(dataset.document(piece.document), marks.document(piece.document) & IN_LOSS > 0) for piece in pieces]
+        taken = [(dataset.get_document(piece.document), marks.get_document(piece.document) & IN_LOSS > 0) for piece in pieces]
         batches.append([(torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(learned)) for ids, learned in taken])
     rates = [TINY["lr"] * (1 - step / STEPS) for step in range(STEPS)]
     shape = gpt2_like(vocab=vocabulary, ffn=128, seq=length)

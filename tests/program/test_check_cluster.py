@@ -230,7 +230,7 @@ def test_a_node_that_never_comes(capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("head", "words"),
     [
-        ("no-such-host.invalid:29500", "the name of the head, no-such-host.invalid, does not resolve"),
+        ("no-such-host.invalid:29500", "the name of the head node, no-such-host.invalid, does not resolve"),
         ("192.0.2.1:29500", "no answer from 192.0.2.1 at port 29500 for 1 s"),  # an address for documents, which nobody has
     ],
 )

@@ -165,7 +165,7 @@ def test_results_of_another_device_are_not_resumed(tmp_path: Path, capsys: pytes
     old = {**check_gpu.create_report("cpu"), "device_name": "NVIDIA H100"}
     file.write_text(json.dumps(old))
     assert check_gpu.main(["--device", "cpu", "--resume", str(file)]) == 2
-    assert "has results of NVIDIA H100, but here is CPU" in capsys.readouterr().err
+    assert "has results of device NVIDIA H100, but this session has device CPU" in capsys.readouterr().err
 
 
 # ---- time
@@ -389,7 +389,7 @@ def test_the_page_has_the_tables() -> None:
     [
         (["--only", "products,device"], "no check has the name 'products'. `--list` shows all names"),
         (["--minutes", "0"], "must be a number of minutes above 0, not '0'"),
-        (["--only", ""], "names no check"),
+        (["--only", ""], "must contain at least one name of a check"),
     ],
 )
 def test_a_wrong_command_line_is_told(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -402,7 +402,7 @@ def test_files_that_are_not_results_are_told(tmp_path: Path, capsys: pytest.Capt
     file = tmp_path / "other.json"
     for text in ("{}", "no JSON", '{"checks": [{}]}'):
         file.write_text(text)
-        assert check_gpu.main(["--table", str(file)]) == 2 and "is not what --json writes" in capsys.readouterr().err
+        assert check_gpu.main(["--table", str(file)]) == 2 and "is not a report that --json has written" in capsys.readouterr().err
     assert check_gpu.main(["--table", str(tmp_path / "none")]) == 2
 
 

@@ -37,7 +37,7 @@ from megatron.checkpoint.writer_messages import (
     SaveProgress,
     SaveRequest,
     WriterSetup,
-    rank_manifest_name,
+    get_rank_manifest_name,
 )
 from megatron.config.launcher import build_module_command
 from megatron_lab.node_memory import keeper
@@ -276,7 +276,7 @@ def test_a_process_that_is_killed(tmp_path: Path, victim: int) -> None:
 
     first, other = run_forked_ranks(2, train)
     (line,) = failed_lines(first)
-    assert f"cannot save {tmp_path / 'iter_0000002'}:\n  rank {victim}: the process that writes it was killed by signal 9" in line
+    assert f"cannot save {tmp_path / 'iter_0000002'}:\n  rank {victim}: the writer process was killed by signal 9" in line
     assert line.endswith("The last complete one is iter_0000001. Training goes on.") and other == []
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", "iter_0000003", LATEST}
     assert value_in(tmp_path / "iter_0000003") == 3.0
@@ -306,7 +306,7 @@ def test_a_rank_that_cannot_even_leave_a_mark(tmp_path: Path, monkeypatch: pytes
 
     first, _ = run_forked_ranks(2, train)
     (line,) = failed_lines(first)
-    assert f"cannot save {tmp_path / 'iter_0000002'}:\n  rank 1: the process that writes it was killed by signal 9" in line
+    assert f"cannot save {tmp_path / 'iter_0000002'}:\n  rank 1: the writer process was killed by signal 9" in line
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", "iter_0000003", LATEST}
 
 
@@ -364,7 +364,10 @@ def test_no_memory_for_the_copy(tmp_path: Path, failing: int) -> None:
 
     first, _ = run_forked_ranks(2, train)
     (line,) = failed_lines(first)
-    assert f"rank {failing}: [Errno 27] no host memory for the copy of 8,000 bytes (--async-save): File too large" in line
+    assert (
+        f"rank {failing}: [Errno 27] not enough host memory for the copy that --async-save needs (8,000 bytes): File too large"
+        in line
+    )
     assert "There is no complete checkpoint yet" in line
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000002", LATEST}
 
@@ -407,7 +410,7 @@ def test_a_writer_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     run.save(3, ones(3.0))
     assert is_gone(pid)
     (line,) = failed_lines(run.log)
-    assert "rank 0: the process that writes it made no progress for " in line and line.count(" s and was ended") == 1
+    assert "rank 0: the writer process made no progress for " in line and line.count(" s and was ended") == 1
     assert f"still waiting for the save of iteration 2 (process {pid}, " in caplog.text
     run.finish()
     assert list(list_checkpoints(tmp_path)) == [1, 3] and not list(tmp_path.glob(".*"))
@@ -427,7 +430,7 @@ def test_a_writer_that_is_slow_is_waited_for(tmp_path: Path, monkeypatch: pytest
     run.saver._writer._num_ranks = 2
     run.save(1, [])
     storage = run.saver._draft(1).storage
-    threading.Timer(ALIVE_EVERY_S + 1.5, storage.write, (rank_manifest_name(1), Manifest({}, {}).to_json())).start()
+    threading.Timer(ALIVE_EVERY_S + 1.5, storage.write, (get_rank_manifest_name(1), Manifest({}, {}).to_json())).start()
     run.finish()
     assert list(list_checkpoints(tmp_path)) == [1]
 
@@ -460,7 +463,7 @@ def test_a_storage_that_stands_still_is_told_while_training_goes_on(tmp_path: Pa
     def touched(*_: object) -> None:
         raise AssertionError("training has touched the storage")
 
-    for name in ("read", "write", "list_names", "file_size", "create", "remove", "create_folder", "remove_unfinished"):
+    for name in ("read", "write", "list_names", "get_file_size", "create", "remove", "create_folder", "remove_unfinished"):
         monkeypatch.setattr(LocalStorage, name, touched)
     for name in ("create_folder", "ensure_folder", "publish", "discard"):
         monkeypatch.setattr(LocalDraft, name, touched)
@@ -468,7 +471,7 @@ def test_a_storage_that_stands_still_is_told_while_training_goes_on(tmp_path: Pa
     with run.stopped():
         run.save(2, ones(2.0))
         line = run.until("save of iteration 2 has waited")
-        words = "save of iteration 2 has waited 0 s for the process that writes it on"
+        words = "save of iteration 2 has waited 0 s for the writer process on"
         assert line == f"{words} {tmp_path}; training goes on until the next save is due"
         told = len(run.log)
         run.saver.poll(run.log.append)
@@ -583,7 +586,7 @@ def test_a_part_that_is_written_but_never_seen(tmp_path: Path, monkeypatch: pyte
     )
     draft = LocalStorage(tmp_path).draft("iter_0000001", "ab")
     draft.create_folder()
-    draft.storage.write(rank_manifest_name(2), b"{}")
+    draft.storage.write(get_rank_manifest_name(2), b"{}")
     inbox.put(RanksFinished(None))
     writer._save(SaveRequest(1, "ab", {}))
     written, committed = (reply for reply in replies if not isinstance(reply, SaveProgress))
@@ -602,7 +605,7 @@ def test_a_part_that_is_still_being_written_is_waited_for(tmp_path: Path) -> Non
     """Behind some URLs a file is seen before it has its content."""
     draft = LocalStorage(tmp_path).draft("iter_0000001", "ab")
     draft.create_folder()
-    name, content = rank_manifest_name(1), Manifest({}, {}).to_json()
+    name, content = get_rank_manifest_name(1), Manifest({}, {}).to_json()
     draft.storage.write(name, b"")
     threading.Timer(0.2, draft.storage.write, (name, content)).start()
     assert writer_main._read_rank_manifest(draft, name) == Manifest({}, {})

@@ -151,7 +151,7 @@ def test_verify_stops_an_import_of_what_is_computed_otherwise(huggingface: Path,
     )
     from megatron_lab.checkpoints.against_transformers import compare_logits
 
-    with pytest.raises(ValueError, match="more than 0.0001: the conversion is wrong"):
+    with pytest.raises(ValueError, match="more than the allowed 0.0001: the conversion is wrong"):
         compare_logits(source, huggingface, torch.float64)
 
 
@@ -197,7 +197,7 @@ def test_a_tokenizer_that_transformers_reads_otherwise_is_told_and_stops_verify(
         text
     )
     assert tool("export", huggingface, tmp_path / "verified", "--verify") == 1
-    assert "gives other ids in transformers" in capsys.readouterr().err and not (tmp_path / "verified").exists()
+    assert "gives other token ids in transformers" in capsys.readouterr().err and not (tmp_path / "verified").exists()
 
 
 @pytest.mark.parametrize(
@@ -208,8 +208,8 @@ def test_a_tokenizer_that_transformers_reads_otherwise_is_told_and_stops_verify(
         (["export", "{hf}", "{new}", "--family", "gpt2"], "--position-embedding-type is rope, there learned_absolute"),
         (["export", "{nothing}", "{new}"], "no such folder"),
         (["import", "{hf}", "{new}", "--embedding-rows", "5"], "--embedding-rows has no effect"),
-        (["export", "{hf}", "{new}", "--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"], "is not its tokenizer"),
-        (["import", "{hf}", "{new}", "--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"], "is not its tokenizer"),
+        (["export", "{hf}", "{new}", "--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"], "belongs to another model"),
+        (["import", "{hf}", "{new}", "--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"], "belongs to another model"),
         (["import", "{hf}", "{new}", "--tokenizer-type", "NullTokenizer", "--vocab-size", "100"], "NullTokenizer has 101 ids"),
         (["export", "{hf}", "{new}", "--vocab-file", "x"], "--vocab-file does not belong"),
         (["export", "{hf}", "{new}", "--tokenizer-model", "{nothing}"], "there is no such file or folder"),

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.save_folder import checkpoint_name, find_checkpoint, list_iterations, read_latest
+from megatron.checkpoint.save_folder import find_checkpoint, get_checkpoint_name, list_iterations, read_latest
 from megatron.checkpoint.storage import MANIFEST
 from megatron.checkpoint.storage_url import open_storage
 from megatron_lab.verification.local_ranks import set_parent_death_signal
@@ -144,7 +144,9 @@ def assert_sound(folder: Path, in_place: bool) -> int:
     """
     storage = open_storage(folder)
     found, latest = list_iterations(storage), read_latest(storage)
-    complete = [iteration for iteration in found if storage.file_size(f"{checkpoint_name(iteration)}/{MANIFEST}") is not None]
+    complete = [
+        iteration for iteration in found if storage.get_file_size(f"{get_checkpoint_name(iteration)}/{MANIFEST}") is not None
+    ]
     assert in_place or complete == found
     if not complete:
         assert latest is None

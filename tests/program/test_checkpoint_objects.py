@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megatron.checkpoint.save_folder import Retention, apply_retention, checkpoint_name, find_checkpoint, read_latest, read_state
+from megatron.checkpoint.save_folder import (
+    Retention,
+    apply_retention,
+    find_checkpoint,
+    get_checkpoint_name,
+    read_latest,
+    read_state,
+)
 from megatron.checkpoint.savers import SyncSaver
 from megatron.checkpoint.storage_url import open_storage
 from tests.support.checkpoint_worlds import group_of, load_tensors, whole
@@ -33,7 +40,7 @@ def empty_store() -> Iterator[None]:
 def save(iteration: int, value: float = 1.0) -> str:
     tensors = [whole("a", torch.full((300, 7), value)), whole("b", torch.full((5,), value, dtype=torch.float64))]
     SyncSaver(open_storage(URL), group_of(None)).save(iteration, tensors, {}, {"value": value})
-    return f"{URL}/{checkpoint_name(iteration)}"
+    return f"{URL}/{get_checkpoint_name(iteration)}"
 
 
 def loaded(url: str) -> float:

@@ -107,7 +107,7 @@ def test_verify_names_all_that_is_wrong(saved: Path, capsys: pytest.CaptureFixtu
     first, second = checkpoint(saved, 1), checkpoint(saved, 2)
     boxes = read_manifest(first).tensors["exp_avg.layers.1.mlp.up.weight"].slices
     with DataFileReader(LocalStorage(first), read_manifest(first)) as files:
-        places = [(first / box.file, files.data_offset(box, "float32")) for box in boxes]
+        places = [(first / box.file, files.get_data_offset(box, "float32")) for box in boxes]
     for file, at in places:
         data = bytearray(file.read_bytes())
         data[at] ^= 1
@@ -122,9 +122,10 @@ def test_verify_names_all_that_is_wrong(saved: Path, capsys: pytest.CaptureFixtu
     assert of_first[0] == f"{first} is damaged:"
     assert len(boxes) > 1
     for box in boxes:
-        assert f"  {first / box.file}: the data of {box.key} was altered: its checksum does not match" in of_first
+        altered = f"the data of {box.key} was altered: its checksum does not match the manifest; copy the file again"
+        assert f"  {first / box.file}: {altered}" in of_first
     assert any("config.json" in line for line in of_first)
-    assert of_second == [f"  {second / 'rank_00000.safetensors'} is missing"]
+    assert of_second == [f"  {second / 'rank_00000.safetensors'} is missing; copy the file again"]
 
 
 def test_verify_compares_the_content(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:

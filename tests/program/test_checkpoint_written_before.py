@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.global_tensor import tensor_bytes
+from megatron.checkpoint.global_tensor import get_tensor_bytes
 from megatron.checkpoint.storage_url import open_storage
 from megatron_lab.checkpoints.verification import verify_checkpoint
 from megatron_lab.foreign.source import StoredCheckpoint
@@ -54,7 +54,7 @@ def test_every_tensor_is_read_bit_for_bit() -> None:
     for name, expected in EXPECTED["runs"].items():
         path = checkpoint(FOLDER / name, SAVED)
         stored = StoredCheckpoint(path)
-        found = {tensor: hashlib.sha256(tensor_bytes(stored.read_stored(tensor))).hexdigest()[:16] for tensor in stored.tensors}
+        found = {tensor: hashlib.sha256(get_tensor_bytes(stored.read_stored(tensor))).hexdigest()[:16] for tensor in stored.tensors}
         assert found == expected["tensors"], name
         checked = verify_checkpoint(open_storage(path))
         assert (checked.content_digest, checked.problems) == (expected["content_digest"], ()), name

@@ -97,11 +97,11 @@ def test_what_a_layer_keeps(full: bool) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--stage", "--stage takes one value"),
+        ("--stage", "--stage has no value"),
         ("--stage 2 --pipeline-model-parallel-size 2", "--stage 2: there are 2 stages, counted from 0"),
-        ("--stage x", "--stage x: --stage takes one whole number from 0 on"),
-        ("--world-size 0", "--world-size 0: --world-size takes one whole number from 1 on"),
-        ("--output a.pdf", "--output a.pdf: a picture is a .svg or .png file"),
+        ("--stage x", "--stage x: the value must be a whole number of at least 0"),
+        ("--world-size 0", "--world-size 0: the value must be a whole number of at least 1"),
+        ("--output a.pdf", "--output a.pdf: the name of a picture must end in .svg or .png"),
         ("--with --sequence-paralel", "--sequence-paralel"),
         ("--hidden-sise 3", "--hidden-sise"),
     ],

@@ -200,7 +200,7 @@ def test_work_is_that_of_the_metrics() -> None:
     table = partition_layers(6, (0, 1))
     found = count_step_flops(model, 100, table, build_schedule("1f1b", 2, 4), 24)
     assert (found.tokens, found.flops_per_token) == (24 * 32, count_flops_per_token(model, 100))
-    assert found.flops == count_flops_per_step(model, 100, 24) and found.flops_per_rank(4) == found.flops / 4
+    assert found.flops == count_flops_per_step(model, 100, 24) and found.compute_flops_per_rank(4) == found.flops / 4
     costs = compute_chunk_costs(model, 100, table)
     assert sum(one.forward + one.input_grad + one.weight_grad for one in costs) == count_flops_per_token(model, 100)
     again = build_layer_table(
@@ -395,7 +395,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path
 def test_a_full_disk_does_not_take_the_plan_away() -> None:
     (ended,) = launch([*arguments(train_iters=1), "--dry-run", "--dry-run-json", "/dev/full"])
     assert ended.code == 2 and "fullest rank" in ended.stdout, report([ended])
-    assert ended.stderr == "pretrain_gpt.py: --dry-run-json /dev/full cannot be written: no space left on device.\n"
+    assert ended.stderr == "pretrain_gpt.py: --dry-run-json /dev/full cannot be written: no space left on device. Choose another path.\n"
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_perplexity_of_files_is_that_of_the_plain_model_at_every_window_and_layo
     from megatron.data.indexed_dataset import IndexedDataset
 
     dataset = IndexedDataset(data)
-    documents = [dataset.document(number).tolist() for number in range(2)]
+    documents = [dataset.get_document(number).tolist() for number in range(2)]
     expected = [one for ids in documents for one in nats(weights, [EOD, *ids], SHAPE.seq, SHAPE.seq)]
     words = ("--files", data, text, "--max-documents", 2)
     found = told(model, *words)
@@ -196,7 +196,7 @@ def test_what_cannot_be_evaluated_is_said(model: Path, tmp_path: Path, capsys: p
         (["--files", tmp_path / "none"], 1, "no text file of this name, and no indexed dataset"),
         (["--files", tmp_path / "bytes"], 1, "is not UTF-8"),
         (["--files", "x", "--stride", 99, "--window", 9], 1, "--stride 99 must be from 1 to the 9 tokens"),
-        (["--files", tmp_path / "x.jsonl"], 1, "x.jsonl, line 2: no JSON object with a"),
+        (["--files", tmp_path / "x.jsonl"], 1, "x.jsonl, line 2: the line is not a JSON object with a"),
         (["--files", "x", "--limit", 2], 2, "--limit can only be used with --tasks"),
         (["--files", "x", "--batch-size", 0], 2, "--batch-size must be at least 1"),
         (["--files", "x", "--context-parallel-size", 2], 2, "use tensor and pipeline ranks"),

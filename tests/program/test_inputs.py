@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 import pytest
 
-from megatron.data.indexed_dataset import loss_mask_prefix
+from megatron.data.indexed_dataset import get_loss_mask_prefix
 from megatron_lab.commands import preprocess_data, train_tokenizer
 from megatron_lab.data_tools.preprocess import storage
 from megatron_lab.data_tools.preprocess.job import preprocess
@@ -57,13 +57,13 @@ def test_a_folder_of_everything(folder: Path, capsys: pytest.CaptureFixture[str]
     for words in (
         "skipped, unknown format: 1 ending with .png",
         "empty files: 1, for example",
-        "g.csv: no column 'text' (--json-keys, --column); it has: 'body', 'y'",
+        "g.csv has no column 'text' (--json-keys, --column). The columns of the file are: 'body', 'y'",
         "h.parquet is not a parquet file",
-        "a.csv: row 1: key 'text' is not UTF-8",
+        "a.csv: row 1: the value of key 'text' is not UTF-8",
         "a.csv: row 2: the value of key 'text' is not a string but null",
-        "a.csv: row 4: not a valid table row",
-        "d.jsonl:2: no key 'text'",
-        "f.txt: not UTF-8",
+        "a.csv: row 4: the row is not valid",
+        "d.jsonl:2: the line has no key 'text'",
+        "f.txt: the file is not UTF-8",
         "i.csv: row 0: the rest of the file is skipped",
         "left out: 0 empty, 6 bad lines, 2 files that cannot be read",
     ):
@@ -82,11 +82,11 @@ def test_a_file_that_cannot_be_read_stops_the_job(folder: Path, flags: Sequence[
     for name in ("a.csv", "d.jsonl", "f.txt"):
         (folder / name).unlink()
     assert preprocess_data.main(command(folder, *flags)) == 1
-    assert "g.csv: no column 'text'" in capsys.readouterr().err
+    assert "g.csv has no column 'text'" in capsys.readouterr().err
     assert not list(folder.parent.glob("in-out*"))
     words = ["--kind", "sentencepiece-bpe", "--vocab-size", "300", "--output", str(folder.parent / "x"), *flags]
     assert train_tokenizer.main(["--input", str(folder), *words]) == 1
-    assert "g.csv: no column 'text'" in capsys.readouterr().err
+    assert "g.csv has no column 'text'" in capsys.readouterr().err
 
 
 def test_a_column_of_another_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,7 +118,7 @@ def test_nothing_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert (
         "no document" in said
         and "1 invalid records and files were skipped, the first: " in said
-        and "a.csv: no column 'text'" in said
+        and "a.csv has no column 'text'" in said
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
 
@@ -154,7 +154,7 @@ def test_masks_are_in_the_order_of_their_documents(tmp_path: Path, capsys: pytes
         words += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path / "tokenizer"), "--append-eod"]
         assert preprocess_data.main(words) == 0, capsys.readouterr().err
         prefix = str(tmp_path / f"{name}_messages_document")
-        return list(zip(documents(Path(prefix)), documents(Path(loss_mask_prefix(prefix))), strict=True))
+        return list(zip(documents(Path(prefix)), documents(Path(get_loss_mask_prefix(prefix))), strict=True))
 
     plain, mixed = pairs("plain"), pairs("mixed", "--shuffle-seed", "7")
     assert mixed != plain and sorted(mixed) == sorted(plain)

@@ -139,7 +139,7 @@ def tokens_of(pieces: list[dict]) -> list[int]:
     """The tokens that the pieces name, read from the files."""
     tokens: list[int] = []
     for piece in pieces:
-        document = IndexedDataset(piece["prefix"]).document(piece["document"])
+        document = IndexedDataset(piece["prefix"]).get_document(piece["document"])
         tokens += document[piece["first_token"] : piece["first_token"] + piece["num_tokens"]].tolist()
     return tokens
 
@@ -163,7 +163,7 @@ def test_a_step_is_traced_to_its_documents_across_changes_of_the_run(
     def before(rank: int) -> None:
         if rank:
             return
-        plain = RunBatches.training_batches
+        plain = RunBatches.iter_training_batches
 
         def training(self: RunBatches, consumed_samples: int) -> Batches:
             for step in plain(self, consumed_samples):
@@ -171,7 +171,7 @@ def test_a_step_is_traced_to_its_documents_across_changes_of_the_run(
                     file.write(json.dumps([window for inputs in step for window in windows(inputs)]) + "\n")
                 yield step
 
-        RunBatches.training_batches = training  # type: ignore[method-assign]
+        RunBatches.iter_training_batches = training  # type: ignore[method-assign]
 
     common = {"mock_data": None, "vocab_size": 4000, "save": save, "num_workers": 0, "lr_decay_style": "constant"}
     starts = [

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.safetensors_file import DTYPES
-from megatron.checkpoint.save_folder import checkpoint_name, load_manifest
+from megatron.checkpoint.save_folder import get_checkpoint_name, load_manifest
 from megatron.checkpoint.storage_url import open_storage
 from megatron.config.cli import load
 from megatron.config.parsed_flags import DryRun
-from megatron.model.build import model_dtype
+from megatron.model.build import get_model_dtype
 from megatron.training.step import TrainStep
 from megatron_lab.node_memory import keeper, node_memory
 from megatron_lab.node_memory.node_storage import STATE_FOLDER
@@ -101,7 +101,7 @@ class Nodes:
     def folders(self, save: Path) -> list[Path]:
         """Return the folder in which the keepers of all nodes have their files."""
         pids = [sleeper.pid for sleeper in self._sleepers]
-        return [keeper._keeper_folder(keeper.Keeper(str(save), pid, keeper.process_identity(pid), False)) for pid in pids]
+        return [keeper._get_keeper_folder(keeper.Keeper(str(save), pid, keeper.get_process_identity(pid), False)) for pid in pids]
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def _killed(tmp_path: Path, nodes: Nodes, ranks: int, at: int, last: int = LAST,
     settings = {"save": tmp_path / "run", "load": tmp_path / "run", "memory_save_interval": 2, **BATCH, **flags}
 
     def die(step: TrainStep) -> None:
-        copy = Path(STATE_FOLDER, checkpoint_name((at - 1) // 2 * 2))
+        copy = Path(STATE_FOLDER, get_checkpoint_name((at - 1) // 2 * 2))
         while not all((folder / copy).exists() for folder in nodes.folders(tmp_path / "run")):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -233,7 +233,7 @@ def test_the_plan_knows_the_bytes_of_a_checkpoint(tmp_path: Path) -> None:
         )
         flags = arguments(train_iters=1, save=save, async_save=True, memory_save_interval=1, replicate_state=2, **style)
         config = load(flags, 1).config
-        assert count_checkpoint_bytes(config, 61, model_dtype(config.precision)) == found, style
+        assert count_checkpoint_bytes(config, 61, get_model_dtype(config.precision)) == found, style
     config = load([*flags, "--global-batch-size", "32"], 16).config
     notes = Planner(config, DryRun(16, 8, None), 61).plan().notes
     assert (

@@ -14,7 +14,7 @@ import pytest
 
 from megatron.config.cli import load
 from megatron.config.errors import ConfigError
-from megatron.config.flags import flags
+from megatron.config.flags import get_flags
 from megatron.config.optional_packages import PACKAGES, import_optional
 from tests.support.runs import Ended, arguments, launch, report
 
@@ -49,7 +49,7 @@ def test_the_table_holds_what_is_installed_beside_torch_and_numpy() -> None:
         required = tomllib.load(file)["project"]["dependencies"]
     names = {re.split(r"[<>=]", text)[0] for text in required} - {"torch", "numpy"}
     assert {package.distribution for package in PACKAGES.values()} == names
-    assert {field for package in PACKAGES.values() for field in package.fields} <= {flag.field for flag in flags().values()}
+    assert {field for package in PACKAGES.values() for field in package.fields} <= {flag.field for flag in get_flags().values()}
 
 
 def test_a_run_with_made_up_data_needs_none_of_them(tmp_path: Path, full: bool) -> None:
@@ -88,7 +88,7 @@ def test_the_dry_run_and_help_need_none_of_them() -> None:
     plan = said(*arguments(train_iters=1, device="cuda", device_memory_gb=0.0004), "--dry-run")
     assert "What to change is not known without PyYAML" in plan, plan
     page = said("--help")
-    assert all(f"\n--{flag.name}" in page for flag in flags().values())
+    assert all(f"\n--{flag.name}" in page for flag in get_flags().values())
     assert said("--explain", "lr").startswith("--lr")
 
 

@@ -49,7 +49,7 @@ def test_the_file_gives_the_logits_of_the_plain_model_at_any_size(tmp_path: Path
     from megatron_lab.checkpoints import onnx_writer
 
     other = reference_source(SHAPE, {name: 1.1 * weight for name, weight in weights.items()})
-    with pytest.raises(ValueError, match="more than 0.0001: the export is wrong"):
+    with pytest.raises(ValueError, match="more than the allowed 0.0001: the export is wrong"):
         onnx_writer._compare_logits(other, out / "model.onnx")
 
 

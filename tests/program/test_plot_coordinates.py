@@ -74,7 +74,7 @@ def test_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ("--widths 64", "two or more whole numbers"),
         ("--widths 32,36", "give no integer at this width"),
         ("--widths 32,64 --updates 0", "a whole number from 1 on"),
-        ("--widths 32,64 --output a.txt", "a picture is a .svg or .png file"),
+        ("--widths 32,64 --output a.txt", "the name of a picture must end in .svg or .png"),
     ],
 )
 def test_bad_requests(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,7 +45,7 @@ def test_a_dataset_is_drawn_as_it_is_read(tmp_path: Path) -> None:
     expected = []
     for number in range(samples.samples_per_epoch):
         left = 20
-        for piece in samples.lineage(number):
+        for piece in samples.get_lineage(number):
             count = min(piece.num_tokens, left)
             left -= count
             if count >= 0.07 * samples.selection.num_tokens:
@@ -58,7 +58,7 @@ def test_a_dataset_is_drawn_as_it_is_read(tmp_path: Path) -> None:
     [
         (["--seq-length", "1000"], "one sample needs 1,001"),
         (["--data-path", "nothing"], "does not exist"),
-        (["--seq-length", "1", "--data-path", "long"], "draw one of at most"),
+        (["--seq-length", "1", "--data-path", "long"], "a picture can show an epoch of at most"),
     ],
 )
 def test_what_cannot_be_drawn(words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

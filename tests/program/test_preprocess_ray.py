@@ -118,7 +118,7 @@ def test_bad_lines_are_told_as_by_processes_and_not_tried_again(tmp_path: Path) 
     source = write_lines(tmp_path / "in.jsonl")
     with Path(source).open("a") as file:
         file.write("[]\n")
-    with pytest.raises(ValueError, match=rf"^{source}:41: not a JSON object") as caught:
+    with pytest.raises(ValueError, match=rf"^{source}:41: the line is not a JSON object") as caught:
         preprocess([source], str(tmp_path / "out"), JOB, engine=RAY, shard_size=1000)
     assert "Traceback" not in str(caught.value) and "ray::" not in str(caught.value)
     summary = preprocess([source], str(tmp_path / "out"), SKIP, engine=RAY, start_mode="resume")
@@ -143,7 +143,7 @@ def test_paths_of_a_tokenizer_hold_on_other_nodes(tmp_path: Path, monkeypatch: p
 
 def test_a_task_that_always_fails_ends_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "run_shard_remotely", never)
-    with pytest.raises(ValueError, match=r"(?s)a task failed 4 times, the last time with: .*unreachable.*--resume"):
+    with pytest.raises(ValueError, match=r"(?s)a Ray task failed 4 times, the last time with: .*unreachable.*--resume"):
         preprocess([write_lines(tmp_path / "in.jsonl")], str(tmp_path / "out"), JOB, engine=RAY)
     assert (tmp_path / "tries").read_text() == "x" * 4
     assert written(tmp_path) == {"tries"}

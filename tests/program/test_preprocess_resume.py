@@ -305,12 +305,12 @@ def test_bad_lines_that_were_skipped_stop_a_job_that_stops_at_them(tmp_path: Pat
     sources = [write_lines(tmp_path / "in.jsonl"), str(tmp_path / "bad.jsonl")]
     Path(sources[1]).write_text("{}\n")
     stopped(tmp_path, monkeypatch, sources, SKIP, shards=99)
-    with pytest.raises(ValueError, match=r"bad\.jsonl:1: no key 'text'"):
+    with pytest.raises(ValueError, match=r"bad\.jsonl:1: the line has no key 'text'"):
         preprocess(sources, str(tmp_path / "out"), JOB, start_mode="resume")
     assert (
         preprocess(sources, str(tmp_path / "out"), SKIP, start_mode="resume")
         .bad_records[0]
-        .startswith(f"{sources[1]}:1: no key 'text'")
+        .startswith(f"{sources[1]}:1: the line has no key 'text'")
     )
 
 
@@ -365,7 +365,7 @@ def test_a_fault_of_ours_in_a_worker_shows_its_traceback(tmp_path: Path, monkeyp
         raise ZeroDivisionError("ours")
 
     monkeypatch.setattr(engines, "run_shard", run_shard)
-    with pytest.raises(RuntimeError, match=r"(?s)a worker failed:\nTraceback.*ZeroDivisionError: ours"):
+    with pytest.raises(RuntimeError, match=r"(?s)internal error in a worker process:\nTraceback.*ZeroDivisionError: ours"):
         preprocess([write_lines(tmp_path / "in.jsonl")], str(tmp_path / "out"), JOB, engine=Engine(num_workers=2))
 
 

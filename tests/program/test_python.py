@@ -111,7 +111,7 @@ def test_settings_are_those_of_the_command_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         settings(TINY, num_layer=2, lr="much", dry_run=True, optimizer="own", seed=object(), train_iters=1)
     told = str(error.value)
-    assert "a value is not a text" in told
+    assert "is not a text, a number" in told
     with pytest.raises(ConfigError) as error:
         settings(TINY, num_layer=2, lr="much", micro_batch_size=3, optimizer="own", imports=["no_such_module"], train_iters=1)
     told = str(error.value)

@@ -209,7 +209,12 @@ def test_ones_own_text_and_what_comes_next(own: Path, tmp_path: Path, capsys: py
     write_program(tmp_path / "python", ALONE.format(python=tmp_path / "smaller"))
     call = f"bash examples/quickstart.sh --short --text {shlex.quote(str(own))} --folder {tmp_path}/'my run'"
     said = shell(call, tmp_path)
-    for words in ("1 of csv, 4 of text", "skipped, unknown format: 1 ending with .png", "latin.txt: not UTF-8", "1 bad lines"):
+    for words in (
+        "1 of csv, 4 of text",
+        "skipped, unknown format: 1 ending with .png",
+        "latin.txt: the file is not UTF-8",
+        "1 bad lines",
+    ):
         assert words in said
     assert "resuming from" in said and re.search(r"validation loss \S+ at iteration 12, \S+ at iteration 16", said)
     written = re.sub(r"\d+ tokens in .* a second\n", "", said)  # it may stand amid the sample, which comes by way of a pipe

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.config.cli import load
 from megatron.config.errors import ConfigError
-from megatron.config.flags import Flag, flags
+from megatron.config.flags import Flag, get_flags
 from megatron_lab.migration.compat import COMPAT_FLAGS
 from tests.support.random_configs import CommandLine, command_lines
 from tests.support.random_draws import Draw, chance, number, one_of
@@ -73,12 +73,12 @@ WORLDS = (1, 2, 8, 0, -1, 7, 1000, 1_048_576, 1_048_577, 9_999_991, 10_000_000, 
 def wild_lines(draw: Draw) -> CommandLine:
     """A command line of which some flags make sense, or none."""
     argv = list(draw(command_lines()).argv) if not chance(draw, 4) else []
-    names = [*flags(), *(f"no-{name}" for name, flag in flags().items() if flag.value_type is bool)]
+    names = [*get_flags(), *(f"no-{name}" for name, flag in get_flags().items() if flag.value_type is bool)]
     for _ in range(number(draw, 1, 5)):
         name = draw(st.sampled_from(names))
         if chance(draw, 12):
             name = one_of(draw, *sorted(COMPAT_FLAGS), "hiden-size", "", "-", "lr=1", "tensor_model_parallel_size")
-        argv += [f"--{name}", *_values(draw, flags().get(name))]
+        argv += [f"--{name}", *_values(draw, get_flags().get(name))]
     return CommandLine(tuple(argv), one_of(draw, *WORLDS, *WORLDS[:3], *WORLDS[:3]))
 
 
@@ -117,8 +117,8 @@ def test_no_text_and_no_world_breaks_the_rules(line: CommandLine) -> None:
 
 def test_every_flag_with_every_word(full: bool) -> None:
     """In a line that is otherwise good. In the normal run every flag with a word, and every word with some flags."""
-    cases = [(flag, word) for flag in flags().values() for word in WORDS]
-    for flag, word in cases if full else zip(flags().values(), itertools.cycle(WORDS), strict=False):
+    cases = [(flag, word) for flag in get_flags().values() for word in WORDS]
+    for flag, word in cases if full else zip(get_flags().values(), itertools.cycle(WORDS), strict=False):
         words = [word] * (flag.num_values or 1)
         with contextlib.suppress(ConfigError):
             load([*argv(""), f"--{flag.name}", *words], 24)
@@ -134,8 +134,8 @@ def test_the_words_are_worth_trying() -> None:
         return False
 
     for word in WORDS:
-        assert not all(good(flag, word) for flag in flags().values())
-    assert {flag.name for flag in flags().values() if not any(good(flag, word) for word in WORDS)} <= _WITHOUT_A_GOOD_WORD
+        assert not all(good(flag, word) for flag in get_flags().values())
+    assert {flag.name for flag in get_flags().values() if not any(good(flag, word) for word in WORDS)} <= _WITHOUT_A_GOOD_WORD
 
 
-_WITHOUT_A_GOOD_WORD = {flag.name for flag in flags().values() if flag.value_type is bool or flag.choices}
+_WITHOUT_A_GOOD_WORD = {flag.name for flag in get_flags().values() if flag.value_type is bool or flag.choices}

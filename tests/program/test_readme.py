@@ -20,7 +20,7 @@ import pytest
 
 from examples.make_corpus import write_corpus
 from megatron.config.cli import load
-from megatron.config.flags import flags
+from megatron.config.flags import get_flags
 from megatron.config.parsed_flags import REQUESTS
 from megatron.parallel.topology import Topology
 from megatron.spec.schedules import build_1f1b
@@ -329,9 +329,9 @@ def test_flags_exist(name: str) -> None:
         if name in ("from_megatron.md", "checkpoints.md")
         else set()
     )
-    known = {*flags(), *foreign, *docker, *pip, *others, *launcher, *supervisor, *scripts, *flags_of_tools(), *told}
+    known = {*get_flags(), *foreign, *docker, *pip, *others, *launcher, *supervisor, *scripts, *flags_of_tools(), *told}
     for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", TEXTS[name]):
-        assert flag in known or flag.removeprefix("no-") in flags(), f"{name} names --{flag}"
+        assert flag in known or flag.removeprefix("no-") in get_flags(), f"{name} names --{flag}"
 
 
 def test_names_of_the_tour_are_in_their_files() -> None:
@@ -346,7 +346,7 @@ def test_names_of_the_tour_are_in_their_files() -> None:
 def test_what_is_not_built_is_refused() -> None:
     assert all(isinstance(COMPAT_FLAGS[name], RefusedFlag) for name in ("moe-layer-recompute", "fp4-format"))
     assert "moe-deepep-*" in FLAG_PATTERNS
-    assert not set(flags()) & set(COMPAT_FLAGS)
+    assert not set(get_flags()) & set(COMPAT_FLAGS)
 
 
 def test_the_picture_is_what_the_tool_draws() -> None:
@@ -367,10 +367,10 @@ def test_the_worked_example_of_the_groups(pp_before_dp: bool) -> None:
     for axis, name in (("tp", "tensor"), ("dp", "data"), ("pp", "pipeline")):
         row = re.search(rf"^\| {axis} \|(.*)\|$", text, re.MULTILINE)
         assert row is not None
-        assert [int(place) for place in row[1].split("|")] == [topology.coordinates(rank)[axis] for rank in range(8)]
+        assert [int(place) for place in row[1].split("|")] == [topology.get_coordinates(rank)[axis] for rank in range(8)]
         members = re.search(rf"^\| {name} \| (.*) \|$", text, re.MULTILINE)
         assert members is not None
-        assert [tuple(map(int, group.split(","))) for group in re.findall(r"\[([^]]*)\]", members[1])] == topology.groups(axis)
+        assert [tuple(map(int, group.split(","))) for group in re.findall(r"\[([^]]*)\]", members[1])] == topology.get_groups(axis)
 
 
 def test_the_example_of_a_schedule() -> None:

@@ -63,7 +63,7 @@ def flip_a_weight(path: Path) -> None:
     manifest = read_manifest(path)
     (box,) = manifest.tensors["model.layers.0.mlp.up.weight"].slices
     with DataFileReader(LocalStorage(path), manifest) as files:
-        at = files.data_offset(box, "float32")
+        at = files.get_data_offset(box, "float32")
     flip(path / box.file, at + 5)
 
 

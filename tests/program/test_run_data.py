@@ -97,7 +97,7 @@ def expected_attention(step: int) -> float:
     """Compute it from the documents of a step's samples."""
     source = MockDataset(split=0, seed=1234, seq_length=16, vocab_size=61, eod=60)
     expected = 0.0
-    for tokens in source.samples(8 * step, 8)[:, :-1].tolist():
+    for tokens in source.get_samples(8 * step, 8)[:, :-1].tolist():
         lengths, start = [], 0
         for at, token in enumerate(tokens, start=1):
             if token == 60 or at == 16:
@@ -133,13 +133,13 @@ def test_waiting_for_data_is_a_line_of_the_timers() -> None:
     """It holds at least the time that reading took, where nobody reads ahead."""
 
     def before(rank: int) -> None:
-        read = MockDataset.samples
+        read = MockDataset.get_samples
 
         def slow(self: MockDataset, first: int, count: int) -> Any:
             time.sleep(0.05)
             return read(self, first, count)
 
-        MockDataset.samples = slow  # type: ignore[method-assign]
+        MockDataset.get_samples = slow  # type: ignore[method-assign]
 
     said = run(arguments(train_iters=2, timing_log_level=1, global_batch_size=4), before=before)
     waits = [float(ms) for ms in re.findall(r"batch-generator \.+: \(([\d.]+),", said)]

@@ -57,7 +57,7 @@ def _batches(prefix: str, split: int, count: int) -> list[Batch]:
     samples = GPTDataset(dataset, documents, split=split, seed=SEED, seq_length=TINY["seq_length"], vocab_size=VOCABULARY)
     size, found = TINY["global_batch_size"], []
     for step in range(count):
-        windows = torch.from_numpy(samples.samples(step * size, size))
+        windows = torch.from_numpy(samples.get_samples(step * size, size))
         tokens, labels = windows[:, :-1], windows[:, 1:]
         found.append((tokens, labels, tokens != EOD))
     return found

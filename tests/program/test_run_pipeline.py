@@ -129,7 +129,7 @@ def test_the_pipeline_is_measured(tmp_path: Path) -> None:
     names = ["layer_costs_step2.json", *(f"pipeline_step2.{suffix}" for suffix in ("json", "svg", "txt"))]
     assert sorted(path.name for path in folder.iterdir()) == names
     text = (folder / "pipeline_step2.txt").read_text()
-    assert "zb-v, planned" in text and "zb-v, measured in iteration 2" in text and "R recompute" in text
+    assert "zb-v, simulated" in text and "zb-v, measured in iteration 2" in text and "R recompute" in text
     events = [event for event in json.loads((folder / "pipeline_step2.json").read_text())["traceEvents"] if event["ph"] == "X"]
     assert len(events) == 2 * 2 * 2 * 4 * 3, "panels x stages x chunks x kinds x microbatches"
     rows: dict[tuple[int, int], list[dict[str, Any]]] = {}

@@ -208,6 +208,6 @@ def test_replicas_stay_equal(sequence_parallel: bool, stages: int) -> None:
 def _print_parameters(step: TrainStep) -> None:
     context = step.context
     for entry in step.model.params:
-        box = entry.record.local_slice(context.axis_sizes, context.coordinates)
+        box = entry.record.get_local_slice(context.axis_sizes, context.coordinates)
         data = entry.param.detach().contiguous().view(torch.uint8).numpy().tobytes()
         print(f"parameter {entry.record.name} {box} {zlib.crc32(data)}", flush=True)

@@ -174,7 +174,9 @@ def computes_wrong(culprit: int, *, times: float, factor: float = 1.001) -> Call
 
     def action(step: TrainStep) -> None:
         wrote, left = GradSink._finish_write, times
-        sink = {record.name: one for provider in step.providers for record, one in provider.grad_sinks()}["layers.1.mlp.up.weight"]
+        sink = {record.name: one for provider in step.providers for record, one in provider.iter_grad_sinks()}[
+            "layers.1.mlp.up.weight"
+        ]
 
         def wrong(self: GradSink) -> None:
             nonlocal left

@@ -169,7 +169,7 @@ FAULTS = {
         step=2,
     ),
     "places in a sample of another context rank": Fault(
-        (("self.splitter.sample_split.positions(self.splitter.group.rank))", "self.splitter.sample_split.positions(0))"),),
+        (("self.splitter.sample_split.get_positions(self.splitter.group.rank))", "self.splitter.sample_split.get_positions(0))"),),
         "--world-size 4 --context-parallel-size 2",
         "forward",
         "embedding",
@@ -179,8 +179,8 @@ FAULTS = {
     "the halves of a context rank swapped": Fault(
         (
             (
-                "        positions = sequence_split.positions(self.group.rank)\n",
-                "        positions = np.roll(sequence_split.positions(self.group.rank), sequence_split.segment_length)\n",
+                "        positions = sequence_split.get_positions(self.group.rank)\n",
+                "        positions = np.roll(sequence_split.get_positions(self.group.rank), sequence_split.segment_length)\n",
             ),
         ),
         "--world-size 2 --context-parallel-size 2",
@@ -574,8 +574,8 @@ FAULTS = {
     "an evaluation that reads its first batch again": Fault(
         (
             (
-                "return self.batches(\n            source,\n            global_batch_size_at=lambda _: global_batch_size,",
-                "return (batch for _ in range(num_batches) for batch in self.batches(\n            source,\n"
+                "return self.iter_batches(\n            source,\n            global_batch_size_at=lambda _: global_batch_size,",
+                "return (batch for _ in range(num_batches) for batch in self.iter_batches(\n            source,\n"
                 "            global_batch_size_at=lambda _: global_batch_size,",
             ),
             (
@@ -696,8 +696,8 @@ FAULTS = {
     "a host buffer that is filled again before it was read": Fault(
         (
             (
-                "buffer = self._free_buffers[size].pop() if self._free_buffers[size] else self._new_buffer(size)",
-                "buffer = self._free_buffers[size][-1] if self._free_buffers[size] else self._new_buffer(size)",
+                "buffer = self._free_buffers[size].pop() if self._free_buffers[size] else self._allocate_buffer(size)",
+                "buffer = self._free_buffers[size][-1] if self._free_buffers[size] else self._allocate_buffer(size)",
             ),
         ),
         "--cpu-offload-activations",

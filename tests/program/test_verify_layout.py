@@ -18,7 +18,7 @@ import pytest
 from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
-from megatron.config.flags import flags
+from megatron.config.flags import get_flags
 from megatron_lab.commands.verify_layout import HELP, main, split_options
 from megatron_lab.proofs.isolation import build_single_process_variant, isolate, iter_reduced_variants, iter_single_axis_variants
 from megatron_lab.proofs.report import Proof, build_report_json, format_report
@@ -57,7 +57,7 @@ def test_help_needs_neither_torch_nor_numpy() -> None:
 
 def test_own_flags_are_none_of_the_run() -> None:
     own = {line.split()[0].lstrip("-") for line in HELP.splitlines() if line.startswith("  --")} - {"help"}
-    assert own == {"world-size", "steps", "max-ranks", "quick", "json", "trace", "reference"} and not own & set(flags())
+    assert own == {"world-size", "steps", "max-ranks", "quick", "json", "trace", "reference"} and not own & set(get_flags())
 
 
 def test_own_flags_are_parted_from_those_of_the_run() -> None:
@@ -105,7 +105,7 @@ def test_bad_settings_are_worded_as_the_run_words_them(more: str, world_size: in
 
 def test_a_dry_run_is_another_program(capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = run_main([*FLAGS.split(), "--dry-run"], capsys)
-    assert status == 2 and "--dry-run is for pretrain_gpt.py" in err
+    assert status == 2 and "--dry-run works only with pretrain_gpt.py" in err
 
 
 def test_the_vocabulary_needs_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,7 +163,7 @@ def test_a_folder_is_no_file_and_refused_before_the_run(
     assert err.startswith(f"verify_layout.py: --json {tmp_path} cannot be written (Is a directory). Give a path of a file")
     status, out, err = run_main([*FLAGS.split(), "--save-trace", str(tmp_path)], capsys)
     assert status == 2 and not out and not asked
-    assert err == f"verify_layout.py: --save-trace {tmp_path} is a folder. It takes the name of a file.\n"
+    assert err == f"verify_layout.py: --save-trace {tmp_path} is a folder. Give the path of a file.\n"
 
 
 def test_the_json_comes_after_the_report(

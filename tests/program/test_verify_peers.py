@@ -32,7 +32,12 @@ REPORTS = (
         "github.com/pytorch/pytorch/issues/160285; DeepSpeed 5618 and megablocks 86 are alike",
         "Gradients of experts are EP times too large: their ranks see the tokens of EP data ranks, and the mean is over fewer.",
         Fault(
-            (("weight_product(grad_output[rows], x[rows], matrix", "weight_product(2 * grad_output[rows], x[rows], matrix"),),
+            (
+                (
+                    "compute_weight_product(grad_output[rows], x[rows], matrix",
+                    "compute_weight_product(2 * grad_output[rows], x[rows], matrix",
+                ),
+            ),
             f"{EXPERT} {EXPERTS}",
             "gradient",
             "layers.1.mlp.experts",

@@ -18,7 +18,7 @@ from megatron.parallel.params import ParamTable, Scope, materialize
 from megatron.parallel.topology import Topology
 from megatron.spec.weights import build_vocab_weight
 from megatron.tensor_parallel import cross_entropy
-from megatron.tensor_parallel.cross_entropy import LossOptions, OutputLayer, total_loss
+from megatron.tensor_parallel.cross_entropy import LossOptions, OutputLayer, compute_total_loss
 from megatron_lab.planner.storages import StorageLedger
 from tests.support.lone_rank import CPU, lone_rank
 from tests.support.sinks import sink_over, summed
@@ -68,9 +68,9 @@ def layer_of(
     table = ParamTable()
     config = ModelConfig(hidden_size=HIDDEN, make_vocab_size_divisible_by=7, untie_embeddings_and_output_weights=True)
     weight = build_vocab_weight("output.weight", config, VOCAB, "matrix")
-    layer = OutputLayer(Scope(context, table, {weight.name: weight}, dtype, sequence_parallel).child("output"), config, form)
+    layer = OutputLayer(Scope(context, table, {weight.name: weight}, dtype, sequence_parallel).get_child("output"), config, form)
     materialize(layer, table, CPU)
-    box = table["output.weight"].record.local_slice(context.axis_sizes, context.coordinates)
+    box = table["output.weight"].record.get_local_slice(context.axis_sizes, context.coordinates)
     with torch.no_grad():
         layer.weight.fill_(9.0)[: box.sizes[0]] = example()[1][box.offsets[0] :][: box.sizes[0]]
     writes: list[int] = []
@@ -85,7 +85,7 @@ def run(layer: OutputLayer, x: torch.Tensor, scale: float = SCALE) -> tuple[torc
     _, _, labels, mask = example()
     x = x.detach().requires_grad_()
     sums = layer(x, labels, mask)
-    total_loss(sums).backward(torch.tensor(scale, dtype=sums.dtype))
+    compute_total_loss(sums).backward(torch.tensor(scale, dtype=sums.dtype))
     assert x.grad is not None
     return sums.detach(), x.grad, summed(layer.weight.grad_sink)  # type: ignore[attr-defined]
 
@@ -203,12 +203,12 @@ def test_chunks_and_whole_are_within_rounding_in_fewer_bits(dtype: torch.dtype, 
 def test_the_chunk_that_is_chosen() -> None:
     """Whole as long as the logits are few; else few at a time, in a round number of tokens."""
     most = cross_entropy._MAX_LOGITS
-    assert cross_entropy.default_chunk_tokens(4096, most // 4096) == 0
-    assert cross_entropy.default_chunk_tokens(4097, most // 4096) == 4096
-    assert cross_entropy.default_chunk_tokens(8192, 128_256) == 1024  # Llama 3
-    assert cross_entropy.default_chunk_tokens(8, most) == cross_entropy.default_chunk_tokens(8, 2 * most) == 1
+    assert cross_entropy.get_default_chunk_tokens(4096, most // 4096) == 0
+    assert cross_entropy.get_default_chunk_tokens(4097, most // 4096) == 4096
+    assert cross_entropy.get_default_chunk_tokens(8192, 128_256) == 1024  # Llama 3
+    assert cross_entropy.get_default_chunk_tokens(8, most) == cross_entropy.get_default_chunk_tokens(8, 2 * most) == 1
     for tokens, columns in ((10_000, 50_304), (32_768, 151_936), (2048, 256_000)):
-        assert 0 < cross_entropy.default_chunk_tokens(tokens, columns) * columns <= most
+        assert 0 < cross_entropy.get_default_chunk_tokens(tokens, columns) * columns <= most
 
 
 def test_by_default_memory_does_not_grow_with_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +222,7 @@ def test_by_default_memory_does_not_grow_with_the_vocabulary(monkeypatch: pytest
     def peak(vocab: int, form: LossOptions, dtype: torch.dtype) -> int:
         table, config = ParamTable(), ModelConfig(hidden_size=HIDDEN, untie_embeddings_and_output_weights=True)
         weight = build_vocab_weight("output.weight", config, vocab, "matrix")
-        layer = OutputLayer(Scope(lone_rank(), table, {weight.name: weight}, dtype, False).child("output"), config, form)
+        layer = OutputLayer(Scope(lone_rank(), table, {weight.name: weight}, dtype, False).get_child("output"), config, form)
         with StorageLedger() as ledger:
             layer.weight = nn.Parameter(torch.zeros(vocab, HIDDEN, dtype=dtype))
             layer.weight.grad_sink = sink_over(torch.zeros(vocab, HIDDEN))  # type: ignore[attr-defined]

@@ -162,13 +162,13 @@ def _a_handle_of_another_layer(patch: pytest.MonkeyPatch) -> None:
 
 def _vectors_without_a_way_back(patch: pytest.MonkeyPatch) -> None:
     """Their gradients are dropped."""
-    entering = VectorParamModule.vectors_for_forward
+    entering = VectorParamModule.get_vectors_for_forward
 
     def cut(self: VectorParamModule) -> Any:
         found = entering(self)
         return found if torch.compiler.is_compiling() else tuple(v if v is None else v.detach() for v in found)
 
-    patch.setattr(VectorParamModule, "vectors_for_forward", cut)
+    patch.setattr(VectorParamModule, "get_vectors_for_forward", cut)
 
 
 @pytest.mark.parametrize("plant", [_a_seed_in_the_graph, _a_handle_of_another_layer, _vectors_without_a_way_back])

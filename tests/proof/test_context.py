@@ -53,7 +53,9 @@ def in_world(rank: int) -> list[dict[str, Any]]:
         groups = {"-".join(axes): context.group(*axes) for axes in GROUPS}
         stage, stages = context.group("pp").rank, topology.pp
         channels = (
-            {"up": context.pipeline_channel(0, stages - 1), "down": context.pipeline_channel(stages - 1, 0)} if stages > 1 else {}
+            {"up": context.get_pipeline_channel(0, stages - 1), "down": context.get_pipeline_channel(stages - 1, 0)}
+            if stages > 1
+            else {}
         )
         groups |= {"world": context.world, "ends": context.pipeline_ends, **channels}
         found.append(
@@ -80,7 +82,7 @@ def test_groups_of_eight_ranks_are_those_of_the_topology() -> None:
             assert found["groups"]["world"][0] == tuple(range(8))
             assert found["coordinates"] == topology.all_coordinates(rank) and found["order"]
             pipeline = topology.group(rank, "pp")
-            assert pipeline[found["stage"]] == rank and found["stage"] == topology.coordinates(rank)["pp"]
+            assert pipeline[found["stage"]] == rank and found["stage"] == topology.get_coordinates(rank)["pp"]
             ends = (pipeline[0], pipeline[-1]) if rank in (pipeline[0], pipeline[-1]) and topology.pp > 1 else (rank,)
             assert found["groups"]["ends"] == (ends, ends.index(rank), len(ends), list(ends))
             if topology.pp > 1:
@@ -103,10 +105,10 @@ def in_hybrid_world(rank: int) -> list[tuple[Any, ...]]:
     found = []
     for topology, size in HYBRID:
         context = make_context(topology, rank, CPU, fsdp_shard_size=size)
-        groups = (context.fsdp_shard_group(), context.fsdp_replica_group())
+        groups = (context.get_fsdp_shard_group(), context.get_fsdp_replica_group())
         found.append(tuple((group.ranks, group.rank, members(group)) for group in groups))
     whole = make_context(Topology(dp=8), rank, CPU)
-    assert whole.fsdp_shard_group() is whole.gradient_group and whole.fsdp_replica_group().ranks == (rank,)
+    assert whole.get_fsdp_shard_group() is whole.gradient_group and whole.get_fsdp_replica_group().ranks == (rank,)
     dist.barrier()
     return found
 
@@ -174,7 +176,7 @@ def test_devices_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     for wanted in ("auto", "cuda"):
         assert choose_device(wanted, 1) == torch.device("cuda", 1)
-        with pytest.raises(ValueError, match="local rank 2 has no GPU, because torch sees only 2 on this node"):
+        with pytest.raises(ValueError, match="local rank 2 has no GPU, because torch sees only 2 GPUs on this node"):
             choose_device(wanted, 2)
     assert chosen == [torch.device("cuda", 1)] * 2 and choose_device("cpu", 5) == CPU
 
@@ -265,13 +267,13 @@ def count_over_stages_and_slices(_: int) -> list[list[tuple[int, ...]]]:
         counts.append([])
         for tp in range(SMALL.tp):
             for pp in range(SMALL.pp):
-                context = connect_fake(SMALL, SMALL.rank(tp=tp, pp=pp, dp=1))
+                context = connect_fake(SMALL, SMALL.find_rank(tp=tp, pp=pp, dp=1))
                 params = build(context, config, 61).params
                 sizes, place = context.axis_sizes, context.coordinates
                 once = [e for e in params if (e.record.splits or tp == 0) and (len(e.record.chunks) == 1 or pp == 0)]
-                held = sum(e.record.local_slice(sizes, place).numel for e in once)
+                held = sum(e.record.get_local_slice(sizes, place).numel for e in once)
                 counts[-1].append(
-                    (held, sum(e.record.local_slice(sizes, place).numel for e in params), sum(e.param.numel() for e in params))
+                    (held, sum(e.record.get_local_slice(sizes, place).numel for e in params), sum(e.param.numel() for e in params))
                 )
                 disconnect()
     return counts

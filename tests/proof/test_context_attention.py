@@ -134,7 +134,7 @@ def on_a_rank(rank: int, cases: Sequence[dict[str, Any]]) -> list[list[torch.Ten
 def of_a_case(context: ParallelContext, rank: int, case: dict[str, Any]) -> list[torch.Tensor]:
     cut = cut_of(case["cut"], case["ends"], case["ranks"])
     *inputs, sinks, grad = tensors(case["sizes"], case.get("dtype", torch.float64))
-    places = torch.from_numpy(cut.positions(rank))
+    places = torch.from_numpy(cut.get_positions(rank))
     own = [x[places].requires_grad_() for x in inputs]
     learnt = sinks.requires_grad_() if SCORES[case["scores"]].softmax == "learnable" else None
     documents = documents_of(case["ends"], cut)
@@ -220,7 +220,7 @@ def loss_with_dropout(rank: int, way: CpCommType, seed: int, moved: float) -> tu
     """A rank's part of a sum over the result, and of its derivative along a direction."""
     context = make_context(Topology(cp=2), rank, torch.device("cpu"))
     cut = split_zigzag(S, 2)
-    places = torch.from_numpy(cut.positions(rank))
+    places = torch.from_numpy(cut.get_positions(rank))
     *inputs, _, weights = tensors((2, 6, 6))
     random = torch.Generator().manual_seed(9)
     directions = [torch.randn(x.shape, generator=random, dtype=x.dtype)[places] for x in inputs]
@@ -253,7 +253,7 @@ def test_parts_draw_different_masks() -> None:
         call = _AttentionCall(
             ContextRanks("p2p", group, (group, group)), documents_of("whole", split_zigzag(S, 2)), ScoreSpec(), 0.5, 3
         )
-        seeds = [part.dropout_seed for holder in range(2) for part in call.range_pairs(holder)]
+        seeds = [part.dropout_seed for holder in range(2) for part in call.iter_range_pairs(holder)]
         assert len(set(seeds)) == len(seeds) > 1
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from megatron.parallel.context import SELF_GROUP, Group, make_context
 from megatron.parallel.topology import Topology
 from megatron.tensor_parallel import cross_entropy
-from megatron.tensor_parallel.cross_entropy import VocabShard, total_loss, vocab_parallel_cross_entropy
+from megatron.tensor_parallel.cross_entropy import VocabShard, compute_total_loss, vocab_parallel_cross_entropy
 from tests.support.lone_rank import CPU
 from tests.support.warm import run_forked_ranks
 
@@ -78,7 +78,7 @@ def ours(
     leaf = logits.detach().clone().requires_grad_()
     num_valid = logits.shape[-1] if num_valid is None else num_valid
     columns = VocabShard(group, first, num_valid, z_coeff, smoothing, num_valid if vocab is None else vocab, cap)
-    loss = total_loss(vocab_parallel_cross_entropy(leaf.clone(), labels, mask, columns))
+    loss = compute_total_loss(vocab_parallel_cross_entropy(leaf.clone(), labels, mask, columns))
     loss.backward(torch.tensor(scale, dtype=loss.dtype))
     assert leaf.grad is not None and leaf.grad.dtype == logits.dtype
     return loss.detach(), leaf.grad

@@ -12,7 +12,7 @@ from megatron.config.memory import MemoryConfig
 from megatron.parallel.context import make_context
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import partition_layers
-from megatron.pipeline_parallel.validate import peak_deferred_memory
+from megatron.pipeline_parallel.validate import compute_peak_deferred_memory
 from megatron.spec.counts import count_deferred_elements_per_token
 from megatron.spec.schedules import SCHEDULES, build_schedule
 from megatron_lab.verification.reference.shape import ReferenceShape, build_random_weights
@@ -77,4 +77,4 @@ def test_the_formula_is_what_a_run_counts(name: str, schedule: str, tp: int, seq
     table = partition_layers(shape.num_layers, made.stage_of_chunk)
     each = functools.partial(count_deferred_elements_per_token, config, tp=tp, sequence_parallel=sequence_parallel)
     kept = [8.0 * 2 * shape.seq * each(chunk.layers, is_last_chunk=chunk.is_last) for chunk in table]
-    assert list(peak_deferred_memory(made, kept)) == counted(shape, layout)
+    assert list(compute_peak_deferred_memory(made, kept)) == counted(shape, layout)

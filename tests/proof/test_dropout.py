@@ -106,7 +106,7 @@ def train(
     )
     maker = BatchBuilder(context, 1, SEQ, MICRO, DocumentRules(VOCAB - 1))
     source = MockDataset(split=0, seed=3, seq_length=SEQ, vocab_size=VOCAB, eod=VOCAB - 1)
-    batches = maker.batches(
+    batches = maker.iter_batches(
         source, global_batch_size_at=lambda _: GLOBAL, consumed_samples=0, total_samples=GLOBAL * steps, num_workers=0
     )
     seeds: dict[str, list[int]] = {"attention": [], "hidden": []}
@@ -127,7 +127,7 @@ def train(
             found["losses"].append(result.loss)
             found["norms"].append(result.grad_norm)
         during = {kind: len(found) for kind, found in seeds.items()}
-        evaluation = list(maker.evaluation_batches(source, global_batch_size=GLOBAL, num_batches=1))
+        evaluation = list(maker.iter_evaluation_batches(source, global_batch_size=GLOBAL, num_batches=1))
         found["evaluations"] = [trainer.evaluate(evaluation[0]) for _ in range(2)]
         assert during == {kind: len(found) for kind, found in seeds.items()}, "no mask is drawn in evaluation"
     found["replicated"] = {shard.record.name: shard.grad.clone() for shard in trainer.optimizer.shards if not shard.record.splits}
@@ -246,7 +246,7 @@ def test_stages_that_read_no_tokens_know_the_same_keys() -> None:
     source = MockDataset(split=0, seed=3, seq_length=SEQ, vocab_size=VOCAB, eod=VOCAB - 1)
     keys = []
     for given in (source, None):
-        batches = maker.batches(
+        batches = maker.iter_batches(
             given,
             global_batch_size_at=lambda consumed: 4 if consumed < 8 else 12,
             consumed_samples=4,

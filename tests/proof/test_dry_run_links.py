@@ -39,10 +39,10 @@ def told(topology: Topology, crossings: Iterable[CrossingMask]) -> set[int]:
     """Ranks by the places of every stage."""
     found = set()
     for stage, crossing in enumerate(crossings):
-        assert crossing.shape == (topology.size(*GRADIENT_AXES), topology.tp)
+        assert crossing.shape == (topology.get_size(*GRADIENT_AXES), topology.tp)
         for data, tensor in np.argwhere(crossing):
             dp, cp = divmod(int(data), topology.cp)
-            found.add(topology.rank(tp=int(tensor), cp=cp, dp=dp, pp=stage))
+            found.add(topology.find_rank(tp=int(tensor), cp=cp, dp=dp, pp=stage))
     return found
 
 
@@ -51,18 +51,21 @@ def told(topology: Topology, crossings: Iterable[CrossingMask]) -> set[int]:
 def test_rings_leave_nodes_where_a_list_of_their_ranks_says(topology: Topology, per_node: int) -> None:
     links, stages = Links(topology, per_node), range(topology.pp)
     for axes in (("tp",), ("dp",), GRADIENT_AXES, ("tp", *GRADIENT_AXES)):
-        assert told(topology, (links.ring_crossings(stage, axes) for stage in stages)) == leaving(
-            topology.groups(*axes), per_node
+        assert told(topology, (links.find_ring_crossings(stage, axes) for stage in stages)) == leaving(
+            topology.get_groups(*axes), per_node
         ), axes
     whole = tuple(range(topology.world_size))
-    assert told(topology, map(links.world_crossings, stages)) == leaving([whole], per_node)
+    assert told(topology, map(links.find_world_crossings, stages)) == leaving([whole], per_node)
     for stage, peer in itertools.product(stages, stages):
-        pairs = [(ranks[stage], ranks[peer]) for ranks in topology.groups("pp")]
+        pairs = [(ranks[stage], ranks[peer]) for ranks in topology.get_groups("pp")]
         expected = {first for first, second in pairs if first // per_node != second // per_node}
-        assert told(topology, [np.zeros_like(links.world_crossings(0))] * stage + [links.stage_crossings(stage, peer)]) == expected
+        assert (
+            told(topology, [np.zeros_like(links.find_world_crossings(0))] * stage + [links.find_stage_crossings(stage, peer)])
+            == expected
+        )
     for rank in range(topology.world_size):
-        at = topology.coordinates(rank)
-        assert links.first_rank(at["pp"], at["cp"] + topology.cp * at["dp"], at["tp"]) == rank
+        at = topology.get_coordinates(rank)
+        assert links.get_first_rank(at["pp"], at["cp"] + topology.cp * at["dp"], at["tp"]) == rank
 
 
 @pytest.mark.parametrize(("topology", "size"), [(WORLDS[0], 2), (WORLDS[1], 4), (WORLDS[5], 3), (WORLDS[3], 2)], ids=str)
@@ -73,7 +76,7 @@ def test_parts_of_data_ranks_and_the_groups_across(topology: Topology, size: int
         assert told(topology, (links.shard_group_crossings(stage, GRADIENT_AXES, size) for stage in stages)) == leaving(
             parts, per_node
         )
-        assert told(topology, (links.replica_group_crossings(stage, GRADIENT_AXES, size) for stage in stages)) == leaving(
+        assert told(topology, (links.find_replica_group_crossings(stage, GRADIENT_AXES, size) for stage in stages)) == leaving(
             across, per_node
         )
 
@@ -85,7 +88,7 @@ def test_parts_of_data_ranks_and_the_groups_across(topology: Topology, size: int
 )
 def test_parts_of_the_ranks_with_the_same_experts(topology: Topology, size: int) -> None:
     """Those of neighbours which have one copy of the rest of the model."""
-    copies, edp = topology.expert_shard_size(size), ("edp",)
+    copies, edp = topology.get_expert_shard_size(size), ("edp",)
     assert copies == size * topology.tp // (topology.etp * topology.ep) and 1 < copies < topology.edp
     parts, across = topology.shard_and_replica_groups(copies, axes=edp)
     whole, _ = topology.shard_and_replica_groups(size)
@@ -96,7 +99,9 @@ def test_parts_of_the_ranks_with_the_same_experts(topology: Topology, size: int)
     for per_node in NODES:
         links = Links(topology, per_node)
         assert told(topology, (links.shard_group_crossings(stage, edp, copies) for stage in stages)) == leaving(parts, per_node)
-        assert told(topology, (links.replica_group_crossings(stage, edp, copies) for stage in stages)) == leaving(across, per_node)
+        assert told(topology, (links.find_replica_group_crossings(stage, edp, copies) for stage in stages)) == leaving(
+            across, per_node
+        )
 
 
 @pytest.mark.parametrize(
@@ -108,11 +113,11 @@ def test_tokens_leave_nodes_where_pairs_of_ranks_do(topology: Topology) -> None:
     """Of all that a rank sends to the others that have experts for it."""
     for per_node in NODES:
         links = Links(topology, per_node)
-        for ranks in topology.groups("etp", "ep"):
+        for ranks in topology.get_groups("etp", "ep"):
             for rank in ranks:
-                at = topology.coordinates(rank)
+                at = topology.get_coordinates(rank)
                 away = [other for other in ranks if other // per_node != rank // per_node]
-                found = links.inter_node_fractions(at["pp"], ("etp", "ep"))[at["cp"] + topology.cp * at["dp"], at["tp"]]
+                found = links.compute_inter_node_fractions(at["pp"], ("etp", "ep"))[at["cp"] + topology.cp * at["dp"], at["tp"]]
                 assert found == len(away) / (len(ranks) - 1), (per_node, rank)
 
 
@@ -134,11 +139,11 @@ def test_a_plan_tells_which_share_of_a_kind_sends_to_other_nodes(mapping: bool) 
     (plan,) = plans_of([one])
     topology = Topology.of(one.config.parallel, 12)
     groups = {
-        "tp": topology.groups("tp"),
-        "dp": topology.groups("dp"),
-        "tp x dp": topology.groups("tp", *GRADIENT_AXES),
-        "pipeline": topology.groups("pp"),
-        "pipeline ends": topology.groups("pp"),
+        "tp": topology.get_groups("tp"),
+        "dp": topology.get_groups("dp"),
+        "tp x dp": topology.get_groups("tp", *GRADIENT_AXES),
+        "pipeline": topology.get_groups("pp"),
+        "pipeline ends": topology.get_groups("pp"),
         "world": [tuple(range(12))],
     }
     shares = set()

@@ -128,7 +128,7 @@ def kept(context: ParallelContext, one: LoadedConfig, *, staged: bool) -> dict[s
         step = real_step(one.config, context)
         model, providers, made = step.model, step.providers, step.optimizer
     layout = build_stage_layout(model, context, one.config.parallel, one.config.optimizer, [], 1)
-    size = compute_stage_update_size(layout.param_partitions(), one.config.optimizer, context)
+    size = compute_stage_update_size(layout.get_param_partitions(), one.config.optimizer, context)
     assert sum(buffer.nbytes for buffer in made.buffers) == size.buffer_bytes, "numbers of whole parameters, and matrices"
     device, host = state_held_by(made, one.config.optimizer)
     held = [held_by(provider) for provider in providers]
@@ -254,7 +254,7 @@ def elements(rank: int, one: LoadedConfig) -> int:
     """Return how many elements a rank of four has, without padding."""
     context = real_context(one.config, rank, 4)
     params = real_model(one.config, context).params
-    return sum(entry.record.local_slice(context.axis_sizes, context.coordinates).numel for entry in params)
+    return sum(entry.record.get_local_slice(context.axis_sizes, context.coordinates).numel for entry in params)
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -266,5 +266,5 @@ def test_parameters_of_stages_add_up_to_the_model(style: str) -> None:
     topology = Topology.of(one.config.parallel, 4)
     assert run_warm_ranks(4, elements, one) == [kind_of(plan.profiles, topology, rank).parameters for rank in range(4)]
     assert sum(plan.parameters_by_stage) == plan.parameters == count_parameters(one.config.model, plan.job.vocab_size)
-    first, second = (kind_of(plan.profiles, topology, topology.rank(tp=tp)).parameters for tp in (0, 1))
+    first, second = (kind_of(plan.profiles, topology, topology.find_rank(tp=tp)).parameters for tp in (0, 1))
     assert first > second

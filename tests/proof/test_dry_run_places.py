@@ -65,13 +65,13 @@ def found_and_asked(one: LoadedConfig) -> list[tuple[dict[RankContent, list[Rank
     schedule = build_schedule("1f1b", 2, 2)
     result = []
     for stage in range(2):
-        context = connect_fake(topology, topology.rank(pp=stage, dp=7), config.parallel.fsdp_shard_size)
+        context = connect_fake(topology, topology.find_rank(pp=stage, dp=7), config.parallel.fsdp_shard_size)
         model = real_model(config, context)
         layout = build_stage_layout(model, context, config.parallel, config.optimizer, schedule.ops[stage], 2)
         state = OptimizerState(config.optimizer, context.axis_sizes, "cuda")
         asked = {
-            (tensor, data): layout.memory(
-                layout.rank_states(elsewhere(context, tensor=tensor, data=data, stage=stage)), state.memory
+            (tensor, data): layout.compute_memory(
+                layout.compute_rank_states(elsewhere(context, tensor=tensor, data=data, stage=stage)), state.compute_memory
             )
             for tensor in range(topology.tp)
             for data in range(topology.dp)

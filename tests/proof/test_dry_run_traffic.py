@@ -48,7 +48,7 @@ def random_batch(step: TrainStep, context: ParallelContext, one: LoadedConfig) -
     tokens = torch.randint(1, step.model.vocab_size, (size, length + 1), generator=torch.Generator().manual_seed(1))
     reads = needs_samples(context, [chunk.stage for chunk in step.model.layer_table], rules)
     maker = BatchBuilder.for_model(step.model.config, context, 1, training.micro_batch_size, rules)
-    return next(maker.evaluation_batches(Windows(tokens.numpy()) if reads else None, global_batch_size=size, num_batches=1))
+    return next(maker.iter_evaluation_batches(Windows(tokens.numpy()) if reads else None, global_batch_size=size, num_batches=1))
 
 
 def groups_of(context: ParallelContext) -> dict[str, tuple[int, ...]]:
@@ -56,7 +56,7 @@ def groups_of(context: ParallelContext) -> dict[str, tuple[int, ...]]:
     of_parts: dict[str, tuple[int, ...]] = {}
     for axes in (GRADIENT_AXES, ("edp",)):
         within, across = format_fsdp_groups(axes, context)
-        of_parts |= {within: context.fsdp_shard_group(axes).ranks, across: context.fsdp_replica_group(axes).ranks}
+        of_parts |= {within: context.get_fsdp_shard_group(axes).ranks, across: context.get_fsdp_replica_group(axes).ranks}
     several = (("edp",), ("etp", "ep"), ("tp", "cp"), GRADIENT_AXES, ("cp",), ("tp",), ("tp", *GRADIENT_AXES))
     return {
         **{format_axes(axes, context): context.group(*axes).ranks for axes in several},
@@ -216,7 +216,7 @@ def test_every_rank_sends_what_is_planned(full: bool) -> None:
             collectives, messages, matrices, groups = ranks[rank][number]
             planned: Counter[tuple[int, ...]] = Counter()
             topology = Topology.of(cases[number].config.parallel, 8)
-            at, sent = topology.coordinates(rank), kind_of(kinds, topology, rank).traffic
+            at, sent = topology.get_coordinates(rank), kind_of(kinds, topology, rank).traffic
             for one in sent:
                 if one.what == "matrices":
                     most.setdefault(at["pp"], []).append((matrices, one.bytes))

@@ -60,10 +60,10 @@ def embedding_of(context: ParallelContext, vocab: int, divisible_by: int, sequen
     table = ParamTable()
     weight = build_vocab_weight("word.weight", shape_of(divisible_by), vocab, "table")
     scope = Scope(context, table, {weight.name: weight}, torch.float64, sequence_parallel)
-    layer = VocabParallelEmbedding(scope.child("word"))
+    layer = VocabParallelEmbedding(scope.get_child("word"))
     materialize(layer, table, CPU)
     entry = table["word.weight"]
-    box = entry.record.local_slice(context.axis_sizes, context.coordinates)
+    box = entry.record.get_local_slice(context.axis_sizes, context.coordinates)
     with torch.no_grad():
         entry.param.fill_(9.0)[: box.sizes[0]] = values(vocab, HIDDEN, key=1)[box.offsets[0] :][: box.sizes[0]]
     entry.param.grad_sink = sink_over(torch.full_like(entry.param, torch.nan))  # type: ignore[attr-defined]
@@ -120,7 +120,7 @@ def test_the_record_names_the_unpadded_shape_and_the_holders() -> None:
     weight = build_vocab_weight(WORD_EMBEDDING, shape_of(16), 23, "table")
     context = lone_rank(Topology(tp=2), 1)
     scope = Scope(context, table, {weight.name: weight}, torch.float32, num_chunks=4)
-    VocabParallelEmbedding(scope.child("embedding").child("word"))
+    VocabParallelEmbedding(scope.get_child("embedding").get_child("word"))
     record = table[WORD_EMBEDDING].record
     assert (record.shape, record.chunks, record.has_weight_decay, record.init) == ((23, HIDDEN), (0, 3), True, Init(0.02))
     assert table[WORD_EMBEDDING].param.shape == (16, HIDDEN)

@@ -116,7 +116,7 @@ def poisoned(context: ParallelContext) -> tuple[set[str], set[str], list[int], b
         if not torch.isfinite(grad).all():
             own.add(entry.record.name)
 
-    with Trace(context.fsdp_shard_group().size) as trace:
+    with Trace(context.get_fsdp_shard_group().size) as trace:
         step(model, provider, inputs(context), factors=factors, inspect=look)
     after = [shard.grad for group in provider.groups for shard in group.shards]
     return summed, own, trace.sizes("scatter"), all(map(torch.equal, before, after))
@@ -171,4 +171,5 @@ def test_an_incomplete_gradient_is_an_error_that_names_it(fault: str) -> None:
         "twice": f"1 gradients too many reached {NAME}",
     }
     for rank, message in enumerate(in_world(Topology(dp=2), partial(complaint, fault=fault))):
-        assert message == f"rank {rank}: the backward passes of this step are incomplete: {words[fault]}"
+        error = "internal error: the backward passes of this step gave parameters a wrong number of gradients"
+        assert message == f"rank {rank}: {error}: {words[fault]}. Please report this"

@@ -44,7 +44,7 @@ def test_units_are_embedding_blocks_and_output_with_the_norm_before_it(shape: Re
     model = build(context, shape)
     chunk = model.chunks[0]
     entries = [entry for entry in model.params if is_fully_sharded(entry, context)]
-    units = plan_units(chunk.units(), entries)
+    units = plan_units(chunk.get_units(), entries)
     last = (chunk.final_norm, chunk.output) if shape is UNTIED else (chunk.final_norm,)
     assert [unit.modules for unit in units] == [(chunk.embedding,), *((block,) for block in chunk.layers), last]
     assert [entry for unit in units for entry in unit.entries] == entries, "each parameter once, in the order of the forward"
@@ -56,7 +56,7 @@ def test_depths_lie_inside_of_what_they_use() -> None:
     chunk = model.chunks[0]
     assert chunk.mtp is not None
     entries = [entry for entry in model.params if is_fully_sharded(entry, context)]
-    *_, last, end, first_depth, second_depth = units = plan_units(chunk.units(), entries)
+    *_, last, end, first_depth, second_depth = units = plan_units(chunk.get_units(), entries)
     assert [unit.modules for unit in units[-3:]] == [(chunk.mtp,), *((depth,) for depth in chunk.mtp.depths)]
     assert [entry.record.name for entry in end.entries] == ["final_norm.weight", "output.weight"]
     assert {entry.record.name.split(".")[1] for entry in second_depth.entries} == {"1"}
@@ -72,7 +72,7 @@ def test_pieces_are_those_of_torch_chunk(rows: int, expected: list[tuple[int, in
         context = lone_rank(Topology(dp=4), rank)
         entry = build(context, gpt2_like(seq=rows)).params["embedding.position.weight"]
         row = entry.param.shape[1]
-        assert compute_owned_range(entry, context.fsdp_shard_group()) == FlatRange(start * row, stop * row)
+        assert compute_owned_range(entry, context.get_fsdp_shard_group()) == FlatRange(start * row, stop * row)
 
 
 # ---- initial values

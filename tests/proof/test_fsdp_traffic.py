@@ -33,7 +33,7 @@ def traced(
     """Collectives of a step with the begin of each unit's computations among them; and the elements of each unit's shards."""
     model = build(context, dtype=torch.bfloat16, memory=memory)
     provider = shard(model, context, reshard, **policy)
-    trace = Trace(context.fsdp_shard_group().size)
+    trace = Trace(context.get_fsdp_shard_group().size)
     chunk = model.chunks[0]
 
     def watch(module: nn.Module, number: int) -> None:
@@ -46,7 +46,7 @@ def traced(
         module.register_forward_pre_hook(on_input)
         module.register_forward_hook(on_output)
 
-    for number, module in enumerate(module for module in chunk.units() if module is not chunk.final_norm):
+    for number, module in enumerate(module for module in chunk.get_units() if module is not chunk.final_norm):
         watch(module, number)
     with trace:
         step(model, provider, inputs(context))
@@ -104,7 +104,7 @@ def traced_with_experts(context: ParallelContext, memory: MemoryConfig) -> tuple
     shape = replace(UNTIED, experts=ExpertsShape((False, True, True), 4, 2, 8))
     model = build(context, shape, memory=memory)
     provider = shard(model, context)
-    with Trace(context.fsdp_shard_group().size) as trace:
+    with Trace(context.get_fsdp_shard_group().size) as trace:
         step(model, provider, inputs(context))
     parts = [sum(s.weights.numel() for s in group.shards) for group in provider.groups]
     return Counter((kind.removeprefix("blocking "), n) for kind, n, _ in trace.events if kind != "reduce"), parts
@@ -137,7 +137,7 @@ def traced_with_depths(context: ParallelContext, memory: MemoryConfig) -> tuple[
     trainer = build_step(context, Recipe(shape, build_random_weights(shape, seed=1), batches), layout)
     buckets, units = trainer.providers
     assert isinstance(buckets, BucketedParams)
-    with Trace(context.fsdp_shard_group().size) as trace:
+    with Trace(context.get_fsdp_shard_group().size) as trace:
         trainer.compute_gradients(microbatches(batches[0], context, 2))
     parts = [sum(s.weights.numel() for s in group.shards) for group in units.groups]
     (bucket,) = buckets.buckets
@@ -189,12 +189,12 @@ def holdings(context: ParallelContext, reshard: FsdpReshard) -> tuple[list[int],
     def look_in_backward(module: nn.Module, args: Any, out: torch.Tensor) -> None:
         out.register_hook(look)
 
-    for module in model.chunks[0].units():
+    for module in model.chunks[0].get_units():
         module.register_forward_pre_hook(look)
         module.register_forward_hook(look_in_backward)
     step(model, provider, inputs(context))
     held = held_by(provider)
-    units = [context.fsdp_shard_group().size * sum(s.weights.numel() for s in group.shards) for group in provider.groups]
+    units = [context.get_fsdp_shard_group().size * sum(s.weights.numel() for s in group.shards) for group in provider.groups]
     return [sum(t.nbytes for t in tensors) for tensors in (held.parameters, held.gradients, held.buffers)], gathered, units
 
 

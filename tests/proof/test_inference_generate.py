@@ -237,7 +237,7 @@ def test_what_memory_held_before_does_not_matter(alone: ParallelContext, monkeyp
 
 @pytest.mark.parametrize(
     ("prompts", "count", "message"),
-    [([[1], []], 4, "has no tokens"), ([[1, VOCAB]], 4, "the vocabulary has 61"), ([[1] * 30], 4, "32 positions")],
+    [([[1], []], 4, "has no tokens"), ([[1, VOCAB]], 4, "the model has ids 0 to 60"), ([[1] * 30], 4, "32 positions")],
 )
 def test_what_cannot_be_generated(alone: ParallelContext, prompts: list[list[int]], count: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):

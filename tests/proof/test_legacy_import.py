@@ -124,7 +124,7 @@ def test_vocabulary(tmp_path: Path) -> None:
     assert kept.vocab_size == padded_rows(VOCAB, 2) > VOCAB
     assert any("all 64 rows" in note and "tokenizer" in note for note in kept.notes)
     assert torch.equal(kept.read("embedding.word.weight")[:VOCAB], weights["embedding.word.weight"])
-    with pytest.raises(CheckpointError, match="a vocabulary of 65 does not fit its word embedding of 64 rows"):
+    with pytest.raises(CheckpointError, match="a vocabulary of 65 does not fit the word embedding of 64 rows"):
         LegacyCheckpoint(tmp_path, vocab_size=65)
 
 
@@ -135,7 +135,7 @@ def test_only_padding_is_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[s
     write_legacy(legacy, shape, weights_of(shape), LegacyLayout(tp=2), tokenizer_type="GPT2BPETokenizer", vocab_size=None)
     words = ["import", str(legacy), str(out), "--tokenizer-type", "NullTokenizer", "--vocab-size"]
     assert checkpoint.main([*words, "30"]) == 1
-    assert "Megatron-LM does not pad" in capsys.readouterr().err and not out.exists()
+    assert "Megatron-LM would not pad" in capsys.readouterr().err and not out.exists()
     assert checkpoint.main([*words, str(VOCAB - 1)]) == 0
     padding = padded_rows(VOCAB, 2) - VOCAB
     assert f"The last {padding} of {padding + VOCAB} rows of the word embedding are padding" in capsys.readouterr().out
@@ -189,7 +189,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "missing argument": (lambda c: delattr(c["args"], "hidden_size"), "lack hidden_size"),
     "width below 1": (
         lambda c: setattr(c["args"], "hidden_size", -32),
-        "its args say hidden_size = -32; each of these settings must be at least 1",
+        "say hidden_size = -32; each of these settings must be at least 1",
     ),
     "groups that do not divide": (
         lambda c: vars(c["args"]).update(group_query_attention=True, num_query_groups=3),
@@ -198,8 +198,14 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "sizes of another type": (lambda c: setattr(c["args"], "tensor_model_parallel_size", "2"), "tensor_model_parallel_size = '2'"),
     "ranks without number": (lambda c: setattr(c["args"], "tensor_model_parallel_size", 10**12), "lacks mp_rank_02, mp_rank_03"),
     "argument of another type": (lambda c: setattr(c["args"], "num_layers", "4"), "num_layers = '4'"),
-    "other depth": (lambda c: setattr(c["args"], "num_layers", 6), "holds 4 layers, but its args say 6"),
-    "other width": (lambda c: setattr(c["args"], "ffn_hidden_size", 48), "according to its args it should be"),
+    "other depth": (
+        lambda c: setattr(c["args"], "num_layers", 6),
+        "holds 4 layers, but the arguments of the run .args. say num_layers = 6",
+    ),
+    "other width": (
+        lambda c: setattr(c["args"], "ffn_hidden_size", 48),
+        "according to the arguments of the run .args. it should be",
+    ),
     "missing tensor": (lambda c: c["model"].pop(NORM), f"no {NORM}"),
     "unknown tensor": (lambda c: c["model"].update({"decoder.layers.0.adapter.weight": torch.ones(2)}), "adapter.weight"),
     "two norms": (
@@ -209,7 +215,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "old names": (lambda c: c.update(model={"language_model": {}}), "before Megatron-Core"),
     "more ranks": (
         lambda c: setattr(c["args"], "tensor_model_parallel_size", 1),
-        "holds files of 2 ranks, which are more than the tensor 1",
+        "holds files of 2 ranks, which are more than the 1 tensor-parallel",
     ),
     "fewer ranks": (lambda c: setattr(c["args"], "tensor_model_parallel_size", 4), "lacks mp_rank_02, mp_rank_03"),
     "no model": (lambda c: c.pop("model"), "holds no weights"),
@@ -252,5 +258,5 @@ def test_no_checkpoint(tmp_path: Path) -> None:
         (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(word)
         with pytest.raises(CheckpointError, match="holds no legacy checkpoint"):
             LegacyCheckpoint(tmp_path)
-    with pytest.raises(CheckpointError, match="Copy it to one"):
+    with pytest.raises(CheckpointError, match="Copy the checkpoint to one"):
         LegacyCheckpoint("memory://legacy")

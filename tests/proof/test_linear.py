@@ -94,7 +94,7 @@ def layer_of(case: Case, context: ParallelContext) -> tuple[nn.Module, ParamTabl
     layer: nn.Module = ColumnParallelLinear(scope) if case.kind == "column" else RowParallelLinear(scope)
     materialize(layer, table, CPU)
     for entry in table:
-        box = entry.record.local_slice(context.axis_sizes, context.coordinates)
+        box = entry.record.get_local_slice(context.axis_sizes, context.coordinates)
         whole = values(*entry.record.shape, key=1 if entry.record.name == "weight" else 2)
         with torch.no_grad():
             entry.param.copy_(whole[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))])

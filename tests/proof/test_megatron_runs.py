@@ -183,7 +183,7 @@ def test_state_that_cannot_be_told_is_refused(tmp_path: Path, capsys: pytest.Cap
         (
             "bucket",
             lambda path: write_legacy_run(path, model, LegacyLayout(), sharded=True, ddp_bucket_size=100),
-            "elements, and the",
+            "elements, but the",
         ),
         ("other", lambda path: write_dist(path, other, LegacyLayout()), "differs from its float32 copy"),
         ("other flat", lambda path: write_dist(path, other, LegacyLayout(), form="dp_reshardable"), "cannot be determined"),
@@ -211,11 +211,11 @@ def edit_sharded(path: Path) -> None:
 def test_what_is_missing_or_beyond_the_model_is_listed(tmp_path: Path) -> None:
     model = made_up(GPT).rounded()
     for name, change, message in (
-        ("fewer", {"num_layers": 3}, "according to its args it should be"),
-        ("wider", {"ffn_hidden_size": 80}, r"linear_fc1.weight has shape \[2, 64, 32\], but .* should be \[2, 80, 32\]"),
+        ("fewer", {"num_layers": 3}, "according to the arguments of the run"),
+        ("wider", {"ffn_hidden_size": 80}, r"linear_fc1.weight has the shape \[2, 64, 32\], but .* should be \[2, 80, 32\]"),
         ("experts", {"num_experts": 4}, "num_experts = 4"),
-        ("more", {"add_bias_linear": False}, "that the model described by its args does not have: .*linear_fc1.bias"),
-        ("less", {"qk_layernorm": True}, "has no .*q_layernorm"),
+        ("more", {"add_bias_linear": False}, "tensors that the model does not have, .*linear_fc1.bias"),
+        ("less", {"qk_layernorm": True}, "lacks the parameter .*q_layernorm"),
     ):
         write_dist(tmp_path / name, model, LegacyLayout(2, 2), **change)
         with pytest.raises(CheckpointError, match=message):

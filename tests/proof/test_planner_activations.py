@@ -207,7 +207,7 @@ def test_grouped_weight_gradients_take_their_temporary_and_few_launches(monkeypa
     monkeypatch.setattr(grouped, "MAX_GROUPED_GRAD_BYTES", whole // 2)
     halves = planned()
     assert halves.peak_bytes == whole // 2 + ends
-    monkeypatch.setattr(grouped, "experts_per_kernel", lambda *_: 0)
+    monkeypatch.setattr(grouped, "compute_experts_per_kernel", lambda *_: 0)
     loop = planned()
     assert loop.peak_bytes == 0
     launches = [span.work.num_kernels for span in (grouped_span, halves, loop)]

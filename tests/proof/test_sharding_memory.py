@@ -190,7 +190,7 @@ def watch(rank: int, layout: Layout, steps: int, num_layers: int) -> Seen:
     before = live_bytes()
     step = build_step(context, r, layout)
     (chunk,) = step.model.chunks.values()
-    units = chunk.units()
+    units = chunk.get_units()
     sizes = [sum(parameter.numel() for parameter in unit.parameters()) for unit in units]
     for provider in step.providers:
         if isinstance(provider, BucketedParams):

@@ -71,7 +71,7 @@ def settings(world_size: int, **changes: Any) -> Config:
 def plan_ranks(config: Config, world_size: int, *, expert_imbalance: float = 1.0) -> list[Planned]:
     """What the planner says of each rank. It says the same of all data and tensor ranks of a stage, so one of them is planned."""
     topology = Topology.of(config.parallel, world_size)
-    places = [(at["pp"], at["cp"]) for at in map(topology.coordinates, range(world_size))]
+    places = [(at["pp"], at["cp"]) for at in map(topology.get_coordinates, range(world_size))]
     found = {
         place: plan_rank(config, world_size, places.index(place), expert_imbalance=expert_imbalance)
         for place in dict.fromkeys(places)
@@ -182,7 +182,7 @@ def build_step(
     rows[:, length // 3 - 1] = eod
     reads = needs_samples(context, [chunk.stage for chunk in model.layer_table], rules)
     source = Windows(rows) if reads else None
-    steps = maker.batches(source, global_batch_size_at=lambda _: count, consumed_samples=0, total_samples=count, num_workers=0)
+    steps = maker.iter_batches(source, global_batch_size_at=lambda _: count, consumed_samples=0, total_samples=count, num_workers=0)
     batch = next(steps)
     _together()
     return step, batch

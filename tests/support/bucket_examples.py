@@ -16,7 +16,7 @@ from megatron.model.build import Model, build_model, fill
 from megatron.parallel.accumulate import GradSink, get_grad_sink
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.params import ParamEntry
-from megatron.parallel.random import stable_seed
+from megatron.parallel.random import compute_stable_seed
 
 VOCAB = 61
 MODEL = ModelConfig(num_layers=4, hidden_size=16, num_attention_heads=4, seq_length=8, make_vocab_size_divisible_by=1)
@@ -42,7 +42,7 @@ def buckets_of(
 ) -> BucketedParams:
     """The model's parameters in buckets; `settings` are those of ParallelConfig."""
     config = ParallelConfig(ddp_bucket_size=size, **settings)
-    units = [unit for chunk in model.chunks.values() for unit in chunk.units()]
+    units = [unit for chunk in model.chunks.values() for unit in chunk.get_units()]
     values = partial(fill, seed=model.seed)
     return BucketedParams(list(model.params), units, context, config, values, sharding=sharding)
 
@@ -60,7 +60,7 @@ def gradient(entry: ParamEntry, *key: int) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def _drawn(name: str, shape: tuple[int, ...], *key: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(stable_seed(name, *key)))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(compute_stable_seed(name, *key)))
 
 
 def write_all(model: Model, *key: int, skip: str = "") -> None:

@@ -15,7 +15,7 @@ from megatron.checkpoint import load
 from megatron.checkpoint.global_tensor import GlobalTensor
 from megatron.checkpoint.load import LoadResult, check_requests, plan_load, read_slices
 from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.save_folder import checkpoint_name, commit, encode_json_files, load_manifest
+from megatron.checkpoint.save_folder import commit, encode_json_files, get_checkpoint_name, load_manifest
 from megatron.checkpoint.save_plan import plan_save, write_rank_files
 from megatron.checkpoint.savers import SyncSaver, build_data_reader, build_specs
 from megatron.checkpoint.storage import PathOrUrl
@@ -70,7 +70,7 @@ def hold(
     tensors = []
     for short, (shape, split_dim) in shapes.items():
         of = record(short, shape, split_dim, layout)
-        local_shape, held = of.local_shape(axes), of.local_slice(axes, coordinates)
+        local_shape, held = of.get_local_shape(axes), of.get_local_slice(axes, coordinates)
         numel = math.prod(local_shape)
         ends = [0, *(round(cut * numel) for cut in layout.cuts), numel]
         for kind, piece in (("model", FlatRange(0, numel)), ("main", FlatRange(ends[data_rank], ends[data_rank + 1]))):
@@ -108,12 +108,12 @@ def save_world(
 ) -> Path:
     """Save what all ranks hold, in this process: the steps of `save_checkpoint`, rank by rank."""
     save = open_storage(folder)
-    draft = save.draft(checkpoint_name(iteration), "0")
+    draft = save.draft(get_checkpoint_name(iteration), "0")
     planned = plan_save([build_specs(tensors) for tensors in world], max_file_bytes)
     draft.create_folder()
     parts = [write_rank_files(draft, part, build_data_reader(tensors)) for part, tensors in zip(planned, world, strict=True)]
     commit(save, draft, iteration, parts, encode_json_files({}, state or {}))
-    return folder / checkpoint_name(iteration)
+    return folder / get_checkpoint_name(iteration)
 
 
 def load_world(path: Path, world: World) -> None:
@@ -172,4 +172,4 @@ def save_checkpoint(
     if group.rank == 0:
         storage.remove_unfinished("")
     SyncSaver(storage, group).save(iteration, tensors, config, state)
-    return Path(storage.location_of(checkpoint_name(iteration)))
+    return Path(storage.get_location(get_checkpoint_name(iteration)))

@@ -108,7 +108,7 @@ def files_of(prefix: str | Path) -> tuple[bytes, bytes]:
 
 def documents(prefix: str | Path) -> list[list[int]]:
     dataset = IndexedDataset(str(prefix))
-    return [dataset.document(number).tolist() for number in range(dataset.num_documents)]
+    return [dataset.get_document(number).tolist() for number in range(dataset.num_documents)]
 
 
 def written(folder: Path) -> set[str]:

@@ -62,7 +62,7 @@ def build(
 
 def shard(model: Model, context: ParallelContext, reshard: FsdpReshard = "always", **policy: Any) -> FullyShardedParams:
     entries = [entry for entry in model.params if is_fully_sharded(entry, context)]
-    chunks = {number: (chunk, chunk.units()) for number, chunk in model.chunks.items()}
+    chunks = {number: (chunk, chunk.get_units()) for number, chunk in model.chunks.items()}
     return FullyShardedParams(
         entries, chunks, context, dtype=model.dtype, fill=partial(fill, seed=SEED), policy=FsdpPolicy(reshard, **policy)
     )

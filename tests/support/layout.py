@@ -368,7 +368,7 @@ def read_microbatches(batch: Batch, step: TrainStep, micro_batch_size: int, rule
     stages = [chunk.stage for chunk in step.model.layer_table]
     source = Windows(torch.cat([tokens, labels[:, -1:]], dim=1).numpy()) if needs_samples(step.context, stages, rules) else None
     maker = BatchBuilder.for_model(step.model.config, step.context, 1, micro_batch_size, rules)
-    return next(maker.evaluation_batches(source, global_batch_size=len(tokens), num_batches=1))
+    return next(maker.iter_evaluation_batches(source, global_batch_size=len(tokens), num_batches=1))
 
 
 def join(ranks: Sequence[list[LocalTensor]]) -> dict[str, torch.Tensor]:

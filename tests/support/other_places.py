@@ -16,9 +16,9 @@ def elsewhere(context: ParallelContext, *, tensor: int, data: int, stage: int) -
         data: place in the gradient group.
         stage: place on the pipeline axis.
     """
-    sizes, part, of_expert = context.topology, context.fsdp_shard_group().size, context.fsdp_shard_group(("edp",)).size
+    sizes, part, of_expert = context.topology, context.get_fsdp_shard_group().size, context.get_fsdp_shard_group(("edp",)).size
     dp, cp = divmod(data, sizes.cp)
-    rank = sizes.rank(tp=tensor, cp=cp, dp=dp, pp=stage)
+    rank = sizes.find_rank(tp=tensor, cp=cp, dp=dp, pp=stage)
     edp = sizes.all_coordinates(rank)["edp"]
     places = {
         ("tp",): tensor,

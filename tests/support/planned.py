@@ -47,7 +47,7 @@ def kinds_of(loaded: Sequence[LoadedConfig], *, traced: bool = True) -> list[tup
             the time of a plan.
     """
     assert all(one.config.parallel.pipeline_model_parallel_size <= 2 for one in loaded)
-    return [planner.step_work().profiles for planner in _planners(loaded, traced=traced)]
+    return [planner.compute_step_work().profiles for planner in _planners(loaded, traced=traced)]
 
 
 def _planners(loaded: Sequence[LoadedConfig], *, traced: bool = True) -> Iterator[Planner]:
@@ -86,7 +86,7 @@ def _what_is_traced(config: Config) -> object:
 
 def kind_of(kinds: Sequence[RankProfile], topology: Topology, rank: int) -> RankProfile:
     """Return the only one of these kinds that the rank belongs to."""
-    at = topology.coordinates(rank)
+    at = topology.get_coordinates(rank)
     data = at["cp"] + topology.cp * at["dp"]
     (kind,) = [
         kind

@@ -27,10 +27,10 @@ import torch._dynamo  # torch's optimizers import it: once here, not in every fo
 import torch.distributed as dist
 
 import pretrain_gpt
-from megatron.checkpoint.global_tensor import torch_dtype
+from megatron.checkpoint.global_tensor import get_torch_dtype
 from megatron.checkpoint.save_folder import read_state
-from megatron.config.flags import flags
-from megatron.config.save import _versions
+from megatron.config.flags import get_flags
+from megatron.config.save import _read_versions
 from megatron.parallel import context
 from megatron.parallel.accumulate import GradSink, get_grad_sink
 from megatron.parallel.context import get_world_backend
@@ -48,8 +48,8 @@ for _folder in (ROOT / "megatron", *(ROOT / "megatron_lab" / _name for _name in 
         _module = ".".join(_file.relative_to(ROOT).with_suffix("").parts)
         if not _module.endswith(("__init__", "_child", ".writer_main", ".keeper", ".watcher")):
             importlib.import_module(_module)
-flags()
-_versions()
+get_flags()
+_read_versions()
 
 TINY: dict[str, Any] = {
     "num_layers": 2,
@@ -265,7 +265,7 @@ def saved_tensors(folder: Path, iteration: int, kind: str = "model") -> dict[str
     """Whole tensors of a checkpoint, whatever its layout: weights, or moments such as exp_avg; all, by their full names, for ''."""
     path, prefix = checkpoint(folder, iteration), f"{kind}." if kind else ""
     stored = {name: tensor for name, tensor in read_manifest(path).tensors.items() if name.startswith(prefix)}
-    found = {name: torch.full(tensor.shape, torch.nan, dtype=torch_dtype(tensor.dtype)) for name, tensor in stored.items()}
+    found = {name: torch.full(tensor.shape, torch.nan, dtype=get_torch_dtype(tensor.dtype)) for name, tensor in stored.items()}
     load_tensors(path, [whole(name, tensor) for name, tensor in found.items()], allow_unused=lambda _: True)
     return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
 

@@ -17,16 +17,16 @@ class Windows:
         self.opened: list[int] = []
         """Samples in the order in which they were read."""
 
-    def samples(self, first: int, count: int) -> NDArray[np.int64]:
+    def get_samples(self, first: int, count: int) -> NDArray[np.int64]:
         """`count` rows from the first on."""
         self.opened += range(first, first + count)
         assert first + count <= len(self.rows), "there are no such samples"
         return self.rows[first : first + count].copy()
 
-    def marks(self, first: int, count: int) -> None:
+    def get_marks(self, first: int, count: int) -> None:
         """None: all tokens count, and documents end with the end-of-document token."""
 
-    def lineage(self, number: int) -> list[DocumentSpan]:
+    def get_lineage(self, number: int) -> list[DocumentSpan]:
         return [DocumentSpan("windows", number, 0, self.seq_length + 1)]
 
     def describe(self, num_samples: int) -> list[str]:

@@ -20,8 +20,8 @@ def test_it_measures_all_four(capfd: pytest.CaptureFixture[str], monkeypatch: py
     # A rendezvous store of an earlier test in this process may report late that its peer has ended.
     assert not told.err or "[c10d] recvValue failed" in told.err
     assert len(re.findall(r"^  .* \d+\.\d MB/s  \(\d+\.\d to \d+\.\d\)$", told.out, re.MULTILINE)) == 6
-    assert len(re.findall(r"^  ratio \d+\.\d\d \(\d+\.\d\d to \d+\.\d\d\), wanted \d\.\d\d", told.out, re.MULTILINE)) == 3
-    (peak,) = re.findall(r"^peak memory of a process over 0\.0 GB of jsonl: (\d+) MB, wanted below 300", told.out, re.MULTILINE)
+    assert len(re.findall(r"^  ratio \d+\.\d\d \(\d+\.\d\d to \d+\.\d\d\), minimum \d\.\d\d", told.out, re.MULTILINE)) == 3
+    (peak,) = re.findall(r"^peak memory of a process over 0\.0 GB of jsonl: (\d+) MB, limit 300", told.out, re.MULTILINE)
     assert 20 < int(peak) < 300
     assert held == ("MISSED" not in told.out)
 
@@ -42,5 +42,5 @@ def test_a_missed_bound_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert not preprocessing.print_speeds(times, 10.0, 0.91)
     told = capsys.readouterr().out
     assert "mine " in told and "10.0 MB/s  (5.0 to 10.0)" in told
-    assert told.count("ratio 0.90 (0.80 to 9.00), wanted") == 2
+    assert told.count("ratio 0.90 (0.80 to 9.00), minimum") == 2
     assert told.count("MISSED") == 1

@@ -19,7 +19,7 @@ from megatron import moved
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {former: today for former, today in moved.NEW_NAMES.items() if former.count(".") == 1}
 """Those that were packages directly in `megatron`."""
-POINTER = '''"""The former name of `{today}`."""
+POINTER = '''"""Former name of the package `{today}`. Importing this name returns the package, with a DeprecationWarning."""
 
 from megatron.moved import take_place
 

@@ -167,7 +167,7 @@ def test_what_is_apart() -> None:
     for band, differs_by_a_bit in ((1e-3, False), (None, True)):
         likeness = DigestComparer(band)
         before = torch.stack([likeness.compute(x) for x in (big, small, loss)]).view(3, -1)
-        assert before.shape == likeness.empty(3, big.device).shape
+        assert before.shape == likeness.allocate_digests(3, big.device).shape
         for row, change, apart in changes:
             after = before.clone()
             after[row] = likeness.compute((big, small, loss)[row] * (1 + change))

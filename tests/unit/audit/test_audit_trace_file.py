@@ -84,7 +84,7 @@ def test_what_is_no_trace_is_named(tmp_path: Path) -> None:
         ('{"a": 1}\n', r"line 1: not in the format of --save-trace \(KeyError\('kind'\)\)"),
         ("[1]\n", "line 1: not in the format"),
         ('{"kind": "step"}\n', "line 1: not in the format"),
-        ('{"kind": "header", "version": 2}\n', "line 1: .*version 2, but this program reads version 1"),
+        ('{"kind": "header", "version": 2}\n', "line 1: .*version 2, but this program reads only version 1"),
         ('{"kind": "header", "version": 1, "dtype": "x"}\n', "line 1: not in the format"),
     ):
         path.write_text(text)

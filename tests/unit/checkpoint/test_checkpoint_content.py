@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.checkpoint.global_tensor import tensor_bytes, torch_dtype
+from megatron.checkpoint.global_tensor import get_tensor_bytes, get_torch_dtype
 from megatron.checkpoint.manifest import EMPTY_HASH, ContentHash, digest_entries, hash_content
 from megatron.checkpoint.safetensors_file import DTYPES
 from megatron.parallel.tensor_slice import TensorSlice
@@ -32,7 +32,7 @@ def weight(index: Any, seed: int) -> Any:
 def by_definition(tensor: torch.Tensor) -> ContentHash:
     """One element after the other, in Python's integers."""
     size = tensor.element_size()
-    raw = bytes(tensor_bytes(tensor))
+    raw = bytes(get_tensor_bytes(tensor))
     step = min(size, 4)
     units = [int.from_bytes(raw[at : at + step], "little") for at in range(0, len(raw), step)]
     units = [unit ^ unit >> 16 for unit in units]
@@ -48,12 +48,12 @@ def example(shape: tuple[int, ...], dtype: str, seed: int = 0) -> torch.Tensor:
         return torch.randint(-(2**62), 2**62, shape, generator=generator)
     if dtype == "uint8":
         return torch.randint(2**8, shape, generator=generator, dtype=torch.uint8)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(torch_dtype(dtype))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(get_torch_dtype(dtype))
 
 
 def sums_of(tensor: torch.Tensor, box: TensorSlice, block_bytes: int) -> ContentHash:
     """What a writer does: piece by piece."""
-    data, pieces = tensor_bytes(tensor[box.index]), list[bytes]()
+    data, pieces = get_tensor_bytes(tensor[box.index]), list[bytes]()
     dtype = str(tensor.dtype).removeprefix("torch.")
     sums = hash_content(data, dtype, box, tuple(tensor.shape), lambda piece: pieces.append(bytes(piece)), block_bytes)
     assert b"".join(pieces) == bytes(data) and max(map(len, pieces)) <= max(block_bytes, tensor.element_size())
@@ -66,7 +66,7 @@ def test_boxes_add_up_to_the_definition(cut: tuple[tuple[int, ...], list[TensorS
     tensor = example(shape, dtype)
     total = functools.reduce(ContentHash.combine, (sums_of(tensor, box, block_bytes) for box in boxes), EMPTY_HASH)
     assert total == by_definition(tensor)
-    parts = (hash_content(tensor_bytes(tensor[box.index]), dtype, box, shape) for box in boxes)
+    parts = (hash_content(get_tensor_bytes(tensor[box.index]), dtype, box, shape) for box in boxes)
     assert functools.reduce(ContentHash.combine, parts) == total
 
 
@@ -76,20 +76,20 @@ def test_blocks_of_the_usual_size(dtype: str) -> None:
     for shape in ((700, 300), (2, 300_000), (300_000,), (3, 5, 17_000)):
         tensor = example(shape, dtype)
         whole = TensorSlice.full(shape)
-        unit = np.frombuffer(tensor_bytes(tensor), f"<u{min(DTYPES[dtype].itemsize, 4)}").astype(np.uint64)
+        unit = np.frombuffer(get_tensor_bytes(tensor), f"<u{min(DTYPES[dtype].itemsize, 4)}").astype(np.uint64)
         matrix = (unit ^ unit >> np.uint64(16)).reshape(int(np.prod(shape[:-1])), -1)
         rows, columns = (
             int((weight(np.arange(matrix.shape[axis], dtype=np.uint64), axis) * matrix.sum(axis=1 - axis)).sum()) % 2**32
             for axis in (0, 1)
         )
-        assert hash_content(tensor_bytes(tensor), dtype, whole, shape) == ContentHash(rows, columns)
+        assert hash_content(get_tensor_bytes(tensor), dtype, whole, shape) == ContentHash(rows, columns)
 
 
 @given(st.data(), st.sampled_from(sorted(DTYPES)))
 def test_any_change_is_seen(data: st.DataObject, dtype: str) -> None:
     tensor = example((6, 5), dtype)
     before = by_definition(tensor)
-    raw = bytearray(tensor_bytes(tensor))
+    raw = bytearray(get_tensor_bytes(tensor))
     raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     after = hash_content(raw, dtype, TensorSlice((0, 0), (6, 5)), (6, 5))
     assert after.row_sum != before.row_sum and after.column_sum != before.column_sum
@@ -98,7 +98,7 @@ def test_any_change_is_seen(data: st.DataObject, dtype: str) -> None:
 def test_exchanged_parts_are_seen() -> None:
     tensor = example((6, 5), "float32")
     whole = TensorSlice((0, 0), (6, 5))
-    before = hash_content(tensor_bytes(tensor), "float32", whole, (6, 5))
+    before = hash_content(get_tensor_bytes(tensor), "float32", whole, (6, 5))
     others = {
         "rows": tensor[[1, 0, 2, 3, 4, 5]],
         "columns": tensor[:, [0, 3, 2, 1, 4]],
@@ -109,7 +109,7 @@ def test_exchanged_parts_are_seen() -> None:
         "doubled": tensor * 2,
     }
     for name, other in others.items():
-        assert hash_content(tensor_bytes(other), "float32", whole, (6, 5)) != before, name
+        assert hash_content(get_tensor_bytes(other), "float32", whole, (6, 5)) != before, name
 
 
 def test_hexadecimal_digits() -> None:

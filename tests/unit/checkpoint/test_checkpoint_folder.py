@@ -15,8 +15,8 @@ from megatron.checkpoint.save_folder import (
     Retention,
     apply_retention,
     check_no_foreign_checkpoints,
-    checkpoint_name,
     find_checkpoint,
+    get_checkpoint_name,
     list_checkpoints,
     read_latest,
     select_retained,
@@ -37,7 +37,7 @@ def there(folder: Path) -> list[int]:
 def test_nothing_to_resume_from(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path / "none") is None
     assert find_checkpoint(tmp_path) is None
-    with pytest.raises(CheckpointError, match="--ckpt-step 3: .* has no checkpoint of this iteration; it has: none"):
+    with pytest.raises(CheckpointError, match="--ckpt-step 3: .* has no checkpoint of this iteration. .*: none"):
         find_checkpoint(tmp_path, 3)
 
 
@@ -47,7 +47,7 @@ def test_the_newest_or_the_step_asked_for(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path, warn=said.append) == tmp_path / "iter_12345678"
     assert find_checkpoint(tmp_path, 5, warn=said.append) == tmp_path / "iter_0000005"
     assert said == []
-    with pytest.raises(CheckpointError, match="--ckpt-step 3: .* it has: 12345678, 5, 1"):
+    with pytest.raises(CheckpointError, match="--ckpt-step 3: .* iteration with a checkpoint: 12345678, 5, 1"):
         find_checkpoint(tmp_path, 3)
 
 
@@ -113,8 +113,8 @@ def test_other_names_are_not_checkpoints(tmp_path: Path) -> None:
 )
 def test_what_stays(tmp_path: Path, keep_last: int | None, interval: int | None, stay: list[int]) -> None:
     for iteration in (2, 4, 6, 8, 10):
-        (tmp_path / checkpoint_name(iteration)).mkdir()
-        (tmp_path / checkpoint_name(iteration) / "manifest.json").write_text("x")
+        (tmp_path / get_checkpoint_name(iteration)).mkdir()
+        (tmp_path / get_checkpoint_name(iteration) / "manifest.json").write_text("x")
     apply_retention(open_storage(tmp_path), Retention(keep_last, interval))
     assert there(tmp_path) == stay
     assert len(list(tmp_path.iterdir())) == len(stay)
@@ -160,7 +160,7 @@ def test_a_folder_of_another_program_is_refused(tmp_path: Path) -> None:
     (tmp_path / "iter_0000004").mkdir()
     check_no_foreign_checkpoints(open_storage(tmp_path))  # ours, damaged or empty
     (tmp_path / "iter_0000003" / "mp_rank_00").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match=r"holds checkpoints of another program: iter_0000003\. Give another folder"):
+    with pytest.raises(CheckpointError, match=r"holds checkpoints of another program: iter_0000003\. Set --save to another folder"):
         check_no_foreign_checkpoints(open_storage(tmp_path))
 
 

@@ -134,7 +134,7 @@ def test_every_dtype_is_aligned_and_read_back(tmp_path: Path) -> None:
         header = Header(file, "x")
     library = safetensors.torch.load(data)
     for name, tensor in tensors.items():
-        at = header.data_offset(TensorEntry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)))
+        at = header.get_data_offset(TensorEntry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)))
         assert at % tensor.element_size() == 0
         read = torch.frombuffer(bytearray(data[at : at + tensor.nbytes]), dtype=tensor.dtype).view(tensor.shape)
         assert torch.equal(read, tensor) and torch.equal(library[name], tensor)
@@ -163,7 +163,7 @@ def test_boxes_that_are_not_whole_tensors_are_not_saved(tmp_path: Path) -> None:
         save_checkpoint(tmp_path, 1, hold(SHAPES, Layout(2), 0, values), {}, {})
     with pytest.raises(CheckpointError, match=r"a is int32, but checkpoints support only"):
         save_checkpoint(tmp_path, 1, [whole("a", torch.ones(2, dtype=torch.int32))], {}, {})
-    with pytest.raises(CheckpointError, match=r"a is \(3,\) float32 on rank 1, \(2,\) float32 on a lower rank"):
+    with pytest.raises(CheckpointError, match=r"a is \(3,\) float32 on rank 1, but \(2,\) float32 on a lower rank"):
         save_world(tmp_path, 1, [[whole("a", torch.ones(2))], [whole("a", torch.ones(3))]])
     assert list(tmp_path.iterdir()) == []
 

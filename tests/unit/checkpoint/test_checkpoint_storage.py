@@ -69,7 +69,7 @@ def test_what_is_written_is_read(storage: Storage) -> None:
         file.write(b"")
         file.write(memoryview(data)[1000:])
         assert file.num_bytes == len(data)
-    assert storage.file_size("one.bin") == len(data) and storage.read("one.bin") == data
+    assert storage.get_file_size("one.bin") == len(data) and storage.read("one.bin") == data
     with storage.open("one.bin") as opened:
         assert opened.size == len(data)
         assert opened.read(5, 7) == data[5:12] and opened.read(len(data), 0) == b""
@@ -92,20 +92,20 @@ def test_small_files_are_replaced(storage: Storage) -> None:
 def test_names_and_removal(storage: Storage) -> None:
     assert storage.list_names() == [] == storage.list_names("none")
     storage.create_folder()
-    storage.child("b").create_folder()
+    storage.get_child("b").create_folder()
     put(storage, "b/.hidden")
     put(storage, "b/two")
-    put(storage.child("b"), "three", b"333")
+    put(storage.get_child("b"), "three", b"333")
     put(storage, "a")
     assert (
         storage.list_names() == ["a", "b"]
-        and storage.list_names("b") == [".hidden", "three", "two"] == storage.child("b").list_names()
+        and storage.list_names("b") == [".hidden", "three", "two"] == storage.get_child("b").list_names()
     )
     assert storage.list_names("a") == []
     assert (
-        storage.file_size("b") is None
-        and storage.file_size("b/three") == 3
-        and storage.file_size("none") is None is storage.file_size("a/below")
+        storage.get_file_size("b") is None
+        and storage.get_file_size("b/three") == 3
+        and storage.get_file_size("none") is None is storage.get_file_size("a/below")
     )
     storage.remove("b/two")
     storage.remove("none")
@@ -117,7 +117,7 @@ def test_names_and_removal(storage: Storage) -> None:
 def test_what_is_not_there(storage: Storage) -> None:
     storage.create_folder()
     put(storage, "file")
-    storage.child("folder").create_folder()
+    storage.get_child("folder").create_folder()
     put(storage, "folder/file")
     for name in ("none", "none/below", "file/below", "folder"):
         for use in (storage.read, lambda name: storage.open(name).__enter__()):
@@ -142,9 +142,10 @@ def test_another_process_opens_the_same(storage: Storage, tmp_path: Path) -> Non
     again = open_storage(storage.location)
     assert again.list_names() == ["a"] and type(again) is type(storage)
     assert (
-        again.location_of("a") == storage.location_of("a") == f"{storage.location}/a" and again.location_of("") == storage.location
+        again.get_location("a") == storage.get_location("a") == f"{storage.location}/a"
+        and again.get_location("") == storage.location
     )
-    assert storage.child("b").location == storage.location_of("b")
+    assert storage.get_child("b").location == storage.get_location("b")
     assert (storage.local == tmp_path) == isinstance(storage, LocalStorage)
 
 
@@ -153,7 +154,7 @@ def test_a_path_from_the_working_folder(tmp_path: Path, monkeypatch: pytest.Monk
     storage = open_storage("save")
     check_writable(storage)
     storage.write("latest", b"1")
-    storage.child("below").create_folder()
+    storage.get_child("below").create_folder()
     storage.write("below/small", b"2")
     draft = storage.draft("iter_0000001", "a1")
     draft.create_folder()
@@ -163,11 +164,11 @@ def test_a_path_from_the_working_folder(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_check_writable_leaves_nothing(storage: Storage) -> None:
-    deep = storage.child("x").child("y")
+    deep = storage.get_child("x").get_child("y")
     check_writable(deep)
     assert deep.list_names() == []
     storage.write("file", b"")
-    for inside in (storage.child("file"), storage.child("file/below")):
+    for inside in (storage.get_child("file"), storage.get_child("file/below")):
         with pytest.raises(CheckpointError, match="Not a directory" if storage.local else "file"):
             check_writable(inside)
 
@@ -195,14 +196,14 @@ def test_large_reads_are_cut_into_ranges(start: int, length: int, piece: int, at
 def test_a_draft_is_no_checkpoint_before_it_is_published(storage: Storage) -> None:
     draft = storage.draft("iter_0000009", "ab12")
     draft.create_folder()
-    put(draft.storage, draft.file_name("rank_00000.safetensors"), b"data")
-    assert storage.file_size("iter_0000009/manifest.json") is None
-    assert (storage.local is None) == (draft.storage.location == storage.location_of("iter_0000009"))
+    put(draft.storage, draft.get_file_name("rank_00000.safetensors"), b"data")
+    assert storage.get_file_size("iter_0000009/manifest.json") is None
+    assert (storage.local is None) == (draft.storage.location == storage.get_location("iter_0000009"))
     draft.publish(FILES)
-    final = storage.child("iter_0000009")
+    final = storage.get_child("iter_0000009")
     assert storage.list_names() == ["iter_0000009"]
-    assert final.list_names() == sorted([*FILES, draft.file_name("rank_00000.safetensors")])
-    assert final.read(draft.file_name("rank_00000.safetensors")) == b"data"
+    assert final.list_names() == sorted([*FILES, draft.get_file_name("rank_00000.safetensors")])
+    assert final.read(draft.get_file_name("rank_00000.safetensors")) == b"data"
     assert {name: final.read(name) for name in FILES} == FILES
 
 
@@ -210,28 +211,28 @@ def test_a_draft_replaces_a_checkpoint(storage: Storage) -> None:
     for token, data in (("a1", b"one"), ("b2", b"two"), ("b2", b"three")):
         draft = storage.draft("iter_0000009", token)
         draft.create_folder()
-        put(draft.storage, draft.file_name("rank_00000.safetensors"), data)
+        put(draft.storage, draft.get_file_name("rank_00000.safetensors"), data)
         if token == "a1":
-            put(draft.storage, draft.file_name("rank_00001.safetensors"))
+            put(draft.storage, draft.get_file_name("rank_00001.safetensors"))
         draft.publish(FILES)
     assert storage.list_names() == ["iter_0000009"] and len(storage.list_names("iter_0000009")) == 4
-    assert storage.child("iter_0000009").read(draft.file_name("rank_00000.safetensors")) == b"three"
+    assert storage.get_child("iter_0000009").read(draft.get_file_name("rank_00000.safetensors")) == b"three"
 
 
 def test_a_draft_that_is_given_up_leaves_the_old_one(storage: Storage) -> None:
     old, new = storage.draft("iter_0000009", "a1"), storage.draft("iter_0000009", "b2")
     old.create_folder()
-    put(old.storage, old.file_name("rank_00000.safetensors"), b"old")
+    put(old.storage, old.get_file_name("rank_00000.safetensors"), b"old")
     old.publish(FILES)
-    before = {name: storage.child("iter_0000009").read(name) for name in storage.list_names("iter_0000009")}
+    before = {name: storage.get_child("iter_0000009").read(name) for name in storage.list_names("iter_0000009")}
     new.discard()  # not even begun
     new.create_folder()
-    put(new.storage, new.file_name("rank_00000.safetensors"), b"new")
+    put(new.storage, new.get_file_name("rank_00000.safetensors"), b"new")
     new.discard()
-    assert {name: storage.child("iter_0000009").read(name) for name in storage.list_names("iter_0000009")} == before
+    assert {name: storage.get_child("iter_0000009").read(name) for name in storage.list_names("iter_0000009")} == before
     storage.remove_checkpoint("iter_0000009")
     new.create_folder()
-    put(new.storage, new.file_name("rank_00000.safetensors"))
+    put(new.storage, new.get_file_name("rank_00000.safetensors"))
     new.discard()
     assert storage.list_names() == []
 
@@ -241,7 +242,7 @@ def test_a_draft_begins_empty(storage: Storage) -> None:
         draft = storage.draft("iter_0000009", "a1")
         draft.create_folder()
         assert draft.storage.list_names() == []
-        put(draft.storage, draft.file_name("rank_00000.part.json"))
+        put(draft.storage, draft.get_file_name("rank_00000.part.json"))
 
 
 def test_a_late_writer_does_not_touch_its_successor(storage: Storage) -> None:
@@ -249,10 +250,10 @@ def test_a_late_writer_does_not_touch_its_successor(storage: Storage) -> None:
     for each in (late, draft):
         each.create_folder()
     for each, data in ((draft, b"mine"), (late, b"late")):
-        put(each.storage, each.file_name("rank_00000.safetensors"), data)
+        put(each.storage, each.get_file_name("rank_00000.safetensors"), data)
     draft.publish(FILES)
-    final = storage.child("iter_0000009")
-    assert final.read(draft.file_name("rank_00000.safetensors")) == b"mine" and len(final.list_names()) == 4
+    final = storage.get_child("iter_0000009")
+    assert final.read(draft.get_file_name("rank_00000.safetensors")) == b"mine" and len(final.list_names()) == 4
 
 
 def test_a_checkpoint_is_retired(storage: Storage) -> None:
@@ -269,14 +270,14 @@ def test_leftovers_are_swept(storage: Storage) -> None:
     for name, token in (("iter_0000003", "a1"), ("iter_0000006", "b2"), ("iter_0000009", "c3")):
         draft = storage.draft(name, token)
         draft.create_folder()
-        put(draft.storage, draft.file_name("rank_00000.part.json"))
+        put(draft.storage, draft.get_file_name("rank_00000.part.json"))
         if token == "a1":
             draft.publish(FILES)
     for name in ("iter_0000012/mp_rank_00", ".other.saving"):
-        storage.child(name).create_folder()
+        storage.get_child(name).create_folder()
         put(storage, f"{name}/model_optim_rng.pt")
     mine = storage.draft("iter_0000009", "c3")
-    for keep, left in (("c3", [mine.file_name("rank_00000.part.json")]), ("d4", [])):
+    for keep, left in (("c3", [mine.get_file_name("rank_00000.part.json")]), ("d4", [])):
         storage.remove_unfinished(keep)
         assert mine.storage.list_names() == left
     assert storage.list_names() == [".other.saving", "iter_0000003", "iter_0000012"]
@@ -345,7 +346,7 @@ def test_data_is_on_the_disk_before_its_name_changes(tmp_path: Path, monkeypatch
 def published(storage: Storage, name: str, token: str, data: bytes) -> None:
     draft = storage.draft(name, token)
     draft.create_folder()
-    put(draft.storage, draft.file_name("rank_00000.safetensors"), data)
+    put(draft.storage, draft.get_file_name("rank_00000.safetensors"), data)
     draft.publish(FILES)
 
 
@@ -393,7 +394,7 @@ def dies_after(steps: int, can_exchange: bool) -> None:
 
 def test_a_checkpoint_of_another_program_is_not_replaced(tmp_path: Path) -> None:
     storage = open_storage(tmp_path)
-    storage.child("iter_0000001/mp_rank_00").create_folder()
+    storage.get_child("iter_0000001/mp_rank_00").create_folder()
     with pytest.raises(OSError, match=f"{tmp_path}/iter_0000001 already exists, but is not a checkpoint of this program"):
         published(storage, "iter_0000001", "a1", b"")
     assert storage.list_names("iter_0000001") == ["mp_rank_00"]
@@ -405,7 +406,7 @@ def test_a_checkpoint_of_another_program_is_not_replaced(tmp_path: Path) -> None
 
 def test_files_of_another_program_stay_beside_a_checkpoint(memory: ObjectStorage) -> None:
     for name in ("mp_rank_00/model_optim_rng.pt", "notes-1.txt"):
-        put(memory.child("iter_1"), name)
+        put(memory.get_child("iter_1"), name)
     write(memory, "a1").publish(FILES)
     write(memory, "b2").publish(FILES)
     assert memory.list_names("iter_1") == sorted([*FILES, "mp_rank_00", "notes-1.txt", "rank_00000-b2.safetensors"])
@@ -425,7 +426,7 @@ def test_a_removal_that_fails_leaves_no_half(tmp_path: Path, monkeypatch: pytest
     draft.publish(FILES)
     storage.remove_checkpoint("iter_0000001")  # what the other removal left is in the way
     assert storage.list_names() == []
-    storage.child(".iter_0000001.removing").create_folder()
+    storage.get_child(".iter_0000001.removing").create_folder()
     storage.remove_unfinished("b2")
     assert storage.list_names() == []
 
@@ -433,7 +434,7 @@ def test_a_removal_that_fails_leaves_no_half(tmp_path: Path, monkeypatch: pytest
 def test_a_removal_that_another_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that takes over the folder sweeps away what this one is removing."""
     storage, rmtree = open_storage(tmp_path), shutil.rmtree
-    storage.child("iter_0000001").create_folder()
+    storage.get_child("iter_0000001").create_folder()
 
     def twice(path: Path) -> None:
         rmtree(path)
@@ -537,7 +538,7 @@ def test_without_a_manifest_there_is_no_checkpoint(memory: ObjectStorage, doing:
 def write(storage: Storage, token: str) -> Any:
     draft = storage.draft("iter_1", token)
     draft.create_folder()
-    put(draft.storage, draft.file_name("rank_00000.safetensors"))
+    put(draft.storage, draft.get_file_name("rank_00000.safetensors"))
     return draft
 
 
@@ -564,9 +565,9 @@ class Forgetful(MemoryFileSystem):
 def test_what_other_processes_write_is_seen(memory: ObjectStorage) -> None:
     storage = on(Forgetful())
     put(memory, "one")
-    assert storage.list_names() == ["one"] and storage.file_size("two") is None
+    assert storage.list_names() == ["one"] and storage.get_file_size("two") is None
     put(memory, "two")
-    assert storage.file_size("two") == 1 and storage.list_names() == ["one", "two"]
+    assert storage.get_file_size("two") == 1 and storage.list_names() == ["one", "two"]
     put(memory, "three")
     assert storage.list_names() == ["one", "three", "two"]
 
@@ -600,7 +601,7 @@ def test_an_upload_is_finished_or_given_up(monkeypatch: pytest.MonkeyPatch, memo
     storage = on(files)
     with storage.create("whole") as file:
         file.write(bytes(range(95)))
-        assert storage.file_size("whole") is None
+        assert storage.get_file_size("whole") is None
     assert storage.read("whole") == bytes(range(95))
     with pytest.raises(KeyError), storage.create("half") as file:
         file.write(bytes(range(95)))

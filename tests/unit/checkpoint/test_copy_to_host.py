@@ -27,7 +27,7 @@ def test_copies_of_a_device_have_ended_before_the_writer_is_told(monkeypatch: py
     def state(name: str, device: torch.device) -> Any:
         slices = [SimpleNamespace(slice=0), SimpleNamespace(slice=1)]
         local = SimpleNamespace(device=device)
-        return SimpleNamespace(name=name, slices=slices, local=local, local_view=lambda _: torch.zeros(1))
+        return SimpleNamespace(name=name, slices=slices, local=local, get_local_view=lambda _: torch.zeros(1))
 
     gpu = torch.device("cuda", 0)
     targets: Any = {(name, box): Target() for name in ("weight", "moment") for box in (0, 1)}

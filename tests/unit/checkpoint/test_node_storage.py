@@ -11,7 +11,7 @@ import pytest
 
 from megatron.checkpoint.local_storage import LocalStorage
 from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.save_folder import LATEST, checkpoint_name, claim_folder, commit, encode_json_files, read_latest
+from megatron.checkpoint.save_folder import LATEST, claim_folder, commit, encode_json_files, get_checkpoint_name, read_latest
 from megatron.checkpoint.storage import MANIFEST
 from megatron_lab.node_memory import keeper
 from megatron_lab.node_memory.node_link import NodeLink, NodeUnreachableError, serve
@@ -35,13 +35,13 @@ def nodes(folder: Path, count: int, copies: int) -> list[NodeStorage]:
 def test_every_node_sees_the_files_of_all(tmp_path: Path) -> None:
     first, second, third = nodes(tmp_path, 3, copies=1)
     data = os.urandom(9 << 20)  # several pieces
-    second.child("a").create_folder()
-    with second.child("a").create("data") as file:
+    second.get_child("a").create_folder()
+    with second.get_child("a").create("data") as file:
         file.write(data)
-    second.child("a").write("small", b"x")
+    second.get_child("a").write("small", b"x")
     for storage in (first, second, third):
-        assert storage.child("a").list_names() == ["data", "small"] and storage.file_size("a/data") == len(data)
-        assert storage.read("a/small") == b"x" and storage.file_size("a/none") is None
+        assert storage.get_child("a").list_names() == ["data", "small"] and storage.get_file_size("a/data") == len(data)
+        assert storage.read("a/small") == b"x" and storage.get_file_size("a/none") is None
         with storage.open("a/data") as found:
             assert found.read(0, len(data)) == data and found.read(len(data) - 3, 3) == data[-3:]
             with pytest.raises(OSError, match="truncated"):
@@ -50,7 +50,7 @@ def test_every_node_sees_the_files_of_all(tmp_path: Path) -> None:
             pass
     there = [(tmp_path / str(index) / STATE_FOLDER / "a" / "data").exists() for index in range(3)]
     assert there == [False, True, True], "on its own node and the next"
-    assert [one.first_holder("a/data") for one in (first, second, third)] == [1, 1, 1]
+    assert [one.find_first_holder("a/data") for one in (first, second, third)] == [1, 1, 1]
     first.remove("a")
     assert third.list_names() == []
 
@@ -66,7 +66,7 @@ def test_a_checkpoint_gets_its_name_on_all_nodes(tmp_path: Path) -> None:
     drafts[0].publish({MANIFEST: b"{}"})
     for storage in storages:
         assert storage.list_names() == ["iter_0000004"]
-        assert storage.child("iter_0000004").list_names() == [MANIFEST, "rank_0", "rank_1", "rank_2"]
+        assert storage.get_child("iter_0000004").list_names() == [MANIFEST, "rank_0", "rank_1", "rank_2"]
     storages[1].draft("iter_0000006", "ab").ensure_folder()
     storages[0].remove_unfinished("cd")
     assert storages[1].list_names() == ["iter_0000004"], "what killed runs left is removed on all nodes"
@@ -101,7 +101,7 @@ def test_strangers_are_not_let_in(tmp_path: Path) -> None:
     for path in ("../secret", "/etc/hostname", "a/../../secret"):
         with pytest.raises(NodeUnreachableError):
             NodeLink(address, "token").call("read", path)
-    for call in ("child", "__init__", "at"):
+    for call in ("get_child", "__init__", "at"):
         with pytest.raises(NodeUnreachableError):
             NodeLink(address, "token").call(call, "")
     assert NodeLink(address, "token").call("list_names", "") == []
@@ -143,7 +143,7 @@ def test_the_save_folder_gets_only_what_is_newer(
     disk.create_folder()
     for storage in (memory, disk):
         claim_folder(storage, {}, "token")
-    draft = memory.draft(checkpoint_name(4), "token")
+    draft = memory.draft(get_checkpoint_name(4), "token")
     draft.create_folder()
     commit(memory, draft, 4, [Manifest({}, {})], encode_json_files({}, {}))
     if latest is not None:
@@ -152,15 +152,15 @@ def test_the_save_folder_gets_only_what_is_newer(
     message = keeper.flush(memory, disk)
     if written:
         assert message is not None and "iteration 4 is written" in message
-        assert read_latest(disk) == 4 and disk.child(checkpoint_name(4)).file_size(MANIFEST)
+        assert read_latest(disk) == 4 and disk.get_child(get_checkpoint_name(4)).get_file_size(MANIFEST)
     else:
         assert message is None and read_latest(disk) == latest and disk.list_names() == before
 
 
 def test_another_user_does_not_choose_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeper, "_MEMORY_FOLDER", tmp_path)
-    one = keeper.Keeper("run", os.getpid(), keeper.process_identity(os.getpid()), False)
+    one = keeper.Keeper("run", os.getpid(), keeper.get_process_identity(os.getpid()), False)
     (tmp_path / "elsewhere").mkdir()
-    keeper._keeper_folder(one).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(PermissionError, match="Remove it"):
+    keeper._get_keeper_folder(one).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PermissionError, match="remove it"):
         keeper.start_or_find("run", os.getpid(), reachable=False, log=lambda _: None)

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.config.cli import load, parse
 from megatron.config.errors import ConfigError
-from megatron.config.flags import find_flag, flags
+from megatron.config.flags import find_flag, get_flags
 from megatron.config.parsed_flags import TRANSLATED_SETTINGS
 from megatron_lab.migration.compat import (
     _NO_EFFECT,
@@ -186,7 +186,7 @@ def test_every_name_has_one_fate() -> None:
         assert known.reason
     for (name, value), reason in UNSUPPORTED_CHOICES.items():
         assert reason
-        assert name not in flags() or value not in flags()[name].choices, (name, value)
+        assert name not in get_flags() or value not in get_flags()[name].choices, (name, value)
 
 
 def test_no_setting_belongs_to_a_family() -> None:
@@ -199,7 +199,7 @@ def test_no_setting_belongs_to_a_family() -> None:
         "straggler-interval",
         "ckpt-step",
     ]
-    assert [name for name in flags() if match_flag_pattern(name) is not None] == both
+    assert [name for name in get_flags() if match_flag_pattern(name) is not None] == both
     for name in both:
         with pytest.raises(ConfigError, match=f"Perhaps you meant --{name}"):
             parse([f"--{name}s", "3"])

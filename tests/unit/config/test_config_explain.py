@@ -13,7 +13,7 @@ from megatron.config.checks.finding import find_out_of_range
 from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
-from megatron.config.flags import flags, topics
+from megatron.config.flags import get_flags, get_topics
 from megatron.config.parsed_flags import REQUESTS
 from megatron.config.rules import RULES
 from megatron_lab.migration.compat import COMPAT_FLAGS, TRANSLATIONS
@@ -23,7 +23,7 @@ from tests.unit.config import test_config_pipeline, test_config_rules, test_conf
 
 
 def test_every_flag_has_a_page() -> None:
-    for name in [*flags(), *REQUESTS, *COMPAT_FLAGS, *(name for name in TRANSLATIONS if name not in flags())]:
+    for name in [*get_flags(), *REQUESTS, *COMPAT_FLAGS, *(name for name in TRANSLATIONS if name not in get_flags())]:
         page = explain(name)
         assert page.startswith(f"--{name}") and page.endswith("\n") and len(page.split()) > 3
         assert all(len(line) <= 110 for line in page.splitlines()), name
@@ -32,8 +32,8 @@ def test_every_flag_has_a_page() -> None:
 def test_a_name_may_have_underscores() -> None:
     """Pages of a setting, of a request to the program, of a flag without effect, and of a flag that is taken as another."""
     names = (
-        min(flags()),
-        *(min(name for name in names if "-" in name) for names in (REQUESTS, COMPAT_FLAGS, {*TRANSLATIONS} - {*flags()})),
+        min(get_flags()),
+        *(min(name for name in names if "-" in name) for names in (REQUESTS, COMPAT_FLAGS, {*TRANSLATIONS} - {*get_flags()})),
     )
     assert all("-" in name and explain(f"--{name.replace('-', '_')}") == explain(name) for name in names), names
 
@@ -91,13 +91,13 @@ def test_what_is_asked_wrongly_is_all_that_is_told(words: list[str], message: st
 
 
 def test_every_number_has_a_unit_and_nothing_else() -> None:
-    for flag in flags().values():
+    for flag in get_flags().values():
         assert (flag.metadata.unit is not None) == (flag.value_type in (int, float)), flag.name
 
 
 def test_conditions_are_about_settings() -> None:
     counted = {"data_ranks", "sharing_ranks", "expert_ranks", "chunks", "microbatches"}
-    known = {flag.field: flag for flag in flags().values()}
+    known = {flag.field: flag for flag in get_flags().values()}
     for flag in known.values():
         assert flag.metadata.active_if is None or flag.field not in flag.metadata.active_if.values
         for beside in (flag.metadata.active_if, *flag.metadata.idle_if):
@@ -109,8 +109,8 @@ def test_conditions_are_about_settings() -> None:
 
 
 def test_every_setting_has_a_text() -> None:
-    for flag in flags().values():
-        assert read_field_docs(topics()[flag.topic])[flag.field].endswith((".", ".)"))
+    for flag in get_flags().values():
+        assert read_field_docs(get_topics()[flag.topic])[flag.field].endswith((".", ".)"))
 
 
 def test_every_rule_says_why() -> None:
@@ -153,7 +153,7 @@ def test_a_rule_declares_all_settings_that_it_reads_and_names() -> None:
 
 
 def test_relations_go_both_ways() -> None:
-    about = {flag.field: find_rules(flag.field) for flag in flags().values()}
+    about = {flag.field: find_rules(flag.field) for flag in get_flags().values()}
     for field, rules in about.items():
         for why, others in rules:
             assert others and why

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.checks.finding import divisors, get_value, is_set, multiples_near
+from megatron.config.checks.finding import find_divisors, find_multiples_near, get_value, is_set
 from megatron.config.checks.single_settings import check_strict_conditions, list_idle_settings
 from megatron.config.cli import load, parse
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
-from megatron.config.flags import Flag, find_flag, flags, topics
+from megatron.config.flags import Flag, find_flag, get_flags, get_topics
 from megatron.config.parallel import ShardingStrategy
 from megatron.config.rules import RULES, find_violations
 from tests.support.rule_cases import (
@@ -146,7 +146,7 @@ CASES: list[Case] = [
         "--window-size 7,0 --window-attn-skip-freq [1,0]*3",
         1,
         {"--window-attn-skip-freq", "--num-layers"},
-        ["The list has 6 entries for 4 layers"],
+        ["The list in the pattern has 6 entries, but the model has 4 layers"],
         ["--num-layers 6"],
     ),
     (
@@ -344,7 +344,13 @@ CASES: list[Case] = [
     ),
     (f"{EXPERTS} --expert-model-parallel-size 3", 6, {"--num-experts"}, ["8 is not divisible"], ["--expert-model-parallel-size 2"]),
     (f"{EXPERTS} --expert-model-parallel-size 4", 2, {"--expert-model-parallel-size"}, ["The 2 ranks of a pipeline stage"], []),
-    (f"{EXPERTS} --moe-layer-freq [1,0]", 1, {"--moe-layer-freq", "--num-layers"}, ["2 entries for 4 layers"], ["--num-layers 2"]),
+    (
+        f"{EXPERTS} --moe-layer-freq [1,0]",
+        1,
+        {"--moe-layer-freq", "--num-layers"},
+        ["2 entries, but the model has 4 layers"],
+        ["--num-layers 2"],
+    ),
     (
         f"{EXPERTS} --moe-ffn-hidden-size 9 --expert-tensor-parallel-size 2",
         2,
@@ -454,12 +460,12 @@ CASES: list[Case] = [
         (f"--step-batch-size-schedule {words}", 1, {"--step-batch-size-schedule"}, [said], [])
         for words, said in {
             "1K:4 2K:8": "does not define the batch size before 1K:4. The first entry must start at 0, such as 0:4",
-            "0:4 1K:2": "shrinks from 0:4 to 1K:2",
+            "0:4 1K:2": "lowers the batch size from 0:4 to 1K:2",
             "0:4 1K:8 0.001M:16": "has two batch sizes that start at the same token, 1K:8 and 1K:16",
-            "0:4 8": "has '8', which is not of the form TOKENS:BATCH",
-            "0:4 1X:8": "has '1X:8', which is not of the form TOKENS:BATCH",
-            "0:0": "has '0:0', whose batch size is not a whole number of at least 1",
-            "0:1.5": "has '0:1.5', whose batch size is not a whole number of at least 1",
+            "0:4 8": "has the entry '8', which is not of the form TOKENS:BATCH",
+            "0:4 1X:8": "has the entry '1X:8', which is not of the form TOKENS:BATCH",
+            "0:0": "has the entry '0:0', whose batch size is not a whole number of at least 1",
+            "0:1.5": "has the entry '0:1.5', whose batch size is not a whole number of at least 1",
         }.items()
     ),
     (
@@ -934,7 +940,7 @@ CASES: list[Case] = [
         "--compile --compile-mode reduce-overhead",
         1,
         {"--compile-mode"},
-        ["--compile-mode reduce-overhead cannot be used", "records CUDA graphs"],
+        ["--compile-mode reduce-overhead cannot be used", "record CUDA graphs"],
         ["--compile-mode max-autotune-no-cudagraphs", "--compile-mode default"],
     ),
     (
@@ -1298,9 +1304,11 @@ def test_what_does_nothing_is_noted_and_taken_back() -> None:
 def test_each_setting_that_may_do_nothing_has_a_case() -> None:
     refused = {finding.fields[0] for case in CASES for finding in check_strict_conditions(config_of(case[0]), 1)}
     assert refused == {
-        flag.field for flag in flags().values() if flag.metadata.active_if is not None and flag.metadata.active_if.strict
+        flag.field for flag in get_flags().values() if flag.metadata.active_if is not None and flag.metadata.active_if.strict
     }
-    noted = {flag.field for flag in flags().values() if flag.metadata.active_if is not None and not flag.metadata.active_if.strict}
+    noted = {
+        flag.field for flag in get_flags().values() if flag.metadata.active_if is not None and not flag.metadata.active_if.strict
+    }
     assert {idle_flag(extra.split()).field for extra in IDLE.strip().splitlines()} >= noted
 
 
@@ -1383,18 +1391,18 @@ def test_what_can_be_run_is_let_through() -> None:
 def test_what_is_required_is_named_together() -> None:
     found = find_violations(Config(), 1)
     missing = {flag for violation in found for flag in violation.flags if "missing" in violation.message}
-    required = {f"--{flag.name}" for flag in flags().values() if flag.metadata.required}
+    required = {f"--{flag.name}" for flag in get_flags().values() if flag.metadata.required}
     assert missing == {*required, *BASE, "--train-samples", "--data-path"} - {"--vocab-size"}
     assert len(found) == len(required) + 2
 
 
 def test_every_number_has_a_range() -> None:
-    for flag in flags().values():
+    for flag in get_flags().values():
         assert (flag.metadata.interval is not None) == (flag.value_type in (int, float)), flag.name
 
 
 def test_defaults_lie_in_their_ranges() -> None:
-    for flag in flags().values():
+    for flag in get_flags().values():
         interval = flag.metadata.interval
         if interval is not None and flag.default not in (None, 0) and not isinstance(flag.default, tuple):
             assert interval.contains(flag.default), flag.name
@@ -1428,7 +1436,7 @@ def test_a_world_of_a_million_is_answered() -> None:
     assert {"world size 999999", "world size 1000020"} <= {item for violation in found for item in violation.nearest}
 
 
-_SETTINGS = [flag for flag in flags().values() if flag.value_type in (int, float) and flag.num_values == 1]
+_SETTINGS = [flag for flag in get_flags().values() if flag.value_type in (int, float) and flag.num_values == 1]
 
 
 @given(
@@ -1439,7 +1447,7 @@ _SETTINGS = [flag for flag in flags().values() if flag.value_type in (int, float
         ),
         max_size=12,
     ),
-    switches=st.sets(st.sampled_from([flag for flag in flags().values() if flag.value_type is bool])),
+    switches=st.sets(st.sampled_from([flag for flag in get_flags().values() if flag.value_type is bool])),
     ramp=st.one_of(st.none(), st.tuples(*[st.integers(-1, 10)] * 3)),
     world_size=st.one_of(st.integers(-1, 64), st.just(10**7)),
     base=st.booleans(),
@@ -1524,12 +1532,12 @@ def test_whether_a_setting_was_changed() -> None:
 
 @given(st.integers(1, 5000))
 def test_divisors(number: int) -> None:
-    assert divisors(number) == [part for part in range(1, number + 1) if number % part == 0]
+    assert find_divisors(number) == [part for part in range(1, number + 1) if number % part == 0]
 
 
 @given(st.integers(0, 500), st.integers(1, 40))
 def test_multiples_near(number: int, unit: int) -> None:
-    found = multiples_near(number, unit)
+    found = find_multiples_near(number, unit)
     assert found == sorted(found)
     assert all(multiple > 0 and multiple % unit == 0 for multiple in found)
     assert number in found or number % unit or number == 0
@@ -1537,4 +1545,4 @@ def test_multiples_near(number: int, unit: int) -> None:
 
 
 def test_topics_are_the_parts_of_config() -> None:
-    assert list(topics()) == [field.name for field in dataclasses.fields(Config)]
+    assert list(get_topics()) == [field.name for field in dataclasses.fields(Config)]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megatron.config.cli import load, parse
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
-from megatron.config.flags import Flag, flags
+from megatron.config.flags import Flag, get_flags
 from megatron.config.save import from_dict, run_record, to_dict, to_yaml
 from megatron.config.version import DISTRIBUTION, __version__
 
@@ -44,7 +44,7 @@ def _values(flag: Flag) -> st.SearchStrategy[object]:
 @st.composite
 def _configs(draw: st.DrawFn, least: int = 0, most: int = 8) -> Config:
     config = Config()
-    every = sorted(flags().values(), key=lambda flag: flag.name)
+    every = sorted(get_flags().values(), key=lambda flag: flag.name)
     chosen = draw(st.sets(st.sampled_from(every), min_size=least, max_size=most))
     for flag in sorted(chosen, key=lambda flag: flag.name):  # the order of a set differs from run to run
         part = dataclasses.replace(getattr(config, flag.topic), **{flag.field: draw(_values(flag))})

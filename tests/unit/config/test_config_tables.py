@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron.config.checks.finding import Finding, format_setting, is_set
 from megatron.config.checks.pipeline import assign_stages, build_chunks, format_layout
 from megatron.config.config import Config
-from megatron.config.flags import flags
+from megatron.config.flags import get_flags
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline_layout import LayoutChunk, parse_layout
 from megatron.pipeline_parallel.partition import Chunk, build_layer_table
@@ -159,7 +159,7 @@ def test_chunks_are_shown_where_the_schedule_places_them(name: str, num_stages: 
 
 
 def test_every_schedule_can_be_asked_for() -> None:
-    assert flags()["pipeline-schedule"].choices == tuple(SCHEDULES)
+    assert get_flags()["pipeline-schedule"].choices == tuple(SCHEDULES)
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9).map(build_chunks))

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 
 from megatron.config.cli import load, parse
 from megatron.config.errors import ConfigError, Violation
-from megatron.config.flags import find_flag, flags
+from megatron.config.flags import find_flag, get_flags
 from megatron.config.parsed_flags import REQUESTS
 from megatron.config.save import run_record
 from megatron.data.tokenizer import predict_embedding_rows
@@ -117,7 +117,7 @@ def test_what_the_rules_suggest_is_accepted(line: CommandLine) -> None:
 
 def misspelled(random: Random) -> Iterator[tuple[list[str], str]]:
     """Settings with values that they can have, spelled wrong."""
-    for flag in random.sample(list(flags().values()), 40):
+    for flag in random.sample(list(get_flags().values()), 40):
         values = [flag.choices[0]] if flag.choices else [] if flag.value_type is bool else ["2"] * (flag.num_values or 1)
         at = random.randrange(1, len(flag.name))
         yield values, flag.name[:at] + random.choice(("", flag.name[at] * 2)) + flag.name[at + 1 :]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megatron.data.blend import Blend, BlendedDataset
 from megatron.data.gpt_dataset import GPTDataset
-from megatron.data.indexed_dataset import MARK_TYPE, DatasetError, IndexedDataset, loss_mask_prefix, open_loss_mask
+from megatron.data.indexed_dataset import MARK_TYPE, DatasetError, IndexedDataset, get_loss_mask_prefix, open_loss_mask
 from megatron.data.indexed_writer import write_dataset
 from megatron.data.samples import DEFAULT_MARKS, DOCUMENT_END, IN_LOSS, DocumentRules, read_microbatch
 from megatron_lab.data_tools.preprocess.chat import ChatEncoder, ChatTemplate, describe_named_template
@@ -133,7 +133,7 @@ def test_chatml_is_known_by_name(tmp_path: Path) -> None:
 def masked(folder: Path, documents: list[list[int]], marks: list[list[int]] | None, name: str = "d") -> GPTDataset:
     """Samples of three tokens of these documents, in their order."""
     prefix = str(folder / name)
-    for path, content, dtype in ((prefix, documents, np.uint16), (loss_mask_prefix(prefix), marks, MARK_TYPE)):
+    for path, content, dtype in ((prefix, documents, np.uint16), (get_loss_mask_prefix(prefix), marks, MARK_TYPE)):
         if content is not None:
             with write_dataset(path, dtype) as writer:
                 for each in content:
@@ -151,12 +151,12 @@ def test_marks_go_with_their_tokens(tmp_path: Path) -> None:
     chats, texts = masked(tmp_path, documents, marks), masked(tmp_path, [[40, 41, 42, 43, 0, 44]], None, "plain")
     blend = BlendedDataset([chats, texts], Blend([1.0, 1.0]))
     for source in (chats, blend):
-        tokens, found = source.samples(0, 12), source.marks(0, 12)
+        tokens, found = source.get_samples(0, 12), source.get_marks(0, 12)
         assert found is not None and found.shape == tokens.shape
         of_chats, ends = (tokens >= 10) & (tokens < 40), np.isin(tokens, [14, 21, 35])
         assert np.array_equal(found[of_chats], (tokens % 2 + DOCUMENT_END * ends)[of_chats])
         assert (found[~of_chats] == DEFAULT_MARKS).all()
-    assert texts.marks(0, 3) is None and BlendedDataset([texts], Blend([1.0])).marks(0, 3) is None
+    assert texts.get_marks(0, 3) is None and BlendedDataset([texts], Blend([1.0])).get_marks(0, 3) is None
 
 
 class Marked:
@@ -164,10 +164,10 @@ class Marked:
 
     seq_length = 6
 
-    def samples(self, first: int, count: int) -> NDArray[np.int64]:
+    def get_samples(self, first: int, count: int) -> NDArray[np.int64]:
         return np.array([[5, 0, 6, 0, 7, 0, 8]])
 
-    def marks(self, first: int, count: int) -> NDArray[np.uint8] | None:
+    def get_marks(self, first: int, count: int) -> NDArray[np.uint8] | None:
         return np.array([[0, 0, IN_LOSS, IN_LOSS | DOCUMENT_END, DEFAULT_MARKS, DEFAULT_MARKS, DEFAULT_MARKS]], MARK_TYPE)
 
 
@@ -192,7 +192,7 @@ def test_marks_of_another_dataset_are_refused(tmp_path: Path, marks: list[list[i
 
 def test_marks_of_another_type_are_refused(tmp_path: Path) -> None:
     masked(tmp_path, [[1, 2, 3, 4]], None)
-    with write_dataset(loss_mask_prefix(str(tmp_path / "d")), np.uint16) as writer:
+    with write_dataset(get_loss_mask_prefix(str(tmp_path / "d")), np.uint16) as writer:
         writer.add_documents([1, 1, 1, 1])
     with pytest.raises(DatasetError, match="uint8"):
         open_loss_mask(IndexedDataset(str(tmp_path / "d")))

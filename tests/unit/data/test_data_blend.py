@@ -29,7 +29,7 @@ weights = st.lists(
 def plain(blend: Blend, num_samples: int) -> list[tuple[int, int]]:
     """Places by counting: the dataset whose count grows."""
     found = []
-    for before, after in itertools.pairwise(blend.counts(number) for number in range(num_samples + 1)):
+    for before, after in itertools.pairwise(blend.count_samples(number) for number in range(num_samples + 1)):
         (dataset,) = (at for at, count in enumerate(after) if count > before[at])
         found.append((dataset, before[dataset]))
     return found
@@ -55,7 +55,7 @@ def test_no_dataset_is_ever_two_samples_from_its_share(weights: list[float], sta
     blend, total = Blend(weights), sum(map(Fraction, weights))
     shares = [Fraction(weight) / total for weight in weights]
     for number in range(start, start + 20):
-        counts = blend.counts(number)
+        counts = blend.count_samples(number)
         assert sum(counts) == number
         for count, share in zip(counts, shares, strict=True):
             if number < 2**40:  # beyond, the rounding of the shares begins to show
@@ -86,7 +86,7 @@ def test_a_bad_chain_of_weights_stays_inside_the_bound() -> None:
     blend = Blend(numbers)
     worst = 0.0
     for number in np.random.RandomState(1).randint(0, 2**31, 600).tolist():
-        errors = [abs(count - weight * number) for count, weight in zip(blend.counts(number), blend.weights, strict=True)]
+        errors = [abs(count - weight * number) for count, weight in zip(blend.count_samples(number), blend.weights, strict=True)]
         worst = max(worst, *errors)
     assert 0.9 < worst < Blend.MAX_ERROR
 
@@ -95,7 +95,7 @@ def test_samples_far_away_are_exact() -> None:
     blend = Blend([1.0, 2.0, 0.5])
     far = 2**61 + 12345
     (dataset, index), *_ = places(blend, np.array([far]))
-    before, after = blend.counts(far), blend.counts(far + 1)
+    before, after = blend.count_samples(far), blend.count_samples(far + 1)
     assert after[dataset] - before[dataset] == 1
     assert index == before[dataset]
 
@@ -127,7 +127,7 @@ def test_the_blend_of_version_one_never_changes() -> None:
         1,
         2,
     ]
-    assert Blend([0.7, 0.1, 0.1, 0.1]).counts(10**12 + 7) == [700000000005, 100000000001, 100000000000, 100000000001]
+    assert Blend([0.7, 0.1, 0.1, 0.1]).count_samples(10**12 + 7) == [700000000005, 100000000001, 100000000000, 100000000001]
 
 
 @pytest.mark.parametrize("bad", [[], [0.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [float("inf"), 1.0]])
@@ -146,12 +146,12 @@ class Numbered(SampleSource):
         self.name = name
         self.calls = 0
 
-    def samples(self, first: int, count: int) -> NDArray[np.int64]:
+    def get_samples(self, first: int, count: int) -> NDArray[np.int64]:
         """Rows of (name, number)."""
         self.calls += 1
         return np.stack([np.full(count, self.name), np.arange(first, first + count)], axis=1)
 
-    def lineage(self, sample_index: int) -> list[DocumentSpan]:
+    def get_lineage(self, sample_index: int) -> list[DocumentSpan]:
         """One document."""
         return [DocumentSpan(str(self.name), sample_index, 0, 2)]
 
@@ -164,13 +164,13 @@ class Numbered(SampleSource):
 def test_samples_come_from_their_datasets_in_the_order_of_each(weights: list[float], first: int, count: int) -> None:
     sources = [Numbered(name) for name in range(len(weights))]
     blended = BlendedDataset(sources, Blend(weights))
-    found = blended.samples(first, count)
+    found = blended.get_samples(first, count)
     expected = [[name, index] for name, index in places(Blend(weights), np.arange(first, first + count))]
     assert found.tolist() == expected
     assert found.shape == (count, 2)
     assert max(source.calls for source in sources) <= 1
     name, index = places(Blend(weights), np.array([first]))[0]
-    assert blended.lineage(first) == [DocumentSpan(str(name), index, 0, 2)]
+    assert blended.get_lineage(first) == [DocumentSpan(str(name), index, 0, 2)]
 
 
 def test_the_report_has_shares_counts_and_what_is_never_read() -> None:
@@ -194,8 +194,8 @@ def test_a_blend_of_token_files_reads_each_in_its_own_order(tmp_path: Path) -> N
         dataset = IndexedDataset(str(tmp_path / f"d{name}"))
         parts.append(GPTDataset(dataset, range(10), split=0, seed=3, seq_length=9, vocab_size=600))
     for blend in (Blend([2.0, 1.0]), GreedyBlend([2.0, 1.0], 60)):
-        found = BlendedDataset(parts, blend).samples(0, 60)
+        found = BlendedDataset(parts, blend).get_samples(0, 60)
         for name, part in enumerate(parts):
             mine = found[found[:, 0] // 300 == name]
-            assert np.array_equal(mine, part.samples(0, len(mine)))
+            assert np.array_equal(mine, part.get_samples(0, len(mine)))
             assert len(mine) == (40, 20)[name]

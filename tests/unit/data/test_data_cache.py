@@ -309,8 +309,8 @@ def test_every_setting_that_changes_the_order_has_an_index_of_its_own(dataset: I
     for _ in range(2):
         cache = open_index_cache(dataset.prefix, None)
         for changes in SETTINGS:
-            expected = gpt(dataset, None, **changes).samples(0, 20)
-            assert np.array_equal(gpt(dataset, cache, **changes).samples(0, 20), expected), changes
+            expected = gpt(dataset, None, **changes).get_samples(0, 20)
+            assert np.array_equal(gpt(dataset, cache, **changes).get_samples(0, 20), expected), changes
     assert cache.loaded_files
     assert not cache.written_files
     assert {path.parent for path in cache.loaded_files} == {tmp_path / "cache"}
@@ -321,7 +321,7 @@ def test_an_index_that_is_built_ahead_is_what_training_reads(dataset: IndexedDat
     assert ["made 10 files" in lines[0], "made 10 files" in lines[1], "test split" in lines[2]] == [True, True, True]
     cache = open_index_cache(dataset.prefix, str(tmp_path / "c"))
     ahead, plain = gpt(dataset, cache), gpt(dataset, None)
-    assert np.array_equal(ahead.samples(0, 2 * ahead.samples_per_epoch), plain.samples(0, 2 * ahead.samples_per_epoch))
+    assert np.array_equal(ahead.get_samples(0, 2 * ahead.samples_per_epoch), plain.get_samples(0, 2 * ahead.samples_per_epoch))
     assert (len(cache.loaded_files), cache.written_files) == (10, [])
     again = build_index(dataset.prefix, split="50,50,0", seed=5, seq_length=9, epochs=2, data_cache_path=str(tmp_path / "c"))
     assert "nothing to do, 10 files were there" in again[0]

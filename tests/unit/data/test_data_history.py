@@ -91,7 +91,7 @@ def test_a_dataset_goes_on_after_what_it_gave() -> None:
         phase(80, {A: 1.0}, seq_length=16),
         phase(100, {A: 0.5, C: 0.5}),
     ]
-    of_a, of_b = map(int, Blend([0.25, 0.75]).counts(40))
+    of_a, of_b = map(int, Blend([0.25, 0.75]).count_samples(40))
     assert find_earlier_periods(phases, A) == [LengthPeriod(8, 20), LengthPeriod(8, of_a), LengthPeriod(16, 20)]
     assert find_earlier_periods(phases, C) == []
     assert find_earlier_periods([*phases[:2], phase(80, {B: 1.0})], B) == [LengthPeriod(8, 20), LengthPeriod(8, of_b)]
@@ -105,7 +105,7 @@ def test_other_batches_do_not_begin_a_blend_anew() -> None:
     thirds = {A: 1 / 3, B: 1 / 3, C: 1 / 3}
     phases = [phase(0, thirds), phase(4, thirds, global_batch_size=8), phase(8, {A: 1.0})]
     for at, part in enumerate((A, B, C)):
-        assert sum(stretch.num_samples for stretch in find_earlier_periods(phases, part)) == Blend([1 / 3] * 3).counts(8)[at]
+        assert sum(stretch.num_samples for stretch in find_earlier_periods(phases, part)) == Blend([1 / 3] * 3).count_samples(8)[at]
     assert [found.first_sample for found in merge_batch_phases(phases)] == [0, 8]
 
 
@@ -181,7 +181,7 @@ def test_no_token_is_read_twice_in_an_epoch_whatever_changes(prefixes: list[str]
         phases = continue_phases(phases, now)
         source = data.build_source(1, phases)
         for number in range(at, at + change.num_samples):
-            pieces = source.lineage(number)
+            pieces = source.get_lineage(number)
             places = [(piece.prefix, piece.document, piece.first_token + i) for piece in pieces for i in range(piece.num_tokens)]
             assert len(places) == change.seq_length + 1
             predicted.update(places[1:])
@@ -192,10 +192,10 @@ def test_no_token_is_read_twice_in_an_epoch_whatever_changes(prefixes: list[str]
 def test_a_run_that_goes_on_unchanged_reads_what_it_would_have_read(prefixes: list[str]) -> None:
     data = train_data(prefixes, (1, 2), 4)
     first = Phase(0, 0, "epoch", 7, 4, 1, None, data.blend_entries(), data.blending)
-    whole = data.build_source(1, [first]).samples(0, 60)
+    whole = data.build_source(1, [first]).get_samples(0, 60)
     # A larger batch is another phase, but the samples stay the same.
     again = data.build_source(1, continue_phases([first], replace(first, first_iteration=20, first_sample=20, global_batch_size=8)))
-    assert np.array_equal(again.samples(20, 40), whole[20:])
+    assert np.array_equal(again.get_samples(20, 40), whole[20:])
 
 
 def test_a_dataset_named_twice_is_refused(prefixes: list[str], tmp_path: Path) -> None:
@@ -242,31 +242,32 @@ def test_which_paths_are_blends(prefixes: list[str], flags: dict[str, list[str]]
 def test_weights_by_size_follow_the_samples_of_an_epoch(prefixes: list[str]) -> None:
     config = DataConfig(train_data_path=tuple(prefixes))
     data = open_datasets(config, seed=7, seq_length=4, tokenizer=NullTokenizer(2000), need_validation=False, need_test=False).train
-    sizes = [(component.dataset.num_tokens(component.documents) - 1) // 4 for component in data.components]
+    sizes = [(component.dataset.count_tokens(component.documents) - 1) // 4 for component in data.components]
     assert [component.weight for component in data.components] == sizes
 
 
 @pytest.mark.parametrize("order", ["epoch", "megatron"])
 def test_a_dataset_of_weight_zero_is_not_read(prefixes: list[str], order: str) -> None:
     source = train_data([*prefixes, "not there"], (1, 2, 0), 4, data_order=order).build_source(50)
-    assert {piece.prefix for number in range(50) for piece in source.lineage(number)} == set(prefixes)
+    assert {piece.prefix for number in range(50) for piece in source.get_lineage(number)} == set(prefixes)
 
 
 def test_equal_ratios_are_the_same_phase() -> None:
-    assert phase(0, {A: 30, B: 70}).settings() == phase(0, {A: 0.3, B: 0.7}).settings()
+    assert phase(0, {A: 30, B: 70}).get_settings() == phase(0, {A: 0.3, B: 0.7}).get_settings()
 
 
 def test_megatrons_blend_by_sizes_has_one_epoch(prefixes: list[str]) -> None:
     config = DataConfig(train_data_path=tuple(prefixes), data_order="megatron")
     data = open_datasets(config, seed=7, seq_length=4, tokenizer=NullTokenizer(2000), need_validation=False, need_test=False).train
     total = int(sum(component.weight for component in data.components))
-    labels = data.build_source(total).samples(0, total)[:, 1:].ravel().tolist()
+    labels = data.build_source(total).get_samples(0, total)[:, 1:].ravel().tolist()
     assert len(set(labels)) == len(labels)
     with pytest.raises(DatasetError, match="training split needs .* one epoch of each"):
         data.build_source(total + 1)
     # Evaluations take the first samples again and again.
     assert np.array_equal(
-        data.build_source(10 * total, num_consumed=total - 1).samples(0, total - 1), data.build_source(total).samples(0, total - 1)
+        data.build_source(10 * total, num_consumed=total - 1).get_samples(0, total - 1),
+        data.build_source(total).get_samples(0, total - 1),
     )
 
 
@@ -278,5 +279,7 @@ def test_megatrons_blend_by_sizes_divides_the_sizes_once(prefixes: list[str]) ->
     data = replace(data, components=tuple(replace(each, weight=size) for each, size in zip(data.components, sizes, strict=True)))
     blend = GreedyBlend(sizes, 100, by_size=True)
     source = data.build_source(100)
-    assert [source.lineage(number)[0].prefix for number in range(100)] == [prefixes[at] for at in blend.locate(np.arange(100))[0]]
+    assert [source.get_lineage(number)[0].prefix for number in range(100)] == [
+        prefixes[at] for at in blend.locate(np.arange(100))[0]
+    ]
     assert blend.weights == [size / sum(sizes) for size in sizes]

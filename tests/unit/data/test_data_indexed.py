@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data import indexed_dataset
-from megatron.data.indexed_dataset import DatasetError, IndexedDataset, token_dtype
+from megatron.data.indexed_dataset import DatasetError, IndexedDataset, get_token_dtype
 from megatron.data.indexed_writer import write_dataset
 
 
@@ -43,17 +43,17 @@ def test_two_documents_make_the_82_bytes_of_the_format(tmp_path: Path) -> None:
 
 
 def test_the_type_follows_the_vocabulary_and_is_read_from_the_file(tmp_path: Path) -> None:
-    assert [token_dtype(size) for size in (257, 65499, 65500, 70000)] == [np.uint16, np.uint16, np.int32, np.int32]
+    assert [get_token_dtype(size) for size in (257, 65499, 65500, 70000)] == [np.uint16, np.uint16, np.int32, np.int32]
     dataset = IndexedDataset(write(tmp_path / "d", [[70000, 1]], np.int32))
     assert (tmp_path / "d.idx").read_bytes()[17] == 4
-    assert dataset.document(0).tolist() == [70000, 1]
+    assert dataset.get_document(0).tolist() == [70000, 1]
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.int32, np.int64, np.uint16])
 def test_every_integer_type_round_trips(tmp_path: Path, dtype: type[np.integer]) -> None:
     top = int(np.iinfo(dtype).max)
     dataset = IndexedDataset(write(tmp_path / "d", [[0, top], [3]], dtype))
-    assert [dataset.document(number).tolist() for number in range(2)] == [[0, top], [3]]
+    assert [dataset.get_document(number).tolist() for number in range(2)] == [[0, top], [3]]
 
 
 @given(documents=st.lists(st.lists(st.integers(0, 65535), max_size=9), max_size=12), block=st.integers(1, 5))
@@ -64,18 +64,18 @@ def test_documents_round_trip_in_blocks_of_any_size(
         patch.setattr(indexed_dataset, "_BLOCK", block)
         dataset = IndexedDataset(write(tmp_path_factory.mktemp("d") / "d", documents))
     assert dataset.num_documents == len(documents)
-    assert [dataset.document(number).tolist() for number in range(len(documents))] == documents
-    assert dataset.num_tokens(range(len(documents))) == sum(map(len, documents))
+    assert [dataset.get_document(number).tolist() for number in range(len(documents))] == documents
+    assert dataset.count_tokens(range(len(documents))) == sum(map(len, documents))
 
 
 def test_documents_of_several_or_no_sequences_keep_their_sequences_together(tmp_path: Path) -> None:
     (tmp_path / "d.bin").write_bytes(struct.pack("<6H", *range(6)))
     (tmp_path / "d.idx").write_bytes(index_bytes([2, 1, 0, 3], [0, 4, 6, 6], [0, 2, 2, 4]))
     dataset = IndexedDataset(str(tmp_path / "d"))
-    assert [dataset.document(number).tolist() for number in range(3)] == [[0, 1, 2], [], [3, 4, 5]]
-    assert dataset.sequences(np.array([2, 1, 0])).tolist() == [2, 3, 0, 1]
-    assert [dataset.document_of(sequence) for sequence in range(4)] == [0, 0, 2, 2]
-    assert dataset.num_tokens(range(1, 3)) == 3
+    assert [dataset.get_document(number).tolist() for number in range(3)] == [[0, 1, 2], [], [3, 4, 5]]
+    assert dataset.get_sequences(np.array([2, 1, 0])).tolist() == [2, 3, 0, 1]
+    assert [dataset.find_document(sequence) for sequence in range(4)] == [0, 0, 2, 2]
+    assert dataset.count_tokens(range(1, 3)) == 3
 
 
 def test_a_failed_block_leaves_the_old_files_and_no_others(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_failed_block_leaves_the_old_files_and_no_others(tmp_path: Path) -> No
         writer.add_documents([3])
         raise RuntimeError
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d.bin", "d.idx"]
-    assert IndexedDataset(prefix).document(0).tolist() == [1, 2]
+    assert IndexedDataset(prefix).get_document(0).tolist() == [1, 2]
 
 
 def test_a_failed_finalise_leaves_nothing(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_an_object_store_is_refused_with_what_to_do() -> None:
 
 def test_a_dataset_without_documents_can_be_opened(tmp_path: Path) -> None:
     dataset = IndexedDataset(write(tmp_path / "d", []))
-    assert (dataset.num_documents, dataset.num_tokens(range(0))) == (0, 0)
+    assert (dataset.num_documents, dataset.count_tokens(range(0))) == (0, 0)
 
 
 def test_the_digest_is_that_of_the_index_wherever_it_lies(tmp_path: Path) -> None:

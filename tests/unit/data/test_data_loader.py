@@ -30,14 +30,14 @@ class Numbers(SampleSource):
         self.bad = bad
         self.read: list[int] = []
 
-    def samples(self, first: int, count: int) -> NDArray[np.int64]:
+    def get_samples(self, first: int, count: int) -> NDArray[np.int64]:
         """Four numbers each, or an error at the bad sample."""
         self.read += range(first, first + count)
         if self.bad in range(first, first + count):
             raise ValueError(f"sample {self.bad} is damaged")
         return np.arange(first, first + count)[:, None] + np.arange(4)
 
-    def lineage(self, sample_index: int) -> list[DocumentSpan]:
+    def get_lineage(self, sample_index: int) -> list[DocumentSpan]:
         """One document for each sample."""
         return [DocumentSpan("numbers", sample_index, 0, 4)]
 
@@ -197,11 +197,11 @@ def test_closing_does_not_wait_for_a_read_that_hangs() -> None:
     began, released = threading.Event(), threading.Event()
 
     class Hanging(Numbers):
-        def samples(self, first: int, count: int) -> NDArray[np.int64]:
+        def get_samples(self, first: int, count: int) -> NDArray[np.int64]:
             if first >= 12:
                 began.set()
                 released.wait(60)
-            return super().samples(first, count)
+            return super().get_samples(first, count)
 
     source = Hanging()
     steps = loader(source, num_workers=1)
@@ -239,7 +239,7 @@ reached = threading.Event()
 
 class Source(SampleSource):
     seq_length = 3
-    def samples(self, first, count):
+    def get_samples(self, first, count):
         if first >= 8:
             reached.set()
             HANG
@@ -266,9 +266,9 @@ def mock(**changes: int) -> MockDataset:
 
 
 def test_mock_tokens_follow_from_seed_split_and_sample() -> None:
-    seven = mock().samples(7, 1)
-    assert np.array_equal(seven, mock().samples(7, 1)) and np.array_equal(seven, mock().samples(5, 4)[2:3])
-    others = [mock().samples(8, 1), mock(seed=2).samples(7, 1), mock(split=1).samples(7, 1)]
+    seven = mock().get_samples(7, 1)
+    assert np.array_equal(seven, mock().get_samples(7, 1)) and np.array_equal(seven, mock().get_samples(5, 4)[2:3])
+    others = [mock().get_samples(8, 1), mock(seed=2).get_samples(7, 1), mock(split=1).get_samples(7, 1)]
     assert not any(np.array_equal(seven, other) for other in others)
 
 
@@ -279,7 +279,7 @@ def test_mock_tokens_follow_one_rule_except_after_a_document(vocab_size: int, eo
     ends = 0
     for split in (0, 1):  # the same rule in validation
         source = mock(vocab_size=vocab_size, eod=eod, seed=seed, split=split)
-        for window in source.samples(0, 40):
+        for window in source.get_samples(0, 40):
             assert window.shape == (51,)
             assert window.dtype == np.int64
             assert 0 <= window.min() <= window.max() < vocab_size
@@ -292,7 +292,7 @@ def test_mock_tokens_follow_one_rule_except_after_a_document(vocab_size: int, eo
 
 
 def test_mock_ids_are_spread_over_the_vocabulary() -> None:
-    used = np.unique(mock().samples(0, 40))
+    used = np.unique(mock().get_samples(0, 40))
     assert all(((used >= start) & (used < start + 125)).sum() >= 7 for start in range(0, 1000, 125))
 
 

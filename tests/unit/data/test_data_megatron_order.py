@@ -126,11 +126,11 @@ def test_every_sample_is_that_of_the_plain_order(
     expected = reference_samples(inside, seq_length, num_samples, seed)
     assert len(expected) >= (num_samples or 0)
     source = megatron(prefix, split, seq_length, num_samples, seed)
-    assert source.samples(0, len(expected)).tolist() == expected
+    assert source.get_samples(0, len(expected)).tolist() == expected
     middle = len(expected) // 2
-    assert source.samples(middle, 1).tolist() == expected[middle : middle + 1]
+    assert source.get_samples(middle, 1).tolist() == expected[middle : middle + 1]
     with pytest.raises(DatasetError, match="no sample"):
-        source.samples(len(expected), 1)
+        source.get_samples(len(expected), 1)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_the_last_epoch_is_apart_below_80_percent_of_its_samples(num_samples: in
 
 def test_the_order_never_changes(tmp_path: Path) -> None:
     write(tmp_path / "d", LENGTHS)
-    assert megatron(tmp_path / "d", range(10), 6, 20, 1234).samples(0, 28)[:, 0].tolist() == [
+    assert megatron(tmp_path / "d", range(10), 6, 20, 1234).get_samples(0, 28)[:, 0].tolist() == [
         *(40, 58, 80, 85, 64, 46, 74, 52, 14, 8, 28, 68, 3, 34),
         *(40, 58, 20, 34, 52, 1, 28, 46, 64, 70, 76, 7, 19, 13),
     ]
@@ -156,14 +156,14 @@ def test_the_order_never_changes(tmp_path: Path) -> None:
 def test_another_length_of_the_run_reads_in_another_order(tmp_path: Path) -> None:
     """The reason why it is not the default."""
     write(tmp_path / "d", LENGTHS)
-    short, long = (megatron(tmp_path / "d", range(10), 6, count, 1).samples(0, 10) for count in (14, 20))
+    short, long = (megatron(tmp_path / "d", range(10), 6, count, 1).get_samples(0, 10) for count in (14, 20))
     assert not np.array_equal(short, long)
 
 
 def test_a_sample_beyond_the_order_and_another_sequence_length_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "d", LENGTHS)
-    with pytest.raises(DatasetError, match=r"no sample 28.*an order for 20 requested samples, which contains 28") as error:
-        megatron(tmp_path / "d", range(10), 6, 20, 1).samples(20, 9)
+    with pytest.raises(DatasetError, match=r"no sample 28.*computed for 20 requested samples and has 28 samples") as error:
+        megatron(tmp_path / "d", range(10), 6, 20, 1).get_samples(20, 9)
     assert str(tmp_path / "d") in str(error.value)
     with pytest.raises(ValueError, match=r"--data-order megatron .*4 before, 6 now") as refusal:
         megatron(tmp_path / "d", range(10), 6, 20, 1, earlier=[LengthPeriod(4, 3)])
@@ -219,7 +219,7 @@ def check_blend(blend: GreedyBlend, expected: list[tuple[int, int]], first: int)
     with pytest.raises(ValueError, match=f"no sample {num_samples}: .* {num_samples} samples"):
         blend.locate(np.arange(first, num_samples + 1))
     taken = [dataset for dataset, _ in expected[:first]]
-    assert blend.counts(first) == [taken.count(dataset) for dataset in range(len(blend.weights))]
+    assert blend.count_samples(first) == [taken.count(dataset) for dataset in range(len(blend.weights))]
 
 
 @given(
@@ -243,7 +243,7 @@ def test_a_dataset_of_weight_0_is_never_chosen() -> None:
     datasets, _ = blend.locate(np.arange(400))
     plain = [(1, 3)[dataset] for dataset, _ in reference_choices([1.0, 3.0], 400)]
     assert datasets.tolist() == plain
-    assert blend.counts(400) == [0, 100, 0, 300]
+    assert blend.count_samples(400) == [0, 100, 0, 300]
     assert blend.weights == [0.0, 0.25, 0.0, 0.75]
 
 

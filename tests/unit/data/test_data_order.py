@@ -13,7 +13,7 @@ from megatron.config.data import parse_split
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.indexed_writer import write_dataset
-from megatron.data.samples import DocumentSpan, MockDataset, permutation
+from megatron.data.samples import DocumentSpan, MockDataset, compute_permutation
 from megatron.data.windows import split_document_ranges
 
 LENGTHS = [5, 1, 0, 17, 3, 40, 2, 2, 11, 6]
@@ -37,28 +37,28 @@ def gpt(dataset: IndexedDataset, *, seq_length: int = 4, seed: int = 1, split: i
 def epoch(samples: GPTDataset, number: int) -> list[list[int]]:
     """The windows of an epoch."""
     count = samples.samples_per_epoch
-    return [window.tolist() for window in samples.samples(number * count, count)]
+    return [window.tolist() for window in samples.get_samples(number * count, count)]
 
 
 @given(count=st.integers(0, 300), seed=st.integers(0, 2**64), stream=st.integers(1, 4))
 def test_a_permutation_holds_each_number_once(count: int, seed: int, stream: int) -> None:
-    order = permutation(count, (stream, seed, 0, 0))
+    order = compute_permutation(count, (stream, seed, 0, 0))
     assert sorted(order.tolist()) == list(range(count))
-    assert np.array_equal(order, permutation(count, (stream, seed, 0, 0)))
+    assert np.array_equal(order, compute_permutation(count, (stream, seed, 0, 0)))
 
 
 def test_permutations_of_other_keys_differ() -> None:
     keys = [(1, 5, 0, 0), (2, 5, 0, 0), (1, 6, 0, 0), (1, 5, 1, 0), (1, 5, 0, 1)]
-    assert len({tuple(permutation(50, key).tolist()) for key in keys}) == len(keys)
+    assert len({tuple(compute_permutation(50, key).tolist()) for key in keys}) == len(keys)
 
 
 def test_the_order_of_version_one_never_changes() -> None:
     """A resumed run must go on in the order in which it began, whatever was released in between."""
-    assert permutation(10, (1, 1234, 0, 0)).tolist() == [4, 8, 6, 0, 3, 1, 9, 5, 2, 7]
+    assert compute_permutation(10, (1, 1234, 0, 0)).tolist() == [4, 8, 6, 0, 3, 1, 9, 5, 2, 7]
 
 
 def test_a_permutation_favours_no_place() -> None:
-    firsts = np.bincount([permutation(4, (1, seed, 0, 0))[0] for seed in range(2000)], minlength=4)
+    firsts = np.bincount([compute_permutation(4, (1, seed, 0, 0))[0] for seed in range(2000)], minlength=4)
     assert (abs(firsts - 500) < 100).all()  # five standard deviations
 
 
@@ -75,16 +75,16 @@ def test_an_epoch_is_the_windows_of_the_permuted_documents(
     documents = np.split(tokens, np.cumsum(lengths)[:-1])
     samples = GPTDataset(IndexedDataset(prefix), range(len(lengths)), split=1, seed=7, seq_length=seq_length, vocab_size=total)
 
-    laid = np.concatenate([documents[at] for at in permutation(len(lengths), (1, 7, 1, number))]).tolist()
+    laid = np.concatenate([documents[at] for at in compute_permutation(len(lengths), (1, 7, 1, number))]).tolist()
     windows = [laid[at : at + seq_length + 1] for at in range(0, total - seq_length, seq_length)]
     assert sorted(epoch(samples, number)) == sorted(windows)
-    order = permutation(len(windows), (2, 7, 1, number))
+    order = compute_permutation(len(windows), (2, 7, 1, number))
     assert epoch(samples, number) == [windows[at] for at in order]
 
 
 def test_the_samples_of_version_one_never_change(dataset: IndexedDataset) -> None:
     """The first tokens of windows in epochs 0 and 1: documents and windows in their order."""
-    assert gpt(dataset, seq_length=6).samples(0, 28)[:, 0].tolist() == [
+    assert gpt(dataset, seq_length=6).get_samples(0, 28)[:, 0].tolist() == [
         *(74, 81, 49, 14, 80, 37, 61, 31, 66, 55, 1, 43, 20, 8),
         *(3, 33, 18, 12, 74, 51, 80, 57, 45, 63, 6, 66, 27, 39),
     ]
@@ -92,9 +92,9 @@ def test_the_samples_of_version_one_never_change(dataset: IndexedDataset) -> Non
 
 def test_made_up_samples_never_change() -> None:
     source = MockDataset(split=1, seed=3, seq_length=11, vocab_size=50, eod=49)
-    assert source.samples(6, 3)[1].tolist() == [31, 2, 43, 23, 9, 17, 26, 49, 49, 25, 36, 14]
-    assert source.samples(6, 0).shape == (0, 12)
-    assert source.lineage(7) == [DocumentSpan("made-up tokens", 7, 0, 12)]
+    assert source.get_samples(6, 3)[1].tolist() == [31, 2, 43, 23, 9, 17, 26, 49, 49, 25, 36, 14]
+    assert source.get_samples(6, 0).shape == (0, 12)
+    assert source.get_lineage(7) == [DocumentSpan("made-up tokens", 7, 0, 12)]
 
 
 def test_epochs_seeds_and_splits_have_other_orders(dataset: IndexedDataset) -> None:
@@ -106,17 +106,17 @@ def test_reading_in_any_order_gives_the_same_samples(dataset: IndexedDataset) ->
     """So a longer run, a resumed run and one that jumps between epochs (and drops their indexes) read the same."""
     forward = gpt(dataset)
     total = 4 * forward.samples_per_epoch
-    expected = forward.samples(0, total)
+    expected = forward.get_samples(0, total)
     assert expected.shape == (total, 5)
-    assert forward.samples(3, 0).shape == (0, 5)
+    assert forward.get_samples(3, 0).shape == (0, 5)
     mixed = gpt(dataset)
-    for number in permutation(total, (3, 0, 0, 0)).tolist():
+    for number in compute_permutation(total, (3, 0, 0, 0)).tolist():
         count = min(1 + number % 7, total - number)
-        assert np.array_equal(mixed.samples(number, count), expected[number : number + count])
+        assert np.array_equal(mixed.get_samples(number, count), expected[number : number + count])
 
 
 def test_a_sample_stays_inside_its_split(dataset: IndexedDataset) -> None:
-    inside = {int(token) for number in range(3, 6) for token in dataset.document(number)}
+    inside = {int(token) for number in range(3, 6) for token in dataset.get_document(number)}
     samples = gpt(dataset, documents=range(3, 6))
     read = {token for window in epoch(samples, 0) for token in window}
     assert read <= inside
@@ -138,7 +138,7 @@ def test_a_token_beyond_the_vocabulary_names_document_and_sizes(tmp_path: Path) 
                 writer.add_documents(document)
         samples = GPTDataset(IndexedDataset(str(tmp_path / "d")), range(2), split=0, seed=0, seq_length=5, vocab_size=300)
         with pytest.raises(DatasetError, match=f"document 1 has token id {bad}.*300 ids") as error:
-            samples.samples(0, 1)
+            samples.get_samples(0, 1)
         assert str(tmp_path / "d") in str(error.value)
         assert "--tokenizer-type" in str(error.value)
 

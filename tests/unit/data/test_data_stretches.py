@@ -14,7 +14,7 @@ from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.history import LengthPeriod, merge_periods
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import write_dataset
-from megatron.data.samples import permutation
+from megatron.data.samples import compute_permutation
 from megatron.data.windows import Intervals, cut_windows
 
 SEED, SPLIT = 11, 1
@@ -46,12 +46,12 @@ def plain(lengths: list[int], run: Run) -> tuple[list[list[tuple[int, list[int]]
     for number, (seq_length, count) in enumerate(run):
         found: list[tuple[int, list[int]]] = []
         while len(found) < count:
-            laid = np.concatenate([tokens[at] for at in permutation(len(lengths), (1, SEED, SPLIT, epoch))]).tolist()
+            laid = np.concatenate([tokens[at] for at in compute_permutation(len(lengths), (1, SEED, SPLIT, epoch))]).tolist()
             key = (2, SEED, SPLIT, epoch) if left is None else (5, SEED, SPLIT, epoch, number)
             intervals = [(0, len(laid))] if left is None else left
             windows = [start for begin, end in intervals for start in range(begin, end - seq_length, seq_length)]
             dropped[epoch] += sum(end - begin - 1 for begin, end in intervals) - len(windows) * seq_length
-            order = permutation(len(windows), key).tolist()[: count - len(found)]
+            order = compute_permutation(len(windows), key).tolist()[: count - len(found)]
             found += [(epoch, laid[windows[at] : windows[at] + seq_length + 1]) for at in order]
             if len(order) == len(windows):
                 epoch, left = epoch + 1, None
@@ -85,7 +85,7 @@ def test_every_stretch_reads_what_those_before_left(tmp_path_factory: pytest.Tem
     expected, dropped = plain(lengths, run)
     predicted: dict[int, list[int]] = defaultdict(list)
     for at, windows in enumerate(expected):
-        found = samples(dataset, run, at).samples(0, run[at][1])
+        found = samples(dataset, run, at).get_samples(0, run[at][1])
         assert found.tolist() == [window for _, window in windows]
         for epoch, window in windows:
             predicted[epoch] += window[1:]
@@ -102,18 +102,18 @@ def test_stretches_of_one_length_are_one_stretch(
     assume(sum(lengths) > max(9, *(seq_length for seq_length, _ in run)))
     dataset = write(tmp_path_factory.mktemp("d") / "d", lengths)
     last, count = run[-1]
-    expected = samples(dataset, run, len(run) - 1).samples(0, count)
+    expected = samples(dataset, run, len(run) - 1).get_samples(0, count)
     for stop in cuts:
         stop = min(stop, count)
         stopped = [*run[:-1], (last, stop // 2), (7, 0), (last, stop - stop // 2), (last, 0)]
-        assert np.array_equal(samples(dataset, stopped, len(stopped) - 1).samples(0, count - stop), expected[stop:])
+        assert np.array_equal(samples(dataset, stopped, len(stopped) - 1).get_samples(0, count - stop), expected[stop:])
 
 
 def test_the_report_says_what_is_read_what_is_left_and_what_is_dropped(tmp_path: Path) -> None:
     dataset = write(tmp_path / "d", [101])
     run = [(10, 4), (7, 0)]
     kept = Intervals(np.array([0]), np.array([101]))
-    left = cut_windows(kept, 10, (2, SEED, SPLIT, 0)).unread_intervals(4)
+    left = cut_windows(kept, 10, (2, SEED, SPLIT, 0)).compute_unread_intervals(4)
     fits = int(((left.ends - left.starts - 1) // 7).sum())
     first, second, third = samples(dataset, run, 1).describe(fits + 7)
     assert "101 tokens; epochs 0.40 to 1.50 of 14 samples (2 tokens of each left out" in first
@@ -134,8 +134,8 @@ def test_the_report_goes_on_where_samples_of_the_same_length_were_read(tmp_path:
 def test_the_windows_of_version_one_never_change(tmp_path: Path) -> None:
     dataset = write(tmp_path / "d", [5, 1, 0, 17, 3, 40, 2, 2, 11, 6])
     run = [(6, 17), (4, 3), (3, 0)]
-    assert samples(dataset, run, 1).samples(0, 10)[:, 0].tolist() == [77, 35, 65, 14, 69, 18, 73, 57, 61, 22]
-    assert samples(dataset, run, 2).samples(0, 10)[:, 0].tolist() == [42, 5, 62, 83, 22, 26, 13, 19, 10, 86]
+    assert samples(dataset, run, 1).get_samples(0, 10)[:, 0].tolist() == [77, 35, 65, 14, 69, 18, 73, 57, 61, 22]
+    assert samples(dataset, run, 2).get_samples(0, 10)[:, 0].tolist() == [42, 5, 62, 83, 22, 26, 13, 19, 10, 86]
 
 
 @given(
@@ -147,7 +147,7 @@ def test_the_windows_of_version_one_never_change(tmp_path: Path) -> None:
 def test_what_is_left_of_a_pass_is_the_complement_of_what_is_read(count: int, seq_length: int, num_read: int, seed: int) -> None:
     windows = cut_windows(Intervals(np.array([5]), np.array([6 + count])), seq_length, (2, seed, 0, 0))
     num_read = min(num_read, len(windows.order))
-    left = windows.unread_intervals(num_read)
+    left = windows.compute_unread_intervals(num_read)
     read = {start + at for start in windows.starts(windows.order[:num_read]).tolist() for at in range(1, seq_length + 1)}
     rest = [at for begin, end in zip(left.starts.tolist(), left.ends.tolist(), strict=True) for at in range(begin + 1, end)]
     assert sorted([*read, *rest]) == list(range(6, 6 + len(windows.order) * seq_length))

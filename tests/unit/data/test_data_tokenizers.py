@@ -248,7 +248,7 @@ def test_a_sentencepiece_model_without_the_ids_that_are_needed_is_refused(tmp_pa
 def test_a_file_that_is_no_sentencepiece_model_is_named(tmp_path: Path, cut: bool) -> None:
     whole = sentencepiece_model(tmp_path).read_bytes() if cut else b"{}"
     (tmp_path / "model").write_bytes(whole[:-50] if cut else whole)
-    with pytest.raises(ValueError, match="--tokenizer-model .* is not a sentencepiece model.*\n  It is truncated"):
+    with pytest.raises(ValueError, match="--tokenizer-model .* is not a sentencepiece model.*\n  The file is truncated"):
         build_tokenizer(DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(tmp_path / "model")))
 
 

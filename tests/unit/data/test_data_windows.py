@@ -46,14 +46,14 @@ def test_lineage_names_the_documents_and_tokens_that_are_read(
     source = GPTDataset(dataset, everything, split=0, seed=4, seq_length=seq_length, vocab_size=65536)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpt_dataset, "_MAX_BATCH_TOKENS", at_once)
-        found = source.samples(0, source.samples_per_epoch)
+        found = source.get_samples(0, source.samples_per_epoch)
     predicted = found[:, 1:].ravel().tolist()
     assert len(set(predicted)) == len(predicted)
     for number, window in enumerate(found.tolist()):
-        pieces = source.lineage(number)
+        pieces = source.get_lineage(number)
         told: list[int] = []
         for piece in pieces:
-            told += dataset.document(piece.document)[piece.first_token : piece.first_token + piece.num_tokens].tolist()
+            told += dataset.get_document(piece.document)[piece.first_token : piece.first_token + piece.num_tokens].tolist()
         assert told == window
         assert all(piece.prefix == dataset.prefix and piece.num_tokens for piece in pieces)
         assert len(pieces) == len({piece.document for piece in pieces})
@@ -73,20 +73,20 @@ def test_every_token_type_is_read_and_checked(tmp_path: Path, dtype: type[np.int
     with write_dataset(prefix, dtype) as writer:
         writer.add_documents(np.array([0, 5, top, 1]), [2, 2])
     settings: dict[str, Any] = {"split": 0, "seed": 0, "seq_length": 3}
-    read = GPTDataset(IndexedDataset(prefix), range(2), vocab_size=top + 1, **settings).samples(0, 1)
+    read = GPTDataset(IndexedDataset(prefix), range(2), vocab_size=top + 1, **settings).get_samples(0, 1)
     assert read.dtype == np.int64
     assert sorted(read[0].tolist()) == sorted([0, 5, top, 1])
     with pytest.raises(DatasetError, match=f"document 1 has token id {top:,}, but the tokenizer has {top:,} ids"):
-        GPTDataset(IndexedDataset(prefix), range(2), vocab_size=top, **settings).samples(0, 1)
+        GPTDataset(IndexedDataset(prefix), range(2), vocab_size=top, **settings).get_samples(0, 1)
 
 
 def test_threads_read_the_same_samples_across_epochs(tmp_path: Path) -> None:
     dataset = write(tmp_path / "d", [[5], [9], [3], [14], [2]])
     settings: dict[str, Any] = {"split": 0, "seed": 0, "seq_length": 4, "vocab_size": 65536}
-    expected = GPTDataset(dataset, range(5), **settings).samples(0, 200)
+    expected = GPTDataset(dataset, range(5), **settings).get_samples(0, 200)
     shared = GPTDataset(dataset, range(5), **settings)
     with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(lambda first: shared.samples(first, 5), [*range(0, 200, 5)] * 3))
+        found = list(threads.map(lambda first: shared.get_samples(first, 5), [*range(0, 200, 5)] * 3))
     assert np.array_equal(np.concatenate(found), np.concatenate([expected] * 3))
 
 

@@ -51,7 +51,7 @@ def read_samples(cache: str) -> None:
         for split, count in ((opened.train, 700), (opened.valid, 150)):
             history = phases if split is opened.train else []
             first = history[-1].first_sample if history else 0
-            samples = split.build_source(count, history).samples(first, count - first)
+            samples = split.build_source(count, history).get_samples(first, count - first)
             assert xxhash.xxh3_128_hexdigest(samples.tobytes()) == case["samples"][str(split.split)], f"{name}, split {split.split}"
 
 

@@ -40,9 +40,9 @@ def check(prefix: str, given: list[list[int]], dtype: type[np.integer]) -> None:
     """They are read, sampled and joined without a conversion."""
     dataset = IndexedDataset(prefix)
     assert dataset.dtype == dtype
-    assert [dataset.document(number).tolist() for number in range(dataset.num_documents)] == given
+    assert [dataset.get_document(number).tolist() for number in range(dataset.num_documents)] == given
     data = GPTDataset(dataset, range(dataset.num_documents), split=0, seed=1, seq_length=3, vocab_size=10)
-    assert data.samples(0, 3).shape == (3, 4)
+    assert data.get_samples(0, 3).shape == (3, 4)
     indexed_writer.join_datasets([prefix, prefix], f"{prefix}_twice")
     code = {2: 8, 4: 4}[np.dtype(dtype).itemsize]
     assert (Path(f"{prefix}_twice.bin").read_bytes(), Path(f"{prefix}_twice.idx").read_bytes()) == expected_files(given * 2, code)

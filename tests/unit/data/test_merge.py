@@ -90,7 +90,7 @@ def test_a_file_that_grows_while_it_is_copied_is_told(tmp_path: Path, monkeypatc
 
 def test_types_that_differ_are_refused(tmp_path: Path) -> None:
     parts = [write(tmp_path / "a", [[1]]), write(tmp_path / "b", [[1]], np.int32)]
-    with pytest.raises(DatasetError, match="b holds tokens of type int32, but .*a holds uint16"):
+    with pytest.raises(DatasetError, match="b holds tokens of type int32, but .*a holds tokens of type uint16"):
         indexed_writer.join_datasets(parts, str(tmp_path / "out"))
 
 

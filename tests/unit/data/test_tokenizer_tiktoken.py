@@ -120,7 +120,7 @@ def test_a_known_file_brings_its_own_settings(tmp_path: Path, monkeypatch: pytes
     tokenizer = build(path)
     assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == (500, 400, 401)
     assert tokenizer.encode(TEXT) == join_plainly(TEXT, LLAMA3_PATTERN, TOKENS)
-    with pytest.raises(ValueError, match="--vocab-size 501 does not fit .* the file of a test"):
+    with pytest.raises(ValueError, match="--vocab-size 501 does not fit .* the vocabulary of a test"):
         build(path, vocab_size=501)
     assert build(path, tiktoken_pattern="v1").vocab_size == len(TOKENS) + 1000  # settings given decide
     assert build(as_list(tmp_path)).eod == 2
@@ -143,8 +143,8 @@ def test_known_files_split_as_their_owners_do() -> None:
     ("settings", "message"),
     [
         ({"tiktoken_special_tokens": ("<s>", "</s>", "<s>")}, "names a token twice"),
-        ({"tiktoken_special_tokens": ("<s>",)}, "must name </s>"),
-        ({"tiktoken_num_special_tokens": 2}, "are 3 tokens, more than --tiktoken-num-special-tokens 2"),
+        ({"tiktoken_special_tokens": ("<s>",)}, "must include </s>"),
+        ({"tiktoken_num_special_tokens": 2}, "has 3 tokens, more than --tiktoken-num-special-tokens 2"),
     ],
 )
 def test_wrong_settings(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
@@ -164,7 +164,7 @@ GOOD = rank_lines(TOKENS)
     [
         (json.dumps(rank_list(TOKENS))[:5000], "is not JSON.*\n.*copy it again"),
         ('{"model": {}}', "must be a JSON list .*HuggingFaceTokenizer"),
-        (json.dumps(rank_list(TOKENS)[1:]), "entry 0: .* should have the rank 0"),
+        (json.dumps(rank_list(TOKENS)[1:]), "entry 0: .* should have the token rank .* 0"),
         (json.dumps([*rank_list(TOKENS), {"rank": len(TOKENS)}]), f"entry {len(TOKENS)}: .* and token_bytes"),
         (json.dumps(rank_list([*TOKENS, b"a"])), f"entry {len(TOKENS)}: the token b'a' is a duplicate"),
         (json.dumps([{"rank": 0, "token_bytes": "!!"}]), "entry 0: '!!' is not base64"),

@@ -136,7 +136,7 @@ def test_files_are_replaced_only_when_asked(
     there.parent.mkdir(exist_ok=True)
     there.write_text("mine")
     assert run(corpus, output, kind) == 1
-    assert f"{there}: exists already" in capsys.readouterr().err
+    assert f"would overwrite {there}" in capsys.readouterr().err
     assert there.read_text() == "mine"
     if kind == "sentencepiece-bpe":
         assert run(corpus, output, kind, "--overwrite") == 0
@@ -171,8 +171,8 @@ def test_more_tokens_than_the_text_has(corpus: Path, tmp_path: Path, capsys: pyt
     ("line", "message"),
     [
         ('{"text": 1}', "corpus.jsonl:43: .* is not a string"),
-        ('{"text": ', "corpus.jsonl:43: not JSON"),
-        ('{"body": "x"}', "corpus.jsonl:43: no key 'text'"),
+        ('{"text": ', "corpus.jsonl:43: the line is not JSON"),
+        ('{"body": "x"}', "corpus.jsonl:43: the line has no key 'text'"),
     ],
 )
 def test_a_bad_line_is_named(corpus: Path, line: str, message: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.config.model import ModelConfig
-from megatron.data_parallel.bucket_plan import BucketPlan, default_bucket_size, plan_buckets
+from megatron.data_parallel.bucket_plan import BucketPlan, get_default_bucket_size, plan_buckets
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.topology import GRADIENT_AXES, Topology
 from megatron.spec.counts import count_parameters
@@ -71,7 +71,7 @@ def test_slices_are_equal_and_hold_every_element_once(ranks: int) -> None:
     for plan in plans(lone_rank(Topology(dp=ranks)), 3000):
         taken = {placed.entry.record.name: torch.zeros(placed.numel) for placed in plan.params}
         for index in range(ranks):
-            for placed, piece in plan.params_in_slice(index):
+            for placed, piece in plan.get_params_in_slice(index):
                 taken[placed.entry.record.name][piece.start : piece.stop] += 1
                 start = placed.offset + piece.start
                 assert index * plan.slice_size <= start < start + piece.stop - piece.start <= (index + 1) * plan.slice_size
@@ -85,7 +85,7 @@ def test_flat_slices_waste_less_than_their_alignment() -> None:
 
 
 def test_the_default_size_grows_with_the_data_ranks() -> None:
-    found = [default_bucket_size(ranks) for ranks in (1, 40, 41, 160, 1024)]
+    found = [get_default_bucket_size(ranks) for ranks in (1, 40, 41, 160, 1024)]
     assert found == [40_000_000, 40_000_000, 41_000_000, 160_000_000, 160_000_000]
 
 
@@ -115,7 +115,7 @@ def test_tied_parameters_are_cut_alike_on_both_stages() -> None:
     found = []
     for rank in (0, 3 * 3):  # the same data rank of the first and the last stage
         (plan,) = [plan for plan in plans(lone_rank(Topology(pp=4, dp=3), rank)) if plan.tied]
-        found.append([plan.params_in_slice(index)[0][1] for index in range(3)])
+        found.append([plan.get_params_in_slice(index)[0][1] for index in range(3)])
     assert found[0] == found[1]
 
 
@@ -136,7 +136,7 @@ def test_each_element_counts_once_in_the_world(topology: Topology, config: Model
         model = build(context, config, sequence_parallel=True, materialized=False)
         for sharding in ("no_shard", "optim", "optim_grads"):
             for group in buckets_of(model, context, 1000, sharding=sharding).groups:  # of 17 slices at most
-                totals[sharding] += sum(placed.slice.numel for shard in group.shards for placed in shard.norm_slices(context))
+                totals[sharding] += sum(placed.slice.numel for shard in group.shards for placed in shard.get_norm_slices(context))
     assert len(totals) == 3 and {*totals.values()} == {count_parameters(config, VOCAB)}
 
 
@@ -149,5 +149,5 @@ def test_what_a_rank_counts_does_not_depend_on_sharding() -> None:
         for sharding in ("no_shard", "optim", "optim_grads"):
             model = build(context, sequence_parallel=True, materialized=False)
             shards = [s for group in buckets_of(model, context, sharding=sharding).groups for s in group.shards]
-            counted.append([(s.record.name, s.norm_slices(context), s.norm_grad.numel()) for s in shards if s.norm_range])
+            counted.append([(s.record.name, s.get_norm_slices(context), s.norm_grad.numel()) for s in shards if s.norm_range])
         assert counted[0] == counted[1] == counted[2]

@@ -49,7 +49,7 @@ def program(topology: Topology, rank: int, schedule: str) -> tuple[Call, ...]:
 def _calls(topology: Topology, rank: int, schedule: str) -> Iterator[Call]:
     """The calls of some steps: messages posted one operation ahead, sums over tensor ranks, gradients that are waited for at the
     end, the sum of the world."""
-    stage = topology.coordinates(rank)["pp"]
+    stage = topology.get_coordinates(rank)["pp"]
     made = build_schedule(schedule, topology.pp, 2 * topology.pp, 2 if schedule == "interleaved" else 1)
     pipeline, tensor = topology.group(rank, "pp"), topology.group(rank, "tp")
     for _ in range(STEPS):

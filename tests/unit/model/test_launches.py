@@ -16,7 +16,7 @@ from megatron.parallel.accumulate import GradSink
 from megatron.parallel.params import ParamTable, Scope
 from megatron.spec.layers import build_layer_specs
 from megatron.spec.weights import build_vocab_weight, iter_weights
-from megatron.tensor_parallel.cross_entropy import LossOptions, OutputLayer, default_chunk_tokens
+from megatron.tensor_parallel.cross_entropy import LossOptions, OutputLayer, get_default_chunk_tokens
 from megatron_lab.planner.kernel_memory import CudaKernels
 from tests.support.launches import FusedNorms, Launches
 from tests.support.lone_rank import lone_rank
@@ -46,7 +46,7 @@ def layer_launches(batch: int) -> list[Counter[str]]:
     """Of forward and backward of one layer in bfloat16, for a first microbatch and one whose gradients are added."""
     table, (spec,) = ParamTable(), build_layer_specs(LLAMA)
     weights = {weight.name: weight for weight in iter_weights(LLAMA, 32000)}
-    block = Block(Scope(lone_rank(), table, weights, torch.bfloat16, False).child("layers.0"), LLAMA, spec, 0)
+    block = Block(Scope(lone_rank(), table, weights, torch.bfloat16, False).get_child("layers.0"), LLAMA, spec, 0)
     for entry in table:
         provide = partial(torch.empty, entry.param.shape, device=META)
         entry.param.grad_sink = GradSink(torch.float32, lambda: None, provide)  # type: ignore[attr-defined]
@@ -76,7 +76,7 @@ def loss_launches(vocab: int, form: LossOptions) -> Counter[str]:
     """Of forward and backward of output layer and loss of one sample in bfloat16."""
     table, config = ParamTable(), ModelConfig(hidden_size=4096, untie_embeddings_and_output_weights=True)
     weight = build_vocab_weight("output.weight", config, vocab, "matrix")
-    layer = OutputLayer(Scope(lone_rank(), table, {weight.name: weight}, torch.bfloat16, False).child("output"), config, form)
+    layer = OutputLayer(Scope(lone_rank(), table, {weight.name: weight}, torch.bfloat16, False).get_child("output"), config, form)
     provide = partial(torch.empty, layer.weight.shape, device=META)
     layer.weight.grad_sink = GradSink(torch.float32, lambda: None, provide)  # type: ignore[attr-defined]
     x = torch.empty(SEQ, 1, 4096, dtype=torch.bfloat16, device=META, requires_grad=True)
@@ -96,7 +96,7 @@ def test_a_cross_entropy(vocab: int) -> None:
 
 def test_a_loss_in_chunks() -> None:
     """Each of four chunks has four products and eleven operations beside them."""
-    size = default_chunk_tokens(SEQ, 128256)
+    size = get_default_chunk_tokens(SEQ, 128256)
     assert SEQ // size == 4
     launches, fewer = (loss_launches(128256, LossOptions(tokens)) for tokens in (size, 2 * size))
     assert sum(number for name, number in launches.items() if "mm" in name) == 4 * 4

@@ -24,7 +24,7 @@ def run(kind: Normalization, dtype: torch.dtype, x: torch.Tensor, dy: torch.Tens
     table = ParamTable()
     spec = NormSpec(kind, 1e-5, has_bias=kind == "LayerNorm")
     weights = {weight.name: weight for weight in norm_weights("norm", spec, SIZE)}
-    norm = Norm(Scope(lone_rank(), table, weights, dtype).child("norm"), spec, SIZE)
+    norm = Norm(Scope(lone_rank(), table, weights, dtype).get_child("norm"), spec, SIZE)
     materialize(norm, table, CPU)
     for entry in table:
         with torch.no_grad():

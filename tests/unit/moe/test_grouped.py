@@ -136,7 +136,7 @@ def test_as_many_launches_for_many_experts_as_for_few(experts: int, monkeypatch:
 
 
 def test_the_rule_of_what_is_grouped() -> None:
-    rule, mib = grouped.experts_per_kernel, 1 << 20
+    rule, mib = grouped.compute_experts_per_kernel, 1 << 20
     assert rule(128 * 256, 128, 2048, 768) == 21, "64 MiB of matrices of 3 MiB"
     assert rule(100, 8, 64, 64) == 8, "all of them"
     assert rule(8 * 1024, 8, 2 * 14336, 4096) == 0, "large products are computed one by one"

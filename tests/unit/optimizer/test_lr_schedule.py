@@ -146,12 +146,12 @@ def test_iterations_of_a_ramp_up_count_as_the_samples_they_take() -> None:
     training = TrainingConfig(train_iters=6, micro_batch_size=2, global_batch_size=8, rampup_batch_size=(2, 2, 12))
     plan = BatchSizePlan(training, data_size=1, seq_length=8)
     sizes = [2, 2, 4, 6, 8, 8]
-    assert [plan.consumed_samples_at(n) for n in range(7)] == [sum(sizes[:n]) for n in range(7)]
+    assert [plan.count_consumed_samples(n) for n in range(7)] == [sum(sizes[:n]) for n in range(7)]
     optimizer = OptimizerConfig(lr=1.0, lr_warmup_iters=3, lr_wsd_decay_iters=2, lr_decay_style="WSD")
-    lengths = compute_schedule_lengths(optimizer, training, plan.consumed_samples_at, plan.total_samples)
+    lengths = compute_schedule_lengths(optimizer, training, plan.count_consumed_samples, plan.total_samples)
     assert lengths == ScheduleLengths(warmup_samples=8, decay_samples=30, wsd_decay_samples=16, total_samples=30)
     late = OptimizerConfig(lr=1.0, lr_warmup_iters=5, lr_decay_style="linear")  # 5 whole batches would be more than the run has
-    assert compute_schedule_lengths(late, training, plan.consumed_samples_at, plan.total_samples).warmup_samples == 22
+    assert compute_schedule_lengths(late, training, plan.count_consumed_samples, plan.total_samples).warmup_samples == 22
 
 
 def test_sample_flags_count_with_train_samples() -> None:

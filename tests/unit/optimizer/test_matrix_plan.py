@@ -8,7 +8,7 @@ import torch
 from megatron.config.training import OptimizerConfig
 from megatron.optimizer import matrix_plan
 from megatron.optimizer.matrix_plan import Matrix, plan_matrices
-from megatron.optimizer.muon import matrix_flops, newton_schulz
+from megatron.optimizer.muon import count_matrix_flops, newton_schulz
 from megatron.parallel.params import ParamPartition, ParamRecord, Split
 from megatron.parallel.topology import GRADIENT_AXES, Topology
 from megatron_lab.planner.rank_profiles import Links
@@ -73,11 +73,11 @@ def test_work_is_that_of_the_products(rows: int, columns: int) -> None:
     x, other, a, b = (torch.ones(1, *shape) for shape in ((rows, columns), (rows, columns), (side, side), (side, side)))
     with StorageLedger() as ledger:
         newton_schulz(x, other, a, b, config.muon_num_ns_steps)
-    assert matrix_flops(Matrix(ParamRecord("w", (rows, columns)), 0, ()), config) == ledger.take_span().work.flops
+    assert count_matrix_flops(Matrix(ParamRecord("w", (rows, columns)), 0, ()), config) == ledger.take_span().work.flops
 
 
 def test_what_leaves_a_node_is_the_share_of_the_others_there() -> None:
     """Of eight ranks of a stage on two nodes, four of seven others are on the other one."""
-    assert Links(Topology(tp=2, dp=4), gpus_per_node=4).inter_node_fractions(0).tolist() == [[4 / 7] * 2] * 4
-    assert Links(Topology(tp=2, dp=4), gpus_per_node=8).inter_node_fractions(0).max() == 0.0
-    assert Links(Topology(pp=2), gpus_per_node=1).inter_node_fractions(1).max() == 0.0
+    assert Links(Topology(tp=2, dp=4), gpus_per_node=4).compute_inter_node_fractions(0).tolist() == [[4 / 7] * 2] * 4
+    assert Links(Topology(tp=2, dp=4), gpus_per_node=8).compute_inter_node_fractions(0).max() == 0.0
+    assert Links(Topology(pp=2), gpus_per_node=1).compute_inter_node_fractions(1).max() == 0.0

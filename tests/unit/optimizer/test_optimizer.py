@@ -16,7 +16,7 @@ import torch
 from megatron.config.training import OptimizerConfig
 from megatron.optimizer import placement
 from megatron.optimizer.optimizer import ShardedOptimizer
-from megatron.optimizer.statistics import count_zeros, squared_norms
+from megatron.optimizer.statistics import compute_squared_norms, count_zeros
 from megatron.parallel.params import ParamPartition, ParamRecord, Shard, ShardGroup
 from megatron.parallel.tensor_slice import FlatRange
 from tests.support.held import state_held_by
@@ -305,7 +305,7 @@ def test_apex_that_is_not_there_is_a_clear_error(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "apex", None)
     monkeypatch.setitem(sys.modules, "apex.optimizers", None)
     for kind in ("adam", "sgd"):
-        with pytest.raises(ValueError, match="--use-apex, but NVIDIA apex is not installed"):
+        with pytest.raises(ValueError, match="--use-apex is set, but NVIDIA apex is not installed"):
             make(shards(), OptimizerConfig(optimizer=kind, use_apex=True))  # type: ignore[arg-type]
 
 
@@ -408,7 +408,7 @@ def test_sums_of_squares_are_exact_to_float32(numel: int) -> None:
     """One float32 reduction over 4.8 million elements came out 1e-3 low."""
     tensor = values(numel, key=numel)
     exact = tensor.double().square().sum().item()
-    found = squared_norms([tensor, tensor.double()], CPU)
+    found = compute_squared_norms([tensor, tensor.double()], CPU)
     assert found.dtype == torch.float64
     assert found[0].item() == pytest.approx(exact, rel=1e-6)
     assert found[1].item() == pytest.approx(exact, rel=1e-13)
@@ -417,13 +417,13 @@ def test_sums_of_squares_are_exact_to_float32(numel: int) -> None:
 def test_equal_numbers_are_the_worst_case() -> None:
     """All roundings of a row go one way."""
     tensor = torch.full((5_000_000,), 0.1)
-    assert squared_norms([tensor], CPU)[0].item() == pytest.approx(tensor[:1].double().square().item() * 5e6, rel=1e-5)
+    assert compute_squared_norms([tensor], CPU)[0].item() == pytest.approx(tensor[:1].double().square().item() * 5e6, rel=1e-5)
 
 
 def test_sums_have_a_place_for_each_tensor_of_any_shape() -> None:
     tensors = [torch.full((2, 3), 2.0), torch.tensor(3.0), torch.zeros(0), torch.full((5000, 2), 1.0).t()]
-    assert squared_norms(tensors, CPU).tolist() == pytest.approx([24.0, 9.0, 0.0, 10_000.0], rel=1e-6)
-    assert squared_norms([], CPU).shape == (0,)
+    assert compute_squared_norms(tensors, CPU).tolist() == pytest.approx([24.0, 9.0, 0.0, 10_000.0], rel=1e-6)
+    assert compute_squared_norms([], CPU).shape == (0,)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -431,11 +431,11 @@ def test_sums_have_a_place_for_each_tensor_of_any_shape() -> None:
 def test_sums_depend_on_the_elements_only(numel: int, dtype: torch.dtype) -> None:
     """Not on where in memory they begin, and not on what they are a part of: so sharding does not change the norm."""
     tensor = values(numel, key=numel, dtype=dtype)
-    alone = squared_norms([tensor], CPU)
+    alone = compute_squared_norms([tensor], CPU)
     for before in (*range(17), 31, 64):
         larger = torch.full((before + numel + 100,), 7.0, dtype=dtype)
         part = larger[before : before + numel].copy_(tensor)
-        assert torch.equal(squared_norms([part], CPU), alone)
+        assert torch.equal(compute_squared_norms([part], CPU), alone)
 
 
 @pytest.mark.parametrize("numel", [10, 10_000])
@@ -444,13 +444,13 @@ def test_what_is_not_finite_shows(numel: int, bad: float) -> None:
     for place in (0, numel // 2, numel - 1):
         tensor = torch.zeros(numel)
         tensor[place] = bad
-        assert not torch.isfinite(squared_norms([tensor, torch.ones(3)], CPU)).tolist()[0]
-        assert squared_norms([tensor, torch.ones(3)], CPU)[1].item() == pytest.approx(3.0)
+        assert not torch.isfinite(compute_squared_norms([tensor, torch.ones(3)], CPU)).tolist()[0]
+        assert compute_squared_norms([tensor, torch.ones(3)], CPU)[1].item() == pytest.approx(3.0)
 
 
 def test_large_finite_gradients_do_not_overflow_as_sums() -> None:
     """Gradients of 1e4 times a loss scale of 2^16, by the million."""
-    assert squared_norms([torch.full((1_000_000,), 1e4 * 2**16)], CPU)[0].item() == pytest.approx(
+    assert compute_squared_norms([torch.full((1_000_000,), 1e4 * 2**16)], CPU)[0].item() == pytest.approx(
         1e6 * (1e4 * 2**16) ** 2, rel=1e-5
     )
 

@@ -85,7 +85,7 @@ def hash_of(name: str) -> int:
 def entries(context: ParallelContext) -> list[ParamEntry]:
     module = nn.Module()
     for record in RECORDS:
-        shape = record.local_shape(context.axis_sizes)
+        shape = record.get_local_shape(context.axis_sizes)
         setattr(module, record.name, nn.Parameter(torch.empty(shape, dtype=torch.float64, device="meta")))
     return [ParamEntry(record, [(module, record.name)]) for record in RECORDS]
 
@@ -100,7 +100,7 @@ def train(
         groups = []
         for plan in plan_buckets(entries(context), context, bucket_size=bucket_size):
             shards = []
-            for placed, piece in plan.params_in_slice(context.group(*plan.axes).rank):
+            for placed, piece in plan.get_params_in_slice(context.group(*plan.axes).rank):
                 record = placed.entry.record
                 weights = values(record.name, placed.entry.param.shape, 0).view(-1)[piece.start : piece.stop].clone()
                 shards.append(Shard(record, piece, weights, torch.zeros_like(weights), range(0)))
@@ -108,12 +108,12 @@ def train(
         optimizer = ShardedOptimizer(groups, config, context, uses_staging=True)
         for step in range(1, STEPS + 1):
             for shard in optimizer.shards:
-                grad = values(shard.record.name, shard.record.local_shape(context.axis_sizes), step)
+                grad = values(shard.record.name, shard.record.get_local_shape(context.axis_sizes), step)
                 shard.grad.copy_(grad.view(-1)[shard.flat_range.start : shard.flat_range.stop])  # type: ignore[union-attr]
             optimizer.step(0.01 * step, 0.1, 0.7)
         for shard in optimizer.shards:
             for kind, tensor in {"weights": shard.weights, **shard.moments}.items():
-                name, numel = f"{kind}.{shard.record.name}", math.prod(shard.record.local_shape(context.axis_sizes))
+                name, numel = f"{kind}.{shard.record.name}", math.prod(shard.record.get_local_shape(context.axis_sizes))
                 whole = found.setdefault(name, torch.full((numel,), math.nan, dtype=torch.float64))
                 part = whole[shard.flat_range.start : shard.flat_range.stop]  # type: ignore[union-attr]
                 assert part.isnan().all(), "held twice"
@@ -161,7 +161,7 @@ def test_the_proof_is_about_something() -> None:
     """Each rank has some; parameters lie on several ranks."""
     context = lone_rank(Topology(dp=3))
     plans = plan_buckets(entries(context), context, bucket_size=None)
-    holders = [{placed.entry.record.name for plan in plans for placed, _ in plan.params_in_slice(index)} for index in range(3)]
+    holders = [{placed.entry.record.name for plan in plans for placed, _ in plan.get_params_in_slice(index)} for index in range(3)]
     assert all(holders) and any(sum(record.name in held for held in holders) > 1 for record in RECORDS)
 
 

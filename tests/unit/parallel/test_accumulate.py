@@ -22,7 +22,7 @@ from megatron.parallel.accumulate import (
     route_grad,
     run_or_defer,
 )
-from megatron.parallel.matmul import has_float32_output, input_product, linear, product_into, weight_product
+from megatron.parallel.matmul import compute_input_product, compute_weight_product, has_float32_output, linear, matmul_into
 from megatron_lab.planner.storages import StorageLedger
 from tests.support.lone_rank import CPU
 from tests.support.sinks import sink_over, summed
@@ -258,8 +258,8 @@ def test_products_are_within_rounding(dtype: torch.dtype, fast_bfloat16: bool, m
         assert error(linear(x, weight), exact) <= ROUNDING[dtype]
         assert error(linear(x, weight, bias), exact + bias.double()) <= ROUNDING[dtype]
         into = torch.empty(40, 6, dtype=dtype)
-        assert error(product_into(into, x.flatten(0, 1), weight.t(), bias).view(20, 2, 6), exact + bias.double()) <= ROUNDING[dtype]
-        back = input_product(x, weight.t().contiguous())
+        assert error(matmul_into(into, x.flatten(0, 1), weight.t(), bias).view(20, 2, 6), exact + bias.double()) <= ROUNDING[dtype]
+        back = compute_input_product(x, weight.t().contiguous())
         assert back.dtype == dtype and error(back, exact) <= ROUNDING[dtype]
 
 
@@ -271,7 +271,7 @@ def test_weight_products_write_or_add(dtype: torch.dtype, wide: bool, add: bool,
     exact = grad_output.double().t() @ x.double() + (into.double() if add else 0.0)
     into = into if add else torch.full_like(into, torch.nan)
     before = into.data_ptr()
-    weight_product(grad_output, x, into, add=add)
+    compute_weight_product(grad_output, x, into, add=add)
     assert into.data_ptr() == before and error(into, exact) <= 2 * ROUNDING[dtype]
 
 
@@ -284,7 +284,7 @@ def test_a_product_in_other_bits_is_made_in_blocks(add: bool, fast_bfloat16: boo
         grad_output, x, into = values(rows, 70, key=1).bfloat16(), values(rows, 4, key=2).bfloat16(), values(70, 4, key=3).float()
         exact = grad_output.double().t() @ x.double() + (into.double() if add else 0.0)
         ledger.take_span()
-        weight_product(grad_output, x, into, add=add)
+        compute_weight_product(grad_output, x, into, add=add)
         # What is made in blocks: the product in 16 bits; or the gradient in 32, beside the whole input.
         assert ledger.take_span().peak_bytes == (block * 2 if fast_bfloat16 else block * 4 + 2 * x.nbytes)
     assert error(into, exact) <= 2 * ROUNDING[torch.bfloat16]
@@ -308,7 +308,7 @@ def test_on_a_gpu_a_wide_product_is_written_where_it_belongs() -> None:
             grad_output, x = (torch.empty(8, size, dtype=torch.bfloat16, device="meta") for size in (7, 4))
             into = torch.empty(7, 4, device="meta")
             ledger.take_span()
-            weight_product(grad_output, x, into, add=add)
+            compute_weight_product(grad_output, x, into, add=add)
         assert ("aten::addmm.dtype_out" if add else "aten::mm.dtype_out") in ledger.op_names
         assert ledger.take_span().peak_bytes == 0
     assert not has_float32_output(CPU, torch.bfloat16)

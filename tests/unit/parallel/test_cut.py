@@ -24,11 +24,11 @@ def check(cut: SequenceSplit, length: int, ranks: int) -> None:
     assert (cut.length, cut.num_ranks, cut.tokens_per_rank) == (length, ranks, length // ranks)
     assert sorted(cut.order.tolist()) == list(range(length))
     for rank in range(ranks):
-        places = cut.positions(rank)
+        places = cut.get_positions(rank)
         assert places.tolist() == sorted(places.tolist()) and len(places) == cut.tokens_per_rank
         assert places.tolist() == cut.order[rank * cut.tokens_per_rank : (rank + 1) * cut.tokens_per_rank].tolist()
-        ends = [end for _, end in cut.token_ranges(rank)]
-        assert all(first > end for (first, _), end in zip(cut.token_ranges(rank)[1:], ends, strict=False)), (
+        ends = [end for _, end in cut.get_token_ranges(rank)]
+        assert all(first > end for (first, _), end in zip(cut.get_token_ranges(rank)[1:], ends, strict=False)), (
             "runs that touch are one"
         )
 
@@ -40,7 +40,7 @@ def test_mirrored_pieces_share_causal_work_evenly() -> None:
         check(cut, length, ranks)
         costs = compute_token_costs(length, {None: 1.0})
         assert split_balanced(costs, ranks) == cut.with_imbalance(costs) and cut.with_imbalance(costs).imbalance == 1.0
-    assert split_zigzag(16, 4).token_ranges(3) == ((6, 10),) and split_zigzag(16, 4).token_ranges(0) == ((0, 2), (14, 16))
+    assert split_zigzag(16, 4).get_token_ranges(3) == ((6, 10),) and split_zigzag(16, 4).get_token_ranges(0) == ((0, 2), (14, 16))
     with pytest.raises(ValueError, match="20 tokens cannot be split over 4 context ranks.* divisible by 8"):
         split_zigzag(20, 4)
 
@@ -68,6 +68,6 @@ def test_documents_are_dealt_by_what_they_cost() -> None:
         check(cut, length, ranks)
         zigzag = split_zigzag(length, ranks).with_imbalance(costs).imbalance
         assert cut.imbalance <= min(zigzag, 1.25), (bounds[:3], zigzag)
-        assert cut.imbalance == max(costs[cut.positions(rank)].sum() for rank in range(ranks)) * ranks / costs.sum()
+        assert cut.imbalance == max(costs[cut.get_positions(rank)].sum() for rank in range(ranks)) * ranks / costs.sum()
     odd = compute_token_costs(24, {None: 1.0}, np.array([0, 20, 24], dtype=np.int32))
     assert split_balanced(odd, 4).segment_length == 3, "no finer cut divides it"

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from megatron.config.model import ModelConfig
 from megatron.model import build as building
-from megatron.model.build import Model, build_model, initialize, tile_size, tile_values
+from megatron.model.build import Model, build_model, compute_tile_size, draw_tile_values, initialize
 from megatron.parallel.params import ParamRecord, Split
-from megatron.parallel.random import DropoutKey, stable_seed
+from megatron.parallel.random import DropoutKey, compute_stable_seed
 from megatron.parallel.topology import Topology
 from megatron.spec.weights import Init
 from tests.support.lone_rank import lone_rank
@@ -74,7 +74,7 @@ def test_every_rank_holds_its_slice_of_the_same_values(config: ModelConfig, topo
     for rank in range(topology.world_size):
         context = lone_rank(topology, rank)
         for entry in build(config, topology, rank).params:
-            box = entry.record.local_slice(context.axis_sizes, context.coordinates)
+            box = entry.record.get_local_slice(context.axis_sizes, context.coordinates)
             place = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
             assert torch.equal(entry.param.detach()[: box.sizes[0]], whole(config)[entry.record.name][place]), entry.record.name
             assert not entry.param.detach()[box.sizes[0] :].any(), "padding is zero"
@@ -112,17 +112,19 @@ def records(draw: st.DrawFn) -> tuple[ParamRecord, int, int, int]:
 
 def whole_parameter(record: ParamRecord) -> torch.Tensor:
     """What one process has, put together from tiles."""
-    rows, columns = tile_size(record)
+    rows, columns = compute_tile_size(record)
     lines = []
     for down in range(-(-math.prod(record.shape[:-1]) // rows)):
-        lines.append(np.concatenate([tile_values(record, SEED, down, n) for n in range(-(-record.shape[-1] // columns))], axis=1))
+        lines.append(
+            np.concatenate([draw_tile_values(record, SEED, down, n) for n in range(-(-record.shape[-1] // columns))], axis=1)
+        )
     return torch.from_numpy(np.concatenate(lines)).reshape(record.shape)
 
 
 def rank_part(record: ParamRecord, ranks: int, rank: int) -> tuple[torch.Tensor, tuple[slice, ...]]:
     """What a rank fills its part with, and where that lies in the whole."""
     context = lone_rank(Topology(tp=ranks), rank)
-    box = record.local_slice(context.axis_sizes, context.coordinates)
+    box = record.get_local_slice(context.axis_sizes, context.coordinates)
     part = torch.full(box.sizes, torch.nan)
     initialize(part, record, context, SEED)
     return part, tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
@@ -171,8 +173,8 @@ def test_tensor_sizes_1_2_3_and_8_have_the_same_values(monkeypatch: pytest.Monke
     [
         ("low - first_column : high - first_column", "0 : high - low", "columns"),
         (
-            "tile_values(record, seed, tile_row, tile_column)",
-            "tile_values(record, seed, tile_row, tile_column - left // columns)",
+            "draw_tile_values(record, seed, tile_row, tile_column)",
+            "draw_tile_values(record, seed, tile_row, tile_column - left // columns)",
             "columns",
         ),
         ("target_rows[start:end] - tile_row * rows", "target_rows[start:end] - target_rows[start]", "rows"),
@@ -192,11 +194,11 @@ def test_a_rank_draws_only_the_tiles_that_it_needs(monkeypatch: pytest.MonkeyPat
 
     def noted(record: ParamRecord, seed: int, down: int, across: int) -> np.ndarray:
         drawn.append((down, across))
-        return tile_values(record, seed, down, across)
+        return draw_tile_values(record, seed, down, across)
 
     monkeypatch.setattr(building, "_TILE_ELEMENTS", 16)
     monkeypatch.setattr(building, "_MAX_TILE_COLUMNS", 8)
-    monkeypatch.setattr(building, "tile_values", noted)
+    monkeypatch.setattr(building, "draw_tile_values", noted)
     record = ParamRecord("w", (2, 16, 8), (Split(1, "tp"),), init=Init(1.0))  # tiles of 2 rows, 8 a half
     initialize(torch.empty(2, 4, 8), record, lone_rank(Topology(tp=4), 1), SEED)
     assert drawn == [(2, 0), (3, 0), (10, 0), (11, 0)]
@@ -239,7 +241,7 @@ def test_no_two_parameters_and_no_two_tiles_are_alike() -> None:
     starts = {tuple((tensor[:8] / tensor[:64].std()).tolist()) for tensor in matrices.values()}
     assert len(starts) == len(matrices) > 12
     record = ParamRecord("w", (256, 2048), init=Init(1.0))  # 4 x 2 tiles
-    firsts = {tuple(tile_values(record, seed, down, across)[0]) for seed in (1, 2) for down in range(4) for across in range(2)}
+    firsts = {tuple(draw_tile_values(record, seed, down, across)[0]) for seed in (1, 2) for down in range(4) for across in range(2)}
     assert len(firsts) == 16
 
 
@@ -278,7 +280,7 @@ def test_building_leaves_the_default_generator_alone() -> None:
     ],
 )
 def test_seeds_are_what_they_always_were(parts: tuple[Any, ...], seed: int) -> None:
-    assert stable_seed(*parts) == seed
+    assert compute_stable_seed(*parts) == seed
 
 
 def test_a_dropout_site_has_the_seed_it_always_had() -> None:
@@ -292,11 +294,11 @@ def test_initial_values_are_what_they_always_were() -> None:
         [0.018017765134572983, -0.007275556679815054, 0.013379544951021671, -0.027123460546135902],
         [-0.01199684850871563, -0.013434262946248055, -0.03459707275032997, -0.017625682055950165],
     ]
-    assert tile_values(record, 1234, 0, 0)[:2].tolist() == expected
+    assert draw_tile_values(record, 1234, 0, 0)[:2].tolist() == expected
 
 
 @given(st.lists(st.integers() | st.text(max_size=3), max_size=3), st.lists(st.integers() | st.text(max_size=3), max_size=3))
 def test_other_parts_give_other_seeds(a: list[Any], b: list[Any]) -> None:
-    assert 0 <= stable_seed(*a) < 2**63
+    assert 0 <= compute_stable_seed(*a) < 2**63
     if a != b and not any("\x1f" in part for part in a + b if isinstance(part, str)):
-        assert stable_seed(*a) != stable_seed(*b)
+        assert compute_stable_seed(*a) != compute_stable_seed(*b)

@@ -17,28 +17,28 @@ from megatron.parallel.tensor_slice import TensorSlice
 
 def test_local_shapes() -> None:
     column = ParamRecord("up", (2, 48, 32), (Split(1, "tp"),))
-    assert column.local_shape({"tp": 4}) == (2, 12, 32)
-    assert column.local_shape({"tp": 4, "dp": 3}) == (2, 12, 32), "an axis that does not split it"
-    assert column.local_shape({}) == (2, 48, 32)
+    assert column.get_local_shape({"tp": 4}) == (2, 12, 32)
+    assert column.get_local_shape({"tp": 4, "dp": 3}) == (2, 12, 32), "an axis that does not split it"
+    assert column.get_local_shape({}) == (2, 48, 32)
     vocabulary = ParamRecord("word", (50, 8), (Split(0, "tp", padded_size=64),))
-    assert vocabulary.local_shape({"tp": 4}) == (16, 8)
-    assert vocabulary.local_shape({}) == (64, 8)
+    assert vocabulary.get_local_shape({"tp": 4}) == (16, 8)
+    assert vocabulary.get_local_shape({}) == (64, 8)
     experts = ParamRecord("experts", (8, 16, 32), (Split(0, "ep"), Split(2, "etp")))
-    assert experts.local_shape({"ep": 4, "etp": 2}) == (2, 16, 16)
+    assert experts.get_local_shape({"ep": 4, "etp": 2}) == (2, 16, 16)
 
 
 def test_held_boxes_by_hand() -> None:
     column = ParamRecord("up", (2, 48, 32), (Split(1, "tp"),))
-    assert column.local_slice({"tp": 4}, {"tp": 2, "dp": 1}) == TensorSlice((0, 24, 0), (2, 12, 32))
+    assert column.get_local_slice({"tp": 4}, {"tp": 2, "dp": 1}) == TensorSlice((0, 24, 0), (2, 12, 32))
     vocabulary = ParamRecord("word", (50, 8), (Split(0, "tp", padded_size=80),))
-    boxes = [vocabulary.local_slice({"tp": 4}, {"tp": rank}) for rank in range(4)]
+    boxes = [vocabulary.get_local_slice({"tp": 4}, {"tp": rank}) for rank in range(4)]
     assert boxes == [
         TensorSlice((0, 0), (20, 8)),
         TensorSlice((20, 0), (20, 8)),
         TensorSlice((40, 0), (10, 8)),
         TensorSlice((50, 0), (0, 8)),
     ]
-    assert ParamRecord("norm", (8,)).local_slice({"tp": 4}, {"tp": 3}) == TensorSlice((0,), (8,)), "replicated"
+    assert ParamRecord("norm", (8,)).get_local_slice({"tp": 4}, {"tp": 3}) == TensorSlice((0,), (8,)), "replicated"
 
 
 @st.composite
@@ -63,10 +63,10 @@ def test_held_boxes_partition_the_tensor(case: tuple[ParamRecord, dict[str, int]
 
     seen: list[int] = []
     for ep, tp in itertools.product(range(sizes["ep"]), range(sizes["tp"])):
-        box = record.local_slice(sizes, {"ep": ep, "tp": tp, "dp": 1})
+        box = record.get_local_slice(sizes, {"ep": ep, "tp": tp, "dp": 1})
         held = whole[tuple(slice(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True))]
         local = padded.chunk(sizes["ep"], 0)[ep].chunk(sizes["tp"], 2)[tp]
-        assert tuple(local.shape) == record.local_shape(sizes)
+        assert tuple(local.shape) == record.get_local_shape(sizes)
         assert torch.equal(local[: box.sizes[0]], held) and (local[box.sizes[0] :] == -1).all()
         seen += held.flatten().tolist()
     assert sorted(seen) == list(range(whole.numel()))
@@ -74,7 +74,7 @@ def test_held_boxes_partition_the_tensor(case: tuple[ParamRecord, dict[str, int]
 
 def test_a_split_that_does_not_divide_is_our_mistake() -> None:
     with pytest.raises(AssertionError, match=r"up: dimension 1 \(48\) does not divide by tp 5"):
-        ParamRecord("up", (2, 48, 32), (Split(1, "tp"),)).local_shape({"tp": 5})
+        ParamRecord("up", (2, 48, 32), (Split(1, "tp"),)).get_local_shape({"tp": 5})
 
 
 def test_replicated_axes() -> None:

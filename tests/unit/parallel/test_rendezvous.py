@@ -165,7 +165,8 @@ def test_looks_at_the_store_are_early_and_then_rare() -> None:
 def test_a_host_that_is_not_there(server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
     with pytest.raises(
-        ValueError, match=r"^rank 1 did not reach the store of the job at 127.0.0.1:1: .*--init-method tcp://127.0.0.1:1 must"
+        ValueError,
+        match=r"^rank 1 did not reach the key-value store of the job at 127.0.0.1:1: .*--init-method tcp://127.0.0.1:1 must",
     ):
         rendezvous.rendezvous(ProcessInfo(1, 1, SIZE), 1.0, "tcp://127.0.0.1:1")
     with pytest.raises(ValueError, match=rf"^rank 0 cannot open .*--init-method tcp://127.0.0.1:{server.port} must name"):
@@ -218,11 +219,11 @@ def test_a_store_that_is_not_there(server: dist.TCPStore, monkeypatch: pytest.Mo
     """Nobody listens, and for the first rank a port that another has."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
     with pytest.raises(
-        ValueError, match=rf"^rank 0 cannot open the store of the job at 127.0.0.1:{server.port}: .*MASTER_PORT must"
+        ValueError, match=rf"^rank 0 cannot open the key-value store of the job at 127.0.0.1:{server.port}: .*MASTER_PORT must"
     ):
         rendezvous.rendezvous(ProcessInfo(0, 0, SIZE), 1.0)
     monkeypatch.setenv("MASTER_PORT", "1")
     began = time.monotonic()
-    with pytest.raises(ValueError, match=r"^rank 1 did not reach the store of the job at 127.0.0.1:1: .*MASTER_ADDR"):
+    with pytest.raises(ValueError, match=r"^rank 1 did not reach the key-value store of the job at 127.0.0.1:1: .*MASTER_ADDR"):
         rendezvous.rendezvous(ProcessInfo(1, 1, SIZE), 1.0)
     assert time.monotonic() - began < 30

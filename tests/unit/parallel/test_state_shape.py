@@ -31,7 +31,7 @@ STATES = {
 
 def lies_over(state: StateShape, shape: tuple[int, ...]) -> torch.Tensor:
     """For each element of a parameter, by itself, the flat number of the state that lies over it."""
-    numbers = torch.arange(math.prod(state.shape(shape))).view(state.shape(shape))
+    numbers = torch.arange(math.prod(state.get_shape(shape))).view(state.get_shape(shape))
     if state is PER_ROW:
         return numbers.unsqueeze(-1).expand(shape)
     if state is PER_COLUMN:
@@ -50,7 +50,7 @@ def test_a_piece_has_the_numbers_over_its_elements(name: str, shape: tuple[int, 
 def check_pieces(state: StateShape, shape: tuple[int, ...], ranks: int) -> None:
     length = shape[-1] // ranks
     local = (*shape[:-1], length)
-    numbers = torch.arange(math.prod(state.shape(shape))).view(state.shape(shape))
+    numbers = torch.arange(math.prod(state.get_shape(shape))).view(state.get_shape(shape))
 
     @functools.cache
     def numbers_in(box: TensorSlice) -> list[int]:
@@ -61,14 +61,14 @@ def check_pieces(state: StateShape, shape: tuple[int, ...], ranks: int) -> None:
         held = TensorSlice((*(0 for _ in shape[:-1]), rank * length), local)
         over = lies_over(state, shape)[held.index].reshape(-1).tolist()
         for start, stop in itertools.combinations(range(held.numel + 1), 2):
-            boxes = [placed.slice for placed in state.slices(local, held, FlatRange(start, stop))]
+            boxes = [placed.slice for placed in state.get_slices(local, held, FlatRange(start, stop))]
             covered = [number for box in boxes for number in numbers_in(box)]
             found, distinct = set(over[start:stop]), set(covered)
             assert len(distinct) == len(covered)
             assert found <= distinct if state is PER_COLUMN else found == distinct  # a piece within a row has all columns
             most[stop - start] = max(most.get(stop - start, 0), len(covered))
-    rooms = {count: state.max_numel(shape, local, count) for count in most}
-    assert all(rooms[count] >= needed for count, needed in most.items()) and state.max_numel(shape, local, 0) == 0
+    rooms = {count: state.compute_max_numel(shape, local, count) for count in most}
+    assert all(rooms[count] >= needed for count, needed in most.items()) and state.compute_max_numel(shape, local, 0) == 0
     assert all(rooms[count] <= most[count] + (state is PER_COLUMN) * length + 1 for count in most), "no more than needed"
 
 
@@ -91,14 +91,14 @@ def test_boxes_of_all_ranks_make_up_the_state(name: str, shape: tuple[int, ...],
                 low = min(rank * local[split], shape[split])
                 offsets[split], sizes[split] = low, min(low + local[split], shape[split]) - low
             held = TensorSlice(tuple(offsets), tuple(sizes))
-            numbers = torch.arange(math.prod(state.shape(shape))).view(state.shape(shape))
+            numbers = torch.arange(math.prod(state.get_shape(shape))).view(state.get_shape(shape))
             for start, stop in itertools.pairwise(cuts):
-                placed = state.slices(tuple(local), held, FlatRange(start, stop))
-                room = torch.full((state.max_numel(shape, tuple(local), stop - start),), -1)
+                placed = state.get_slices(tuple(local), held, FlatRange(start, stop))
+                room = torch.full((state.compute_max_numel(shape, tuple(local), stop - start),), -1)
                 for one in placed:  # boxes do not overlap in memory
                     view = room[one.offset : one.offset + one.slice.numel]
                     assert (view == -1).all()
                     view.copy_(numbers[one.slice.index].reshape(-1))
                     boxes.append(one.slice)
         distinct = list(dict.fromkeys(boxes))
-        assert is_partition(state.shape(shape), distinct), "equal or disjoint, and together the whole"
+        assert is_partition(state.get_shape(shape), distinct), "equal or disjoint, and together the whole"

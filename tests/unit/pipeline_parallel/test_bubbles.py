@@ -14,7 +14,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron.pipeline_parallel.simulate import simulate
-from megatron.pipeline_parallel.validate import peak_live_activations
+from megatron.pipeline_parallel.validate import compute_peak_live_activations
 from megatron.spec.operations import OpCosts, add_recompute
 from megatron.spec.schedules import SCHEDULES
 from megatron_lab.schedule_plots.formulas import compute_expected
@@ -125,7 +125,7 @@ def test_what_the_table_expects(name: str, p: int, m: int, v: int, costs: OpCost
     assert table.bubble_time is not None or not known
     assert table.bubble_time in (None, bubble(name, p, m, v, costs))
     assert table.max_activations is not None or (name == "zb-v" and m < 2 * p - 1)
-    assert table.max_activations in (None, peak_live_activations(schedule))
+    assert table.max_activations in (None, compute_peak_live_activations(schedule))
 
 
 # ---- messages that take time

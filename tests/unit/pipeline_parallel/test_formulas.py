@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline_parallel.validate import peak_live_activations
+from megatron.pipeline_parallel.validate import compute_peak_live_activations
 from megatron.spec.operations import OpCosts
 from megatron.spec.schedules import SCHEDULES, build_schedule
 from megatron_lab.schedule_plots.formulas import SCHEDULE_FORMULAS, ExpectedValues, compute_expected
@@ -34,7 +34,7 @@ def test_a_formula_that_is_given_is_exact(name: str, stages: int, microbatches: 
         assert timeline(name, stages, microbatches, chunks, costs).step_time == step
     if said.max_activations is not None:
         schedule = build_schedule(name, stages, microbatches, chunks_of(name, chunks))
-        assert said.max_activations == peak_live_activations(schedule)
+        assert said.max_activations == compute_peak_live_activations(schedule)
 
 
 @given(st.integers(2, 10), st.integers(0, 20), st.integers(0, 9), st.integers(0, 9), st.integers(0, 9))

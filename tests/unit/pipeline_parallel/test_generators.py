@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline_parallel.validate import peak_live_activations, validate
+from megatron.pipeline_parallel.validate import compute_peak_live_activations, validate
 from megatron.spec.operations import Op, Schedule, extract_forwards, truncate_microbatches
 from megatron.spec.schedules import SCHEDULES, assign_chunks, build_schedule
 from tests.support.schedule_examples import B, F, I, W, generated_schedules, random_schedules
@@ -93,13 +93,13 @@ def test_live_activations(name: str, stages: int, microbatches: int, chunks: int
     """An activation lives from its forward to the end of its backward: where that is split, of its weight gradient."""
     schedule, chunks = make(name, stages, microbatches, chunks)
     expected = tuple(LIVE[name](stages, microbatches, chunks, stage) for stage in range(stages))
-    assert peak_live_activations(schedule) == expected
+    assert compute_peak_live_activations(schedule) == expected
 
 
 @given(STAGES, MICROBATCHES)
 def test_live_activations_of_zb_v(stages: int, microbatches: int) -> None:
     """Qi et al. 2023, section 6: 2p of half a stage each on every rank; fewer while there are not as many microbatches."""
-    peaks = peak_live_activations(build_schedule("zb-v", stages, microbatches, 2))
+    peaks = compute_peak_live_activations(build_schedule("zb-v", stages, microbatches, 2))
     if microbatches >= 2 * stages - 1:
         assert peaks == (2 * stages,) * stages
     assert max(peaks) == min(2 * stages, 2 * microbatches)
@@ -198,5 +198,7 @@ def test_the_registry_says_what_it_cannot_make() -> None:
 
 @pytest.mark.parametrize("numbers", [(0, 1, 1), (1, 0, 1), (1, 1, 0), (-2, 4, 1)])
 def test_nothing_has_no_schedule(numbers: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="must be at least 1, not {}, {}, {}".format(*numbers)):
+    with pytest.raises(
+        ValueError, match="must be at least 1, not {} stages, {} microbatches and {} chunks per stage".format(*numbers)
+    ):
         build_schedule("interleaved", *numbers)

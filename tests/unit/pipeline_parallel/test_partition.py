@@ -95,10 +95,18 @@ def test_tables_by_hand(num_layers: int, places: tuple[int, ...], expected: list
 @pytest.mark.parametrize(
     ("num_layers", "places", "message"),
     [
-        (3, assign_chunks_round_robin(4), "3 layers cannot fill 4 pipeline stages: each needs at least one"),
-        (0, assign_chunks_round_robin(1), "0 layers cannot fill 1 pipeline stages: each needs at least one"),
-        (3, assign_chunks_round_robin(2, 2), "3 layers cannot fill 2 pipeline stages with 2 chunks each: each needs at least one"),
-        (5, assign_chunks_v_shape(3), "5 layers cannot fill 3 pipeline stages with 2 chunks each: each needs at least one"),
+        (3, assign_chunks_round_robin(4), "3 layers cannot fill 4 pipeline stages: each stage needs at least one layer"),
+        (0, assign_chunks_round_robin(1), "0 layers cannot fill 1 pipeline stages: each stage needs at least one layer"),
+        (
+            3,
+            assign_chunks_round_robin(2, 2),
+            "3 layers cannot fill 2 pipeline stages with 2 chunks each: each chunk needs at least one layer",
+        ),
+        (
+            5,
+            assign_chunks_v_shape(3),
+            "5 layers cannot fill 3 pipeline stages with 2 chunks each: each chunk needs at least one layer",
+        ),
     ],
 )
 def test_a_chunk_without_a_layer_is_refused(num_layers: int, places: tuple[int, ...], message: str) -> None:
@@ -145,9 +153,9 @@ def test_embedding_and_loss_counted_as_a_layer_each(num_layers: int, places: tup
 def test_ends_may_be_empty_but_no_other_chunk() -> None:
     with pytest.raises(ValueError, match="0 layers cannot fill 1 pipeline stages"):
         partition_layers(0, assign_chunks_round_robin(1), embedding_cost=1, loss_cost=1)
-    with pytest.raises(ValueError, match="5 layers cannot fill 8 pipeline stages: 6 of these need at least one"):
+    with pytest.raises(ValueError, match="5 layers cannot fill 8 pipeline stages: 6 of these stages need at least one layer"):
         partition_layers(5, assign_chunks_round_robin(8), embedding_cost=1, loss_cost=1)
-    with pytest.raises(ValueError, match="6 layers cannot fill 8 pipeline stages: 7 of these need at least one"):
+    with pytest.raises(ValueError, match="6 layers cannot fill 8 pipeline stages: 7 of these stages need at least one layer"):
         partition_layers(6, assign_chunks_round_robin(8), loss_cost=1)
     assert lengths(partition_layers(7, assign_chunks_round_robin(8), loss_cost=1)) == [1, 1, 1, 1, 1, 1, 1, 0]
 
@@ -157,7 +165,7 @@ def test_unequal_layers() -> None:
     costs = [3, 1, 1, 1, 6, 2, 2, 2]
     assert lengths(partition_layers(8, assign_chunks_round_robin(3), layer_costs=costs)) == [4, 1, 3]
     assert lengths(partition_layers(8, assign_chunks_round_robin(3), layer_costs=costs, loss_cost=3)) == [4, 2, 2]
-    with pytest.raises(ValueError, match="there are costs for 8 layers, but the model has 9 layers"):
+    with pytest.raises(ValueError, match="has 8 values, but the model has 9 layers"):
         partition_layers(9, assign_chunks_round_robin(3), layer_costs=costs)
 
 
@@ -193,40 +201,65 @@ def test_given_sizes_of_the_ends_are_kept_and_the_rest_is_even(case: tuple[int, 
 @pytest.mark.parametrize(
     ("places", "first", "last", "message"),
     [
-        (assign_chunks_round_robin(4), 17, None, "the first pipeline stage cannot hold 17 of 16 layers"),
-        (assign_chunks_round_robin(4), 0, None, "the first pipeline stage cannot hold 0 of 16 layers"),
-        (assign_chunks_round_robin(4), None, -1, "the last pipeline stage cannot hold -1 of 16 layers"),
+        (
+            assign_chunks_round_robin(4),
+            17,
+            None,
+            "--decoder-first-pipeline-num-layers 17: the first pipeline stage cannot hold 17 of 16 layers. Change this number",
+        ),
+        (
+            assign_chunks_round_robin(4),
+            0,
+            None,
+            "--decoder-first-pipeline-num-layers 0: the first pipeline stage cannot hold 0 of 16 layers. Change this number",
+        ),
+        (
+            assign_chunks_round_robin(4),
+            None,
+            -1,
+            "--decoder-last-pipeline-num-layers -1: the last pipeline stage cannot hold -1 of 16 layers. Change this number",
+        ),
         (
             assign_chunks_round_robin(4, 2),
             3,
             None,
-            "the first pipeline stage cannot hold 3 of 16 layers: they must be divided equally among its 2 virtual stages",
+            "--decoder-first-pipeline-num-layers 3: the first pipeline stage cannot hold 3 of 16 layers, "
+            "which must be divided equally among 2 virtual stages. Change this number",
         ),
         (
             assign_chunks_round_robin(4),
             8,
             7,
-            "the first and last pipeline stage take 15 of 16 layers, so 1 remain, but the other stages need at least 2",
+            "--decoder-first-pipeline-num-layers 8 and --decoder-last-pipeline-num-layers 7 take 15 of 16 layers, "
+            "so 1 of the layers remain, but the other stages need at least 2 layers. Lower these numbers",
         ),
         (
             assign_chunks_round_robin(4, 2),
             None,
             12,
-            "the first and last pipeline stage take 12 of 16 layers, so 4 remain, but the other stages need at least 6",
+            "--decoder-last-pipeline-num-layers 12 takes 12 of 16 layers, so 4 of the layers remain, "
+            "but the other stages need at least 6 layers. Lower these numbers",
         ),
         (
             assign_chunks_round_robin(2),
             8,
             7,
-            "the first and last pipeline stage take 15 of 16 layers, so 1 remain, but no other stage can take them",
+            "--decoder-first-pipeline-num-layers 8 and --decoder-last-pipeline-num-layers 7 take 15 of 16 layers, "
+            "so 1 of the layers remain, but no other stage can take them. Raise these numbers",
         ),
         (
             assign_chunks_round_robin(1),
             15,
             None,
-            "the first and last pipeline stage take 15 of 16 layers, so 1 remain, but no other stage can take them",
+            "--decoder-first-pipeline-num-layers 15 takes 15 of 16 layers, so 1 of the layers remain, "
+            "but no other stage can take them. Raise these numbers",
         ),
-        (assign_chunks_round_robin(1), 16, 15, "the last pipeline stage cannot hold 15 of 16 layers"),
+        (
+            assign_chunks_round_robin(1),
+            16,
+            15,
+            "--decoder-last-pipeline-num-layers 15: the last pipeline stage cannot hold 15 of 16 layers. Change this number",
+        ),
     ],
 )
 def test_sizes_that_leave_no_table_are_refused(places: tuple[int, ...], first: int | None, last: int | None, message: str) -> None:
@@ -245,11 +278,11 @@ def test_a_layout_is_taken_as_it_is() -> None:
 
 def test_a_layout_that_does_not_fit_is_refused() -> None:
     layout = [LayoutChunk(True, 3, False), LayoutChunk(False, 4, True)]
-    with pytest.raises(ValueError, match=re.escape("does not match the model: it has 7 layers (t), but the model has 8.")):
+    with pytest.raises(ValueError, match=re.escape("does not match the model: it has 7 layers (t), but the model has 8 layers.")):
         partition_layers(8, assign_chunks_round_robin(2), layout=layout)
-    with pytest.raises(ValueError, match=r"it has 2 chunks, but the schedule has 3\."):
+    with pytest.raises(ValueError, match=r"it has 2 chunks, but the schedule has 3 chunks\."):
         partition_layers(7, assign_chunks_round_robin(3), layout=layout)
-    with pytest.raises(ValueError, match=r"it has 2 chunks, but the schedule has 4\."):
+    with pytest.raises(ValueError, match=r"it has 2 chunks, but the schedule has 4 chunks\."):
         partition_layers(7, assign_chunks_round_robin(2, 2), layout=layout)
 
 

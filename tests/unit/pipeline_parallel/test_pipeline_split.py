@@ -68,14 +68,18 @@ def test_tables_of_settings(parallel: ParallelConfig, expected: list[int]) -> No
 @pytest.mark.parametrize(
     ("layers", "parallel", "message"),
     [
-        (24, settings(25), "24 layers cannot fill 25 pipeline stages: each needs at least one"),
+        (24, settings(25), "24 layers cannot fill 25 pipeline stages: each stage needs at least one layer"),
         (3, settings(2, num_virtual_stages_per_pipeline_rank=2), "3 layers cannot fill 2 pipeline stages with 2 chunks each"),
-        (24, settings(4, num_layers_per_virtual_pipeline_stage=5), "24 layers do not divide among 4 pipeline stages"),
-        (24, settings(4, pipeline_model_parallel_layout="Et*9|(t*5|)*2,t*4,L"), "it has 23 layers (t), but the model has 24."),
+        (
+            24,
+            settings(4, num_layers_per_virtual_pipeline_stage=5),
+            "24 layers do not divide evenly among 4 pipeline stages, in chunks of 5",
+        ),
+        (24, settings(4, pipeline_model_parallel_layout="Et*9|(t*5|)*2,t*4,L"), "it has 23 layers (t), but the model has 24"),
         (
             24,
             settings(4, pipeline_model_parallel_layout="Et*9|t*15|L"),
-            "3 chunks of the layout do not divide among 4 pipeline stages",
+            "3 chunks of the layout do not divide evenly among 4 pipeline stages",
         ),
         (24, settings(2, pipeline_model_parallel_layout="Et*24|L|"), "L is at character 7, but the loss must be last"),
         (

@@ -147,7 +147,7 @@ def test_unit_times_are_the_fastest_of_each_unit(clock: Clock) -> None:
     wanted = [UnitTimes(1.0, 2.0), UnitTimes(4.0, 8.0), UnitTimes(16.0, 32.0)]
     units = [Unit(times) for times in wanted]
     train: Any = SimpleNamespace(
-        model=SimpleNamespace(chunks={0: SimpleNamespace(units=lambda: units)}), executor=SimpleNamespace(recorder=None)
+        model=SimpleNamespace(chunks={0: SimpleNamespace(get_units=lambda: units)}), executor=SimpleNamespace(recorder=None)
     )
     found = UnitClock(train)
     assert train.executor.recorder is found
@@ -164,7 +164,7 @@ def test_unit_times_are_the_fastest_of_each_unit(clock: Clock) -> None:
         found.start(backward)
         x.backward()  # type: ignore[no-untyped-call]
         found.end(backward)
-    assert found.times() == wanted
+    assert found.compute_times() == wanted
 
 
 # ---- perfect overlap

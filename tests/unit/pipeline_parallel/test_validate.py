@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline_parallel.validate import peak_live_activations, validate
+from megatron.pipeline_parallel.validate import compute_peak_live_activations, validate
 from megatron.spec.operations import Message, Op, OpType, Schedule, extract_forwards
 from megatron.spec.schedules import SCHEDULES, build_1f1b, build_gpipe, build_schedule
 from tests.support.schedule_examples import B, F, I, R, W, first_of, random_schedules, split_backwards
@@ -30,7 +30,7 @@ def test_any_order_that_meets_its_needs_is_accepted(schedule: Schedule) -> None:
         assert live[-1] == 0
         peaks.append(max(live))
     validate(schedule)
-    assert peak_live_activations(schedule) == tuple(peaks)
+    assert compute_peak_live_activations(schedule) == tuple(peaks)
 
 
 @pytest.mark.parametrize("weights_last", [False, True])
@@ -38,7 +38,7 @@ def test_split_backwards_are_accepted(weights_last: bool) -> None:
     """An activation lives until its weight gradient, so weight gradients at the end keep all."""
     schedule = split_backwards(build_1f1b(3, 7), weights_last)
     validate(schedule)
-    assert peak_live_activations(schedule) == ((7, 7, 7) if weights_last else (3, 2, 1))
+    assert compute_peak_live_activations(schedule) == ((7, 7, 7) if weights_last else (3, 2, 1))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -60,7 +60,7 @@ def test_recompute_may_stand_anywhere_between_forward_and_gradient(name: str) ->
             ]
         again = [op for ops in schedule.ops for op in ops if op.type is R]
         assert sorted(again) == [Op(R, chunk, m) for chunk in sorted(recomputed) for m in range(5)]
-        assert peak_live_activations(schedule) == peak_live_activations(plain)
+        assert compute_peak_live_activations(schedule) == compute_peak_live_activations(plain)
         assert extract_forwards(schedule).ops == extract_forwards(plain).ops
 
 

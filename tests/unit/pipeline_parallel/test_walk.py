@@ -70,5 +70,7 @@ def test_it_names_the_stages_that_wait() -> None:
     with pytest.raises(ValueError) as failure:
         next(steps)
     assert str(failure.value) == (
-        "schedule gpipe deadlocks: stage 0 before B of chunk 0, microbatch 0; stage 2 before F of chunk 2, microbatch 0"
+        "schedule gpipe deadlocks: stage 0 before B of chunk 0, microbatch 0; stage 2 before F of chunk 2, microbatch 0. "
+        "Each of these operations (F forward, B backward, I input gradient) waits for a message that is never sent. "
+        "Reorder the operations of the schedule."
     )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron.attention import documents
-from megatron.attention.documents import bytes_copied_for_groups
+from megatron.attention.documents import count_bytes_copied_for_groups
 from megatron.spec.operations import OpType
 from megatron_lab.planner.attention_notes import count_copied_bytes, format_kernel_notes
 from tests.support.activation_runs import plan_rank, settings
@@ -64,7 +64,7 @@ def test_a_plan_keeps_as_much_more_as_it_says(monkeypatch: pytest.MonkeyPatch, m
         kept.append(plan_rank(config, 1, device_type="cuda").traces[0].ops[OpType.FORWARD].net_bytes)
     copied, num_layers = count_copied_bytes(config, on_cuda=True)
     assert kept[1] - kept[0] == num_layers * copied * share > 0
-    assert bytes_copied_for_groups(256 * micro_batch_size, 8, 8, 2) == copied
+    assert count_bytes_copied_for_groups(256 * micro_batch_size, 8, 8, 2) == copied
 
 
 def test_a_plan_says_what_a_run_measures_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:

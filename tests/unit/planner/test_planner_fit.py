@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.checks.finding import Change, change
+from megatron.config.checks.finding import Change, create_change
 from megatron.config.cli import LoadedConfig, load
 from megatron.config.parsed_flags import DryRun
 from megatron.config.rules import find_violations
@@ -74,7 +74,7 @@ def test_a_few_microbatches_show_the_peak_and_the_time_of_all(schedule: str, chu
 
         def both(config: Any = one.config, dry_run: DryRun = dry_run, rows: int = rows) -> tuple[Plan, list[int], Any]:
             few = Planner(config, dry_run, rows, shortened=True)
-            return build_plan(config, dry_run, rows), few.fullest_device_bytes(), few.step_work()
+            return build_plan(config, dry_run, rows), few.compute_fullest_device_bytes(), few.compute_step_work()
 
         plan, needed, work = both()
         by_stage = [max(kind.memory.total.device for kind in plan.profiles if stage in kind.stages) for stage in range(3)]
@@ -88,7 +88,9 @@ def test_a_few_microbatches_borrow_all_buffers() -> None:
     one, dry_run, rows = job(2, **state, pipeline_schedule="zb-v", overlap_grad_reduce=True, global_batch_size=24)
 
     def both() -> tuple[list[int], Plan]:
-        return Planner(one.config, dry_run, rows, shortened=True).fullest_device_bytes(), build_plan(one.config, dry_run, rows)
+        return Planner(one.config, dry_run, rows, shortened=True).compute_fullest_device_bytes(), build_plan(
+            one.config, dry_run, rows
+        )
 
     needed, plan = both()
     assert needed == [fullest(plan)]
@@ -139,12 +141,12 @@ def test_what_is_proposed_fits_and_one_layer_less_would_not(name: str) -> None:
 
     def search() -> list[tuple[int, FittingChange | None, int | None, int | None]]:
         looking, found = FitSearch(one.config, dry_run, rows), []
-        base = looking.cost(Change())
+        base = looking.get_cost(Change())
         assert base is not None
         plan = build_plan(one.config, dry_run, rows)
         taken = plan.profiles[plan.fullest_index].memory.cuda.device
         for limit in (*(taken + int((base.device_bytes - taken) * part) for part in (0.8, 0.5)), 10**6):
-            best = looking.best(limit)
+            best = looking.find_best(limit)
             planned = less = None
             if best is not None:
                 planned = fullest(build_plan(best.change.apply(one.config, world_size)[0], dry_run, rows))
@@ -174,15 +176,15 @@ def test_the_cheapest_of_all_levers_is_taken() -> None:
 
     def search() -> tuple[FittingChange | None, list[Cost], int]:
         looking = FitSearch(one.config, dry_run, rows)
-        base = looking.cost(Change())
+        base = looking.get_cost(Change())
         assert base is not None
         limit = int(base.device_bytes * 0.96)  # most of it is what CUDA takes
         costs = [
             cost
             for _, each in list_levers(looking._config, dry_run, rows, 4)
-            if (cost := looking.cost(each)) is not None and cost.device_bytes <= limit
+            if (cost := looking.get_cost(each)) is not None and cost.device_bytes <= limit
         ]
-        return looking.best(limit), costs, limit
+        return looking.find_best(limit), costs, limit
 
     best, alone, _limit = search()
     assert best is not None and len(alone) > 2 and best.cost.seconds <= min(cost.seconds for cost in alone)
@@ -196,7 +198,7 @@ def test_a_loss_in_chunks_is_a_lever_where_it_is_whole() -> None:
         one, dry_run, rows = job(1, **heavy, **changes)
         looking = FitSearch(one.config, dry_run, rows)
         found = [each for kind, each in list_levers(one.config, dry_run, rows, 6) if kind == "loss"]
-        return found, [looking.cost(Change()), *map(looking.cost, found)]
+        return found, [looking.get_cost(Change()), *map(looking.get_cost, found)]
 
     (lever,), (base, chunked) = search()
     assert dict(lever.fields) == {"loss_chunk_tokens": 4 * 256} and base is not None and chunked is not None
@@ -207,9 +209,9 @@ def test_a_loss_in_chunks_is_a_lever_where_it_is_whole() -> None:
 
 def test_levers_together_are_estimated_by_parts() -> None:
     base = Cost(100, (60, 40, 0), 10.0)
-    full = Lever("layers", change(recompute_num_layers=4), Cost(20, (60, 40, 0), 14.0))
-    shard = Lever("sharding", change(fsdp_shard_size=2), Cost(100, (15, 40, 3), 11.0))
-    host = Lever("host", change(optimizer_cpu_offload=True), Cost(100, (0, 40, 2), 20.0))
+    full = Lever("layers", create_change(recompute_num_layers=4), Cost(20, (60, 40, 0), 14.0))
+    shard = Lever("sharding", create_change(fsdp_shard_size=2), Cost(100, (15, 40, 3), 11.0))
+    host = Lever("host", create_change(optimizer_cpu_offload=True), Cost(100, (0, 40, 2), 20.0))
     assert estimate_cost(base, [shard], 0) == Cost(100, (15, 40, 3), 11.0)
     assert estimate_cost(base, [shard, host], 0) == Cost(100, (0, 40, 3), 22.0), "what is gone cannot be divided once more"
     assert estimate_cost(base, [full], 0).seconds == 14.0 and estimate_cost(base, [full], 160).seconds == pytest.approx(12.0)
@@ -223,8 +225,8 @@ def test_each_stage_computes_as_little_again_as_it_can() -> None:
 
     def search() -> tuple[tuple[int, ...], list[list[int]], int]:
         def needed(numbers: tuple[int, ...]) -> list[int]:
-            config, _ = change(recompute_layers_per_stage=",".join(map(str, numbers))).apply(one.config, 2)
-            return Planner(config, dry_run, rows, shortened=True).fullest_device_bytes()
+            config, _ = create_change(recompute_layers_per_stage=",".join(map(str, numbers))).apply(one.config, 2)
+            return Planner(config, dry_run, rows, shortened=True).compute_fullest_device_bytes()
 
         limit = (needed((0, 0))[0] + 2 * needed((3, 3))[0]) // 3
         found = find_min_recompute_layers(one.config, dry_run, rows, limit)
@@ -244,7 +246,7 @@ def test_where_all_layers_are_not_enough_it_says_what_else_to_change() -> None:
     one, dry_run, rows = job(4, **stages, recompute_num_layers=3)
 
     def search() -> None:
-        needed = max(Planner(one.config, dry_run, rows, shortened=True).fullest_device_bytes())
+        needed = max(Planner(one.config, dry_run, rows, shortened=True).compute_fullest_device_bytes())
         auto = {**stages, "recompute_layers_per_stage": "auto", "device_memory_gb": (needed - 1000) / 0.95e9}
         with pytest.raises(ValueError, match=r"^stage 0 needs .* with all of its layers recomputed.* It fits with ") as error:
             resolve_auto_recompute_layers(job(4, **auto)[0].config, dry_run, rows)
@@ -311,7 +313,7 @@ def test_moving_activations_to_the_host_is_priced_by_what_it_moves() -> None:
 
     def search() -> tuple[Cost | None, Cost | None]:
         looking = FitSearch(one.config, dry_run, rows)
-        return looking.cost(Change()), looking.cost(change(cpu_offload_activations=True))
+        return looking.get_cost(Change()), looking.get_cost(create_change(cpu_offload_activations=True))
 
     kept, moved = search()
     assert kept is not None and moved is not None
@@ -319,7 +321,7 @@ def test_moving_activations_to_the_host_is_priced_by_what_it_moves() -> None:
         "the layers are tiny, so copies take longer"
     )
     offered = [each for kind, each in list_levers(one.config, dry_run, rows, 6) if kind == "offload"]
-    assert offered == [change(cpu_offload_activations=True)]
+    assert offered == [create_change(cpu_offload_activations=True)]
     on_cpu = job(1, **{**wide, "device": "cpu"})[0]
     assert not [each for kind, each in list_levers(on_cpu.config, dry_run, rows, 6) if kind == "offload"]
 
@@ -348,9 +350,9 @@ def test_context_ranks_are_a_lever_where_one_sequence_is_long() -> None:
 
     def search() -> tuple[Cost, FittingChange, int]:
         looking = FitSearch(one.config, dry_run, rows)
-        base = looking.cost(Change())
+        base = looking.get_cost(Change())
         assert base is not None
-        best = looking.best(base.device_bytes - base.activation_bytes * 2 // 3)
+        best = looking.find_best(base.device_bytes - base.activation_bytes * 2 // 3)
         assert best is not None
         return base, best, fullest(build_plan(best.change.apply(one.config, 4)[0], dry_run, rows))
 
@@ -389,7 +391,7 @@ def test_a_few_microbatches_take_the_time_of_all(strategy: str, sharers: str) ->
 
     def both() -> tuple[StepTime, StepTime]:
         few, (_, whole) = (
-            Planner(one.config, dry_run, rows, shortened=True).step_work(),
+            Planner(one.config, dry_run, rows, shortened=True).compute_step_work(),
             Planner(one.config, dry_run, rows).plan_and_work(),
         )
         assert few.scheduled_share < 0.2 and whole.scheduled_share == 1

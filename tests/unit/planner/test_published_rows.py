@@ -53,7 +53,7 @@ def _model_flops_share(row: Row) -> float:
     busy = passes / (passes + stages - 1)
     dtype = "float8" if config.precision.fp8_format else "float16" if config.precision.fp16 else "bfloat16"
     flops = count_flops_per_step(config.model, _vocabulary(row["flags"]), training.global_batch_size)
-    return flops / (row["seconds"] * busy * row["gpus"] * load_cluster(row["cluster"]).peak_flops(dtype))
+    return flops / (row["seconds"] * busy * row["gpus"] * load_cluster(row["cluster"]).get_peak_flops(dtype))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

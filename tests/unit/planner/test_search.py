@@ -28,7 +28,9 @@ def search(limits: Limits, memory_gb: float = 80.0, layers: int = 4) -> LayoutSe
 
 def test_the_best_is_the_best_of_all() -> None:
     one = search(Limits(fixed_sizes={"micro": 2, "pipeline": 2}, max_sizes={"tensor": 2}))
-    everything = [found for each in one.candidates() if (found := one.predict(each)) is not None and found.fits_memory(CLUSTER)]
+    everything = [
+        found for each in one.iter_candidates() if (found := one.predict(each)) is not None and found.fits_memory(CLUSTER)
+    ]
     best = min(everything, key=lambda found: found.time.seconds)
     outcome = one.run(num_layouts=4)
     assert outcome.layouts[0].time.seconds <= 1.02 * best.time.seconds
@@ -45,7 +47,7 @@ def test_what_was_given_of_a_layout_does_not_bind_the_search() -> None:
     given = "--use-distributed-optimizer --recompute-granularity full --recompute-method block --recompute-num-layers 2"
     limits = Limits(max_sizes={"tensor": 1, "pipeline": 2, "micro": 1})
     bound = LayoutSearch(load([*WORDS, "--num-layers", "4", *given.split()], 8).config, DryRun(8, 8, None), VOCAB, CLUSTER, limits)
-    assert list(bound.candidates()) == list(search(limits).candidates())
+    assert list(bound.iter_candidates()) == list(search(limits).iter_candidates())
 
 
 def test_a_cluster_without_the_dtype_is_told_at_once() -> None:

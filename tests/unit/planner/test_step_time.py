@@ -42,7 +42,7 @@ def job(layout: str, more: str = "") -> tuple[StepWork, StepTime]:
     ranks, batch, flags = LAYOUTS[layout]
     config = load(f"{SMALL} --global-batch-size {batch} {flags} {more}".split(), ranks).config
     dry_run = DryRun(ranks, 8, None)
-    work = Planner(config, dry_run, VOCAB, shortened=True).step_work()
+    work = Planner(config, dry_run, VOCAB, shortened=True).compute_step_work()
     return work, predict_step_time(config, dry_run, VOCAB, load_cluster("h100"))
 
 
@@ -88,17 +88,22 @@ def test_durations_follow_their_formulas() -> None:
     one = Gemm(1, 4096, 4096, 8192, "bfloat16")
     moved = 2 * (4096 * 8192 * 2 + 4096 * 4096)
     wanted = 2 * 4096 * 4096 * 8192 / (peak * cluster.reached.products["bfloat16"]) + moved / memory
-    assert durations.gemm_time(one) == pytest.approx(wanted)
+    assert durations.predict_gemm_time(one) == pytest.approx(wanted)
     attention = AttentionWork(1000, 256, 8192, True, "bfloat16")
-    assert durations.attention_time(attention) == pytest.approx(4 * 1000 * 256 / (peak * cluster.reached.attention_backward))
-    assert durations.device_time(DeviceWork(memory_bytes=10**9)).elementwise == pytest.approx(1e9 / memory)
-    inside, across = durations.collective_time(1e9, 0, CommGroup(8, 8)), durations.collective_time(1e9, 0, CommGroup(8, 1))
+    assert durations.predict_attention_time(attention) == pytest.approx(
+        4 * 1000 * 256 / (peak * cluster.reached.attention_backward)
+    )
+    assert durations.predict_device_time(DeviceWork(memory_bytes=10**9)).elementwise == pytest.approx(1e9 / memory)
+    inside, across = (
+        durations.predict_collective_time(1e9, 0, CommGroup(8, 8)),
+        durations.predict_collective_time(1e9, 0, CommGroup(8, 1)),
+    )
     assert inside == pytest.approx(1 / (450 * cluster.reached.node))
     assert across == pytest.approx(1 / (50 * cluster.reached.network))
-    assert durations.collective_time(1e9, 0, CommGroup(16, 8)) == pytest.approx(
+    assert durations.predict_collective_time(1e9, 0, CommGroup(16, 8)) == pytest.approx(
         1 / min(450 * cluster.reached.node, 400 * cluster.reached.network)
     )
-    assert durations.collective_time(1e9, 5, CommGroup(1, 1)) == 0
+    assert durations.predict_collective_time(1e9, 5, CommGroup(1, 1)) == 0
 
 
 def test_what_was_never_calibrated_is_marked() -> None:
@@ -110,7 +115,7 @@ def test_what_was_never_calibrated_is_marked() -> None:
 
 def test_a_slow_host_is_waited_for() -> None:
     work = DeviceWork(memory_bytes=1000, num_kernels=100)
-    assert Durations(replace(load_cluster("h100"), host_us=50.0)).device_time(work).launching > 0.004
+    assert Durations(replace(load_cluster("h100"), host_us=50.0)).predict_device_time(work).launching > 0.004
 
 
 def test_every_kind_of_operation_has_work() -> None:
@@ -126,7 +131,7 @@ def test_shipped_clusters_are_read_and_written(tmp_path: object) -> None:
         cluster = load_cluster(name)
         file = Path(str(tmp_path)) / f"{name}.yaml"
         file.write_text(cluster.to_yaml(), encoding="utf-8")
-        assert load_cluster(str(file)) == cluster and cluster.peak_flops("float16") > 0
+        assert load_cluster(str(file)) == cluster and cluster.get_peak_flops("float16") > 0
 
 
 @pytest.mark.parametrize(

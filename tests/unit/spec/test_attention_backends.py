@@ -11,7 +11,7 @@ from megatron.spec.attention_backends import (
     AttentionCall,
     AttentionKernel,
     get_kernels,
-    kernels_to_time,
+    get_kernels_to_time,
     select_fastest_kernel,
 )
 
@@ -84,7 +84,7 @@ def test_megatrons_names_are_those_of_kernels() -> None:
 def test_only_where_both_take_the_call_they_are_timed(changes: dict[str, Any], timed: tuple[AttentionKernel, ...]) -> None:
     """cuDNN's kernel not with deterministic results, nor where shapes vary as those of documents do."""
     assert (
-        kernels_to_time(
+        get_kernels_to_time(
             AttentionCall(**{"num_bits": 16, "head_size": 64, "is_grouped_query": False, "is_on_cuda": True, **changes})
         )
         == timed

@@ -52,7 +52,7 @@ def test_lists_are_those_of_python(text: str, expected: str) -> None:
         ("[1]+", "neither a number nor a list"),
         ("[1][0]", "'[' is unexpected"),
         ("[1]*99999999999999999999", "more than 100,000 layers"),
-        ("[1]*5", "The list has 5 entries for 6 layers"),
+        ("[1]*5", "The list in the pattern has 5 entries, but the model has 6 layers"),
     ],
 )
 def test_what_is_wrong_with_a_text_is_said(text: str, problem: str) -> None:

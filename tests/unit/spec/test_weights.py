@@ -78,7 +78,7 @@ def test_built_models_hold_what_the_spec_says(model: ModelConfig, layout: tuple[
             records[record.name] = record
             split = topology.tp > 1 and bool(record.splits)
             if (split or context.coordinates["tp"] == 0) and built.layer_table[min(record.chunks)].index in built.chunks:
-                held = math.prod(record.local_slice(context.axis_sizes, context.coordinates).sizes)
+                held = math.prod(record.get_local_slice(context.axis_sizes, context.coordinates).sizes)
                 found[record.name] = found.get(record.name, 0) + held
     alone = build_global_records(model, vocab_size)
     assert sum(found.values()) == count_parameters(model, vocab_size)

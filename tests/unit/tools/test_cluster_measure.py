@@ -71,7 +71,7 @@ def made_up(noise: float = 0.0) -> Measurement:
     def samples(seconds: float) -> tuple[float, ...]:
         return tuple(seconds * (1 + noise * randoms.random()) for _ in range(9))
 
-    timed = [WorkTiming(what, work, samples(times.device_time(work, fresh).total), fresh) for what, work, fresh in works()]
+    timed = [WorkTiming(what, work, samples(times.predict_device_time(work, fresh).total), fresh) for what, work, fresh in works()]
     found = Measurement("cpu", "2.0", 4, 4, 1, 32 * 10**9, 2, "2026-01-01")
     found.concurrent_gemms = {1: samples(1.0), 2: samples(1.0), 4: samples(2.0)}
     found.work_timings = [one for one in timed if one.name != "layers"]
@@ -79,15 +79,15 @@ def made_up(noise: float = 0.0) -> Measurement:
     found.work_timings.append(WorkTiming("memory", DeviceWork(memory_bytes=moved), samples(moved / 20e9)))
     for i, one in enumerate(each for each in timed if each.name == "layers"):
         state = (i + 1) * 10**7
-        found.layers.append(LayerTimes((one,), samples(0.002 + times.optimizer_time(state)), state))
+        found.layers.append(LayerTimes((one,), samples(0.002 + times.predict_optimizer_time(state)), state))
     found.empty_kernel = samples(1e-7)
     found.host_copies = [(size, samples(size / 10e9)) for size in (1 << 20, 1 << 24)]
     for size in (2, 4):
         for what in ("all-reduce", "all-gather", "reduce-scatter", "send"):
             for sent in (1e3, 1e5, 1e6, 1e7):
-                seconds = times.collective_time(sent, 1, CommGroup(size, size), what) * max(1.0, size / 2)
+                seconds = times.predict_collective_time(sent, 1, CommGroup(size, size), what) * max(1.0, size / 2)
                 found.collectives.append(CollectiveTiming(what, size, size, sent, samples(seconds)))
-                seconds = times.collective_time(sent, 1, CommGroup(size, 1), what)
+                seconds = times.predict_collective_time(sent, 1, CommGroup(size, 1), what)
                 found.collectives.append(CollectiveTiming(what, size, 1, sent, samples(seconds)))
     found.overlap = OverlapTiming(samples(2.0), samples(1.0), samples(2.5))
     return found
@@ -102,7 +102,7 @@ def test_figures_come_out_again(tmp_path: Path) -> None:
     assert found.operations == pytest.approx(TRUE.operations, rel=0.05)
     times, truth = Durations(found), Durations(TRUE)
     for _, work, fresh in works():
-        assert times.device_time(work, fresh).total == pytest.approx(truth.device_time(work, fresh).total, rel=0.05)
+        assert times.predict_device_time(work, fresh).total == pytest.approx(truth.predict_device_time(work, fresh).total, rel=0.05)
     path = tmp_path / "made-up.yaml"
     path.write_text(format_cluster_file(found, made_up(), figures))
     assert load_cluster(str(path)) == found
@@ -122,8 +122,8 @@ def test_disturbed_samples_change_little() -> None:
     found, _ = build_cluster(measured, "made up")
     layers = [(work, fresh) for what, work, fresh in works() if what == "layers"]
     for work, fresh in layers:
-        assert Durations(found).device_time(work, fresh).total == pytest.approx(
-            Durations(TRUE).device_time(work, fresh).total, rel=0.15
+        assert Durations(found).predict_device_time(work, fresh).total == pytest.approx(
+            Durations(TRUE).predict_device_time(work, fresh).total, rel=0.15
         )
 
 
@@ -185,7 +185,7 @@ def test_a_real_measurement_makes_a_file(tmp_path: Path, monkeypatch: pytest.Mon
     cluster, figures = build_cluster(found, "here")
     path = tmp_path / "here.yaml"
     path.write_text(format_cluster_file(cluster, found, figures))
-    assert load_cluster(str(path)) == cluster and cluster.peak_flops("float32") > 0 and cluster.peak_flops("bfloat16") > 0
+    assert load_cluster(str(path)) == cluster and cluster.get_peak_flops("float32") > 0 and cluster.get_peak_flops("bfloat16") > 0
 
 
 @pytest.mark.parametrize(

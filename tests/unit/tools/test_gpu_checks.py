@@ -43,8 +43,8 @@ def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckContext:
 def _plant(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     """Make one function of the framework wrong."""
     if fault == "weight-gradients":
-        whole = matmul.weight_product
-        monkeypatch.setattr(matmul, "weight_product", lambda grad, x, into, add: whole(grad[1:], x[1:], into, add=add))
+        whole = matmul.compute_weight_product
+        monkeypatch.setattr(matmul, "compute_weight_product", lambda grad, x, into, add: whole(grad[1:], x[1:], into, add=add))
     elif fault == "experts":
         monkeypatch.setattr(grouped, "_matmul_per_expert", _one_off(grouped._matmul_per_expert))
     elif fault == "cross-entropy":
@@ -296,7 +296,7 @@ def test_the_benchmark_keeps_few_models_in_memory(device: str, most: int, monkey
     )
     comparison = single._compare(SHAPES["tiny"], torch.float32, torch.device(device), 3, 1, compiled=True)
     assert max(numbers) == most and set(comparison.peer_times) == {"plain", "pure", "compiled"}
-    assert all(len(comparison.ratios(peer)) == 3 for peer in comparison.peer_times)
+    assert all(len(comparison.compute_ratios(peer)) == 3 for peer in comparison.peer_times)
     assert set(comparison.all_times) == {"ours", "plain", "pure", "compiled"} == set(comparison.losses)
 
 
@@ -371,8 +371,8 @@ def test_idle_time_is_that_of_a_step_without_the_profiler(tmp_path: Path) -> Non
     row = {"model": "8b", "mode": "eager", "loop": "ours", "milliseconds": 100.0}
     context = CheckContext("cpu", tmp_path, {"speed-8b": {"rows": [row, {**row, "loop": "plain", "milliseconds": 1.0}]}})
     profiled = trace.StepProfile(milliseconds=120.0, idle_share=0.25)
-    assert profiles._idle_share_of_timed_step(context, "8b", profiled) == pytest.approx(0.1)
-    assert profiles._idle_share_of_timed_step(context, "350m", profiled) is None
+    assert profiles._estimate_idle_share(context, "8b", profiled) == pytest.approx(0.1)
+    assert profiles._estimate_idle_share(context, "350m", profiled) is None
 
 
 @pytest.mark.parametrize(
@@ -415,7 +415,7 @@ def test_a_rank_that_does_not_fit_says_so(context: CheckContext, monkeypatch: py
 
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Small)
-    with pytest.raises(DoesNotFit, match=r"the rank needs [\d.]+ GB by the plan, but the device has only 10.0 GB"):
+    with pytest.raises(DoesNotFit, match=r"the rank needs [\d.]+ GB, but the device has only 10.0 GB"):
         rank(CheckContext("cuda", context.folder), "train_8gpu_llama_7b")
 
 

@@ -32,9 +32,9 @@ STATE = {"parameters": 10 * MB, "inputs": MB}
 
 def test_what_is_held_between_two_times() -> None:
     assert RUN.peak_bytes == 9 * MB
-    assert [RUN.max_allocated(span.start, span.end) for span in RUN.spans] == [5 * MB, 4 * MB, 9 * MB]
-    assert [RUN.allocated_after(span) for span in RUN.spans] == [2 * MB, 4 * MB, 0]
-    assert RUN.max_allocated(-1.0, 0.2) == 0
+    assert [RUN.compute_max_allocated(span.start, span.end) for span in RUN.spans] == [5 * MB, 4 * MB, 9 * MB]
+    assert [RUN.get_allocated_after(span) for span in RUN.spans] == [2 * MB, 4 * MB, 0]
+    assert RUN.compute_max_allocated(-1.0, 0.2) == 0
 
 
 def height(svg: Path, kind: OpType) -> float:
@@ -58,7 +58,7 @@ def test_areas_are_as_high_as_what_is_held(measured: MeasuredStep | None, tmp_pa
     forward, recompute, backward = (height(tmp_path / "memory.svg", op.type) for op in (F, R, B))
     assert (forward / backward, recompute / backward) == (pytest.approx(5 / 9, rel=0.01), pytest.approx(4 / 9, rel=0.01))
     text = (tmp_path / "memory.svg").read_text()
-    for word in ("parameters", "inputs", "forward", "recompute", "backward", "waiting", "planned: the most, and what is left"):
+    for word in ("parameters", "inputs", "forward", "recompute", "backward", "waiting", "predicted: peak, and what remains"):
         assert f">{word}<" in text
     assert ("measured 9 MB" in text) == (measured is not None)
     write_figure([MemoryPanel("a step", STATE, HELD, SPANS, measured)], tmp_path / "again.svg")
@@ -70,6 +70,6 @@ def test_the_table() -> None:
     lines = format_panel_table(
         [MemoryPanel("one", STATE, HELD, SPANS), MemoryPanel("two", {"parameters": 10 * MB}, away, SPANS, RUN)]
     )
-    assert lines[0].split() == "parameters inputs activations measured off in host memory".split()
+    assert lines[0].split() == "parameters inputs activations measured difference in host memory".split()
     assert lines[1].split() == "one 10 MB 1 MB 9 MB 0 bytes".split()
     assert lines[2].split() == "two 10 MB 0 bytes 8 MB 9 MB +12.50% 3 MB".split()

@@ -317,7 +317,7 @@ def test_any_text_is_read_or_refused(pieces: list[str]) -> None:
     ("name", "text", "said"),
     [
         ("a.sh", "echo hello\n", "No command was found that starts a Python program"),
-        ("a.sh", 'python pretrain_gpt.py "--a 1\n', 'line 1: a " is not closed'),
+        ("a.sh", 'python pretrain_gpt.py "--a 1\n', 'line 1: the quote " in the script is not closed'),
         ("a.toml", "[model\n", "is not valid TOML"),
         ("a.yaml", "- 1\n", "is not a YAML mapping"),
         ("a.json", "{", "is not valid JSON"),
@@ -329,7 +329,7 @@ def test_what_cannot_be_read_is_told(name: str, text: str, said: str, tmp_path: 
     assert migrate.main([str(tmp_path / name)]) == 2
     assert said in capsys.readouterr().err
     assert migrate.main([str(tmp_path / "missing")]) == 2 and "is not a file" in capsys.readouterr().err
-    assert migrate.main([str(tmp_path / name), "--set", "x"]) == 2 and "takes NAME=VALUE" in capsys.readouterr().err
+    assert migrate.main([str(tmp_path / name), "--set", "x"]) == 2 and "as NAME=VALUE" in capsys.readouterr().err
 
 
 def test_several_launch_lines_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,7 +69,7 @@ def test_a_plan_as_a_page_draws_every_rank_with_the_memory_of_its_kind(order: bo
     assert sorted(ranks) == [*range(16)]
     for rank, (node, pipeline, data, context, tensor, memory) in ranks.items():
         assert int(node) == rank // 4
-        assert topology.rank(tp=int(tensor), cp=int(context), dp=int(data), pp=int(pipeline)) == rank
+        assert topology.find_rank(tp=int(tensor), cp=int(context), dp=int(data), pp=int(pipeline)) == rank
         assert memory == format_bytes(kind_of(plan.profiles, topology, rank).memory.total.device)
     for kind in plan.profiles:
         for name, part in kind.memory.by_purpose.items():

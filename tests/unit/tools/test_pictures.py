@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline_parallel.simulate import OpSpan, Timeline, simulate
-from megatron.pipeline_parallel.validate import peak_live_activations
+from megatron.pipeline_parallel.validate import compute_peak_live_activations
 from megatron.spec.operations import Op, OpCosts, OpType, extract_forwards
 from megatron.spec.schedules import SCHEDULES, build_schedule
 from megatron_lab.commands.plot_schedule import Terminal
@@ -254,7 +254,7 @@ def test_a_trace_has_every_operation_when_it_ran(tmp_path: Path) -> None:
 @given(names, st.integers(1, 8), st.integers(1, 20), st.integers(1, 4))
 def test_live_activations_of_a_timeline_are_those_of_its_schedule(name: str, stages: int, microbatches: int, chunks: int) -> None:
     schedule = build_schedule(name, stages, microbatches, chunks_of(name, chunks))
-    assert compute_max_activations(simulate(schedule)) == peak_live_activations(schedule)
+    assert compute_max_activations(simulate(schedule)) == compute_peak_live_activations(schedule)
 
 
 def test_forwards_alone_keep_nothing() -> None:

@@ -66,7 +66,7 @@ def test_a_run_is_told_in_one_page(tmp_path: Path, capsys: pytest.CaptureFixture
     text = text_of(page)
     for words in ("Run a", "4 of 4", "25.0%", "3.2500", "1 x restart", "1 steps made no update, the last one 3", "1 x spike"):
         assert words in text, words
-    for words in ("iter_0000004", "5 kB", "--num-layers 2", "Planned", "parameters", "2 GB at the most", "stage 0", "512", "done"):
+    for words in ("iter_0000004", "5 kB", "--num-layers 2", "Planned", "parameters", "first rank: 2 GB", "stage 0", "512", "done"):
         assert words in text, words
     curves = [json.loads(found) for found in re.findall(r'<script type="application/json">(.*?)</script>', page)]
     assert [chart["title"] for chart in curves][:2] == ["loss (nats per token)", "learning rate"]

@@ -29,7 +29,7 @@ def steps(
     maker: BatchBuilder, source: Windows | None = None, consumed: int = 0, num_workers: int = 0
 ) -> Iterator[list[ModelInputs]]:
     """Training steps of 12 samples."""
-    return maker.batches(
+    return maker.iter_batches(
         source, global_batch_size_at=lambda _: GLOBAL, consumed_samples=consumed, total_samples=48, num_workers=num_workers
     )
 
@@ -121,7 +121,7 @@ def test_for_cuda_the_thread_that_reads_pins(monkeypatch: pytest.MonkeyPatch, nu
 def test_evaluation_reads_the_same_first_samples_each_time_without_dropout() -> None:
     maker = BatchBuilder(lone_rank(), 1, SEQ, 3, DocumentRules(EOD))
     runs = [
-        list(maker.evaluation_batches(Windows(ROWS), global_batch_size=6, num_batches=2, num_workers=workers))
+        list(maker.iter_evaluation_batches(Windows(ROWS), global_batch_size=6, num_batches=2, num_workers=workers))
         for workers in (0, 0, 3)
     ]
     read = [[inputs.tokens.t().tolist() for batch in run for inputs in batch] for run in runs]  # type: ignore[union-attr]

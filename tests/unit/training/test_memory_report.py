@@ -39,7 +39,7 @@ def step_of(current: Op | None = None) -> Any:
     weights, grads = torch.zeros(1000), torch.zeros(1000)
     shard = SimpleNamespace(main_param=torch.zeros(1000), moments={"exp_avg": torch.zeros(1000)}, average=None, on_host=True)
     provider = SimpleNamespace(
-        persistent_tensors=lambda: PersistentTensors([weights[:500], weights[500:]], [grads], [grads[3:], torch.zeros(7)])
+        get_persistent_tensors=lambda: PersistentTensors([weights[:500], weights[500:]], [grads], [grads[3:], torch.zeros(7)])
     )
     optimizer = SimpleNamespace(shards=[shard], offloaded_shards=[shard], staging_buffers=[torch.zeros(10)], buffers=[])
     topology = SimpleNamespace(pp=2)

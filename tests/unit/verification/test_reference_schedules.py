@@ -11,8 +11,8 @@ from megatron_lab.verification.reference.training import ScalarSchedule, compute
 
 def test_warm_up_goes_in_a_line_from_its_start_to_the_highest_rate() -> None:
     course = ScalarSchedule(peak=1.0, initial=0.2, warmup=8, style="constant")
-    assert [course.value_at(samples) for samples in (0, 2, 8, 9, 10**9)] == pytest.approx([0.2, 0.4, 1.0, 1.0, 1.0])
-    assert ScalarSchedule(peak=1.0, initial=0.2, style="constant").value_at(0) == 1.0, "without warm-up the start is not seen"
+    assert [course.get_value_at(samples) for samples in (0, 2, 8, 9, 10**9)] == pytest.approx([0.2, 0.4, 1.0, 1.0, 1.0])
+    assert ScalarSchedule(peak=1.0, initial=0.2, style="constant").get_value_at(0) == 1.0, "without warm-up the start is not seen"
 
 
 @pytest.mark.parametrize(
@@ -32,22 +32,22 @@ def test_decays(style: str, quarter: float, half: float, final: bool) -> None:
     if final:
         course = ScalarSchedule(10.0, 2.0, style="WSD", end=80, final_decay=40, final_decay_style=style)
     for samples, left in ((40, 1.0), (50, quarter), (60, half), (80, 0.0), (81, 0.0)):
-        assert course.value_at(samples) == pytest.approx(2 + 8 * left, rel=1e-14)
-    assert course.value_at(39) == pytest.approx(10.0 if final else 10 * 39 / 40)
+        assert course.get_value_at(samples) == pytest.approx(2 + 8 * left, rel=1e-14)
+    assert course.get_value_at(39) == pytest.approx(10.0 if final else 10 * 39 / 40)
 
 
 def test_inverse_square_root() -> None:
     course = ScalarSchedule(1.0, 0.3, warmup=4, style="inverse-square-root", end=100)
-    assert [course.value_at(samples) for samples in (4, 16, 25, 100, 101)] == pytest.approx([1.0, 0.5, 0.4, 0.3, 0.3])
-    assert ScalarSchedule(1.0, style="inverse-square-root", end=100).value_at(0) == 1.0
+    assert [course.get_value_at(samples) for samples in (4, 16, 25, 100, 101)] == pytest.approx([1.0, 0.5, 0.4, 0.3, 0.3])
+    assert ScalarSchedule(1.0, style="inverse-square-root", end=100).get_value_at(0) == 1.0
 
 
 def test_weight_decay_grows_over_the_run() -> None:
-    assert ScalarSchedule(0.1, style="constant").value_at(17) == 0.1
+    assert ScalarSchedule(0.1, style="constant").get_value_at(17) == 0.1
     linear = ScalarSchedule(0.1, 0.3, style="linear", end=40)
-    assert [linear.value_at(samples) for samples in (0, 10, 40, 50)] == pytest.approx([0.1, 0.15, 0.3, 0.3])
+    assert [linear.get_value_at(samples) for samples in (0, 10, 40, 50)] == pytest.approx([0.1, 0.15, 0.3, 0.3])
     cosine = ScalarSchedule(0.0, 1.0, style="cosine", end=40)
-    assert [cosine.value_at(samples) for samples in (0, 10, 20, 40)] == pytest.approx([0, (1 - math.sqrt(0.5)) / 2, 0.5, 1.0])
+    assert [cosine.get_value_at(samples) for samples in (0, 10, 20, 40)] == pytest.approx([0, (1 - math.sqrt(0.5)) / 2, 0.5, 1.0])
 
 
 def test_sizes_of_a_ramp_share_its_samples_equally() -> None:

@@ -178,23 +178,23 @@ def samples_of(**changes: int | bool) -> RandomSamples:
 
 def test_samples_are_functions_of_their_number() -> None:
     samples = samples_of()
-    assert np.array_equal(samples.samples(4, 3)[1:], samples.samples(5, 2))
-    assert np.array_equal(samples.masks(4, 3)[1:], samples.masks(5, 2))
-    assert not np.array_equal(samples.samples(0, 1), samples.samples(1, 1))
-    assert not np.array_equal(samples.samples(0, 4), samples_of(seed=4).samples(0, 4))
+    assert np.array_equal(samples.get_samples(4, 3)[1:], samples.get_samples(5, 2))
+    assert np.array_equal(samples.get_masks(4, 3)[1:], samples.get_masks(5, 2))
+    assert not np.array_equal(samples.get_samples(0, 1), samples.get_samples(1, 1))
+    assert not np.array_equal(samples.get_samples(0, 4), samples_of(seed=4).get_samples(0, 4))
 
 
 @pytest.mark.parametrize("eod", [0, 50, 99])
 def test_samples_have_all_tokens_and_some_ends(eod: int) -> None:
-    tokens = samples_of(eod=eod).samples(0, 200)
+    tokens = samples_of(eod=eod).get_samples(0, 200)
     assert tokens.shape == (200, 65) and set(np.unique(tokens)) == set(range(100))
     assert 1 < (tokens == eod).sum(axis=1).mean() < 6 and (tokens[:, 0] != eod).all()
 
 
 def test_masks_differ_and_leave_something_to_predict() -> None:
-    masks = samples_of().masks(0, 16)
+    masks = samples_of().get_masks(0, 16)
     assert masks.sum(axis=1).tolist() == [64, 64, 32, 32, 1, 0, 0, 0] * 2
-    assert samples_of(allows_empty_masks=False).masks(6, 2).sum(axis=1).tolist() == [17, 17]
-    tokens = samples_of(vocab_size=2, eod=1, seq_length=2).samples(0, 40)[:, :-1]
-    kept = samples_of(vocab_size=2, eod=1, seq_length=2).masks(0, 40)
+    assert samples_of(allows_empty_masks=False).get_masks(6, 2).sum(axis=1).tolist() == [17, 17]
+    tokens = samples_of(vocab_size=2, eod=1, seq_length=2).get_samples(0, 40)[:, :-1]
+    kept = samples_of(vocab_size=2, eod=1, seq_length=2).get_masks(0, 40)
     assert (((kept > 0) & (tokens != 1)).any(axis=1) == (kept > 0).any(axis=1)).all()

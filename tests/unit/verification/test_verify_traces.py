@@ -221,19 +221,24 @@ def test_as_json() -> None:
 @pytest.mark.parametrize(
     ("line", "name", "value", "says"),
     [
-        (2, "loss", "abc", "loss: 'abc' is not a number"),
-        (2, "tokens", True, "tokens: True is not a number"),
-        (2, "iteration", None, "iteration: None is not an integer"),
-        (2, "samples", 1.5, "samples: 1.5 is not an integer"),
-        (2, "skipped", "no", "skipped: 'no' is neither true nor false"),
+        (2, "loss", "abc", "the value 'abc' of loss in the trace is not a number"),
+        (2, "tokens", True, "the value True of tokens in the trace is not a number"),
+        (2, "iteration", None, "the value None of iteration in the trace is not an integer"),
+        (2, "samples", 1.5, "the value 1.5 of samples in the trace is not an integer"),
+        (2, "skipped", "no", "the value 'no' of skipped in the trace is neither true nor false"),
         (2, "grad_norm", 10**400, "OverflowError"),
-        (2, "weights", {"final_norm.weight": [1, 2, 3, 4, "5"]}, "final_norm.weight: '5' is not a number"),
-        (2, "gradients", {"final_norm.weight": [1]}, "final_norm.weight has 1 numbers instead of 5"),
+        (2, "weights", {"final_norm.weight": [1, 2, 3, 4, "5"]}, "the value '5' of final_norm.weight in the trace is not a number"),
+        (
+            2,
+            "gradients",
+            {"final_norm.weight": [1]},
+            "the signature of the tensor final_norm.weight (values that summarize the tensor) has 1 values instead of 5",
+        ),
         (2, "colour", 3, "KeyError('colour')"),
-        (1, "iteration", "0", "iteration: '0' is not an integer"),
-        (1, "weights", {"final_norm.weight": [[], 2, 3, 4, 5]}, "final_norm.weight: [] is not a number"),
-        (0, "parameters", {"final_norm.weight": ["8"]}, "final_norm.weight: '8' is not an integer"),
-        (0, "layout", {"tp": "2"}, "tp: '2' is not an integer"),
+        (1, "iteration", "0", "the value '0' of iteration in the trace is not an integer"),
+        (1, "weights", {"final_norm.weight": [[], 2, 3, 4, 5]}, "the value [] of final_norm.weight in the trace is not a number"),
+        (0, "parameters", {"final_norm.weight": ["8"]}, "the value '8' of final_norm.weight in the trace is not an integer"),
+        (0, "layout", {"tp": "2"}, "the value '2' of tp in the trace is not an integer"),
     ],
 )
 def test_a_file_whose_numbers_are_none_is_told_in_words(
@@ -319,7 +324,7 @@ def test_runs_with_other_dropout_masks_are_not_compared() -> None:
         return dataclasses.replace(made, header=header)
 
     assert not compare(run(0.0, 2, 4), run(0.0, 1)).differs and not compare(run(0.1, 2), run(0.1, 2)).differs
-    with pytest.raises(ValueError, match=r"dropout, which draws other masks at another tensor size \(2 and 1\)"):
+    with pytest.raises(ValueError, match=r"dropout, which draws other masks at another tensor-parallel size \(2 and 1\)"):
         compare(run(0.1, 2), run(0.1, 1))
     with pytest.raises(ValueError, match=r"another micro-batch size \(2 and 4\). Repeat both with --attention-dropout 0"):
         compare(run(0.1, 2), run(0.1, 2, 4))
