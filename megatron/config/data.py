@@ -257,11 +257,13 @@ def _read_paths_per_split(path: Path) -> tuple[tuple[str, ...], tuple[str, ...],
         raise ValueError(f"{flag} {path}: {error}\n  {usage}") from error
     if not isinstance(content, dict) or not content.get("train") or not set(content) <= set(_SPLIT_KEYS):
         raise ValueError(f"{flag} {path} must have the entry train, and no entries other than train, valid and test.\n  {usage}")
-    if not all(
-        isinstance(paths, list) and all(isinstance(path_or_weight, str | int | float) for path_or_weight in paths)
-        for paths in content.values()
-    ):
-        raise ValueError(f"{flag} {path}: an entry is not a list of weights and prefixes.\n  {usage}")
+    invalid = [
+        name
+        for name, paths in content.items()
+        if not isinstance(paths, list) or not all(isinstance(path_or_weight, str | int | float) for path_or_weight in paths)
+    ]
+    if invalid:
+        raise ValueError(f"{flag} {path}: the entry {invalid[0]} is not a list of weights and prefixes.\n  {usage}")
     train, valid, test = (tuple(map(str, content.get(name, ()))) for name in _SPLIT_KEYS)
     return train, valid, test
 

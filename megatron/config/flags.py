@@ -81,16 +81,16 @@ class Flag:
         """
         if self.value_type is bool:
             if texts:
-                raise ValueError("is a switch and takes no value. Give the flag alone (in a file: true or false)")
+                raise ValueError(f"--{self.name} is a switch and takes no value. Give the flag alone (in a file: true or false)")
             return name == self.name
         if self.is_optional and tuple(texts) == ("None",):
             return None
         if self.num_values is not None and len(texts) != self.num_values:
             actual = f"{len(texts)} value{'s' * (len(texts) > 1)}" if texts else "no value"
-            raise ValueError(f"takes {self.expected}, but has {actual}")
+            raise ValueError(f"--{self.name} takes {self.expected}, but has {actual}")
         if not all(map(self._accepts, texts)):
             is_too_large = self.value_type is int and all(re.fullmatch(r"[+-]?\d+", text) for text in texts)
-            raise ValueError(f"takes {self.expected}{' below 10^15' if is_too_large else ''}")
+            raise ValueError(f"--{self.name} takes {self.expected}{' below 10^15' if is_too_large else ''}")
         converted = tuple(map(self.value_type, texts))
         return converted if self.is_tuple else converted[0]
 
@@ -120,7 +120,10 @@ class Flag:
             isinstance(items, list | tuple) and self.num_values in (None, 0, len(items)) and all(map(self._is_json_value, items))
         )
         if not is_valid:
-            raise ValueError(f"{self.topic}.{self.field} must be {'true or false' if self.value_type is bool else self.expected}")
+            raise ValueError(
+                f"the saved value of {self.topic}.{self.field} must be "
+                f"{'true or false' if self.value_type is bool else self.expected}, not {value!r}"
+            )
         converted = tuple(map(self.value_type, items))
         return converted if self.is_tuple else converted[0]
 

@@ -265,6 +265,8 @@ class ParallelConfig:
             chunks = f", in chunks of {units_per_chunk}" if units_per_chunk > 1 else ""
             raise ValueError(
                 f"{num_units} {unit_name} do not divide evenly among {num_stages} pipeline stages{chunks}: the number of "
-                f"{unit_name} must be a multiple of {num_stages * units_per_chunk}"
+                f"{unit_name} must be a multiple of {num_stages * units_per_chunk}. Change "
+                f"{'--num-layers' if layout is None else 'the layout'} or "
+                "--pipeline-model-parallel-size"
             )
         return num_units // (num_stages * units_per_chunk)

@@ -82,36 +82,41 @@ def parse_entry(text: str) -> GroupEntry:
     pattern, *items = text.split()
     if "=" in pattern:
         raise ValueError(
-            f"the entry must start with a pattern of parameter names, not with {pattern}. Put a pattern first, such as embedding.*"
+            f"--param-groups {text!r} must start with a pattern of parameter names, not with {pattern}. "
+            "Put a pattern first, such as embedding.*"
         )
     if not items:
         raise ValueError(
-            f"the entry sets nothing for {pattern}: add at least one of {', '.join(KEYS)}, such as {pattern} lr-mult=0.1"
+            f"--param-groups {text!r} sets nothing for {pattern}: add at least one of {', '.join(KEYS)}, such as {pattern} "
+            "lr-mult=0.1"
         )
     values: dict[str, Any] = {}
     for item in items:
         key, equals, value = item.partition("=")
         key = key.replace("_", "-")
         if not equals:
-            raise ValueError(f"the item {item} is not of the form key=value, such as lr-mult=0.1")
+            raise ValueError(f"--param-groups {text!r}: {item} is not of the form key=value. Write a pair such as lr-mult=0.1")
         if key not in KEYS:
             similar = difflib.get_close_matches(key, KEYS, n=1)
             raise ValueError(
-                f"{key} is not a key of an entry; {f'did you mean {similar[0]}? Keys' if similar else 'keys'} are {', '.join(KEYS)}"
+                f"--param-groups {text!r}: there is no key {key}. {f'Did you mean {similar[0]}? ' if similar else ''}"
+                f"Use one of {', '.join(KEYS)}"
             )
         if key.replace("-", "_") in values:
-            raise ValueError(f"the entry sets {key} twice: remove one of the two values")
-        values[key.replace("-", "_")] = _parse_number(key, value) if key in _INTERVALS else value
+            raise ValueError(f"--param-groups {text!r} sets {key} twice: remove one of the two values")
+        values[key.replace("-", "_")] = _parse_number(text, key, value) if key in _INTERVALS else value
     return GroupEntry(pattern, **values)
 
 
-def _parse_number(key: str, value: str) -> float:
+def _parse_number(text: str, key: str, value: str) -> float:
     try:
         parsed = float(value)
     except ValueError:
         parsed = math.nan
     if not _INTERVALS[key].contains(parsed):
-        raise ValueError(f"the entry sets {key}={value}, but {key} must be a number that is {_INTERVALS[key]}")
+        raise ValueError(
+            f"--param-groups {text!r} sets {key}={value}, but {key} must be a number that is {_INTERVALS[key]}. Change the value"
+        )
     return parsed
 
 

@@ -146,7 +146,9 @@ def parse_flags(stray: Sequence[str], given_flags: Sequence[GivenFlag]) -> Parse
                 parsed.settings.append((flag, item, flag.parse(item.name, item.values)))
             except ValueError as error:
                 parsed.uncertain.add(f"--{flag.name}")
-                parsed.problems.append(_build_value_violation(item, flag.name, str(error), flag.choices))
+                parsed.problems.append(
+                    _build_value_violation(item, flag.name, str(error).removeprefix(f"--{flag.name} "), flag.choices)
+                )
         elif item.name == NO_POSITION_EMBEDDING and not item.values:
             no_position_embedding = item
         elif compat_flag is not None and compat_flag.is_accepted:

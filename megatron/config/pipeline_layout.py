@@ -123,16 +123,18 @@ def _expand_symbols(text: str) -> list[_Symbol]:
             symbols, repeatable = [], None
         elif word == ")":
             if not open_brackets:
-                raise ValueError(f"Character {position} of the layout closes a bracket that was not opened. Remove this bracket.")
+                raise ValueError(
+                    f"Character {position} of the pipeline layout closes a bracket that was not opened. Remove this bracket."
+                )
             start, outer_symbols = open_brackets.pop()
             if not symbols:
-                raise ValueError(f"The bracket at character {start} of the layout is empty. Remove this bracket.")
+                raise ValueError(f"The bracket at character {start} of the pipeline layout is empty. Remove this bracket.")
             symbols, repeatable = outer_symbols + symbols, symbols
         elif word[0] == "*" and word != "*" and repeatable is not None:
             times = int(word[1:].lstrip("0")[:10] or "0")  # more digits always exceed the limit
             if len(symbols) + times * len(repeatable) > _MAX_SYMBOLS:
                 raise ValueError(
-                    f"The repetition at character {position} makes the layout longer than {_MAX_SYMBOLS:,} symbols. "
+                    f"The repetition at character {position} makes the pipeline layout longer than {_MAX_SYMBOLS:,} symbols. "
                     "Repeat less often."
                 )
             symbols, repeatable = symbols[: len(symbols) - len(repeatable)] + repeatable * times, None
@@ -140,9 +142,11 @@ def _expand_symbols(text: str) -> list[_Symbol]:
             repeatable = [_Symbol(word, position)]
             symbols += repeatable
         else:
-            raise ValueError(f"Character {position} of the layout is {word[0]!r}{_build_hint(word)}; allowed are {_ALLOWED}.")
+            raise ValueError(f"Character {position} of the pipeline layout is {word[0]!r}{_build_hint(word)}. Use only {_ALLOWED}.")
     if open_brackets:
-        raise ValueError(f"The bracket at character {open_brackets[-1][0]} of the layout is not closed. Add a closing bracket.")
+        raise ValueError(
+            f"The bracket at character {open_brackets[-1][0]} of the pipeline layout is not closed. Add a closing bracket."
+        )
     return symbols
 
 
@@ -207,7 +211,10 @@ def read_layer_costs(path: str) -> LayerCosts:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{flag} is not JSON: {error}. Measure the times again with --profile-pipeline.") from error
     if not isinstance(content, dict) or set(content) != {"layers", "embedding", "loss"} or not isinstance(content["layers"], list):
-        raise ValueError(f"{flag} is not of the form {_JSON_FORMAT}, which --profile-pipeline writes.")
+        raise ValueError(
+            f"{flag} is not of the form {_JSON_FORMAT}, which --profile-pipeline writes. Measure the times again with "
+            "--profile-pipeline."
+        )
     times = [*content["layers"], content["embedding"], content["loss"]]
     if not all(isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) and x >= 0 for x in times):
         raise ValueError(f"{flag} has a time that is negative or not a number. Measure the times again with --profile-pipeline.")

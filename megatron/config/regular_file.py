@@ -1,5 +1,6 @@
-"""Bounded reads of files that a user or another program names. Only regular files are read: no devices, no pipes without a writer,
-and no files above a size limit."""
+"""Bounded reads of files that a user or another program names. Only regular files up to a size limit are read. Devices and pipes
+are
+refused, because reading a pipe could wait forever for its writer."""
 
 from __future__ import annotations
 

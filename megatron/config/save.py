@@ -46,7 +46,7 @@ def from_dict(nested: dict[str, Any]) -> Config:
             try:
                 values[topic][field] = flag.from_json(value)
             except ValueError as error:
-                problems.append(f"{error}, not {value!r}")
+                problems.append(str(error))
     if problems:
         reason = "They may come from another version of this program: read them with that version."
         raise ConfigError([Violation((), f"Saved settings cannot be read: {'; '.join(problems)}.", reason)])

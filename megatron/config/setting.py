@@ -167,9 +167,9 @@ def idle_condition(reason: str, *, require_all: bool = False, effect: str = "has
 
     Args:
         reason: why the setting has no effect, for the start-up log.
-        require_all: whether all expected values are required; otherwise one of them is enough.
+        require_all: whether the setting is idle only if all of `values` match; otherwise one match is enough.
         effect: what the setting does under this condition, as a phrase for messages, such as "saves no memory".
-        values: expected value by the name of the setting.
+        values: by the name of another setting, the value with which this setting is idle.
     """
     return Condition(values, reason, require_all, effect=effect)
 

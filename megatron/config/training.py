@@ -42,19 +42,21 @@ def parse_batch_schedule(texts: Iterable[str]) -> list[BatchStep]:
     steps = sorted(_parse_entry(text) for word in texts for text in word.replace(",", " ").split())
     if steps and steps[0].tokens:
         raise ValueError(
-            f"the schedule does not define the batch size before {steps[0]}. The first entry must start at 0, such as "
+            f"--step-batch-size-schedule does not define the batch size before {steps[0]}. The first entry must start at 0, such "
+            "as "
             f"0:{steps[0].batch_size}"
         )
     for previous, current in pairwise(steps):
         if current.tokens == previous.tokens:
             raise ValueError(
-                f"the schedule has two batch sizes that start at the same token, {previous} and {current}. "
+                f"--step-batch-size-schedule has two batch sizes that start at the same token, {previous} and {current}. "
                 "Remove one of these entries"
             )
         if current.batch_size < previous.batch_size:
             raise ValueError(
-                f"the schedule lowers the batch size from {previous} to {current}. The batch size may only grow, because the run "
-                "is planned for the last batch size"
+                f"--step-batch-size-schedule lowers the batch size from {previous} to {current}. Raise or remove one of these "
+                "entries: "
+                "the batch size may only grow, because the run is planned for the last one"
             )
     return steps
 
@@ -76,10 +78,15 @@ def format_batch_schedule(steps: Sequence[BatchStep]) -> tuple[str, ...]:
 def _parse_entry(text: str) -> BatchStep:
     matches = [_COUNT.fullmatch(part) for part in text.split(":")]
     if len(matches) != 2 or None in matches:
-        raise ValueError(f"the schedule has the entry {text!r}, which is not of the form TOKENS:BATCH, such as 250B:1536")
+        raise ValueError(
+            f"--step-batch-size-schedule has the entry {text!r}, which is not of the form TOKENS:BATCH. Write it like 250B:1536"
+        )
     tokens, batch_size = (Fraction(match[1]) * 1000 ** _POWERS[match[2].upper()] for match in matches if match is not None)
     if batch_size < 1 or batch_size.denominator > 1:
-        raise ValueError(f"the schedule has the entry {text!r}, whose batch size is not a whole number of at least 1")
+        raise ValueError(
+            f"--step-batch-size-schedule has the entry {text!r}, whose batch size is not a whole number of at least 1. "
+            "Correct the number after the colon"
+        )
     return BatchStep(int(tokens), int(batch_size))
 
 

@@ -56,7 +56,10 @@ def read_mapping(values: Mapping[str, Any]) -> list[GivenFlag]:
         text = yaml.safe_dump(_to_yaml_value(values), sort_keys=False, allow_unicode=True)
     except yaml.YAMLError as error:
         raise _build_config_error(
-            f"settings: the value {str(error.args[-1])[:40]} is not a text, a number, true, false, None or a list of these."
+            f"The mapping of settings has the value {str(error.args[-1])[:40]}, which is not a text, a number, true, false, None "
+            "or a "
+            "list of these.",
+            "Convert this value.",
         ) from error
     return _parse_settings(_MAPPING_SOURCE, _compose(_MAPPING_SOURCE, text))
 
@@ -174,7 +177,7 @@ def _read_file(path: str, flag: str = "config") -> str:
         ) from error
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise _build_config_error(f"--{flag} {path} cannot be read: {reason}.", flag=flag) from error
+        raise _build_config_error(f"--{flag} {path} cannot be read: {reason}.", "Check the path.", flag=flag) from error
 
 
 def _compose(path: str, text: str, flag: str = "config") -> yaml.Node | None:
@@ -250,7 +253,9 @@ def _parse_setting(source: str, topic: str | None, key: yaml.Node, value: yaml.N
             f"{source}: {_get_text(key)} is allowed on the command line only.", "Remove this line from the file.", flag=name
         )
     if flag is not None and topic not in (None, flag.topic):
-        raise _build_config_error(f"{source}: {flag.field} belongs under {flag.topic}, not under {topic}.", flag=flag.name)
+        raise _build_config_error(
+            f"{source}: {flag.field} belongs under {flag.topic}, not under {topic}.", "Move this line.", flag=flag.name
+        )
     texts: tuple[str, ...] = tuple(node.value for node in nodes)
     # Switches and flags of Megatron-LM accept true and false, optional settings accept null. A quoted value is text.
     unquoted = texts[0] if isinstance(value, yaml.ScalarNode) and not value.style else None

@@ -66,7 +66,7 @@ def check_param_groups(config: Config, world_size: int) -> Iterator[Finding]:
             entry = parse_entry(text)
         except ValueError as error:
             yield _build_param_groups_finding(
-                f"--param-groups {text!r} cannot be read: {error}.",
+                f"{error}.",
                 "An entry is a pattern, followed by values of the form key=value.",
             )
             continue

@@ -82,8 +82,9 @@ def check_data_size_divisible_by_shard_size(config: Config, world_size: int) -> 
 
 @rule(SHARD_SIZE, "tensor_model_parallel_size", *_EXPERT_SIZES, depends_on=("num_experts", *SHARDING_SETTINGS))
 def check_shard_groups_fit_experts(config: Config, world_size: int) -> Iterator[Finding]:
-    """With --fsdp-shard-size, a group of ranks (shard size x tensor-parallel size) shares one copy of the model. Each group must
-    hold every expert equally often, or several groups must share one copy of the experts."""
+    """With --fsdp-shard-size, each group of shard size x tensor-parallel size ranks shares one copy of the model. Either a group
+    holds
+    a whole number of copies of all experts, or one copy of the experts is distributed over a whole number of groups."""
     parallel, num_expert_replicas = config.parallel, _count_expert_copies_per_shard_group(config)
     shard_size, tp = parallel.fsdp_shard_size, parallel.tensor_model_parallel_size
     ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_size

@@ -383,7 +383,7 @@ def check_batch_schedule_syntax(config: Config, world_size: int) -> Iterator[Fin
     try:
         parse_batch_schedule(entries)
     except ValueError as error:
-        yield Finding(f"--step-batch-size-schedule {' '.join(entries)}: {error}.")
+        yield Finding(f"{error}.")
 
 
 check_single_batch_schedule = require_exclusive(
