@@ -37,7 +37,7 @@ def find_pattern_problem(text: str, num_layers: int) -> str | None:
         return str(error)
     if isinstance(pattern, int) or len(pattern) == num_layers:
         return None
-    return f"The list in the pattern has {len(pattern)} entries, but the model has {num_layers} layers."
+    return f"The list in the layer pattern has {len(pattern)} entries, but the model has {num_layers} layers."
 
 
 def is_marked(pattern: LayerPattern | None, layer_index: int) -> bool:
@@ -76,12 +76,12 @@ def _parse(text: str) -> LayerPattern:
     if text.strip().isdecimal():
         period = int(text.strip()[:16])
         if period < 1:
-            raise ValueError(f"The pattern N selects every N-th layer, so N must be at least 1, not {period}.")
+            raise ValueError(f"The layer pattern N selects every N-th layer, but N is {period}. Set N to 1 or more.")
         return period
     tokens = re.findall(r"\d+|\S", text)
     marks, end = _parse_sum(tokens, 0)
     if end < len(tokens):
-        raise ValueError(f"{tokens[end]!r} is unexpected in the pattern. Give {_SYNTAX}.")
+        raise ValueError(f"The layer pattern has an unexpected {tokens[end]!r}. Give {_SYNTAX}.")
     return tuple(marks)
 
 
@@ -107,17 +107,19 @@ def _parse_product(tokens: list[str], position: int) -> tuple[list[bool], int]:
     if tokens[position : position + 1] == ["("]:
         marks, position = _parse_sum(tokens, position + 1)
         if tokens[position : position + 1] != [")"]:
-            raise ValueError("A parenthesis ( is not closed in the pattern. Add a closing parenthesis.")
+            raise ValueError("A parenthesis ( of the layer pattern is not closed. Add a closing parenthesis.")
         position += 1
     else:
         marks, position = _parse_list(tokens, position)
     while tokens[position : position + 1] == ["*"]:
         factor = tokens[position + 1] if position + 1 < len(tokens) else ""
         if not factor.isdecimal():
-            raise ValueError("A number must follow * in the pattern: how often to repeat the list.")
+            raise ValueError(
+                "The layer pattern has a * without a number after it. Write how often to repeat the list, such as [1]*4."
+            )
         if len(marks) * int(factor[:16]) > _MAX_LAYERS:
             raise ValueError(
-                f"With its repetitions (*), the list in the pattern covers more than {_MAX_LAYERS:,} layers. Repeat less often."
+                f"The layer pattern covers more than {_MAX_LAYERS:,} layers, with its repetitions (*). Repeat the list less often."
             )
         marks, position = marks * int(factor), position + 2
     return marks, position
@@ -125,7 +127,7 @@ def _parse_product(tokens: list[str], position: int) -> tuple[list[bool], int]:
 
 def _parse_list(tokens: list[str], position: int) -> tuple[list[bool], int]:
     if tokens[position : position + 1] != ["["] or "]" not in tokens[position:]:
-        raise ValueError(f"The pattern is neither a number nor a list. Give {_SYNTAX}.")
+        raise ValueError(f"The layer pattern is neither a number nor a list. Give {_SYNTAX}.")
     end = tokens.index("]", position)
     return list(_parse_entries(tokens[position + 1 : end])), end + 1
 
@@ -133,6 +135,8 @@ def _parse_list(tokens: list[str], position: int) -> tuple[list[bool], int]:
 def _parse_entries(tokens: list[str]) -> Iterator[bool]:
     for position, token in enumerate(tokens):
         if token not in (("0", "1") if position % 2 == 0 else (",",)):
-            raise ValueError(f"A list in the pattern must contain 0 and 1, separated by commas, not {token!r}.")
+            raise ValueError(
+                f"A list in the layer pattern has {token!r} at an invalid position. Write only 0 and 1, separated by commas."
+            )
         if position % 2 == 0:
             yield token == "1"

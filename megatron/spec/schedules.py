@@ -248,8 +248,9 @@ def build_schedule(
     """
     if min(num_stages, num_microbatches, chunks_per_stage) < 1:
         raise ValueError(
-            f"the numbers of stages, microbatches and chunks per stage must be at least 1, "
-            f"not {num_stages} stages, {num_microbatches} microbatches and {chunks_per_stage} chunks per stage"
+            f"the numbers of pipeline stages, microbatches and chunks per stage must be at least 1, "
+            f"not {num_stages} stages, {num_microbatches} microbatches and {chunks_per_stage} chunks per stage: raise the number "
+            "that is too small"
         )
     schedule = _get_spec(name, chunks_per_stage).build(num_stages, num_microbatches, chunks_per_stage)
     return add_recompute(schedule, recomputed_chunks) if recomputed_chunks else schedule
@@ -266,10 +267,11 @@ def assign_chunks(name: str, num_stages: int, chunks_per_stage: int = 1) -> tupl
 
 def _get_spec(name: str, chunks_per_stage: int) -> ScheduleSpec:
     if name not in SCHEDULES:
-        raise ValueError(f"there is no schedule {name!r}; the schedules are {', '.join(SCHEDULES)}")
+        raise ValueError(f"there is no pipeline schedule {name!r}: use one of {', '.join(SCHEDULES)}")
     required_chunks = SCHEDULES[name].chunks_per_stage
     if required_chunks is not None and chunks_per_stage != required_chunks:
         raise ValueError(
-            f"the schedule {name} requires {required_chunks} chunk{'s' * (required_chunks > 1)} per stage, not {chunks_per_stage}"
+            f"the pipeline schedule {name} requires {required_chunks} chunk{'s' * (required_chunks > 1)} per stage, not "
+            f"{chunks_per_stage}: change the number of chunks (virtual stages), or choose another schedule"
         )
     return SCHEDULES[name]
