@@ -38,8 +38,9 @@ class Router(nn.Module):
     bias: nn.Parameter | None
     """Bias [experts] that is added to the scores for the selection of experts. It does not change the router weights."""
     shares: nn.Parameter | None
-    """Load of each expert in the previous step, [experts]: its assigned tokens in the global batch, divided by the mean over
-    the experts."""
+    """Load of each expert in the previous step, [experts]: its assigned tokens in the global batch, divided by the mean over the
+    experts. Only the balance loss over the global batch (--moe-router-load-balancing-type global_aux_loss) needs the load,
+    otherwise None. A parameter without gradient, so that checkpoints contain it."""
 
     def __init__(self, scope: Scope, spec: RouterSpec, layer: int) -> None:
         super().__init__()
