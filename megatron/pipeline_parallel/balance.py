@@ -96,7 +96,10 @@ def balance(
     """
     num_layers, num_chunks = len(layer_costs), len(stage_of_chunk)
     if invalid := [cost for cost in (*layer_costs, embedding_cost, loss_cost) if not 0 <= cost < math.inf]:
-        raise ValueError(f"the costs of layers, embedding and loss must be finite and at least 0, but one cost is {invalid[0]}")
+        raise ValueError(
+            f"the costs of layers, embedding and loss must be finite and at least 0, but one cost is {invalid[0]}: correct this "
+            "cost"
+        )
     fixed_costs: list[float] = [0] * num_chunks
     fixed_costs[0] += embedding_cost
     fixed_costs[-1] += loss_cost

@@ -99,7 +99,9 @@ def _check_complete(schedule: Schedule) -> None:
             ):
                 counts_text = ", ".join(f"{op_type.name.lower()} {count} times" for op_type, count in type_counts.items())
                 raise ValueError(
-                    f"chunk {chunk}, microbatch {m}: each pass must be scheduled exactly once, but the schedule has {counts_text}"
+                    f"the pipeline schedule is wrong: chunk {chunk}, microbatch {m}: each pass must be scheduled exactly once, "
+                    "but the "
+                    f"schedule has {counts_text}. Add the missing operations, and remove the others"
                 )
     if counts:
         raise ValueError(
