@@ -31,12 +31,13 @@ class FsdpPolicy:
 
 
 def is_fully_sharded(entry: ParamEntry, context: ParallelContext) -> bool:
-    """Return whether `fully_shard` shards the parameter. It does not shard:
+    """Return whether `fully_shard` shards the parameter. Not sharded are:
 
     - tied parameters: a parameter that two modules share would silently become two when they are wrapped separately;
-    - parameters whose gradient is also partial over the tensor ranks (under sequence parallelism norms, learned positions and some
-      biases), because FSDP reduces only over the data ranks, or over the data ranks with the same experts;
-    - experts, if the ranks that share one copy of the model hold each expert only once, so there is nothing to divide;
+    - parameters whose gradient is also partial over the tensor ranks: under sequence parallelism, norms, learned positions and some
+      biases. FSDP reduces gradients only over the data ranks, or for experts over the data ranks with the same experts;
+    - experts, if only one of the ranks that share a copy of the model holds each expert: no other rank could store a part of the
+      expert;
     - any parameter, if there is only one data rank.
     """
     axes = entry.record.partial_axes
@@ -120,7 +121,7 @@ def order_for_backward(units: Sequence[Unit], num_nested: Sequence[int]) -> list
 
 
 def compute_sharded_view_shape(entry: ParamEntry) -> tuple[int, int]:
-    """Return the shape (rows, elements per row) as which a rank's local parameter is viewed to be sharded along rows.
+    """Return the 2-D shape (rows, elements per row) of the view in which FSDP shards a rank's local parameter by rows.
 
     A row of a matrix is the weights of one output; leading dimensions are flattened. A row of a lookup table is one entry. Each
     element of a vector is a row.
