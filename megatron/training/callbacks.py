@@ -134,7 +134,8 @@ def register_metric(name: str, metric: Metric) -> None:
     """
     if not re.fullmatch(r"[A-Za-z][\w /.-]*", name):
         raise ValueError(
-            f"{name!r} is not a valid name of a metric: it must start with a letter, and contain only letters, digits, spaces, "
+            f"{name!r} is not a valid name of a metric: choose a name that starts with a letter and contains only letters, "
+            "digits, spaces, "
             "_, -, / and ."
         )
     METRICS[name] = metric

@@ -169,7 +169,7 @@ class Saver:
             if time.monotonic() > deadline:
                 raise ValueError(
                     f"--save {self._storage.location}: this node does not see {RUN}, which the first rank has written there. "
-                    "--save must be a folder on a file system that all nodes share."
+                    "Set --save to a folder on a file system that all nodes share."
                 )
             time.sleep(0.1)
 
@@ -269,7 +269,8 @@ class Saver:
         """
         if self._heartbeat is not None and self._heartbeat.successor is not None:
             raise CheckpointError(
-                f"{self._heartbeat.successor} has taken over {self._storage.location} ({RUN}), so this run ends. "
+                f"{self._heartbeat.successor} has taken over {self._storage.location} ({RUN}), so this run ends. Continue with "
+                "that run, or start this one with another --save folder. "
                 + (
                     "It has saved no checkpoint there."
                     if self._last_iteration is None

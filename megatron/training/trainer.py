@@ -400,8 +400,8 @@ class Trainer:
         size = self._loop.plan.get_global_batch_size(self.progress.consumed_samples)
         if rows.shape != (size, length + 1):
             raise ValueError(
-                f"tokens have the shape {list(rows.shape)}, but a step takes [global batch size, --seq-length + 1], "
-                f"so here the shape must be [{size}, {length + 1}]"
+                f"tokens have the shape {list(rows.shape)}, but a step takes [global batch size, --seq-length + 1]: "
+                f"pass tokens of the shape [{size}, {length + 1}]"
             )
         if rows.min() < 0 or rows.max() >= self.data.vocab_size:
             raise ValueError(
