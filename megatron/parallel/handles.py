@@ -1,19 +1,19 @@
 """Handles: tensors that stand for Python objects, such as layers or dropout seeds, in the operations of a compiled graph.
 
 A Python object in a graph is a constant, so every layer would need its own compilation. A tensor is an input of the graph, so
-layers of the same structure share one. A handle is therefore a tensor whose address in memory identifies the object. Its value is
-undefined.
+layers of the same structure share one compiled graph. A handle is therefore a tensor whose address in memory identifies the object.
+The value of a handle is undefined.
 
-- It is on the device of the operation's other tensors. For a tensor on the host, the compiler would assume that all results of the
-  operation are unaligned: following kernels would then load and store 2 bytes at a time instead of 16.
-- Its value is never read, because on a GPU the host would have to wait for it. The address is known to the host.
-- Two living tensors never have the same address. An object is found as long as it exists, and only by the latest handle at an
-  address.
+- A handle is on the device of the operation's other tensors. For a tensor on the host, the compiler would assume that all results
+  of the operation are unaligned: following kernels would then load and store 2 bytes at a time instead of 16.
+- The value of a handle is never read, because on a GPU the host would have to wait for it. The address is known to the host.
+- Two living tensors never have the same address. When a handle is freed, a new handle may get its address. The address then
+  identifies the object of the new handle.
 
 Operations that take a handle, or have effects besides their output tensors (gradients, random numbers, communication), are
-registered with the tags `OUTSIDE_CUDA_GRAPHS`. A CUDA graph would replay their kernels without their Python code. Then gradients
-would not be counted, weight gradients not deferred and dropout masks repeated. A CUDA graph may also copy inputs to other
-addresses.
+registered with the tags `OUTSIDE_CUDA_GRAPHS`. A CUDA graph would replay the kernels of such an operation without its Python code.
+Then dropout masks would repeat, ready gradients would not be counted, and weight gradients would not be deferred. A CUDA graph may
+also copy inputs to other addresses.
 """
 
 from __future__ import annotations

@@ -309,8 +309,9 @@ class Shard:
     moments: dict[str, torch.Tensor] = field(init=False)
     """Flat tensors of the optimizer state, by name of the state. The optimizer sets them."""
     state_shapes: dict[str, StateShape] = field(default_factory=dict)
-    """For each optimizer state by name, which elements of the parameter share a value; by default none do. The optimizer sets
-    them."""
+    """For each optimizer state by name, which elements of the parameter have one common state value, such as the elements of a
+    row. By
+    default each element has its own. The optimizer sets this attribute."""
 
     average: torch.Tensor | None = None
     """Exponential moving average of `main_param`, if the run uses one. The optimizer sets it."""
@@ -446,7 +447,8 @@ class Scope:
         return self.weights[f"{self.prefix}{attribute}"]
 
     def has_weight(self, attribute: str) -> bool:
-        """Return whether the model's specification has a parameter that this module holds under the name `attribute`."""
+        """Return whether the model's specification contains the parameter `attribute` of this module. For example, a bias may be
+        absent."""
         return f"{self.prefix}{attribute}" in self.weights
 
     def register_param(self, module: nn.Module, attribute: str, weight: WeightSpec | None = None) -> None:

@@ -133,7 +133,9 @@ def read_master_address(environment: Mapping[str, str], job: ProcessInfo) -> tup
     ):
         if not is_valid:
             problem = f"is {value[:40]!r}" if name in environment else "is not set"
-            raise ValueError(f"{name} in the environment {problem}. It must be {expected}. A launcher such as torchrun sets it.")
+            raise ValueError(
+                f"{name} in the environment {problem}. It must be {expected}. Start the run with torchrun, which sets it."
+            )
     _check_rank(job)
     return host, int(port)
 
@@ -142,7 +144,7 @@ def _check_rank(job: ProcessInfo) -> None:
     if not 0 <= job.rank < job.world_size:
         raise ValueError(
             f"RANK in the environment is '{job.rank}'. It must be a number from 0 to {job.world_size - 1}, below WORLD_SIZE. "
-            "A launcher such as torchrun sets it."
+            "Start the run with torchrun, which sets it."
         )
 
 

@@ -70,7 +70,11 @@ class Topology:
     def __post_init__(self) -> None:
         for axis in (*AXES, "ep", "etp"):
             if getattr(self, axis) < 1:
-                raise ValueError(f"the size of the parallel axis {axis} must be at least 1, not {getattr(self, axis)}")
+                raise ValueError(
+                    f"the size of the parallel axis {axis} is {getattr(self, axis)}, but must be at least 1: set it to 1 if you "
+                    "do not "
+                    "use this axis"
+                )
         if self.stage_size % (self.etp * self.ep):
             raise ValueError(
                 f"the {self.stage_size} ranks of a pipeline stage (TP x CP x DP) are not divisible by "
@@ -166,7 +170,7 @@ class Topology:
         """
         if not 0 <= rank < self.world_size:
             raise ValueError(
-                f"rank {rank} is outside a world of {self.world_size} ranks, which are numbered from 0 to {self.world_size - 1}"
+                f"rank {rank} is outside a world of {self.world_size} ranks: use a rank from 0 to {self.world_size - 1}"
             )
         remainder, tp = divmod(rank, self.tp)
         remainder, cp = divmod(remainder, self.cp)
