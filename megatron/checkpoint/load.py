@@ -262,8 +262,8 @@ def check_requests(requests: Sequence[LoadRequest], manifest: Manifest, allow_un
     """
     if ranks := [rank for rank, request in enumerate(requests) if request.digest != manifest.digest]:
         raise CheckpointError(
-            f"{format_ranks(ranks)} {'sees' if len(ranks) == 1 else 'see'} another checkpoint under this path than rank 0: "
-            f"--load must be a folder on a file system that all nodes share"
+            f"{format_ranks(ranks)} {'sees' if len(ranks) == 1 else 'see'} another checkpoint under the path to load than rank 0: "
+            "set --load to a folder on a file system that all nodes share"
         )
     slices: dict[str, set[TensorSlice]] = defaultdict(set)
     mismatches: dict[str, set[str]] = defaultdict(set)

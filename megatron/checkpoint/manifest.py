@@ -447,7 +447,8 @@ def _parse_count(value: object) -> int:
     """
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
         raise ValueError(
-            f"the value {str(value)[:40]} is not a number of elements or bytes, which must be an integer from 0 to 2^62 - 1"
+            f"the manifest of the checkpoint has a shape, an offset or a size with the value {str(value)[:40]}, which is not an "
+            "integer from 0 to 2^62 - 1"
         )
     return value
 

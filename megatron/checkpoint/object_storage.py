@@ -178,7 +178,9 @@ class ObjectStorage(Storage):
     def remove_checkpoint(self, name: str) -> None:
         """Remove a checkpoint: first its manifest, so that the checkpoint counts as incomplete, then the other files."""
         if not self.list_names(name):
-            raise FileNotFoundError(f"the checkpoint {self.get_location(name)} does not exist, so it cannot be removed")
+            raise FileNotFoundError(
+                f"the checkpoint {self.get_location(name)} does not exist, so it cannot be removed: check the path"
+            )
         self.get_child(name).remove(MANIFEST)
         self.remove(name)
 
@@ -215,7 +217,8 @@ class ObjectDraft(Draft):
         self.storage, self._token = final, token
 
     def get_file_name(self, name: str) -> str:
-        """Return the file name with the token of the run inserted before its extensions."""
+        """Return the file name with the token of the run (hexadecimal digits that identify the run) inserted before its
+        extensions."""
         stem, dot, extensions = name.partition(".")
         return f"{stem}-{self._token}{dot}{extensions}"
 

@@ -114,7 +114,9 @@ class WriterProcess:
             if not replies:
                 code = self._process.wait()
                 outcome = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-                raise WriterDied(f"the writer process {outcome}, so this checkpoint is incomplete") from None
+                raise WriterDied(
+                    f"the writer process {outcome}, so this checkpoint is incomplete. Check the memory of the node"
+                ) from None
         return replies
 
     def stop(self) -> None:

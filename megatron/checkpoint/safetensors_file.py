@@ -89,13 +89,13 @@ class Header:
         self.file, self._data_start, self._name = file, LENGTH_BYTES, name
         self._data_start += int.from_bytes(file.read(0, min(LENGTH_BYTES, file.size)), "little")
         try:
-            if self._data_start > file.size:
-                raise ValueError("the file ends before the end of the header")
-            content = json.loads(file.read(LENGTH_BYTES, self._data_start - LENGTH_BYTES))
-            if not isinstance(content, dict):
-                raise ValueError("the header is not a JSON object")
+            is_complete = self._data_start <= file.size
+            content = json.loads(file.read(LENGTH_BYTES, self._data_start - LENGTH_BYTES)) if is_complete else None
         except (ValueError, RecursionError) as error:
             raise DamagedCheckpointError(f"{name} has no readable header ({error}): the file is damaged; copy it again") from error
+        if not isinstance(content, dict):
+            problem = "its header is not a JSON object" if is_complete else "it ends before the end of its header"
+            raise DamagedCheckpointError(f"{name} is damaged: {problem}; copy the file again")
         self._content: dict[str, Any] = content
 
     def get_data_offset(self, entry: TensorEntry) -> int:

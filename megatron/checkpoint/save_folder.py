@@ -221,14 +221,17 @@ def read_json(checkpoint: Storage, name: str, manifest: Manifest | None = None) 
         )
     try:
         content: dict[str, Any] = json.loads(data)
-        if not isinstance(content, dict):
-            raise ValueError("the content is not a JSON object")
-        if name == STATE:
+        if name == STATE and isinstance(content, dict):
             check_counts(content, parse_iteration(checkpoint.location))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise DamagedCheckpointError(
             f"{checkpoint.get_location(name)} does not have the content that a run writes ({error}); copy the file again"
         ) from error
+    if not isinstance(content, dict):
+        raise DamagedCheckpointError(
+            f"{checkpoint.get_location(name)} does not have the content that a run writes: it is not a JSON object; copy the file "
+            "again"
+        )
     return content
 
 
@@ -253,15 +256,25 @@ def check_counts(state: Mapping[str, Any], iteration: int | None) -> None:
     counts = {name: state["progress"][name] for name in PROGRESS_COUNTS} | {"optimizer_updates": state.get("optimizer_updates", 0)}
     for name, value in counts.items():
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_COUNT:
-            raise ValueError(f"the counter {name} is {str(value)[:40]}, but must be an integer from 0 to 2^60")
+            raise ValueError(
+                f"the counter {name} of the checkpoint's training progress is {str(value)[:40]}, but must be an integer from 0 to "
+                "2^60"
+            )
     if iteration is not None and counts["iteration"] != iteration:
-        raise ValueError(f"the counter iteration is {counts['iteration']}, but the folder's name is that of iteration {iteration}")
+        raise ValueError(
+            f"the checkpoint says that it is of iteration {counts['iteration']}, but its folder has the name of iteration "
+            f"{iteration}"
+        )
     recent = state["progress"].get(RECENT_STEPS, [])
     if not isinstance(recent, list) or len(recent) > _MAX_RECENT or not all(map(_is_pair_of_finite_values, recent)):
-        raise ValueError(f"{RECENT_STEPS} is {str(recent)[:40]}, but must be a list of pairs of finite numbers")
+        raise ValueError(
+            f"{RECENT_STEPS} in the checkpoint's training progress is {str(recent)[:40]}, but must be a list of pairs of finite "
+            "numbers"
+        )
     if counts["updated_samples"] > counts["consumed_samples"] or counts["skipped_iterations"] > counts["iteration"]:
         raise ValueError(
-            f"the counters contradict each other (updated_samples > consumed_samples, or skipped_iterations > iteration): {counts}"
+            "the counters of the checkpoint's training progress contradict each other (updated_samples > consumed_samples, or "
+            f"skipped_iterations > iteration): {counts}"
         )
 
 
@@ -317,7 +330,8 @@ def _check_still_owner(save: Storage, token: str) -> None:
         return  # no run has claimed the folder
     if owner != token:
         raise CheckpointError(
-            f"another run has taken over the folder {save.location} (see {RUN} there), so this run no longer saves in it"
+            f"another run has taken over the folder {save.location} (see {RUN} there), so this run no longer saves in it. "
+            "End one of the two runs, or start this run again with another --save folder"
         )
 
 
@@ -355,7 +369,7 @@ def commit(
             raise CheckpointError(
                 f"{draft.storage.get_location(name)} was written with {file.num_bytes} bytes, but the first rank sees "
                 f"{'no such file' if size is None else f'{size} bytes'}: "
-                "--save must be a folder on a file system that all nodes share"
+                "set --save to a folder on a file system that all nodes share"
             )
     stored_files = {name: StoredFile(len(data), Checksum(data).text) for name, data in small_files.items()}
     manifest = Manifest(manifest.tensors, dict(sorted((manifest.files | stored_files).items())))

@@ -161,13 +161,16 @@ def _merge_specs(world_specs: Sequence[Sequence[LocalTensorSpec]]) -> dict[str, 
             first = merged.setdefault(name, tensor)
             if (first.global_shape, first.dtype) != (shape, dtype):
                 errors.append(
-                    f"{name} is {shape} {dtype} on rank {rank}, but {first.global_shape} {first.dtype} on a lower rank "
-                    "(internal error, please report this)"
+                    f"{name} is {shape} {dtype} on rank {rank}, but {first.global_shape} {first.dtype} on a lower rank (internal "
+                    "error)"
                 )
             if dtype not in DTYPES:
                 errors.append(f"{name} is {dtype}, but checkpoints support only {', '.join(DTYPES)}")
     if errors:
-        raise CheckpointError(f"these tensors of the run cannot be saved: {format_list(errors, '; ')}")
+        raise CheckpointError(
+            f"these tensors of the run cannot be saved: {format_list(errors, '; ')}. Change the dtype of your own tensors; "
+            "otherwise please report this"
+        )
     return merged
 
 
@@ -212,7 +215,7 @@ def write_rank_files(
     if folder is not None and not folder.is_dir():
         raise CheckpointError(
             f"rank {plan.rank} does not see {folder}, which the first rank created: "
-            f"--save must be a folder on a file system that all nodes share"
+            f"set --save to a folder on a file system that all nodes share"
         )
     tensors = [(spec.name, StoredTensor(spec.global_shape, spec.dtype, (), EMPTY_HASH.hex)) for spec in plan.empty_tensors]
     stored_files = {}

@@ -337,7 +337,9 @@ _MIN_LOGGED_WAIT_S = 0.1
 
 
 class _Status(NamedTuple):
-    """Message of a rank to the first rank before a save: the result of its previous save, and its tensors if they have changed."""
+    """Message of a rank to the first rank before a save: the result of its previous save, and the descriptions of its tensors if
+    they
+    differ from those of the previous save."""
 
     failure: str | None
     """Reason why the rank could not write its files in the previous save. None if they were written."""

@@ -158,7 +158,7 @@ class BackgroundWriter:
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"rank {min(missing)} has written its files, but the first rank does not see them in {draft.storage.location}: "
-                    f"--save must be a folder on a file system that all nodes share"
+                    f"set --save to a folder on a file system that all nodes share"
                 )
             with contextlib.suppress(queue.Empty):
                 message = self._inbox.get(timeout=pause)
@@ -166,7 +166,7 @@ class BackgroundWriter:
                     self._inbox.put(message)
                     raise CheckpointError(
                         "training has ended before all ranks had written their files, so this checkpoint is incomplete and will "
-                        "not be loaded"
+                        "not be loaded. Continue from the previous checkpoint"
                     )
                 if isinstance(message, RanksFinished):
                     if message.failure is not None:
@@ -184,7 +184,8 @@ class BackgroundWriter:
 
     def _report_progress(self, *, has_advanced: bool = True) -> None:
         """Tell the training process that this writer is still working on the save. At most one report is sent per
-        `PROGRESS_INTERVAL_S` seconds, because training may not read replies for a long time.
+        `PROGRESS_INTERVAL_S` seconds, because the training process sometimes reads no replies for a long time, and unread reports
+        would accumulate in the pipe.
 
         Args:
             has_advanced: whether more data is on the disk; False while the writer waits for other ranks.
