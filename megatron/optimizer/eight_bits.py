@@ -153,8 +153,9 @@ class EightBitAdamW(UpdateRule):
 
 @dataclass(frozen=True)
 class _BlockViews:
-    """Views of a main parameter, its gradient and its moments as quantization blocks, [rows, blocks, elements]. All blocks in one
-    object, or parts of blocks, have equal length and are in consecutive rows."""
+    """Views of a main parameter, its gradient and its moments as quantization blocks, [rows, blocks, elements]. The blocks of one
+    object have equal length and are in consecutive rows of the parameter. A shard boundary may cut a block; then the object
+    contains only this rank's part of the block."""
 
     group: ParamGroup
     main: torch.Tensor

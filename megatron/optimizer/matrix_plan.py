@@ -315,14 +315,16 @@ class LocalShard:
 
 @dataclass(frozen=True)
 class ReturnedResult:
-    """Values that the owner of a matrix has computed for elements of this rank's shard of a parameter."""
+    """Update of a matrix that another rank, its owner, has computed and sends back: the elements that are in this rank's shard of
+    the
+    parameter."""
 
     param_name: str
     """Global name of the parameter."""
     shard_range: FlatRange
     """Range of these elements within the rank's shard."""
     result: torch.Tensor
-    """Computed values, flat, in the dtype of the exchange."""
+    """Computed values, flat, in the dtype in which ranks exchange matrices."""
 
 
 @dataclass(frozen=True)

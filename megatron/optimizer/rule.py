@@ -181,7 +181,8 @@ class UpdateRule(ABC):
     elementwise = True
     """Whether the update of an element depends on no other element. If so, a main parameter may be updated in several parts."""
     moments: tuple[str, ...] = ()
-    """Names of the states with one value per element that every parameter has, in the dtype of the main parameters."""
+    """Names of the optimizer states that have one value per element. Every parameter has these states, in the dtype of the main
+    parameters."""
 
     def states(self, record: ParamRecord) -> tuple[StateSpec, ...]:
         """Return the optimizer states of a parameter."""
