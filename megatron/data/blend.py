@@ -132,11 +132,12 @@ def check_weights(weights: Sequence[float]) -> None:
     for i, weight in enumerate(weights):
         if not (math.isfinite(weight) and weight >= 0):
             raise ValueError(
-                f"the weight of dataset {i + 1} of {len(weights)} is {weight}.\n  A weight must be a finite number of 0 or more."
+                f"the weight of dataset {i + 1} of the {len(weights)} datasets of the blend is {weight}.\n"
+                "  Set the weight to a finite number of 0 or more."
             )
     if not sum(weights) > 0:
         raise ValueError(
-            f"no dataset has a weight above 0 (weights: {', '.join(map(str, weights)) or 'none'}).\n"
+            f"no dataset of the blend has a weight above 0 (weights: {', '.join(map(str, weights)) or 'none'}).\n"
             "  Give at least one dataset a weight above 0."
         )
 

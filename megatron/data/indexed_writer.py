@@ -476,16 +476,22 @@ def read_array(path: Path, digest: bytes) -> NDArray:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size <= _FOOTER.size:
-            raise DamagedIndexError(f"the cached index {path} is truncated; the index is computed again")
+            raise DamagedIndexError(f"the cached index {path} is truncated; the index is computed again, so no action is needed")
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     magic, stored_digest, checksum = _FOOTER.unpack_from(mapped, size - _FOOTER.size)
     if magic != _MAGIC or stored_digest != digest:
-        raise DamagedIndexError(f"the cached index {path} is truncated or belongs to another dataset; the index is computed again")
+        raise DamagedIndexError(
+            f"the cached index {path} is truncated or belongs to another dataset; the index is computed again, so no action is "
+            "needed"
+        )
     from xxhash import xxh3_128_digest
 
     with memoryview(mapped) as view, view[: size - len(checksum)] as content:
         if xxh3_128_digest(content) != checksum:
-            raise DamagedIndexError(f"the cached index {path} is damaged: its checksum does not match; the index is computed again")
+            raise DamagedIndexError(
+                f"the cached index {path} is damaged: its checksum does not match; the index is computed again, so no action is "
+                "needed"
+            )
     header = io.BytesIO(mapped[:128])
     npy.read_magic(header)
     shape, _, dtype = npy.read_array_header_1_0(header)
