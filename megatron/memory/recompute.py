@@ -43,7 +43,9 @@ class Offloader(Protocol):
     """
 
     is_recomputed_ahead: bool
-    """Whether the layer may be recomputed in a separate operation before its backward."""
+    """Whether the schedule may recompute the layer in a separate operation before the layer's backward. Then the layer's tensors
+    must
+    be back on the device before that operation."""
 
     @property
     def offloaded_sizes(self) -> list[int]:
