@@ -160,7 +160,11 @@ class _Finder:
         FORMER_NAME`."""
         new_spec = _find_new_spec(name)
         if new_spec is None or new_spec.loader is None:
-            raise ImportError(f"python -m {name}: the module of this former name no longer exists. Run a script of tools/ instead.")
+            raise ImportError(
+                f"python -m {name}: the module that had this name no longer exists. Run the script for your task in the folder "
+                "tools/ "
+                "instead; each script describes itself with --help."
+            )
         warnings.warn_explicit(_format_warning(name, new_spec.name), DeprecationWarning, f"python -m {name}", 1, "__main__")
         code: CodeType | None = new_spec.loader.get_code(new_spec.name)  # type: ignore[attr-defined]
         return code
