@@ -151,8 +151,8 @@ def read_trace(path: str | Path) -> list[TraceRun]:
             _add_line(runs, values)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
             raise ValueError(
-                f"trace {path}, line {line_number}: not in the format of --save-trace ({error!r}). The file is damaged, or another "
-                "version of the program wrote it. Record the trace again with --save-trace."
+                f"trace {path}, line {line_number}: not in the format of --save-trace ({error!r}). If the file is not damaged, "
+                "another version of the program wrote it: record the trace again with --save-trace."
             ) from error
     if not runs:
         raise ValueError(
@@ -168,8 +168,8 @@ def _add_line(runs: list[TraceRun], line: dict[str, Any]) -> None:
         version = line.pop("version")
         if version != VERSION:
             raise ValueError(
-                f"the trace has version {version}, but this program reads only version {VERSION}: record the trace again with this "
-                "program"
+                f"the trace has version {version}, but this program reads only version {VERSION}: use the version of the program "
+                "that wrote the trace"
             )
         layers = [(int(stage), list(layers)) for stage, layers in line.pop("layers")]
         for name, size in line["layout"].items():
@@ -190,7 +190,7 @@ def _parse_signatures(_: str, signatures: Mapping[str, list[Any]]) -> dict[str, 
         if len(values) != SIGNATURE_SIZE:
             raise ValueError(
                 f"the signature of the tensor {name} (values that summarize the tensor) has {len(values)} values instead of "
-                f"{SIGNATURE_SIZE}; the trace file is damaged"
+                f"{SIGNATURE_SIZE}: copy the trace file again"
             )
     return {name: tuple(_parse_float(name, value) for value in values) for name, values in signatures.items()}
 
@@ -199,19 +199,19 @@ def _parse_float(name: str, value: Any) -> float:
     if value is None:
         return math.nan
     if type(value) not in (int, float):
-        raise TypeError(f"the value {value!r} of {name} in the trace is not a number")
+        raise TypeError(f"the value {value!r} of {name} in the trace is not a number: copy the trace file again")
     return float(value)
 
 
 def _parse_int(name: str, value: Any) -> int:
     if type(value) is not int:  # isinstance would accept True
-        raise TypeError(f"the value {value!r} of {name} in the trace is not an integer")
+        raise TypeError(f"the value {value!r} of {name} in the trace is not an integer: copy the trace file again")
     return value
 
 
 def _parse_bool(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise TypeError(f"the value {value!r} of {name} in the trace is neither true nor false")
+        raise TypeError(f"the value {value!r} of {name} in the trace is neither true nor false: copy the trace file again")
     return value
 
 
