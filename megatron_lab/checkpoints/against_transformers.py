@@ -99,7 +99,7 @@ def compare_logits(source: WeightSource, folder: Path, dtype: torch.dtype, *, se
     expected = _compute_transformers_logits(folder, ids)
     if logits.shape != expected.shape:
         raise CheckpointError(
-            f"{folder}: the logits of transformers have shape {list(expected.shape)}, those of this framework "
+            f"internal error: {folder}: the logits of transformers have shape {list(expected.shape)}, those of this framework "
             f"{list(logits.shape)}: the conversion is wrong. Please report this"
         )
     max_difference = (logits - expected).abs().max().item()
@@ -109,8 +109,8 @@ def compare_logits(source: WeightSource, folder: Path, dtype: torch.dtype, *, se
     )
     if not max_difference <= MAX_LOGIT_DIFFERENCE:
         raise CheckpointError(
-            f"the logits of {source.name} {result}, more than the allowed {MAX_LOGIT_DIFFERENCE:g}: the conversion is wrong. "
-            "Please report this"
+            f"internal error: the logits of {source.name} {result}, more than the allowed {MAX_LOGIT_DIFFERENCE:g}: the conversion "
+            "is wrong. Please report this"
         )
     return f"Verified: the logits of the source {result}."
 
@@ -133,13 +133,13 @@ def _compute_transformers_logits(folder: Path, ids: torch.Tensor) -> torch.Tenso
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise ValueError(
             f"transformers {transformers.__version__} cannot open {folder}: {error}.\n"
-            "  Another version of transformers may support this model."
+            "  Install another version of transformers, or leave --verify out."
         ) from error
     errors = {category: sorted(map(str, names)) for category, names in report.items() if names and category != "error_msgs"}
     if errors:
         raise CheckpointError(
-            f"{folder} does not fit the model in transformers: transformers reports {errors}, so the conversion is wrong. Please "
-            "report this"
+            f"internal error: {folder} does not fit the model in transformers: transformers reports {errors}, so the conversion is "
+            "wrong. Please report this"
         )
     with torch.no_grad():
         logits: torch.Tensor = model.eval()(ids).logits
@@ -165,7 +165,7 @@ def compare_ids(config: DataConfig, folder: Path) -> str:
     except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
         raise CheckpointError(
             f"transformers cannot read the tokenizer in {folder}: {error}.\n"
-            "  Another version of transformers may read it; --no-tokenizer writes only the weights."
+            "  Install another version of transformers, or set --no-tokenizer to write only the weights."
         ) from error
     for text in _SAMPLE_STRINGS:
         ids = tokenizer.encode(text)

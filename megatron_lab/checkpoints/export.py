@@ -207,5 +207,5 @@ def _export_adapters(source: WeightSource, args: argparse.Namespace) -> int:
 def _parse_bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(KB|MB|GB|)", text.upper())
     if match is None or float(match[1]) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB or 5GB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size. Set a number of bytes, such as 500MB or 5GB")
     return int(float(match[1]) * _UNITS[match[2]])

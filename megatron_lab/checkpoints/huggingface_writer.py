@@ -84,7 +84,7 @@ def export(
         OSError: a file cannot be written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} exists already; choose another name, or remove it")
+        raise CheckpointError(f"{folder} exists already and is not an empty folder. Choose another name, or remove it")
     selected_family = select_family(source.model, family)
     _check_tokens(tokens, source.vocab_size)
     layouts = selected_family.build_layouts(source.model, source.vocab_size)
@@ -152,9 +152,8 @@ def _check_weights(source: WeightSource, layouts: dict[str, WeightLayout]) -> No
     errors += [f"{name} is not a parameter of the architecture" for name in source.weights if name not in layouts]
     if errors:
         raise CheckpointError(
-            f"the weights in {source.name} are not those of the model that its settings describes:\n  "
-            + format_list(errors, "\n  ")
-            + "\n  The source is incomplete or damaged: copy it again."
+            f"the weights in {source.name} are not those of the model that its settings describe:\n"
+            "  " + format_list(errors, "\n  ") + "\n  The source is incomplete or damaged: copy it again."
         )
 
 

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
     output: Path = args.output
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"{output} exists already; choose another name, or remove it")
+        raise ValueError(f"{output} exists already and is not an empty folder. Choose another name, or remove it")
     source, tokenizer = _open_source_and_tokenizer(args)
     verification = "not compared with transformers (--verify does, of a Hugging Face folder)"
     if args.verify:

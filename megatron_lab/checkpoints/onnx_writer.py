@@ -101,7 +101,7 @@ def export_onnx(source: WeightSource, folder: Path, extras: Callable[[Path], lis
     for library in ("onnx", "onnxscript", "onnxruntime"):
         import_optional(library, "--format onnx needs the extra onnx", extra="onnx")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} exists already; choose another name, or remove it")
+        raise CheckpointError(f"{folder} exists already and is not an empty folder. Choose another name, or remove it")
     exported_source = build_inference_source(source)
     num_bytes = sum(4 * math.prod(info.shape) for info in exported_source.weights.values())
     if obstacles := find_obstacles(exported_source.model, num_bytes):
@@ -174,8 +174,8 @@ def _compare_logits(source: WeightSource, path: Path) -> str:
         actual = torch.from_numpy(session.run(None, {TOKENS: tokens.numpy()})[0])
         if actual.shape != expected.shape:
             raise CheckpointError(
-                f"the logits of onnxruntime have shape {list(actual.shape)}, those of this framework {list(expected.shape)}: the "
-                "export is wrong. Please report this"
+                f"internal error: the logits of onnxruntime have shape {list(actual.shape)}, those of this framework "
+                f"{list(expected.shape)}: the export is wrong. Please report this"
             )
         max_difference, max_logit = (
             max(max_difference, (expected - actual).abs().max().item()),
@@ -183,5 +183,7 @@ def _compare_logits(source: WeightSource, path: Path) -> str:
         )
     result = f"onnxruntime {runtime.__version__}: logits differ by at most {max_difference:.1e} (the largest is {max_logit:.3g})"
     if not max_difference <= MAX_LOGIT_DIFFERENCE:
-        raise CheckpointError(f"{result}, more than the allowed {MAX_LOGIT_DIFFERENCE:g}: the export is wrong. Please report this")
+        raise CheckpointError(
+            f"internal error: {result}, more than the allowed {MAX_LOGIT_DIFFERENCE:g}: the export is wrong. Please report this"
+        )
     return f"Verified by {result}."

@@ -59,9 +59,11 @@ def export_adapters(
     """
     model = source.model
     if model.lora_rank is None:
-        raise CheckpointError(f"{source.name} has no adapters (--lora-rank). Remove --format peft")
+        raise CheckpointError(
+            f"{source.name} has no adapters: its run did not set --lora-rank. Remove --format peft, which writes only adapters"
+        )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} exists already; choose another name, or remove it")
+        raise CheckpointError(f"{folder} exists already and is not an empty folder. Choose another name, or remove it")
     base_source = DerivedSource(source, remove_lora_settings(model))
     selected_family = select_family(base_source.model, family)
     is_transposed, targets = False, set[str]()
