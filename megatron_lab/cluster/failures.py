@@ -48,14 +48,19 @@ class Job:
 
     def __post_init__(self) -> None:
         if not (self.step_s > 0 and self.mtbf_s > 0):
-            raise ValueError(f"--step-s {self.step_s:g} and the mean time between failures ({self.mtbf_s:g} s) must be above 0.")
+            raise ValueError(
+                f"--step-s {self.step_s:g} must be above 0, and so must the mean time between failures, which is {self.mtbf_s:g} s "
+                "(--gpu-hours divided by --gpus). Correct these flags."
+            )
         for name in ("save_stall_s", "save_s", "detect_s", "restart_s", "copy_stall_s", "copy_restart_s"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name):g} must be finite and at least 0.")
+                raise ValueError(
+                    f"--{name.replace('_', '-')} {getattr(self, name):g} must be finite and at least 0. Correct the flag."
+                )
         if not 0 <= self.copy_survives <= 1 or self.copy_interval < 0:
             raise ValueError(
                 f"--copy-survives {self.copy_survives:g} must be from 0 to 1, and "
-                f"--copy-interval {self.copy_interval} at least 0 steps."
+                f"--copy-interval {self.copy_interval} at least 0 steps. Correct these flags."
             )
 
 
@@ -92,7 +97,7 @@ def simulate(job: Job, save_interval: int, days: float, num_draws: int, seed: in
         ValueError: `save_interval` is less than 1.
     """
     if save_interval < 1:
-        raise ValueError(f"--save-interval {save_interval} must be at least 1 step.")
+        raise ValueError(f"--save-interval {save_interval} must be at least 1 step. Raise it.")
     outcomes = [_simulate_once(job, save_interval, 86_400 * days, random.Random(f"{seed} {i}")) for i in range(num_draws)]
     ettrs = sorted(outcome.ettr for outcome in outcomes)
     index_5_percent = (len(ettrs) - 1) / 20
