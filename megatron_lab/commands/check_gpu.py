@@ -235,7 +235,7 @@ def load_report(file: Path) -> dict[str, Any]:
             "torch",
             "date",
         } <= set(report):
-            raise KeyError("the file lacks a field that every report of --json has")
+            raise KeyError(f"the report {file} lacks a field that --json always writes")
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is not a report that --json has written ({error!r}). Choose another file") from error
     return report

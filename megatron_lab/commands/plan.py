@@ -110,7 +110,8 @@ def _run(args: argparse.Namespace, model_argv: Sequence[str]) -> int:
     cluster = load_cluster(args.cluster)
     if args.gpus < 1 or (args.gpus_per_node or 1) < 1:
         raise ValueError(
-            f"--gpus {args.gpus}, --gpus-per-node {args.gpus_per_node or cluster.gpus_per_node}: both must be at least 1."
+            f"--gpus {args.gpus}, --gpus-per-node {args.gpus_per_node or cluster.gpus_per_node}: both must "
+            "be at least 1. Correct these flags."
         )
     cluster = replace(cluster, gpus_per_node=args.gpus_per_node or cluster.gpus_per_node)
     full_argv = [*_list_default_argv(model_argv), *model_argv]

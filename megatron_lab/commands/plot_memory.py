@@ -90,7 +90,7 @@ def split_options(argv: Sequence[str]) -> tuple[list[str], ToolOptions]:
             options.world_size = int(value)
         else:
             min_value = 0 if arg == "--stage" else 1
-            raise ValueError(f"{arg} {value}: the value must be a whole number of at least {min_value}.")
+            raise ValueError(f"{arg} {value}: the value must be a whole number of at least {min_value}. Correct it.")
     return run_argv, options
 
 

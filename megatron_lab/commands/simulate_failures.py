@@ -124,7 +124,8 @@ def _build_job(args: argparse.Namespace) -> Job:
     hours = args.gpu_hours if args.gpu_hours is not None else GPU_HOURS[args.failures_like]
     if args.gpus < 1 or args.draws < 1 or not args.days > 0 or not hours > 0:
         raise ValueError(
-            f"--gpus {args.gpus}, --draws {args.draws}, --days {args.days:g}, --gpu-hours {hours:g}: all must be more than 0."
+            f"--gpus {args.gpus}, --draws {args.draws}, --days {args.days:g}, --gpu-hours {hours:g}: all "
+            "must be more than 0. Correct these flags."
         )
     return Job(
         mtbf_s=3600 * hours / args.gpus,
