@@ -49,7 +49,8 @@ class SentencePieceFile:
             )
         except (IndexError, struct.error, UnicodeDecodeError, TypeError) as error:
             raise ValueError(
-                f"the file of --tokenizer-model is damaged or not a sentencepiece model ({error}): copy the file again"
+                f"the file of --tokenizer-model is damaged or not a sentencepiece model ({error}). If a new copy "
+                "does not help, choose another file"
             ) from error
         if not self.tokens:
             raise ValueError(
@@ -251,7 +252,9 @@ def _iter_fields(data: bytes) -> Iterator[tuple[int, Any]]:
         elif wire_type == 2:
             length, offset = _parse_varint(data, offset)
             if offset + length > len(data):
-                raise IndexError(f"a field of {length:,} bytes extends beyond the end of the data, so the file is truncated")
+                raise IndexError(
+                    f"the sentencepiece model is truncated: a field of {length:,} bytes extends beyond its end. Copy the file again"
+                )
             yield field_number, data[offset : offset + length]
             offset += length
         elif wire_type in (1, 5):
@@ -259,7 +262,9 @@ def _iter_fields(data: bytes) -> Iterator[tuple[int, Any]]:
             yield field_number, struct.unpack_from(format_code, data, offset)[0]
             offset += size
         else:
-            raise IndexError(f"a field has the protocol buffer type {wire_type}, which sentencepiece does not use")
+            raise IndexError(
+                f"the sentencepiece model has a field of unknown type {wire_type}, so it is damaged. Copy the file again"
+            )
 
 
 def _parse_varint(data: bytes, offset: int) -> tuple[int, int]:

@@ -221,8 +221,7 @@ def sample_texts(
         except (ValueError, RecursionError) as error:
             if on_error == "stop":
                 raise ValueError(
-                    f"{source.format_location(record_index)}: {error}\n"
-                    "  Correct the record, or skip such records with --on-error skip."
+                    f"{source.format_location(record_index)}: {error}\n  To skip such records instead, set --on-error skip."
                 ) from error
             skipped.append(f"{source.format_location(record_index)}: {error}")
             continue

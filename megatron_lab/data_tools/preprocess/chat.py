@@ -261,11 +261,15 @@ def check_messages(values: Sequence[object], keys: Sequence[str]) -> list[Messag
     for key, value in zip(keys, values, strict=True):
         if not isinstance(value, list) or not value:
             raise BadRecordError(
-                f'the value of key {key!r} is not a list of messages of the form [{{"role": "user", "content": "..."}}, ...]'
+                f"the value of key {key!r} is not a list of messages of the form "
+                '[{{"role": "user", "content": "..."}}, ...]. Correct this record'
             )
         for message_index, message in enumerate(value):
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise BadRecordError(f"message {message_index} in the value of key {key!r} is not an object with a field 'role'")
+                raise BadRecordError(
+                    f"message {message_index} in the value of key {key!r} is not an object with a field 'role'. "
+                    "Correct this message"
+                )
     # A parquet column has all fields in all rows, so a null value means that the field is absent.
     return [[{name: field for name, field in message.items() if field is not None} for message in value] for value in values]  # type: ignore[attr-defined]
 
@@ -343,7 +347,9 @@ def _build_renderer(template: ChatTemplate) -> Callable[[Messages, bool], str]:
             )
         except (jinja2.TemplateError, TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as error:
             hint = " (the template writes the date: --chat-date YYYY-MM-DD)" if "strftime_now" in str(error) else ""
-            raise BadRecordError(f"the chat template refuses the messages of this record: {error}{hint}") from error
+            raise BadRecordError(
+                f"the chat template refuses the messages of this record: {error}{hint}. Correct the record"
+            ) from error
 
     return render
 

@@ -90,7 +90,7 @@ def read_rows(path: str, file: BinaryIO, columns: Sequence[str], on_progress: Ca
                     f"{path} is truncated or damaged: after row {num_rows:,} a quotation is never closed.\n"
                     "  Create or copy the file again."
                 ) from error
-            yield BadRecordError(f"the row is not valid: {error}")
+            yield BadRecordError(f"the row is not valid CSV: {error}. Correct this row")
         else:
             if not row:
                 continue  # a blank line

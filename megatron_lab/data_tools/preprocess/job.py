@@ -203,7 +203,7 @@ def _run_shards(
         record_index = reports.count_records_before(shard_index, error.range_index) + error.record_index
         raise ValueError(
             f"{shards[shard_index].ranges[error.range_index].format_location(record_index)}: {error.reason}\n"
-            "  Correct the record, or skip such records with --on-error skip. No dataset is written; finished shards are kept for "
+            "  To skip such records instead, set --on-error skip. No dataset is written; finished shards are kept for "
             "--resume (those of changed files are processed again)."
         ) from error
     return reports

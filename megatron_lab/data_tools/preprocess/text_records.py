@@ -251,7 +251,9 @@ class ZstdReader(io.RawIOBase):
             compressed = self._compressed or self._file.read(_COMPRESSED_READ_BYTES)
             if not compressed:
                 if self._frame is not None:
-                    raise DamagedFileError("the last zstd frame (unit of compressed data) of the file is incomplete")
+                    raise DamagedFileError(
+                        "the last zstd frame (unit of compressed data) of the input is incomplete: compress the input again"
+                    )
                 return 0
             self._frame = self._frame or self._library.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).decompressobj()
             try:
@@ -287,7 +289,9 @@ def parse_values(values: Sequence[object], keys: Sequence[str]) -> list[str]:
         if isinstance(value, bytes):
             raise BadRecordError(f"the value of key {key!r} is not UTF-8: {value[:40]!r}: convert the text to UTF-8")
         if not isinstance(value, str):
-            raise BadRecordError(f"the value of key {key!r} is not a string but {json.dumps(value, default=str)[:40]}")
+            raise BadRecordError(
+                f"the value of key {key!r} is not a string but {json.dumps(value, default=str)[:40]}. Correct the value"
+            )
         check_encodable(value, f"key {key!r}")
     return cast("list[str]", list(values))
 
@@ -331,14 +335,16 @@ def parse_line(line: bytes, keys: Sequence[str], check: ValueCheck = parse_value
             f"the line is not UTF-8: byte {error.object[error.start]:#04x} at column {error.start + 1}: convert the file to UTF-8"
         ) from error
     except json.JSONDecodeError as error:
-        raise BadRecordError(f"the line is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from error
+        raise BadRecordError(
+            f"the line is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}. Correct this line of the input"
+        ) from error
     if not isinstance(record, dict):
-        raise BadRecordError(f'the line is not a JSON object like {{"{keys[0]}": "..."}}')
+        raise BadRecordError(f'the line is not a JSON object like {{"{keys[0]}": "..."}}. Correct this line of the input')
     for key in keys:
         if key not in record:
             raise BadRecordError(
                 f"the line has no key {key!r} (--json-keys, --column); the keys of the line are: "
-                f"{', '.join(map(repr, [*record][:8])) or 'none'}"
+                f"{', '.join(map(repr, [*record][:8])) or 'none'}. Choose one of them, or correct the line"
             )
     return check([record[key] for key in keys], keys)
 
