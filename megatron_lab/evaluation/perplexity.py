@@ -77,8 +77,8 @@ def compute_perplexity(scorer: Scorer, documents: Iterable[Document], tokenizer:
             num_bytes += document.num_bytes or 0
     if not num_tokens:
         raise ValueError(
-            "the documents have no token to score: they are empty or, without a tokenizer, have only one token each. Choose "
-            "longer documents"
+            "the documents to evaluate have no token to score: they are empty or, without a tokenizer, have only one token each. "
+            "Choose longer documents"
         )
     return Perplexity(num_documents, num_tokens, num_bytes if has_num_bytes else None, total_loss / num_tokens)
 

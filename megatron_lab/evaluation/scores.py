@@ -100,7 +100,9 @@ class Scorer:
                 f"--window {self.length} exceeds the {config.num_positions} positions that the model has learned: lower --window"
             )
         if not 1 <= self.stride <= self.length:
-            raise ValueError(f"--stride {self.stride} must be from 1 to the {self.length} tokens of a window (--window)")
+            raise ValueError(
+                f"--stride {self.stride} must be from 1 to the {self.length} tokens of a window (--window). Correct --stride"
+            )
         self._model, self._context = model, context
         self._batch_size = max(1, _TOKENS_PER_BATCH // self.length) if batch_size is None else batch_size
 
@@ -116,8 +118,9 @@ class Scorer:
         max_id = max((max(ids) for ids, _ in sequences if len(ids)), default=0)
         if max_id >= self._model.vocab_size:
             raise ValueError(
-                f"a text has the token id {max_id:,}, but the vocabulary of the model has only {self._model.vocab_size:,} ids: the "
-                "tokenizer belongs to another model. Choose the tokenizer of this model"
+                f"a text to score has the token id {max_id:,}, but the vocabulary of the model has only "
+                f"{self._model.vocab_size:,} ids: the tokenizer belongs to another model. Choose the tokenizer of this model "
+                "(--tokenizer-model)"
             )
         items = [
             (sequence_index, window)
