@@ -22,7 +22,7 @@ from megatron.parallel.tensor_slice import TensorSlice
 from megatron.spec.weights import OUTPUT_WEIGHT, WORD_EMBEDDING, split_layer_name
 from megatron_lab.foreign.distcp_files import DistcpReader
 from megatron_lab.foreign.flat_buffers import MAIN_PARAM, FlatParam, fill_buckets
-from megatron_lab.foreign.megatron_source import MOMENTS, WEIGHTS_ONLY_HINT, get_megatron_shape
+from megatron_lab.foreign.megatron_source import MOMENTS, get_megatron_shape
 
 _BUFFER_PREFIX = "optimizer.distributed.dp_group_idx_{rank}."
 _BUCKET_KEY = _BUFFER_PREFIX + "gbuf_idx_{chunk}.dtype_{dtype}.bucket_idx_{bucket}.{kind}"
@@ -121,7 +121,7 @@ def find_flat_state(
     Raises:
         CheckpointError: no known order of the parameters fits the buckets.
     """
-    problem = "the main parameters differ from the weights"
+    problem = "the main parameters differ from the weights. Import only the weights (--weights-only)"
     for module_order in _MODULE_ORDERS:
         try:
             state = FlatOptimizerState(
@@ -138,9 +138,9 @@ def find_flat_state(
             return state
     raise CheckpointError(
         f"{reader.folder}: the optimizer state of the checkpoint is stored in flat buffers without parameter names "
-        f"(dp_reshardable), and the position of each parameter cannot be determined: {problem}. Load the checkpoint with "
-        "Megatron-LM and save it again with --dist-ckpt-optim-fully-reshardable, which stores the state of every parameter by "
-        f"name. {WEIGHTS_ONLY_HINT}"
+        f"(dp_reshardable), and the position of each parameter cannot be determined: {problem}. To keep the optimizer state, load "
+        "the checkpoint with Megatron-LM and save it again with --dist-ckpt-optim-fully-reshardable, which stores the state of "
+        "every parameter by name."
     )
 
 
@@ -229,7 +229,8 @@ def _locate_shards(
     if unexpected := {name for name in reader.tensors if name.startswith("optimizer.")} ^ used_keys:
         raise ValueError(
             f"{len(unexpected)} tensors of optimizer state are missing or unexpected for the parallel sizes of the run, such as "
-            f"{sorted(unexpected)[0]}: the checkpoint is incomplete, or was written with other parallel sizes"
+            f"{sorted(unexpected)[0]}: the checkpoint is incomplete, or was written with other parallel sizes. Copy it again, or "
+            "import only the weights (--weights-only)"
         )
     return shards
 
@@ -251,7 +252,7 @@ def _iter_bucket_keys(reader: DistcpReader, mp_rank: int, chunk: int) -> Iterato
     if len(dtypes) != 1:
         raise ValueError(
             f"the optimizer state of model-parallel rank {mp_rank} has {len(dtypes)} flat buffers for model chunk {chunk}, but "
-            "exactly one must exist (one dtype for all parameters)"
+            "exactly one must exist (one dtype for all parameters). Import only the weights (--weights-only)"
         )
     (dtype,) = dtypes
     bucket_index = 0
@@ -279,7 +280,7 @@ def _iter_chunk_params(records: Mapping[str, ParamRecord], module_order: Sequenc
     if num_layers % num_chunks:
         raise ValueError(
             f"the number of layers ({num_layers}) is not a multiple of the number of model chunks ({num_chunks}), so the model "
-            "chunks have different numbers of layers, which is not supported"
+            "chunks have different numbers of layers, which is not supported. Import only the weights (--weights-only)"
         )
     layers_per_chunk = num_layers // num_chunks
 

@@ -94,7 +94,7 @@ class DistCheckpoint(MegatronSource):
     def __init__(self, path: Path | str, vocab_size: int | None = None) -> None:
         if "://" in str(path):
             raise CheckpointError(
-                f"{path}: checkpoints of Megatron-Core can be read only from a local disk. Copy the checkpoint to one."
+                f"{path}: checkpoints of Megatron-Core can be read only from a local disk. Copy the checkpoint to a local disk."
             )
         folder = find_dist_folder(Path(path))
         if folder is None:
@@ -116,7 +116,7 @@ class DistCheckpoint(MegatronSource):
         if EMBEDDING_KEY not in self._reader.tensors:
             raise CheckpointError(
                 f"{folder / METADATA} lists no word embedding ({EMBEDDING_KEY}), so this is not a checkpoint of a supported model. "
-                f"It lists: {format_list(sorted(self._reader.tensors))}"
+                f"Choose a checkpoint of a GPT model. The file lists: {format_list(sorted(self._reader.tensors))}"
             )
         tp_size = vars(args).get("tensor_model_parallel_size")
         self._set_vocab_size(
@@ -233,7 +233,7 @@ class DistCheckpoint(MegatronSource):
         raise CheckpointError(
             f"{self.folder} lacks the parameter {record.name}: no tensor has the name "
             f"{' or '.join(get_megatron_keys(record.name, 0))}. The checkpoint is incomplete (copy it again), or has a model that "
-            "is not supported"
+            "is not supported (choose a checkpoint of another model)"
         )
 
     def _check_shape(self, record: ParamRecord, location: _ParamLocation) -> _ParamLocation:
@@ -247,8 +247,8 @@ class DistCheckpoint(MegatronSource):
             if (shape := self._reader.tensors[key].shape) != expected:
                 raise CheckpointError(
                     f"{self.folder}: the tensor {key} has the shape {list(shape)}, but according to the arguments of the run (args "
-                    f"in {COMMON_FILE}) the shape should be {list(expected)}. The checkpoint was altered, or its model is not "
-                    "supported"
+                    f"in {COMMON_FILE}) the shape should be {list(expected)}. The checkpoint was altered (copy it again), or its "
+                    "model is not supported (choose another checkpoint)"
                 )
         return location
 
@@ -311,7 +311,8 @@ class DistCheckpoint(MegatronSource):
             raise CheckpointError(
                 f"{self.folder}: the stored tensor {key} has the shape {list(stored_shape)}. It must have the shape {list(shape)} "
                 "of its parameter, or be divided into a grid of cells: the number of cells along each dimension, then the "
-                "elements per cell. The checkpoint was altered, or written by a version of Megatron-Core that is not supported"
+                "elements per cell. The checkpoint was altered (copy it again), or written by an unsupported version of "
+                "Megatron-Core (save it again with another version)"
             )
         result = torch.empty(tensor_slice.sizes, dtype=self._reader.tensors[key].dtype)
         for cell in _iter_cells(tensor_slice, cell_shape):
@@ -339,7 +340,8 @@ class DistCheckpoint(MegatronSource):
         if unread:
             raise CheckpointError(
                 f"{self.folder} holds tensors that the model does not have, according to the arguments of the run (args in "
-                f"{COMMON_FILE}): {format_list(sorted(unread))}. Models with these tensors are not supported"
+                f"{COMMON_FILE}): {format_list(sorted(unread))}. Models with these tensors are not supported: choose a checkpoint "
+                "of another model"
             )
 
     def _describe_ignored(self) -> Iterator[str]:
@@ -397,7 +399,7 @@ def _check_format(path: Path) -> None:
         content: Any = json.loads(path.read_bytes()[:1_000_000])
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedCheckpointError(
-            f"{path} cannot be read: {error}. If the file is damaged, copy the checkpoint again."
+            f"{path} cannot be read: {error}. Check the permissions of the file. If it is damaged, copy the checkpoint again."
         ) from error
     backend = content.get("sharded_backend") if isinstance(content, dict) else None
     if backend != "torch_dist" or content.get("sharded_backend_version", 1) != 1:

@@ -114,7 +114,8 @@ class DistcpReader:
             if isinstance(error, CheckpointError):
                 raise
             raise DamagedCheckpointError(
-                f"{path} is damaged, or not metadata of a torch checkpoint ({str(error)[:200]}). Copy the checkpoint again"
+                f"{path} is not readable as the metadata of a torch checkpoint: {str(error)[:400]}. If a new copy of the file "
+                "gives the same error, use another checkpoint of the run"
             ) from error
 
     def _parse_metadata(self, metadata: Any) -> None:
@@ -137,8 +138,9 @@ class DistcpReader:
                 expected[name] = {tensor_slice.offsets: tensor_slice for tensor_slice in slices}
             elif not entry_metadata.name.endswith(".BytesStorageMetadata"):
                 raise ValueError(
-                    f"the entry {name} has the type {entry_metadata.name}, which is neither that of a tensor nor that of an "
-                    "object: the file is damaged, or written by an unsupported version of torch"
+                    f"the entry {name} in {METADATA} has the type {entry_metadata.name}, which is neither that of a tensor nor "
+                    "that of an object: the file is damaged (copy it again), or written by an unsupported version of torch (save "
+                    "the checkpoint with another version)"
                 )
         truncated: list[str] = []
         for index, storage_info in _get_dict(metadata_fields["storage_data"]).items():
@@ -151,8 +153,8 @@ class DistcpReader:
                 )
             if storage_fields.get("transform_descriptors"):
                 raise CheckpointError(
-                    f"{self.folder}: the entry {name} is compressed or encrypted, which is not supported. Load the checkpoint with "
-                    "Megatron-LM, and save it again without compression and encryption"
+                    f"{self.folder}: the entry {name} of the checkpoint is compressed or encrypted, which is not supported. Load "
+                    "the checkpoint with Megatron-LM, and save it again without compression and encryption"
                 )
             offset, length = _parse_count(storage_fields["offset"]), _parse_count(storage_fields["length"])
             if file not in file_sizes:
@@ -170,8 +172,8 @@ class DistcpReader:
             offsets = (0,) * len(entry.shape) if index_fields["offset"] is None else _parse_size(index_fields["offset"])
             if offsets not in expected[name]:
                 raise ValueError(
-                    f"the tensor {name} does not have exactly one chunk (stored part) that starts at the indices {offsets}, so the "
-                    "file is damaged"
+                    f"the tensor {name} in {METADATA} does not have exactly one chunk (stored part) that starts at the indices "
+                    f"{offsets}, so the file is damaged. Copy it again"
                 )
             entry.chunks.append(DistcpChunk(expected[name].pop(offsets), file, offset, length))
         if truncated:
@@ -242,7 +244,8 @@ class DistcpReader:
             ) from error
         except DamagedCheckpointError as error:
             raise DamagedCheckpointError(
-                f"the entry {name} (stored in {chunk.length:,} bytes from byte {chunk.offset:,} on) cannot be read: {error}"
+                f"the entry {name} of the checkpoint (stored in {chunk.length:,} bytes from byte {chunk.offset:,} on) cannot be "
+                f"read: {error}. If a new copy of the file gives the same error, use another checkpoint of the run"
             ) from error
 
 
@@ -250,8 +253,8 @@ def _get_fields(record: Any, class_name: str) -> Mapping[str, Any]:
     """Return the attributes of an object in a pickle, by name, after checking that its class is `class_name`."""
     if not isinstance(record, CallRecord) or record.name.rpartition(".")[2] != class_name or not isinstance(record.state, dict):
         raise ValueError(
-            f"an entry of {METADATA} is not an object of the class {class_name}: the file is damaged, or written by an unsupported "
-            "version of torch"
+            f"an entry of {METADATA} is not an object of the class {class_name}: the file is damaged (copy it again), or written "
+            "by an unsupported version of torch (save the checkpoint with another version)"
         )
     return record.state
 
@@ -261,7 +264,8 @@ def _get_dict(value: Any) -> dict[Any, Any]:
     content = value.state if isinstance(value, CallRecord) else value
     if not isinstance(content, dict):
         raise ValueError(
-            f"an entry of {METADATA} is not a dictionary: the file is damaged, or written by an unsupported version of torch"
+            f"an entry of {METADATA} is not a dictionary: the file is damaged (copy it again), or written by an unsupported "
+            "version of torch (save the checkpoint with another version)"
         )
     return content
 
@@ -271,14 +275,19 @@ def _parse_size(value: Any) -> tuple[int, ...]:
     if isinstance(value, CallRecord) and value.name == "torch.Size":
         (value,) = value.args
     if not isinstance(value, tuple) or len(value) > 8 or math.prod(map(_parse_count, value)) >= 1 << 62:
-        raise ValueError(f"a shape or an offset in {METADATA} is not a valid torch.Size: the file is damaged")
+        raise ValueError(
+            f"the value {str(value)[:80]} in {METADATA} is a shape or an offset, but not a valid torch.Size: the file is damaged. "
+            "Copy it again"
+        )
     return value
 
 
 def _parse_count(value: Any) -> int:
     """Check that a value in a pickle is a valid number of bytes or elements, and return it."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
-        raise ValueError(f"the value {str(value)[:40]} in {METADATA} is not a number of bytes or elements: the file is damaged")
+        raise ValueError(
+            f"the value {str(value)[:40]} in {METADATA} is not a number of bytes or elements: the file is damaged. Copy it again"
+        )
     return value
 
 
@@ -286,10 +295,13 @@ def _parse_dtype(properties: Any) -> torch.dtype:
     """Return the dtype that a TensorProperties object in a pickle contains."""
     if not isinstance(properties, CallRecord) or not properties.name.endswith(".TensorProperties"):
         raise ValueError(
-            f"a tensor in {METADATA} has no properties (TensorProperties, with the dtype): the file is damaged, or written by an "
-            "unsupported version of torch"
+            f"a tensor in {METADATA} has no properties (TensorProperties, with the dtype): the file is damaged (copy it again), or "
+            "written by an unsupported version of torch (save the checkpoint with another version)"
         )
     dtype_name = properties.state[0] if isinstance(properties.state, tuple) else properties.state["dtype"]
     if not isinstance(dtype_name, GlobalName) or dtype_name.name not in _DTYPES:
-        raise ValueError(f"a tensor in {METADATA} has a dtype that is not supported, or the file is damaged")
+        raise ValueError(
+            f"a tensor in {METADATA} has the dtype {str(dtype_name)[:80]}, which is not supported (supported are "
+            f"{', '.join(_DTYPES)}). Choose a checkpoint with a supported dtype; if the file is damaged, copy it again"
+        )
     return _DTYPES[dtype_name.name]

@@ -96,13 +96,15 @@ def fill_buckets(params: Sequence[FlatParam], numels: Sequence[int]) -> list[Fla
         if align_numel(end) != align_numel(numel):
             raise ValueError(
                 f"a bucket of the saved optimizer state has {numel:,} elements, but the parameters of the model that belong into "
-                f"it have only {end:,}: the checkpoint was written with other settings or for another model"
+                f"it have only {end:,}: the checkpoint was written with other settings or for another model. Import only the "
+                "weights (--weights-only)"
             )
         buckets.append(bucket)
     if remaining:
         raise ValueError(
             f"the buckets of the saved optimizer state end before {len(remaining)} parameters of the model, such as "
-            f"{remaining[-1].name}: the checkpoint was written with other settings or for another model"
+            f"{remaining[-1].name}: the checkpoint was written with other settings or for another model. Import only the weights "
+            "(--weights-only)"
         )
     return buckets
 

@@ -69,7 +69,10 @@ def read_pickle(data: bytes, path: str, allowed_names: Collection[str]) -> Any:
     except CheckpointError:
         raise
     except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpointError(f"{path} is truncated, altered or not a pickle ({str(error)[:200]}): copy it again") from error
+        raise DamagedCheckpointError(
+            f"{path} cannot be read as a pickle: {str(error)[:300]}. If a new copy of the file gives the same error, use another "
+            "checkpoint of the run"
+        ) from error
 
 
 class _PickleInterpreter:
@@ -121,7 +124,7 @@ class _PickleInterpreter:
                     f"{self._path} is a pickle with the opcode {name} (at byte {position}), which plain data does not need. For "
                     "safety, the file is not read; nothing in it was run. Copy the original file again"
                 )
-        raise ValueError("the pickle has no end (opcode STOP), so the file is truncated")
+        raise ValueError("the pickle has no end (opcode STOP), so its file is truncated. Copy the file again")
 
     def _pop_to_mark(self) -> list[Any]:
         """Remove the topmost mark and the values above it from the stack, and return these values. In a pickle, the opcode MARK
@@ -129,7 +132,10 @@ class _PickleInterpreter:
         mark_index = len(self._stack) - 1
         while self._stack[mark_index] is not _MARK:
             if (mark_index := mark_index - 1) < 0:
-                raise ValueError("a list, tuple or dictionary in the pickle has no start (opcode MARK), so the file is damaged")
+                raise ValueError(
+                    "a list, tuple or dictionary in the pickle has no start (opcode MARK), so its file is damaged. "
+                    "Copy the file again"
+                )
         items = self._stack[mark_index + 1 :]
         del self._stack[mark_index:]
         return items
@@ -140,7 +146,10 @@ class _PickleInterpreter:
     def _extend_list(self, values: list[Any]) -> None:
         target = self._stack[-1]
         if not isinstance(target, list):
-            raise ValueError(f"the pickle appends list items to a value of type {type(target).__name__}, so the file is damaged")
+            raise ValueError(
+                f"the pickle appends list items to a value of type {type(target).__name__}, so its file is damaged. "
+                "Copy the file again"
+            )
         target += values
 
     def _update_dict(self, keys_and_values: list[Any]) -> None:
@@ -156,7 +165,8 @@ class _PickleInterpreter:
         # Deeply nested tuples are not allowed as keys, because hashing them can take exponential time.
         if not isinstance(target, dict) or not all(isinstance(key, str | int | CallRecord) for key in keys):
             raise ValueError(
-                "the pickle sets entries of a value that is not a dictionary, or a key has a wrong type, so the file is damaged"
+                "the pickle sets entries of a value that is not a dictionary, or a key has a wrong type, so its file is "
+                "damaged. Copy the file again"
             )
         target.update(zip(keys, keys_and_values[1::2], strict=True))
 
@@ -178,16 +188,20 @@ class _PickleInterpreter:
         """Replace the function and its arguments, which are on top of the stack, with a `CallRecord`."""
         args, function = self._stack.pop(), self._stack.pop()
         if not isinstance(function, GlobalName) or not isinstance(args, tuple):
-            raise ValueError("the pickle calls a value that is not a named function or class, so the file is damaged")
+            raise ValueError(
+                "the pickle calls a value that is not a named function or class, so its file is damaged. Copy the file again"
+            )
         if function.name in _GETATTR:
             function, *args = args
             if not isinstance(function, GlobalName) or list(map(type, args)) != [str]:
-                raise ValueError("the pickle calls getattr without a class and a name, so the file is damaged")
+                raise ValueError("the pickle calls getattr without a class and a name, so its file is damaged. Copy the file again")
         self._stack.append(CallRecord(function.name, tuple(args)))
 
     def _set_state(self, state: Any) -> None:
         """Store the attributes that the pickle sets on an object in the object's `CallRecord`, which is on top of the stack."""
         target = self._stack[-1]
         if not isinstance(target, CallRecord):
-            raise ValueError("the pickle sets attributes of a value that is not an object, so the file is damaged")
+            raise ValueError(
+                "the pickle sets attributes of a value that is not an object, so its file is damaged. Copy the file again"
+            )
         target.state = state

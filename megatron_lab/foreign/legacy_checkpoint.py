@@ -57,7 +57,7 @@ class LegacyCheckpoint(MegatronSource):
     def __init__(self, path: Path | str, vocab_size: int | None = None) -> None:
         if "://" in str(path):
             raise CheckpointError(
-                f"{path}: checkpoints of Megatron-LM can be read only from a local disk. Copy the checkpoint to one."
+                f"{path}: checkpoints of Megatron-LM can be read only from a local disk. Copy the checkpoint to a local disk."
             )
         folder = find_legacy_folder(Path(path))
         if folder is None:
@@ -216,14 +216,15 @@ class LegacyCheckpoint(MegatronSource):
                 problem = f"has both {keys[0]} and {keys[1]}" if stored_keys else f"has no {' and no '.join(keys)}"
                 raise CheckpointError(
                     f"{file.path} {problem}, but must have exactly one tensor for the parameter {record.name}. The checkpoint is "
-                    "damaged (copy it again), or has a model that is not supported"
+                    "damaged (copy it again), or its model is not supported (choose a checkpoint of another model)"
                 )
             tensor = state[stored_keys[0]]
             if not isinstance(tensor, torch.Tensor) or list(tensor.shape) != expected_shape:
                 description = f"of shape {list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
                 raise CheckpointError(
                     f"{file.path}: the tensor {stored_keys[0]} is {description}, but according to the arguments of the run (args) "
-                    f"it should be of shape {expected_shape}. The checkpoint was altered, or its model is not supported"
+                    f"it should be of shape {expected_shape}. The checkpoint was altered (copy it again), or its model is not "
+                    "supported (choose another checkpoint)"
                 )
             yield file, tensor.view(shape)
 
@@ -245,7 +246,7 @@ class LegacyCheckpoint(MegatronSource):
         if unread:
             raise CheckpointError(
                 f"{self.folder} holds tensors that the model does not have, according to the arguments of the run (args): "
-                f"{format_list(unread)}. Models with these tensors are not supported"
+                f"{format_list(unread)}. Models with these tensors are not supported: choose a checkpoint of another model"
             )
 
     def _describe_ignored(self) -> Iterator[str]:

@@ -65,7 +65,7 @@ def open_file(path: Path) -> TorchFile:
     if not isinstance(file.content, dict):
         raise CheckpointError(
             f"{path} holds a {type(file.content).__name__}, so it is not a checkpoint of Megatron-LM, which is a dictionary. "
-            "Choose another file"
+            "Choose a --save folder of Megatron-LM"
         )
     return file
 
@@ -115,7 +115,10 @@ def open_rank_files(folder: Path) -> tuple[RankFiles, Namespace]:
     for path in sorted(folder.glob("mp_rank_*")):
         match = _RANK_FOLDER.fullmatch(path.name)
         if match is not None and match[3] is not None:
-            raise CheckpointError(f"{path}: checkpoints of Megatron-LM models with experts are not supported")
+            raise CheckpointError(
+                f"{path}: checkpoints of Megatron-LM models with experts are not supported in this format. Load the checkpoint "
+                "with Megatron-LM, and save it again with --ckpt-format torch_dist"
+            )
         if match is not None:
             paths[int(match[1]), int(match[2] or 0)] = path / MODEL_FILE
     if (0, 0) not in paths:

@@ -107,7 +107,7 @@ def _split_flat_buffers(
                 stored_numel = f"{buffer.numel():,}" if isinstance(buffer, torch.Tensor) else "no"
                 raise CheckpointError(
                     f"{file.path}: the buffer {buffer_names[state_type]} of the model chunk {key} has {stored_numel} elements, but "
-                    f"the parameters need {numel:,}. {WEIGHTS_ONLY_HINT}"
+                    f"the parameters need {numel:,}: the checkpoint is damaged, or from another model. {WEIGHTS_ONLY_HINT}"
                 )
         offsets, shapes = dict(iter_joined_offsets(buckets)), {param.name: param.shape for param in chunk_params}
         chunk_states[key] = {
@@ -152,12 +152,14 @@ def _get_param_states(file: TorchFile, params: dict[str, list[FlatParam]], args:
                 if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != param.shape:
                     raise CheckpointError(
                         f"{file.path}: {state_type} of parameter {param_index} in the optimizer is missing or does not have the "
-                        f"shape of {param.name}, to which this state should belong. {WEIGHTS_ONLY_HINT}"
+                        f"shape of {param.name}, to which this state should belong. The checkpoint is damaged, or from another "
+                        f"model. {WEIGHTS_ONLY_HINT}"
                     )
                 chunk_states[key].setdefault(state_type, {})[param.name] = tensor
     if remaining:
         raise CheckpointError(
-            f"{file.path}: no parameter group of the optimizer contains the parameter {remaining[0][1].name}. {WEIGHTS_ONLY_HINT}"
+            f"{file.path}: no parameter group of the optimizer contains the parameter {remaining[0][1].name}. The checkpoint is "
+            f"damaged, or from another model. {WEIGHTS_ONLY_HINT}"
         )
     return chunk_states
 

@@ -70,7 +70,8 @@ def build_model_config(args: Namespace, path: str) -> ModelConfig:
     ]
     if unsupported:
         raise CheckpointError(
-            f"{path} holds a model with arguments that are not supported: {', '.join(unsupported)}. Such a model cannot be imported"
+            f"{path} holds a model with arguments that are not supported: {', '.join(unsupported)}. A model with them cannot be "
+            "imported: choose a checkpoint of another model"
         )
     # All other arguments have the same name and meaning in this framework.
     renamed_args = {"norm_epsilon": args_dict.get("layernorm_epsilon")}  # its name before 2023
@@ -89,7 +90,9 @@ def build_model_config(args: Namespace, path: str) -> ModelConfig:
                 model_args[flag.field] = flag.from_json(value)
             except ValueError as error:
                 raise CheckpointError(
-                    f"{path}: its args (the arguments of the run) say {flag.field} = {value!r}, but {error}"
+                    f"{path}: its args (the arguments of the run) say {flag.field} = {value!r}, but {error}. The checkpoint was "
+                    "altered (copy it again), or is from an unsupported version of Megatron-LM (save it again with another "
+                    "version)"
                 ) from error
         if flag.metadata.required and model_args.get(flag.field, 0) < 1:
             problems.append(f"lack {flag.field}" if value is None else f"say {flag.field} = {value!r}")
@@ -101,7 +104,10 @@ def build_model_config(args: Namespace, path: str) -> ModelConfig:
     model = ModelConfig(**model_args)
     for rule in collect_rules(model_checks):
         for finding in rule(Config(model=model), 1):
-            raise CheckpointError(f"{path}: its args (the arguments of the run) describe an invalid model: {finding.message}")
+            raise CheckpointError(
+                f"{path}: its args (the arguments of the run) describe an invalid model, so the checkpoint was altered "
+                f"(copy it again) or its model is not supported (choose another checkpoint): {finding.message}"
+            )
     return model
 
 

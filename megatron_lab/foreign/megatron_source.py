@@ -48,7 +48,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of Adam's moments. Adam is the only optimizer whose state is read."""
 _LOW_PRECISION_ARGS = ("fp8_param", "fp8_param_gather", "fp4_param", "fp4_param_gather")
 """Arguments with which the stored weights are not the main parameters rounded to the model's dtype."""
-WEIGHTS_ONLY_HINT = "--weights-only imports the weights without the optimizer state."
+WEIGHTS_ONLY_HINT = "Set --weights-only to import the weights without the optimizer state."
 """Sentence that ends the error messages about optimizer state."""
 
 

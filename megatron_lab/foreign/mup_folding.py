@@ -30,7 +30,7 @@ def fold_mup_scaling(source: WeightSource) -> WeightSource:
         raise CheckpointError(
             f"{source.name}: a model with --mup-base-width divides its logits, which the format of the result cannot express. The "
             "weight of the final norm would have to be divided instead, but the final norm of this model has no weight. This "
-            "model cannot be converted"
+            "model cannot be converted. Use it with the tools of this framework, or train it with a norm that has a weight"
         )
     return _FoldedSource(source)
 

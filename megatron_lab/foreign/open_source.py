@@ -52,7 +52,7 @@ def open_source(path: PathOrUrl, step: int | None = None, *, vocab_size: int | N
     if not (names := storage.list_names()):
         raise CheckpointError(f"{path}: there is no such folder, or it is empty. Check the path")
     raise CheckpointError(
-        f"{path} holds no weights in a supported format ({format_list(names)}). It may be a --save folder (iter_* and {LATEST}), "
-        f"one checkpoint in it ({MANIFEST}), a Hugging Face folder ({CONFIG} with model_type), or a checkpoint of Megatron-LM "
+        f"{path} holds no weights in a supported format ({format_list(names)}). Choose a --save folder (iter_* and {LATEST}), one "
+        f"checkpoint in it ({MANIFEST}), a Hugging Face folder ({CONFIG} with model_type), or a checkpoint folder of Megatron-LM "
         "(mp_rank_*/model_optim_rng.pt, or metadata.json and common.pt of torch_dist)"
     )

@@ -120,7 +120,7 @@ class TorchFile:
             raw = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
             if (len(raw), zlib.crc32(raw.numpy().data)) not in self._checksums:
                 raise DamagedCheckpointError(
-                    f"{self.path} is damaged: {name} differs from what was saved (wrong checksum). Copy the file again"
+                    f"{self.path} is damaged: the tensor {name} differs from what was saved (wrong checksum). Copy the file again"
                 )
             self._checked.add(storage.data_ptr())
         return tensor

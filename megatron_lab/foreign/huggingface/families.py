@@ -58,7 +58,7 @@ def select_family(model: ModelConfig, requested: str | None = None) -> Family:
     """
     if requested is not None and requested not in FAMILIES:
         raise CheckpointError(
-            f"--family {requested} is not a supported architecture of transformers; supported are {', '.join(FAMILIES)}"
+            f"--family {requested} is not a supported architecture of transformers. Choose one of {', '.join(FAMILIES)}"
         )
     candidates = [family for name, family in FAMILIES.items() if requested in (None, name)]
     for family in candidates:
@@ -68,5 +68,6 @@ def select_family(model: ModelConfig, requested: str | None = None) -> Family:
     nearest = sorted(mismatches, key=lambda name: len(mismatches[name]))
     reasons = "\n  ".join(f"{name}: {'; '.join(mismatches[name])}" for name in nearest)
     raise CheckpointError(
-        f"no supported architecture of transformers can express this model. Reasons, by architecture:\n  {reasons}"
+        "no supported architecture of transformers can express this model. Change one of these settings before training, or use "
+        f"the tools of this framework. Reasons, by architecture:\n  {reasons}"
     )

@@ -155,4 +155,7 @@ class Fields:
             f"{name} = {value!r}: {_SPECIAL_REASONS.get(name, _UNKNOWN_REASON)}" for name, value in unused.items()
         ]
         if errors:
-            raise CheckpointError(f"{self._name} describes a model that is not supported:\n  " + "\n  ".join(errors))
+            raise CheckpointError(
+                f"{self._name} describes a model that is not supported. Correct these fields, or choose another model:\n  "
+                + "\n  ".join(errors)
+            )

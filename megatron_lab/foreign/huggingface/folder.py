@@ -43,7 +43,9 @@ class HuggingFaceFolder:
     def __init__(self, path: Path | str) -> None:
         local = open_storage(path).local
         if local is None:
-            raise CheckpointError(f"{path}: a Hugging Face folder can be read only from a local disk. Copy the folder to one.")
+            raise CheckpointError(
+                f"{path}: a Hugging Face folder can be read only from a local disk. Copy the folder to a local disk."
+            )
         folder = self.folder = local
         self.name = str(path)
         config = _read_config(folder / CONFIG)
@@ -164,8 +166,8 @@ def _detect_family(folder: Path, config: dict[str, Any]) -> Family:
     if family is None:
         reason = UNSUPPORTED.get(str(config.get("model_type")))
         raise CheckpointError(
-            f"{folder}: model_type {config.get('model_type')!r} (architectures {config.get('architectures')}) is not supported"
-            f"{f', since it has {reason}' if reason else ''}; supported are {supported}"
+            f"{folder}: model_type {config.get('model_type')!r} (architectures {config.get('architectures')}) is not "
+            f"supported{f', since it has {reason}' if reason else ''}. Choose a model of a supported type: {supported}"
         )
     quantization = config.get("quantization_config")
     if quantization is not None and get_block_size(quantization) is None:
@@ -179,7 +181,8 @@ def _detect_family(folder: Path, config: dict[str, Any]) -> Family:
         not isinstance(architectures, list) or not any(name in architectures for name in (family.architecture, base_class))
     ):
         raise CheckpointError(
-            f"{folder}: architectures {architectures} is not a supported language model; supported are {supported}"
+            f"{folder}: architectures {architectures} is not a supported language model. Choose a model with a supported "
+            f"architecture: {supported}"
         )
     return family
 

@@ -162,6 +162,6 @@ def _open_pickle(path: Path) -> dict[str, FileTensor]:
     if not tensors or not all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in tensors.items()):
         raise CheckpointError(
             f"{path} is not a state dict: expected a mapping from parameter names to tensors. Save the state dict of the model "
-            "into it"
+            "into this file"
         )
     return {name: FileTensor(tuple(value.shape), value.dtype, value.detach) for name, value in tensors.items()}
