@@ -107,7 +107,8 @@ class TrainingRun:
         for rank, process in enumerate(self.processes):
             if status := process.wait():
                 raise CheckFailed(
-                    f"pretrain_gpt.py {' '.join(self._flags)} ended with exit status {status}: {self.format_last_lines(rank)}"
+                    f"pretrain_gpt.py {' '.join(self._flags)} ended with exit status {status}. Correct the cause in "
+                    f"its last output: {self.format_last_lines(rank)}"
                 )
 
 
@@ -174,7 +175,7 @@ def compare_traces(trace: Path, reference: Path) -> str:
     if comparison.differs or comparison.max_difference is None:
         raise CheckFailed(
             "; ".join(difference.format() for difference in comparison.first[:2])
-            or "the two traces have no tensor in common, so nothing could be compared"
+            or f"the traces {trace} and {reference} have no tensor in common, so nothing could be compared. Please report this"
         )
     max_difference = comparison.max_difference
     return (
@@ -214,7 +215,9 @@ def kill_and_resume(context: CheckContext) -> Outcome:
     process.kill()
     process.wait()
     if not latest_file.exists():
-        raise CheckFailed(f"the run ended before a checkpoint was complete: {killed_run.format_last_lines()}")
+        raise CheckFailed(
+            f"the run ended before a checkpoint was complete. Find the cause in its last output: {killed_run.format_last_lines()}"
+        )
     resumed_at = int(latest_file.read_text())
     resumed = run_and_read_losses(context, "rest", **flags, **save_flags)
     difference = compute_max_difference(resumed, uninterrupted[resumed_at:])
@@ -332,12 +335,13 @@ def nccl_alone(context: CheckContext) -> Outcome:
     except subprocess.TimeoutExpired as error:
         printed = (error.stderr or b"").decode(errors="replace").splitlines()
         raise CheckFailed(
-            f"the NCCL program did not end within {_NCCL_TIMEOUT_S} s; its last output: {' / '.join(printed[-3:])[-400:]}"
+            f"the NCCL program did not end within {_NCCL_TIMEOUT_S} s. Check the GPUs and their links. Its last output: "
+            f"{' / '.join(printed[-3:])[-400:]}"
         ) from None
     result = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode or not result:
         raise CheckFailed(
-            f"the NCCL program ended with exit status {done.returncode}; its last output: "
+            f"the NCCL program ended with exit status {done.returncode}. Correct the cause in its last output: "
             f"{' / '.join(done.stderr.splitlines()[-3:])[-400:]}"
         )
     first, second = map(int, result[0])

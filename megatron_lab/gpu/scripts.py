@@ -115,8 +115,8 @@ def rank(context: CheckContext, name: str) -> Outcome:
     predicted_bytes, device = profile.memory.total.device, get_torch_device(context.device)
     if context.on_cuda and predicted_bytes > (total_bytes := torch.cuda.get_device_properties(device).total_memory):
         raise DoesNotFit(
-            f"according to the memory plan, the rank needs {predicted_bytes / 1e9:.1f} GB, "
-            f"but the device has only {total_bytes / 1e9:.1f} GB"
+            f"according to the memory plan, a rank of the job {name} needs {predicted_bytes / 1e9:.1f} GB, "
+            f"but the device has only {total_bytes / 1e9:.1f} GB. Run this check on a larger device"
         )
     with build_train_step(job, profile.first_rank, device, init_on_device=context.on_cuda) as step:
         step.prepare(num_microbatches)
