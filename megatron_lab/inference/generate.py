@@ -39,11 +39,13 @@ class Sampling:
             ValueError: a value is out of range.
         """
         if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"--temperature must be 0 (always the most likely token) or more, not {self.temperature:g}")
+            raise ValueError(
+                f"--temperature must be 0 (always the most likely token) or more, not {self.temperature:g}. Correct it"
+            )
         if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"--top-k must be at least 1, not {self.top_k}")
+            raise ValueError(f"--top-k must be at least 1, not {self.top_k}. Correct it, or leave it out")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"--top-p must be above 0 and at most 1, not {self.top_p:g}")
+            raise ValueError(f"--top-p must be above 0 and at most 1, not {self.top_p:g}. Correct it, or leave it out")
 
     @property
     def is_greedy(self) -> bool:
@@ -188,7 +190,7 @@ def check_request(model: Model, request: GenerationRequest) -> None:
     """
     for prompt in request.prompts:
         if not prompt:
-            raise ValueError("a prompt has no tokens: start it with the end-of-document or bos token")
+            raise ValueError("a prompt has no tokens: write some text, or start it with the end-of-document or bos token")
         if not 0 <= min(prompt) <= max(prompt) < model.vocab_size:
             raise ValueError(
                 f"a prompt has token ids from {min(prompt)} to {max(prompt)}, but the model has ids 0 to {model.vocab_size - 1}: "
