@@ -118,7 +118,9 @@ def _select_checkpoint(checkpoint: CheckpointConfig) -> tuple[str, Config, bool]
             return *_read_first(candidates), checkpoint.finetune or path == pretrained
     if pretrained is not None and _open_folder(pretrained).get_file_size(CONFIG) is not None:
         return *_read_first([_open_folder(pretrained)]), True
-    raise _build_error(f"There is no checkpoint in {' or '.join(path for path in (load, pretrained) if path is not None)}.")
+    raise _build_error(
+        f"There is no checkpoint in {' or '.join(path for path in (load, pretrained) if path is not None)}. Correct the path."
+    )
 
 
 def _open_folder(path: str) -> Storage:
@@ -178,9 +180,9 @@ def _read_config(folder: Storage) -> Config:
         data = folder.read(CONFIG)
         record = json.loads(data)
     except OSError as error:
-        raise _build_error(f"{file} cannot be read: {error.strerror or error}.") from error
+        raise _build_error(f"{file} cannot be read: {error.strerror or error}. Check the path and its permissions.") from error
     except (ValueError, RecursionError) as error:
-        raise _build_error(f"{file} is not valid JSON: {error}.") from error
+        raise _build_error(f"{file} is not valid JSON: {error}. Copy the checkpoint again.") from error
     try:
         saved_checksum = json.loads(folder.read(MANIFEST))["files"][CONFIG]["checksum"]
         is_altered = not checksums_match(Checksum(data).text, saved_checksum)
@@ -191,11 +193,14 @@ def _read_config(folder: Storage) -> Config:
             f"{file} was altered since it was saved: its checksum differs from that in the manifest. Copy the checkpoint again."
         )
     if not isinstance(record, dict) or not isinstance(record.get("config"), dict):
-        raise _build_error(f"{file} holds no settings: it has no mapping named config.")
+        raise _build_error(f"{file} holds no settings: it has no mapping named config. Copy the checkpoint again.")
     # Parse only the settings that are used: other topics may come from another version of this project.
     settings_by_topic = {topic: record["config"].get(topic) for topic in ("model", "data")}
     if not all(isinstance(settings, dict) for settings in settings_by_topic.values()):
-        raise _build_error(f"{file} holds no settings of the model and the data (mappings config.model and config.data).")
+        raise _build_error(
+            f"{file} holds no settings of the model and the data (mappings config.model and config.data). Copy the checkpoint "
+            "again."
+        )
     fields = {*_TOKENIZER_FIELDS, *TOKENIZER_FILE_SETTINGS}
     settings_by_topic["data"] = {field: value for field, value in settings_by_topic["data"].items() if field in fields}
     return from_dict(settings_by_topic)

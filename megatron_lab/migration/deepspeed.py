@@ -48,9 +48,9 @@ def convert_config(command: LaunchCommand, text: str) -> None:
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"the DeepSpeed configuration is not valid JSON ({error}). Correct the file") from error
+        raise ValueError(f"the DeepSpeed configuration to migrate is not valid JSON ({error}). Correct the file") from error
     if not isinstance(content, dict):
-        raise ValueError("the DeepSpeed configuration is not a JSON object. Choose another file")
+        raise ValueError("the DeepSpeed configuration to migrate is not a JSON object. Choose another file")
     config = ConfigSection(content, command)
     for section in ("fp16", "bf16", "bfloat16", "zero_optimization", "optimizer", "scheduler", "tensorboard", "wandb"):
         _SECTION_CONVERTERS[section](command, config)

@@ -37,9 +37,9 @@ def convert_config(command: LaunchCommand, text: str) -> None:
     try:
         content = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"the nanotron configuration is not valid YAML ({error}). Correct the file") from error
+        raise ValueError(f"the nanotron configuration to migrate is not valid YAML ({error}). Correct the file") from error
     if not isinstance(content, dict):
-        raise ValueError("the nanotron configuration is not a YAML mapping. Choose another file")
+        raise ValueError("the nanotron configuration to migrate is not a YAML mapping. Choose another file")
     config = ConfigSection(content, command)
     sections = {
         name: config.pop_section(name) or ConfigSection({}, command, name)

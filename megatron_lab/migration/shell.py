@@ -416,7 +416,10 @@ def _evaluate(node: ast.expr) -> int:
         return -_evaluate(node.operand)
     if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
         return _ARITHMETIC[type(node.op)](_evaluate(node.left), _evaluate(node.right))
-    raise ValueError(f"the shell expression {ast.unparse(node)} cannot be evaluated, because it is not integer arithmetic")
+    raise ValueError(
+        f"the shell expression {ast.unparse(node)} cannot be evaluated, because it is not integer arithmetic. "
+        "Replace it by its value"
+    )
 
 
 def remove_marks(text: str) -> str:

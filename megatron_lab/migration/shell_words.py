@@ -53,7 +53,7 @@ class Token:
     items: list[Word] = field(default_factory=list)
     """Elements of the array, if the token has type ``array``."""
     output_files: list[Word] = field(default_factory=list)
-    """Files to which the command writes its output (``> FILE``), if the token has type ``end``."""
+    """Files to which the command that this token ends writes its output (``> FILE``). Only tokens of type ``end`` have any."""
     here_document: Word | None = None
     """Text of the command's here-document (``<< EOF``), if the token has type ``end``."""
 

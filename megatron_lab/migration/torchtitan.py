@@ -42,7 +42,7 @@ def convert_config(command: LaunchCommand, text: str) -> None:
     try:
         config = ConfigSection(tomllib.loads(text), command)
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"the torchtitan configuration is not valid TOML ({error}). Correct the file") from error
+        raise ValueError(f"the torchtitan configuration to migrate is not valid TOML ({error}). Correct the file") from error
     names = "job model optimizer lr_scheduler training parallelism experimental checkpoint activation_checkpoint metrics float8"
     sections = {name: config.pop_section(name) or ConfigSection({}, command, name) for name in names.split()}
     folder = str(sections["job"].pop("dump_folder", "./outputs"))
