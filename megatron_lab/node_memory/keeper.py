@@ -166,7 +166,7 @@ def _start_keeper(folder: Path, config: Keeper) -> int:
         if process.poll() is not None or time.monotonic() > deadline:
             raise OSError(
                 f"the process that keeps checkpoints in memory ({folder}) has ended or did not start in {_START_TIMEOUT_S:g} s: "
-                "the error of this process, if any, is printed above"
+                "correct the error that this process has printed above"
             )
         time.sleep(0.01)
     return started.port
@@ -280,10 +280,10 @@ def flush(memory: NodeStorage, disk: Storage, timeout_s: float = _FLUSH_TIMEOUT_
         if time.monotonic() > deadline:
             raise CheckpointError(
                 f"other nodes have not written {missing[0]} to {disk.location} within {timeout_s:g} s, so the checkpoint of "
-                f"iteration {iteration} stays incomplete. Check these nodes"
+                f"iteration {iteration} stays incomplete. Read the output of these nodes"
                 if is_leader
                 else f"the first node has not completed the checkpoint of iteration {iteration} in {disk.location} within "
-                f"{timeout_s:g} s. Check that node"
+                f"{timeout_s:g} s. Read the output of that node"
             )
         time.sleep(_POLL_INTERVAL_S)
     if not is_leader:

@@ -83,7 +83,7 @@ def _handle_message(storage: LocalStorage, connection: socket.socket, message: d
     if any(PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts for path in (name, message.get("of", ""))):
         raise ValueError(
             f"the path {name} is outside of {storage.local}, the only folder of this node that other nodes may access. The request "
-            "is refused"
+            "is refused. Use the same version of the program on all nodes"
         )
     if message["call"] == "create":  # not in the `try`: an error ends the connection, because more blocks are on their way
         _receive_file(storage, connection, name)
@@ -306,7 +306,7 @@ def _receive(connection: socket.socket, max_bytes: int = _MAX_MESSAGE_BYTES) -> 
     if length > max_bytes:
         raise ValueError(
             f"a message from another node has {length:,} bytes, but at most {max_bytes:,} are allowed: the message is damaged, or "
-            "another program sent it"
+            "another program sent it. Restart the job"
         )
     return _receive_exactly(connection, length)
 
