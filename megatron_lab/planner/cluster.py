@@ -191,8 +191,10 @@ def load_cluster(name: str) -> Cluster:
             [
                 Violation(
                     (),
-                    f"{name} does not describe a cluster: {error}",
-                    "Correct the file, or write a new cluster file with tools/check_cluster.py --measure.",
+                    f"the cluster file {name} is not valid YAML: {error}. Correct it."
+                    if isinstance(error, yaml.YAMLError)
+                    else f"the cluster file is not valid: {error}",
+                    "Or write a new cluster file with tools/check_cluster.py --measure.",
                 )
             ]
         ) from None
@@ -208,14 +210,16 @@ def _parse_dataclass(dataclass_type: type[Any], data: object, path: str) -> Any:
         ValueError: a field is missing, unknown, or has an invalid value.
     """
     if not isinstance(data, Mapping):
-        raise ValueError(f"{path} must be a table (lines of the form key: value).")
+        raise ValueError(f"{path} must be a table. Write lines of the form key: value.")
     known_fields = {f.name: f for f in fields(dataclass_type)}
     types = get_type_hints(dataclass_type)
     if unknown := sorted(set(map(str, data)) - set(known_fields)):
         matches = difflib.get_close_matches(unknown[0], known_fields, n=1)
-        raise ValueError(f"{path} has no field {unknown[0]}{f' (is {matches[0]} meant?)' if matches else ''}.")
+        raise ValueError(
+            f"{path} has no field {unknown[0]}{f' (is {matches[0]} meant?)' if matches else ''}. Remove it or correct its name."
+        )
     if missing := [n for n, f in known_fields.items() if n not in data and f.default is MISSING and f.default_factory is MISSING]:
-        raise ValueError(f"{path} lacks {', '.join(missing)}.")
+        raise ValueError(f"{path} lacks {', '.join(missing)}. Add these fields.")
     return dataclass_type(**{name: _parse_value(types[name], value, f"{path}: {name}") for name, value in data.items()})
 
 
@@ -224,14 +228,15 @@ def _parse_value(value_type: Any, value: object, path: str) -> object:
         return _parse_dataclass(Efficiency, value, path)
     if value_type not in _SCALARS:
         if not isinstance(value, Mapping):
-            raise ValueError(f"{path} must be a table of numbers, such as {{bfloat16: 0.7}}.")
+            raise ValueError(f"{path} must be a table of numbers. Write it as in {{bfloat16: 0.7}}.")
         if path.endswith(": calibrated") and (unknown := set(value) - set(_CALIBRATED_SIZES)):
             raise ValueError(
-                f"{path} has unknown keys {', '.join(map(str, unknown))}; allowed keys: {', '.join(_CALIBRATED_SIZES)}."
+                f"{path} has unknown keys {', '.join(map(str, unknown))}. Remove them; allowed keys: "
+                f"{', '.join(_CALIBRATED_SIZES)}."
             )
         return {str(key): _parse_value(float, item, f"{path}.{key}") for key, item in value.items()}
     if not isinstance(value, _SCALARS[value_type]) or isinstance(value, bool):
-        raise ValueError(f"{path} is {value!r}, but must be a value of type {value_type.__name__}.")
+        raise ValueError(f"{path} is {value!r}, but must be a value of type {value_type.__name__}. Correct this entry.")
     if not isinstance(value, str) and not 0 <= float(value) < 1e9:
-        raise ValueError(f"{path} is {value}, but must be at least 0 and below 1e9.")
+        raise ValueError(f"{path} is {value}, but must be at least 0 and below 1e9. Correct this entry.")
     return value

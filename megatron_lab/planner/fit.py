@@ -159,9 +159,8 @@ def find_min_recompute_layers(config: Config, dry_run: DryRun, vocab_size: int, 
     for stage, num_bytes in enumerate(compute_device_bytes(max_layers)):
         if num_bytes > limit:
             raise ValueError(
-                f"stage {stage} needs {format_bytes(num_bytes)} of device memory even with all of its layers "
-                "recomputed, but at most "
-                f"{format_bytes(limit)} can be used."
+                f"stage {stage} needs {format_bytes(num_bytes)} of device memory even with all of its layers recomputed, "
+                f"but at most {format_bytes(limit)} can be used. Change other settings to use less memory."
             )
     low, high = [0] * len(max_layers), max_layers  # a stage fits with `high` layers, and does not fit with fewer than `low`
     while low != high:

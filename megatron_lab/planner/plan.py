@@ -165,8 +165,8 @@ class ExpertsPlan:
     unbalanced_profiles: tuple[RankProfile, ...]
     """Memory and traffic of the ranks in the worst case, in which the experts of every rank get as many token assignments as those
     of
-    the busiest rank. The busiest rank's number comes from --plan-expert-imbalance; without this flag it is the number up to which
-    the capacity of the experts limits the assignments. Empty if neither the flag nor a capacity is set."""
+    the busiest rank. The busiest rank gets `imbalance` times the mean over the ranks; without --plan-expert-imbalance, it gets as
+    many assignments as the capacity of its experts accepts. Empty if neither the flag nor a capacity is set."""
 
     @property
     def fullest(self) -> RankProfile:

@@ -326,7 +326,9 @@ class _ComponentLayout:
                 yield from (first + start // self._tensor_size, first - (-start // self._tensor_size))
 
     def compute_state_indices(self, tensor: int, data: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return, for each of several data ranks, the index in `rank_states` of the memory that the rank has.
+        """Return, for each of several data ranks, the index of the rank's entry in `rank_states`. Ranks with equal state memory
+        share
+        an entry.
 
         Args:
             tensor: tensor rank.
@@ -413,7 +415,7 @@ class Links:
     def _get_replica_grid(self, axes: Sequence[str], shard_size: int) -> tuple[int, int, int]:
         """Return the shape (-1, sharing, other) in which to view the ranks of a stage: copies of the state (-1: the size follows
         from
-        the others), the `shard_size` ranks along `axes` that share one copy, and the ranks along all other axes."""
+        the other two), the `shard_size` ranks along `axes` that share one copy, and the ranks along all other axes."""
         return -1, shard_size, math.prod(self._get_grid(axes)[0]) // self._topology.get_size(*axes)
 
     def find_world_crossings(self, stage: int) -> CrossingMask:
