@@ -128,6 +128,7 @@ def _reduce_run(config: Config, full_sizes: AxisSizes, vocab_size: int, sizes: A
         raise ValueError(
             "these settings cannot be tested in a small run, because the reduced settings are not valid:\n"
             + "\n".join(str(violation) for violation in violations)
+            + "\nChange these settings for the proof."
         )
     preserved, reduced = _describe_settings(
         config,
