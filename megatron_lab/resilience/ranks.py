@@ -53,7 +53,7 @@ def import_run_modules() -> None:
     if threading.active_count() > 1:
         raise RuntimeError(
             "importing the modules of the run has started threads, which the ranks forked from this process would not have: "
-            f"{threading.enumerate()}. Use torchrun, or remove the module that starts them"
+            f"{threading.enumerate()}. Use torchrun, or remove the import that starts them"
         )
 
 
