@@ -98,7 +98,9 @@ def check_output(path: Path) -> None:
         ModuleNotFoundError: the format needs matplotlib, which is not installed.
     """
     if path.suffix.lower() not in WRITERS:
-        raise ValueError(f"{path}: a picture is a {', '.join(WRITERS)} file, not {path.suffix or 'one without a suffix'}")
+        raise ValueError(
+            f"{path}: a picture is a {', '.join(WRITERS)} file, not {path.suffix or 'one without a suffix'}. Change the suffix"
+        )
     if not path.parent.is_dir():
         raise ValueError(f"{path}: there is no folder {path.parent}; create it first")
     if path.is_dir():

@@ -70,8 +70,8 @@ def summarize_panels(panels: Sequence[Panel]) -> PanelSummary:
 
 
 def index_chunks(timeline: Timeline) -> list[dict[int, int]]:
-    """Return for each stage a dictionary from the indices of its model chunks in the model to 0, 1, ... (the indices within the
-    stage)."""
+    """Return, for each stage, a dictionary from the index of a chunk in the whole model to its index within the stage (0, 1,
+    ...)."""
     chunks_by_stage = [sorted({span.op.chunk for span in stage_spans}) for stage_spans in timeline.spans]
     return [{chunk: index for index, chunk in enumerate(stage_chunks)} for stage_chunks in chunks_by_stage]
 
