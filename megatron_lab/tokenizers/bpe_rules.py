@@ -79,7 +79,7 @@ class MergeRules:
             if len(self.merge(token)[0]) == 2:
                 raise NotExactError(
                     f"the token {token!r} may stand only for a complete pretoken (ignore_merges), but tiktoken would also form it "
-                    "within longer pretokens"
+                    "within longer pretokens, so the slower tokenizers library is used instead"
                 )
             ranks[token] = rank
         return ranks

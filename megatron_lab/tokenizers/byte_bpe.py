@@ -42,7 +42,7 @@ class ByteBPETokenizer(Tokenizer):
         try:
             return self._prebuilt_encoder or TiktokenEncoder(self.vocab)
         except NotExactError as error:
-            raise ValueError(f"{self.vocab.source}: {error}.\n  Install another version of tiktoken.") from error
+            raise ValueError(f"{self.vocab.source}: {error}.") from error
 
     @cached_property
     def _bytes_of_id(self) -> dict[int, bytes]:
@@ -106,7 +106,7 @@ class TiktokenEncoder:
         if _GROUP_REFERENCE.search(pattern):
             raise NotExactError(
                 f"the regular expression {pattern!r} that splits texts into pretokens contains a reference to a group, which "
-                "tiktoken does not support"
+                "tiktoken does not support, so the slower tokenizers library is used instead"
             )
         self._ranks = vocab.rules.build_ranks()
         self._id_of_rank = np.zeros(max(self._ranks.values()) + 1, np.uint32)
@@ -117,12 +117,16 @@ class TiktokenEncoder:
             self._encoding = self._build_encoding(rf"(?:{pattern})|(?:(?!{pattern})[\s\S])+")
             expected = vocab.encode_reference(_PROBE_TEXT)
         except (regex.error, ValueError) as error:
-            raise NotExactError(f"tiktoken rejects the regular expression {pattern!r} that splits texts: {error}") from error
+            raise NotExactError(
+                f"tiktoken {tiktoken.__version__} rejects the regular expression {pattern!r} that splits texts: {error}. Install "
+                "another version of tiktoken. Until then, a tokenizer.json is encoded with the slower tokenizers library"
+            ) from error
         actual = self.encode(_PROBE_TEXT).tolist()
         if actual != expected:
             raise NotExactError(
                 f"tiktoken {tiktoken.__version__} encodes a test text to the ids {actual}, but the rules in the tokenizer file "
-                f"give {expected}"
+                f"give {expected}. Install another version of tiktoken. Until then, a tokenizer.json is encoded with the slower "
+                "tokenizers library"
             )
 
     def _build_encoding(self, pattern: str) -> Encoding:

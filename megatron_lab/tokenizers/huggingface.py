@@ -73,7 +73,7 @@ class HuggingFaceTokenizer(Tokenizer):
             return ByteBPETokenizer(vocab, TiktokenEncoder(vocab))
         except NotExactError as error:
             tokenizer = LibraryTokenizer(file, self._special, str(error))
-            _log.warning("--tokenizer-model %s uses the tokenizers library, which is slower than tiktoken: %s", self._path, error)
+            _log.warning("--tokenizer-model %s: %s.", self._path, error)
             return tokenizer
 
     def encode_array(self, text: str) -> NDArray[np.integer]:
@@ -93,7 +93,7 @@ class LibraryTokenizer(Tokenizer):
     Args:
         file: content of the tokenizer.json.
         special: ids of the special tokens.
-        reason: why tiktoken cannot be used, for messages.
+        reason: why the library is used instead of tiktoken, for messages.
 
     Raises:
         ValueError: the library is not installed or rejects the file, or ordinary text could be encoded to the end-of-document
@@ -102,7 +102,7 @@ class LibraryTokenizer(Tokenizer):
 
     def __init__(self, file: TokenizerJson, special: SpecialIds, reason: str) -> None:
         self._source = f"--tokenizer-model {file.path}"
-        library = import_optional("tokenizers", f"{self._source} needs the tokenizers library ({reason})")
+        library = import_optional("tokenizers", f"{self._source}: {reason}. This needs the tokenizers library")
         self.vocab_size = max(file.ids.values()) + 1
         self.eod, self.bos, self.pad = special.eod, special.bos, special.pad
         self._special_ids = {special.eod, special.bos, special.pad} | {token["id"] for token in file.added if token.get("special")}

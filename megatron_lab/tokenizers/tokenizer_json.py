@@ -105,13 +105,15 @@ def build_byte_vocabulary(file: TokenizerJson, special_tokens: SpecialIds) -> By
     model, source = file.model, f"--tokenizer-model {file.path}"
     if not file.is_bpe:
         raise NotExactError(
-            f"the model in tokenizer.json has the type {model.get('type')}, not byte-level BPE, which tiktoken requires"
+            f"the model in tokenizer.json has the type {model.get('type')}, but tiktoken supports only byte-level BPE, so the "
+            "slower tokenizers library is used instead"
         )
     pattern = _get_pattern(file.document.get("pre_tokenizer"))
     for setting in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(setting):
             raise NotExactError(
-                f"the model in tokenizer.json has the setting {setting} = {model[setting]!r}, which tiktoken does not support"
+                f"the model in tokenizer.json has the setting {setting} = {model[setting]!r}, which tiktoken does not support, so "
+                "the slower tokenizers library is used instead"
             )
     uses_nfc = _check_uses_nfc(file.document.get("normalizer"))
     special_ids = {special_tokens.eod} | {token["id"] for token in file.added if token.get("special")}
@@ -123,7 +125,7 @@ def build_byte_vocabulary(file: TokenizerJson, special_tokens: SpecialIds) -> By
     if not all(bytes([byte]) in ids for byte in range(256)):
         raise NotExactError(
             "the vocabulary in tokenizer.json lacks tokens for some of the 256 bytes, so it is not the vocabulary of a byte-level "
-            "BPE, which tiktoken requires"
+            "BPE, which tiktoken requires. The slower tokenizers library is used instead"
         )
     ranks: dict[Pair, int] = {}
     for i, merge in enumerate(model["merges"]):
@@ -136,7 +138,8 @@ def build_byte_vocabulary(file: TokenizerJson, special_tokens: SpecialIds) -> By
             )
         if not all(pair) or pair[0] + pair[1] not in ids:
             raise NotExactError(
-                f"the merge {merge!r} in tokenizer.json contains or forms a special token, which is not supported with tiktoken"
+                f"the merge {merge!r} in tokenizer.json contains or forms a special token, which tiktoken does not support, so the "
+                "slower tokenizers library is used instead"
             )
         ranks.setdefault(pair, len(ranks))
     return ByteVocabulary(
@@ -184,15 +187,18 @@ def _get_pattern(pre_tokenizer: Any) -> str:
     if types not in (["ByteLevel"], ["Split", "ByteLevel"]):
         raise NotExactError(
             f"the pre-tokenizer in tokenizer.json is {' followed by '.join(map(str, types))}, but tiktoken supports only "
-            "ByteLevel, or Split followed by ByteLevel"
+            "ByteLevel, or Split followed by ByteLevel, so the slower tokenizers library is used instead"
         )
     if steps[-1].get("add_prefix_space", True):
-        raise NotExactError("the pre-tokenizer in tokenizer.json adds a space before each text, which tiktoken does not do")
+        raise NotExactError(
+            "the pre-tokenizer in tokenizer.json adds a space before each text, which tiktoken does not do, so the slower "
+            "tokenizers library is used instead"
+        )
     if len(steps) == 1:
         if not steps[0].get("use_regex", True):
             raise NotExactError(
                 "the pre-tokenizer in tokenizer.json does not split texts (use_regex is false), but tiktoken needs a regular "
-                "expression"
+                "expression, so the slower tokenizers library is used instead"
             )
         return GPT2_PATTERN
     split = steps[0]
@@ -201,7 +207,7 @@ def _get_pattern(pre_tokenizer: Any) -> str:
     if steps[1].get("use_regex", True) or pattern is None or split.get("behavior") != "Isolated" or split.get("invert"):
         raise NotExactError(
             "the pre-tokenizer in tokenizer.json does not split texts exactly once, by a regular expression, or does not keep all "
-            "parts, as tiktoken requires"
+            "parts, as tiktoken requires. The slower tokenizers library is used instead"
         )
     return str(pattern)
 
@@ -222,7 +228,10 @@ def _check_uses_nfc(normalizer: Any) -> bool:
     for step in steps:
         step_type = step.get("type") if isinstance(step, dict) else step
         if step_type != "NFC":
-            raise NotExactError(f"the normalizer in tokenizer.json is {step_type}, but only NFC is supported with tiktoken")
+            raise NotExactError(
+                f"the normalizer in tokenizer.json is {step_type}, but tiktoken is supported only with NFC, so the slower "
+                "tokenizers library is used instead"
+            )
     return bool(steps)
 
 
@@ -244,8 +253,8 @@ def _collect_added_tokens(file: TokenizerJson, special_ids: set[int], uses_nfc: 
         options = ("single_word", "lstrip", "rstrip", *(("normalized",) if uses_nfc else ()))
         if unsupported := [option for option in options if token.get(option)]:
             raise NotExactError(
-                f"the added token {token['content']!r} in tokenizer.json has options that are not supported with tiktoken: "
-                f"{', '.join(unsupported)}"
+                f"the added token {token['content']!r} in tokenizer.json has options that tiktoken does not support "
+                f"({', '.join(unsupported)}), so the slower tokenizers library is used instead"
             )
         added_tokens[token["content"]] = token["id"]
     return added_tokens
@@ -312,6 +321,6 @@ def _find_special_id(role: str, path: Path, ids: Mapping[str, int]) -> int | Non
         if role == "eos":
             raise ValueError(
                 f"{file} says that {value!r} ends a document, but {path} has no such token.\n"
-                "  The two files must be of the same tokenizer."
+                "  Copy both files again from the same tokenizer."
             )
     return None

@@ -39,11 +39,13 @@ def read_gpt2_bpe(vocab_file: Path, merge_file: Path) -> ByteVocabulary:
     source = f"--vocab-file {vocab_file}"
     vocab = check_ids(source, read_json(vocab_file, source, "a vocabulary like GPT-2's vocab.json"))
     if GPT2_EOD_TOKEN not in vocab:
-        raise ValueError(f"{source} has no token {GPT2_EOD_TOKEN}, which ends a document.\n  Add the token with a new id.")
+        raise ValueError(
+            f"{source} has no token {GPT2_EOD_TOKEN}, which ends a document.\n  Add the token to the file, with a new id."
+        )
     byte_of_char = build_byte_chars()
     ids = {bytes([byte]): vocab[char] for char, byte in byte_of_char.items() if char in vocab}
     if (problem := describe_missing_bytes(source, ids)) is not None:
-        raise ValueError(f"{problem}\n  Use a byte-level vocabulary like GPT-2's.")
+        raise ValueError(f"{problem}\n  Use a file with a byte-level vocabulary like GPT-2's.")
     ranks: dict[Pair, int] = {}
     for i, merge in enumerate(_read_merge_lines(merge_file), start=1):
         if not merge or (i == 1 and merge.startswith("#version")):
@@ -55,7 +57,7 @@ def read_gpt2_bpe(vocab_file: Path, merge_file: Path) -> ByteVocabulary:
             raise ValueError(
                 f"--merge-file {merge_file}, line {i}: {merge!r} must be two tokens that together form a third, all in "
                 f"{vocab_file}{f' (not there: {unknown[-1]!r})' if unknown else ''}.\n"
-                "  The two files must be of the same tokenizer."
+                "  Use two files of the same tokenizer."
             )
         ids[pair[0] + pair[1]] = vocab["".join(tokens)]
         ranks.setdefault(pair, len(ranks))
@@ -74,7 +76,9 @@ def _read_merge_lines(path: Path) -> list[str]:
     try:
         return read_text(path).split("\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"--merge-file {path} is not a text in UTF-8: {error}\n  It should be like GPT-2's merges.txt.") from error
+        raise ValueError(
+            f"--merge-file {path} is not a text in UTF-8: {error}\n  Use a file in the format of GPT-2's merges.txt."
+        ) from error
 
 
 def _read_ranks(path: Path, source: str) -> tuple[dict[bytes, int], bool]:
@@ -109,7 +113,7 @@ def _read_rank_list(path: Path, source: str) -> dict[bytes, int]:
     expected = 'a JSON list of {"rank", "token_bytes", "token_str"}'
     entries = read_json(path, source, expected)
     if not isinstance(entries, list):
-        raise ValueError(f"{source} must be {expected}; tokenizer.json is read with --tokenizer-type HuggingFaceTokenizer.")
+        raise ValueError(f"{source} must be {expected}.\n  For a tokenizer.json, use --tokenizer-type HuggingFaceTokenizer.")
     ranks: dict[bytes, int] = {}
     for rank, entry in enumerate(entries):
         if not isinstance(entry, dict) or entry.get("rank") != rank or not isinstance(entry.get("token_bytes"), str):
@@ -249,8 +253,8 @@ def read_tiktoken(path: Path, config: DataConfig) -> ByteVocabulary:
         size = min(_MEGATRON_VOCAB_SIZE, total_size) if vocab_size is None else vocab_size
         if not num_special + 256 <= size <= total_size:
             raise ValueError(
-                f"--vocab-size {size:,} does not fit {source}: with --tiktoken-num-special-tokens {num_special:,}, --vocab-size "
-                f"may be from {num_special + 256:,} to {total_size:,}."
+                f"--vocab-size {size:,} does not fit {source}: with --tiktoken-num-special-tokens {num_special:,}, set "
+                f"--vocab-size from {num_special + 256:,} to {total_size:,}."
             )
         ranks = {token: rank for token, rank in ranks.items() if rank < size - num_special}
         if describe_missing_bytes(source, ranks) is not None:
