@@ -59,8 +59,8 @@ def diagnose(observation: Observation) -> Diagnosis:
     comparison = Comparison(observation)
     if not comparison.reference.steps or not observation.start:
         raise ValueError(
-            "there is nothing to compare: the run has no training steps (--train-iters, --train-samples and "
-            "--iterations-to-skip select them), or the model has no weights"
+            "there is nothing to compare: the run has no training steps, or the model has no weights. Raise --train-iters or "
+            "--train-samples, or remove --iterations-to-skip"
         )
     findings = [*check_start(comparison)]
     if all(finding.kind is FindingType.INITIAL for finding in findings):  # then both runs load the same start weights

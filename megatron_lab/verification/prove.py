@@ -120,7 +120,8 @@ def check_reference_support(config: Config) -> None:
 
 
 def _build_proof_config(config: Config, steps: int | None, dropout: bool) -> tuple[Config, list[str]]:
-    """Return the settings with which both runs train, and a line of text for each setting that was replaced.
+    """Return the settings of the two runs that the proof compares (the parallel run and the reference run), and a line of text for
+    each setting of the user that the proof replaces.
 
     Args:
         config: settings of the user.
