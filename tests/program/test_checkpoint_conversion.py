@@ -267,7 +267,7 @@ def test_a_failed_import_leaves_no_checkpoint(huggingface: Path, tmp_path: Path,
 def test_sizes_of_files(size: str, capsys: Texts) -> None:
     with pytest.raises(SystemExit):
         tool("export", "a", "b", f"--max-shard-size={size}")
-    assert "not a size such as 500MB" in capsys.readouterr().err
+    assert "not a size. Set a number of bytes, such as 500MB" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["export", "import"])

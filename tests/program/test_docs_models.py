@@ -65,7 +65,9 @@ def test_what_is_missing_is_told_on_the_page_and_by_an_import(tmp_path: Path) ->
         (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
         with pytest.raises(CheckpointError) as error:
             HuggingFaceFolder(tmp_path)
-        assert f"'{name}'" in str(error.value) and f"since it has {lacking}; supported are gpt2" in str(error.value)
+        assert f"'{name}'" in str(error.value) and f"since it has {lacking}. Choose a model of a supported type: gpt2" in str(
+            error.value
+        )
 
 
 def test_flags_exist() -> None:

@@ -108,11 +108,11 @@ def test_the_width_is_the_terminals(capsys: pytest.CaptureFixture[str], monkeypa
         (["--schedule", "zbv", *SIZE], "invalid choice: 'zbv' (choose from"),
         (
             ["--schedule", "1f1b", *SIZE, "--virtual-stages", "2"],
-            "--virtual-stages 2: the schedule 1f1b requires 1 chunk per stage, not 2",
+            "--virtual-stages 2: the pipeline schedule 1f1b requires 1 chunk per stage, not 2",
         ),
         (
             ["--schedule", "zb-v", *SIZE, "--virtual-stages", "3"],
-            "--virtual-stages 3: the schedule zb-v requires 2 chunks per stage, not 3",
+            "--virtual-stages 3: the pipeline schedule zb-v requires 2 chunks per stage, not 3",
         ),
         (["--schedule", "1f1b", "--stages", "0", "--microbatches", "8"], "--stages: must be a whole number, 1 or more, not 0"),
         (["--schedule", "1f1b", "--stages", "4", "--microbatches", "2.5"], "--microbatches: must be a whole number"),

@@ -43,7 +43,7 @@ from tests.support.corpora import (
 
 BAD_LINES = {
     b'{"text": "x"': "not JSON: .* at column",
-    b'{"text": "x': "not JSON: Unterminated string starting at column 10$",
+    b'{"text": "x': "not JSON: Unterminated string starting at column 10. Correct this line of the input$",
     b"[1]": "not a JSON object",
     b'{"title": "x"}': r"no key 'text' \(--json-keys, --column\); the keys of the line are: 'title'",
     b'{"text": 5}': "not a string but 5",
@@ -261,7 +261,7 @@ def test_a_string_of_a_column_that_is_not_utf8(tmp_path: Path, kind: str) -> Non
     assert documents(tmp_path / "out_text_document") == [[*b"one", 256], [*b"two", 256]]
     assert [line.rpartition("/")[2] for line in summary.bad_records] == [
         "in.parquet: row 1: the value of key 'text' is not UTF-8: b'\\xff': convert the text to UTF-8",
-        "in.parquet: row 2: the value of key 'text' is not a string but null",
+        "in.parquet: row 2: the value of key 'text' is not a string but null. Correct the value",
     ]
 
 

@@ -196,7 +196,7 @@ def header_of(path: Path, data: bytes) -> Header:
 
 @pytest.mark.parametrize("data", [b"", b"8", (9).to_bytes(8, "little") + b"{}", (2).to_bytes(8, "little") + b"[]", b"\xff" * 20])
 def test_a_file_without_a_header_is_refused(tmp_path: Path, data: bytes) -> None:
-    with pytest.raises(DamagedCheckpointError, match="x has no readable header"):
+    with pytest.raises(DamagedCheckpointError, match="x (has no readable header|is damaged: )"):
         header_of(tmp_path / "x", data)
 
 

@@ -107,7 +107,7 @@ def test_pickles_that_would_take_for_ever_or_all_memory(folder: Path) -> None:
     }
     for program in programs.values():
         (folder / METADATA).write_bytes(program)
-        with pytest.raises(DamagedCheckpointError, match="truncated, altered|not metadata of a torch checkpoint"):
+        with pytest.raises(DamagedCheckpointError, match="cannot be read as a pickle|not readable as the metadata"):
             DistcpReader(folder)
     with (folder / METADATA).open("wb") as file:
         file.truncate(3 << 30)  # takes no place on the disk

@@ -604,7 +604,7 @@ def test_a_model_that_no_architecture_has_is_refused_nearest_first(model: ModelC
 def test_an_architecture_that_does_not_fit_is_refused() -> None:
     with pytest.raises(CheckpointError, match="qwen3: --qk-layernorm is off, there on"):
         select_family(model_config(llama_like()), "qwen3")
-    with pytest.raises(CheckpointError, match="supported are gpt2, llama"):
+    with pytest.raises(CheckpointError, match="Choose one of gpt2, llama"):
         select_family(model_config(llama_like()), "falcon")
     assert select_family(model_config(llama_like()), "mistral").model_type == "mistral"
 

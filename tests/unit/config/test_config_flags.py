@@ -102,7 +102,7 @@ def test_a_value_is_read_or_has_a_fault(flag: Flag, values: list[str]) -> None:
     try:
         value = flag.parse(flag.name, values)
     except ValueError as error:
-        assert str(error).startswith(("takes", "is a switch"))
+        assert str(error).startswith((f"--{flag.name} takes", f"--{flag.name} is a switch"))
     else:
         assert repr(flag.from_json(value)) == repr(value)
 

@@ -61,10 +61,10 @@ def test_a_value_comes_from_the_last_entry_that_gives_it() -> None:
     [
         ("layers.*.mpl.up.weight lr-mult=2", "a name like layers.*.mpl.up.weight. The nearest names are layers.*.mlp.up.weight"),
         ("embedding.word lr-mult=2", "nearest names are embedding.word.weight"),
-        ("* lr-mul=2", "lr-mul is not a key of an entry; did you mean lr-mult?"),
-        ("* lr-mult=-1", "the entry sets lr-mult=-1, but lr-mult must be a number that is at least 0"),
+        ("* lr-mul=2", "there is no key lr-mul. Did you mean lr-mult?"),
+        ("* lr-mult=-1", "sets lr-mult=-1, but lr-mult must be a number that is at least 0"),
         ("* adam-beta1=1", "at least 0 and below 1"),
-        ("* lr-mult=2 lr_mult=3", "the entry sets lr-mult twice"),
+        ("* lr-mult=2 lr_mult=3", "sets lr-mult twice"),
         ("* wd-mult=2 lr-mult", "lr-mult is not of the form key=value"),
         ("lr-mult=2 *", "must start with a pattern of parameter names, not with lr-mult=2"),
         ("* optimizer=adan", "there is no optimizer adan. Did you mean adam?"),
@@ -81,7 +81,7 @@ def test_what_cannot_act_is_refused(entry: str, told: str) -> None:
 def test_a_value_that_a_file_gives_twice_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "groups.yaml"
     file.write_text("embedding.*: {lr-mult: 1, lr-mult: 2}\n")
-    with pytest.raises(ConfigError, match="the entry sets lr-mult twice"):
+    with pytest.raises(ConfigError, match="sets lr-mult twice"):
         load([*BASE, "--param-groups", str(file)], 1)
 
 

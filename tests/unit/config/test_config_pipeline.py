@@ -174,7 +174,7 @@ CASES: list[Case] = [
         f"{PP} 2 {LAYOUT} 'Ett|(ttL'",
         2,
         {LAYOUT},
-        [f"{LAYOUT} 'Ett|(ttL' cannot be used.", "The bracket at character 5 of the layout is not closed."],
+        [f"{LAYOUT} 'Ett|(ttL' cannot be used.", "The bracket at character 5 of the pipeline layout is not closed."],
         [f"{LAYOUT} None"],
     ),
     (

@@ -163,7 +163,7 @@ GOOD = rank_lines(TOKENS)
     ("content", "message"),
     [
         (json.dumps(rank_list(TOKENS))[:5000], "is not JSON.*\n.*copy it again"),
-        ('{"model": {}}', "must be a JSON list .*HuggingFaceTokenizer"),
+        ('{"model": {}}', "must be a JSON list .*\n.*HuggingFaceTokenizer"),
         (json.dumps(rank_list(TOKENS)[1:]), "entry 0: .* should have the token rank .* 0"),
         (json.dumps([*rank_list(TOKENS), {"rank": len(TOKENS)}]), f"entry {len(TOKENS)}: .* and token_bytes"),
         (json.dumps(rank_list([*TOKENS, b"a"])), f"entry {len(TOKENS)}: the token b'a' is a duplicate"),

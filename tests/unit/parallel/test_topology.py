@@ -97,13 +97,13 @@ def dense(t: Topology, rank: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("axis", AXES)
 def test_sizes_must_be_positive(axis: str) -> None:
-    with pytest.raises(ValueError, match=f"axis {axis} must be at least 1, not 0"):
+    with pytest.raises(ValueError, match=f"axis {axis} is 0, but must be at least 1"):
         Topology(**{axis: 0})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("axis", ["tp", "cp", "pp"])
 def test_sizes_must_be_positive_in_a_given_world(axis: str) -> None:
-    with pytest.raises(ValueError, match=f"axis {axis} must be at least 1, not 0"):
+    with pytest.raises(ValueError, match=f"axis {axis} is 0, but must be at least 1"):
         Topology.from_world(8, **{axis: 0})  # type: ignore[arg-type]
 
 

@@ -184,15 +184,15 @@ def test_the_first_microbatches_are_a_schedule(schedule: Schedule, data: st.Data
 
 
 def test_the_registry_says_what_it_cannot_make() -> None:
-    with pytest.raises(ValueError, match=f"there is no schedule '2f2b'; the schedules are {', '.join(SCHEDULES)}$"):
+    with pytest.raises(ValueError, match=f"there is no pipeline schedule '2f2b': use one of {', '.join(SCHEDULES)}$"):
         build_schedule("2f2b", 2, 2)
-    with pytest.raises(ValueError, match="there is no schedule '2f2b'"):
+    with pytest.raises(ValueError, match="there is no pipeline schedule '2f2b'"):
         assign_chunks("2f2b", 2)
     for name in ("gpipe", "1f1b", "zb-h1"):
-        with pytest.raises(ValueError, match=f"the schedule {name} requires 1 chunk per stage, not 2"):
+        with pytest.raises(ValueError, match=f"the pipeline schedule {name} requires 1 chunk per stage, not 2"):
             build_schedule(name, 2, 2, 2)
     for chunks in (1, 3):
-        with pytest.raises(ValueError, match=f"the schedule zb-v requires 2 chunks per stage, not {chunks}"):
+        with pytest.raises(ValueError, match=f"the pipeline schedule zb-v requires 2 chunks per stage, not {chunks}"):
             assign_chunks("zb-v", 2, chunks)
 
 

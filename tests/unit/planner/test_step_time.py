@@ -140,7 +140,7 @@ def test_shipped_clusters_are_read_and_written(tmp_path: object) -> None:
         ("name: x", "lacks"),
         ("[1, 2]", "must be a table"),
         ("nam: x", "name"),
-        ("{", "does not describe"),
+        ("{", "x.yaml is not valid YAML"),
         (replace(load_cluster("h100"), calibrated={"gpus": 1}).to_yaml(), "allowed keys"),
     ],
 )

@@ -39,20 +39,20 @@ def test_lists_are_those_of_python(text: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("0", "N must be at least 1"),
+        ("0", "N is 0. Set N to 1 or more"),
         ("x", "neither a number nor a list"),
         ("", "neither a number nor a list"),
         ("-1", "neither a number nor a list"),
-        ("[1,2]", "not '2'"),
-        ("[1 0]", "not '0'"),
+        ("[1,2]", "has '2' at an invalid position"),
+        ("[1 0]", "has '0' at an invalid position"),
         ("[1,0", "neither a number nor a list"),
         ("([1]", "is not closed"),
-        ("[1]*", "A number must follow *"),
-        ("[1]*x", "A number must follow *"),
+        ("[1]*", "has a * without a number after it"),
+        ("[1]*x", "has a * without a number after it"),
         ("[1]+", "neither a number nor a list"),
-        ("[1][0]", "'[' is unexpected"),
+        ("[1][0]", "has an unexpected '['"),
         ("[1]*99999999999999999999", "more than 100,000 layers"),
-        ("[1]*5", "The list in the pattern has 5 entries, but the model has 6 layers"),
+        ("[1]*5", "The list in the layer pattern has 5 entries, but the model has 6 layers"),
     ],
 )
 def test_what_is_wrong_with_a_text_is_said(text: str, problem: str) -> None:

@@ -415,7 +415,7 @@ def test_a_rank_that_does_not_fit_says_so(context: CheckContext, monkeypatch: py
 
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Small)
-    with pytest.raises(DoesNotFit, match=r"the rank needs [\d.]+ GB, but the device has only 10.0 GB"):
+    with pytest.raises(DoesNotFit, match=r"a rank of the job .* needs [\d.]+ GB, but the device has only 10.0 GB"):
         rank(CheckContext("cuda", context.folder), "train_8gpu_llama_7b")
 
 

@@ -71,7 +71,7 @@ def test_the_window_survives_a_checkpoint_bit_for_bit() -> None:
     "recent", [3, {}, [[1.0]], [[1.0, "2"]], [[1.0, True]], [[1.0, math.nan]], [[1.0, 1.0]] * 5000, [(1.0, None)]]
 )
 def test_a_forged_window_is_refused(recent: Any) -> None:
-    with pytest.raises(ValueError, match="recent is"):
+    with pytest.raises(ValueError, match="recent in the checkpoint's training progress is"):
         check_counts({"progress": Progress(3, 12, 12).to_json() | {"recent": recent}}, 3)
 
 
