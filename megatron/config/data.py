@@ -154,7 +154,7 @@ class DataConfig:
     """Merges file merges.txt (or vocab.bpe) of a GPT-2 BPE tokenizer."""
     vocab_size: int | None = setting(None, min_value=1, unit="rows", active_if=_build_tokenizer_condition("vocab_size"))
     """Vocabulary size of NullTokenizer (without its end-of-document id), or the size to which TikTokenizer truncates its file. For
-    the other tokenizers with files: rows of the word embedding, for models with more rows than token ids."""
+    other tokenizers with files: number of rows of the word embedding, if it exceeds the number of token ids."""
     tiktoken_pattern: TiktokenPattern = setting("v2", active_if=_build_tokenizer_condition("tiktoken_pattern"))
     """Pattern by which TikTokenizer splits text before BPE. v1 keeps words together; v2 also splits a word where a capital
     letter follows a small one. Both split numbers into single digits."""
@@ -180,7 +180,7 @@ class WeightedPrefix:
     """Dataset of a blend (a weighted mixture of datasets): the path prefix of its files, and its weight."""
 
     weight: float | None
-    """Weight as given; None in a blend that is weighted by the sizes of its datasets."""
+    """Weight of the dataset as given in the blend; None in a blend that is weighted by the sizes of its datasets."""
     prefix: str
 
 

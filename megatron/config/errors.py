@@ -13,9 +13,9 @@ class Violation:
     flags: tuple[str, ...]
     """The flags that the problem is about, as typed on the command line (``--lr``)."""
     message: str
-    """What is wrong, with the values: one sentence."""
+    """Statement of what is wrong, with the values of the flags: one sentence."""
     reason: str = ""
-    """Why it is wrong and how to fix it: whole sentences."""
+    """Reason why the values are wrong and how to fix them: whole sentences."""
     nearest: tuple[str, ...] = ()
     """Settings that would fix the problem, each a part of a command line (``--lr 0.1``) or ``world size N``."""
     table: tuple[str, ...] = ()

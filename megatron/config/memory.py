@@ -91,7 +91,8 @@ class MemoryConfig:
         active_if=condition(recompute_granularity="full"),
         idle_if=idle_condition("--recompute-layers-per-stage sets the number of layers", recompute_layers_per_stage=IS_SET),
     )
-    """Layers of a recompute group (uniform), or recomputed layers of each chunk (block)."""
+    """With --recompute-method uniform: number of layers in each recompute group. With block: number of recomputed layers of each
+    chunk."""
     recompute_layers_per_stage: str | None = setting(None, active_if=condition(recompute_method="block"))
     """Number of recomputed layers of each pipeline stage, starting at its first layer, such as 4,3,2,0 for four stages: later
     stages of 1f1b store fewer microbatches and need less recompute. auto chooses the smallest numbers with which each stage

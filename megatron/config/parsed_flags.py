@@ -35,11 +35,11 @@ class GivenFlag:
     spelling: str
     """The flag as the user typed it."""
     source: str = ""
-    """File and line, such as ``run.yaml line 3``; empty for the command line."""
+    """File and line in which the flag is given, such as ``run.yaml line 3``; empty for the command line."""
 
     @property
     def message_prefix(self) -> str:
-        """Start of a message about the flag, ``run.yaml line 3: ``; empty for the command line."""
+        """Start of a message about the flag, which says where it is given: ``run.yaml line 3: ``. Empty for the command line."""
         return f"{self.source}: " if self.source else ""
 
     def __str__(self) -> str:
@@ -71,8 +71,8 @@ def split_argv(argv: Sequence[str]) -> tuple[list[str], list[GivenFlag]]:
 
 
 def _strip_quotes(argv: Sequence[str]) -> Iterator[str]:
-    """Yield the arguments, without a pair of quotes that encloses a value, as in '99,1,0'. Such quotes remain when a shell expands
-    an array entry that contains them."""
+    """Yield the command-line arguments. If quotes enclose a value, as in '99,1,0', they are removed. Such quotes remain when a
+    shell expands an array entry that contains them."""
     for word in argv:
         spelling, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
         if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
@@ -96,7 +96,7 @@ class ParsedFlags:
     notes: list[str] = field(default_factory=list)
     """Lines for the start-up log: flags without effect, and flags that are given twice."""
     problems: list[Violation] = field(default_factory=list)
-    """Unknown and refused flags, and invalid values."""
+    """Violations to report to the user: unknown and refused flags, and invalid values."""
     uncertain: set[str] = field(default_factory=set)
     """Flags, such as ``--lr``, whose values are unknown because of a problem. Violated rules about these flags are not
     reported, because their messages would mislead."""
@@ -105,7 +105,7 @@ class ParsedFlags:
     """Unknown flags for which several settings may be meant: the problem, the values of the flag, and the names of these
     settings."""
     fixed_fields: set[str] = field(default_factory=set)
-    """Fields whose values come from a checkpoint, so that no other value may be suggested."""
+    """Names of the settings whose values come from a checkpoint, so that messages may not suggest other values for them."""
 
     @property
     def explicit_fields(self) -> set[str]:
@@ -330,7 +330,8 @@ class DryRun:
     gpus_per_node: int
     json_file: str | None
     expert_imbalance: float | None = None
-    """Assignments to the experts of the busiest rank, as a multiple of the mean over the ranks."""
+    """Assumed load of the busiest rank: number of token assignments to its experts, as a multiple of the mean over the ranks. None
+    without --plan-expert-imbalance."""
     html_file: str | None = None
 
 

@@ -172,7 +172,7 @@ class LayerCosts:
     layers: tuple[float, ...]
     """Time of each layer, from the first to the last."""
     embedding: float
-    """Time of the computation before the first layer."""
+    """Time of the computation before the first layer: the embedding."""
     loss: float
     """Time of the computation after the last layer: norm, output layer and loss, and multi-token prediction."""
 

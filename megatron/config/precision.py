@@ -22,8 +22,8 @@ class Fp8:
 
     @property
     def alignment(self) -> int:
-        """Number that must divide every dimension of the matrix products on one rank. Then the blocks of elements that share a
-        scale are the same as in a run with one process."""
+        """Number of which every dimension of the matrix products on one rank must be a multiple. With the blockwise recipe it is
+        the block size, so that no block of elements that share a scale is split between tensor ranks."""
         return 128 if self.recipe == "blockwise" else 16
 
 

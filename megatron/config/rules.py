@@ -130,7 +130,8 @@ def _select_suggestions(
 
 
 class _Effect(IntEnum):
-    """Effect of a change that removes a violation. The best effect is first."""
+    """Effect of a change that removes a violation, by which candidate changes are ranked for suggestions. The best effect is
+    first."""
 
     CLEAN = 0
     """The change adds no violation, and the world size fits the layout."""

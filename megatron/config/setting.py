@@ -57,15 +57,15 @@ class Condition:
     description: str
     """Text for messages: the condition in words or, for a condition under which a setting has no effect, the reason."""
     require_all: bool = False
-    """Whether all expected values are required; otherwise one of them is enough."""
+    """Whether all entries of `values` must match; otherwise one matching entry is enough."""
     fix: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Settings to suggest if the condition is not met."""
+    """Values of other settings that make the condition true, to suggest if it is not met; empty to suggest nothing."""
     effect: str = "has no effect"
     """What the setting does when a condition of `SettingMetadata.idle_if` is met, as a phrase for messages: "has no effect",
     "saves no memory"."""
     strict: bool = False
-    """Whether the setting is refused, not ignored, if the condition is not met: if ignoring it would train another model or
-    lose state."""
+    """Whether a setting that the user gives is refused, instead of ignored, while this condition is not met. Used for settings that
+    change the model or protect state: a run that ignored them would train another model or lose state."""
 
     def is_met(self, get_value: Callable[[str], Any]) -> bool:
         """Return whether the condition is met.
@@ -81,9 +81,9 @@ class SettingMetadata:
     """Metadata of a field of a settings dataclass."""
 
     unit: str | None = None
-    """Unit of the number. Every numeric setting has one."""
+    """Unit of a numeric setting, such as steps or tokens. Every numeric setting has one."""
     interval: Interval | None = None
-    """Allowed values of the number. Every numeric setting has an interval."""
+    """Allowed values of a numeric setting. Every numeric setting has an interval."""
     required: bool = False
     """Whether the setting has no useful default and must be set."""
     active_if: Condition | None = None

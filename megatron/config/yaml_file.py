@@ -65,8 +65,8 @@ def read_mapping(values: Mapping[str, Any]) -> list[GivenFlag]:
 
 
 def _to_yaml_value(value: Any) -> Any:
-    """Convert a Python value to types that YAML supports: tuples to lists, paths to texts, numbers of numpy and torch to
-    Python's."""
+    """Convert a Python value to a type that YAML supports: a tuple to a list, a path to a string, a number of numpy or torch to a
+    Python number. Mappings and lists are converted recursively."""
     if isinstance(value, Mapping):
         return {str(key): _to_yaml_value(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

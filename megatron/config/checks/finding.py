@@ -27,7 +27,7 @@ class Change:
     world_size: int | None = None
 
     def apply(self, config: Config, world_size: int) -> tuple[Config, int]:
-        """Return the settings and the world size after the change."""
+        """Return the settings and the world size that result from applying the change to `config` and `world_size`."""
         for name, value in self.fields:
             topic = get_flag(name).topic
             config = dataclasses.replace(config, **{topic: dataclasses.replace(getattr(config, topic), **{name: value})})
@@ -57,14 +57,14 @@ class Finding:
     """Problem that a rule has found in the settings, with changes that might fix it."""
 
     message: str
-    """What is wrong, with the values: one sentence."""
+    """Statement of what is wrong, with the values of the settings: one sentence."""
     candidates: Sequence[Change | Sequence[Change]] = ()
     """Changes that might fix the problem. A sequence of changes is a group of alternatives, the nearest first, of which at most
     two valid ones are shown."""
     reason: str = ""
-    """Why the settings are wrong, and how to fix them. If empty, the reason of the rule is shown."""
+    """Reason why the settings are wrong, and how to fix them. If empty, the reason of the rule is shown."""
     fields: tuple[str, ...] = ()
-    """Names of the settings that the message is about. If empty, the `reported_fields` of the rule."""
+    """Names of the settings that the message is about. If empty, the `reported_fields` of the rule are used."""
     table: tuple[str, ...] = ()
     """Lines of a table that illustrates the problem, such as the layers of each pipeline stage."""
 

@@ -93,7 +93,7 @@ def check_compile_mode(config: Config, world_size: int) -> Iterator[Finding]:
 @rule("compile", "tensor_model_parallel_size", depends_on=_HEAD_SETTINGS)
 def check_no_shared_kv_heads_with_compile(config: Config, world_size: int) -> Iterator[Finding]:
     """With --compile, --tensor-model-parallel-size must not be above the number of key-value heads. Otherwise tensor ranks share a
-    key-value head and exchange it inside a layer, which a compiled graph does not support."""
+    key-value head and exchange the head inside a layer, which a compiled graph does not support."""
     num_kv_heads, tp = config.model.num_key_value_heads, config.parallel.tensor_model_parallel_size
     if config.speed.compile and 0 < num_kv_heads < tp and not config.model.multi_latent_attention:
         yield Finding(
@@ -105,8 +105,8 @@ def check_no_shared_kv_heads_with_compile(config: Config, world_size: int) -> It
 
 @rule("compile", "recompute_modules", depends_on=("recompute_granularity", "recompute_activations"))
 def check_recompute_with_compile(config: Config, world_size: int) -> Iterator[Finding]:
-    """With --compile, --recompute-modules must not name layernorm, mlp_act or mlp. The compiler decides what a compiled layer
-    stores and what it recomputes, including norms and activations. Only attention (core_attn) is not compiled."""
+    """With --compile, --recompute-modules must not name layernorm, mlp_act or mlp. The compiler decides which tensors of a compiled
+    layer, including norms and activations, are stored and which are recomputed. Only attention (core_attn) is not compiled."""
     modules = config.memory.recompute_modules
     if (
         config.speed.compile

@@ -40,8 +40,8 @@ def list_bucketed_params(config: Config) -> list[str]:
 
 
 def _iter_sample_weights(model: ModelConfig) -> Iterator[WeightSpec]:
-    """Yield parameters that represent all parameters of the model: those outside the layers, and those of one layer of each
-    type."""
+    """Yield a sample of the model's parameters in which every kind occurs: all parameters outside the layers, and those of one
+    layer of each type."""
     yield from iter_non_layer_weights(model, vocab_size=1)
     for layer in group_equal(build_layer_specs(model)):
         yield from iter_layer_weights(model, layer, 0)
@@ -83,8 +83,7 @@ def check_data_size_divisible_by_shard_size(config: Config, world_size: int) -> 
 @rule(SHARD_SIZE, "tensor_model_parallel_size", *_EXPERT_SIZES, depends_on=("num_experts", *SHARDING_SETTINGS))
 def check_shard_groups_fit_experts(config: Config, world_size: int) -> Iterator[Finding]:
     """With --fsdp-shard-size, each group of shard size x tensor-parallel size ranks shares one copy of the model. Either a group
-    holds
-    a whole number of copies of all experts, or one copy of the experts is distributed over a whole number of groups."""
+    holds a whole number of copies of all experts, or a copy of the experts is distributed over a whole number of groups."""
     parallel, num_expert_replicas = config.parallel, _count_expert_copies_per_shard_group(config)
     shard_size, tp = parallel.fsdp_shard_size, parallel.tensor_model_parallel_size
     ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_size

@@ -139,7 +139,7 @@ def list_idle_settings(config: Config, world_size: int) -> list[str]:
 
 def list_plan_caveats(config: Config) -> Iterator[str]:
     """Yield a warning for each user-defined optimizer of the run, because a dry run does not know the computation and communication
-    of such an optimizer."""
+    of a user-defined optimizer."""
     optimizers = [config.optimizer.optimizer, *(entry.optimizer for entry in map(parse_entry, config.optimizer.param_groups))]
     for name in [name for name in get_added_choices("optimizer") if name in optimizers]:
         yield (

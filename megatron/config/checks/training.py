@@ -224,8 +224,8 @@ _RUN_LENGTHS = ("train_iters", "train_samples")
 
 @rule(*_RUN_LENGTHS, *_SCHEDULE_LENGTHS)
 def check_schedule_unit(config: Config, world_size: int) -> Iterator[Finding]:
-    """With --train-iters, the lengths of learning-rate phases must be set in iterations (such as --lr-warmup-iters). With
-    --train-samples, they must be set in samples (such as --lr-warmup-samples)."""
+    """With --train-iters, the lengths of learning-rate phases must be set in iterations (for example --lr-warmup-iters). With
+    --train-samples, the lengths must be set in samples (for example --lr-warmup-samples)."""
     training = config.training
     if (training.train_iters is None) == (training.train_samples is None):
         return
