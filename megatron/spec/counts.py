@@ -256,7 +256,8 @@ def _get_matrices(model: ModelConfig, layer: LayerSpec) -> list[WeightSpec]:
 
 
 def _map_layers(model: ModelConfig, count_layer: Callable[[LayerSpec], T]) -> tuple[T, ...]:
-    """Return the result of `count_layer` for each layer. The function is called only once for equal layers."""
+    """Return the result of `count_layer` for each layer of the model, in order. The function is called once for all layers with
+    equal specifications."""
     value_of_index = {
         i: value
         for layer, indices in group_equal(build_layer_specs(model)).items()

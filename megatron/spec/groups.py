@@ -40,7 +40,7 @@ class ParamGroup:
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of Adam's two moments."""
     eps: float = 1e-8
-    """Added to the square root of Adam's second moment."""
+    """Constant added to the square root of Adam's second moment."""
 
 
 GroupLookup = Callable[[ParamInfo], ParamGroup]

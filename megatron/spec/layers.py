@@ -29,11 +29,11 @@ class NormSpec:
 
     normalization: Normalization
     epsilon: float
-    """Added to the variance (LayerNorm) or the mean square (RMSNorm) before the square root."""
+    """Constant added to the variance (LayerNorm) or the mean square (RMSNorm) before the square root."""
     has_weight: bool = True
     has_bias: bool = False
     zero_centered: bool = False
-    """Whether the stored weight is the difference from 1 (Megatron-LM's --apply-layernorm-1p)."""
+    """Whether the stored weight is the difference of the norm's weight from 1 (Megatron-LM's --apply-layernorm-1p)."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ class ScoreSpec:
     """
 
     def get_effective_window(self, max_length: int) -> int | None:
-        """Return the window, or None if samples or documents of at most `max_length` tokens fit into it entirely."""
+        """Return the window, or None if it has no effect because every sample or document has at most `max_length` tokens and fits
+        into it entirely."""
         return None if self.window is None or self.window >= max_length - 1 else self.window
 
 

@@ -20,7 +20,8 @@ class MLPSpec:
     linear_offset: float = 0.0
     """Constant that the quick_geglu activation adds to the linear (value) half of its input."""
     clamp_value: float | None = None
-    """Bound to which the quick_geglu activation clamps its input; None for no clamping."""
+    """Limit of the inputs of the quick_geglu activation: gate values are clamped to at most this limit, and the linear (value) half
+    to between minus this limit and this limit. None for no clamping."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Message(NamedTuple):
 
     is_gradient: bool
     chunk: int
-    """Index of the chunk that receives the message."""
+    """Index of the model chunk that receives the message."""
     microbatch: int
 
 
@@ -149,8 +149,8 @@ class OpCosts:
         return self.weight_grad if op.type is OpType.WEIGHT_GRAD else self.input_grad + self.weight_grad
 
     def divide_by_chunks(self, chunks_per_stage: int) -> OpCosts:
-        """Return the durations on each of the `chunks_per_stage` equal chunks of a stage, if these are the durations on the full
-        stage."""
+        """Return the durations of operations on one chunk, if a stage is divided into `chunks_per_stage` equal chunks and this
+        object has the durations of operations on the full stage. The time of a message (`p2p`) does not change."""
         num_chunks = chunks_per_stage
         return OpCosts(
             self.forward / num_chunks,

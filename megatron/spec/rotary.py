@@ -56,7 +56,7 @@ class YarnScaling:
     rounds_bounds: bool
     """Whether the bounds of the range of channel pairs with interpolated frequencies are rounded outwards to whole pairs."""
     attention_factor: float
-    """Number by which rotated queries and keys are multiplied."""
+    """Number by which queries and keys are multiplied after their rotation."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class DynamicScaling:
     """Context length before scaling, in tokens."""
 
     def scale_base(self, base: float, rotary_dim: int, length: int) -> float:
-        """Return the frequency base that replaces `base` for a sequence of `length` tokens."""
+        """Return the frequency base for a sequence of `length` tokens: `base` within the original context, a larger base beyond."""
         stretched = self.factor * max(length / self.original_context, 1.0) - (self.factor - 1)
         return float(base * stretched ** (rotary_dim / (rotary_dim - 2)))
 
@@ -88,7 +88,7 @@ class LongScaling:
     original_context: int
     """Context length before scaling, in tokens."""
     attention_factor: float
-    """Number by which rotated queries and keys are multiplied."""
+    """Number by which queries and keys are multiplied after their rotation."""
 
     def select_factors(self, length: int) -> tuple[float, ...]:
         """Return the list of divisors (for short or for long sequences) that applies to a sequence of `length` tokens."""
@@ -111,7 +111,7 @@ class RotarySpec:
 
     @property
     def attention_factor(self) -> float:
-        """Number by which rotated queries and keys are multiplied."""
+        """Number by which queries and keys are multiplied after their rotation; 1 without YaRN or LongRoPE scaling."""
         return self.scaling.attention_factor if isinstance(self.scaling, YarnScaling | LongScaling) else 1.0
 
 

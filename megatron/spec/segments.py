@@ -20,7 +20,7 @@ class Segment:
     recomputed_modules: frozenset[RecomputeModule] = frozenset()
     """Modules of each layer that are recomputed individually (selective recomputation)."""
     is_offloaded: bool = False
-    """Whether the saved activations are moved to host memory from forward to backward."""
+    """Whether saved activations are moved to host memory after the forward pass and back to the device for the backward pass."""
 
     @property
     def saves_memory(self) -> bool:

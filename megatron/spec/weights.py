@@ -89,7 +89,7 @@ class FusedHeads:
     queries_per_group: int
     """Number of query heads in a group."""
     head_size: int
-    """Number of rows per head."""
+    """Number of rows per query, key or value head."""
 
 
 @dataclass(frozen=True)
@@ -101,12 +101,13 @@ class ScoreRows:
     """
 
     queries_per_unit: int
-    """Number of query heads to which the rows of a unit belong."""
+    """Number of query heads to which the rows of a unit belong. (A unit has the rows of one query head, or of one key-value
+    head with its query heads.)"""
     sections: tuple[tuple[int, Literal["query", "key", "both", "none"]], ...]
-    """Consecutive sections of a unit: (number of rows, role).
+    """Sections into which the rows of each unit are divided, in order: (number of rows, what the rows produce).
 
-    "query" and "key" rows produce queries and keys, and "none" rows (values) neither. "both" rows produce rotary query channels,
-    whose key is shared by all heads.
+    "query" and "key" rows produce queries and keys, and "none" rows (values) neither. "both" rows produce rotary query
+    channels, whose key is shared by all heads.
     """
 
 
@@ -130,9 +131,9 @@ class ParamInfo:
     """Properties of one parameter of the unsharded model, such as shape and type, which do not depend on the parallel layout."""
 
     name: str
-    """Global name. Layers are counted over the whole model."""
+    """Name of the parameter in the full model: layer indices are counted over the whole model, not over a stage."""
     shape: tuple[int, ...]
-    """Global shape without padding."""
+    """Shape of the full parameter over all ranks, without padding."""
     param_type: ParamType = field(default="matrix", kw_only=True)
     """Type of the parameter.
 
