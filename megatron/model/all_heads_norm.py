@@ -166,11 +166,11 @@ def _view_like_heads(x: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class KVHeadSharing:
-    """How tensor ranks share key-value heads if the model has fewer key-value heads than there are tensor ranks, seen from one
-    rank."""
+    """Assignment of key-value heads to tensor ranks, seen from one rank, if the model has fewer key-value heads than tensor
+    ranks."""
 
     group: Group
-    """The tensor group."""
+    """Tensor-parallel group, over which the heads are split."""
     ranks_per_kv_head: int
     """Number of neighboring ranks that share a key-value head (`m` in shapes)."""
     heads_per_group: int

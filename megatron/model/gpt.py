@@ -82,7 +82,7 @@ class PositionTable(nn.Module):
 
 @dataclass(frozen=True)
 class _LayerGroup:
-    """Layers of one segment, which are kept, recomputed or offloaded together."""
+    """Consecutive layers of a model chunk whose activations are kept, recomputed or offloaded together."""
 
     blocks: list[nn.Module]
     rotaries: list[RotarySpec | None]
@@ -256,7 +256,8 @@ class GPTChunk(nn.Module):
 
 
 def _iter_modules_and_experts(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """Yield each module, followed by the modules inside it that hold the weights of experts."""
+    """Yield each module, followed by the modules inside it that hold the weights of experts. With fully sharded parameters, the
+    experts are gathered and freed separately from the rest of the module."""
     for module in modules:
         yield module
         yield from (child for child in module.modules() if getattr(child, "holds_experts", False))
