@@ -54,7 +54,7 @@ class VocabShard:
     """Columns of the logits that this rank computes, as a range of token ids, and the options of the loss."""
 
     group: Group
-    """The tensor group."""
+    """Tensor-parallel group, over which the vocabulary is split."""
     first_id: int
     """Token id of this rank's first column of the logits."""
     num_valid: int
@@ -94,7 +94,7 @@ class LogitGradTerms(NamedTuple):
         )
 
     def select(self, tokens: slice) -> LogitGradTerms:
-        """Return the terms for only some of the tokens."""
+        """Return the terms for only these tokens, such as the tokens of a chunk."""
         return LogitGradTerms(*(None if term is None else term[tokens] for term in self))  # type: ignore[arg-type]
 
 

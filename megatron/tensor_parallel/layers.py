@@ -70,7 +70,11 @@ def find_vector_modules(module: nn.Module) -> list[VectorParamModule]:
 @contextmanager
 def vectors_as_graph_inputs(modules: Sequence[VectorParamModule]) -> Iterator[None]:
     """Within the context, pass the vectors (norm weights, biases) of these modules to a compiled graph as inputs. The context wraps
-    one call of the graph."""
+    one call of the graph.
+
+    Their gradients then leave the graph, and are added to the gradient sinks of the parameters outside of it. So torch.compile sees
+    no side effect.
+    """
     try:
         for module in modules:
             module._graph_inputs = module.get_vectors_for_forward()

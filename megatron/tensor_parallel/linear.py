@@ -110,8 +110,8 @@ class LinearConfig:
     can_defer_weight_grad: bool = True
     """Whether a schedule that splits backward may compute the weight gradient later than the input gradient."""
     overlap: Overlap | None = None
-    """How the product overlaps with the all-gather of input mode gather or the reduce-scatter of output mode scatter; None to
-    run them one after the other."""
+    """How the product overlaps with the all-gather of its input (input mode "gather") or the reduce-scatter of its output
+    (output mode "scatter"); None to run them one after the other."""
     gemms: LinearGemms = DEFAULT_GEMMS
     """Implementation of the matrix products that do not overlap with a collective."""
 
