@@ -139,7 +139,9 @@ def _split_equal_layers(problem: _SplitProblem) -> list[int]:
     stage_fixed_costs, layers_on_stage = (np.bincount(stages, weights).tolist() for weights in (problem.fixed_costs, counts))
 
     def loads_with_one_more(chunk: int) -> tuple[float, ...]:
-        """Return the sort key of a chunk, if it got one more layer: the cost of its stage, its own cost, then the tie-breakers."""
+        """Return the sort key of a chunk; the chunk with the smallest key gets the next layer. The key has the cost of the chunk's
+        stage with this layer, then the cost of the chunk with this layer. If both are equal, a stage or chunk in the middle of the
+        pipeline comes before the first one, and the first one before the last one. Then the lower index decides."""
         stage = stages[chunk]
         stage_load = stage_fixed_costs[stage] + (layers_on_stage[stage] + 1) * cost
         chunk_load = problem.fixed_costs[chunk] + (counts[chunk] + 1) * cost

@@ -32,8 +32,9 @@ class ReceivePlan(NamedTuple):
     posts: Sequence[Sequence[tuple[Message, int]]]
     """For each operation, the receives to post before it, as pairs (message, source stage)."""
     completed_sends: Sequence[Sequence[Message]]
-    """For each operation, the sent messages to wait for after it. By then the receiver has the messages, or gets them soon, so
-    the wait is short."""
+    """For each operation, the messages whose sends the stage waits for after the operation. By then the receiver has the messages,
+    or
+    gets them soon, so the wait is short."""
 
 
 class _Delivery(NamedTuple):
@@ -41,7 +42,7 @@ class _Delivery(NamedTuple):
 
     source: int
     op_index: int
-    """Index of the sending operation in the operations of the source stage."""
+    """Index of the operation that sends the message, in the list of operations of the source stage."""
     message: Message
 
 
@@ -353,8 +354,9 @@ def find_stuck_messages(
 
 
 def _split_by_queue(entries: Iterable[_Entry], stage: int, queue_of: QueueOf) -> Iterable[Iterator[_Entry]]:
-    """Distribute the work that a stage issues to its hardware queues. Return one iterator for each queue, over its work in
-    order."""
+    """Distribute the work that a stage issues to the hardware queues of its device. Return one iterator for each queue, which
+    yields
+    the queue's work in order."""
     queues: dict[int, list[_Entry]] = {}
     for entry in entries:
         queues.setdefault(queue_of(stage, entry[0]), []).append(entry)
@@ -364,8 +366,9 @@ def _split_by_queue(entries: Iterable[_Entry], stage: int, queue_of: QueueOf) ->
 def _queue_entries(
     schedule: Schedule, stage: int, streams: Mapping[tuple[int, int], int], plan: ReceivePlan, exchanges: bool
 ) -> Iterator[_Entry]:
-    """Yield the sends, receives and computations that a stage issues to its device, in the order of `Executor.run` and
-    `Messenger`."""
+    """Yield the sends, receives and computations that a stage issues to its device, for the replay that finds deadlocks. The order
+    is
+    that of `Executor.run` and `Messenger`."""
     last_transfer: dict[int, tuple[Message, ...]] = {}
     moving: list[Message] = []
     num_computed = 0

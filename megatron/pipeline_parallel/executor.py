@@ -82,11 +82,15 @@ class ScheduledOp:
     destination: int
     """Stage that receives the message `gives`."""
     completed_sends: tuple[Message, ...]
-    """Messages sent earlier whose send is waited for after the operation."""
+    """Messages that this stage sent earlier. After the operation, the executor waits until they have been sent."""
     prefetched_op: Op | None
-    """The next operation, if it may need tensors from host memory."""
+    """The next operation if it may need tensors from host memory, else None. The executor starts to copy these tensors to the
+    device
+    before the current operation runs."""
     is_backward_next: bool
-    """Whether this is a forward whose backward starts so soon that its last layer's saved tensors stay on the device."""
+    """Whether this operation is a forward whose backward starts so soon that the saved tensors of the last layer are not moved to
+    host
+    memory."""
 
 
 @dataclass

@@ -85,7 +85,7 @@ class Timeline:
 
     name: str
     spans: tuple[tuple[OpSpan, ...], ...]
-    """For each stage, its operations in the order in which they run."""
+    """Operations of each stage in the order in which they run."""
 
     @property
     def start(self) -> float:

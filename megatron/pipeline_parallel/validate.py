@@ -148,8 +148,9 @@ def _check_exchanges(schedule: Schedule, plans: list[ReceivePlan]) -> None:
 
 
 def _list_exchanges(schedule: Schedule, stage: int, plan: ReceivePlan) -> Iterator[list[Message]]:
-    """Yield, for each operation of a stage, the messages that the stage sends or receives before it. Finally, yield those after the
-    last operation."""
+    """Yield, for each operation of a stage, the messages that must be exchanged before the operation runs if sends block like
+    receives: the messages that the stage receives before it, and the result of the previous operation. At the end, yield the result
+    of the last operation. Results for the same stage are left out."""
     outgoing: list[Message] = []
     for (_, _, sent), due in zip(schedule.linked_ops[stage], plan.posts, strict=True):
         yield [message for message, _ in due] + outgoing
@@ -177,9 +178,9 @@ def compute_peak_deferred_memory(schedule: Schedule, deferred_sizes: Sequence[fl
 
 
 def _compute_peak_sums(schedule: Schedule, delta: Callable[[Op], Num]) -> tuple[Num, ...]:
-    """Return for each stage the largest value of a running total over its operations.
+    """Return for each stage the largest value of a running total over its operations, for example of the memory in use.
 
     Args:
-        delta: returns the amount that an operation adds to the total.
+        delta: returns the amount that an operation adds to the total; negative if the operation reduces it.
     """
     return tuple(max(itertools.accumulate(map(delta, ops)), default=0) for ops in schedule.ops)
