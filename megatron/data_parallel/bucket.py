@@ -197,7 +197,8 @@ class Bucket(ABC):
 
     @abstractmethod
     def _allocate_grads(self) -> None:
-        """Allocate memory for the gradients of all parameters, and let the gradient sinks write there."""
+        """Allocate memory for the gradients of all parameters, and make each parameter's `GradSink`, to which backward adds the
+        gradient, write there."""
 
     @abstractmethod
     def _on_microbatch_complete(self, num_complete: int) -> None:
@@ -278,7 +279,7 @@ class Bucket(ABC):
                 self.shard_group.notify_reduced(Pending(self.owned_grads))
 
     def finish_param_gather(self) -> None:
-        """Wait until the parameters that other ranks updated have arrived."""
+        """Wait until the parameters that other ranks updated have arrived on this rank."""
         if self._param_gather is not None:
             self._param_gather.wait()
             self._param_gather = None

@@ -117,7 +117,12 @@ class BucketedParams(ShardProvider):
         return self._pools.setdefault((dtype, for_reduction), BufferPool(dtype, context.device))
 
     def _register_gather_waits(self, units: Sequence[nn.Module]) -> None:
-        """Register a hook on each unit that waits for the all-gather of its parameters before its forward."""
+        """Register a hook that runs before the forward of each unit (such as a layer) and waits for the all-gather of its updated
+        parameters.
+
+        Args:
+            units: modules that hold parameters, in forward order.
+        """
         for unit, modules in zip(units, find_exclusive_modules(units), strict=True):
             unit_buckets = [
                 bucket

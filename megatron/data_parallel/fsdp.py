@@ -138,7 +138,8 @@ class FsdpUnit:
         self._num_backwards += 1
 
     def write_counts(self) -> list[tuple[str, int, int]]:
-        """Return (name, number of gradients received in this step, expected number) for each parameter."""
+        """Return (name, number of gradients received in this step, expected number) for each parameter, to check that no gradient
+        is missing."""
         counts = zip(self._entries, self._writes, self._uses, strict=True)
         return [(entry.record.name, num_written, uses * self._num_microbatches) for entry, num_written, uses in counts]
 
@@ -244,7 +245,8 @@ def _get_local_tensor(entry: ParamEntry) -> torch.Tensor:
 
 @dataclass
 class _ChunkState:
-    """Model chunk with its units in forward order, and its progress in the current step."""
+    """Progress of a model chunk in the current step. The units of the chunk (modules whose parameters FSDP gathers together) are in
+    forward order."""
 
     module: FSDPModule
     units: list[FsdpUnit]

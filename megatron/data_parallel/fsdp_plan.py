@@ -131,8 +131,8 @@ def compute_sharded_view_shape(entry: ParamEntry) -> tuple[int, int]:
 
 
 def compute_owned_range(entry: ParamEntry, group: Group) -> FlatRange:
-    """Return the range of a local parameter's elements that this rank owns: consecutive rows of `compute_sharded_view_shape`. As in
-    `torch.chunk`, the last ranks may own fewer rows.
+    """Return which elements of a local parameter this rank owns under `fully_shard`, which gives each rank consecutive rows of the
+    parameter. As in `torch.chunk`, the last ranks may own fewer rows.
 
     Args:
         group: ranks that shard the parameter.

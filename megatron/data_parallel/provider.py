@@ -27,7 +27,7 @@ class PersistentTensors:
     parameters: list[torch.Tensor]
     gradients: list[torch.Tensor]
     buffers: list[torch.Tensor]
-    """Buffers that hold gradients temporarily, until they are reduced."""
+    """Buffers that hold gradients temporarily, until the gradients are reduced."""
     on_host: bool = False
     """Whether parameters and gradients are in host memory. (On the CPU, host memory is also the device's memory.)"""
 

@@ -55,7 +55,7 @@ class StepTotals(NamedTuple):
     """Sum over tokens of loss mask x z-loss."""
     mtp_loss: float
     mask_sum: float
-    """Sum of the loss mask."""
+    """Sum of the loss mask over the tokens of the step."""
     grad_sq_sum: float
     """Sum of squares of the gradient. Not finite if any element on any rank is not finite."""
     num_zero_grads: float
@@ -68,8 +68,8 @@ class StepTotals(NamedTuple):
     """Attention cost of the step's packed samples, as the number of single-document samples whose attention would cost the
     same."""
     context_imbalance: float
-    """Sum over microbatches of the attention work of the busiest context-parallel rank, divided by the mean over these
-    ranks."""
+    """Sum over microbatches of the imbalance of context parallelism: the attention work of the busiest context-parallel rank
+    divided by the mean over the context-parallel ranks."""
     first_grad_sq_sum: float
     """Sum of squares of the first microbatch's gradient, over the parameters whose gradient noise is measured
     (`ParamRecord.measures_noise`)."""
@@ -78,10 +78,11 @@ class StepTotals(NamedTuple):
     first_mask_sum: float
     """Sum of the loss mask of the first microbatch."""
     max_logit: float
-    """Largest attention logit, if a flag requests it. All ranks have the value, and only one rank contributes it to the sum."""
+    """Largest attention logit of the step over all ranks, if --log-max-attention-logit or --qk-clip requests it. One rank
+    contributes this maximum and the others contribute 0, so the sum over ranks leaves it unchanged."""
     expert_balance: tuple[float, ...] = ()
-    """Load and losses of the routers, if the model has experts. All ranks have the values, and only one rank contributes them to
-    the sum."""
+    """Load and losses of the routers, if the model has experts. They are already reduced over the ranks. One rank contributes them
+    and the others contribute 0, so the sum over ranks leaves them unchanged."""
 
 
 NUM_SCALARS = len(StepTotals._fields)
