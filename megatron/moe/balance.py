@@ -288,7 +288,8 @@ class RouterTracker:
 
     @property
     def num_values(self) -> int:
-        """Number of values that `reduce` returns."""
+        """Number of values in the result of `reduce`: the losses, the share of dropped assignments, and one load for each layer
+        with experts."""
         return 3 + len(self.moe_layers)
 
     def to_metrics(self, values: Sequence[float]) -> RouterMetrics:

@@ -315,7 +315,8 @@ class _Routes:
 
 
 def _split_evenly(count: int, num_shares: int) -> list[int]:
-    """Split `count` into `num_shares` integers that differ by at most 1."""
+    """Split `count` rows as evenly as possible: return `num_shares` row counts that differ by at most 1. A dry run uses them in
+    place of the counts that the router would give."""
     return [count // num_shares + (i < count % num_shares) for i in range(num_shares)]
 
 

@@ -126,18 +126,20 @@ def _call_grouped_mm(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> to
 
 
 def _copy_to_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Copy numbers from the host to the device by way of pinned memory, so that the host does not wait."""
+    """Copy integers from the host to a tensor on the device, through pinned memory, so that the host does not wait."""
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def matmul_grouped(x: torch.Tensor, weight: torch.Tensor, rows_per_expert: Sequence[int], *, transposed: bool) -> torch.Tensor:
-    """Compute the products of rows and expert matrices (`_matmul_per_expert`) in one grouped kernel."""
+    """Multiply rows, sorted by expert, by the matrices of their experts, in one grouped kernel. The arguments are those of
+    `_matmul_per_expert`."""
     ends = _copy_to_device(list(accumulate(rows_per_expert)), torch.int32, x.device)
     return _call_grouped_mm(x, weight.transpose(1, 2) if transposed else weight, ends)
 
 
 def matmul_in_loop(x: torch.Tensor, weight: torch.Tensor, rows_per_expert: Sequence[int], *, transposed: bool) -> torch.Tensor:
-    """Compute the products of rows and expert matrices (`_matmul_per_expert`) with one matrix product per expert.
+    """Multiply rows, sorted by expert, by the matrices of their experts, with one matrix product per expert. The arguments are
+    those of `_matmul_per_expert`.
 
     This is the fallback without a grouped kernel, and the reference for tests of that kernel.
     """
@@ -237,7 +239,7 @@ def compute_weight_grads_in_loop(
 
 
 def _iter_row_ranges(rows_per_expert: Sequence[int]) -> Iterator[slice]:
-    """Yield the range of rows of each expert."""
+    """Yield for each expert the range of its rows in a matrix whose rows are sorted by expert."""
     start = 0
     for count in rows_per_expert:
         yield slice(start, start + count)
