@@ -342,8 +342,8 @@ class RunData:
 
         Args:
             plan: batch sizes and length of the run.
-            num_discarded: number of samples that were discarded after a loss spike. They are the last ones of
-                `progress.consumed_samples` and belong to no step.
+            num_discarded: number of samples that the run skips after a loss spike. `progress.consumed_samples` already counts them,
+                after the samples of the completed steps, but no step trains on them.
 
         Raises:
             SetupError: an index of the samples cannot be built.

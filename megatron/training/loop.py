@@ -68,7 +68,7 @@ class RewindResult(NamedTuple):
     plan: BatchSizePlan
     batches: RunBatches
     checkpoint: Mapping[str, Any]
-    """Content of the checkpoint's `config.json`, not validated."""
+    """Content of the `config.json` of the checkpoint to which the run has gone back, not validated."""
 
 
 Rewind = Callable[[Progress, BatchSizePlan, "Saver | NoSaver", Callable[[str], None]], RewindResult | None]

@@ -349,7 +349,7 @@ def _compute_decay_fraction(samples: int, config: OptimizerConfig, lengths: Sche
 
 
 def _compute_half_cosine(ratio: float) -> float:
-    """Return half a cosine, which falls from 1 at ratio 0 to 0 at ratio 1."""
+    """Return half a cosine, which falls from 1 at ratio 0 to 0 at ratio 1: the shape of cosine decays."""
     return 0.5 * (1.0 + math.cos(math.pi * ratio))
 
 

@@ -500,7 +500,7 @@ class Reporter:
 
 
 def _compute_mean(values: Sequence[float]) -> float | None:
-    """Return the mean, or None for an empty sequence."""
+    """Return the mean of the values, or None if the list is empty."""
     return math.fsum(values) / len(values) if values else None
 
 

@@ -59,7 +59,8 @@ def normalize_model(model: ModelConfig) -> ModelConfig:
 
 
 def _normalize_mlps(model: ModelConfig) -> ModelConfig:
-    """Bring the settings of MLPs and experts into the form that is equal for equal models."""
+    """Bring the settings of MLPs and experts into a normal form, in which two models that compute the same have equal settings,
+    even if one sets a default explicitly. The comparison of run and checkpoint then reports only real differences."""
     normalized = dataclasses.replace(model, ffn_hidden_size=model.ffn_size)
     if model.num_experts is None:
         return normalized
@@ -212,7 +213,9 @@ def _start_from_weights(
     """Return the state from which a run starts at iteration 0 with the weights of another run.
 
     Args:
+        selected: checkpoint of the other run.
         flag: flag that requests this start, for the start-up log.
+        notes: further lines for the start-up log.
     """
     message = f"weights of {selected.path}; counting starts from iteration 0 ({flag})"
     return ResumePoint(Progress(), schedule, None, [*notes, *selected.notes, message])

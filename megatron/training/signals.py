@@ -75,7 +75,7 @@ class ExitSignals:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Only record signals in `received` while the block is active, instead of exiting. The training loop reads `received`
+        """Within the `with` block, store an exit signal in `received` instead of exiting. The training loop reads `received`
         between two steps."""
         self._is_deferred = True
         try:
