@@ -318,16 +318,17 @@ def accumulate_product(
     make_input: MakeInput | None = None,
     product: WeightProduct = compute_weight_product,
 ) -> None:
-    """Compute the weight gradient grad_output^T @ x of a linear layer, and add it to the weight's gradient sink. Within
-    `deferring()`, defer this work.
+    """Compute the weight gradient grad_output^T @ x of a linear layer, and add it to the weight's gradient sink, which collects the
+    gradient of the step. Within `deferring()`, the computation is only put into a queue, which the caller of `deferring()` runs
+    later.
 
     Args:
         param: weight with out * in elements.
         grad_output: gradient of the output on this rank, [..., out].
-        x: input of the layer on this rank, [..., in], or the saved tensor from which `make_input` computes it.
+        x: input of the layer on this rank, [..., in]; if `make_input` is set, the saved tensor from which it computes the input.
         start_gather: None unless `grad_output` or `x` is sharded. Starts to gather the sharded tensor, and returns a function that
             waits and returns (grad_output, x), with equal numbers of rows.
-        make_input: computes the input from `x`. Not used together with `start_gather`.
+        make_input: computes the layer's input from `x`. Not used together with `start_gather`.
         product: computes the matrix product.
     """
 
@@ -358,8 +359,9 @@ def deferring() -> Iterator[DeferredWork]:
 
 
 class _RouteGrad(torch.autograd.Function):
-    """Autograd function: identity in forward. Backward passes the gradient of the parameter to `accumulate` and returns none to
-    autograd."""
+    """Autograd function that returns the parameter unchanged in forward. Backward passes the gradient of the parameter to
+    `accumulate`
+    and returns no gradient to autograd."""
 
     @staticmethod
     def forward(ctx: Any, param: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -393,7 +395,7 @@ class GradCounter:
         self.start_step()
 
     def start_step(self) -> None:
-        """Reset the counts for a new step."""
+        """Reset the counts of gradients and of complete microbatches for a new step."""
         self.writes = [0] * len(self.uses)
         self.num_complete = 0
         """Number of microbatches whose gradients are complete."""

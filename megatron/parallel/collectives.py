@@ -100,7 +100,7 @@ def start_all_to_all(
 
 
 class _WorkList:
-    """Several communication operations as a single one: `wait` waits for all of them."""
+    """List of communication operations with the interface of a single `dist.Work`: `wait` waits for all of them."""
 
     def __init__(self, works: Sequence[dist.Work | None]) -> None:
         self._works = works
@@ -112,7 +112,8 @@ class _WorkList:
 
 
 def _runs_p2p_in_order(device: torch.device) -> bool:
-    """Return whether the device runs sends and receives one after the other. NCCL does, because it uses one stream for them."""
+    """Return whether the device runs sends and receives one after the other. NCCL does, because it uses one stream for them. A send
+    and a receive must then be issued as one batch, because separate ones can deadlock."""
     return device.type == "cuda"
 
 

@@ -309,9 +309,8 @@ class Shard:
     moments: dict[str, torch.Tensor] = field(init=False)
     """Flat tensors of the optimizer state, by name of the state. The optimizer sets them."""
     state_shapes: dict[str, StateShape] = field(default_factory=dict)
-    """For each optimizer state by name, which elements of the parameter have one common state value, such as the elements of a
-    row. By
-    default each element has its own. The optimizer sets this attribute."""
+    """State shape of each optimizer state, by name: which elements of the parameter have one common state value, such as the
+    elements of a row. By default each element has its own. The optimizer sets this attribute."""
 
     average: torch.Tensor | None = None
     """Exponential moving average of `main_param`, if the run uses one. The optimizer sets it."""
@@ -341,7 +340,9 @@ class Shard:
 
     @property
     def duplicate_grad(self) -> torch.Tensor:
-        """View of the gradient of the elements whose copies on another rank are included in global norms."""
+        """View of the gradient of the elements whose copies on another rank are included in global norms. Checks for NaN and
+        infinity
+        include these elements too."""
         return self.grad[self.duplicate_range.start : self.duplicate_range.stop]
 
     @property
@@ -420,7 +421,8 @@ class Scope:
     dtype: torch.dtype
     sequence_parallel: bool = False
     overlap: Overlap | None = None
-    """How matrix products overlap with the collectives along the sequence; None to run them one after the other."""
+    """Overlap of matrix products with the collectives along the sequence; None if collectives and products run one after
+    another."""
     fp8: Fp8 | None = None
     """Settings for 8-bit matrix products in linear layers; None to compute in `dtype`."""
     cp_comm_types: tuple[CpCommType, ...] = ()

@@ -166,20 +166,22 @@ class BlockRange:
     """
 
     elements: BufferSlice
-    """The rows of the parameter that contain the blocks. The rows may contain further elements before and after the blocks."""
+    """Slice of the parameter that contains the quantization blocks. In each row, the slice may have further elements before and
+    after
+    the blocks."""
     column_range: slice
-    """Columns of `elements` that form the blocks."""
+    """Columns of the slice `elements` that form the quantization blocks, counted from the first column of the slice."""
     blocks: BufferSlice
-    """Slice of the optimizer state with the values of the blocks, one value per block."""
+    """Slice of the optimizer state with the values of the quantization blocks, one value per block."""
 
     @property
     def num_rows(self) -> int:
-        """Number of rows."""
+        """Number of rows of the parameter in the range."""
         return self.blocks.slice.numel // self.num_blocks
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks per row."""
+        """Number of quantization blocks per row."""
         return self.blocks.slice.sizes[-1]
 
 
@@ -206,7 +208,8 @@ class PerBlock(StateShape):
         return max(self._compute_max_blocks(local_shape, offset, numel) for offset in offsets_in_block) if numel else 0
 
     def _compute_max_blocks(self, local_shape: Shape, offset_in_block: int, numel: int) -> int:
-        """Return the maximum number of blocks for a rank whose local rows start at `offset_in_block` within a block."""
+        """Return the maximum number of blocks that `numel` consecutive elements of the local parameter can overlap, on a rank whose
+        local rows start at `offset_in_block` within a block."""
         row_length = local_shape[-1]
         blocks_per_row, head_length = -(-(offset_in_block + row_length) // self.block_size), self.block_size - offset_in_block
         tail_length = row_length + offset_in_block - (blocks_per_row - 1) * self.block_size
@@ -224,7 +227,8 @@ class PerBlock(StateShape):
 
     def iter_block_ranges(self, local_shape: Shape, local_slice: TensorSlice, flat_range: FlatRange) -> Iterator[BlockRange]:
         """Yield all blocks with at least one element in a range of the local parameter, in the order in which their values are
-        stored. The arguments are those of `slices`."""
+        stored.
+        The arguments are those of `get_slices`."""
         state_offset = 0
         for elements in map_flat_range(local_shape, local_slice, flat_range):
             elements_slice, column = elements.slice, 0
