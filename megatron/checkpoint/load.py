@@ -123,7 +123,7 @@ class LoadRequest:
     """Digest of the manifest that the rank has read. It must be the same on all ranks."""
     slices: dict[str, set[TensorSlice]] = field(default_factory=lambda: defaultdict(set))
     mismatches: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """For each category, such as "of another shape": descriptions of the tensors that do not fit the checkpoint."""
+    """Descriptions of the tensors that do not fit the checkpoint, by category, for example "of another shape"."""
 
 
 class ReadItem(NamedTuple):
@@ -135,7 +135,7 @@ class ReadItem(NamedTuple):
     """Region in which the stored slice and the local slice overlap, with offsets in the global tensor."""
 
     def to_slice_read(self, stored_slice: StoredSlice) -> SliceRead:
-        """Convert to a request for the data file.
+        """Convert the item to a read request for the reader of the data file (`DataFileReader`).
 
         Returns:
             the region, relative to the start of the stored slice, and the view of the local tensor that receives the region.

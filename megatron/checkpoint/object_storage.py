@@ -217,8 +217,8 @@ class ObjectDraft(Draft):
         self.storage, self._token = final, token
 
     def get_file_name(self, name: str) -> str:
-        """Return the file name with the token of the run (hexadecimal digits that identify the run) inserted before its
-        extensions."""
+        """Return the file name with the token of the run inserted before its extensions. The token (hexadecimal digits) identifies
+        the run, so that runs that write the same checkpoint do not overwrite each other's files."""
         stem, dot, extensions = name.partition(".")
         return f"{stem}-{self._token}{dot}{extensions}"
 

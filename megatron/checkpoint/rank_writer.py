@@ -100,11 +100,11 @@ class WriterProcess:
             self._connection.send(message)
 
     def receive(self, timeout: float = 0.0) -> list[Reply]:
-        """Return the replies of the writer process that have arrived. If there are none, wait up to `timeout` seconds for the
+        """Return the replies of the writer process that have arrived. If no reply has arrived, wait up to `timeout` seconds for the
         first.
 
         Raises:
-            WriterDied: there are no replies left, and the writer process has ended.
+            WriterDied: all replies have been read, and the writer process has ended.
         """
         replies: list[Reply] = []
         try:
@@ -210,10 +210,11 @@ class RankWriter:
         )
 
     def receive(self, timeout: float = 0.0) -> bool:
-        """Store the replies of the writer process that have arrived. If there are none, wait up to `timeout` seconds for the first.
+        """Store the replies of the writer process that have arrived. If no reply has arrived, wait up to `timeout` seconds for the
+        first.
 
         Returns:
-            whether there was a reply.
+            whether a reply arrived.
         """
         if self._process is None:
             return False

@@ -121,7 +121,7 @@ def _raise_for_user(failures: Mapping[int, _Failure], action: str) -> NoReturn:
 
 
 def _attempt(action: Callable[[], Any]) -> tuple[Any, _Failure | None]:
-    """Call a function and catch its error.
+    """Call a function and return its error instead of raising it, so that this rank can report the error to the other ranks.
 
     Returns:
         (result of the function, None), or (None, the failure). The failure can be pickled and sent to another process.
@@ -233,13 +233,13 @@ class BaseSaver:
         return [Assignment(self._token, plan) for plan in plan_save(self._world_specs)]
 
     def _apply_assignment(self, specs: list[LocalTensorSpec], assignment: Assignment) -> SavePlan:
-        """Adopt the token and the plan that the first rank has sent.
+        """Store the token of the run and this rank's plan for a save, which the first rank has sent.
 
         Args:
             specs: descriptions of this rank's tensors, to which the plan belongs.
 
         Returns:
-            the plan of this rank, which may be that of the previous save.
+            the plan of this rank. If no rank's tensors have changed, this is the plan of the previous save.
         """
         self._token = assignment.token
         if assignment.plan is not None:
@@ -337,9 +337,8 @@ _MIN_LOGGED_WAIT_S = 0.1
 
 
 class _Status(NamedTuple):
-    """Message of a rank to the first rank before a save: the result of its previous save, and the descriptions of its tensors if
-    they
-    differ from those of the previous save."""
+    """Message of a rank to the first rank before a save. It contains the result of the rank's previous save. If the descriptions of
+    its tensors differ from those of the previous save, it also contains these descriptions."""
 
     failure: str | None
     """Reason why the rank could not write its files in the previous save. None if they were written."""

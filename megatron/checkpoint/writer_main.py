@@ -73,7 +73,8 @@ class BackgroundWriter:
         self._data = {item: data[byte_range] for item, byte_range in setup.plan.get_buffer_ranges().items()}
 
     def run(self) -> None:
-        """Write saves and failure marks, as the messages of the training process request, until the message `Shutdown`."""
+        """Handle the messages of the training process until the message `Shutdown`: write the files of a save, or a failure mark (a
+        file that tells the writer process of rank 0 not to wait for this rank)."""
         while not isinstance(message := self._inbox.get(), Shutdown):
             if isinstance(message, SaveRequest):
                 self._save(message)
