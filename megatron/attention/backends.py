@@ -67,7 +67,7 @@ def without_cudnn() -> Iterator[None]:
 
 
 def get_enabled_kernels() -> tuple[AttentionKernel, ...]:
-    """Return the attention kernels that are enabled in this process. Torch chooses one of them at every call of
+    """Return the attention kernels that are enabled in this process. Torch chooses among these kernels at every call of
     `scaled_dot_product_attention`."""
     is_enabled: dict[AttentionKernel, bool] = {
         "flash": switches.flash_sdp_enabled(),

@@ -78,8 +78,8 @@ class CausalMask(NamedTuple):
         return is_masked | (key_positions + self.key_offset < starts.t()[..., None])
 
     def is_unmasked(self, queries: slice, keys: slice) -> bool:
-        """Return whether the mask hides no key of a block from any query. With documents this is not examined: the answer is
-        False."""
+        """Return whether the mask hides no key of a block from any query. If samples have documents, the result is always False,
+        because the document boundaries are not examined."""
         max_distance = self.query_offset + queries.stop - 1 - keys.start
         return (
             self.documents is None
@@ -95,7 +95,7 @@ class BlockAttentionOptions(NamedTuple):
     mask: CausalMask
     dropout: float = 0.0
     dropout_seed: int = 0
-    """Seed of the dropout mask of block 0; block i has this seed + i."""
+    """Seed of the dropout mask of the first block of queries and keys. Block i has the seed `dropout_seed` + i."""
     has_partial_keys: bool = False
     """Whether the call has only some of the keys, so that a query may see none of them."""
 

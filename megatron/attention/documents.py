@@ -105,8 +105,8 @@ class Documents:
         """Return the number of single-document samples that have the same attention FLOPs as this microbatch.
 
         Args:
-            window_shares: for each attention window of the model's layers (None: no window), its share in the attention FLOPs of
-                such a sample (`compute_window_shares`).
+            window_shares: share of each attention window of the model's layers (None: no window) in the attention FLOPs of a
+                single-document sample (`compute_window_shares`).
         """
         lengths, counts = np.unique(np.diff(self.cu_seqlens), return_counts=True)
         length_counts, sample_length = list(zip(lengths.tolist(), counts.tolist(), strict=True)), self.sample_length
@@ -124,17 +124,17 @@ class Documents:
 
     @functools.cached_property
     def document_starts(self) -> torch.Tensor:
-        """For each token, the position in the sample at which the token's document begins: int32 [sequence, microbatch]."""
+        """Position in the sample at which the document of each token begins: int32 [sequence, microbatch]."""
         return copy_to_device(self._host_document_starts, self.cu_seqlens_device.device)
 
     def get_min_document_start(self, position: int) -> int:
-        """Return where the document at `position` begins, as a position in the sample: the smallest over all samples of the
-        microbatch."""
+        """Return where the document that contains `position` begins, as a position in the sample: the smallest value over all
+        samples of the microbatch. No sample's query at `position` attends to an earlier key."""
         return self._min_document_starts[position]
 
     @functools.cached_property
     def _min_document_starts(self) -> list[int]:
-        """`get_min_document_start` of every position. Cached, because every layer reads it for each block of queries."""
+        """Result of `get_min_document_start` for every position. Cached, because every layer reads it for each block of queries."""
         return self._host_document_starts.min(axis=1).tolist()  # type: ignore[no-any-return]
 
     @functools.cached_property
@@ -159,9 +159,9 @@ class DocumentsByLength(NamedTuple):
     """
 
     token_order: torch.Tensor
-    """For each position of the sorted order, the index of its token in the flattened [sequence, microbatch]: [number of tokens]."""
+    """Index in the flattened [sequence, microbatch] of the token at each position of the sorted order: [number of tokens]."""
     inverse_order: torch.Tensor
-    """For each token of the flattened [sequence, microbatch], its position in the sorted order: [number of tokens]."""
+    """Position in the sorted order of each token of the flattened [sequence, microbatch]: [number of tokens]."""
     groups: list[tuple[int, int]]
     """(number of documents, length of each) for each attention call, in the sorted order."""
 
@@ -338,8 +338,8 @@ def flash_supports(q: torch.Tensor, v: torch.Tensor, dropout: float) -> bool:
 
 @functools.cache
 def _load_varlen_attn() -> tuple[Callable[..., Any], bool]:
-    """Return torch's `varlen_attn`, and whether it supports fewer key-value heads than query heads (`enable_gqa`). That of torch
-    2.11 does not, that of torch 2.13 does."""
+    """Return torch's function `varlen_attn`, and whether it supports fewer key-value heads than query heads (argument
+    `enable_gqa`). The function of torch 2.13 does, the function of torch 2.11 does not."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -43,7 +43,7 @@ class MaxLogitTracker:
 
     @classmethod
     def of(cls, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> MaxLogitTracker:
-        """Build the tracker of a model. The maxima have the dtype of the activations, or float32 if that is narrower.
+        """Build the tracker of a model. The maxima have the dtype of the activations, but at least float32.
 
         Args:
             dtype: dtype of the activations.
@@ -117,7 +117,8 @@ class LayerLogitTracker:
     tracker: MaxLogitTracker
     row: int
     num_padding_tokens: int = 0
-    """Padding tokens at the end of the sequence, which do not belong to the sample. Their queries do not count."""
+    """Padding tokens at the end of the sequence, which do not belong to the sample. The logits of their queries are left out of the
+    maxima."""
 
 
 def _to_sequence_order(gathered: torch.Tensor, sequence_split: SequenceSplit) -> torch.Tensor:

@@ -34,8 +34,8 @@ class RangePair(NamedTuple):
     key_offset: int
     """Index of the first key among the local tokens of its context rank."""
     score_spec: ScoreSpec
-    """How products q k^T become probabilities (scale, softcap, window), without attention sinks: they enter when all pairs are
-    merged."""
+    """Conversion of products q k^T to probabilities (scale, softcap, window). Attention sinks are not included, because they
+    enter when all pairs are merged."""
     documents: Documents
     """Documents of all tokens of the microbatch, over all context ranks."""
     dropout: float

@@ -137,8 +137,8 @@ class AttentionStep:
         for name, tensor in zip(("output", "gradient of q", "gradient of k", "gradient of v"), results, strict=True):
             if not tensor.isfinite().all():
                 raise RuntimeError(
-                    f"the {name} of this attention kernel contains NaN or infinity, although all inputs are finite: "
-                    "--attention-backend auto prefers other kernels, so no action is needed"
+                    f"its {name} contains NaN or infinity, although all inputs are finite. If another kernel works, "
+                    "--attention-backend auto uses it, and no action is needed"
                 )
         if self._expected is None:
             self._expected = results
@@ -146,6 +146,6 @@ class AttentionStep:
             for tensor, expected in zip(results, self._expected, strict=True):
                 if (tensor - expected).abs().max() > _TOLERANCE * expected.abs().max():
                     raise RuntimeError(
-                        "the results of this attention kernel differ from those of the kernel that was measured first: "
-                        "--attention-backend auto prefers other kernels, so no action is needed"
+                        "its results differ from those of the kernel that was measured first. --attention-backend auto uses "
+                        "another kernel, so no action is needed"
                     )
