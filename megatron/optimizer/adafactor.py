@@ -108,8 +108,8 @@ class _TargetUpdate:
         self._slices, self._norm_slices = slice_target(target, context), slice_norm_range(target, context)
 
     def sum_statistics(self, grad_factor: float) -> None:
-        """Add this rank's contributions to the sums that the ranks reduce first: squared gradients over rows and columns, second
-        moments, and squared weights.
+        """Add this rank's contributions to the sums that the ranks reduce before `compute_update`: squared gradients of each row
+        and column, stored second moments of the rows, and squared weights.
 
         Args:
             grad_factor: number by which the gradient is multiplied (clip coefficient / loss scale).

@@ -78,7 +78,7 @@ class EightBitAdamW(UpdateRule):
 
     def _find_tp_shared_blocks(self, record: ParamRecord, context: ParallelContext) -> dict[int, int]:
         """Find the quantization blocks of a row whose elements are on several tensor ranks. Return a dict from the block's index in
-        the row to a consecutive number from 0."""
+        the row to its index in the array of block maxima that these ranks reduce (see `statistics`)."""
         (row_length,), (local_length,) = record.shape[-1:], record.get_local_shape(context.axis_sizes)[-1:]
         shared_blocks = dict.fromkeys(
             column // self.blocks.block_size
@@ -96,7 +96,8 @@ class EightBitAdamW(UpdateRule):
             boundaries: indices of the flattened local parameter at which a shard starts.
 
         Returns:
-            a dict from (tensor rank, row in the rank's local tensor, block in the row) to a consecutive number from 0.
+            a dict from (tensor rank, row in the rank's local tensor, block in the row) to the block's index in the array of block
+            maxima that the ranks reduce (see `statistics`).
         """
         tp_shared, local_length = self._find_tp_shared_blocks(record, context), record.get_local_shape(context.axis_sizes)[-1]
         indices = dict[tuple[int, int, int], int]()

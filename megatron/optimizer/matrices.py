@@ -1,9 +1,10 @@
-"""Helpers for update rules that sum over rows, columns or full matrices. They find the position of a target's elements in the full
-parameter. A target is a flat main parameter or a part of one.
+"""Helpers for update rules such as Adafactor that sum over the rows, the columns or all elements of a matrix. A rank updates a flat
+range of a parameter, so these functions find the rows and columns to which the elements of the range belong.
 
-A contiguous range of a flattened matrix consists of at most three slices: the end of a row, complete rows, and the start of a row.
-(A parameter with several matrices may need more.) Each slice is a rectangular region of the global tensor. So its elements can be
-viewed in that shape, and the region also gives the index of its row sums in an array of all row sums. Padding is in no slice.
+The functions take a target: a flat main parameter or a part of one. Its range in the flattened matrix consists of at most three
+slices: the end of a row, complete rows, and the start of a row. (A parameter with several matrices may need more.) Each slice is a
+rectangular region of the global tensor, so its elements can be viewed in the shape of the region. In an array with the sum of every
+row of the parameter, the sums for a slice are at the indices of the region's rows; columns are analogous. Padding is in no slice.
 
 A unit is one matrix [R, C] of a parameter, or one vector of a parameter that holds vectors. Statistics are sums over units.
 """
@@ -70,7 +71,8 @@ class TargetSlice:
 
     @property
     def has_row_starts(self) -> bool:
-        """Whether the slice starts at the first column, so that it contains the start of each of its rows."""
+        """Whether the slice starts at the first column, so that it contains the start of each of its rows. Sums over rows use it to
+        count each row once, although several slices or ranks may hold parts of a row."""
         return self.buffer_slice.slice.offsets[-1] == 0
 
     def get_unit_index(self, dims: int) -> Index:

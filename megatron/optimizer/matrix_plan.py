@@ -132,7 +132,8 @@ class MatrixPlan:
 
     @cached_property
     def max_owned(self) -> int:
-        """Largest number of elements of full matrices that any rank gathers and computes in one round."""
+        """Largest number of elements of full matrices that any rank gathers and computes in one round. It determines the size of
+        the buffers."""
         return max((sum(m.numel for m in matrices) for matrix_round in self.rounds for matrices in matrix_round.owned), default=0)
 
     @cached_property
@@ -166,8 +167,7 @@ class MatrixPlan:
 
     def count_sent_elements(self) -> list[int]:
         """Return how many elements each rank of the pipeline stage sends to other ranks in an update. A rank sends its gradient
-        shards
-        to the ranks that compute the matrices, and the computed results back to the ranks that hold the shards."""
+        shards to the ranks that compute the matrices, and the computed results back to the ranks that hold the shards."""
         sent = [0] * self.num_ranks
         for transfer in itertools.chain.from_iterable(matrix_round.transfers for matrix_round in self.rounds):
             sent[transfer.sender] += transfer.shard.numel * (transfer.sender != transfer.owner)
@@ -310,21 +310,20 @@ class LocalShard:
     flat_range: FlatRange
     """Range of the shard in the flattened local parameter."""
     values: torch.Tensor
-    """Flat values of the shard's elements that are sent, such as the momentum."""
+    """Flattened values of the shard, such as the momentum, that this rank sends to the owners of the matrices."""
 
 
 @dataclass(frozen=True)
 class ReturnedResult:
-    """Update of a matrix that another rank, its owner, has computed and sends back: the elements that are in this rank's shard of
-    the
+    """Part of the update of a matrix, returned to this rank by the matrix's owner: the elements in this rank's shard of the
     parameter."""
 
     param_name: str
     """Global name of the parameter."""
     shard_range: FlatRange
-    """Range of these elements within the rank's shard."""
+    """Range of the returned elements within the rank's shard."""
     result: torch.Tensor
-    """Computed values, flat, in the dtype in which ranks exchange matrices."""
+    """Returned elements of the update, flattened, in the dtype in which ranks exchange matrices."""
 
 
 @dataclass(frozen=True)
@@ -336,7 +335,7 @@ class _Exchange:
     splits: tuple[list[int], list[int]]
     """Number of elements received from each rank, and number of elements sent to each rank."""
     send_views: list[torch.Tensor]
-    """Views of `send_buffer` that are filled before the exchange."""
+    """Views of `send_buffer` that are filled before the exchange, one for each of `send_sources`."""
     send_sources: list[torch.Tensor]
     """Tensors that are copied into `send_views`, in the same order."""
 
@@ -506,8 +505,8 @@ class MatrixExchange:
         """Build an all-to-all whose list of tensors to copy into the send buffer is still empty.
 
         Args:
-            receives: for each rank, the transfers of shards or results from this rank.
-            sends: for each rank, the transfers to this rank.
+            receives: for each rank of the stage, the transfers whose elements the local rank receives from it.
+            sends: for each rank of the stage, the transfers whose elements the local rank sends to it.
         """
         receive_splits, send_splits = (
             [sum(transfer.shard.numel for transfer in transfers) for transfers in direction] for direction in (receives, sends)

@@ -246,8 +246,12 @@ def count_scratch_elements(plan: MatrixPlan, config: OptimizerConfig) -> int:
 
 
 def _stack_shapes(count: int, matrix: Matrix, config: OptimizerConfig) -> list[Stack]:
-    """Return the shapes [matrices, rows, columns] of the batches that `count` equal matrices form, after queries, keys and values
-    are separated."""
+    """Return the shapes [matrices, rows, columns] of the batched tensors in which Muon orthogonalizes `count` matrices of the same
+    shape as `matrix`.
+
+    A fused QKV matrix is first separated into queries, keys and values, or with --muon-split-heads into heads. With
+    --muon-no-split-qkv it is not separated.
+    """
     (rows, row_length), heads = matrix.shape, matrix.record.fused_heads
     if heads is not None and config.muon_split_heads:
         return [(count * (rows // heads.head_size), heads.head_size, row_length)]

@@ -181,7 +181,8 @@ class _StatisticsBuffer:
 
     data: torch.Tensor
     tied_numel: int
-    """Elements, at the start of the buffer, that the first and the last stage also reduce with each other."""
+    """Number of elements, at the start of the buffer, that belong to tied parameters. The first and the last pipeline stage also
+    reduce these elements with each other."""
     op: dist.ReduceOp.RedOpType
 
 
