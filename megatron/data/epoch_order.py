@@ -143,7 +143,7 @@ class EpochOrder(SampleOrder):
         return lines
 
     def _count_epochs_before(self, sample_index: int) -> float:
-        """Return the number of epochs that are read before a sample. The number may be fractional."""
+        """Return how many epochs have been read before a sample, for the start-up log. The number may be fractional."""
         position = self.locate(sample_index)
         if self._start.partial_reads and position.pass_index == self._start.epoch:
             num_tokens = (

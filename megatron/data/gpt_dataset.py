@@ -241,7 +241,7 @@ class PackingItems(NamedTuple):
     """Items to pack into samples. An item is a document, or a part of a document that is longer than a sample."""
 
     documents: NDArray[np.int64]
-    """Document of each item: its index in the `lengths` that `split_into_items` got."""
+    """Document to which each item belongs, as an index into the documents that `split_into_items` got."""
     starts: NDArray[np.int64]
     """First token of each item within its document."""
     lengths: NDArray[np.int64]

@@ -313,8 +313,8 @@ Key = tuple[object, ...]
 
 
 def open_index_cache(prefix: str, data_cache_path: str | None, notify: Callable[[str], None] | None = None) -> IndexCache:
-    """Return the file cache for the large indexes of a dataset. Its folder is --data-cache-path, or the folder `cache` next to the
-    dataset."""
+    """Return the cache that stores computed index arrays (such as the order of samples) in files, so that later starts need not
+    compute them again. Its folder is --data-cache-path, or the folder `cache` next to the dataset."""
     return IndexCache(Path(data_cache_path) if data_cache_path else Path(prefix).parent / "cache", notify)
 
 

@@ -134,7 +134,8 @@ class Microbatch:
 def read_microbatch(source: SampleSource, first_sample: int, size: int, rules: DocumentRules) -> Microbatch:
     """Read the microbatch of `size` samples from `first_sample` on.
 
-    `rules` determines which document ends leave the loss, where positions restart, and where attention stops.
+    `rules` determines what happens at the ends of documents: whether the position counts in the loss, whether positions restart at
+    0, and whether attention stops.
     """
     windows, marks = source.get_samples(first_sample, size), source.get_marks(first_sample, size)
     tokens, labels = np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
@@ -157,7 +158,8 @@ def _find_ends(tokens: NDArray[np.int64], marks: NDArray[np.uint8] | None, eod: 
     """Return for each token, [b, s], whether it is the last of a document.
 
     Args:
-        marks: bytes of the loss mask, [b, s + 1]; None if every end-of-document token ends a document.
+        marks: byte of each token, [b, s + 1], with bits that say whether the token ends a document: always (`DOCUMENT_END`), or if
+            it is the end-of-document token (`DOCUMENT_END_IF_EOD`). None if every end-of-document token ends a document.
         eod: end-of-document token.
     """
     is_end = tokens == eod

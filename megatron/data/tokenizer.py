@@ -235,7 +235,7 @@ def _build_byte_bpe(reader: str, *source: object) -> Tokenizer:
 
     Args:
         reader: name of the function in `megatron_lab/tokenizers/vocabulary_files.py` that reads the vocabulary.
-        source: arguments of this function.
+        source: arguments of the reader function.
     """
     vocabulary = import_object(f"megatron_lab.tokenizers.vocabulary_files:{reader}")(*source)
     tokenizer: Tokenizer = import_object("megatron_lab.tokenizers.byte_bpe:ByteBPETokenizer")(vocabulary)

@@ -145,7 +145,7 @@ class SamplePosition(NamedTuple):
 
     pass_index: int
     position: int
-    """Position in the pass, counted in samples."""
+    """Position of the sample in its pass over the data, counted in samples."""
     num_remaining: int
     """Number of samples in the pass from this sample on."""
 
