@@ -262,8 +262,8 @@ def read_history(folder: str | Path) -> History:
     history = History()
     if not path.is_file():
         raise ValueError(
-            f"{path} is not a file, so there is no history to read. A run writes it to the folder of --save, or of "
-            "--tensorboard-dir. Give the path of this folder."
+            f"there is no history file {path}. A run writes this file to the folder of --save, or of --tensorboard-dir. "
+            "Give the path of that folder."
         )
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:

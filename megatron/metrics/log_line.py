@@ -280,7 +280,7 @@ class OutputStatus:
         self._failed = False
 
     def report_failure(self, error: Exception) -> None:
-        """Report on stderr that writing failed, unless the previous write failed too."""
+        """Report on stderr that writing to this output failed, unless the previous write failed too."""
         if self._failed:
             return
         self._failed = True
@@ -293,7 +293,7 @@ class OutputStatus:
             sys.stderr.flush()
 
     def report_success(self) -> None:
-        """Report on stderr that writing works again, if the previous write failed."""
+        """Report on stderr that writing to this output works again, if the previous write failed."""
         if self._failed:
             self._failed = False
             with suppress(OSError, ValueError):
