@@ -44,8 +44,7 @@ class Offloader(Protocol):
 
     is_recomputed_ahead: bool
     """Whether the schedule may recompute the layer in a separate operation before the layer's backward. Then the layer's tensors
-    must
-    be back on the device before that operation."""
+    must be back on the device before that operation."""
 
     @property
     def offloaded_sizes(self) -> list[int]:
@@ -158,8 +157,8 @@ class _AllTensorsSaved(Exception):
 
 
 class _Region:
-    """Recomputed part of the forward, for one microbatch: its inputs until it is recomputed, then its recomputed tensors until
-    backward has taken them."""
+    """Part of the forward that backward recomputes, for one microbatch. Until the recomputation it stores its inputs, afterwards
+    the recomputed tensors until backward has taken them."""
 
     def __init__(self, function: RegionFunction, inputs: Sequence[torch.Tensor], modules: Sequence[nn.Module]) -> None:
         self._function, self._modules = function, modules
@@ -174,7 +173,8 @@ class _Region:
         self._recomputed: list[torch.Tensor | None] | None = None
 
     def run(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Run the first forward. Autograd saves an index in place of each tensor, so the activations are freed."""
+        """Run the region in the forward pass. Autograd saves an index in place of each tensor that backward needs, so the
+        activations are freed."""
         global _running_region
         _running_region = self
         try:
@@ -204,9 +204,11 @@ class _Region:
         assert len(self._recomputed) == self._num_saved, "recomputation saved another number of tensors than the forward"
 
     def offer(self, x: torch.Tensor) -> None:
-        """Save `x` and stop the recomputation if `x` is the last tensor that backward needs; otherwise do nothing.
+        """Stop the recomputation before an operation computes its output, if no later tensor is needed.
 
-        An operation calls this in recomputation, before it computes its output, with a tensor that it is about to save.
+        In recomputation, an operation calls this with a tensor `x` that it is about to save. If `x` is the last tensor that
+        backward needs, this method saves `x` and stops the recomputation. For earlier tensors it does nothing, because the
+        operation then saves `x` itself.
         """
         assert self._recomputed is not None
         if len(self._recomputed) == self._num_saved - 1:
