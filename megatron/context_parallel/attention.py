@@ -54,7 +54,7 @@ class KeyValueTransfer(Protocol):
     """Interface of the communication that brings the keys and values of all context ranks to each rank."""
 
     def forward(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[RankKeyValues]:
-        """Yield the keys and values of each context rank, with its index. This rank's come first.
+        """Yield (index of a context rank, its keys, its values) for each context rank, starting with this rank.
 
         Args:
             k, v: keys and values of this rank.
@@ -83,7 +83,7 @@ class AllGatherTransfer:
         self._group = group
 
     def forward(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[RankKeyValues]:
-        """Yield the keys and values of each context rank, with its index. This rank's come first."""
+        """Yield (index of a context rank, its keys, its values) for each context rank, starting with this rank."""
         pending = start_all_gather(_pack(k, v), self._group)
         yield self._group.rank, k, v
         yield from self._iter_remote_key_values(pending, k, v)
@@ -117,7 +117,7 @@ class RingTransfer:
         self._group, self._grad_group = group, grad_group
 
     def forward(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[RankKeyValues]:
-        """Yield the keys and values of each context rank, with its index. This rank's come first."""
+        """Yield (index of a context rank, its keys, its values) for each context rank, starting with this rank."""
         key_values, keys, values = _pack(k, v), k, v
         for step in range(self._group.size):
             pending = start_ring_shift(key_values, self._group) if step < self._group.size - 1 else None

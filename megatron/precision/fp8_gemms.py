@@ -250,7 +250,7 @@ def _select_weight_grad_dtype(a: QuantizedMatrix, out: torch.Tensor) -> torch.dt
 
 @functools.cache
 def _supports_float32_rowwise(device: torch.device) -> bool:
-    """Return whether the device can return products with one scale per row in float32.
+    """Return whether the device can write 8-bit matrix products with one scale per row in float32.
 
     cuBLAS can. Torch's own kernel can in some versions only.
     """
@@ -263,7 +263,8 @@ def _supports_float32_rowwise(device: torch.device) -> bool:
 
 
 class _Operand(NamedTuple):
-    """Operand [rows, k] of a matrix product that sums over k, and how tensor and context parallelism split its dimensions."""
+    """Operand [rows, k] of an 8-bit matrix product that sums over k. Also says how tensor and context parallelism split its
+    dimensions."""
 
     matrix: torch.Tensor
     fp8_type: Fp8Type
