@@ -212,8 +212,7 @@ class TraceFeature(Feature):
 
 class ChecksFeature(Feature):
     """Optional part of a run that compares the copies of replicated weights every N steps, and once checks that the optimizer uses
-    the
-    sums of all ranks' local gradients (--check-replicas-every)."""
+    the sums of all ranks' local gradients (--check-replicas-every)."""
 
     def build_callbacks(self, run: RunComponents) -> list[Callback]:
         """Build the callback that compares copies of weights and audits the gradients of the first step with an update."""

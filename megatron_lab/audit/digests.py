@@ -88,13 +88,14 @@ class DigestComparer:
 
     def allocate_digests(self, rows: int, device: torch.device) -> torch.Tensor:
         """Allocate the digests of `rows` tensors, filled with zeros: int64 [rows, 1] for hashes of the bits, float64 [rows, 5] for
-        sketches."""
+        sketches (four signed sums of the elements and the sum of squares, which are compared up to rounding)."""
         if self.tolerance is None:
             return torch.zeros(rows, 1, dtype=torch.int64, device=device)
         return torch.zeros(rows, _NUM_SIGNS + 1, dtype=torch.float64, device=device)
 
     def compute(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Compute the digest of one tensor: an int64 scalar for a hash of the bits, float64 [5] for a sketch."""
+        """Compute the digest of one tensor: a hash of its bits (int64 scalar), or a sketch for a comparison up to rounding (float64
+        [5]: four signed sums of the elements and the sum of squares)."""
         return compute_bit_digest(tensor) if self.tolerance is None else compute_sketch(tensor)
 
     def find_differences(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -124,7 +125,8 @@ def get_rounding_tolerance(dtype: torch.dtype) -> float:
 
 
 def _view_as_int64(tensor: torch.Tensor) -> torch.Tensor:
-    """View the bytes of a tensor as 64-bit integers, padded with zeros."""
+    """View the bytes of a tensor as 64-bit integers, of which a bit digest is computed. The bytes are padded with zeros to a
+    multiple of 8."""
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if raw.numel() % 8 or raw.storage_offset() % 8:
         padded = raw.new_zeros(-(-raw.numel() // 8) * 8)
@@ -135,26 +137,31 @@ def _view_as_int64(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _get_weights(device: torch.device) -> torch.Tensor:
-    """Return the random odd weights of a bit digest for the positions within a row: int64 [16384]. A flattened tensor is viewed as
-    rows of 16384 elements."""
+    """Return a random odd integer for each position within a row: int64 [16384]. Digests view a flattened tensor as rows of 16384
+    values: 64-bit integers for a bit digest, elements for a sketch. A bit digest multiplies the values by these random integers. A
+    sketch derives signs from them."""
     return _draw_odd_integers(_ROW_LENGTH).to(device)
 
 
 @functools.lru_cache(maxsize=64)
 def _get_row_weights(device: torch.device, bits: int) -> torch.Tensor:
-    """Return one random odd weight for each row of 16384 elements: int64 [2^bits]. `bits` is the bit length of the number of
-    rows."""
+    """Return a random odd integer for each row of 16384 values of a flattened tensor: int64 [2^bits]. A bit digest multiplies the
+    sums of the rows by these integers. A sketch derives signs from them.
+
+    `bits` is the bit length of the number of rows. Tensors of similar size thus share one cached result.
+    """
     return _draw_odd_integers(1 << bits).to(device)
 
 
 def _draw_odd_integers(count: int) -> torch.Tensor:
-    """Draw random odd integers, always with the same seed: int64 [count], in host memory. A longer tensor starts with the values of
-    a shorter tensor."""
+    """Draw the random odd integers that digests use as weights and as a source of signs: int64 [count], in host memory. The seed is
+    always the same, so a longer tensor starts with the values of a shorter tensor."""
     data = np.random.Generator(np.random.Philox(compute_stable_seed("bits"))).bytes(8 * count)
     return torch.from_numpy(np.frombuffer(data, dtype=np.int64) | 1)
 
 
 def _get_signs(integers: torch.Tensor) -> torch.Tensor:
-    """Convert each random integer to four signs, from four of its bits: int64 [n] to float64 [n, 4] with elements 1 and -1."""
+    """Convert each random integer to four random signs: int64 [n] to float64 [n, 4] with elements 1 and -1. The signs are four bits
+    of the integer. A sketch of a tensor contains four sums of its elements, each with other signs."""
     bits = torch.stack([(integers >> (32 + k)) & 1 for k in range(_NUM_SIGNS)], 1)
     return 1.0 - 2.0 * bits.to(torch.float64)

@@ -50,8 +50,8 @@ class RepeatableStep(Protocol):
 
 
 class _RerunResult(NamedTuple):
-    """Result of running the step again on one rank: its parameters and microbatches that are not finite, before any sum over
-    ranks."""
+    """Result of running the step again on one rank: the parameters whose gradient is not finite and the microbatches whose loss is
+    not finite, before any sum over ranks."""
 
     names: list[str]
     """Names of the parameters whose gradient is not finite."""
@@ -253,8 +253,9 @@ def _rerun_step(step: RepeatableStep, batch: Sequence[ModelInputs]) -> _RerunRes
 
 
 def _shift_batch(batch: Sequence[ModelInputs], group: Group, device: torch.device) -> list[ModelInputs]:
-    """Return the microbatches of the previous rank of the group, and those of the last rank on the first rank. The microbatches are
-    exchanged through host memory."""
+    """Return the microbatches of the previous rank of the group; the first rank gets those of the last rank. If the step is run
+    again with them, its result shows whether the data or the device is the cause. The microbatches are exchanged through host
+    memory."""
     batches: list[list[ModelInputs]] = gather_objects([_move_inputs(inputs, torch.Tensor.cpu) for inputs in batch], group)
     return [_move_inputs(inputs, lambda tensor: tensor.to(device)) for inputs in batches[group.rank - 1]]
 

@@ -59,7 +59,8 @@ class PartialSumSignatures:
         self._ranges: dict[str, list[tuple[int, FlatRange, list[BufferSlice]]]] = {}
 
     def add_grad(self, record: ParamRecord, grad: torch.Tensor) -> None:
-        """Add one local gradient of a parameter to the signatures.
+        """Add one local gradient of a parameter to the signatures (four signed sums and the sum of squares) of the parameter, one
+        signature for each set of axes that the sum over ranks may leave out.
 
         Args:
             grad: gradient in the shape of this rank's part of the parameter.

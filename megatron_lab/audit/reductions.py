@@ -67,7 +67,8 @@ class LocalGradients:
         self.partial_sums = PartialSumSignatures(shards, self._row_of, context)
 
     def add_grad(self, entry: ParamEntry, grad: torch.Tensor) -> None:
-        """Add the gradient of one use of a parameter in one microbatch to the signatures, and count it."""
+        """Add a local gradient of a parameter to the signatures (four signed sums and the sum of squares) of the parameter, and
+        count it. Backward computes one such gradient for each use of the parameter in each microbatch."""
         name = entry.record.name
         row, shard = self._row_of[name], self._shards.get(name)
         local_slice = entry.record.get_local_slice(self._context.axis_sizes, self._context.coordinates)

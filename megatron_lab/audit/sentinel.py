@@ -69,7 +69,8 @@ class FirstMicrobatchGrads:
         return list(self._row_of)
 
     def start(self) -> None:
-        """Start to record digests. The next step computes them."""
+        """Start to record digests of the gradients and the loss, until `stop` is called. The next forward and backward computes
+        them."""
         self._digests = self._comparer.allocate_digests(len(self._entries) + 1, self._device)
         self._writes: list[list[tuple[int, int]]] = [[] for _ in self._entries]
         self._original_on_write = [sink.on_write for sink in self._sinks]
@@ -95,10 +96,10 @@ class FirstMicrobatchGrads:
         return self._digests, self._writes
 
     def accumulate_grad(self, entry: ParamEntry, grad: torch.Tensor) -> None:
-        """Let the parameter's next gradient in this microbatch be added to `grad`, as in a step without an `inspect` callback.
+        """Let the parameter's next gradient in this microbatch be added to `grad`, as in normal training.
 
-        This method is the `inspect` callback of `TrainStep.compute_gradients`. With such a callback, gradients are otherwise not
-        summed.
+        `TrainStep.compute_gradients` calls this method with each gradient, as its callback `inspect`. With such a callback, the
+        gradients of a parameter that is used several times are otherwise not summed.
         """
         row = self._row_of[entry.record.name]
         if len(self._writes[row]) < entry.uses_per_microbatch:

@@ -116,8 +116,12 @@ def to_trace_signature(signature: torch.Tensor) -> tuple[float, ...]:
 
 
 def _get_row_signs(name: str, tensor_slice: TensorSlice, device: torch.device) -> torch.Tensor:
-    """Return the signs of the rows of a slice: float64 [4, number of rows]. The sign of a row is the product of its signs along all
-    dimensions but the last."""
+    """Return the random signs (1 or -1) by which the rows of a slice are multiplied in the four signed sums of its signature:
+    float64 [4, number of rows]. A row is one vector along the last dimension.
+
+    Each of the four sums has its own signs. A row has one sign per dimension except the last, and is multiplied by the product of
+    these signs.
+    """
     rows = torch.ones(NUM_SIGNS, 1, dtype=torch.float64, device=device)
     for dim in range(len(tensor_slice.sizes) - 1):
         rows = (rows.unsqueeze(2) * _get_signs(name, tensor_slice, dim, device).unsqueeze(1)).flatten(1)
@@ -125,7 +129,9 @@ def _get_row_signs(name: str, tensor_slice: TensorSlice, device: torch.device) -
 
 
 def _get_signs(name: str, tensor_slice: TensorSlice, dim: int, device: torch.device) -> torch.Tensor:
-    """Return the signs along one dimension of a slice: float64 [4, size] of 1 and -1. A scalar has the sign 1."""
+    """Return the random signs (1 or -1) that the indices of a slice along dimension `dim` have in the four signed sums of a
+    signature: float64 [4, size], one row for each sum. An element is multiplied by the product of its signs along all dimensions. A
+    scalar has the sign 1."""
     if not tensor_slice.sizes:
         return torch.ones(NUM_SIGNS, 1, dtype=torch.float64, device=device)
     start, stop = tensor_slice.offsets[dim], tensor_slice.offsets[dim] + tensor_slice.sizes[dim]
@@ -138,8 +144,12 @@ def _get_signs(name: str, tensor_slice: TensorSlice, dim: int, device: torch.dev
 
 @functools.lru_cache(maxsize=4096)
 def _draw_signs(name: str, dim: int, period: int) -> np.ndarray:
-    """Draw the signs along dimension `dim` for the 4096 indices from period * 4096 on: int8 [4, 4096] of 1 and -1. They depend only
-    on the arguments."""
+    """Draw the random signs (1 or -1) that 4096 indices of dimension `dim` have in the four signed sums of a signature: int8 [4,
+    4096], one row for each sum. The first index is period * 4096.
+
+    The signs depend only on the arguments, so all ranks use the same signs without communication. They are drawn in periods so that
+    a rank draws few signs beyond those of its slice.
+    """
     generator = np.random.Generator(np.random.Philox(compute_stable_seed("signature", name, dim, period)))
     bits = np.frombuffer(generator.bytes(NUM_SIGNS * _PERIOD // 8), dtype=np.uint8)
     return (1 - 2 * np.unpackbits(bits).astype(np.int8)).reshape(NUM_SIGNS, _PERIOD)
@@ -160,9 +170,9 @@ class TraceRecorder:
         self._grad_signatures: torch.Tensor | None = None
 
     def record_gradients(self, loss_scale: float) -> None:
-        """Compute this rank's part of the signatures of the gradients: the sums over its own elements, without the loss scale. At
-        the
-        time of the call the gradients are summed over ranks, not clipped, and still multiplied by the loss scale."""
+        """Compute this rank's part of the signatures of the gradients: the sums over the elements that it counts in the gradient
+        norm, without the loss scale. At the time of the call the gradients are summed over ranks, not clipped, and still multiplied
+        by the loss scale."""
         signatures = compute_shard_signatures(self._shards, self._records, self._context, lambda shard: shard.norm_grad)
         signatures /= loss_scale
         signatures[:, -1] /= loss_scale

@@ -131,8 +131,8 @@ class DisputeResolver:
     comparer: DigestComparer
 
     def find_disputes(self) -> list[Dispute]:
-        """Return a `Dispute` for each microbatch whose results differ between shift 0 and shift 1. A dispute names the wrong ranks,
-        if it can be decided which they are."""
+        """Return a `Dispute` for each replica (copy of the model) whose first microbatch gave other results when the next replica
+        in the ring computed it again. A dispute names the wrong ranks, if it can be decided which they are."""
         return [self._resolve(owner) for owner in range(len(self.replicas)) if self._find_differing_pairs(owner, 0, 1)]
 
     def _find_differing_pairs(self, owner: int, shift_a: int, shift_b: int) -> dict[tuple[int, int], list[bool]]:
