@@ -63,9 +63,8 @@ class ScheduleTimes:
 
     @property
     def ratio(self) -> float:
-        """Step time with overlapped copies of activations, divided by the step time without copies. Each repetition gives one
-        ratio;
-        this is the median of the ratios."""
+        """Median over the repetitions of the step time with overlapped copies of activations, divided by the step time without
+        copies."""
         return statistics.median(
             overlapped / baseline for overlapped, baseline in zip(self.overlapped, self.without_copies, strict=True)
         )
@@ -78,9 +77,9 @@ class _EmulatedStream:
         self.free_at = 0.0
 
     def wait_stream(self, stream: _EmulatedStream) -> None:
-        """Let the next copy of this stream start no earlier than now.
+        """Let the next copy of this stream start no earlier than now, because it copies a tensor that the other stream computes.
 
-        The tensor to copy is complete by now, because the layers run (sleep) on the host.
+        The tensor is complete by now, because the layers run (sleep) on the host.
         """
         self.free_at = max(self.free_at, time.perf_counter())
 

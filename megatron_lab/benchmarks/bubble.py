@@ -45,8 +45,8 @@ class Settings:
     stages: int = 8
     microbatches: int = 16
     costs: OpCosts = field(default_factory=lambda: OpCosts(0.04, 0.04, 0.04))
-    """Seconds of the forward, input gradient and weight gradient of a full pipeline stage. Each of the stage's model chunks
-    takes an equal share."""
+    """Seconds of the forward, input gradient and weight gradient of a full pipeline stage. Each of the stage's model chunks takes
+    an equal share."""
     hidden_shape: tuple[int, int, int] = (128, 1, 512)
     """Shape of the float32 tensor that stages send: [s, b, h] (sequence, microbatch size, hidden size)."""
     overlap: bool = True
@@ -90,7 +90,8 @@ class ScheduleResult:
 
 
 class _OpClock:
-    """Observer of the pipeline executor that remembers the time at which the current operation started."""
+    """Observer of the pipeline executor that remembers the time at which the current operation started. The benchmark replaces the
+    computation of an operation by a sleep that ends a fixed time after this start."""
 
     op_start = 0.0
 

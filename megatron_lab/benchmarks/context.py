@@ -1,15 +1,15 @@
 """Benchmark of context parallelism: keys and values travel over an emulated slow link while attention computes.
 
 The ranks run `context_attention` forward and backward, with real messages and collectives over the emulated link (`slow_link`).
-Attention is computed for one range of queries and one range of keys at a time. It sleeps in proportion to the number of (query,
-key) pairs in the two ranges, and 2.5 times as long in backward (five matrix products instead of two: Dao 2023, FlashAttention-2,
-section 4.1). The bandwidth of the link is set so that sending the keys and values of one rank takes a given share of the time of a
-ring step. Sleeping uses no CPU core, just as a network card uses none.
+They compute attention for one range of queries and one range of keys at a time. A sleep after each of these computations extends it
+to a set duration: proportional to the number of (query, key) pairs in the two ranges, and 2.5 times as long in backward (five
+matrix products instead of two: Dao 2023, FlashAttention-2, section 4.1). The bandwidth of the link is set so that sending the keys
+and values of one rank takes a given share of the time of a ring step. Sleeping uses no CPU core, just as a network card uses none.
 
-The simulated best time is the computation plus the communication that no order of these messages can hide. With ring attention
-(p2p), only one message cannot be hidden: it returns the sum of the gradients to the rank of the keys after the last ring step. With
-the all-gather, only attention to the rank's own keys overlaps with the gather, and the reduce-scatter after backward cannot be
-hidden at all.
+The benchmark compares the measured times with the best possible time: the computation plus the communication that no order of these
+messages can hide. With ring attention (p2p), only one message cannot be hidden: it returns the sum of the gradients to the rank of
+the keys after the last ring step. With the all-gather, only attention to the rank's own keys overlaps with the gather, and the
+reduce-scatter after backward cannot be hidden at all.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def run(settings: Settings) -> bool:
     """Print the times of a forward and backward of attention with each communication type.
 
     Returns:
-        Whether `find_violations` finds nothing.
+        Whether attention is fast enough with every communication type (see `find_violations`).
     """
     print(
         f"{settings.num_ranks} context ranks, attention forward and backward: the products of a ring step take "

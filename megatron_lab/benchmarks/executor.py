@@ -33,8 +33,8 @@ _CHUNKS = 4
 
 
 class _TinyChunk(torch.autograd.Function):
-    """Model chunk that computes almost nothing: one addition in forward, one in backward, and an empty weight gradient that can be
-    deferred."""
+    """Model chunk that computes almost nothing, so that a step takes only the time of the pipeline executor itself: one addition in
+    forward, one in backward, and an empty weight gradient that can be deferred."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]

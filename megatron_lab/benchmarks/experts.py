@@ -122,7 +122,7 @@ class ExpertLoop(nn.Module):
 
 
 def _run_pass(module: nn.Module, x: torch.Tensor) -> None:
-    """Run a forward and a backward whose gradients replace those of the previous backward."""
+    """Run a forward and a backward of a module on the input `x`. The gradients replace those of the previous backward."""
     for param in module.parameters():
         param.grad, sink = None, get_grad_sink(param)
         if sink is not None:
@@ -250,7 +250,8 @@ def _build_train_step(config: ModelConfig, settings: Settings, context: Parallel
 
 
 def run(settings: Settings) -> bool:
-    """Print the times and ratios of the three comparisons. Return True, because there is no limit."""
+    """Print the times and ratios of the three comparisons: layer with a plain loop over experts, sharded experts with all experts
+    on each rank, and training step with that of a dense model. Return True, because there is no limit."""
     shape, vocab = settings.shape, settings.shape.vocab
     flops = [count_flops_per_token(model, vocab) for model in (settings.dense, settings.mixture)]
     print(

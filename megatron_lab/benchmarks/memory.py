@@ -34,7 +34,7 @@ class MemoryOption:
 
     flags: str
     max_ratio: float | None = None
-    """Maximum step time with this option, as a multiple of the step time without any of the options; None for no limit."""
+    """Maximum allowed step time with this option, as a multiple of the step time without any of the options; None for no limit."""
 
 
 BASELINE, FULL = "none", "full"

@@ -62,13 +62,13 @@ class Settings:
     dtype: torch.dtype = torch.bfloat16
     """Dtype of weights and activations.
 
-    Gradients are reduced in float32. So the reduction of the gradients moves twice the bytes of the gather of the weights, just
-    as a backward computes twice as much as a forward.
+    Gradients are reduced in float32. So the reduction of the gradients moves twice the bytes of the gather of the weights, just as
+    a backward computes twice as much as a forward.
     """
 
     @property
     def bucket_size(self) -> int:
-        """Maximum number of elements of a gradient bucket: the number of elements of the matrices of one block."""
+        """Maximum number of elements of a gradient bucket: the number of elements of the matrices of one transformer block."""
         return 12 * self.shape.hidden**2
 
 
@@ -95,8 +95,8 @@ class CaseResult:
     perfect_ratio: float
     """Simulated time of a step with perfect overlap, divided by the time of the step's computation."""
     computation: list[float]
-    """Seconds of steps without communication. The bandwidth of the link is set so that the communication of a step takes as
-    long."""
+    """Seconds of steps without communication. The bandwidth of the link is set so that the communication of a step takes the same
+    time."""
     off: list[float]
     """Seconds of steps with communication, without overlap."""
     on: list[float]

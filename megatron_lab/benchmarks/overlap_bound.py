@@ -5,11 +5,11 @@ at a time. The simulation follows these rules, in which a unit is the embedding,
 
 - A gradient bucket can be reduced when backward has computed the last gradient in the bucket.
 - The optimizer update needs all reductions, because it uses the global gradient norm.
-- The parameters of a bucket are gathered after their update. The first unit that uses one of them waits for the gather in its
-  forward.
+- The parameters of a bucket are gathered after their update. The first unit that uses a parameter of the bucket waits for the
+  gather in its forward.
 
 A step in steady state lasts from the time at which all gradients are reduced to the same time in the next step. Buckets use the
-link in the order in which they become ready. They are needed in the same order, so no other order is faster.
+link in the order in which they become ready. The next step needs the buckets in the same order, so no other order is faster.
 """
 
 from __future__ import annotations

@@ -263,7 +263,8 @@ def measure_memory(folder: Path, config: DataConfig, gigabytes: float) -> bool:
 
 
 def run(settings: Settings) -> bool:
-    """Run the three speed comparisons and the memory measurement. Return whether all limits hold.
+    """Compare the speed of preprocessing with tiktoken, with the package tokenizers, and between one and two workers. Then measure
+    its peak memory. Return whether all limits hold.
 
     Raises:
         ValueError: the package tokenizers, which trains the vocabulary, is not installed; or the disk has too little free space.

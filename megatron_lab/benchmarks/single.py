@@ -44,14 +44,16 @@ class Comparison(NamedTuple):
     """Step times and losses of the framework and of its peers (other training loops of the same model) in one dtype."""
 
     peer_times: dict[str, list[float]]
-    """Seconds per step of each peer, by the name of the peer; one value per repetition of the measurement."""
+    """Seconds per step of each peer (another training loop of the same model), by the name of the peer; one value per repetition of
+    the measurement."""
     framework_times: dict[str, list[float]]
-    """Seconds per step of the framework, by the name of a peer: the times that were measured alternately with that peer."""
+    """Seconds per step of the framework, by the name of a peer. The framework and this peer were measured alternately."""
     losses: dict[str, float]
     """Loss of the first step, by the name of the training loop."""
 
     def compute_ratios(self, peer: str) -> list[float]:
-        """Return the step time of a peer divided by that of the framework, one value per repetition of the measurement.
+        """Return the step time of a peer (another training loop of the same model) divided by that of the framework, one value per
+        repetition of the measurement.
 
         A value above 1 means that the framework is faster.
         """
@@ -62,7 +64,7 @@ class Comparison(NamedTuple):
 
     @property
     def all_times(self) -> dict[str, list[float]]:
-        """Seconds per step by the name of the training loop: the framework and all peers.
+        """Seconds per step by the name of the training loop: the framework and all peers (other training loops of the same model).
 
         The framework's list contains its times from the comparisons with all peers.
         """
@@ -226,7 +228,7 @@ def release_memory(device: torch.device) -> None:
 
 
 def _synchronize() -> None:
-    """Wait for the device, because a step may return before its update is complete."""
+    """Wait until the GPU, if there is one, has finished its work, because a step may return before its update is complete."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 

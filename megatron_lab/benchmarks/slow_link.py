@@ -134,7 +134,8 @@ def _replace(modules: list[Any], old: dict[str, Any], new: dict[str, Any]) -> No
 
 
 def _skip_collective(name: str, tensor: torch.Tensor, group: Group, *args: Any, out: torch.Tensor | None = None) -> Pending:
-    """Return a tensor of the shape that the collective would return, without communication. Its values are arbitrary."""
+    """Return a tensor of the shape that the collective would return, without communication, to measure computation alone. Its
+    values are arbitrary."""
     if out is not None or name in ("start_all_reduce", "start_ring_shift"):
         return Pending(tensor if out is None else out)
     rows = tensor.shape[0]

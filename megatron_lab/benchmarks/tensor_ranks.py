@@ -55,10 +55,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class LayerPassTimes:
-    """Seconds of a forward and backward of the two layers on the slowest rank, one value per repetition."""
+    """Seconds of a forward and backward of a column-parallel and a row-parallel linear layer on the slowest rank, one value per
+    repetition."""
 
     computation: list[float]
-    """Seconds without communication."""
+    """Seconds of each repetition if all collectives are skipped, so that only computation is left."""
     sequential: list[float]
     """Seconds without overlap: matrix products and collectives run one after the other."""
     overlapped: list[float]
@@ -196,7 +197,7 @@ def find_violations(result: LayerPassTimes) -> list[str]:
 
 
 def run(settings: Settings) -> bool:
-    """Print the times of a forward and backward of the two layers.
+    """Print the times of a forward and backward of a column-parallel and a row-parallel linear layer.
 
     Returns:
         Whether the time with overlap is within `BOUND` times the computation. Always True if an all-gather takes at least as long
