@@ -36,8 +36,8 @@ _SAMPLE_STRINGS = (
 
 @dataclass(frozen=True)
 class _RoundedSource:
-    """Weights of another source, rounded to the dtype of the exported files. The two models that are compared then have equal
-    weights."""
+    """Weight source that rounds the weights of another source to the dtype of the exported files. The comparison with transformers
+    uses it so that both models have equal weights."""
 
     source: WeightSource
     dtype: torch.dtype

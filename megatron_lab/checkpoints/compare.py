@@ -24,9 +24,9 @@ class TensorDifference:
     """Result of comparing two tensors of the same shape that are not equal."""
 
     num_different: int
-    """Number of elements that are not equal (NaN equals NaN)."""
+    """Number of elements in which the two tensors differ (NaN equals NaN)."""
     first_difference: Element
-    """First element that differs, in row-major order."""
+    """First element in which the two tensors differ, in row-major order."""
     max_difference: Element
     """Element with the largest absolute difference. The difference between NaN and a number counts as infinite."""
     max_abs_difference: float

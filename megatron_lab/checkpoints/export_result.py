@@ -15,10 +15,10 @@ class Export:
     dtype: str
     num_parameters: int
     num_bytes: int
-    """Size of the weights in bytes."""
+    """Size of the exported weights in bytes."""
     max_memory_bytes: int
-    """Peak size of weights in memory, in bytes: the largest parameter in its dtype in the source, and the tensors to which it
-    is converted."""
+    """Peak memory of weights during the export, in bytes. Parameters are converted one at a time, so it is the size of the largest
+    parameter as read from the source, plus the size of the tensors to which it is converted."""
     notes: list[str]
     """Sentences for the user about what was left out or converted in a special way, such as settings that config.json cannot
     express."""

@@ -160,7 +160,8 @@ def _check_weights(source: WeightSource, layouts: dict[str, WeightLayout]) -> No
 def _convert_tensors(
     source: WeightSource, layouts: dict[str, WeightLayout], dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and content of each Hugging Face tensor, in the order of the files. Only one parameter is converted at a time."""
+    """Yield name and content of each Hugging Face tensor, in the order in which the files store them. Only one parameter is
+    converted at a time, to save memory."""
     yield from convert_to_hf(layouts, lambda name: source.read(name).to(layouts[name].get_hf_dtype(dtype)))
 
 

@@ -52,7 +52,8 @@ class OnnxExport:
 
 
 class _Forward(nn.Module):
-    """Forward pass of the reference model with the weights of a source, as a torch module that can be exported."""
+    """Forward pass as a torch module that can be exported. It runs the reference model, a second implementation that consists of
+    tensor operations only, with the weights of a source."""
 
     def __init__(self, source: WeightSource) -> None:
         super().__init__()
@@ -124,8 +125,8 @@ def export_onnx(source: WeightSource, folder: Path, extras: Callable[[Path], lis
 
 
 def _write_graph(source: WeightSource, path: Path) -> None:
-    """Write the ONNX file of the reference model's forward pass with torch's exporter. The exporter's messages are suppressed,
-    because they do not help the user."""
+    """Write the ONNX file of the model's forward pass with torch's exporter. The exporter's messages are suppressed, because they
+    do not help the user."""
     tokens = torch.zeros(2, max(2, min(8, source.model.seq_length // 2)), dtype=torch.long)
     max_length = source.model.num_positions if source.model.position_embedding_type == "learned_absolute" else None
     dynamic_dims = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence", max=max_length)}

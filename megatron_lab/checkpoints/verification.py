@@ -23,9 +23,9 @@ class VerificationResult:
 
     num_tensors: int
     num_bytes: int
-    """Size of all slices in bytes."""
+    """Size of all stored tensors in bytes."""
     content_digest: str | None
-    """Digest of the content. None for old checkpoints, which have no content hashes."""
+    """Digest of the checkpoint's content, from its manifest. None for old checkpoints, which have no content hashes."""
     problems: tuple[str, ...]
 
 
