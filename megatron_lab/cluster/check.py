@@ -57,7 +57,7 @@ def run_check(job: Job, config: Config, program: Sequence[str] = PROGRAM) -> lis
         program: command that each rank runs.
 
     Returns:
-        messages about problems, equal on every node; empty if there are none.
+        messages about problems, equal on every node; empty if no problem was found.
 
     Raises:
         NodeExchangeError: this node and the head node cannot connect.

@@ -31,8 +31,8 @@ class Job:
     save_stall_s: float
     """Time for which training waits for a save."""
     save_s: float
-    """Time that an asynchronous save takes after the stall `save_stall_s`, until its checkpoint is complete. The next save
-    waits for it."""
+    """Time that an asynchronous save takes after the stall `save_stall_s`, until its checkpoint is complete. The next save waits
+    for it."""
     detect_s: float
     """Time from a failure to its detection."""
     restart_s: float
@@ -66,20 +66,21 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a job spends its time on, as fractions of that time: mean values over the simulated jobs."""
+    """Fractions of a job's time by use: mean values over the simulated jobs."""
 
     ettr: float
-    """Effective training time ratio: fraction of the time spent on training steps that no failure has undone."""
+    """Effective training time ratio: fraction of a job's time in which it runs training steps that no failure undoes."""
     low: float
     high: float
     """95th percentile of the effective training time ratio over the simulated jobs. `low` is the 5th percentile."""
     again: float
-    """Fraction of the time spent on training steps that a failure has undone. The job repeats them."""
+    """Fraction of a job's time in which it runs training steps that a failure later undoes. The job repeats these steps."""
     saving: float
-    """Fraction of the time in which training waits for saves of checkpoints and for copies of the training state into the
-    memory of other nodes."""
+    """Fraction of the time in which training waits for saves of checkpoints and for copies of the training state into the memory of
+    other nodes."""
     down: float
-    """Fraction of the time from failures to the first training step after them: detection and restart."""
+    """Fraction of a job's time that passes between a failure and the first training step after it: detection of the failure,
+    and restart."""
     failures: float
     """Mean number of failures of a simulated job."""
 
@@ -183,7 +184,8 @@ def _simulate_work(job: Job, save_interval: int, work_s: float) -> tuple[float, 
 
 
 def _compute_seconds_since_copy(job: Job, steps_s: float) -> float:
-    """Return how many seconds of steps are lost if the job restarts from its last copy in the memory of other nodes.
+    """Return how many seconds of steps are lost if the job restarts from its last copy of the training state in the memory of other
+    nodes.
 
     Args:
         steps_s: seconds of completed steps since the last start.

@@ -118,7 +118,11 @@ def _measure_rate(values: torch.Tensor, action: Callable[[], Any]) -> float:
 
 
 def main(argv: list[str]) -> None:
-    """Run the link test and write its report. The arguments are described at the top of the module."""
+    """Run this rank's part of the link test, which measures the links between all ranks, and write progress and results to a file.
+
+    Args:
+        argv: path of the file, type of the device (cpu or cuda), and time limit in seconds.
+    """
     path, device_type, timeout_s = Path(argv[0]), argv[1], float(argv[2])
     signal.setitimer(signal.ITIMER_REAL, timeout_s)  # by default SIGALRM ends the process
     with path.open("a", buffering=1) as file:

@@ -141,7 +141,8 @@ class MeasurementSizes:
     bucket_bytes: int
     """Size in bytes of the all-reduce that is overlapped with matrix products."""
     max_gemm_flops: float
-    """Limit on the FLOPs of one matrix product of a run. Larger products are not measured."""
+    """Limit on the FLOPs of a matrix product. Products of a planned run with more FLOPs are not measured, because they take too
+    long."""
 
 
 CPU = MeasurementSizes(

@@ -28,8 +28,8 @@ CHECKPOINT_BYTES_PER_PARAM = 12
 """Bytes of one parameter in a checkpoint: the weight and both moments of Adam in float32."""
 
 RANKS_PER_CORE = 64
-"""Maximum number of ranks per CPU core. A rank needs 1.5 s of a core and 150 MB to start. At this limit, the start takes a
-third of the default --limit, and 10 GB of memory per core."""
+"""Maximum number of ranks per CPU core. A rank needs 1.5 s of a core and 150 MB to start. At this limit, the start takes a third of
+the default --limit, and 10 GB of memory per core."""
 
 
 @dataclass
@@ -152,7 +152,8 @@ def _iterate_dataset_prefixes(data: DataConfig, problems: list[str]) -> Iterator
 
 
 def _try_action(problems: list[str], action: Callable[[], T]) -> T | None:
-    """Call `action` and return its result. If it raises an error, add the error's message to `problems` and return None."""
+    """Call `action` and return its result. If it raises an error, add the error's message to `problems` and return None, so that
+    the other checks of the node still run."""
     try:
         return action()
     except (ValueError, OSError) as error:

@@ -33,7 +33,8 @@ class WorkTiming:
     """A computation on a device, and its measured durations."""
 
     name: str
-    """Type of the computation: "products", "attention", "attention backward", "memory" or "layers"."""
+    """Type of the computation: "products" (a matrix product), "attention", "attention backward", "memory" (an element-wise kernel)
+    or "layers" (forward or backward of the layers of a small model)."""
     work: DeviceWork
     durations: Durations
     new_bytes: int = 0

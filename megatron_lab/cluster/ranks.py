@@ -23,7 +23,7 @@ _START_STEP = "its start"
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one rank ended in the link test, which measures the links between all ranks. Sent as JSON."""
+    """Result of one rank in the link test, which measures the links between all ranks. Sent as JSON."""
 
     rank: int
     found: dict[str, Any] | None
@@ -34,7 +34,7 @@ class RankEnd:
     places: int
     """Number of steps of the test that the rank began."""
     failed: str | None = None
-    """Message of the error that ended the rank's test; None if there was none."""
+    """Message of the error that ended the rank's test; None if the test succeeded."""
 
 
 def run_ranks(

@@ -29,8 +29,8 @@ _MIN_ERROR = 0.03
 _MIN_SPREAD = 0.05
 _TYPE_WEIGHTS = {"layers": 4.0}
 """Weights of types of work in the fit; 1 for types that are not listed. Layers have the highest weight because they are to be
-predicted: their operands are not in a cache and their results are in newly allocated memory. Separate matrix products and
-attention are needed to separate rates that layers combine."""
+predicted: their operands are not in a cache and their results are in newly allocated memory. Separate matrix products and attention
+are needed to separate rates that layers combine."""
 GEMM_FLOPS, GEMM, KERNEL, MEMORY, NEW_MEMORY = "products in", "product", "kernel", "memory", "fresh"
 ATTENTION, ATTENTION_BACKWARD = "attention", "attention backward"
 
@@ -415,8 +415,10 @@ def _invert(value: float) -> float:
 
 
 def _compute_efficiency(rate: float, full_rate: float) -> float:
-    """Return a rate as a fraction of the full rate. The fraction is limited to 100, because a fit may attribute almost no time to
-    the work."""
+    """Return the rate of a type of kernel as a fraction of the device's full rate.
+
+    The fraction is limited to 100, because the fit to the measurements may attribute almost no time to the kernels.
+    """
     return _round_to_3_digits(min(100.0, rate / full_rate))
 
 
