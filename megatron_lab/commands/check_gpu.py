@@ -174,7 +174,7 @@ def _raise_interrupted(signum: int, frame: FrameType | None) -> None:
 
 
 def create_report(device: str) -> dict[str, Any]:
-    """Return a report without results: the device, the versions and the date of a session.
+    """Return a new report for this run of the tool: the device, the torch version, the date, and all checks in the state "not run".
 
     Raises:
         ValueError: the device does not exist, or torch cannot be imported.

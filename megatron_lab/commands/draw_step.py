@@ -223,7 +223,7 @@ def build_svg() -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the picture and return the exit status: 0, or 1 if the file cannot be written."""
+    """Write the picture of a training step to a file. Return the exit status: 0, or 1 if the file cannot be written."""
     parser = ToolParser(description="Draw how a batch flows through a training step.")
     parser.add_argument("output", type=Path, metavar="FILE.svg", help="Write the picture to this file.")
     args = parser.parse_args(arguments)

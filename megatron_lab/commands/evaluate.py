@@ -100,8 +100,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _compute_perplexities(args: argparse.Namespace, loaded: OpenedModel) -> dict[str, Any]:
-    """Return the perplexity of each file, by path, as a JSON object. Its key "told" contains the same values as text for the
-    terminal."""
+    """Return the perplexity of each file, by path, as a JSON object per file. The key "told" of a file's object contains its values
+    as text for the terminal."""
     from megatron_lab.evaluation.perplexity import compute_perplexity
     from megatron_lab.evaluation.scores import Scorer
     from megatron_lab.evaluation.texts import read_documents

@@ -155,7 +155,8 @@ def _show_document(dataset: IndexedDataset, document_index: int, tokenizer: Toke
     the loss."""
     if not 0 <= document_index < dataset.num_documents:
         raise ValueError(
-            f"--document {document_index}: {dataset.prefix} has documents 0 to {dataset.num_documents - 1:,}. Choose one of them."
+            f"--document {document_index}: {dataset.prefix} has documents 0 to {dataset.num_documents - 1:,}. "
+            "Choose a document in this range."
         )
     from megatron.data.indexed_dataset import has_loss_mask, open_loss_mask
     from megatron.data.samples import IN_LOSS

@@ -198,7 +198,8 @@ def count_tokens_per_expert(
 
 
 def _select_dtype(source: WeightSource, context: ParallelContext) -> torch.dtype:
-    """Return the dtype of the stored weights, but float32 instead of float16 on a CPU, which multiplies float16 slowly."""
+    """Return the dtype in which the model computes: the dtype of the stored weights, but float32 instead of float16 on a CPU, which
+    multiplies float16 slowly."""
     import torch
 
     stored_dtype = source.weights["embedding.word.weight"].dtype

@@ -190,7 +190,8 @@ def _describe_variable(name: str) -> str:
 
 
 def _pick_launch(script: Script, text: str, pick: int, command: LaunchCommand) -> Launch:
-    """Return the launch command of a script that --pick selects. If there are several, `command` gets a note that lists them.
+    """Return the launch (a command line that starts a training program) of a script that --pick selects. If the script has several,
+    add a note that lists them to `command`, the result of the conversion.
 
     Args:
         text: the script, which may also consist of flags only.
@@ -209,7 +210,8 @@ def _pick_launch(script: Script, text: str, pick: int, command: LaunchCommand) -
         )
     if not 1 <= pick <= len(launches):
         raise ValueError(
-            f"--pick {pick}: the script has {len(launches)} launch commands, counted from 1. Choose the number of one of them."
+            f"--pick {pick}: the script has {len(launches)} launch commands, counted from 1. "
+            f"Choose a number from 1 to {len(launches)}."
         )
     if len(launches) > 1:
         candidates = ", ".join(f"{i} at line {launch.lineno}" for i, launch in enumerate(launches, start=1))

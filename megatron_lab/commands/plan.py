@@ -194,7 +194,8 @@ def _list_default_argv(model_argv: Sequence[str]) -> list[str]:
 
 
 def _parse_fixed_sizes(assignments: Sequence[str], axes: Any) -> dict[str, int]:
-    """Parse the values of --fix to the size of each fixed axis.
+    """Parse the values of --fix, which fix some parallel sizes for the search of layouts. Return the fixed sizes, by axis such as
+    "tensor".
 
     Args:
         assignments: values such as "tensor=8".
@@ -256,7 +257,9 @@ def _build_layout_argv(layout: Any, config: Config) -> list[str]:
 
 
 def _format_label(layout: Any) -> str:
-    """Return a short label of a layout for a picture: sizes above 1, schedule, sharding, micro-batch size, recomputation."""
+    """Return a short label of a layout for the picture of --output: parallel sizes above 1, pipeline schedule, sharding, micro-
+    batch
+    size, recomputation."""
     parallel, training, memory = layout.config.parallel, layout.config.training, layout.config.memory
     sizes = {
         "TP": parallel.tensor_model_parallel_size,

@@ -24,7 +24,10 @@ _MIN_LABELLED_SHARE, _MIN_FULL_LABEL_SHARE = 0.015, 0.045
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the picture and return the exit status: 0, or 1 if it cannot be drawn or written."""
+    """Write the picture of how a sample's tokens are split over the context-parallel ranks to the file of --output.
+
+    Return the exit status: 0, or 1 if the picture cannot be drawn or written.
+    """
     parser = ToolParser(description=__doc__)
     parser.add_argument("--output", required=True, metavar="FILE", help="Write the picture to FILE (.svg, .png or .pdf).")
     parser.add_argument("--ranks", type=int, default=4, metavar="N", help="Set the number of context ranks (default 4).")

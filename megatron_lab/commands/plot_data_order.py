@@ -50,7 +50,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the picture and return the exit status: 0, or 1 if it cannot be drawn or written."""
+    """Write the picture of the order in which a dataset is read. Return the exit status: 0, or 1 if the picture cannot be drawn or
+    written."""
     parser = build_parser()
     args = parser.parse_args(arguments)
     for name in ("seq_length", "epochs"):
@@ -139,10 +140,11 @@ def plot_data_order(dataset: IndexedDataset, args: argparse.Namespace) -> Any:
 
 
 def _plot_documents(ax: Any, dataset: IndexedDataset) -> None:
-    """Plot a strip with the documents in the order of the file.
+    """Plot the first strip of the figure: one coloured bar per document, in the order in which the dataset's file stores the
+    documents.
 
     Args:
-        ax: axes of the strip.
+        ax: matplotlib axes of the strip.
     """
     offset, total_tokens = 0, dataset.count_tokens(range(dataset.num_documents))
     for document in range(dataset.num_documents):

@@ -103,8 +103,8 @@ def _run(run_argv: Sequence[str], options: ToolOptions) -> int:
     num_stages = parallel.pipeline_model_parallel_size
     if options.stage >= num_stages:
         raise ValueError(
-            f"--stage {options.stage}: there are {num_stages} stages, counted from 0 (--pipeline-model-parallel-size). Choose one "
-            "of them."
+            f"--stage {options.stage}: there are {num_stages} stages, counted from 0 (--pipeline-model-parallel-size). "
+            f"Choose a stage from 0 to {num_stages - 1}."
         )
     world_size = options.world_size or max(1, parallel.tensor_model_parallel_size * num_stages)
     argv_by_title = {"as given": [*run_argv]} | {

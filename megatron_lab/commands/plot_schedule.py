@@ -41,11 +41,11 @@ class Terminal(NamedTuple):
     uses_colour: bool
     """Whether colours are used: only on a terminal, and not if the variable NO_COLOR is set (no-color.org) or TERM is dumb."""
     ascii_only: bool
-    """Whether the stream's encoding lacks the characters for drawing lines."""
+    """Whether lines are drawn with ASCII characters only, because the stream's encoding lacks the characters for drawing lines."""
 
     @classmethod
     def of(cls, stream: TextIO) -> Terminal:
-        """Detect the properties of a stream."""
+        """Detect width, colours and characters of an output stream, such as stdout."""
         colour = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         try:
             "─·".encode(stream.encoding or "ascii")
@@ -192,7 +192,9 @@ def _build_row(name: str, num_stages: int, num_microbatches: int, chunks_per_sta
 
 
 def _format_description(num_stages: int, num_microbatches: int, costs: OpCosts) -> str:
-    """Return the text above the timelines: number of stages and microbatches, and durations of the operations."""
+    """Return the text above the timelines: number of pipeline stages, number of microbatches, and durations of the forward,
+    backward
+    and p2p operations."""
     forward, input_grad, weight_grad, p2p = map(format_ms, (costs.forward, costs.input_grad, costs.weight_grad, costs.p2p))
     recompute_text = f"R = {format_ms(costs.recompute)} to recompute layers, " if costs.recompute else ""
     return (
