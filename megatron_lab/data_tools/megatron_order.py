@@ -107,7 +107,8 @@ class MegatronOrder(SampleOrder):
                 f"the {SPLIT_NAMES[self._selection.split]} split of {self._selection.dataset.prefix} has no sample "
                 f"{sample_index:,}: its order (--data-order megatron) was computed for {num_requested:,} requested "
                 f"samples and has {self._num_samples:,} samples.\n"
-                "  A longer run has another order from its first sample on. Use --data-order epoch, which has no end."
+                "  This order depends on the length of the run, so it cannot be extended. Start a run with --data-order epoch, "
+                "which has no end."
             )
         return SamplePosition(0, sample_index, self._num_samples - sample_index)
 
@@ -226,7 +227,8 @@ class GreedyBlend(BlendOrder):
             raise ValueError(
                 f"the blend has no sample {int(np.max(sample_indices)):,}: its order (--data-order megatron) was computed for "
                 f"{self._num_samples:,} samples.\n"
-                "  A longer run has another order from its first sample on. Use --data-order epoch, which has no end."
+                "  This order depends on the length of the run, so it cannot be extended. Start a run with --data-order epoch, "
+                "which has no end."
             )
         datasets = self._choices[sample_indices]
         indices = np.empty(len(sample_indices), dtype=np.int64)
@@ -306,7 +308,8 @@ def compute_greedy_choices(weights: Sequence[float], num_samples: int) -> NDArra
 
 
 def _choose_sequentially(weights: Counts, counts: Counts, first_sample: int, choices: NDArray[np.uint16]) -> None:
-    """Choose the dataset of each sample from `first_sample` on, one sample after another.
+    """Choose the dataset of each sample of a blend from `first_sample` on, one sample after another: the dataset that is furthest
+    below its share (weight * number of samples so far).
 
     Args:
         counts: number of samples already taken from each dataset, updated in place.

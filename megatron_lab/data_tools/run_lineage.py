@@ -76,7 +76,7 @@ class RunLineage:
         phase = next(phase for phase in reversed(self.phases) if phase.first_iteration < step)
         plan = _build_batch_size_plan(self.config.training, phase)
         if (last := plan.total_iterations) < step and phase is self.phases[-1]:
-            raise ValueError(f"--step {step}: the run has {last:,} steps ({self.origin}). Choose one of them.")
+            raise ValueError(f"--step {step}: the run has {last:,} steps ({self.origin}). Choose a step from 1 to {last:,}.")
         return range(plan.count_consumed_samples(step - 1), plan.count_consumed_samples(step))
 
     def count_samples(self) -> int:
@@ -95,14 +95,14 @@ class RunLineage:
         """
         if not 0 <= sample_index < self.count_samples():
             raise ValueError(
-                f"--sample {sample_index}: the run reads samples 0 to {self.count_samples() - 1:,} ({self.origin}). Choose one of "
-                "them."
+                f"--sample {sample_index}: the run reads samples 0 to {self.count_samples() - 1:,} ({self.origin}). Choose a "
+                "sample in this range."
             )
         return max(i for i, phase in enumerate(self.phases) if phase.first_sample <= sample_index)
 
     def is_skipped(self, sample_index: int) -> bool:
-        """Return whether the run skipped a sample after a loss spike: it went back to a checkpoint and continued after this
-        data."""
+        """Return whether the run skipped a sample after a loss spike. After the spike, the run has gone back to a checkpoint and
+        continued after the skipped data."""
         return any(phase.first_sample - phase.passed_over <= sample_index < phase.first_sample for phase in self.phases)
 
     def build_source(self, phase_index: int) -> SampleSource:
@@ -178,7 +178,8 @@ def _build_batch_size_plan(training: TrainingConfig, phase: Phase) -> BatchSizeP
 
 
 def _build_first_phase(config: Config, tokenizer: Tokenizer) -> Phase:
-    """Return the data settings of a run that has stored none yet, as a phase that covers all samples of the run."""
+    """Return the data settings of a run that has stored no phase (range of steps with the same data settings) yet, as one phase
+    that covers all samples of the run."""
     training = config.training
     seq_length, order = config.model.seq_length, config.data.data_order
     datasets = open_datasets(

@@ -264,8 +264,8 @@ class Engine:
 
     backend: Literal["processes", "ray"] = "processes"
     num_workers: int | None = None
-    """For backend "processes": number of worker processes; None or 1 uses this process. For "ray": maximum number of concurrent
-    tasks; None is one per CPU."""
+    """Number of worker processes for the backend "processes" (None or 1 uses this process), or maximum number of concurrent
+    tasks for "ray" (None: one task per CPU)."""
     ray_address: str | None = None
 
     def run(self, job: PreprocessJob, shards: Sequence[InputShard], folder: str, on_update: ShardCallback) -> None:

@@ -20,8 +20,7 @@ from megatron_lab.data_tools.preprocess.errors import BadRecordError, DamagedFil
 FileFormat = Literal["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "csv", "text"]
 
 Record = Any
-"""A line (bytes), the values of a table row, or the content of a text file (bytes). An exception for a row that cannot be
-read."""
+"""A line (bytes), the values of a table row, or the content of a text file (bytes). An exception for a row that cannot be read."""
 Records = Generator[Record, None, None]
 """Generator of the records of an input range."""
 
@@ -251,9 +250,7 @@ class ZstdReader(io.RawIOBase):
             compressed = self._compressed or self._file.read(_COMPRESSED_READ_BYTES)
             if not compressed:
                 if self._frame is not None:
-                    raise DamagedFileError(
-                        "the last zstd frame (unit of compressed data) of the input is incomplete: compress the input again"
-                    )
+                    raise DamagedFileError("the last zstd frame (unit of compressed data) is incomplete")
                 return 0
             self._frame = self._frame or self._library.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).decompressobj()
             try:
@@ -344,7 +341,7 @@ def parse_line(line: bytes, keys: Sequence[str], check: ValueCheck = parse_value
         if key not in record:
             raise BadRecordError(
                 f"the line has no key {key!r} (--json-keys, --column); the keys of the line are: "
-                f"{', '.join(map(repr, [*record][:8])) or 'none'}. Choose one of them, or correct the line"
+                f"{', '.join(map(repr, [*record][:8])) or 'none'}. Choose a key of the line, or correct the line"
             )
     return check([record[key] for key in keys], keys)
 
