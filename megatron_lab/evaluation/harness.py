@@ -112,7 +112,8 @@ def build_harness_lm(model: HarnessModel) -> Any:
     base: Any = import_optional("lm_eval.api.model", "--tasks needs lm-evaluation-harness").LM
 
     class HarnessLM(HarnessModel, base):  # type: ignore[misc]
-        """Subclass of the `LM` class of lm-evaluation-harness, with the methods of `HarnessModel`."""
+        """Class that has the methods of `HarnessModel` and is a subclass of the harness's `LM`. It is defined within the function,
+        because its base class `LM` exists only if lm-evaluation-harness is installed."""
 
         def __init__(self) -> None:
             base.__init__(self)

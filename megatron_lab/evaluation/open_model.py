@@ -150,7 +150,7 @@ def open_model(
 
 
 def _select_dtype(args: argparse.Namespace, source: WeightSource, context: ParallelContext) -> torch.dtype:
-    """Return the dtype of --dtype.
+    """Return the dtype in which the model computes: the value of --dtype.
 
     Without this flag, return the dtype of the stored weights, but float32 instead of float16 on a CPU.
     """
