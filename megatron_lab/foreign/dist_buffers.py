@@ -38,7 +38,7 @@ _FIRST_MODULES, _LAST_MODULES = ("embedding.word", "embedding.position"), ("fina
 
 @dataclass(frozen=True)
 class _BucketShard:
-    """Where the shard of a parameter on one tensor-parallel rank is stored: a bucket, and the position in the bucket.
+    """Location of a parameter's shard on one tensor-parallel rank: a bucket, and the position in the bucket.
 
     Args:
         bucket_key: start of the names of the bucket's tensors in the checkpoint. The name of a buffer (`param`, `exp_avg` or
@@ -145,8 +145,8 @@ def find_flat_state(
 
 
 def _matches_weight(state: FlatOptimizerState, record: ParamRecord, weight: torch.Tensor) -> bool:
-    """Return whether a main parameter, read at its assumed position and rounded to the dtype of the weight, equals the weight. If
-    so, the position is right."""
+    """Return whether a main parameter, read at its assumed position in the flat buffers and rounded to the dtype of the weight,
+    equals the weight. If so, the assumed position is right."""
     return torch.equal(state.read(WEIGHT, record, TensorSlice.full(record.shape)).to(weight.dtype), weight)
 
 

@@ -62,11 +62,11 @@ def find_dist_folder(path: Path) -> Path | None:
 
 
 class _ParamLocation(NamedTuple):
-    """Where a parameter is stored: the names of its stored tensors, and its position in them.
+    """Location of a parameter in the checkpoint: the names of its stored tensors, and its position in these tensors.
 
     Args:
-        keys: names of the stored tensors that hold the weight. There are two if the halves of a gated MLP weight are stored
-            separately. The names of the parameter's optimizer state are the same after a prefix.
+        keys: names of the stored tensors that hold the weight. Two names if the halves of a gated MLP weight are stored separately.
+            The names of the parameter's optimizer state are the same after a prefix.
         layer_row: index of the parameter's layer along the leading dimension if the layers are stacked in one tensor; otherwise
             None.
     """
@@ -144,8 +144,8 @@ class DistCheckpoint(MegatronSource):
 
     @functools.cached_property
     def _sharding_type(self) -> str | None:
-        """How Megatron-Core divided the saved optimizer state among tensors, such as `dp_reshardable`; None if the optimizer was
-        not distributed over the data-parallel ranks."""
+        """Name of the format in which Megatron-Core divided the saved optimizer state among tensors, for example `dp_reshardable`;
+        None if the optimizer was not distributed over the data-parallel ranks."""
         optimizer, content = self._common.get("optimizer"), self._common.get("content_metadata")
         sharding_type = optimizer.get("param_state_sharding_type") if isinstance(optimizer, dict) else None
         return sharding_type or (content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None)
@@ -237,7 +237,11 @@ class DistCheckpoint(MegatronSource):
         )
 
     def _check_shape(self, record: ParamRecord, location: _ParamLocation) -> _ParamLocation:
-        """Check the shapes of the stored tensors that hold a parameter, and return its location unchanged.
+        """Check that the stored tensors that hold a parameter have the shapes that the model requires. Return `location` unchanged.
+
+        Args:
+            record: properties of the parameter.
+            location: names of the stored tensors, and the position of the parameter in them.
 
         Raises:
             CheckpointError: a shape does not match the model.

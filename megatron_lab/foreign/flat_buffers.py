@@ -29,7 +29,8 @@ class FlatParam:
     name: str
     shape: tuple[int, ...]
     has_separate_bucket: bool = False
-    """Whether the parameter has its own bucket: true for a word embedding that two stages share."""
+    """Whether Megatron-Core puts the parameter alone into a bucket (part) of the flat buffer: true for a word embedding that
+    two pipeline stages share."""
 
     @property
     def numel(self) -> int:

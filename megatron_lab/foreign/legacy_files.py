@@ -37,7 +37,7 @@ class LegacyChunk:
     """Model chunk (consecutive layers of a pipeline stage), as stored in the files of the stage's tensor-parallel ranks."""
 
     states: list[tuple[TorchFile, dict[str, Any]]]
-    """For each tensor-parallel rank: its file, and the content of the model chunk in the file, by Megatron-LM name."""
+    """File of each tensor-parallel rank, and the content of the model chunk in the file, by Megatron-LM name."""
     layers: range
     """Indices of the chunk's layers in the full model."""
     key: str
@@ -170,7 +170,7 @@ def _check_ranks(folder: Path, ranks_in_folder: list[tuple[int, int]], args: Nam
     if len(ranks_in_folder) > tp_size * pp_size:
         raise CheckpointError(
             f"{folder} holds files of {len(ranks_in_folder)} ranks, which are more than {ranks}. "
-            "It may contain files of two checkpoints: copy only one of them"
+            "It may contain files of two checkpoints: copy the files of a single checkpoint"
         )
 
 

@@ -139,9 +139,10 @@ def _get_param_states(file: TorchFile, params: dict[str, list[FlatParam]], args:
         remaining = [entry for entry in remaining if entry not in members]
         if len(members) != len(group["params"]):
             raise CheckpointError(
-                f"{file.path}: parameter group {group_index} of the optimizer has {len(group['params'])} parameters, but "
-                f"{len(members)} parameters have the weight decay and learning rate of this group, so the checkpoint has other "
-                f"settings or another model. {WEIGHTS_ONLY_HINT}"
+                f"{file.path}: parameter group {group_index} of the optimizer has {len(group['params'])} parameters. "
+                f"According to the arguments of the run (args), {len(members)} parameters of the model belong to this "
+                f"group (equal weight decay and learning rate). The arguments do not describe the model or the settings of this "
+                f"optimizer. {WEIGHTS_ONLY_HINT}"
             )
         for position, ((key, param), param_index) in enumerate(zip(members, group["params"], strict=True)):
             state = inner_optimizer["state"].get(param_index, {})

@@ -68,6 +68,7 @@ def select_family(model: ModelConfig, requested: str | None = None) -> Family:
     nearest = sorted(mismatches, key=lambda name: len(mismatches[name]))
     reasons = "\n  ".join(f"{name}: {'; '.join(mismatches[name])}" for name in nearest)
     raise CheckpointError(
-        "no supported architecture of transformers can express this model. Change one of these settings before training, or use "
-        f"the tools of this framework. Reasons, by architecture:\n  {reasons}"
+        "no supported architecture of transformers can express this model, so it cannot be exported. Train a model without the "
+        "settings below, or use the checkpoint with tools/generate_text.py and tools/evaluate.py. Reasons, by architecture:\n"
+        f"  {reasons}"
     )

@@ -208,7 +208,8 @@ _TRAINING_SETTINGS: Settings = {
 
 
 def compute_signature(model: ModelConfig) -> tuple[Any, ...]:
-    """Return a value that is equal for two models if they compute the same function and have the same weights.
+    """Return a value that is equal for two model configurations if they describe the same function of the same parameters (names
+    and shapes).
 
     The value does not depend on settings that only describe the same model differently.
     """

@@ -60,10 +60,12 @@ class WindowFields:
     """Interval N of layers with full attention in files without `layer_types`: every N-th layer has full attention, all other
     layers have the window. None: the layers from `max_window_layers` on have the window."""
     interval_field: str | None = None
-    """Name of the field with the value N of `interval`; None if there is no such field."""
+    """Name of the config.json field that contains N; None if the architecture has no such field. If config.json lacks the field, N
+    is
+    `interval`."""
     no_rotary_layers: NoRotaryLayers | None = None
-    """For architectures in which, without `layer_types`, exactly the layers without rotary embeddings have the window
-    (SmolLM3): the converter that selects these layers. Otherwise None."""
+    """Converter that selects the layers without rotary embeddings. It is set only for architectures (SmolLM3) in which, by default,
+    these layers have the window and all others have full attention. The default applies to files without `layer_types`."""
 
     def parse(self, fields: Fields) -> Settings:
         num_layers = fields.get_size("num_hidden_layers")

@@ -30,7 +30,7 @@ class WeightLayout:
     row_counts: dict[str, int]
     """Number of rows of each Hugging Face tensor, by tensor name."""
     row_order: torch.Tensor | None = None
-    """For each row of the parameter, its index in the concatenated rows of the Hugging Face tensors: int64 [rows]. None if the
+    """Index of each row of the parameter in the concatenated rows of the Hugging Face tensors: int64 [rows]. None if the
     parameter has its rows in the order of the concatenated tensors.
 
     If the tensors have more rows than the parameter, the additional rows belong to other parameters.

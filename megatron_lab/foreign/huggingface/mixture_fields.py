@@ -118,10 +118,11 @@ class DeepSeekMixtureFields:
     ffn_size: int
     """Hidden size of an expert if config.json has no field `moe_intermediate_size`."""
     scaling_factor: float
-    """Factor of the router weights if config.json has no field `routed_scaling_factor`."""
+    """Factor by which the weights of a token's experts are multiplied, if config.json has no field `routed_scaling_factor`."""
     groups: tuple[int | None, int | None]
-    """Number of groups of experts if config.json has no field `n_group`, and number of groups that a token selects if it has no
-    field `topk_group`. None: the field is required."""
+    """Defaults of two config.json fields: number of groups of experts (`n_group`), and number of groups from which a token may
+    select
+    experts (`topk_group`). None: the field is required."""
 
     def parse(self, fields: Fields) -> Settings:
         num_layers, num_dense_layers = (

@@ -37,7 +37,7 @@ class FileTensor(TensorInfo):
     """Shape and dtype of a tensor in a weight file, and a function that reads it."""
 
     read: Callable[[], torch.Tensor]
-    """Function that returns the tensor. The memory of the tensor is mapped from the file."""
+    """Function that returns the tensor's content. The memory of the returned tensor is mapped from the file."""
 
 
 def open_tensors(folder: Path) -> dict[str, FileTensor]:
