@@ -158,7 +158,7 @@ class _RandomSamples:
         return []
 
     def describe(self, num_samples: int) -> list[str]:
-        """Return no lines for the start-up log."""
+        """Return an empty list: the start-up log gets no lines that describe random samples."""
         return []
 
 

@@ -60,7 +60,7 @@ def weight_gradients(context: CheckContext) -> Outcome:
     if not has_float32_output(device, x.dtype) or extra_bytes >= into.nbytes // 4:
         raise CheckFailed(
             f"{figure}: this version of torch cannot write a bfloat16 product to a float32 tensor without a temporary tensor. Use "
-            "another version of torch"
+            "torch 2.10 or a later version, built for CUDA"
         )
     return Outcome(figure)
 
@@ -121,7 +121,8 @@ def _format_error(error: BaseException) -> str:
 
 
 def _nan_last(value: float) -> float:
-    """Return a sort key that orders NaN after every number, so that a maximum of errors is NaN if one of the errors is."""
+    """Return a sort key for errors of kernels that orders NaN after every number, so that a maximum of errors is NaN if one of the
+    errors is."""
     return float("inf") if value != value else value
 
 

@@ -134,7 +134,7 @@ def run_and_read_losses(context: CheckContext, name: str, ranks: int = 1, **flag
     Args:
         name: name of the run's metrics file.
         ranks: number of ranks.
-        flags: flags that differ from those of `TINY`, by field name.
+        flags: flags of the run, by field name. They replace those of `TINY`, the settings of the small model.
     """
     TrainingRun(context, ranks, **{"metrics_file": context.folder / name, **flags}).wait()
     return [record["lm_loss"] for record in read_metrics(context, name) if "lm_loss" in record]

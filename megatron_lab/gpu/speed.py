@@ -54,7 +54,7 @@ class Row:
 
     model: str
     mode: str
-    """How the model is run: "eager", "compiled", "fp8 rowwise" or "fp8 tensorwise"."""
+    """Mode in which the model runs:  "eager", "compiled", "fp8 rowwise" or "fp8 tensorwise"."""
     loop: str
     """Training loop: "ours" for the framework, or "plain" for the same model written by hand in plain torch."""
     layers: int
@@ -128,8 +128,8 @@ def predict_bytes(job: Job) -> int:
 
 @functools.cache
 def _count_fitting_layers(shape: Shape, max_layers: int) -> int:
-    """Return the number of layers whose predicted memory fits into `_MAX_MEMORY_SHARE` of the device memory, at most
-    `max_layers`."""
+    """Return the number of layers with which the predicted memory of the model fits into `_MAX_MEMORY_SHARE` of the device memory,
+    at most `max_layers`."""
     one_layer_bytes, two_layer_bytes = (predict_bytes(_build_job(replace(shape, layers=layers), "cuda")) for layers in (1, 2))
     total_bytes = torch.cuda.get_device_properties(0).total_memory
     return max(
@@ -152,6 +152,8 @@ def build_framework_step(job: Job, device: torch.device) -> Iterator[Step]:
 def measure_framework(model: str, mode: str, device: torch.device) -> Iterator[Row]:
     """Time the framework's training step. Yield the measured row, and then the row again with the names of the attention kernels
     added.
+
+    The caller can report the first row even if the profiler, which reads the kernel names, ends the process.
 
     Args:
         model: name of the model.
@@ -177,6 +179,8 @@ def _get_compile_backend(device: torch.device) -> str:
 def measure_plain(model: str, mode: str, device: torch.device) -> Iterator[Row]:
     """Time the step of the plain loop (the same model in plain torch). Yield the measured row, and then the row again with the
     names of the attention kernels added.
+
+    The caller can report the first row even if the profiler, which reads the kernel names, ends the process.
 
     Args:
         model: name of the model.

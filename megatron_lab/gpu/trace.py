@@ -134,7 +134,8 @@ def read_trace(events: Sequence[Mapping[str, Any]], *, on_device: bool) -> StepP
 
 
 def _find_leaf_operations(operations: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the CPU operations that call no other operation, thread by thread."""
+    """Return the CPU operations that call no other operation, thread by thread. On a CPU they take the place of kernels in the
+    profile."""
     leaves = []
     by_thread: dict[Any, list[Mapping[str, Any]]] = {}
     for event in operations:
@@ -216,7 +217,7 @@ def _count_attention_flops(name: str, sizes: Sequence[tuple[int, ...]]) -> float
 
 def find_attention_kernels(names: Iterable[str]) -> str:
     """Return the attention kernels that occur in the names of a step's kernels and operations, as text such as "flash and
-    efficient". The text is "products of matrices" if there are none."""
+    efficient". The text is "products of matrices" if no attention kernel occurs."""
     names = list(names)
     kernels = [kernel for kernel, pattern in ATTENTION_KERNELS if any(pattern.search(name) for name in names)]
     return " and ".join(kernels) or "products of matrices"
