@@ -38,7 +38,7 @@ class MeasuredStep:
 
     times: tuple[float, ...]
     allocated: tuple[int, ...]
-    """Bytes in use from each of the times in `times` until the next one."""
+    """Bytes in use from each of the times in `times` until the next of them."""
     spans: tuple[OpSpan, ...]
     last_layer_grad_ms: float | None
     """Milliseconds from the start of the first operation until backward reaches the last layer of the model for the first time;
@@ -49,7 +49,7 @@ class MeasuredStep:
 
     @property
     def peak_bytes(self) -> int:
-        """Maximum number of bytes in use at any time."""
+        """Largest number of bytes in use at any time of the step."""
         return max(self.allocated, default=0)
 
     def compute_max_allocated(self, start: float, end: float) -> int:
@@ -152,20 +152,20 @@ class _ProfileRecorder:
         self._executor.recorder = self
 
     def remove(self) -> None:
-        """Stop observing: remove this observer from the executor, and its hooks from the last layer."""
+        """Stop marking operations: remove this observer from the executor, and its hooks from the last layer."""
         self._executor.recorder = None
         for hook in self._hooks:
             hook.remove()
 
     def start(self, op: Op) -> None:
-        """Begin the operation's range in the profile. The executor calls this method when an operation starts."""
+        """Begin a range of the profile that marks the time of `op`. The executor calls this method when an operation starts."""
         name = f"{op.type.value} of microbatch {op.microbatch} in chunk {op.chunk}"
         self.ops[name] = op
         self._current_range = torch.profiler.record_function(name)
         self._current_range.__enter__()
 
     def end(self, op: Op) -> None:
-        """End the operation's range in the profile. The executor calls this method when an operation ends."""
+        """End the range of the profile that marks the time of `op`. The executor calls this method when an operation ends."""
         self._current_range.__exit__(None, None, None)
 
     def _register_grad_hook(self, layer: nn.Module, args: object, out: torch.Tensor) -> None:
