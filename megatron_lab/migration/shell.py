@@ -66,7 +66,7 @@ class Script:
     defaults: dict[str, str] = field(default_factory=dict)
     """Default value, by variable name, of each variable for which an expansion such as ``${NAME:-8}`` used its default."""
     unresolved: dict[str, str] = field(default_factory=dict)
-    """For each variable whose value does not follow from the script, where its value comes from. The texts are for messages."""
+    """Origin of the value of each variable whose value does not follow from the script, as a text for messages."""
 
     def __post_init__(self) -> None:
         self._values: dict[str, list[str]] = {name: [value] for name, value in self.overrides.items()}

@@ -123,10 +123,10 @@ class ShellLexer:
         return Token("word", word.lineno, word)
 
     def _build_end_token(self, text: str) -> Token:
-        """Build the token that ends a command. It gets the output files that were read since the previous command.
+        """Build the token that ends a command. The token stores the files to which the command redirects its output.
 
         Args:
-            text: operator that ends the command.
+            text: operator that ends the command, such as ``;``.
         """
         output_files, self._output_files = self._output_files, []
         return Token("end", self._lineno, text=text, output_files=output_files)
@@ -206,10 +206,11 @@ class ShellLexer:
         return Word(fragments, lineno)
 
     def _read_quoted(self, quote: str) -> str:
-        """Read the text between two quotes.
+        """Read the text between two quotes. In single quotes, all characters stay as they are.
 
-        In double quotes, a backslash is removed before ``"`` and before a backslash. Before all other characters it stays; when the
-        text is expanded, it is removed before ``$`` and a backtick.
+        In double quotes, a backslash is removed if ``"`` or another backslash follows; a backslash and a line end after it are both
+        removed. If ``$`` or a backtick follows, the backslash stays here and is removed when the text is expanded. Before any other
+        character, the backslash stays.
 
         Args:
             quote: the quote character.
@@ -283,7 +284,7 @@ class ShellLexer:
         """Read the here-documents that follow a line of the script.
 
         Args:
-            end_token: token that ends the line. It gets the last here-document.
+            end_token: token that ends the line. The text of the last here-document is stored in this token.
         """
         for delimiter, can_expand, _ in self._here_documents:
             body = []
