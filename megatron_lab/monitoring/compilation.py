@@ -22,7 +22,7 @@ def get_cache_folder() -> str:
 class CompilationCallback(Callback):
     """Callback that logs how long torch.compile took, after each step in which it has compiled graphs.
 
-    The time of such a step includes the compilation.
+    The time of these steps includes the compilation.
     """
 
     def __init__(self, speed: SpeedConfig, reporter: Reporter) -> None:

@@ -75,10 +75,10 @@ class Goodput:
         return f"goodput {self.share:.1%} of {total / 3600:.3g} hours since the first start; {', '.join(shares)}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the account for a checkpoint.
+        """Return the recorded times, for storage in a checkpoint.
 
         Returns:
-            `seconds`: the seconds of each use of time; `at`: time of the last call of `record`, by the account's clock.
+            `seconds`: the seconds of each use of time; `at`: time of the last call of `record`, by the clock of this object.
         """
         return {"at": self._last_time, "seconds": dict(self.seconds)}
 
@@ -123,13 +123,13 @@ class GoodputCallback(Callback):
         self._end_phase()
 
     def on_phase(self, name: str, iteration: int | None = None) -> None:
-        """Assign the time of the phase that has just ended, if it was an evaluation or a save. Remember the phase that begins."""
+        """If an evaluation or a save has just ended, assign its time to evaluations or saves. Remember the phase that begins."""
         self._end_phase()
         self._current_use = _PHASE_USES.get(name, "steps")
 
     def on_result(self, progress: Progress, result: StepResult | None, samples: int) -> None:
-        """Assign the time since the last assignment to steps: to those that count or, if the step made no update, to those that do
-        not."""
+        """Assign the time since the last assignment to steps that count or, if the step made no update, to steps that do not
+        count."""
         self._account.record("steps that do not count" if result is None or result.skipped else "steps")
 
     def log_values(self, result: StepResult | None) -> Mapping[str, float]:

@@ -64,18 +64,18 @@ class LossPicture:
         self._thread = threading.Thread(target=self._run, name="loss picture", daemon=True)
 
     def start(self) -> None:
-        """Start the thread that runs the drawing processes."""
+        """Start the thread that runs the processes which draw the loss curve and create the report."""
         self._thread.start()
 
     def close(self) -> None:
-        """Draw the last picture and create the report. Wait for both processes, but at most 60 s."""
+        """Draw the loss curve for the last time and create the report of the run. Wait for both processes, but at most 60 s."""
         self._ending.set()
         if self._thread.ident is not None:
             self._thread.join(_CLOSE_TIMEOUT_S)
 
     def close_without_waiting(self) -> None:
-        """Start the processes that draw the last picture and create the report, without waiting for them. Called after a failed
-        run."""
+        """Start the processes that draw the loss curve for the last time and create the report of the run, without waiting for
+        them. Called after a failed run."""
         for command in self._commands.values():
             with suppress(OSError):
                 self._start_process(command, subprocess.DEVNULL)
@@ -104,7 +104,8 @@ class LossPicture:
 
     @staticmethod
     def _wait_for_process(process: subprocess.Popen[bytes] | None) -> str | None:
-        """Wait for the process. If it failed or took too long, return the reason, else None."""
+        """Wait for a process that draws the loss curve or creates the report. If it failed or took too long, return the reason,
+        else None."""
         if process is None:
             return None
         try:
@@ -141,7 +142,8 @@ class PictureFeature(Feature):
     """Feature that draws a picture of the loss during the run, and creates a report at its end."""
 
     def around_run(self, run: RunComponents) -> AbstractContextManager[object]:
-        """On the first rank, start the thread that creates the picture and the report."""
+        """On the first rank, start the thread that draws the loss curve at intervals, and creates the report at the end of the
+        run."""
         logging, folder = run.config.logging, get_run_folder(run.config.checkpoint, run.config.logging)
         if run.context.rank != 0 or folder is None:
             return nullcontext()

@@ -41,8 +41,7 @@ class MeasuredMemory:
     state: StateMemory
     """Memory of the model's state (parameters, gradients, optimizer states) by purpose, including padding."""
     peak: int
-    """Peak memory. On CUDA: device memory allocated by torch's allocator. On the CPU: memory of the process minus
-    `baseline`."""
+    """Peak memory. On CUDA: device memory allocated by torch's allocator. On the CPU: memory of the process minus `baseline`."""
     reserved: int
     """Peak of the device memory that torch's CUDA allocator reserved; 0 on the CPU."""
     device_used: int
@@ -250,7 +249,7 @@ class MemoryFeature(Feature):
         self._plan_process.send_config(self.config)
 
     def get_startup_lines(self, run: RunComponents) -> list[str]:
-        """Receive the plan. Return log lines about the rank with the largest predicted memory."""
+        """Receive the memory plan from the child process. Return log lines about the rank with the largest predicted memory."""
         return self.account.set_plan(self._plan_process.receive_plan(run.context), run.context)
 
     def build_callbacks(self, run: RunComponents) -> list[Callback]:

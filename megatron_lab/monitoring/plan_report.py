@@ -86,11 +86,10 @@ class MeasuredSteps:
     steps: Sequence[float]
     """Seconds of each step on its slowest rank."""
     parts: Mapping[str, float]
-    """Seconds of "operations", "waiting between operations" and "end of the step", on the rank whose operations take
-    longest."""
+    """Seconds of "operations", "waiting between operations" and "end of the step", on the rank whose operations take longest."""
     device_bytes: int
-    """Memory in bytes of the rank that uses most. On CUDA: memory in use on its device. On the CPU: memory of the process
-    without that of Python and its libraries."""
+    """Memory in bytes of the rank that uses most. On CUDA: memory in use on its device. On the CPU: memory of the process without
+    that of Python and its libraries."""
 
     @property
     def seconds(self) -> float:
@@ -239,8 +238,8 @@ class PlanReport(Callback):
 
 
 def _measure_ops(recorder: SpanRecorder) -> tuple[float, float]:
-    """Return two times of a recorded step in seconds: the total of all its operations, and from its start to the end of its last
-    operation."""
+    """Return two times of a recorded step in seconds: the total time of all its operations, and the time from the start of the step
+    to the end of its last operation."""
     op_spans = recorder.get_op_spans()
     return sum(span.end - span.start for span in op_spans), max(span.end for span in op_spans) - recorder.start_time
 
@@ -295,7 +294,7 @@ class PlanFeature(Feature):
         self._plan.start(self.config)
 
     def get_startup_lines(self, run: RunComponents) -> list[str]:
-        """Receive the prediction. Return a log line with the predicted step time."""
+        """Receive the prediction from the child process. Return a log line with the predicted step time."""
         return self._plan.receive(run.context)
 
     def build_callbacks(self, run: RunComponents) -> list[Callback]:

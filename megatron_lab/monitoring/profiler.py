@@ -40,8 +40,8 @@ _MEMORY_EVENTS = 1_000_000
 
 
 DrawFunction = Callable[[Sequence[tuple[str, Timeline]], Path], tuple[list[str], list[Path]]]
-"""Function that draws timelines with their titles into files. It appends suffixes to the given path. Returns lines of a table,
-and the paths of the files."""
+"""Function that draws timelines with their titles into files. It appends suffixes to the given path. Returns lines of a table, and
+the paths of the files."""
 
 
 class StepProfiler:
@@ -53,9 +53,9 @@ class StepProfiler:
                 ...
 
     It writes a Chrome trace such as `trace_rank0_step10-12.json` (for chrome://tracing, ui.perfetto.dev) into --profile-dir. On
-    CUDA it also writes a memory snapshot `memory_rank0_step10-12.pickle` (for pytorch.org/memory_viz), on other devices a table
-    of the operations that allocate most, `memory_rank0_step10-12.txt`. It does nothing if profiling is disabled, or on a rank
-    that is not profiled.
+    CUDA it also writes a memory snapshot `memory_rank0_step10-12.pickle` (for pytorch.org/memory_viz), on other devices a table of
+    the operations that allocate most, `memory_rank0_step10-12.txt`. It does nothing if profiling is disabled, or on a rank that is
+    not profiled.
 
     Args:
         config: enables the profiler, and selects its steps, ranks and folder.
@@ -128,7 +128,8 @@ class _StageProfile(NamedTuple):
 
     host: str
     start_time: float
-    """Time at which the stage's rank left the barrier before the step."""
+    """Time at which the stage's rank left the barrier before the step. The earliest of these times on a host is the zero of the
+    host's times in the timeline."""
     op_spans: list[OpSpan]
     deferred_bytes: int
     layers: dict[int, float]

@@ -57,7 +57,8 @@ class PlanProcess(Generic[T]):
     def send_config(self, config: Config) -> None:
         """Send the settings to the child process, which then starts to plan.
 
-        On a machine with GPUs this call uses CUDA, so all other forks must be started earlier.
+        On a machine with GPUs this call initializes CUDA, which a process forked later could not use. So all other forks must be
+        started earlier.
         """
         if self._child is None:
             return

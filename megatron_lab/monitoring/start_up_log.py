@@ -56,7 +56,8 @@ def describe_context_parallelism(config: Config, topology: Topology) -> Iterator
 
 
 def _format_trained_params(model: Model) -> str:
-    """Format the number of trained parameters for a log line; "" if all parameters are trained."""
+    """Format the number of trained parameters for a log line, if some parameters of the model are not trained; "" if all are
+    trained."""
     weights = list(iter_weights(model.config, model.vocab_size))
     trained = sum(weight.numel for weight in weights if not weight.frozen)
     return f", of which {trained:,} are trained," if any(weight.frozen for weight in weights) else ""
@@ -135,8 +136,8 @@ def _describe_compiler_differences(context: ParallelContext) -> list[str]:
 
 
 def _describe_pipeline(schedule: Schedule, model: Model, tokens: int, tensor_size: int) -> Iterator[str]:
-    """Yield log lines about the pipeline schedule: its idle time, its activation memory and, if it defers weight gradients, their
-    memory.
+    """Yield log lines about the pipeline schedule: the schedule's idle time, its activation memory and the memory of deferred
+    weight gradients.
 
     Args:
         tokens: tokens of a microbatch on this rank.
