@@ -302,8 +302,8 @@ def _read_token(storage: Storage) -> Any:
 
 
 def _rename_files(manifest: Manifest, draft: Draft) -> Manifest:
-    """Return a copy of a manifest with other file names: those that the files have in an unfinished checkpoint (`draft`) of the
-    save folder."""
+    """Return a copy of a manifest in which each file has the name that it has in an unfinished checkpoint (`draft`) of the save
+    folder."""
     tensors = {
         name: dataclasses.replace(
             tensor,

@@ -260,11 +260,11 @@ class ReplicatedFileWriter(FileWriter):
         self._local_writer.sync()
 
     def finish(self) -> None:
-        """Complete the copies on the other nodes."""
+        """Complete the copies of the file on the other nodes."""
         self._call_for_each_link(NodeLink.finish_file)
 
     def abort(self) -> None:
-        """Cancel the copies on the other nodes, and remove the incomplete files there."""
+        """Cancel the copies of the file on the other nodes, and remove the incomplete files there."""
         self._call_for_each_link(NodeLink.abort_file)
 
     def _call_for_each_link(self, action: Callable[[NodeLink], None]) -> None:

@@ -209,7 +209,7 @@ class NodeStorage(Storage):
         return results
 
     def _iter_remote_sizes(self, name: str) -> Iterator[tuple[NodeLink, int]]:
-        """For each other node that has the file `name`, yield the link to the node and the size of the file in bytes."""
+        """Yield the link to each other node that has the file `name`, with the size of the file in bytes."""
         for link in self._links:
             with contextlib.suppress(NodeUnreachableError):
                 if (size := link.call("get_file_size", self._get_path(name))) is not None:
