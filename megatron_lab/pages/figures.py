@@ -22,9 +22,9 @@ class Bar:
 
     label: str
     segments: Mapping[str, float]
-    """Length of each segment by the name of the segment."""
+    """Value that each segment shows as its length, by the name of the segment."""
     value_text: str | None = None
-    """Text after the bar's label; None for the sum of the segment lengths."""
+    """Text after the bar's label; None for the sum of the segment values."""
 
 
 def build_stacked_bars(
