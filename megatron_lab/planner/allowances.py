@@ -24,7 +24,7 @@ class Allowance:
     source: str
     """Basis of the estimate: the measurement or the source file from which it follows."""
     communicators: int = 0
-    """Number of NCCL communicators that use the memory; 0 if it is not NCCL's."""
+    """Number of NCCL communicators that share this memory; 0 if the memory does not belong to NCCL."""
 
     def __str__(self) -> str:
         """Return the purpose and the size, such as "NCCL buffers of 5 communicators 1.21 GB"."""

@@ -74,22 +74,23 @@ class ChunkTrace:
     """Memory and communication of each type of operation in the schedule. Messages from and to other chunks are not
     included."""
     attention_kernel: str
-    """Description of the kernel that computes attention; empty if the chunk has no layers."""
+    """Description of the kernel that computes attention in the chunk, for the plan's notes; empty if the chunk has no layers."""
     document_tensors: frozenset[DocumentTensor]
-    """Names of the tensors about document boundaries that attention saves for the backward."""
+    """Names of the tensors about document boundaries that attention saves for the backward. They count as inputs of the step."""
     leaving_bytes: int = 0
-    """Device bytes of the last offloaded layer, which is still being copied to the host when the forward ends. They are free
-    when the next operation ends."""
+    """Device bytes of the last offloaded layer. When the forward ends, this layer is still being copied to the host; its bytes are
+    free when the next operation ends."""
     fetched_bytes: dict[OpType, int] = field(default_factory=dict)
     """Bytes of offloaded activations that are copied back to the device before an operation starts, by type of the operation
     that needs them. The copy runs during the previous operation."""
     offloaded_sizes: tuple[tuple[int, ...], ...] = ()
-    """For each offloaded layer, in the order of the forward: bytes of each tensor storage that is moved to the host."""
+    """Bytes of each tensor storage that is moved to the host, by offloaded layer in the order of the forward."""
     is_last_recomputed_ahead: bool = False
     """Whether the last offloaded layer of the chunk is recomputed in a separate operation, ahead of the backward."""
     immediate_trace: ChunkTrace | None = None
-    """Trace for microbatches whose backward directly follows their forward, so that the last offloaded layer stays on the
-    device. None if nothing is offloaded."""
+    """Trace of this chunk for microbatches whose backward directly follows their forward. For these, the last offloaded layer
+    stays on
+    the device. None if nothing is offloaded."""
 
 
 def _list_first_deferred_weights(model: ModelConfig) -> list[str]:
@@ -110,14 +111,14 @@ class _CountingHostPool(HostBufferPool):
         return HostBuffer(source.new_empty(0))
 
     def record_copies_to_host(self) -> None:
-        """Do nothing: no copy is in flight."""
+        """Do nothing. In a run, this method returns an event that completes with the copies to the host; here no data is copied."""
 
     def start_copy_to_device(self, buffers: Sequence[HostBuffer], sizes: Sequence[int]) -> tuple[list[torch.Tensor], None]:
         """Return new device tensors of the given sizes in bytes. The second value is None, because there is no copy to wait for."""
         return [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes], None
 
     def wait(self, event: object) -> None:
-        """Do nothing: no copy is in flight."""
+        """Do nothing. In a run, this method waits for a copy to the device; here no data is copied."""
 
 
 TraceCache = dict[object, ChunkTrace]
@@ -439,7 +440,7 @@ class ChunkRun:
 
     @property
     def document_tensors(self) -> frozenset[DocumentTensor]:
-        """Names of the tensors about document boundaries that attention has used so far."""
+        """Names of the tensors about document boundaries that attention has used in the operations run so far."""
         documents = self._inputs.documents
         return frozenset(documents.used_tensors) if isinstance(documents, PlannedDocuments) else frozenset()
 

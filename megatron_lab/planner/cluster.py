@@ -32,21 +32,23 @@ class Efficiency:
     """Fractions of the manufacturer's rates that long-running work achieves; 1 is the full rate."""
 
     products: Mapping[str, float]
-    """Large matrix products, by dtype ("bfloat16", "float8"): fraction of the peak FLOP/s of that dtype."""
+    """Fraction of the peak FLOP/s that large matrix products reach, by their dtype ("bfloat16", "float8"). The peak is that of the
+    dtype."""
     attention: float
-    """Forward of attention kernels: fraction of the peak FLOP/s in the model's dtype."""
+    """Fraction of the peak FLOP/s, in the model's dtype, that the forward of attention kernels reaches."""
     attention_backward: float
-    """Backward of attention kernels: fraction of the peak FLOP/s. The FLOPs that recompute the attention scores are not
-    counted."""
+    """Fraction of the peak FLOP/s that the backward of attention kernels reaches. The FLOPs that recompute the attention scores are
+    not counted."""
     memory: float
-    """Memory-bound kernels: fraction of the memory bandwidth."""
+    """Fraction of the memory bandwidth that memory-bound kernels reach."""
     state: float = 0.0
-    """Optimizer step: fraction of the memory bandwidth; 0 means the same fraction as `memory`. The fractions differ on CPUs,
-    whose caches hold a layer's tensors but not the optimizer state."""
+    """Fraction of the memory bandwidth that the optimizer step reaches; 0 means the same fraction as `memory`. The fractions
+    differ on
+    CPUs, whose caches hold a layer's tensors but not the optimizer state."""
     node: float = 0.8
-    """Collectives inside a node: fraction of the bandwidth between its devices."""
+    """Fraction of the bandwidth between the devices of a node that collectives inside the node reach."""
     network: float = 0.8
-    """Collectives between nodes: fraction of the bandwidth of the network."""
+    """Fraction of the network's bandwidth that collectives between nodes reach."""
 
 
 @dataclass(frozen=True)
@@ -82,27 +84,30 @@ class Cluster:
     host_gb_s: float = 25.0
     """Bandwidth in GB/s between a device and host memory."""
     fresh_gb_s: float = 0.0
-    """Rate in GB/s at which an operation allocates memory that was not in use before. This fitted term models forwards on CPUs.
-    0: allocation takes no time."""
+    """Rate in GB/s at which an operation allocates memory that was not in use before. The time of the allocation is added to that
+    of
+    the operation; the rate is fitted to measured forwards on CPUs. 0: allocation takes no time."""
     kernel_us: float = 3.0
     """Time in microseconds from the end of one kernel to the start of the next. It is added to the time of each kernel."""
     host_us: float = 9.0
     """Time in microseconds in which the host launches a kernel, including the Python code. A device that finishes the previous
     kernel earlier waits."""
     product_us: float = 5.0
-    """Time in microseconds until a matrix product occupies the full device."""
+    """Time in microseconds until a matrix product occupies the full device. It is added to the time of each product."""
     hidden: float = 0.85
-    """Share of the computation behind which communication can be hidden, if the two overlap. For messages between pipeline
-    stages: share of their time that is hidden."""
+    """Fraction of the computation's time during which overlapped communication costs no extra time. For messages between pipeline
+    stages: fraction of the messages' own time that costs no extra time."""
     step_ms: float = 5.0
     """Time per step, in milliseconds, in addition to its operations: waiting for the slowest rank, and reductions of scalars
     over all ranks."""
     spread: float = 0.1
-    """Standard deviation of log(measured time / predicted time) over the runs to which the constants of this cluster were
-    fitted."""
+    """Standard deviation of log(measured time / predicted time) over the runs to which the constants of this cluster were fitted.
+    The
+    range of a predicted step time follows from it."""
     calibrated: Mapping[str, float] = field(default_factory=dict)
     """Largest number of ranks, and of tensor, pipeline, context and expert ranks, in the runs to which the fractions in
-    `Efficiency` were fitted. Empty if not known."""
+    `Efficiency`
+    were fitted. A plan lists the sizes of a layout that exceed these. Empty if not known."""
     shared_by: int = 0
     """Number of devices of a node that can compute at the same time, if the node has more ranks than that and they share the
     devices. 0: each rank has its own device. (The CPUs of a machine count as one device per core.)"""

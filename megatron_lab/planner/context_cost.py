@@ -34,7 +34,7 @@ class ContextAttention:
     follow from them."""
 
     cp_size: int
-    """Number of context ranks."""
+    """Number of context ranks that share a sequence."""
     num_tokens: int
     """Number of tokens of a microbatch on this rank."""
     query_channels: int

@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 class _ViewOfFirstArgument(NamedTuple):
-    """Cache entry of an operation whose output is a view of its first argument."""
+    """Cached description of an operation's output that is a view of the operation's first argument."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -28,14 +28,14 @@ class _ViewOfFirstArgument(NamedTuple):
 
 
 class _MutatedArgument(NamedTuple):
-    """Cache entry of an operation that writes into one of its arguments and returns this argument."""
+    """Cached description of an operation's output that is one of its arguments, into which the operation writes."""
 
     name: str | None
-    """Name of the keyword argument that is returned; None for the first positional argument."""
+    """Name of the keyword argument that the operation returns; None if it returns its first positional argument."""
 
 
 class _NewTensors(NamedTuple):
-    """Cache entry of an operation that returns one or several tensors with new storages."""
+    """Cached description of an operation's output that is one or several tensors with new storages."""
 
     is_tuple: bool
     tensors: tuple[NewTensor, ...]
@@ -73,7 +73,9 @@ class CpuKernels(FakeTensorMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, or create its output from the cache."""
+        """Return the output of an operation as fake tensors: created from the cache if possible, otherwise by running the
+        operation in
+        `FakeTensorMode`."""
         kwargs = kwargs or {}
         key = build_op_key(func, args, kwargs, _has_no_values) if func.namespace == "aten" else None
         if key is not None and func is aten.as_strided.default:
@@ -101,14 +103,16 @@ class CpuKernels(FakeTensorMode):
 
 
 def _has_no_values(tensor: Tensor) -> bool:
-    """Return whether a tensor has a shape but no values, so that the output of an operation on it depends only on its shape,
-    strides and dtype."""
+    """Return whether a tensor is a fake CPU tensor without known values. The output of an operation on it depends only on its
+    shape,
+    strides and dtype, so it can be cached."""
     return type(tensor) is FakeTensor and tensor.constant is None and tensor.fake_device.type == "cpu"
 
 
 def _describe_view(func: Any, args: Any, kwargs: Any) -> _ViewOfFirstArgument:
-    """Return shape, strides and offset of the view that an operation returns. They are cached; the meta device computes them far
-    faster than `FakeTensorMode`."""
+    """Return shape, strides and offset of the view that an operation returns, as a cache entry. The meta device computes them,
+    because
+    it is far faster than `FakeTensorMode`."""
     base = args[0]
     view = func(torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta"), *args[1:], **kwargs)
     return _ViewOfFirstArgument(view.shape, view.stride(), view.storage_offset())

@@ -31,7 +31,7 @@ class Gemm(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """FLOPs: two for each multiply-add."""
+        """FLOPs of the matrix product: two for each multiply-add."""
         return 2 * self.batch * self.m * self.n * self.k
 
 
@@ -43,7 +43,7 @@ class AttentionWork(NamedTuple):
     """Number of query-key pairs, over all heads and sequences. Causal attention over s tokens counts s * s / 2 pairs per
     head."""
     num_channels: int
-    """Size of a query head + size of a value head."""
+    """Sum of the sizes of a query head and a value head. In the forward, each query-key pair takes one multiply-add per channel."""
     seq_length: int
     """Number of query tokens of a sequence."""
     backward: bool
@@ -76,7 +76,7 @@ class DeviceWork:
         return sum(count * operation.flops for counter in (self.gemms, self.attention) for operation, count in counter.items())
 
     def repeat(self, times: int) -> DeviceWork:
-        """Return the work of running these operations `times` times."""
+        """Return the work of running the operations of this object `times` times."""
         gemms = Counter({gemm: times * n for gemm, n in self.gemms.items()})
         attention = Counter({call: times * n for call, n in self.attention.items()})
         return DeviceWork(gemms, attention, times * self.memory_bytes, times * self.num_kernels)
@@ -101,7 +101,7 @@ class WorkCounter:
         self.reset(DeviceWork())
 
     def reset(self, work: DeviceWork) -> None:
-        """Set the counted work to `work`; later operations are added to it."""
+        """Replace the work counted so far by `work`. Operations recorded later are added to it."""
         self._gemms, self._attention, self._memory_bytes, self._num_kernels = (
             work.gemms,
             work.attention,

@@ -123,8 +123,9 @@ def _build_schedule(
 
 
 def _choose_overlap(device_type: str, tensor_size: int, gpus_per_node: int) -> Overlap:
-    """Return how --tp-comm-overlap overlaps tensor-parallel communication with matrix products. It is assumed that the GPUs of a
-    node can access each other's memory."""
+    """Return the method by which --tp-comm-overlap overlaps tensor-parallel communication with matrix products. The GPUs of a node
+    are
+    assumed to be able to access each other's memory."""
     if device_type != "cuda":
         return RingOverlap(f"the device is {device_type}")
     return RingOverlap("tensor groups cross nodes") if gpus_per_node % tensor_size else SymmetricMemoryOverlap()
@@ -136,7 +137,7 @@ class StageStep(NamedTuple):
     timeline: Timeline
     """Simulated start and end of the operations of all stages. The unit of time is FLOPs per token; messages take no time."""
     op_memory: list[OpMemory]
-    """Activation memory during each operation of the stage, excluding the model's state and the step's inputs."""
+    """Activation memory during and after each operation of the stage. The model's state and the step's inputs are not included."""
 
 
 class Planner:

@@ -33,15 +33,17 @@ class Stack:
     flash: bool = True
     """Whether attention is a single kernel that does not save attention probabilities (flash attention)."""
     attention: float = 1.0
-    """Speed of attention kernels as a multiple of that in the cluster file."""
+    """Speed of attention kernels as a multiple of the speed that the cluster file gives."""
     products: float = 1.0
-    """Speed of matrix products as a multiple of that in the cluster file."""
+    """Speed of matrix products as a multiple of the speed that the cluster file gives."""
     elementwise: float = 1.0
-    """Bytes that all other kernels read and write, as a multiple of those of this framework; fused kernels move fewer bytes."""
+    """Bytes that all kernels except matrix products and attention read and write, as a multiple of this framework's bytes. Fused
+    kernels read and write fewer bytes."""
     launches: float = 1.0
-    """Number of kernel launches as a multiple of that of this framework; 0 with CUDA graphs."""
+    """Number of kernel launches as a multiple of this framework's number; 0 with CUDA graphs."""
     hidden: float = 1.0
-    """Factor for `Cluster.hidden`, the share of the computation behind which communication can be hidden."""
+    """Factor by which `Cluster.hidden` is multiplied: the fraction of the computation's time during which overlapped communication
+    costs no extra time."""
 
 
 DEFAULT_STACK = Stack()
@@ -55,7 +57,7 @@ class DeviceTime(NamedTuple):
     products: float = 0.0
     attention: float = 0.0
     elementwise: float = 0.0
-    """Time of memory-bound kernels, and of the gaps between all kernels."""
+    """Time of memory-bound kernels, and of the gaps between kernels of all kinds."""
     launching: float = 0.0
     """Time in which the device is idle because the host has not launched the next kernel yet."""
 
@@ -100,7 +102,7 @@ class Durations:
         )
 
     def predict_gemm_time(self, gemm: Gemm) -> float:
-        """Predict the seconds of a matrix product."""
+        """Predict the seconds of one matrix product: its FLOPs, its memory traffic and a constant start-up time."""
         return (
             gemm.flops / self._predict_gemm_flops_per_s(gemm.dtype)
             + count_gemm_bytes(gemm) / self._memory_bytes_per_s
@@ -108,8 +110,8 @@ class Durations:
         )
 
     def predict_attention_time(self, work: AttentionWork) -> float:
-        """Predict the seconds of attention: of one fused kernel, or of separate kernels if the software stack has no fused
-        kernel."""
+        """Predict the seconds of one attention call. It is one fused kernel, or several kernels if the software stack has no fused
+        attention kernel."""
         efficiency, peak_flops = self.cluster.reached, self.cluster.get_peak_flops(get_peak_name(work.dtype))
         if not self.stack.flash:
             num_pairs = 2 * work.num_pairs  # separate kernels compute the full square of scores

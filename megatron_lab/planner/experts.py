@@ -15,11 +15,11 @@ from megatron_lab.planner.plan import ExpertsPlan, RankProfile
 
 
 def get_worst_imbalance(model: ModelConfig, requested: float | None) -> float:
-    """Return the load of the busiest rank for which a plan computes the memory of experts: the number of token assignments to this
-    rank's experts, as a multiple of the mean over the ranks.
+    """Return the imbalance that a plan assumes for the memory of experts: the number of token assignments to the experts of the
+    busiest rank, divided by the mean over the ranks.
 
-    This is `requested` (--plan-expert-imbalance) if that is set. Otherwise it is infinity if the experts have a capacity, which
-    then limits the assignments. It is 1 if they have none.
+    This is `requested` (--plan-expert-imbalance) if that is set. Otherwise it is 1 if the experts have no capacity. With a capacity
+    it is infinity, because the capacity then limits the assignments.
 
     Raises:
         ValueError: an imbalance was requested for a model without experts.

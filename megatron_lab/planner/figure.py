@@ -61,8 +61,8 @@ def _draw(layouts: Sequence[tuple[str, StepTime]], memory_gb: float) -> Figure:
 
 
 def _collect_bars(times: Sequence[StepTime]) -> dict[str, list[float]]:
-    """Return the seconds that each layout spends on each activity, by activity. They are the segments of the bars. Activities that
-    are small in every layout are added up."""
+    """Return the lengths of the segments of the bars: for each activity, by name, the seconds that each layout spends on it.
+    Activities that are small in every layout are added up."""
     names = dict.fromkeys(name for time in times for name in time.breakdown)
     bars, small = dict[str, list[float]](), [0.0] * len(times)
     for name in names:

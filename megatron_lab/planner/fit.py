@@ -46,16 +46,16 @@ class Cost(NamedTuple):
     """Memory and time of a step with certain settings."""
 
     activation_bytes: int
-    """Bytes of activations on the rank that needs most device memory."""
+    """Bytes of activations on the rank of the job that needs most device memory."""
     other_bytes: tuple[int, ...]
-    """Bytes of device memory except activations on the rank that needs most, one number for each purpose (parameters,
-    gradients, moments and so on)."""
+    """Bytes of device memory except activations on the rank of the job that needs most device memory. There is one number for each
+    purpose (parameters, gradients, moments and so on)."""
     seconds: float
-    """Predicted duration of a step."""
+    """Predicted duration of a step in seconds."""
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of device memory of the rank that needs most."""
+        """Bytes of device memory on the rank of the job that needs most, activations included."""
         return self.activation_bytes + sum(self.other_bytes)
 
 
@@ -63,7 +63,9 @@ class Lever(NamedTuple):
     """Change of settings that saves memory, with the memory and step time after this change."""
 
     category: str
-    """What the change concerns, such as "sharding". A combination contains at most one lever of each category."""
+    """Group to which the change belongs, such as "sharding". Changes of one group exclude each other: a combination contains at
+    most
+    one lever of each category."""
     change: Change
     cost: Cost
 
@@ -198,7 +200,7 @@ def resolve_auto_recompute_layers(config: Config, dry_run: DryRun, vocab_size: i
 
 
 class FitSearch:
-    """Search for the change of settings that makes a job fit into device memory at the least step time.
+    """Search for the change of settings that makes a job fit into device memory with the shortest step time.
 
     Args:
         config: settings that `load` accepted for the job's ranks.
@@ -264,8 +266,8 @@ class FitSearch:
         return Cost(fullest.activations.device, tuple(other_bytes), time.seconds)
 
     def _fit_with_min_recompute(self, levers: Sequence[Lever], base: Cost, limit: int) -> FittingChange | None:
-        """Combine the changes of several levers. If one of them is full recompute, recompute only as many layers as needed. Returns
-        None if the job does not fit with this combination.
+        """Combine the changes of several levers. If the combination contains full recompute, recompute only as many layers as
+        needed. Returns None if the job does not fit with this combination.
 
         Args:
             base: memory and step time of the unchanged settings.
@@ -418,7 +420,7 @@ def estimate_cost(base: Cost, levers: Sequence[Lever], limit: int) -> Cost:
 
 
 def _iter_combinations(levers: Sequence[Lever]) -> Iterator[tuple[Lever, ...]]:
-    """Yield all combinations of 1 to `_MAX_COMBINED` levers of different categories."""
+    """Yield all combinations of 1 to `_MAX_COMBINED` levers (changes that save memory) of different categories."""
     for count in range(1, _MAX_COMBINED + 1):
         for combination in itertools.combinations(levers, count):
             if len({lever.category for lever in combination}) == count:

@@ -47,8 +47,8 @@ def count_temporary_bytes(func: Any, args: Any, kwargs: Any) -> int:
 
 
 def _count_sum_bytes(x: torch.Tensor, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> int:
-    """Count the temporary bytes of a sum into a wider dtype. A CPU first copies its input to the wider dtype; CUDA converts 16-bit
-    elements while it adds them."""
+    """Count the temporary bytes of a sum of `x` whose result has a wider dtype than `x`. A CPU first copies `x` to the wider dtype;
+    CUDA converts 16-bit elements while it adds them."""
     return 0 if dtype in (None, x.dtype) or x.device.type != "cpu" else x.numel() * dtype.itemsize  # type: ignore[union-attr]
 
 

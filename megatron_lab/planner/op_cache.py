@@ -39,7 +39,7 @@ class NewTensor(NamedTuple):
         return (1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))) * self.dtype.itemsize
 
     def create(self) -> torch.Tensor:
-        """Create a tensor of this shape, strides and dtype on the meta device."""
+        """Create a tensor without data that has this shape, strides and dtype, on the meta device."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
 

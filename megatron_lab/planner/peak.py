@@ -28,7 +28,7 @@ class Activations(NamedTuple):
     state)."""
 
     input_bytes: int
-    """Tokens, labels, masks and positions of all microbatches."""
+    """Bytes of the step's inputs: tokens, labels, masks and positions of all microbatches."""
     schedule_bytes: int
     """All other activations: tensors that microbatches hold between forward and backward, deferred weight gradients, temporary
     tensors of the operation at the peak, and messages between stages that are received, or sent but not yet confirmed."""
@@ -44,7 +44,7 @@ class Activations(NamedTuple):
 
 
 def build_receive_plans(schedule: Schedule, *, overlap: bool, device_type: str) -> list[ReceivePlan]:
-    """Return, for each stage, before which operations it posts its receives and after which it waits for its sends.
+    """Return the operations before which each stage posts its receives, and the operations after which it waits for its sends.
 
     Args:
         overlap: whether messages are in flight while operations compute.
@@ -59,7 +59,7 @@ class OpMemory(NamedTuple):
 
     op: Op
     peak_bytes: int
-    """Peak while the operation runs."""
+    """Largest number of device bytes at any time during the operation."""
     remaining_bytes: int
     """Bytes that remain on the device after the operation."""
     host_bytes: int
@@ -184,12 +184,12 @@ class HostBuffers:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all buffers allocated so far, in use or not."""
+        """Bytes of all host buffers allocated so far. Released buffers count too, because they are kept for reuse."""
         return sum(size * count for size, count in self._allocated.items())
 
     def start_fetch(self, op: Op, trace: ChunkTrace) -> None:
-        """Release the buffers of the offloaded layer that an operation needs first, for reuse. This layer is copied to the device
-        during the previous operation."""
+        """Release the host buffers of the offloaded layer that `op` needs first, so that other layers can reuse them. This layer is
+        copied to the device during the previous operation."""
         if (
             trace.offloaded_sizes
             and op[1:] not in self._fetched_microbatches
@@ -199,8 +199,9 @@ class HostBuffers:
             self._release(trace.offloaded_sizes[-1])
 
     def run_op(self, op: Op, trace: ChunkTrace) -> None:
-        """Acquire the buffers into which an operation offloads layers, or release the buffers from which it copies layers to the
-        device."""
+        """Acquire the host buffers into which `op` offloads layers (in a forward), or release the host buffers from which `op`
+        copies
+        layers to the device."""
         if op.type is OpType.FORWARD:
             for sizes in trace.offloaded_sizes:
                 self._used.update(map(get_buffer_size, sizes))

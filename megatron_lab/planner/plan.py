@@ -72,13 +72,13 @@ class Traffic:
     """
 
     over: str
-    """Name of the process group."""
+    """Name of the process group over which the bytes are sent."""
     what: str
     """Purpose of the traffic, such as "gradients" or "activations"."""
     bytes: int
     group_size: int
     between_nodes: float
-    """Share of the bytes that goes to another node, as a mean over all ranks of the profile."""
+    """Fraction of the bytes that go to another node. It is a mean over all ranks with the same profile."""
 
 
 @dataclass(frozen=True)
@@ -153,10 +153,11 @@ class ExpertsPlan:
     """Traffic of the token dispatch, and memory of ranks whose experts get more tokens than the mean."""
 
     num_layers: int
-    """Number of layers with experts, including multi-token prediction layers."""
+    """Number of layers of the model that have experts, including multi-token prediction layers."""
     dispatched_bytes: int | None
-    """Bytes that a rank sends in a step to experts and back, on the stage where this is most. None if the expert group also
-    carries other traffic, which cannot be separated."""
+    """Bytes that a rank sends in a step to experts and back. The number is that of the pipeline stage with the largest traffic of
+    this
+    type. None if the expert group also carries other traffic, which cannot be separated."""
     dispatched_bytes_per_layer: int | None
     """`dispatched_bytes` divided by the number of layers with experts on that stage; None if `dispatched_bytes` is None."""
     imbalance: float | None
@@ -170,7 +171,8 @@ class ExpertsPlan:
 
     @property
     def fullest(self) -> RankProfile:
-        """Profile in `unbalanced_profiles` with the largest device memory."""
+        """Profile of the ranks that need the most device memory, among the profiles in `unbalanced_profiles` (worst-case
+        distribution of the tokens to the experts)."""
         return max(self.unbalanced_profiles, key=lambda profile: profile.memory.total.device)
 
 

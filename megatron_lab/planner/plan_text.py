@@ -87,7 +87,7 @@ def _format_experts(plan: Plan, experts: ExpertsPlan) -> Iterator[str]:
 
 
 def _format_estimates(plan: Plan) -> Iterator[str]:
-    """Yield a note that says which memory in the plan is an estimate. All other memory is exact."""
+    """Yield a note that says which part of the plan's memory is an estimate (CUDA's own memory). All other memory is exact."""
     allowances = plan.profiles[plan.fullest_index].allowances
     if allowances:
         listing = ", ".join(map(str, allowances))

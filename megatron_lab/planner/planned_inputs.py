@@ -107,19 +107,20 @@ class PlannedDocuments(Documents):
 
     @property
     def sorted_by_length(self) -> DocumentsByLength:  # type: ignore[override]
-        """Tokens ordered by the lengths of their documents. The access is recorded in `used_tensors` as "order"."""
+        """Tokens ordered by the lengths of their documents. Reading this property adds "order" to `used_tensors`."""
         self.used_tensors.add("order")
         return self._sorted
 
     @property
     def document_starts(self) -> torch.Tensor:  # type: ignore[override]
-        """Start of each token's document. The access is recorded in `used_tensors` as "starts"."""
+        """Position of the first token of each token's document. Reading this property adds "starts" to `used_tensors`."""
         self.used_tensors.add("starts")
         return self._document_starts
 
     @property
     def context_rank_order(self) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        """Order of the tokens by context rank, and its inverse. The access is recorded in `used_tensors` as "holders"."""
+        """Order of the tokens by the context rank that holds them, and the inverse order. Reading this property adds "holders" to
+        `used_tensors`."""
         self.used_tensors.add("holders")
         return self._rank_order
 

@@ -38,8 +38,8 @@ class StageSend:
     """Whether the traffic is the token dispatch of experts, in which a rank sends equally many bytes to each other rank of the
     group."""
     ring_groups: tuple[str, ...] = ()
-    """Names of the process groups that carry the traffic in place of `group`. They have the same ranks as `group`, but
-    communicators of their own."""
+    """Names of the process groups that carry the traffic in place of `group`. They have the ranks of `group`, but separate
+    communicators, whose memory counts separately."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class StagePlan:
     offloaded_bytes: int
     """Bytes of activations that a rank copies to host memory and back in a step."""
     sends: Sequence[StageSend]
-    """Bytes that one rank sends in a step, equal on all ranks of the stage."""
+    """Traffic of one rank in a step, by process group and purpose. It is equal on all ranks of the stage."""
 
 
 _ProfileKey = tuple[object, tuple[Bytes, int], tuple[tuple[str, str, int], ...], tuple[Allowance, ...]]
@@ -281,13 +281,14 @@ def _count_local_params(records: Iterable[ParamRecord], context: ParallelContext
 
 
 def _list_bytes(memory: StateMemory) -> list[tuple[int, int, int]]:
-    """Return (device bytes, host bytes, padding bytes) for each purpose of the state memory."""
+    """Return (device bytes, host bytes, padding bytes) for each purpose of the state memory, to be put in a NumPy array."""
     return [(size.device, size.host, size.padding) for size in memory.by_purpose.values()]
 
 
 class _ComponentLayout:
-    """Distribution of one component of the state (such as a bucket) over the ranks of a stage. It knows the data ranks at which the
-    local memory changes."""
+    """Distribution of one component of the state (such as a bucket) over the ranks of a stage. It yields the data ranks from which
+    on
+    the memory for the component may differ from that on the ranks before."""
 
     def __init__(self, component: StateComponent, context: ParallelContext, state: OptimizerState) -> None:
         group = component.group(context)
@@ -326,9 +327,8 @@ class _ComponentLayout:
                 yield from (first + start // self._tensor_size, first - (-start // self._tensor_size))
 
     def compute_state_indices(self, tensor: int, data: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return, for each of several data ranks, the index of the rank's entry in `rank_states`. Ranks with equal state memory
-        share
-        an entry.
+        """Return, for each of several data ranks, the index of its entry in `rank_states`. Ranks with equal state memory share an
+        entry.
 
         Args:
             tensor: tensor rank.
@@ -398,8 +398,8 @@ class Links:
         return self._topology.world_size
 
     def find_ring_crossings(self, stage: int, axes: Sequence[str]) -> CrossingMask:
-        """Return, for each rank of a stage, whether the next rank in a ring along these axes is on another node. The array has the
-        shape [data, tensor]."""
+        """Return, for each rank of a stage, whether the next rank in a ring along these axes is on another node, as an array [data,
+        tensor]. In a ring collective, these ranks send over the network."""
         return self._find_ring_crossings_of_grid(stage, *self._get_grid(axes))
 
     def shard_group_crossings(self, stage: int, axes: Sequence[str], shard_size: int) -> CrossingMask:
@@ -425,7 +425,8 @@ class Links:
         return crossing
 
     def find_stage_crossings(self, stage: int, peer: int) -> CrossingMask:
-        """Return, for each rank of a stage, whether the rank with the same coordinates in the stage `peer` is on another node."""
+        """Return, for each rank of a stage, whether the rank with the same coordinates in the stage `peer` is on another node.
+        Messages between the two ranks then use the network."""
         crossing: CrossingMask = self._nodes[stage] != self._nodes[peer]
         return crossing
 
@@ -443,7 +444,7 @@ class Links:
         return to_rank_grid((group_size - counts[node_index]) / max(group_size - 1, 1))
 
     def get_first_rank(self, stage: int, data: int, tensor: int) -> int:
-        """Return the global rank at these coordinates.
+        """Return the global rank with these coordinates: pipeline stage, data rank and tensor rank.
 
         Args:
             data: rank among the data and context ranks.
@@ -461,7 +462,9 @@ class Links:
         return to_rank_grid(rings != np.roll(rings, -1, axis=-1))
 
     def _get_grid(self, axes: Sequence[str]) -> tuple[tuple[int, ...], list[int]]:
-        """Return the shape of a stage's rank grid that has these axes as dimensions, and the indices of these dimensions."""
+        """Return the shape of the rank grid of a stage that has these axes as dimensions, and the indices of the axes in this
+        shape.
+        The grid is that of the experts or that of all other layers."""
         order = ("edp", "ep", "etp") if set(axes) <= set(EXPERT_AXES) else ("dp", "cp", "tp")
         shape = tuple(self._topology.get_size(axis) for axis in order)
         return shape, [dim for dim, axis in enumerate(order) if axis in axes]

@@ -108,9 +108,9 @@ class SearchResult:
     """Result of a search: the layouts that fit into memory, and the numbers of layouts that were tried."""
 
     layouts: tuple[PlannedLayout, ...]
-    """Layouts that fit, fastest first."""
+    """Layouts that fit into memory, fastest first."""
     smallest_layout: PlannedLayout | None
-    """If no layout fits, the exactly planned layout with the least memory; otherwise None."""
+    """If no layout fits into memory: among the exactly planned layouts, the one with the least memory. Otherwise None."""
     num_estimated: int
     """Number of layouts for which memory and time were estimated roughly."""
     num_planned: int
@@ -366,11 +366,11 @@ class _RoughCost:
 
     seconds: float
     saved_bytes: int
-    """Bytes that one rank keeps between forward and backward."""
+    """Bytes of activations that one rank keeps between forward and backward."""
     temporary_bytes: int
-    """Peak bytes of one rank in addition to `saved_bytes`, for temporary tensors of an operation."""
+    """Peak bytes of one rank in addition to `saved_bytes`, for tensors that exist only during an operation."""
     num_params: int
-    """Number of parameters with which a rank computes."""
+    """Number of parameters with which a rank computes (its tensor-parallel and expert-parallel share of the model)."""
     gathered_share: float
     """Share of the parameters that are gathered at the same time if parameters are sharded over data ranks (FSDP)."""
 

@@ -65,7 +65,7 @@ class Bytes:
 
     @property
     def on_host(self) -> Bytes:
-        """Copy in which all of these bytes are in host memory."""
+        """Copy of this object in which all bytes count as host memory."""
         return Bytes(0, self.total, self.padding)
 
     def __add__(self, other: Bytes) -> Bytes:
@@ -106,9 +106,9 @@ class ShardSize(NamedTuple):
     record: ParamRecord
     numel: int
     dtype: torch.dtype
-    """Dtype of the model's parameter."""
+    """Dtype of the model's parameter to which the shard belongs."""
     on_host: bool = False
-    """Whether the parameter and its gradient are in host memory."""
+    """Whether the shard of the parameter and its gradient are in host memory."""
 
     @property
     def main_dtype(self) -> torch.dtype:
@@ -128,11 +128,11 @@ class BucketState:
     plan: BucketPlan
     sharding: ShardingStrategy
     dtype: torch.dtype
-    """Dtype of the parameters."""
+    """Dtype of the bucket's parameters."""
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Axes of the rank grid over which the gradients are summed."""
+        """Axes of the rank grid over which the gradients of the bucket are summed."""
         return self.plan.axes
 
     def group(self, context: ParallelContext) -> Group:
@@ -180,7 +180,7 @@ class FsdpState:
 
     entries: Sequence[ParamEntry]
     axes: tuple[str, ...]
-    """Axes of the rank grid over which the gradients are summed."""
+    """Axes of the rank grid over which the gradients of these parameters are summed."""
     shard_group: Group
     on_host: bool
     dtype: torch.dtype
@@ -238,8 +238,8 @@ def compute_fsdp_buffer_bytes(
     The peak is at the end of a unit's backward. Then these buffers exist:
 
     - the gathered parameters of this unit and of the next unit in backward order (of all units if they stay gathered; also of units
-      that were recomputed together with it)
-    - the gradients of the unit, torch's copy of them for the reduction, and the local shard of the reduced gradients
+      that were recomputed together with this unit)
+    - the gradients of the unit, torch's copy of these gradients for the reduction, and the local shard of the reduced gradients
     - gathered parameters and gradients of units that enclose this unit
 
     With replica groups, the gradient shards of all units wait until the end of the step to be summed over the replicas. If
@@ -300,12 +300,12 @@ class FrozenState:
     axes: tuple[str, ...] = GRADIENT_AXES
 
     def group(self, context: ParallelContext) -> Group:
-        """Return the process group whose ranks hold the same parameters."""
+        """Return the process group whose ranks hold the same frozen parameters."""
         return context.group(*self.axes)
 
     def compute_rank_state(self, rank: int) -> RankState:
-        """Return the memory of these parameters on a rank, and no shards to update. It is equal on all ranks of the process
-        group."""
+        """Return the memory of the frozen parameters on a rank, and an empty list of shards to update. The memory is equal on all
+        ranks of the process group."""
         return StateMemory(Bytes(sum(entry.param.nbytes for entry in self.entries))), []
 
     def get_param_partitions(self) -> list[ParamPartition]:
@@ -313,7 +313,7 @@ class FrozenState:
         return []
 
     def find_boundaries(self) -> set[int]:
-        """Return an empty set: the memory is equal on all ranks."""
+        """Return an empty set: the memory of frozen parameters is equal on all ranks, so it changes at no rank."""
         return set()
 
 
@@ -332,28 +332,29 @@ class StateReport:
 
     memory: StateMemory
     traffic: tuple[GroupTraffic, ...]
-    """Bytes that the rank sends in a step, by process group and purpose."""
+    """Bytes that the rank sends in a step for the model's state, by process group and purpose."""
 
 
 @dataclass(frozen=True)
 class StateLayout:
-    """How the ranks of a pipeline stage share the model's state. The state consists of components (buckets, parameters under FSDP,
-    frozen parameters); each rank holds every component in part or in full."""
+    """Distribution of the model's state over the ranks of a pipeline stage. The state consists of components (buckets, parameters
+    under FSDP, frozen parameters); each rank holds every component in part or in full."""
 
     components: Sequence[StateComponent]
     buffers: Bytes
-    """Temporary buffers on every rank: gradients of buckets before their reduction, and gathered parameters under
-    `fully_shard`."""
+    """Size of the temporary buffers on every rank. They hold gradients of buckets before their reduction, and parameters that
+    `fully_shard` gathers."""
     traffic: tuple[GroupTraffic, ...]
-    """Bytes that every rank sends in a step, by process group and purpose."""
+    """Bytes that every rank sends in a step for the model's state, by process group and purpose."""
 
     def get_param_partitions(self) -> list[ParamPartition]:
         """Return, for each parameter that the optimizer updates, which rank updates which elements."""
         return [param for component in self.components for param in component.get_param_partitions()]
 
     def compute_rank_states(self, context: ParallelContext) -> list[RankState]:
-        """Return, for each component, what the rank of `context` has: memory of parameters and gradients, and the shards that its
-        optimizer updates."""
+        """Return, for each component of the state, its memory (parameters and gradients) on the rank of `context`, and the shards
+        of
+        the component that the optimizer of this rank updates."""
         return [component.compute_rank_state(component.group(context).rank) for component in self.components]
 
     def compute_memory(

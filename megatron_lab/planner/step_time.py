@@ -53,7 +53,9 @@ class StepTime:
     device_bytes: int
     """Device memory in bytes of the rank that needs most."""
     log_std: float
-    """Standard deviation of log(measured time / predicted time) over runs, from which `low` and `high` follow."""
+    """Standard deviation of log(measured time / predicted time) over the runs to which the cluster's constants were fitted. The
+    bounds
+    `low` and `high` follow from it."""
     cluster: str
     """Name of the cluster for which the time is predicted."""
     uncalibrated_sizes: tuple[str, ...] = ()
@@ -67,12 +69,12 @@ class StepTime:
 
     @property
     def low(self) -> float:
-        """Lower bound of the duration in seconds: 5 % of measured steps are expected to be shorter."""
+        """Lower bound of the step's duration in seconds: 5 % of measured steps are expected to be shorter."""
         return self.seconds * math.exp(-_NORMAL_90 * self.log_std)
 
     @property
     def high(self) -> float:
-        """Upper bound of the duration in seconds: 5 % of measured steps are expected to be longer."""
+        """Upper bound of the step's duration in seconds: 5 % of measured steps are expected to be longer."""
         return self.seconds * math.exp(_NORMAL_90 * self.log_std)
 
     def find_largest_shares(self) -> list[tuple[str, float]]:
@@ -97,7 +99,7 @@ class StepTime:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second and device."""
+        """Number of tokens that one device processes per second."""
         return self.tokens / self.seconds / self.world_size
 
     @property
@@ -210,11 +212,11 @@ def get_dtype_name(config: Config) -> str:
 
 @dataclass(frozen=True)
 class _OpTime:
-    """Predicted seconds of an operation on one microbatch of one model chunk."""
+    """Predicted seconds of an operation (such as a forward) on one microbatch of one model chunk."""
 
     device_time: DeviceTime
     comm_times: Mapping[str, float]
-    """Seconds of the layers' communication that computation does not hide, by name of the process group."""
+    """Seconds of the layers' communication during the operation that computation does not hide, by name of the process group."""
     sharding_time: float
     """Seconds of parameter gathers and gradient reductions during the operation that computation does not hide."""
 
@@ -224,7 +226,7 @@ class _OpTime:
 
 
 class _StepPredictor:
-    """Predicts how many seconds of a step each activity takes."""
+    """Predicts how many seconds of a step each activity takes, such as matrix products, communication or pipeline idle time."""
 
     def __init__(self, work: StepWork, config: Config, dry_run: DryRun, cluster: Cluster, stack: Stack) -> None:
         self._work, self._config, self._cluster = work, config, cluster
@@ -421,7 +423,7 @@ class _StepPredictor:
         Args:
             seconds: duration of the communication.
             compute_time: duration of the computation.
-            overlaps: whether the two overlap.
+            overlaps: whether communication and computation run at the same time.
         """
         return seconds if not overlaps else max(0.05 * seconds, seconds - self._hidden_share * compute_time)
 

@@ -36,7 +36,7 @@ class StepWork:
     """Share of a step's microbatches that `schedule` contains. The activation traffic in `profiles` also covers only these
     microbatches."""
     groups: Mapping[str, tuple[int, float]]
-    """For each process group, by name: its size, and how many of its ranks are on each node."""
+    """Size of each process group, and number of its ranks on each node, by name of the group."""
 
 
 def estimate_ranks_per_node(size: int, crossings: CrossingMask) -> float:

@@ -41,7 +41,7 @@ class Transfer:
     """Bytes that one rank sends over one process group with one communication type."""
 
     group: str
-    """Name of the process group: its axes, such as "tp"."""
+    """Name of the process group over which the bytes are sent: its axes, such as "tp"."""
     comm_type: CommType
     calls: int
     bytes: int
@@ -49,7 +49,7 @@ class Transfer:
     """Receiving pipeline stage, if the transfer is a message between stages."""
 
     def repeat(self, times: int) -> Transfer:
-        """Return the sum of `times` equal transfers."""
+        """Return the sum of `times` transfers equal to this one."""
         return replace(self, calls=times * self.calls, bytes=times * self.bytes)
 
 
@@ -67,13 +67,14 @@ class MemorySpan:
     """Memory, communication and device work of consecutive operations, between two calls of `StorageLedger.take_span`."""
 
     peak_bytes: int
-    """Largest number of live bytes (of storages that exist) minus the live bytes at the start."""
+    """Largest number of live bytes during the operations, minus the live bytes at their start. A byte is live while its storage
+    exists."""
     net_bytes: int
-    """Live bytes at the end minus the live bytes at the start."""
+    """Live bytes after the operations minus the live bytes before them."""
     transfers: tuple[Transfer, ...] = ()
-    """Bytes sent over the tensor, context and expert groups."""
+    """Bytes that the operations send over the tensor, context and expert groups."""
     work: DeviceWork = field(default_factory=DeviceWork)
-    """Work of a device for the operations: matrix products, attention, memory traffic and kernels."""
+    """Work of a device for these operations: matrix products, attention, memory traffic and kernels."""
 
 
 def join_spans(spans: Iterable[MemorySpan]) -> MemorySpan:
@@ -115,7 +116,9 @@ class StorageLedger(TorchDispatchMode):
         return False
 
     def take_span(self) -> MemorySpan:
-        """Return memory, communication and device work since the last call, and start a new span."""
+        """Return memory, communication and device work of the operations since the last call of this method, and start to record
+        the
+        next span."""
         self._update_peak()
         span = MemorySpan(
             self._peak_bytes - self._start_bytes, self.live_bytes - self._start_bytes, tuple(self._transfers), self._work.take()
@@ -126,7 +129,7 @@ class StorageLedger(TorchDispatchMode):
 
     @contextlib.contextmanager
     def repeat(self, times: int) -> Iterator[None]:
-        """Count each operation in this context `times` times: one iteration of a loop stands for all.
+        """Count each operation in this context `times` times. So a plan runs only one iteration of a loop of equal iterations.
 
         The operations must leave the live memory unchanged.
         """
@@ -159,8 +162,8 @@ class StorageLedger(TorchDispatchMode):
         return out
 
     def _update_peak(self) -> None:
-        """Update the peak of live bytes before the next operation starts. By then the tensors that the last operation released are
-        freed."""
+        """Update the peak of live bytes. This method is called before each operation starts, because the tensors that the previous
+        operation released are freed by then."""
         if self._pending_add is not None:
             summand, live_bytes = self._pending_add
             self._pending_add = None

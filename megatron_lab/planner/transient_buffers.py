@@ -20,11 +20,11 @@ class BufferUse(NamedTuple):
     """Sizes of the temporary gradient buffers of a rank, and how often each bucket is reduced."""
 
     grad_numel: int
-    """Number of elements of all buffers for unreduced gradients."""
+    """Number of elements of all temporary buffers for gradients before their reduction."""
     reduce_numel: int
-    """Number of elements of all buffers for copies of gradients in the dtype of the reduction."""
+    """Number of elements of all temporary buffers for copies of gradients in the dtype of the reduction."""
     num_reductions: list[int]
-    """Number of reductions in a step, for each bucket."""
+    """Number of gradient reductions in a step, for each bucket."""
 
 
 def simulate_steps(
