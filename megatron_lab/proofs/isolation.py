@@ -67,10 +67,11 @@ _REMOVABLE_FEATURES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Variant:
-    """Changed settings of a layout. They are run to see whether this run still differs from the reference run in one process."""
+    """Layout with fewer axes, or with a feature (optional setting) switched off. It is run to see whether it still differs from the
+    reference run in one process."""
 
     description: str
-    """Axis that the changed settings keep, or feature (optional setting) that they switch off, as text for the report."""
+    """Text for the report: the axis that remains in this layout (or "one rank"), or the feature that is switched off."""
     config: Config
     world_size: int
     dropout: bool = True
@@ -177,8 +178,8 @@ def iter_reduced_variants(config: Config, world_size: int) -> Iterator[Variant]:
 
 
 def _run_variant(variant: Variant, prove: Prove) -> str:
-    """Run the changed settings, and return a text about the first difference from the reference run. The text is empty if the runs
-    are equal."""
+    """Run the layout with fewer axes or features, and return a text about the first difference from the reference run. The text is
+    empty if the runs are equal."""
     try:
         diagnosis = diagnose(prove(variant.config, variant.world_size, dropout=variant.dropout))
     except RanksError:

@@ -204,8 +204,8 @@ def _reduce_parallel(parallel: ParallelConfig, full_sizes: AxisSizes, sizes: Axi
 
 
 def _reduce_cp_comm_type(parallel: ParallelConfig, num_layers: int, small_num_layers: int) -> ParallelConfig:
-    """Select the values of --cp-comm-type (one for each layer) for the layers of the small model. They are evenly spaced in the
-    full model."""
+    """Select the values of --cp-comm-type (one for each layer) for the layers of the small model. The values are those of evenly
+    spaced layers of the full model."""
     comm_types = parallel.cp_comm_type
     if len(comm_types) < 2:
         return parallel

@@ -198,16 +198,19 @@ def reduce_layer_split(split: LayerSplit, schedule: str, num_stages: int, min_la
 def apply_layer_split(
     model: ModelConfig, parallel: ParallelConfig, vocab_size: int, split: LayerSplit
 ) -> tuple[ParallelConfig, bool]:
-    """Build settings that assign layers to stages as `split` does. These are the original flags with reduced values if possible,
-    otherwise an explicit --pipeline-model-parallel-layout.
+    """Build the parallel settings of the small model so that its layers are assigned to stages as `split` says. These are the
+    layout flags of the user's run with smaller numbers, if they can express the split, and otherwise an explicit
+    --pipeline-model-parallel-layout.
 
     Args:
-        model: model with the number of layers of the split.
-        parallel: original settings with the reduced number of stages.
+        model: small model, with the number of layers of the split.
+        parallel: settings of the user's run, but already with the number of stages of the small run.
+        vocab_size: rows of the output layer of the small model, without padding. They determine its cost under --pipeline-split
+            balanced.
         split: number of layers and stage of each model chunk.
 
     Returns:
-        the settings, and whether they still use the original flags.
+        the settings, and whether they use the layout flags of the user's run.
     """
     stages = split.chunk_sizes_by_stage
     split_fields = {

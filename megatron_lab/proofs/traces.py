@@ -378,7 +378,7 @@ def _compare_tensors(
 
 def _get_negligible_share(tolerance: Tolerance) -> float:
     """Return the share of the joint norm of all tensors below which a tensor counts as pure rounding error. The true gradient of
-    such a tensor may be zero."""
+    such a tensor may be zero, so its difference is measured relative to the joint norm."""
     return NEGLIGIBLE * tolerance.tensor / TOLERANCES["float64"].tensor
 
 
