@@ -84,7 +84,7 @@ class StartPlan:
     flags: tuple[str, ...]
     """Flags that are appended to the user's command line for the ranks."""
     address: str
-    """Address of the node with rank 0, where the ranks meet (MASTER_ADDR)."""
+    """Address of the node with rank 0, at which the ranks connect to each other (MASTER_ADDR)."""
     port: int
     notes: tuple[str, ...] = ()
     """Log lines that explain how the layout differs from the one that the user requested."""
@@ -103,7 +103,7 @@ class JobState:
     """
 
     generation: int = 0
-    """How often the ranks of the job have been started so far."""
+    """Number of times that the ranks of the job have been started."""
     phase: Phase = "gathering"
     members: Mapping[str, NodeOffer] = field(default_factory=dict)
     """All nodes of the job that are not lost, by name, with their numbers of ranks and addresses."""
@@ -111,11 +111,12 @@ class JobState:
     """Names of the nodes without running ranks that wait until the ranks are started again, in the order in which the nodes
     joined."""
     order: tuple[str, ...] = ()
-    """Names of the nodes whose ranks were started last, in the order of these ranks."""
+    """Names of the nodes that took part in the most recent start of the ranks, in the order in which their ranks are
+    numbered."""
     plan: StartPlan | None = None
     """Plan by which the ranks were last started; None before the first start."""
     reports: Mapping[str, NodeReport] = field(default_factory=dict)
-    """How the ranks of a node ended, by name of the node. Nodes whose ranks still run are missing."""
+    """End of the ranks of each node (exit codes and reasons), by name of the node. Nodes whose ranks still run are missing."""
     told: bool = False
     """Whether a node has requested all nodes to stop the job."""
     gentle: bool = False
@@ -127,8 +128,8 @@ class JobState:
     stale: int = 0
     """Number of consecutive restarts from checkpoints that are not newer than `state_at`."""
     code: int = 0
-    """Exit code of the job once it has ended. Until then, exit code of the first failure since the ranks last started from a
-    newer checkpoint."""
+    """Exit code of the job once it has ended. Until then, exit code of the first failure since the ranks last started from a newer
+    checkpoint."""
     words: str = ""
     """Reason for the end of the job, for the log."""
     batch: int | None = None

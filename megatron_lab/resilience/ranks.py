@@ -130,7 +130,7 @@ class LocalRanks:
         """Exit code of each ended rank by local rank, in the order in which the ranks ended; negative for a signal."""
 
     def poll(self) -> bool:
-        """Store the exit codes of ranks that have ended since the last call. Return whether there are any."""
+        """Store the exit codes of ranks that have ended since the last call. Return whether any rank has ended."""
         has_new = False
         for local_rank, pid in list(self.running_pids.items()):
             ended_pid, status = os.waitpid(pid, os.WNOHANG)

@@ -99,7 +99,8 @@ class LocalStateStore:
 class TCPStateStore:
     """State store for a job with several nodes, on a server (TCPStore of torch).
 
-    If the server is lost and a new one answers at its address, the first node that connects writes the last state that it has read.
+    If the server is lost and a new server answers at its address, the first node that connects writes the last state that the node
+    has read.
 
     Args:
         run_id: name that separates this job from other jobs on the same server.

@@ -162,7 +162,7 @@ class Supervisor:
             self._pipe.send(message)
 
     def _start_restart_timer(self) -> None:
-        """Start to measure how long a restart takes after a failure."""
+        """Start to measure how long the restart of the ranks takes. Called when this node notices that they must restart."""
         self._failure_seen_at, self._restart_times, self._has_restarted = time.monotonic(), [], False
 
     def _start_ranks(self, command: StartCommand) -> None:
