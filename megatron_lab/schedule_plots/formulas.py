@@ -35,7 +35,9 @@ class Case:
 
     @property
     def compute_time(self) -> float:
-        """Time for which a stage computes for one microbatch, without recomputation: forward + input gradient + weight gradient."""
+        """Time for which a stage computes for one microbatch in a step: forward + input gradient + weight gradient. Recomputation
+        is
+        not included."""
         return self.op_costs.forward + self.op_costs.input_grad + self.op_costs.weight_grad
 
 
@@ -77,7 +79,7 @@ class ExpectedValues:
     """Maximum number of activations that each stage keeps at the same time. One activation means all saved tensors of one
     microbatch in one model chunk."""
     formulas: tuple[str, ...]
-    """The formulas as text, including those that are not exact for these sizes."""
+    """The papers' formulas as text, including those that are not exact for these sizes."""
 
 
 def compute_expected(name: str, num_stages: int, num_microbatches: int, chunks_per_stage: int, op_costs: OpCosts) -> ExpectedValues:

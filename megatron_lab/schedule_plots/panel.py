@@ -28,7 +28,7 @@ class Panel(NamedTuple):
 
     title: str
     timeline: Timeline
-    """Timeline with times in milliseconds, which may start at any time."""
+    """Start and end of each operation of the schedule on each stage, in milliseconds. The first operation may start at any time."""
 
     @property
     def caption(self) -> str:
@@ -43,7 +43,7 @@ class PanelSummary(NamedTuple):
     step_time: float
     """Step time of the longest panel in milliseconds: the length of the common time axis."""
     op_types: tuple[OpType, ...]
-    """Types of the operations that occur in at least one panel."""
+    """Types of operations that occur in at least one panel. The legend lists them."""
     max_chunks_per_stage: int
     """Maximum number of model chunks on one stage, over all panels."""
     max_microbatch: int

@@ -42,7 +42,9 @@ _COLUMNS_PER_TICK = 14
 
 
 class _Cell(NamedTuple):
-    """One character of the picture, with the operation type and chunk index that select its colour (None while the stage waits)."""
+    """One character of a timeline drawn as text, with the operation type and chunk index that select its colour (None while the
+    stage
+    waits)."""
 
     character: str
     colour_key: tuple[OpType, int] | None
@@ -50,17 +52,19 @@ class _Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class _Layout:
-    """How the picture divides the time axis into columns of characters and, if one line is too short, into several blocks of
-    lines."""
+    """Division of the time axis of a timeline in text into columns of characters and, if one line is too short, into several
+    blocks
+    of lines."""
 
     width: int
-    """Number of columns for the timeline in one line."""
+    """Number of character columns of one line that show the timeline."""
     columns_per_ms: float
-    """Number of columns for one millisecond of the time axis."""
+    """Number of character columns for one millisecond of the time axis."""
     num_folds: int = 1
     """Number of blocks of lines into which the time axis is folded."""
     is_coarse: bool = False
-    """Whether the picture shows only one letter per column, without microbatch numbers."""
+    """Whether the timeline has only one letter per column, without microbatch numbers, because it would take too many lines with
+    numbers."""
 
 
 def render_text(panels: Sequence[Panel], *, width: int = 120, uses_colour: bool = False, ascii_only: bool = False) -> str:
@@ -111,8 +115,9 @@ def _get_label_width(summary: PanelSummary) -> int:
 
 
 def _compute_labelled_width(panels: Sequence[Panel], summary: PanelSummary, quantile: float) -> float:
-    """Return the number of columns that a picture needs so that all operations longer than a quantile of the durations have space
-    for their labels."""
+    """Return the number of columns that a text timeline needs for the labels of its operations. Every operation longer than a
+    quantile
+    of the durations gets enough space for its label."""
     return summary.step_time / compute_duration_quantile(panels, quantile) * _get_label_width(summary)
 
 
@@ -144,7 +149,7 @@ class _RowRenderer:
         )
 
     def render_cells(self, cells: Sequence[_Cell]) -> str:
-        """Join characters to a string, with the colour codes of a terminal if `uses_colour` is set."""
+        """Join the characters of a line to a string, with the colour codes of a terminal if `uses_colour` is set."""
         text = ""
         for colour_key, same_cells in itertools.groupby(cells, key=lambda cell: cell.colour_key):
             characters = "".join(cell.character for cell in same_cells)
@@ -152,8 +157,9 @@ class _RowRenderer:
         return text
 
     def _render_labelled(self, spans: Sequence[OpSpan], chunk_indices: dict[int, int], start: float, fold: int) -> list[_Cell]:
-        """Render each operation as a letter and its microbatch number. An operation without space for the number has only the
-        letter."""
+        """Render each operation of a stage as a letter and its microbatch number. An operation without space for the number has
+        only
+        the letter."""
         width, columns_per_ms = self.layout.width, self.layout.columns_per_ms
         cells = [_Cell(self.idle, None)] * width
         for span in spans:
@@ -170,7 +176,8 @@ class _RowRenderer:
         return cells
 
     def _render_coarse(self, spans: Sequence[OpSpan], chunk_indices: dict[int, int], start: float) -> list[_Cell]:
-        """Render each column as the letter of the operation type that takes most of the column's time, or as waiting."""
+        """Render each column of a stage's line as the letter of the operation type that takes most of the column's time, or as
+        waiting."""
         width, columns_per_ms = self.layout.width, self.layout.columns_per_ms
         time_by_column: list[defaultdict[tuple[OpType, int], float]] = [defaultdict(float) for _ in range(width)]
         for span in spans:
@@ -188,7 +195,7 @@ class _RowRenderer:
 
 
 def _round_column(position: float) -> int:
-    """Round a position on the time axis to a column.
+    """Round a position on the time axis to a character column.
 
     Halves are rounded up. So operations of equal integer length have equally many columns, wherever they start.
     """
