@@ -295,7 +295,7 @@ def _check_special_tokens(num_special_tokens: int, special_tokens: Sequence[str]
     """
     listing = " ".join(special_tokens)
     if len(set(special_tokens)) < len(special_tokens):
-        raise ValueError(f"--tiktoken-special-tokens {listing} names a token twice. Remove one of them.")
+        raise ValueError(f"--tiktoken-special-tokens {listing} names a token twice. Remove the repetition.")
     if "</s>" not in special_tokens:
         raise ValueError(f"--tiktoken-special-tokens {listing} must include </s>, the token that ends a document. Add it.")
     if len(special_tokens) > num_special_tokens:
