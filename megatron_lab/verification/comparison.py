@@ -109,7 +109,7 @@ class Comparison:
 
     @cached_property
     def gradients(self) -> list[ComparedTensors]:
-        """For each step, the gradients that the optimizer receives."""
+        """Gradients that the optimizer receives, by step."""
         return [
             self._compare([rank_step.gradients for rank_step in rank_steps], reference_step.gradients)
             for rank_steps, reference_step in self._step_pairs
@@ -117,7 +117,7 @@ class Comparison:
 
     @cached_property
     def weights(self) -> list[ComparedTensors]:
-        """For each step, the main parameters after the update."""
+        """Main parameters after the update, by step."""
         steps = zip(self._step_pairs, self._rounding_slack, strict=True)
         return [
             self._compare([rank_step.main_params for rank_step in rank_steps], reference_step.weights, slack)
@@ -126,8 +126,7 @@ class Comparison:
 
     @cached_property
     def parameters(self) -> list[ComparedTensors]:
-        """For each step, the model parameters after the update, as the next forward uses them. Parameters that FSDP shards are
-        missing."""
+        """Model parameters after the update, as used by the next forward, by step. Parameters that FSDP shards are missing."""
         steps = zip(self._step_pairs, self._rounding_slack, strict=True)
         return [
             self._compare([rank_step.parameters for rank_step in rank_steps], reference_step.weights, slack)
@@ -136,7 +135,7 @@ class Comparison:
 
     @property
     def _step_pairs(self) -> list[tuple[tuple[RankStep, ...], ReferenceStep]]:
-        """For each step, its records on all ranks of the parallel run, and its record in the reference run."""
+        """Records of each step: those of all ranks of the parallel run, and that of the reference run."""
         return list(zip(zip(*(rank.steps for rank in self.ranks), strict=False), self.reference.steps, strict=False))
 
     def get_steps(self, index: int) -> tuple[RankStep, ReferenceStep]:
@@ -226,8 +225,7 @@ class Comparison:
 
     @cached_property
     def _rounding_slack(self) -> list[dict[str, float]]:
-        """For each step, the absolute difference that rounding may cause between the weights of both runs, by the name of the
-        parameter.
+        """Absolute difference that rounding may cause between the weights of both runs, by step and name of the parameter.
 
         The true gradient of some elements is zero (a key bias without rotary positions), but the computed gradient is a rounding
         error. Adam divides this error by a number that may be as small as epsilon, and so turns it into a visible update. The

@@ -184,13 +184,15 @@ def check_forward(comparison: Comparison) -> Iterator[ProofFinding]:
 
 
 def _get_microbatch(comparison: Comparison, sample: int) -> tuple[int, int]:
-    """Return the data-parallel rank and the index of the microbatch that contain a sample of the first step."""
+    """Return the microbatch of the first step that contains a sample: its data-parallel rank, and its index on that rank. `sample`
+    is the index in the global batch."""
     return comparison.reference.microbatches[sample // comparison.config.training.micro_batch_size]
 
 
 def _explain_positions(tensor: DifferingTensor) -> tuple[str, str]:
-    """Explain a difference in outputs [B, s, h] by the positions at which tokens differ. Return the explanation and an empty axis
-    name; both are empty if all positions differ.
+    """Explain a difference in outputs [B, s, h] by the sequence positions at which the outputs differ. Return (explanation, axis)
+    like the other functions that explain differences. The explanation is "" if all positions differ. The axis is always "", because
+    positions point to no parallelism axis.
 
     The first token of a sample attends only to itself, so its attention output does not depend on queries and keys. If only later
     tokens differ, queries or keys are wrong.

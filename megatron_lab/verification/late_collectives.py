@@ -129,6 +129,7 @@ def _delay_collective(name: str, start_collective: Callable[..., Any], overwritt
 
 
 def _record_if_changed(tensor: torch.Tensor, snapshot: torch.Tensor, description: str, overwritten: list[str]) -> None:
-    """Add `description` to `overwritten` if a tensor differs from its snapshot in any bit."""
+    """Add `description` to `overwritten` if a tensor differs in any bit from its snapshot, which was taken when the communication
+    started."""
     if not torch.equal(*(x.detach().contiguous().view(-1).view(torch.uint8) for x in (tensor, snapshot))):
         overwritten.append(description)

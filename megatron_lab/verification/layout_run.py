@@ -101,7 +101,8 @@ def _build_step(task: ProofTask, config: Config, context: ParallelContext) -> Tr
 
 @dataclasses.dataclass(frozen=True)
 class _RecordingKey(DropoutKey):
-    """Dropout key (source of the seeds of dropout masks) that records which seeds were requested."""
+    """Dropout key (source of the seeds of dropout masks) that records which seeds the model requests, so that the masks of all
+    ranks can be compared."""
 
     drawn: list[tuple[int, str, int]] = dataclasses.field(default_factory=list)
     """Layer, site (position in the layer at which dropout is applied) and seed of each mask."""
@@ -113,7 +114,7 @@ class _RecordingKey(DropoutKey):
 
 
 class _RankBatches:
-    """Training and evaluation batches of this rank."""
+    """Training and evaluation batches of this rank, and methods that run the evaluation and a step with dropout on them."""
 
     def __init__(self, task: ProofTask, context: ParallelContext, plan: BatchSizePlan, step: TrainStep) -> None:
         self.task, self.plan, self.step = task, plan, step

@@ -198,7 +198,7 @@ class Observation:
     vocab_size: int
     layer_table: list[Chunk]
     ranks: list[RankObservation]
-    """For each rank of the parallel run, the values that it recorded."""
+    """Recorded values of each rank of the parallel run."""
     reference: ReferenceRun
     initial: dict[str, Tensor]
     """Weights as the framework initializes them in one process, by name."""

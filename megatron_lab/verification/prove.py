@@ -197,7 +197,8 @@ def _build_proof_config(config: Config, steps: int | None, dropout: bool) -> tup
 
 
 def _build_initial_weights(config: Config, vocab_size: int) -> dict[str, Tensor]:
-    """Return the weights, without padding, with which the framework initializes the model in one process."""
+    """Return the weights with which the framework initializes the model in one process, by name and without padding. The initial
+    weights of the parallel run are compared with them."""
     model = build_model(
         config.model,
         make_context(Topology(), 0, choose_device("cpu", 0)),
@@ -210,7 +211,8 @@ def _build_initial_weights(config: Config, vocab_size: int) -> dict[str, Tensor]
 
 
 def _divides_by_eps(optimizer: str) -> bool:
-    """Check whether an optimizer uses --adam-eps, so that its update may divide by a number as small as epsilon."""
+    """Check whether an optimizer uses --adam-eps, so that its update may divide by a number as small as epsilon. A proof then
+    raises a small epsilon, so that rounding errors of gradients that are truly zero cause no update."""
     return optimizer in ("adam", "muon") or "adam_eps" in get_choice_settings("optimizer", optimizer)
 
 

@@ -44,9 +44,10 @@ class RandomSamples:
         """Return the loss masks of `count` samples from index `first` on, [count, s]: 1 where the position counts in the loss, else
         0.
 
-        Every four successive microbatches count all tokens, half of them, one token, and no token (or a quarter). Of the counted
-        tokens of a sample, at least one has an input that is not an end-of-document token, so --eod-mask-loss does not exclude all
-        of them.
+        Of every four successive microbatches, the first counts all tokens, the second half of the tokens of each sample, and the
+        third a single token. The fourth counts no token or, unless `allows_empty_masks` is set, about a quarter of the tokens of
+        each sample. Of the counted tokens of a sample, at least one has an input that is not an end-of-document token, so
+        --eod-mask-loss does not exclude all of them.
         """
         return np.stack([self._generate_mask(index) for index in range(first, first + count)])
 

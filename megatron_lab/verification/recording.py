@@ -183,7 +183,8 @@ class StepRecorder:
 
 
 def _list_recorded_modules(chunk: GPTChunk) -> dict[str, nn.Module]:
-    """Return the modules of a model chunk whose outputs are recorded, by the names under which they are recorded."""
+    """Return the modules of a model chunk whose outputs are recorded and compared with those of the reference model. The key is the
+    name of the record, such as `layers.3.mlp`."""
     modules: dict[str, nn.Module] = {} if chunk.embedding is None else {"embedding": chunk.embedding}
     named = [(f"layers.{block.layer}", block) for block in chunk.blocks]
     named += [(f"mtp.{k}.layer", block) for k, block in enumerate([] if chunk.mtp is None else chunk.mtp.blocks)]

@@ -20,7 +20,7 @@ class ExpertsShape:
     """Sizes and options of the experts and routers in the reference model."""
 
     layers: tuple[bool, ...]
-    """For each layer, whether it has experts (True) or one dense MLP (False)."""
+    """Whether each layer has experts (True) or a dense MLP (False)."""
     num_experts: int
     top_k: int
     ffn_size: int
@@ -29,15 +29,15 @@ class ExpertsShape:
     has_shared_gate: bool = False
     """Whether the output of the shared expert is multiplied by a sigmoid gate."""
     score_function: Literal["softmax", "softmax first", "sigmoid"] = "softmax"
-    """How router weights are computed from the logits. "softmax": softmax over the selected experts. "softmax first": softmax
-    over all experts, of which the entries of the selected experts are used. "sigmoid": sigmoids of the selected experts,
-    divided by their sum if several experts are selected."""
+    """Function that computes router weights from the logits. "softmax": softmax over the selected experts. "softmax first":
+    softmax over all experts, of which the entries of the selected experts are used. "sigmoid": sigmoids of the selected
+    experts, divided by their sum if several experts are selected."""
     scaling_factor: float = 1.0
     num_groups: int = 1
     group_top_k: int = 1
     aux_loss_scope: Literal["none", "microbatch", "sequence", "update before"] = "none"
-    """Tokens over which the load-balancing loss is computed. "update before": the mean scores are those of a microbatch, but
-    the shares of the experts are those of the previous update."""
+    """Tokens over which the load-balancing loss is computed. "update before": the mean router scores are those of a microbatch, but
+    the experts' shares of the token assignments are those at the previous update."""
     aux_loss_coeff: float = 0.0
     z_loss_coeff: float = 0.0
     micro_batch_size: int = 1
@@ -49,8 +49,8 @@ class ExpertsShape:
     """Maximum number of assignments of an expert in each sequence, as a multiple of the mean number of assignments per expert;
     None for no limit."""
     drops_by_position: bool = False
-    """How an expert with too many assignments selects those to drop: True for the last in the sequence, False for those with
-    the smallest router weights."""
+    """Whether an expert with too many assignments drops the last assignments in the sequence (True) or the assignments with the
+    smallest router weights (False)."""
 
 
 def select_experts(shape: ExpertsShape, logits: list[float], bias: list[float] | None = None) -> list[int]:

@@ -87,7 +87,7 @@ class ReferenceShape:
     """Attention window of each layer: the number of preceding tokens to which a token attends, or None for all. Empty if all
     layers attend to all tokens."""
     unrotated: tuple[bool, ...] = ()
-    """For each layer, whether it omits rotary positions. Empty if no layer omits them."""
+    """Whether each layer omits rotary positions. Empty if no layer omits them."""
     local_base: float | None = None
     """Rotary base of layers with an attention window; their frequencies are not scaled. With None, they are rotated like other
     layers."""

@@ -62,7 +62,8 @@ class ParamUpdate(NamedTuple):
     """Update rule, learning rate and weight decay of one parameter in one update."""
 
     rule: ReferenceUpdateRule
-    """Update rule of the parameter. Options that concern all parameters, such as clipping, are not read from it."""
+    """Update rule of the parameter. Options that concern all parameters, such as clipping, are read from the rule of the run and
+    ignored here."""
     rate: float
     weight_decay: float
 

@@ -81,7 +81,8 @@ class ParamStep:
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """Dimensions over which a rule sums to get one number per matrix (the last two), or per vector (the last)."""
+        """Dimensions over which a rule sums to get one number (such as a norm) per matrix or vector: the last two for a matrix, the
+        last for a vector."""
         return (-1,) if self.is_vector else (-2, -1)
 
 
