@@ -395,7 +395,10 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path
 def test_a_full_disk_does_not_take_the_plan_away() -> None:
     (ended,) = launch([*arguments(train_iters=1), "--dry-run", "--dry-run-json", "/dev/full"])
     assert ended.code == 2 and "fullest rank" in ended.stdout, report([ended])
-    assert ended.stderr == "pretrain_gpt.py: --dry-run-json /dev/full cannot be written: no space left on device. Choose another path.\n"
+    assert (
+        ended.stderr
+        == "pretrain_gpt.py: --dry-run-json /dev/full cannot be written: no space left on device. Choose another path.\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,9 @@ def test_settings_and_special_tokens(tmp_path: Path) -> None:
 
 
 def test_special_tokens_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="eos_token_id of the tokenizer is 64, but the vocabulary of the model has 64 token ids"):
+    with pytest.raises(
+        CheckpointError, match="eos_token_id of the tokenizer is 64, but the vocabulary of the model has 64 token ids"
+    ):
         export(source_of(gpt2_like()), tmp_path / "x", tokens=SpecialTokens(eos=64))
     assert not list(tmp_path.iterdir())
 

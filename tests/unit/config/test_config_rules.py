@@ -947,7 +947,7 @@ CASES: list[Case] = [
         "--compile --recompute-activations --recompute-modules core_attn layernorm",
         1,
         {"--compile", "--recompute-modules"},
-        ["--compile cannot be used with", "decides what a compiled layer stores"],
+        ["--compile cannot be used with", "decides which tensors of a compiled layer"],
         ["--recompute-modules core_attn", "--no-compile"],
     ),
     (

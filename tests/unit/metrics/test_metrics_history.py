@@ -108,5 +108,5 @@ def test_the_first_losses_are_found(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_record_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"history.jsonl is not a file.*--save, or of --tensorboard-dir"):
+    with pytest.raises(ValueError, match=r"no history file .*history.jsonl.*--save, or of --tensorboard-dir"):
         read_history(tmp_path)

@@ -87,7 +87,7 @@ def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "--lr 0.001 0.002" in text and "--num-layers" not in text, "only what differs"
     assert report.main([str(runs[0]), "--expect-lower-loss", "--no-plan"]) == 0
     assert "Planned" not in (runs[0] / "report.html").read_text()
-    assert report.main([str(tmp_path)]) == 1 and "history.jsonl is not a file" in capsys.readouterr().err
+    assert report.main([str(tmp_path)]) == 1 and "there is no history file" in capsys.readouterr().err
 
 
 def test_shares_add_up_as_they_are_printed(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_records_of_any_length_are_drawn(
     assert plot_loss.main([str(folder), "--output", str(tmp_path / "taken.svg")]) == 1
     assert "Is a directory" in capsys.readouterr().err and not [*tmp_path.glob(".taken*")]
     (tmp_path / "new").mkdir()
-    assert plot_loss.main([str(tmp_path / "new")]) == 1 and "is not a file" in capsys.readouterr().err
+    assert plot_loss.main([str(tmp_path / "new")]) == 1 and "there is no history file" in capsys.readouterr().err
     HistoryFile(tmp_path / "new", 1).close()
     assert plot_loss.main([str(tmp_path / "new")]) == 0 and "no steps yet" in capsys.readouterr().out
 
