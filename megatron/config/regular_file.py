@@ -1,6 +1,5 @@
 """Bounded reads of files that a user or another program names. Only regular files up to a size limit are read. Devices and pipes
-are
-refused, because reading a pipe could wait forever for its writer."""
+are refused, because reading a pipe could wait forever for its writer."""
 
 from __future__ import annotations
 

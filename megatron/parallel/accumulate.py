@@ -360,8 +360,7 @@ def deferring() -> Iterator[DeferredWork]:
 
 class _RouteGrad(torch.autograd.Function):
     """Autograd function that returns the parameter unchanged in forward. Backward passes the gradient of the parameter to
-    `accumulate`
-    and returns no gradient to autograd."""
+    `accumulate` and returns no gradient to autograd."""
 
     @staticmethod
     def forward(ctx: Any, param: torch.Tensor) -> torch.Tensor:  # type: ignore[override]

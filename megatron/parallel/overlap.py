@@ -126,8 +126,7 @@ class RingOverlap:
 
 def _split_rows(rows: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:
     """Split the rows of one rank into blocks, so that one block is sent while another is multiplied. All ranks together have at
-    least
-    `_MIN_ROW_BLOCKS` blocks."""
+    least `_MIN_ROW_BLOCKS` blocks."""
     return rows.chunk(-(-_MIN_ROW_BLOCKS // group.size))
 
 

@@ -341,8 +341,7 @@ class Shard:
     @property
     def duplicate_grad(self) -> torch.Tensor:
         """View of the gradient of the elements whose copies on another rank are included in global norms. Checks for NaN and
-        infinity
-        include these elements too."""
+        infinity include these elements too."""
         return self.grad[self.duplicate_range.start : self.duplicate_range.stop]
 
     @property

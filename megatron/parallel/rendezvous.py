@@ -234,8 +234,7 @@ def _join(store: dist.Store, job: ProcessInfo, deadline: float) -> str:
 
 def _get_size_suffix(job: ProcessInfo) -> str:
     """Return the suffix of the start names of a job with this world size. The first rank gives each start of the job a name. The
-    other
-    ranks ignore a name with another suffix, because it is from an earlier start with another world size."""
+    other ranks ignore a name with another suffix, because it is from an earlier start with another world size."""
     return f"-of-{job.world_size}"
 
 

@@ -167,8 +167,7 @@ class BlockRange:
 
     elements: BufferSlice
     """Slice of the parameter that contains the quantization blocks. In each row, the slice may have further elements before and
-    after
-    the blocks."""
+    after the blocks."""
     column_range: slice
     """Columns of the slice `elements` that form the quantization blocks, counted from the first column of the slice."""
     blocks: BufferSlice

@@ -52,8 +52,7 @@ class TensorSlice:
 
     def offset_by(self, outer: TensorSlice) -> TensorSlice:
         """Return this slice, whose offsets are relative to the start of `outer`, with the offsets of `outer` added. The result has
-        the
-        coordinates in which `outer` itself is given. The inverse of `relative_to`."""
+        the coordinates in which `outer` itself is given. The inverse of `relative_to`."""
         return TensorSlice(tuple(a + b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
 
     def intersect(self, tensor_slice: TensorSlice) -> TensorSlice | None:

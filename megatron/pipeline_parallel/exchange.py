@@ -33,8 +33,7 @@ class ReceivePlan(NamedTuple):
     """For each operation, the receives to post before it, as pairs (message, source stage)."""
     completed_sends: Sequence[Sequence[Message]]
     """For each operation, the messages whose sends the stage waits for after the operation. By then the receiver has the messages,
-    or
-    gets them soon, so the wait is short."""
+    or gets them soon, so the wait is short."""
 
 
 class _Delivery(NamedTuple):
@@ -355,8 +354,7 @@ def find_stuck_messages(
 
 def _split_by_queue(entries: Iterable[_Entry], stage: int, queue_of: QueueOf) -> Iterable[Iterator[_Entry]]:
     """Distribute the work that a stage issues to the hardware queues of its device. Return one iterator for each queue, which
-    yields
-    the queue's work in order."""
+    yields the queue's work in order."""
     queues: dict[int, list[_Entry]] = {}
     for entry in entries:
         queues.setdefault(queue_of(stage, entry[0]), []).append(entry)
@@ -367,8 +365,7 @@ def _queue_entries(
     schedule: Schedule, stage: int, streams: Mapping[tuple[int, int], int], plan: ReceivePlan, exchanges: bool
 ) -> Iterator[_Entry]:
     """Yield the sends, receives and computations that a stage issues to its device, for the replay that finds deadlocks. The order
-    is
-    that of `Executor.run` and `Messenger`."""
+    is that of `Executor.run` and `Messenger`."""
     last_transfer: dict[int, tuple[Message, ...]] = {}
     moving: list[Message] = []
     num_computed = 0

@@ -85,12 +85,10 @@ class ScheduledOp:
     """Messages that this stage sent earlier. After the operation, the executor waits until they have been sent."""
     prefetched_op: Op | None
     """The next operation if it may need tensors from host memory, else None. The executor starts to copy these tensors to the
-    device
-    before the current operation runs."""
+    device before the current operation runs."""
     is_backward_next: bool
     """Whether this operation is a forward whose backward starts so soon that the saved tensors of the last layer are not moved to
-    host
-    memory."""
+    host memory."""
 
 
 @dataclass

@@ -258,8 +258,7 @@ def _build_layout_argv(layout: Any, config: Config) -> list[str]:
 
 def _format_label(layout: Any) -> str:
     """Return a short label of a layout for the picture of --output: parallel sizes above 1, pipeline schedule, sharding, micro-
-    batch
-    size, recomputation."""
+    batch size, recomputation."""
     parallel, training, memory = layout.config.parallel, layout.config.training, layout.config.memory
     sizes = {
         "TP": parallel.tensor_model_parallel_size,

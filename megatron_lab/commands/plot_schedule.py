@@ -193,8 +193,7 @@ def _build_row(name: str, num_stages: int, num_microbatches: int, chunks_per_sta
 
 def _format_description(num_stages: int, num_microbatches: int, costs: OpCosts) -> str:
     """Return the text above the timelines: number of pipeline stages, number of microbatches, and durations of the forward,
-    backward
-    and p2p operations."""
+    backward and p2p operations."""
     forward, input_grad, weight_grad, p2p = map(format_ms, (costs.forward, costs.input_grad, costs.weight_grad, costs.p2p))
     recompute_text = f"R = {format_ms(costs.recompute)} to recompute layers, " if costs.recompute else ""
     return (

@@ -40,8 +40,7 @@ def get_adapter_names(weight: str) -> tuple[str, str]:
 
 class _MergedSource(DerivedSource):
     """Weights of another source, with each LoRA adapter added to the weight of its layer. A message about the merged adapters is
-    added
-    to `notes` (messages for the user)."""
+    added to `notes` (messages for the user)."""
 
     def __init__(self, source: WeightSource, model: ModelConfig) -> None:
         super().__init__(source, model)

@@ -40,8 +40,7 @@ def build_inference_source(source: WeightSource) -> WeightSource:
 
 class _InferenceSource(DerivedSource):
     """Weights of another source without those that only training uses, such as multi-token-prediction layers. In `notes` (messages
-    for
-    the user), the source names the layers and limits that were removed."""
+    for the user), the source names the layers and limits that were removed."""
 
     def __init__(self, source: WeightSource, model: ModelConfig) -> None:
         super().__init__(source, model)

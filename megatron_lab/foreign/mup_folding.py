@@ -37,8 +37,7 @@ def fold_mup_scaling(source: WeightSource) -> WeightSource:
 
 class _FoldedSource(DerivedSource):
     """Weights of another source, with the weight of the final norm divided by the muP width multiplier. The logits are then the
-    same
-    without a division by the multiplier."""
+    same without a division by the multiplier."""
 
     def __init__(self, source: WeightSource) -> None:
         model, self._width_multiplier = source.model, source.model.width_multiplier

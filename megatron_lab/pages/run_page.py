@@ -341,8 +341,7 @@ def compute_step_times(history: History) -> dict[str, float]:
 
 def _build_measured_memory(history: History) -> str:
     """Return the HTML of the measured peak memory of rank 0, and of a bar that divides the memory by purpose. The bar shows the
-    last
-    measurement of --log-memory."""
+    last measurement of --log-memory."""
     max_bytes = max((record["memory_bytes"] for record in history.logs if record.get("memory_bytes")), default=None)
     max_text = "" if max_bytes is None else f"<p>Peak memory of the first rank: {format_bytes(max_bytes)}.</p>"
     memory_by_purpose: dict[str, float] = {}

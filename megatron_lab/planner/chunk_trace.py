@@ -118,7 +118,7 @@ class _CountingHostPool(HostBufferPool):
         return [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes], None
 
     def wait(self, event: object) -> None:
-        """Do nothing. In a run, this method waits for a copy to the device; here no data is copied."""
+        """Do nothing. In a run, this method lets the device wait for a copy; here no data is copied."""
 
 
 TraceCache = dict[object, ChunkTrace]

@@ -85,8 +85,7 @@ class Cluster:
     """Bandwidth in GB/s between a device and host memory."""
     fresh_gb_s: float = 0.0
     """Rate in GB/s at which an operation allocates memory that was not in use before. The time of the allocation is added to that
-    of
-    the operation; the rate is fitted to measured forwards on CPUs. 0: allocation takes no time."""
+    of the operation; the rate is fitted to measured forwards on CPUs. 0: allocation takes no time."""
     kernel_us: float = 3.0
     """Time in microseconds from the end of one kernel to the start of the next. It is added to the time of each kernel."""
     host_us: float = 9.0
@@ -102,12 +101,10 @@ class Cluster:
     over all ranks."""
     spread: float = 0.1
     """Standard deviation of log(measured time / predicted time) over the runs to which the constants of this cluster were fitted.
-    The
-    range of a predicted step time follows from it."""
+    The range of a predicted step time follows from it."""
     calibrated: Mapping[str, float] = field(default_factory=dict)
     """Largest number of ranks, and of tensor, pipeline, context and expert ranks, in the runs to which the fractions in
-    `Efficiency`
-    were fitted. A plan lists the sizes of a layout that exceed these. Empty if not known."""
+    `Efficiency` were fitted. A plan lists the sizes of a layout that exceed these. Empty if not known."""
     shared_by: int = 0
     """Number of devices of a node that can compute at the same time, if the node has more ranks than that and they share the
     devices. 0: each rank has its own device. (The CPUs of a machine count as one device per core.)"""

@@ -104,15 +104,13 @@ class CpuKernels(FakeTensorMode):
 
 def _has_no_values(tensor: Tensor) -> bool:
     """Return whether a tensor is a fake CPU tensor without known values. The output of an operation on it depends only on its
-    shape,
-    strides and dtype, so it can be cached."""
+    shape, strides and dtype, so it can be cached."""
     return type(tensor) is FakeTensor and tensor.constant is None and tensor.fake_device.type == "cpu"
 
 
 def _describe_view(func: Any, args: Any, kwargs: Any) -> _ViewOfFirstArgument:
     """Return shape, strides and offset of the view that an operation returns, as a cache entry. The meta device computes them,
-    because
-    it is far faster than `FakeTensorMode`."""
+    because it is far faster than `FakeTensorMode`."""
     base = args[0]
     view = func(torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta"), *args[1:], **kwargs)
     return _ViewOfFirstArgument(view.shape, view.stride(), view.storage_offset())

@@ -124,8 +124,7 @@ def _build_schedule(
 
 def _choose_overlap(device_type: str, tensor_size: int, gpus_per_node: int) -> Overlap:
     """Return the method by which --tp-comm-overlap overlaps tensor-parallel communication with matrix products. The GPUs of a node
-    are
-    assumed to be able to access each other's memory."""
+    are assumed to be able to access each other's memory."""
     if device_type != "cuda":
         return RingOverlap(f"the device is {device_type}")
     return RingOverlap("tensor groups cross nodes") if gpus_per_node % tensor_size else SymmetricMemoryOverlap()

@@ -64,8 +64,7 @@ class Lever(NamedTuple):
 
     category: str
     """Group to which the change belongs, such as "sharding". Changes of one group exclude each other: a combination contains at
-    most
-    one lever of each category."""
+    most one lever of each category."""
     change: Change
     cost: Cost
 

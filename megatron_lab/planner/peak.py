@@ -200,8 +200,7 @@ class HostBuffers:
 
     def run_op(self, op: Op, trace: ChunkTrace) -> None:
         """Acquire the host buffers into which `op` offloads layers (in a forward), or release the host buffers from which `op`
-        copies
-        layers to the device."""
+        copies layers to the device."""
         if op.type is OpType.FORWARD:
             for sizes in trace.offloaded_sizes:
                 self._used.update(map(get_buffer_size, sizes))

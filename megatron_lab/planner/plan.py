@@ -156,18 +156,16 @@ class ExpertsPlan:
     """Number of layers of the model that have experts, including multi-token prediction layers."""
     dispatched_bytes: int | None
     """Bytes that a rank sends in a step to experts and back. The number is that of the pipeline stage with the largest traffic of
-    this
-    type. None if the expert group also carries other traffic, which cannot be separated."""
+    this type. None if the expert group also carries other traffic, which cannot be separated."""
     dispatched_bytes_per_layer: int | None
     """`dispatched_bytes` divided by the number of layers with experts on that stage; None if `dispatched_bytes` is None."""
     imbalance: float | None
     """Value of --plan-expert-imbalance: token assignments to the experts of the busiest rank, as a multiple of the mean over
     the ranks. None if the flag is not set; the capacity of the experts, if any, then limits the assignments."""
     unbalanced_profiles: tuple[RankProfile, ...]
-    """Memory and traffic of the ranks in the worst case, in which the experts of every rank get as many token assignments as those
-    of
-    the busiest rank. The busiest rank gets `imbalance` times the mean over the ranks; without --plan-expert-imbalance, it gets as
-    many assignments as the capacity of its experts accepts. Empty if neither the flag nor a capacity is set."""
+    """Memory and traffic of the ranks in the worst case, in which the experts of every rank get the number of token assignments of
+    the busiest rank. The busiest rank gets `imbalance` times the mean over the ranks. Without --plan-expert-imbalance, it gets the
+    number of assignments that the capacity of its experts accepts. Empty if neither the flag nor a capacity is set."""
 
     @property
     def fullest(self) -> RankProfile:

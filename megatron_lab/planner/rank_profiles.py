@@ -287,8 +287,7 @@ def _list_bytes(memory: StateMemory) -> list[tuple[int, int, int]]:
 
 class _ComponentLayout:
     """Distribution of one component of the state (such as a bucket) over the ranks of a stage. It yields the data ranks from which
-    on
-    the memory for the component may differ from that on the ranks before."""
+    on the memory for the component may differ from that on the ranks before."""
 
     def __init__(self, component: StateComponent, context: ParallelContext, state: OptimizerState) -> None:
         group = component.group(context)
@@ -413,9 +412,9 @@ class Links:
         return self._find_ring_crossings_of_grid(stage, self._get_replica_grid(axes, shard_size), [0])
 
     def _get_replica_grid(self, axes: Sequence[str], shard_size: int) -> tuple[int, int, int]:
-        """Return the shape (-1, sharing, other) in which to view the ranks of a stage: copies of the state (-1: the size follows
-        from
-        the other two), the `shard_size` ranks along `axes` that share one copy, and the ranks along all other axes."""
+        """Return the shape (-1, sharing, other) in which to view the ranks of a stage. The first dimension are the copies of the
+        state; -1 means that its size follows from the two others. The second dimension are the `shard_size` ranks along `axes` that
+        share one copy. The third dimension are the ranks along all other axes."""
         return -1, shard_size, math.prod(self._get_grid(axes)[0]) // self._topology.get_size(*axes)
 
     def find_world_crossings(self, stage: int) -> CrossingMask:

@@ -353,8 +353,7 @@ class StateLayout:
 
     def compute_rank_states(self, context: ParallelContext) -> list[RankState]:
         """Return, for each component of the state, its memory (parameters and gradients) on the rank of `context`, and the shards
-        of
-        the component that the optimizer of this rank updates."""
+        of the component that the optimizer of this rank updates."""
         return [component.compute_rank_state(component.group(context).rank) for component in self.components]
 
     def compute_memory(

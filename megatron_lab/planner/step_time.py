@@ -54,8 +54,7 @@ class StepTime:
     """Device memory in bytes of the rank that needs most."""
     log_std: float
     """Standard deviation of log(measured time / predicted time) over the runs to which the cluster's constants were fitted. The
-    bounds
-    `low` and `high` follow from it."""
+    bounds `low` and `high` follow from it."""
     cluster: str
     """Name of the cluster for which the time is predicted."""
     uncalibrated_sizes: tuple[str, ...] = ()

@@ -117,8 +117,7 @@ class StorageLedger(TorchDispatchMode):
 
     def take_span(self) -> MemorySpan:
         """Return memory, communication and device work of the operations since the last call of this method, and start to record
-        the
-        next span."""
+        the next span."""
         self._update_peak()
         span = MemorySpan(
             self._peak_bytes - self._start_bytes, self.live_bytes - self._start_bytes, tuple(self._transfers), self._work.take()

@@ -36,8 +36,7 @@ class Case:
     @property
     def compute_time(self) -> float:
         """Time for which a stage computes for one microbatch in a step: forward + input gradient + weight gradient. Recomputation
-        is
-        not included."""
+        is not included."""
         return self.op_costs.forward + self.op_costs.input_grad + self.op_costs.weight_grad
 
 

@@ -43,8 +43,7 @@ _COLUMNS_PER_TICK = 14
 
 class _Cell(NamedTuple):
     """One character of a timeline drawn as text, with the operation type and chunk index that select its colour (None while the
-    stage
-    waits)."""
+    stage waits)."""
 
     character: str
     colour_key: tuple[OpType, int] | None
@@ -53,8 +52,7 @@ class _Cell(NamedTuple):
 @dataclass(frozen=True)
 class _Layout:
     """Division of the time axis of a timeline in text into columns of characters and, if one line is too short, into several
-    blocks
-    of lines."""
+    blocks of lines."""
 
     width: int
     """Number of character columns of one line that show the timeline."""
@@ -116,8 +114,7 @@ def _get_label_width(summary: PanelSummary) -> int:
 
 def _compute_labelled_width(panels: Sequence[Panel], summary: PanelSummary, quantile: float) -> float:
     """Return the number of columns that a text timeline needs for the labels of its operations. Every operation longer than a
-    quantile
-    of the durations gets enough space for its label."""
+    quantile of the durations gets enough space for its label."""
     return summary.step_time / compute_duration_quantile(panels, quantile) * _get_label_width(summary)
 
 
@@ -158,8 +155,7 @@ class _RowRenderer:
 
     def _render_labelled(self, spans: Sequence[OpSpan], chunk_indices: dict[int, int], start: float, fold: int) -> list[_Cell]:
         """Render each operation of a stage as a letter and its microbatch number. An operation without space for the number has
-        only
-        the letter."""
+        only the letter."""
         width, columns_per_ms = self.layout.width, self.layout.columns_per_ms
         cells = [_Cell(self.idle, None)] * width
         for span in spans:

@@ -61,8 +61,7 @@ class WindowFields:
     layers have the window. None: the layers from `max_window_layers` on have the window."""
     interval_field: str | None = None
     """Name of the config.json field that contains N; None if the architecture has no such field. If config.json lacks the field, N
-    is
-    `interval`."""
+    is `interval`."""
     no_rotary_layers: NoRotaryLayers | None = None
     """Converter that selects the layers without rotary embeddings. It is set only for architectures (SmolLM3) in which, by default,
     these layers have the window and all others have full attention. The default applies to files without `layer_types`."""

@@ -121,8 +121,7 @@ class DeepSeekMixtureFields:
     """Factor by which the weights of a token's experts are multiplied, if config.json has no field `routed_scaling_factor`."""
     groups: tuple[int | None, int | None]
     """Defaults of two config.json fields: number of groups of experts (`n_group`), and number of groups from which a token may
-    select
-    experts (`topk_group`). None: the field is required."""
+    select experts (`topk_group`). None: the field is required."""
 
     def parse(self, fields: Fields) -> Settings:
         num_layers, num_dense_layers = (
