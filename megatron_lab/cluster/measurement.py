@@ -141,8 +141,8 @@ class MeasurementSizes:
     bucket_bytes: int
     """Size in bytes of the all-reduce that is overlapped with matrix products."""
     max_gemm_flops: float
-    """Limit on the FLOPs of a matrix product. Products of a planned run with more FLOPs are not measured, because they take too
-    long."""
+    """Limit on the FLOPs of a matrix product that is measured. Products of a run's training step with more FLOPs are left out
+    of the measurement."""
 
 
 CPU = MeasurementSizes(
