@@ -232,8 +232,8 @@ class ObjectDraft(Draft):
         self.storage.create_folder()
 
     def publish(self, small_files: Mapping[str, bytes]) -> None:
-        """Write the files whose names do not contain the token (`config.json` and so on), the manifest last. Then remove the files
-        of other runs from the folder."""
+        """Write the files whose names do not contain the token of the run (`config.json` and so on), the manifest last. Then remove
+        the checkpoint files with other tokens, which other runs have left in the folder. The new manifest does not list them."""
         # The new files replace those of an older checkpoint, which is incomplete from here on.
         self.storage.remove(MANIFEST)
         for name, data in small_files.items():

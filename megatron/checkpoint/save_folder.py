@@ -248,7 +248,8 @@ def check_counts(state: Mapping[str, Any], iteration: int | None) -> None:
         iteration: iteration in the name of the checkpoint's folder; None if the folder has another name.
 
     Raises:
-        ValueError: a counter is not an integer in the allowed range, or counters contradict each other.
+        ValueError: a counter is not an integer in the allowed range, or counters contradict each other. `read_json` adds to the
+            message which file it is, and that it must be copied again.
         KeyError: a counter is missing.
     """
     if "progress" not in state:  # a checkpoint with weights only
@@ -256,10 +257,7 @@ def check_counts(state: Mapping[str, Any], iteration: int | None) -> None:
     counts = {name: state["progress"][name] for name in PROGRESS_COUNTS} | {"optimizer_updates": state.get("optimizer_updates", 0)}
     for name, value in counts.items():
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_COUNT:
-            raise ValueError(
-                f"the counter {name} of the checkpoint's training progress is {str(value)[:40]}, but must be an integer from 0 to "
-                "2^60"
-            )
+            raise ValueError(f"the checkpoint's counter {name} is {str(value)[:40]}, but must be an integer from 0 to 2^60")
     if iteration is not None and counts["iteration"] != iteration:
         raise ValueError(
             f"the checkpoint says that it is of iteration {counts['iteration']}, but its folder has the name of iteration "

@@ -177,8 +177,8 @@ class BackgroundWriter:
             self._report_progress(has_advanced=False)
 
     def _report_activity(self, activity: str) -> None:
-        """Tell the training process what this writer does next, for its log. The report is sent first, because the storage may then
-        not respond."""
+        """Tell the training process what this writer does next, for its log. Call this before the activity starts, because the
+        storage may hang during the activity."""
         if activity != self._activity:
             self._activity = activity
             self._reply(SaveProgress(activity, True))

@@ -121,7 +121,7 @@ class Flag:
         )
         if not is_valid:
             raise ValueError(
-                f"the saved value of {self.topic}.{self.field} must be "
+                f"the value of {self.topic}.{self.field} must be "
                 f"{'true or false' if self.value_type is bool else self.expected}, not {value!r}"
             )
         converted = tuple(map(self.value_type, items))

@@ -48,7 +48,10 @@ def from_dict(nested: dict[str, Any]) -> Config:
             except ValueError as error:
                 problems.append(str(error))
     if problems:
-        reason = "They may come from another version of this program: read them with that version."
+        reason = (
+            "They may come from another version of this program (read them with that version), or their file was edited or is "
+            "damaged (copy it again)."
+        )
         raise ConfigError([Violation((), f"Saved settings cannot be read: {'; '.join(problems)}.", reason)])
     return build_config(values)
 

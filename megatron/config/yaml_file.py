@@ -77,11 +77,12 @@ def _to_yaml_value(value: Any) -> Any:
 
 
 def _parse_settings(path: str, root: yaml.Node | None) -> list[GivenFlag]:
-    """Parse the settings of a YAML file or of a program's mapping, of which `root` is the top node. Settings of a mapping have no
-    line numbers.
+    """Parse the settings of a YAML file, or of a mapping that a Python program passes. `read_mapping` converts such a mapping to
+    YAML first, so its settings have no line numbers.
 
     Args:
         path: path of the file, or `_MAPPING_SOURCE` for a mapping.
+        root: top node of the YAML; None if the YAML is empty.
 
     Raises:
         ConfigError: with all problems of the file or mapping.

@@ -50,7 +50,7 @@ class EpochStart:
     """Samples of this epoch that earlier periods have read, one entry for each period. Empty if the period starts a new
     epoch."""
     period_index: int
-    """Index of the period that starts, in the order of the run."""
+    """Index of the period that starts: the number of periods before it in the run. It is not used if `partial_reads` is empty."""
 
 
 class EpochOrder(SampleOrder):

@@ -50,13 +50,13 @@ class Selection:
 
 
 class DocumentLayout(NamedTuple):
-    """Concatenation of documents into one long row of tokens: which sequences of the dataset follow each other, and where each
-    starts."""
+    """Documents laid end to end as one long row of tokens. A dataset stores a document as one or more sequences, in almost all
+    datasets as one. The layout says which sequences follow each other in the row, and where each starts."""
 
     sequences: NDArray[np.integer]
-    """Indices of the dataset's sequences, in the order in which they are concatenated."""
+    """Index in the dataset of each sequence, in the order of the row."""
     starts: NDArray[np.int64]
-    """Position of the first token of each sequence in the concatenation, followed by the total number of tokens."""
+    """Position in the row of the first token of each sequence, followed by the total number of tokens in the row."""
 
 
 def lay_out(dataset: IndexedDataset, documents: NDArray[np.integer]) -> DocumentLayout:

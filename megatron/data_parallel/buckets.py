@@ -94,7 +94,8 @@ class BucketedParams(ShardProvider):
         return (named_sink for bucket in self.buckets for named_sink in bucket.iter_grad_sinks())
 
     def get_persistent_tensors(self) -> PersistentTensors:
-        """Return the parameters, the gradients and the pool buffers. Their memory stays allocated between steps."""
+        """Return the parameters, the gradients and the communication buffers that buckets share. Their memory stays allocated
+        between steps."""
         pool_buffers = [buffer for pool in self._pools.values() for buffer in pool.buffers]
         return PersistentTensors(
             [bucket.weights for bucket in self.buckets], [bucket.owned_grads for bucket in self.buckets], pool_buffers

@@ -155,8 +155,8 @@ def compute_experts_per_kernel(num_rows: int, num_experts: int, out_features: in
     per expert, without a grouped kernel.
 
     Many small products are grouped, because the host would take longer to launch them than the GPU to compute them. Large products
-    are not grouped: a single product writes straight into the float32 gradient, without a second tensor and without rounding to
-    bfloat16.
+    are not grouped: a product for one expert writes straight into the float32 gradient, without a second tensor and without
+    rounding to bfloat16.
 
     Args:
         num_rows: rows of all experts together.
@@ -172,10 +172,14 @@ def compute_weight_grads(
 ) -> None:
     """Compute the weight gradient of each expert, grad_output^T x over the rows of the expert. Write it into `into`, or add it.
 
-    Precision: a single product is summed and stored in float32 where `compute_weight_product` supports it. Torch's grouped
-    kernel returns bfloat16. Where `compute_experts_per_kernel` selects the grouped kernel, the gradient of each microbatch is
-    rounded to bfloat16 once, as in torch's autograd, before it is added to the float32 sum. The selection depends on the number
-    of rows, which may differ from step to step.
+    The precision depends on which of two methods computes the gradient:
+
+    - One product per expert: the product is summed and stored in float32 where `compute_weight_product` supports it.
+    - Torch's grouped kernel, for several experts at once: it returns bfloat16. So the gradient of each microbatch is rounded to
+      bfloat16 once, as in torch's autograd, before it is added to the float32 sum.
+
+    If the device and the tensors allow the grouped kernel, `compute_experts_per_kernel` selects the method. The selection depends
+    on the number of rows, which may differ from step to step.
 
     Args:
         grad_output: [n, out] for n rows, sorted by expert.

@@ -33,9 +33,11 @@ from megatron.parallel.torch_private import foreach_norm
 
 @dataclass(frozen=True)
 class Statistic:
-    """Named array of sums or maxima over a full parameter, such as the sum of each row."""
+    """Declaration of sums or maxima over a full parameter that an update rule needs, such as the sum of each row. They form an
+    array, which is reduced over the ranks that hold elements of the parameter."""
 
     name: str
+    """Name by which the update rule finds the array among the statistics of the parameter."""
     shape: tuple[int, ...]
     """Shape of the array for the global, unsharded parameter."""
     uses_max: bool = False

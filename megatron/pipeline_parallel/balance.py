@@ -45,7 +45,7 @@ class _SplitProblem:
 
     @cached_property
     def cumulative_costs(self) -> _Array:
-        """Sum of the scaled costs of the first i layers, for i from 0 to the number of layers: [layers + 1]."""
+        """Sum of the scaled, rounded costs of the first i layers, for i from 0 to the number of layers: [layers + 1]."""
         return np.cumsum(np.rint(np.array([0.0, *self.layer_costs]) * self._scale))
 
     @cached_property

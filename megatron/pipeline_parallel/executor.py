@@ -80,7 +80,7 @@ class ScheduledOp:
     gives: Message | None
     """Message that sends the operation's result to another chunk; None if no chunk needs the result."""
     destination: int
-    """Stage that receives the message `gives`."""
+    """Stage that receives the operation's result (the message in the field `gives`). This stage if `gives` is None."""
     completed_sends: tuple[Message, ...]
     """Messages that this stage sent earlier. After the operation, the executor waits until they have been sent."""
     prefetched_op: Op | None

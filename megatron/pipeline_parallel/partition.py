@@ -307,10 +307,12 @@ def _apply_stage_sizes(
         chunks = [chunk for chunk in range(len(stages)) if stages[chunk] == stage]
         layers_per_chunk, remainder = divmod(size, len(chunks))
         if remainder or any(not low[chunk] <= layers_per_chunk <= high[chunk] for chunk in chunks):
-            virtual = f", which must be divided equally among {len(chunks)} virtual stages" if len(chunks) > 1 else ""
+            virtual = f", and divisible by the number of its virtual stages ({len(chunks)})" if len(chunks) > 1 else ""
+            min_others = sum(min_size for min_size, owner in zip(min_layers, stages, strict=True) if owner != stage)
             raise ValueError(
-                f"--decoder-{position}-pipeline-num-layers {size}: "
-                f"the {position} pipeline stage cannot hold {size} of {num_layers} layers{virtual}. Change this number"
+                f"--decoder-{position}-pipeline-num-layers {size}: the number of layers of the {position} pipeline stage must be "
+                f"at least {len(chunks) * max(low[chunk] for chunk in chunks)} and at most {num_layers - min_others}{virtual}. "
+                f"The other stages need at least {min_others} of the {num_layers} layers. Change this number"
             )
         for chunk in chunks:
             low[chunk] = high[chunk] = layers_per_chunk

@@ -257,8 +257,11 @@ class _Linear(torch.autograd.Function):
 
 
 class CompiledLayer(Protocol):
-    """Interface of a linear layer that the operations of a compiled graph find by its handle. Its parameters are looked up at each
-    use, because sharding replaces them."""
+    """Interface of a linear layer in a graph of torch.compile; `LinearLayer` implements it.
+
+    The graph contains only the layer's handle: a tensor that identifies the layer. The operations of the graph find the layer by
+    its handle. They look up its parameters at each use, because sharding replaces them.
+    """
 
     config: LinearConfig
     weight: nn.Parameter

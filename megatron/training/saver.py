@@ -269,12 +269,12 @@ class Saver:
         """
         if self._heartbeat is not None and self._heartbeat.successor is not None:
             raise CheckpointError(
-                f"{self._heartbeat.successor} has taken over {self._storage.location} ({RUN}), so this run ends. Continue with "
-                "that run, or start this one with another --save folder. "
+                f"{self._heartbeat.successor} has taken over {self._storage.location} (see {RUN} there), so this run ends. "
+                "Continue with that run, or start this run again with another --save folder. "
                 + (
-                    "It has saved no checkpoint there."
+                    "This run has saved no checkpoint in the folder."
                     if self._last_iteration is None
-                    else f"Its last checkpoint there is that of iteration {self._last_iteration}."
+                    else f"The last checkpoint of this run in the folder is that of iteration {self._last_iteration}."
                 )
             )
         if self._async_saver is not None:

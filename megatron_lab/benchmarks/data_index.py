@@ -104,14 +104,16 @@ def _get_peak_mb() -> float:
 
 
 def run_index(num_documents: int = 20_000_000, num_tokens: int = 20_000_000_000) -> bool:
-    """Time how long a run needs at its start to build the index of an epoch, or to load it from the cache, for both data orders.
+    """Time two starts of a run for each value of --data-order: `epoch`, and `megatron` (the sample order of Megatron-LM). The first
+    start builds the index of an epoch, and the second loads it from the cache.
 
     Args:
         num_documents: number of documents of the dataset.
         num_tokens: approximate number of tokens of the dataset.
 
     Returns:
-        Whether times and memory are within `MAX_BUILD_S`, `MAX_START_S` and `MAX_BUILD_MB`, and the second start used the cache.
+        Whether all limits are kept: `MAX_BUILD_S` for the first start, `MAX_START_S` for the second, and `MAX_BUILD_MB` for the
+        peak memory of both. The second start must also have used the cache, unless the dataset is too small to be cached.
     """
     print(f"index of {num_documents:,} documents, {num_tokens:,} tokens, samples of {_SEQ_LENGTH} tokens, one core:", flush=True)
     violations = []

@@ -98,7 +98,7 @@ def _build_specs(
 ) -> list[list[LocalTensorSpec]]:
     """Describe the tensors of each rank as if the ranks were saving a checkpoint. By default one rank has all tensors in full.
 
-    The first rank lists all tensors, so that tensors without elements are stored too.
+    Rank 0 names every tensor, also those of which it holds no slice, so that tensors without elements are stored too.
 
     Args:
         rank_slices: full name and slice of each tensor that a rank writes, for each rank.

@@ -111,9 +111,10 @@ class Measurement:
 
     @property
     def num_concurrent_ranks(self) -> int:
-        """Number of ranks of a node that can compute at full speed at the same time.
+        """Number of ranks of a node that can compute at full speed at the same time; 0 if there is no limit.
 
-        If all measured ranks can, return `num_cores`, which is 0 for GPUs. 0 means no limit.
+        If even the largest measured number of ranks showed no slowdown, this is `num_cores`: the number of ranks that the cores of
+        a CPU node can run, or 0 for GPUs.
         """
         single_rank_s = statistics.median(self.concurrent_gemms[1])
         num_concurrent = max(

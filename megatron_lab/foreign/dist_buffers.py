@@ -236,8 +236,8 @@ def _locate_shards(
 
 
 def _iter_bucket_keys(reader: DistcpReader, mp_rank: int, chunk: int) -> Iterator[str]:
-    """Yield the start of the tensor names of each bucket in a rank's flat buffer for one model chunk. In the checkpoint, the name
-    of a buffer (`param`, `exp_avg` or `exp_avg_sq`) follows.
+    """Yield the key prefix of each bucket of a rank's flat buffer for one model chunk. The prefix followed by `param`, `exp_avg` or
+    `exp_avg_sq` is the name of a tensor in the checkpoint.
 
     Args:
         reader: reader of the checkpoint.

@@ -139,8 +139,8 @@ class DistcpReader:
             elif not entry_metadata.name.endswith(".BytesStorageMetadata"):
                 raise ValueError(
                     f"the entry {name} in {METADATA} has the type {entry_metadata.name}, which is neither that of a tensor nor "
-                    "that of an object: the file is damaged (copy it again), or written by an unsupported version of torch (save "
-                    "the checkpoint with another version)"
+                    "that of an object. The file is damaged (copy it again), or written by an unsupported version of torch (save "
+                    "the checkpoint with another version, 2.1 or later)"
                 )
         truncated: list[str] = []
         for index, storage_info in _get_dict(metadata_fields["storage_data"]).items():
@@ -244,8 +244,8 @@ class DistcpReader:
             ) from error
         except DamagedCheckpointError as error:
             raise DamagedCheckpointError(
-                f"the entry {name} of the checkpoint (stored in {chunk.length:,} bytes from byte {chunk.offset:,} on) cannot be "
-                f"read: {error}. If a new copy of the file gives the same error, use another checkpoint of the run"
+                f"the entry {name} of the checkpoint ({chunk.length:,} bytes from byte {chunk.offset:,} on of {path}) cannot be "
+                f"read: {error}. If a new copy of this file gives the same error, use another checkpoint of the run"
             ) from error
 
 
@@ -253,8 +253,8 @@ def _get_fields(record: Any, class_name: str) -> Mapping[str, Any]:
     """Return the attributes of an object in a pickle, by name, after checking that its class is `class_name`."""
     if not isinstance(record, CallRecord) or record.name.rpartition(".")[2] != class_name or not isinstance(record.state, dict):
         raise ValueError(
-            f"an entry of {METADATA} is not an object of the class {class_name}: the file is damaged (copy it again), or written "
-            "by an unsupported version of torch (save the checkpoint with another version)"
+            f"an entry of {METADATA} is not an object of the class {class_name}. The file is damaged (copy it again), or written "
+            "by an unsupported version of torch (save the checkpoint with another version, 2.1 or later)"
         )
     return record.state
 
@@ -264,8 +264,8 @@ def _get_dict(value: Any) -> dict[Any, Any]:
     content = value.state if isinstance(value, CallRecord) else value
     if not isinstance(content, dict):
         raise ValueError(
-            f"an entry of {METADATA} is not a dictionary: the file is damaged (copy it again), or written by an unsupported "
-            "version of torch (save the checkpoint with another version)"
+            f"an entry of {METADATA} is not a dictionary. The file is damaged (copy it again), or written by an unsupported "
+            "version of torch (save the checkpoint with another version, 2.1 or later)"
         )
     return content
 
@@ -295,8 +295,8 @@ def _parse_dtype(properties: Any) -> torch.dtype:
     """Return the dtype that a TensorProperties object in a pickle contains."""
     if not isinstance(properties, CallRecord) or not properties.name.endswith(".TensorProperties"):
         raise ValueError(
-            f"a tensor in {METADATA} has no properties (TensorProperties, with the dtype): the file is damaged (copy it again), or "
-            "written by an unsupported version of torch (save the checkpoint with another version)"
+            f"a tensor in {METADATA} has no properties (TensorProperties, with the dtype). The file is damaged (copy it again), or "
+            "written by an unsupported version of torch (save the checkpoint with another version, 2.1 or later)"
         )
     dtype_name = properties.state[0] if isinstance(properties.state, tuple) else properties.state["dtype"]
     if not isinstance(dtype_name, GlobalName) or dtype_name.name not in _DTYPES:

@@ -103,8 +103,8 @@ def fill_buckets(params: Sequence[FlatParam], numels: Sequence[int]) -> list[Fla
         buckets.append(bucket)
     if remaining:
         raise ValueError(
-            f"the buckets of the saved optimizer state end before {len(remaining)} parameters of the model, such as "
-            f"{remaining[-1].name}: the checkpoint was written with other settings or for another model. Import only the weights "
+            f"the saved optimizer state is too short: it has no values for {len(remaining)} parameters of the model, such as "
+            f"{remaining[-1].name}. The checkpoint was written with other settings or for another model. Import only the weights "
             "(--weights-only)"
         )
     return buckets

@@ -163,7 +163,8 @@ class GoodputFeature(Feature):
     """
 
     def around_run(self, run: RunComponents) -> AbstractContextManager[object]:
-        """Create the account of the run's time, or continue the one in the checkpoint. Add it to the next checkpoints."""
+        """Start to count how the run spends its time (steps, evaluations, saves, failures), or continue the counts of the
+        checkpoint. Later checkpoints store the counts."""
         start_time = time.time() - (time.monotonic() - run.started_at)
         self._account = Goodput(run.control.checkpoint.get(METRIC_NAME), start_time)
         run.control.checkpoint_extras[METRIC_NAME] = self._account.to_json

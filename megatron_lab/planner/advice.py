@@ -296,10 +296,16 @@ def _format_proposals(
 
 
 def _format_best_proposal(config: Config, world_size: int, valid: Iterable[Change], waste: Waste, current: float) -> str:
-    """Format the end of a line of advice if no change wastes little enough: the change that wastes least. Of several that waste
-    about equally little, it is the one closest to the current settings.
+    """Format the end of a line of advice for the case that every valid change still wastes too much: name the change that wastes
+    least. Among changes that waste about equally little, name the one closest to the current settings.
 
-    Returns an empty string if no change is clearly better than `current`, the waste of the current settings.
+    Args:
+        valid: changes that give valid settings.
+        waste: function that returns the idle share of a step for given settings.
+        current: idle share of a step with the current settings.
+
+    Returns:
+        the text; empty if no change reduces the idle share clearly (to less than `_MAX_REMAINING_WASTE` times `current`).
     """
     wastes = [(waste(*candidate.apply(config, world_size)), candidate) for candidate in valid]
     min_waste = min((remaining for remaining, _ in wastes), default=current)

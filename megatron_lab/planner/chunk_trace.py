@@ -307,13 +307,13 @@ class ChunkRun:
     """Model chunk with parameters, gradients and inputs, whose operations run on meta or fake tensors (shapes without data).
 
     Parameters, gradients and inputs exist before the first operation, so the trace does not count them. The memory of an operation
-    is recorded as consecutive spans: one up to the first segment, then one for each segment in execution order. The last span ends
-    with the operation.
+    is recorded as consecutive spans of time: first the span before the first segment runs, then one span for each segment in
+    execution order. The last span ends with the operation.
 
     Args:
         segments: segments of the chunk that run. A segment is a range of consecutive layers, mostly a single layer.
-        ledger: active `StorageLedger`, which records memory and communication. The mode that creates meta or fake tensors on
-            `device` must be entered before the ledger.
+        ledger: active `StorageLedger`, which records memory and communication. Enter the mode for meta or fake tensors first,
+            then the ledger, and create this object last.
     """
 
     def __init__(

@@ -238,7 +238,10 @@ def _parse_value(value_type: Any, value: object, path: str) -> object:
             )
         return {str(key): _parse_value(float, item, f"{path}.{key}") for key, item in value.items()}
     if not isinstance(value, _SCALARS[value_type]) or isinstance(value, bool):
-        raise ValueError(f"{path} is {value!r}, but must be a value of type {value_type.__name__}. Correct this entry.")
+        raise ValueError(
+            f"{path} is {value!r}, but must be "
+            f"{'text' if value_type is str else 'an integer' if value_type is int else 'a number'}. Correct this entry."
+        )
     if not isinstance(value, str) and not 0 <= float(value) < 1e9:
         raise ValueError(f"{path} is {value}, but must be at least 0 and below 1e9. Correct this entry.")
     return value

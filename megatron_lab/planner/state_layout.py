@@ -165,8 +165,13 @@ class BucketState:
         return self.plan.get_param_partitions(main_grad_dtype(self.dtype), sharded=self.sharding != "no_shard")
 
     def find_boundaries(self) -> set[int]:
-        """Return the ranks of the process group at which the sizes of shards may change. These are the ranks that hold the first or
-        last element of a parameter, and the ranks after them."""
+        """Return the ranks of the process group whose shards may have other sizes than those of the rank before. These are the
+        ranks that hold the first or last element of a parameter, and the rank after each of them.
+
+        All ranks from one of these ranks up to the next have shards of equal sizes, so the state of one rank stands for all of
+        them. The set may contain the size of the group, which is not a rank. It is empty under no_shard, where all ranks update
+        whole parameters.
+        """
         if self.sharding == "no_shard":
             return set()
         offsets = [offset for param in self.plan.params for offset in (param.offset, param.offset + param.numel - 1)]
@@ -216,8 +221,8 @@ class FsdpState:
         return [build_param_partition(entry, self.shard_group, main_grad_dtype(self.dtype)) for entry in self.entries]
 
     def find_boundaries(self) -> set[int]:
-        """Return the ranks of the shard group at which the sizes of shards may change: the first rank without a full shard of a
-        parameter's rows, and the rank after it."""
+        """Return the ranks of the shard group whose shards may have other sizes than those of the rank before. For each parameter,
+        these are the first rank without a full shard of the parameter's rows, and the rank after it."""
         row_counts = {compute_sharded_view_shape(entry)[0] for entry in self.entries}
         num_full_ranks = {rows // -(-rows // self.shard_group.size) for rows in row_counts}
         return {rank + step for rank in num_full_ranks for step in (0, 1)}

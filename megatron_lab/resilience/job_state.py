@@ -126,7 +126,8 @@ class JobState:
     state_at: int = -1
     """Highest iteration of a checkpoint from which ranks have started."""
     stale: int = 0
-    """Number of consecutive restarts from checkpoints that are not newer than `state_at`."""
+    """Number of restarts after failures since the ranks first started from the checkpoint of iteration `state_at`. When ranks that
+    started from a newer checkpoint fail, the number becomes 1."""
     code: int = 0
     """Exit code of the job once it has ended. Until then, exit code of the first failure since the ranks last started from a newer
     checkpoint."""

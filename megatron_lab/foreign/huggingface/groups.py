@@ -75,7 +75,8 @@ class AttentionScaleField:
     """Converter of the size fields of the architecture, from which the head size is read. If the factor is head_size**-0.5, as
     usual, the setting `softmax_scale` is None."""
     is_num_channels: bool = False
-    """Whether the value of the field is a number of channels instead of the factor."""
+    """Whether the value of the field is a number of channels n, which stands for the factor n**-0.5 (1/sqrt(n)). If False, the
+    value is the factor itself."""
 
     def parse(self, fields: Fields) -> Settings:
         value = fields.get_number(self.field_name, self.default)

@@ -205,26 +205,30 @@ def test_given_sizes_of_the_ends_are_kept_and_the_rest_is_even(case: tuple[int, 
             assign_chunks_round_robin(4),
             17,
             None,
-            "--decoder-first-pipeline-num-layers 17: the first pipeline stage cannot hold 17 of 16 layers. Change this number",
+            "--decoder-first-pipeline-num-layers 17: the number of layers of the first pipeline stage must be at least 1 and at "
+            "most 13. The other stages need at least 3 of the 16 layers. Change this number",
         ),
         (
             assign_chunks_round_robin(4),
             0,
             None,
-            "--decoder-first-pipeline-num-layers 0: the first pipeline stage cannot hold 0 of 16 layers. Change this number",
+            "--decoder-first-pipeline-num-layers 0: the number of layers of the first pipeline stage must be at least 1 and at "
+            "most 13. The other stages need at least 3 of the 16 layers. Change this number",
         ),
         (
             assign_chunks_round_robin(4),
             None,
             -1,
-            "--decoder-last-pipeline-num-layers -1: the last pipeline stage cannot hold -1 of 16 layers. Change this number",
+            "--decoder-last-pipeline-num-layers -1: the number of layers of the last pipeline stage must be at least 1 and at "
+            "most 13. The other stages need at least 3 of the 16 layers. Change this number",
         ),
         (
             assign_chunks_round_robin(4, 2),
             3,
             None,
-            "--decoder-first-pipeline-num-layers 3: the first pipeline stage cannot hold 3 of 16 layers, "
-            "which must be divided equally among 2 virtual stages. Change this number",
+            "--decoder-first-pipeline-num-layers 3: the number of layers of the first pipeline stage must be at least 2 and at "
+            "most 10, and divisible by the number of its virtual stages (2). The other stages need at least 6 of the 16 layers. "
+            "Change this number",
         ),
         (
             assign_chunks_round_robin(4),
@@ -258,7 +262,8 @@ def test_given_sizes_of_the_ends_are_kept_and_the_rest_is_even(case: tuple[int, 
             assign_chunks_round_robin(1),
             16,
             15,
-            "--decoder-last-pipeline-num-layers 15: the last pipeline stage cannot hold 15 of 16 layers. Change this number",
+            "--decoder-last-pipeline-num-layers 15: the number of layers of the last pipeline stage must be at least 16 and at "
+            "most 16. The other stages need at least 0 of the 16 layers. Change this number",
         ),
     ],
 )
