@@ -308,7 +308,7 @@ def _apply_stage_sizes(
         layers_per_chunk, remainder = divmod(size, len(chunks))
         if remainder or any(not low[chunk] <= layers_per_chunk <= high[chunk] for chunk in chunks):
             virtual = f", and divisible by the number of its virtual stages ({len(chunks)})" if len(chunks) > 1 else ""
-            min_others = sum(min_size for min_size, owner in zip(min_layers, stages, strict=True) if owner != stage)
+            min_others = sum(minimum for minimum, owner in zip(low, stages, strict=True) if owner != stage)
             raise ValueError(
                 f"--decoder-{position}-pipeline-num-layers {size}: the number of layers of the {position} pipeline stage must be "
                 f"at least {len(chunks) * max(low[chunk] for chunk in chunks)} and at most {num_layers - min_others}{virtual}. "

@@ -223,6 +223,13 @@ def test_given_sizes_of_the_ends_are_kept_and_the_rest_is_even(case: tuple[int, 
             "most 13. The other stages need at least 3 of the 16 layers. Change this number",
         ),
         (
+            assign_chunks_round_robin(4),
+            8,
+            17,
+            "--decoder-last-pipeline-num-layers 17: the number of layers of the last pipeline stage must be at least 1 and at "
+            "most 6. The other stages need at least 10 of the 16 layers. Change this number",
+        ),
+        (
             assign_chunks_round_robin(4, 2),
             3,
             None,
