@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron.config.regular_file import read_text
+from megatron.config.regular_file import find_path_problem, parse_json, read_text, shorten_path
 from megatron.config.setting import IS_SET, Condition, condition, get_flag_name, idle_condition, setting
 
 TokenizerType = Literal[
@@ -92,21 +91,21 @@ class DataConfig:
     """Settings of the data: indexed datasets, their blend, split and sample order, documents in a sample, the tokenizer and the
     loader."""
 
-    data_path: tuple[str, ...] = ()
+    data_path: tuple[str, ...] = setting((), is_path=True)
     """Prefix of an indexed dataset (PREFIX.bin and PREFIX.idx), or a blend: WEIGHT PREFIX WEIGHT PREFIX ..., or several prefixes,
     weighted by their size. --split divides each dataset into training, validation and test."""
-    train_data_path: tuple[str, ...] = ()
+    train_data_path: tuple[str, ...] = setting((), is_path=True)
     """Prefix or blend, as in --data-path, for training only: all documents of these datasets are used."""
-    valid_data_path: tuple[str, ...] = ()
+    valid_data_path: tuple[str, ...] = setting((), is_path=True)
     """Prefix or blend, as in --data-path, for validation only."""
-    test_data_path: tuple[str, ...] = ()
+    test_data_path: tuple[str, ...] = setting((), is_path=True)
     """Prefix or blend, as in --data-path, for the test at the end only."""
-    data_args_path: str | None = None
+    data_args_path: str | None = setting(None, is_path=True)
     """File that contains the value of --data-path, for blends that are too long for a command line."""
-    per_split_data_args_path: str | None = None
+    per_split_data_args_path: str | None = setting(None, is_path=True)
     """JSON file {"train": [...], "valid": [...], "test": [...]} with the values of --train-data-path, --valid-data-path and
     --test-data-path."""
-    data_cache_path: str | None = setting(None, active_if=_USES_DATASET)
+    data_cache_path: str | None = setting(None, active_if=_USES_DATASET, is_path=True)
     """Folder for the indexes of large datasets; by default a folder `cache` next to each dataset."""
     split: str = setting(
         "969, 30, 1",
@@ -127,7 +126,7 @@ class DataConfig:
     Megatron-LM's order, which changes with the length of the run."""
     mock_data: bool = False
     """Train on generated, learnable tokens instead of a dataset."""
-    num_workers: int = setting(2, min_value=0, unit="threads")
+    num_workers: int = setting(2, min_value=0, max_value=1024, unit="threads")
     """Number of threads that prefetch samples; 0 reads them in the training loop."""
     reset_position_ids: bool = setting(
         False, idle_if=idle_condition("--position-embedding-type none uses no positions", position_embedding_type="none")
@@ -146,11 +145,11 @@ class DataConfig:
     The padding at the end of a sample does not count in the loss."""
     tokenizer_type: TokenizerType | None = setting(None, required=True)
     """Type of the tokenizer. Required, unless other tokenizer flags determine it."""
-    tokenizer_model: str | None = setting(None, active_if=_build_tokenizer_condition("tokenizer_model"))
+    tokenizer_model: str | None = setting(None, active_if=_build_tokenizer_condition("tokenizer_model"), is_path=True)
     """File of a sentencepiece or tiktoken tokenizer, or tokenizer.json (or its folder) for HuggingFaceTokenizer."""
-    vocab_file: str | None = setting(None, active_if=_build_tokenizer_condition("vocab_file"))
+    vocab_file: str | None = setting(None, active_if=_build_tokenizer_condition("vocab_file"), is_path=True)
     """Vocabulary file vocab.json (or encoder.json) of a GPT-2 BPE tokenizer."""
-    merge_file: str | None = setting(None, active_if=_build_tokenizer_condition("merge_file"))
+    merge_file: str | None = setting(None, active_if=_build_tokenizer_condition("merge_file"), is_path=True)
     """Merges file merges.txt (or vocab.bpe) of a GPT-2 BPE tokenizer."""
     vocab_size: int | None = setting(None, min_value=1, unit="rows", active_if=_build_tokenizer_condition("vocab_size"))
     """Vocabulary size of NullTokenizer (without its end-of-document id), or the size to which TikTokenizer truncates its file. For
@@ -235,24 +234,37 @@ def read_split_blends(data: DataConfig) -> tuple[bool, list[list[WeightedPrefix]
         return False, [[], [], []]
     if has_split_datasets(data):
         paths_per_split = (data.train_data_path, data.valid_data_path, data.test_data_path)
-        if data.per_split_data_args_path:
-            paths_per_split = _read_paths_per_split(Path(data.per_split_data_args_path))
-        return True, [
-            parse_blend(texts, get_flag_name(field)) if texts else []
-            for texts, field in zip(paths_per_split, SPLIT_FIELDS, strict=True)
-        ]
+        sources = [get_flag_name(field) for field in SPLIT_FIELDS]
+        if path := data.per_split_data_args_path:
+            paths_per_split = _read_paths_per_split(Path(path))
+            sources = [f"the entry {name} of --per-split-data-args-path {path}" for name in _SPLIT_KEYS]
+            for source, texts in zip(sources, paths_per_split, strict=True):
+                _check_prefixes(source, texts)
+        return True, [parse_blend(texts, source) if texts else [] for texts, source in zip(paths_per_split, sources, strict=True)]
     flag, texts = "--data-path", data.data_path
     if data.data_args_path:
         flag = f"--data-args-path {data.data_args_path}"
         texts = tuple(_read_text(Path(data.data_args_path), "--data-args-path").split())
+        _check_prefixes(flag, texts)
     return False, [parse_blend(texts, flag)] * 3
+
+
+def _check_prefixes(source: str, texts: Sequence[str]) -> None:
+    """Check that the prefixes that a file names can be paths. (The rules check those of the command line.)
+
+    Args:
+        source: flag and file, for the error message.
+    """
+    for text in texts:
+        if problem := find_path_problem(text):
+            raise ValueError(f"{source} contains {shorten_path(text)}, which is not a valid path: {problem}.\n  Correct the file.")
 
 
 def _read_paths_per_split(path: Path) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     flag = "--per-split-data-args-path"
     usage = f'{flag} takes a JSON file {{"train": ["WEIGHT", "PREFIX", ...], "valid": [...], "test": [...]}}; train is required.'
     try:
-        content = json.loads(_read_text(path, flag))
+        content = parse_json(_read_text(path, flag))
     except ValueError as error:
         raise ValueError(f"{flag} {path}: {error}\n  {usage}") from error
     if not isinstance(content, dict) or not content.get("train") or not set(content) <= set(_SPLIT_KEYS):

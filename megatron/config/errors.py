@@ -20,6 +20,12 @@ class Violation:
     """Settings that would fix the problem, each a part of a command line (``--lr 0.1``) or ``world size N``."""
     table: tuple[str, ...] = ()
     """Lines of a table that illustrates the problem, such as the layers of each pipeline stage."""
+    is_missing: bool = False
+    """Whether the problem is that a setting is missing."""
+
+
+_MAX_MISSING = 2
+"""Maximum number of missing settings that are reported one by one, besides other problems."""
 
 
 class ConfigError(ValueError):
@@ -31,8 +37,9 @@ class ConfigError(ValueError):
 
     def __str__(self) -> str:
         """Format each violation: a line with the message, then, indented, its table, its reason and its suggestions."""
-        lines = [f"{len(self.violations)} problems in the settings:"] if len(self.violations) > 1 else []
-        for violation in self.violations:
+        violations = _merge_missing(self.violations)
+        lines = [f"{len(violations)} problems in the settings:"] if len(violations) > 1 else []
+        for violation in violations:
             lines.append(violation.message)
             lines.extend(f"    {line}" for line in violation.table)
             advice = f"Nearest valid: {_join_settings(violation.nearest)}." if violation.nearest else ""
@@ -40,6 +47,18 @@ class ConfigError(ValueError):
             if explanation:
                 lines.append(f"  {explanation}")
         return "\n".join(lines)
+
+
+def _merge_missing(problems: Sequence[Violation]) -> Sequence[Violation]:
+    """Replace the violations about missing settings by a single one at the end if there are other problems. Otherwise these others
+    would not be visible on a terminal."""
+    missing = [problem for problem in problems if problem.is_missing]
+    others = [problem for problem in problems if not problem.is_missing]
+    if not others or len(missing) <= _MAX_MISSING:
+        return problems
+    flags = tuple(problem.flags[0] for problem in missing)
+    message = f"These settings are missing too: {', '.join(flags)}."
+    return [*others, Violation(flags, message, "--model NAME sets the shape of a model; --explain FLAG describes a flag.")]
 
 
 def _join_settings(settings: Sequence[str]) -> str:

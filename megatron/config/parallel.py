@@ -98,7 +98,7 @@ class ParallelConfig:
     pipeline_split: PipelineSplit = setting("even", idle_if=_SINGLE_CHUNK)
     """Distribution of the layers over the stages: even gives each stage the same number of layers, balanced equalizes the stages'
     FLOPs (or the times in --layer-costs), including embedding and loss."""
-    layer_costs: str | None = setting(None, active_if=condition(pipeline_split="balanced"), idle_if=_SINGLE_CHUNK)
+    layer_costs: str | None = setting(None, active_if=condition(pipeline_split="balanced"), idle_if=_SINGLE_CHUNK, is_path=True)
     """File with measured times of layers, embedding and loss for --pipeline-split balanced, written by --profile-pipeline in a run
     of this model. By default FLOPs are counted instead."""
     decoder_first_pipeline_num_layers: int | None = setting(None, min_value=1, unit="layers")

@@ -17,7 +17,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron.config.regular_file import read_text
+from megatron.config.regular_file import parse_json, read_text
 
 _ALLOWED = (
     "E (embedding), t (layer), m (multi-token prediction), L (loss), | (separator of chunks), x*n and (...)*n (repeat), commas "
@@ -162,6 +162,7 @@ def _build_hint(word: str) -> str:
 
 # ---- Measured times of layers, embedding and loss, written by --profile-pipeline and read by --layer-costs.
 
+_MAX_TIME_MS = 1e12
 _JSON_FORMAT = '{"layers": [ms, ...], "embedding": ms, "loss": ms}'
 
 
@@ -205,7 +206,7 @@ def read_layer_costs(path: str) -> LayerCosts:
     """
     flag = f"--layer-costs {path}"
     try:
-        content = json.loads(read_text(Path(path)))
+        content = parse_json(read_text(Path(path)))
     except OSError as error:
         raise ValueError(f"{flag} cannot be read: {error.strerror}. Check the path.") from error
     except (ValueError, RecursionError) as error:
@@ -216,8 +217,10 @@ def read_layer_costs(path: str) -> LayerCosts:
             "--profile-pipeline."
         )
     times = [*content["layers"], content["embedding"], content["loss"]]
-    if not all(isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) and x >= 0 for x in times):
-        raise ValueError(f"{flag} has a time that is negative or not a number. Measure the times again with --profile-pipeline.")
+    if not all(isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x < _MAX_TIME_MS for x in times):
+        raise ValueError(
+            f"{flag} has a time that is negative, too large or not a number. Measure the times again with --profile-pipeline."
+        )
     if not sum(content["layers"]):
         raise ValueError(f"{flag} has no layer with a time above 0. Measure the times again with --profile-pipeline.")
     return LayerCosts(tuple(map(float, content["layers"])), float(content["embedding"]), float(content["loss"]))

@@ -127,7 +127,7 @@ class SpeedConfig:
     kernels."""
     compile_mode: CompileMode = setting("default", active_if=condition(require_all=True, compile=True, compile_backend="inductor"))
     """Mode of torch.compile. max-autotune-no-cudagraphs measures which kernels are fastest."""
-    compile_cache_dir: str | None = setting(None, active_if=_COMPILES)
+    compile_cache_dir: str | None = setting(None, active_if=_COMPILES, is_path=True)
     """Folder on each node in which compiled kernels are cached between starts. By default the folder of TORCHINDUCTOR_CACHE_DIR, or
     one in the folder for temporary files. The ranks of a node share it, so each kernel is compiled once."""
     attention_backend: AttentionBackend = "auto"

@@ -80,7 +80,7 @@ def is_harmless(config: Config, world_size: int, field: str, value: Any) -> bool
 
 def _to_violation(finding: Finding, nearest: Sequence[Change]) -> Violation:
     flags = tuple(map(get_flag_name, finding.fields))
-    return Violation(flags, finding.message, finding.reason, tuple(map(str, nearest)), finding.table)
+    return Violation(flags, finding.message, finding.reason, tuple(map(str, nearest)), finding.table, finding.is_missing)
 
 
 def _evaluate_rules(config: Config, world_size: int) -> list[list[Finding]]:

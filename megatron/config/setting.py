@@ -95,6 +95,8 @@ class SettingMetadata:
     is_extensible: bool = False
     """Whether user modules can register choices in addition to those in the field's type (see
     `megatron/spec/activations.py`)."""
+    is_path: bool = False
+    """Whether a text is the path of a file or folder, which may also be a URL or a name. Of several texts, each may be a path."""
 
 
 def setting(
@@ -109,6 +111,7 @@ def setting(
     active_if: Condition | None = None,
     idle_if: Condition | tuple[Condition, ...] = (),
     is_extensible: bool = False,
+    is_path: bool = False,
 ) -> _T:
     """Declare a field of a settings dataclass, with its default and metadata.
 
@@ -127,13 +130,14 @@ def setting(
         idle_if: conditions under which the setting has little or no effect although `active_if` is met. The setting is accepted,
             and the start-up log gives the reason.
         is_extensible: whether user modules can add choices to those in the field's type.
+        is_path: whether a text is the path of a file or folder.
     """
     interval = None
     low = min_value if min_value is not None else above
     if low is not None:
         interval = Interval(low, max_value if below is None else below, includes_low=above is None, includes_high=below is None)
     metadata = SettingMetadata(
-        unit, interval, required, active_if, idle_if if isinstance(idle_if, tuple) else (idle_if,), is_extensible
+        unit, interval, required, active_if, idle_if if isinstance(idle_if, tuple) else (idle_if,), is_extensible, is_path
     )
     field: Any = dataclasses.field(default=default, metadata={SettingMetadata: metadata})
     return field  # type: ignore[no-any-return]

@@ -1,4 +1,5 @@
-"""Reader of ``--config`` files: YAML whose keys are flag names, flat or under topics, converted to flags as if they were typed.
+"""Reader of ``--config`` files: YAML or TOML whose keys are flag names, flat or under topics, converted to flags as if they were
+typed.
 
 Scalars stay text, so that a value has the same meaning as on the command line. (YAML's own types would read ``1e-8`` as a string
 and ``no`` as false.)
@@ -6,8 +7,8 @@ and ``no`` as false.)
 
 from __future__ import annotations
 
+import errno
 import os
-import stat
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -16,8 +17,10 @@ import yaml
 
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import find_flag, get_flags, get_topics
+from megatron.config.imports import import_object
 from megatron.config.param_groups import format_entry
 from megatron.config.parsed_flags import REQUESTS, GivenFlag, get_compat
+from megatron.config.regular_file import read_regular_or_pipe
 
 _MAPPING_SOURCE = "settings"
 """Source of settings that a program gives as a mapping, for messages."""
@@ -37,10 +40,10 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, wr
 
 
 def read_yaml(path: str) -> list[GivenFlag]:
-    """Read the settings of a ``--config`` file or model file, in the order of the file.
+    """Read the settings of a ``--config`` file or model file, in the order of the file. A file whose name ends in .toml is TOML.
 
     Raises:
-        ConfigError: the file cannot be read, is not YAML, is not a mapping of flag names, or sets a flag twice.
+        ConfigError: the file cannot be read, is not YAML or TOML, is not a mapping of flag names, or sets a flag twice.
     """
     return _parse_settings(path, _compose(path, _read_file(path)))
 
@@ -157,36 +160,31 @@ def _parse_param_groups(source: str, root: yaml.Node) -> tuple[str, ...]:
 def _read_file(path: str, flag: str = "config") -> str:
     """Read the text of a file or a pipe, up to the maximum size of a settings file."""
     try:
-        mode = os.stat(path).st_mode
-        # A folder passes: the error of open() is clear.
-        if not any(is_type(mode) for is_type in (stat.S_ISREG, stat.S_ISFIFO, stat.S_ISDIR)):
-            raise _build_config_error(f"--{flag} {path} is neither a file nor a pipe.", _EXAMPLES[flag], flag=flag)
-        with open(path, "rb") as file:
-            data = file.read(_MAX_BYTES + 1)
-        if len(data) > _MAX_BYTES:
-            raise _build_config_error(
-                f"--{flag} {path} is larger than {_MAX_BYTES:,} bytes.",
-                f"Settings files are never that large. {_EXAMPLES[flag]}",
-                flag=flag,
-            )
-        return data.decode("utf-8")
-    except ConfigError:
-        raise
+        return read_regular_or_pipe(path, _MAX_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
         raise _build_config_error(
             f"--{flag} {path} cannot be read: it is not text in UTF-8.", _EXAMPLES[flag], flag=flag
         ) from error
-    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise _build_config_error(f"--{flag} {path} cannot be read: {reason}.", "Check the path.", flag=flag) from error
+    except OSError as error:
+        is_missing = error.errno in (errno.ENOENT, errno.EACCES, errno.EISDIR)
+        raise _build_config_error(
+            f"--{flag} {path} cannot be read: {error.strerror}.", "Check the path." if is_missing else _EXAMPLES[flag], flag=flag
+        ) from error
 
 
 def _compose(path: str, text: str, flag: str = "config") -> yaml.Node | None:
-    """Parse a YAML text into its root node; None for an empty text.
+    """Parse a text in YAML, or in TOML if the name of the file ends in .toml, into its root node; None for an empty text.
 
     Limits on depth and number of nodes are checked first: a text with many nodes would take long, and one with many levels would
     overflow the stack.
     """
+    if str(path).lower().endswith(".toml"):
+        compose_toml = import_object("megatron_lab.migration.toml_nodes:compose_toml")
+        try:
+            toml_root: yaml.Node | None = compose_toml(text, _MAX_DEPTH, _MAX_NODES)
+        except ValueError as error:
+            raise _build_config_error(f"--{flag} {path} is not a TOML file of settings: {error}.", flag=flag) from error
+        return toml_root
     depth = nodes = 0
     too_deep = f"has more than {_MAX_DEPTH} levels."
     try:

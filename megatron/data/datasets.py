@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron.config.data import SPLIT_NAMES, DataConfig, DataOrder, WeightedPrefix, read_split_blends
+from megatron.config.data import SPLIT_NAMES, DataConfig, WeightedPrefix, read_split_blends
 from megatron.config.imports import import_object
 from megatron.data.blend import Blend, BlendedDataset
 from megatron.data.gpt_dataset import GPTDataset, PackedDataset
@@ -63,7 +64,7 @@ def open_split(
     if len(weighted_prefixes) > 1 or (weighted_prefixes[0].weight is not None and not has_per_split_data):
         blending = "sizes" if weighted_prefixes[0].weight is None else "weights"
     components = _open_components(
-        weighted_prefixes, split, datasets_by_prefix, None if has_per_split_data else config.split, config.data_order, seq_length
+        weighted_prefixes, split, datasets_by_prefix, None if has_per_split_data else config.split, config, seq_length
     )
     components = _open_loss_masks(components, split, config)
     return SplitData(split, config, seed, seq_length, tokenizer.vocab_size, tokenizer.eod, tuple(components), blending)
@@ -74,7 +75,7 @@ def _open_components(
     split: int,
     datasets_by_prefix: dict[str, IndexedDataset],
     split_shares: str | None,
-    order: DataOrder,
+    config: DataConfig,
     seq_length: int,
 ) -> list[Component]:
     """Open the datasets of a blend, select the documents of each that belong to the split, and determine each dataset's weight.
@@ -92,7 +93,7 @@ def _open_components(
             _log.info("%s: %s has weight 0 and is not read", SPLIT_NAMES[split], weighted.prefix)
             continue
         dataset = datasets_by_prefix.get(weighted.prefix) or datasets_by_prefix.setdefault(
-            weighted.prefix, IndexedDataset(weighted.prefix)
+            weighted.prefix, _open_dataset(weighted.prefix, config)
         )
         dataset.check_covered()
         documents = (
@@ -102,7 +103,7 @@ def _open_components(
         )
         samples_per_epoch = max(dataset.count_tokens(documents) - 1, 0) // seq_length  # the number of samples in an epoch
         components.append(Component(dataset, documents, float(samples_per_epoch) if weighted.weight is None else weighted.weight))
-    if len(components) > 1 and order != "megatron":  # Megatron-LM accepts repeated datasets
+    if len(components) > 1 and config.data_order != "megatron":  # Megatron-LM accepts repeated datasets
         first_prefixes: dict[str, str] = {}
         for component in components:
             prefix, content_hash = component.dataset.prefix, fingerprint(component.dataset)
@@ -113,6 +114,20 @@ def _open_components(
                 )
             first_prefixes[content_hash] = prefix
     return components
+
+
+def _open_dataset(prefix: str, config: DataConfig) -> IndexedDataset:
+    """Open a dataset.
+
+    Raises:
+        DatasetError: there is no dataset with this prefix, or it is damaged. For a text, the message contains the command that
+            converts it.
+    """
+    if not os.path.exists(f"{prefix}.idx"):
+        message = import_object("megatron_lab.data_tools.missing_dataset:explain_missing_dataset")(prefix, config)
+        if message is not None:
+            raise DatasetError(message)
+    return IndexedDataset(prefix)
 
 
 def _open_loss_masks(components: list[Component], split: int, config: DataConfig) -> list[Component]:

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.config.regular_file import open_regular
 from megatron.data.samples import get_index_dtype
 
 MAGIC = b"MMIDIDX\0\0"
@@ -237,7 +238,7 @@ def iter_blocks(count: int) -> Iterator[slice]:
 
 
 def _map_file(path: Path) -> mmap.mmap | bytes:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         # An empty file cannot be mapped.
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if os.fstat(file.fileno()).st_size else b""
 

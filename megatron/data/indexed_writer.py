@@ -27,7 +27,7 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from megatron.config.regular_file import open_regular
+from megatron.config.regular_file import check_replaceable, open_regular
 from megatron.data.indexed_dataset import (
     COUNTS_OFFSET,
     HEADER,
@@ -71,7 +71,12 @@ def write_atomically(*paths: str, folder: str | None = None, sync: bool = True) 
     Args:
         folder: folder of the temporary files, on the same disk; None for the folders of `paths`.
         sync: flush the files to the disk before they are renamed, so that a power failure leaves no empty files.
+
+    Raises:
+        OSError: a file cannot be written, or a folder, device or pipe is at one of the paths.
     """
+    for path in paths:
+        check_replaceable(path)
     temporary_paths = [
         Path(create_partial_name(path if folder is None else f"{folder}/{os.path.basename(path)}")) for path in paths
     ]
@@ -234,7 +239,7 @@ def join_datasets(
         )
     with write_atomically(f"{output}.bin", f"{output}.idx", folder=folder) as (tokens, index):
         for prefix in prefixes:
-            with open(f"{prefix}.bin", "rb") as source:
+            with open_regular(f"{prefix}.bin") as source:
                 shutil.copyfileobj(source, tokens, _COPY_BUFFER_BYTES)
         if tokens.tell() != joined_size.bin_bytes:
             raise OSError(

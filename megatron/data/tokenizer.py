@@ -147,9 +147,10 @@ def require_tokenizer_json(path: str | None, tokenizer_type: str) -> Path:
     if path is not None and Path(path).is_dir():
         path = str(Path(path) / "tokenizer.json")
     elif path is not None and not Path(path).exists():
+        advice = _suggest_download(path, "--tokenizer-model", tokenizer_type)
         raise ValueError(
             f"--tokenizer-model {path}: there is no such file or folder, and nothing is downloaded.\n"
-            f"  --tokenizer-type {tokenizer_type} reads a tokenizer.json, or a folder that holds one; save the tokenizer there."
+            f"  --tokenizer-type {tokenizer_type} reads a tokenizer.json, or a folder that holds one.{advice}"
         )
     return require_file("--tokenizer-model", path, tokenizer_type)
 
@@ -163,8 +164,14 @@ def require_file(flag: str, path: str | None, tokenizer_type: str) -> Path:
     if path is None:
         raise ValueError(f"--tokenizer-type {tokenizer_type} needs {flag} FILE.")
     if not Path(path).is_file():
-        raise ValueError(f"{flag} {path}: there is no such file.\n  --tokenizer-type {tokenizer_type} reads it; check the path.")
+        advice = _suggest_download(path, flag, tokenizer_type) or " Check the path."
+        raise ValueError(f"{flag} {path}: there is no such file.\n  --tokenizer-type {tokenizer_type} reads it.{advice}")
     return Path(path)
+
+
+def _suggest_download(path: str, flag: str, tokenizer_type: str) -> str:
+    suggest = import_object("megatron_lab.data_tools.hub_names:suggest_tokenizer_download")
+    return str(suggest(path, flag, tokenizer_type))
 
 
 def compute_embedding_rows(tokenizer: Tokenizer, config: DataConfig) -> int:

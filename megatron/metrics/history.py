@@ -30,14 +30,18 @@ not valid JSON, because the process was killed while it wrote them.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import NoneType
+from typing import IO, Any, NamedTuple, NotRequired, TypedDict, cast
 
+from megatron.config.regular_file import open_regular, parse_json
+from megatron.config.save import check_json_type
 from megatron.metrics.log_line import LineFile
 
 HISTORY_FILE = "history.jsonl"
@@ -151,6 +155,75 @@ def _replace_non_finite(value: Any) -> Any:
     return [_replace_non_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
+class _Line(TypedDict):
+    """Keys that lines of every type have, and their types."""
+
+    time: float
+    iteration: int
+    consumed_samples: NotRequired[int]
+
+
+class _MetricsLine(_Line):
+    """Keys of a line with metrics."""
+
+    tokens: int
+
+
+class _StartLine(_Line):
+    """Keys of a `start` line that readers use."""
+
+    total_iterations: NotRequired[int]
+    total_samples: NotRequired[int]
+    seq_length: NotRequired[int]
+    parameters: NotRequired[int]
+    world_size: NotRequired[int]
+    layout: NotRequired[dict[str, int]]
+    device: NotRequired[str]
+    peak_flops: NotRequired[float | None]
+    attention: NotRequired[dict[str, Any] | None]
+    config: NotRequired[dict[str, dict[str, Any]]]
+    command: NotRequired[list[str]]
+    versions: NotRequired[dict[str, Any]]
+
+
+class _LogLine(_MetricsLine):
+    """Keys of a `log` line that readers use and that are not plain numbers, or are needed."""
+
+    memory_bytes: NotRequired[float | None]
+    host_bytes: NotRequired[float | None]
+    elapsed_ms: NotRequired[float | None]
+    goodput: NotRequired[float | None]
+    tokens_per_s: NotRequired[float | None]
+    tflops_per_device: NotRequired[float | None]
+    spent: NotRequired[dict[str, float | None]]
+    timers_ms: NotRequired[dict[str, float | None]]
+
+
+class _EvaluationLine(_MetricsLine):
+    """Keys of an `evaluation` line that readers use."""
+
+    validation_loss: NotRequired[float | None]
+    test_loss: NotRequired[float | None]
+
+
+class _EventLine(_Line):
+    """Keys of an `event` line."""
+
+    event: str
+    words: str
+    left: NotRequired[int]
+
+
+class _StepsLine(_MetricsLine):
+    """Keys of a `steps` line, besides its lists of numbers."""
+
+    batch: int
+    seq_length: int
+
+
+_LINE_TYPES = {"start": _StartLine, "event": _EventLine, "steps": _StepsLine, "log": _LogLine, "evaluation": _EvaluationLine}
+
+
 class StepRecord(NamedTuple):
     """Metrics of one step, as read from the history file."""
 
@@ -200,7 +273,9 @@ class History:
         Raises:
             KeyError, TypeError, ValueError: the line does not have the format that a run writes.
         """
-        line_type, iteration = record["kind"], int(record["iteration"])
+        line_type = record["kind"]
+        check_json_type(record, _LINE_TYPES.get(line_type, _Line), "", is_open=True)
+        iteration: int = record["iteration"]
         if line_type == "start":
             self.starts.append(dict(record))
             self.discard_after(iteration)
@@ -215,11 +290,16 @@ class History:
 
 
 def _parse_steps(record: Mapping[str, Any]) -> list[StepRecord]:
-    batch, last, lists = int(record["batch"]), int(record["iteration"]), [record[name] for name in _SIGNIFICANT_DIGITS]
-    tokens_per_step = batch * int(record["seq_length"])
+    batch, last, lists = record["batch"], record["iteration"], [record[name] for name in _SIGNIFICANT_DIGITS]
+    tokens_per_step = batch * record["seq_length"]
+    # Much faster than check_json_type for long lists.
+    if not all(
+        type(value) in (float, NoneType) or (type(value) is int and abs(value) < 1 << 62) for values in lists for value in values
+    ):
+        raise TypeError("a metric of a step is not a number")
     steps_back = range(len(lists[0]) - 1, -1, -1)
     return [
-        StepRecord(last - back, int(record["tokens"]) - back * tokens_per_step, batch, *metrics)
+        StepRecord(last - back, record["tokens"] - back * tokens_per_step, batch, *metrics)
         for back, *metrics in zip(steps_back, *lists, strict=True)
     ]
 
@@ -236,16 +316,20 @@ def read_first_losses(folder: str | Path, max_losses: int) -> list[float]:
     """
     losses: list[float] = []
     try:
-        with (Path(folder) / HISTORY_FILE).open(encoding="utf-8", errors="replace") as file:
+        with _open_history(Path(folder) / HISTORY_FILE) as file:
             for line in file:
                 is_start = line.startswith('{"kind": "start"')
-                if is_start and json.loads(line)["iteration"] == 0:
+                if is_start and parse_json(line)["iteration"] == 0:
                     losses = []  # a new run started in the folder
                 elif line.startswith('{"kind": "steps"') and len(losses) < max_losses:
-                    losses += [loss for loss in json.loads(line)["lm_loss"] if loss is not None]
-    except (OSError, ValueError, KeyError, TypeError):
+                    losses += [loss for loss in parse_json(line)["lm_loss"] if type(loss) in (int, float)]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
     return losses[:max_losses]
+
+
+def _open_history(path: Path) -> IO[str]:
+    return io.TextIOWrapper(io.BufferedReader(cast(io.RawIOBase, open_regular(path))), encoding="utf-8", errors="replace")
 
 
 def read_history(folder: str | Path) -> History:
@@ -265,10 +349,10 @@ def read_history(folder: str | Path) -> History:
             f"there is no history file {path}. A run writes this file to the folder of --save, or of --tensorboard-dir. "
             "Give the path of that folder."
         )
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with _open_history(path) as file:
         for line in file:
             try:
-                history.add(json.loads(line))
-            except (ValueError, KeyError, TypeError):
+                history.add(parse_json(line))
+            except (ValueError, KeyError, TypeError, RecursionError):
                 history.num_unreadable += 1
     return history

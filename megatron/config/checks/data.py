@@ -25,7 +25,9 @@ def check_single_data_source(config: Config, world_size: int) -> Iterator[Findin
         yield Finding(message, [create_change(mock_data=False)], _SINGLE_SOURCE, (*fields, "mock_data"))
     elif not data.mock_data and not fields:
         reason = "It takes the prefix of an indexed dataset (PREFIX.bin and PREFIX.idx); --mock-data trains on generated tokens."
-        yield Finding("--data-path is missing.", [create_change(mock_data=True)], reason, ("data_path", "mock_data"))
+        yield Finding(
+            "--data-path is missing.", [create_change(mock_data=True)], reason, ("data_path", "mock_data"), is_missing=True
+        )
     elif len(source_fields) > 1:
         candidates = [
             reset(config, *(field for field in fields if field != source))

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron.config.config import Config
 from megatron.config.flags import Flag, get_flag, get_flags
-from megatron.config.setting import Condition
+from megatron.config.setting import Condition, get_flag_name
 from megatron.spec.activations import get_choice_settings
 
 
@@ -67,6 +67,8 @@ class Finding:
     """Names of the settings that the message is about. If empty, the `reported_fields` of the rule are used."""
     table: tuple[str, ...] = ()
     """Lines of a table that illustrates the problem, such as the layers of each pipeline stage."""
+    is_missing: bool = False
+    """Whether the problem is that a setting is missing."""
 
 
 _Check = Callable[[Config, int], Iterator[Finding]]
@@ -85,7 +87,14 @@ class SettingsRule:
     depends_on: tuple[str, ...]
     """Names of the other settings that the rule reads."""
     reason: str
-    """Statement of the rule and its reason in whole sentences, shown to the user."""
+    """Reason of the rule in whole sentences, shown to the user below the message about a problem."""
+    requirement: str = ""
+    """Statement of the rule: one sentence. Empty if the reason states the rule too."""
+
+    @property
+    def statement(self) -> str:
+        """Statement of the rule and its reason, for a page about the settings."""
+        return f"{self.requirement} {self.reason}".lstrip()
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -149,7 +158,8 @@ def require_divisible(dividend: str, by: str, reason: str, condition: Condition 
                 ],
             )
 
-    return SettingsRule(check, (dividend, by, *conditions), (), reason)
+    requirement = f"{get_flag_name(dividend)} must be divisible by {get_flag_name(by)}{_format_condition(condition)}."
+    return SettingsRule(check, (dividend, by, *conditions), (), reason, requirement)
 
 
 def require_not_above(lower: str, upper: str, reason: str, condition: Condition | None = None) -> SettingsRule:
@@ -168,7 +178,8 @@ def require_not_above(lower: str, upper: str, reason: str, condition: Condition 
             message = f"{format_setting(config, lower)} is above {format_setting(config, upper)}."
             yield Finding(message, [create_change(**{lower: high}), create_change(**{upper: low})])
 
-    return SettingsRule(check, (lower, upper), conditions, reason)
+    requirement = f"{get_flag_name(lower)} must not be above {get_flag_name(upper)}{_format_condition(condition)}."
+    return SettingsRule(check, (lower, upper), conditions, reason, requirement)
 
 
 def has_effect(config: Config, field: str) -> bool:
@@ -193,7 +204,12 @@ def require_exclusive(*fields: str, reason: str) -> SettingsRule:
             message = f"{' and '.join(format_setting(config, field) for field in conflicting)} exclude each other."
             yield Finding(message, [candidates], fields=conflicting)
 
-    return SettingsRule(check, fields, (), reason)
+    *flags, last_flag = map(get_flag_name, fields)
+    return SettingsRule(check, fields, (), reason, f"{', '.join(flags)} and {last_flag} exclude each other.")
+
+
+def _format_condition(condition: Condition | None) -> str:
+    return "" if condition is None else f" {condition.description}"
 
 
 def _is_met(condition: Condition | None, config: Config) -> bool:

@@ -3,6 +3,7 @@ metadata of the settings fields (`setting.py`)."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Iterator
 
@@ -24,6 +25,7 @@ from megatron.config.checks.sharding import list_bucketed_params
 from megatron.config.config import Config
 from megatron.config.flags import get_flags
 from megatron.config.param_groups import parse_entry
+from megatron.config.regular_file import find_path_problem, shorten_path
 from megatron.spec.activations import get_added_choices
 
 MAX_WORLD_SIZE = 1_048_576
@@ -36,7 +38,8 @@ def check_required_settings(config: Config, world_size: int) -> Iterator[Finding
     for flag in get_flags().values():
         if flag.metadata.required and get_value(config, flag.field) in (None, 0):
             bound = f", {flag.metadata.interval}" if flag.metadata.interval else ""
-            yield Finding(f"--{flag.name} is missing.", reason=f"It takes {flag.expected}{bound}.", fields=(flag.field,))
+            reason = f"It takes {flag.expected}{bound}."
+            yield Finding(f"--{flag.name} is missing.", reason=reason, fields=(flag.field,), is_missing=True)
 
 
 def report_explicit_zero(finding: Finding, config: Config, world_size: int, explicit_fields: Collection[str]) -> Finding:
@@ -62,6 +65,28 @@ def check_ranges(config: Config, world_size: int) -> Iterator[Finding]:
         is_missing = get_flag(field).metadata.required and get_value(config, field) == 0
         if not is_missing and not is_in_range(config, field):
             yield _build_range_finding(config, world_size, field)
+
+
+@rule()
+def check_paths(config: Config, world_size: int) -> Iterator[Finding]:
+    """A path must be one that a file system accepts, with room for the names of the files that a run creates below it."""
+    for field in get_path_fields():
+        value = get_value(config, field)
+        for path in (value,) if isinstance(value, str) else value or ():
+            if problem := find_path_problem(path):
+                yield Finding(
+                    f"--{get_flag(field).name} {shorten_path(path)} is not a valid path: {problem}.",
+                    [],
+                    "Give another path.",
+                    (field,),
+                )
+                break
+
+
+@functools.cache
+def get_path_fields() -> tuple[str, ...]:
+    """Return the names of the settings that are paths of files or folders."""
+    return tuple(flag.field for flag in get_flags().values() if flag.metadata.is_path)
 
 
 def _build_range_finding(config: Config, world_size: int, field: str) -> Finding:

@@ -29,7 +29,7 @@ from megatron.config.training import BatchStep, format_batch_schedule, parse_bat
 def check_run_length(config: Config, world_size: int) -> Iterator[Finding]:
     """--train-iters or --train-samples must set the length of training."""
     if config.training.train_iters is None and config.training.train_samples is None:
-        yield Finding("--train-iters and --train-samples are both missing.")
+        yield Finding("--train-iters and --train-samples are both missing.", is_missing=True)
 
 
 check_single_run_length = require_exclusive("train_iters", "train_samples", reason="Each of them sets the length of the run.")
