@@ -18,13 +18,15 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.safetensors_file import DTYPES
 from megatron.checkpoint.storage import STATE
+from megatron.config.regular_file import parse_json
+from megatron.config.save import MAX_SHOWN_CHARS, check_json_type
 from megatron.parallel.tensor_slice import TensorSlice
 
 # ---- Checksums of slices, content hashes of tensors, and digests of a checkpoint.
@@ -231,6 +233,8 @@ def digest_entries(entries: Iterable[str]) -> str:
 
 FORMAT = "megatron-boxes"
 VERSION = 1
+_MAX_DIMS = 16
+"""Maximum number of dimensions of a tensor. The test whether slices cover a tensor takes time proportional to 2^dimensions."""
 
 
 @dataclass(frozen=True)
@@ -348,6 +352,40 @@ def merge_tensors(entries: Iterable[tuple[str, StoredTensor]]) -> dict[str, Stor
     }
 
 
+class _SliceContent(TypedDict):
+    """Slice of a tensor in the JSON of a manifest."""
+
+    offsets: list[int]
+    sizes: list[int]
+    file: str
+    key: str
+    checksum: str
+
+
+_TensorContent = TypedDict(  # noqa: UP013 - `boxes` is a key of the file, but not a term for a name
+    "_TensorContent", {"shape": list[int], "dtype": str, "content": NotRequired[str], "boxes": list[_SliceContent]}
+)
+"""Tensor in the JSON of a manifest."""
+
+
+class _FileContent(TypedDict):
+    """File of the checkpoint in the JSON of a manifest."""
+
+    bytes: int
+    checksum: NotRequired[str]
+
+
+class _ManifestContent(TypedDict):
+    """Top level of the JSON of a manifest."""
+
+    format: str
+    version: int
+    digest: str
+    content_digest: NotRequired[str]
+    files: dict[str, _FileContent]
+    tensors: dict[str, _TensorContent]
+
+
 def parse_manifest(data: bytes, path: str, name: str) -> Manifest:
     """Parse and check the manifest of a checkpoint, or the manifest that one rank has written for its files.
 
@@ -362,7 +400,7 @@ def parse_manifest(data: bytes, path: str, name: str) -> Manifest:
     """
     file = f"{path.rstrip('/')}/{name}"
     try:
-        content = json.loads(data)
+        content = parse_json(data)
         format_name, version = content["format"], content["version"]
         if format_name != FORMAT or not isinstance(version, int):
             raise CheckpointError(
@@ -374,16 +412,17 @@ def parse_manifest(data: bytes, path: str, name: str) -> Manifest:
                 f"{path} was written by a newer version of this program (format version {version}; this one reads up to "
                 f"{VERSION}): update this program"
             )
+        check_json_type(content, _ManifestContent, "", is_open=True)
         manifest = Manifest(
-            {name: _parse_tensor(tensor) for name, tensor in content["tensors"].items()},
-            {name: StoredFile(_parse_count(file["bytes"]), file.get("checksum")) for name, file in content["files"].items()},
+            {name: _parse_tensor(tensor, f"tensors.{name}") for name, tensor in content["tensors"].items()},
+            {name: StoredFile(file["bytes"], file.get("checksum")) for name, file in content["files"].items()},
         )
         stated_digests = content["digest"], content.get("content_digest")
         computed_digests = manifest.digest, manifest.content_digest
     except CheckpointError:
         raise
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{file} is not readable ({error!r}): the file is damaged; copy it again") from error
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{file} is not readable ({error}): the file is damaged; copy it again") from error
     if computed_digests != stated_digests:
         raise DamagedCheckpointError(
             f"{file} was altered: its content does not match the digest that is stored in the file; copy the file again"
@@ -407,7 +446,29 @@ def parse_manifest(data: bytes, path: str, name: str) -> Manifest:
             f"{file} is damaged: it names files that are missing from its file list, or outside the checkpoint folder, such as "
             f"{invalid_names[:3]}; copy the file again"
         )
+    _check_slice_sizes(manifest, file)
     return manifest
+
+
+def _check_slice_sizes(manifest: Manifest, path: str) -> None:
+    """Check that the files are large enough for the slices that the manifest lists, before a reader reserves memory for them.
+
+    Args:
+        path: path of the manifest, for error messages.
+
+    Raises:
+        DamagedCheckpointError: the slices of a file have more bytes than the file.
+    """
+    num_bytes: Counter[str] = Counter()
+    for tensor in manifest.tensors.values():
+        for stored in tensor.slices:
+            num_bytes[stored.file] += stored.tensor_slice.numel * DTYPES[tensor.dtype].itemsize
+    for name, count in num_bytes.items():
+        if count > manifest.files[name].num_bytes:
+            raise DamagedCheckpointError(
+                f"{path} is damaged: it lists slices of {count:,} bytes in {name}, which has only "
+                f"{manifest.files[name].num_bytes:,} bytes; copy the file again"
+            )
 
 
 def slice_key(name: str, shape: tuple[int, ...], tensor_slice: TensorSlice) -> str:
@@ -424,33 +485,34 @@ def slice_key(name: str, shape: tuple[int, ...], tensor_slice: TensorSlice) -> s
     return f"{name}[{','.join(f'{interval.start}:{interval.stop}' for interval in tensor_slice.index)}]"
 
 
-def _parse_tensor(content: dict) -> StoredTensor:
+def _parse_tensor(content: dict[str, Any], key: str) -> StoredTensor:
+    """Build the description of a tensor from its entry in the manifest, whose types are already checked.
+
+    Args:
+        key: key of the entry, for error messages.
+
+    Raises:
+        ValueError: the dtype is unknown, the tensor has too many dimensions, or the slices have another number of dimensions.
+    """
+    shape = tuple(content["shape"])
+    if (dtype := content["dtype"]) not in DTYPES:
+        raise ValueError(f"{key}.dtype is {dtype[:MAX_SHOWN_CHARS]!r}, which is not a known dtype")
+    dims = {len(shape), *(len(entry[name]) for entry in content["boxes"] for name in ("offsets", "sizes"))}
+    if len(dims) > 1 or len(shape) > _MAX_DIMS:
+        raise ValueError(
+            f"{key} has {len(shape)} dimensions, and slices of {sorted(dims)} dimensions, but all must have the same number of "
+            f"dimensions, at most {_MAX_DIMS}"
+        )
     slices = tuple(
         StoredSlice(
-            TensorSlice(tuple(map(_parse_count, entry["offsets"])), tuple(map(_parse_count, entry["sizes"]))),
+            TensorSlice(tuple(entry["offsets"]), tuple(entry["sizes"])),
             entry["file"],
             entry["key"],
             entry["checksum"],
         )
         for entry in content["boxes"]
     )
-    if (dtype := content["dtype"]) not in DTYPES:
-        raise KeyError(dtype)
-    return StoredTensor(tuple(map(_parse_count, content["shape"])), dtype, slices, content.get("content"))
-
-
-def _parse_count(value: object) -> int:
-    """Check that a value from JSON is a valid number of elements or bytes, and return it.
-
-    Raises:
-        ValueError: the value is not an integer in [0, 2^62).
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
-        raise ValueError(
-            f"the manifest of the checkpoint has a shape, an offset or a size with the value {str(value)[:40]}, which is not an "
-            "integer from 0 to 2^62 - 1"
-        )
-    return value
+    return StoredTensor(shape, dtype, slices, content.get("content"))
 
 
 def is_partition(shape: tuple[int, ...], slices: Iterable[TensorSlice]) -> bool:

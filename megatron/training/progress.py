@@ -17,6 +17,8 @@ from typing import Any
 from megatron.checkpoint.errors import MismatchError
 from megatron.checkpoint.storage import PROGRESS_COUNTS, RECENT_STEPS, PathOrUrl
 from megatron.config.config import Config
+from megatron.config.flags import get_flag
+from megatron.config.save import check_json_type
 from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.data.history import Phase
 from megatron.spec.groups import LearningRateBounds
@@ -56,9 +58,16 @@ class Progress:
 
     @classmethod
     def from_json(cls, state: dict[str, Any]) -> Progress:
-        """Build the counters from the JSON values in the `state.json` of a checkpoint."""
+        """Build the counters from the JSON values in the `state.json` of a checkpoint.
+
+        Raises:
+            ValueError: an entry is missing, unknown, or has an invalid value.
+        """
+        check_json_type(state, cls, "progress")
+        if missing := [name for name in PROGRESS_COUNTS if name not in state]:
+            raise ValueError(f"the entry progress.{missing[0]} is missing")
         return cls(
-            **{name: int(state[name]) for name in PROGRESS_COUNTS},
+            **{name: state[name] for name in PROGRESS_COUNTS},
             recent=[(float(loss), float(norm)) for loss, norm in state.get(RECENT_STEPS, ())],
             phases=[Phase.from_json(saved) for saved in state.get("phases", ())],
         )
@@ -398,7 +407,19 @@ def fill_missing_fields(saved: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         saved: schedules of a checkpoint, as `LearningSchedule.to_json` returns them.
+
+    Raises:
+        ValueError: an entry is missing, unknown, or has an invalid value.
     """
+    for name, value in saved.items():
+        if name == "lengths":
+            check_json_type(value, ScheduleLengths, "schedule.lengths")
+        elif name not in _SCHEDULE_FIELDS:
+            raise ValueError(f"the entry schedule.{name[:40]} is unknown")
+        else:
+            get_flag(name).from_json(value)
+    if "lengths" not in saved:
+        raise ValueError("the entry schedule.lengths is missing")
     defaults = {name: getattr(OptimizerConfig(), name) for name in _SCHEDULE_FIELDS}
     default_lengths = {"rewarm_start": None, "rewarm_samples": 0}
     return {**defaults, **saved, "lengths": {**default_lengths, **saved["lengths"]}}

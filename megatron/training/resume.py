@@ -13,7 +13,7 @@ from megatron.checkpoint.folder_types import check_not_foreign
 from megatron.checkpoint.global_tensor import EMA, WEIGHT
 from megatron.checkpoint.load import LoadResult, load_tensors
 from megatron.checkpoint.save_folder import find_checkpoint, read_config, read_state, record_damage
-from megatron.checkpoint.storage import MANIFEST, PathOrUrl
+from megatron.checkpoint.storage import CONFIG, MANIFEST, STATE, PathOrUrl
 from megatron.checkpoint.storage_url import NODE_MEMORY_URL, open_storage
 from megatron.config.config import Config
 from megatron.config.imports import import_object
@@ -35,7 +35,14 @@ from megatron.spec.layer_pattern import format_pattern
 from megatron.spec.mlps import build_experts_spec, has_experts
 from megatron.spec.weights import iter_weights, parse_mtp_depth
 from megatron.training.failure import run_on_all_ranks
-from megatron.training.progress import LearningSchedule, Progress, ResumePoint, compare_schedule_flags, resolve_schedule
+from megatron.training.progress import (
+    LearningSchedule,
+    Progress,
+    ResumePoint,
+    compare_schedule_flags,
+    fill_missing_fields,
+    resolve_schedule,
+)
 from megatron.training.saver import build_global_tensors
 
 # ---- Normalised settings of a model: settings that describe the same model become equal.
@@ -143,6 +150,8 @@ def resume(
         check_missing_checkpoint(checkpoint)
         is_first_start = checkpoint.load == checkpoint.save  # a run that is always started with the same command
         notes = [f"{'' if is_first_start else 'WARNING: '}--load {folder} holds no checkpoint: the run begins at iteration 0"]
+        if not is_first_start:
+            notes[0] += _suggest_download(folder)
     if checkpoint.pretrained_checkpoint is not None:
         base_path = checkpoint.pretrained_checkpoint
         selected = load_selected(
@@ -172,8 +181,13 @@ def check_missing_checkpoint(checkpoint: CheckpointConfig) -> None:
     if set_flags := [flag for flag, is_set in requirements.items() if is_set]:
         raise MismatchError(
             f"--load {checkpoint.load} holds no checkpoint, but {set_flags[0]} requires a checkpoint. Check the path, or leave out "
-            f"{set_flags[0]}"
+            f"{set_flags[0]}{_suggest_download(checkpoint.load)}"
         )
+
+
+def _suggest_download(folder: object) -> str:
+    """Return the commands that provide a --save folder, if the name of the folder may be that of a model on the Hub."""
+    return str(import_object("megatron_lab.data_tools.hub_names:suggest_model_download")(folder, needs_import=True))
 
 
 def restore_run(
@@ -366,7 +380,7 @@ def select_base_checkpoint(config: Config, base: str, vocab_size: int, damaged: 
     if selected is None:
         raise CheckpointError(
             f"--pretrained-checkpoint {base} holds no checkpoint: give a --save folder or an iter_ folder "
-            f"(tools/checkpoint.py import converts weights of other programs)"
+            f"(tools/checkpoint.py import converts weights of other programs){_suggest_download(base)}"
         )
     return selected
 
@@ -385,10 +399,14 @@ def check_checkpoint(
     Raises:
         CheckpointError: the checkpoint does not fit the run.
     """
-    state = read_state(path)
-    config_json = read_config(path)
+    state, config_json = read_state(path), read_config(path)
+    check_state(path, state)
+    config_path = open_storage(path).get_location(CONFIG)
+    if missing := {"config", "vocab_size"} - config_json.keys():
+        raise DamagedCheckpointError(f"{config_path} has no entry {min(missing)}; copy the file again")
+    saved = from_dict(config_json["config"], config_path)
     notes = notes + check_model(config, config_json, vocab_size, path, continues_run=continues_run)
-    saved_names = {weight.name for weight in iter_weights(from_dict(config_json["config"]).model, vocab_size)}
+    saved_names = {weight.name for weight in iter_weights(saved.model, vocab_size)}
     missing_weights = [weight for weight in iter_weights(config.model, vocab_size) if weight.name not in saved_names]
     new_weights = [weight for weight in missing_weights if weight.count_update is not None]
     if new_weights:
@@ -404,10 +422,32 @@ def check_checkpoint(
         raise CheckpointError(
             f"{path} holds only weights, not the state of a run: add --finetune, or give it as --pretrained-checkpoint"
         )
-    schedule_differences = compare_schedule_flags(from_dict(config_json["config"]), config) if continues_run else []
+    schedule_differences = compare_schedule_flags(saved, config) if continues_run else []
     return SelectedCheckpoint(
         path, state, notes, frozenset(weight.name for weight in new_weights), config_json, schedule_differences
     )
+
+
+def check_state(path: PathOrUrl, state: Mapping[str, Any]) -> None:
+    """Check that the progress and the schedules in the training state of a checkpoint have the entries that a run writes, with
+    values of their types.
+
+    Args:
+        path: path or URL of the checkpoint.
+        state: content of `state.json`.
+
+    Raises:
+        DamagedCheckpointError: an entry is missing or has another type.
+    """
+    try:
+        if "progress" in state:
+            Progress.from_json(state["progress"])
+        if "schedule" in state:
+            fill_missing_fields(state["schedule"])
+    except ValueError as error:
+        raise DamagedCheckpointError(
+            f"{open_storage(path).get_location(STATE)} does not have the content that a run writes ({error}); copy the file again"
+        ) from error
 
 
 def _describe_load(loaded: LoadResult) -> str:
@@ -460,7 +500,7 @@ def check_model(config: Config, config_json: dict[str, Any], vocab_size: int, pa
     Raises:
         CheckpointError: settings that change the model differ, or the optimizer differs and its state is to be loaded.
     """
-    saved = from_dict(config_json["config"])
+    saved = from_dict(config_json["config"], open_storage(path).get_location(CONFIG))
     model_differences = _compare_fields(normalize_model(saved.model), normalize_model(config.model))
     reduced = {name for name in DECREASABLE_FIELDS if getattr(config.model, name) < getattr(saved.model, name)}
     increased = {name for name in INCREASABLE_FIELDS if getattr(config.model, name) > getattr(saved.model, name)}

@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from typing import TYPE_CHECKING, Any
 
-from megatron_lab.checkpoints.text import format_table, sort_tensor_names
+from megatron_lab.checkpoints.text import sort_tensor_names
+from megatron_lab.terminal import format_table, get_terminal_width
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.tolerance >= 0:
         raise ValueError(f"--tolerance {args.tolerance} must not be negative: set a tolerance of 0 or more")
     first, second = open_source(args.first, args.step[0]), open_source(args.second, args.step[1])
+    for note in (*first.notes, *second.notes):  # such as: an older checkpoint is taken, because the newest is damaged
+        print(f"note: {note}", file=sys.stderr)
     result = compare(first, second, args.tolerance)
     print(json.dumps(result, indent=1) if args.json else "\n".join(format_lines(result, args.largest)))
     return 0 if result["same"] else 1
@@ -129,7 +133,7 @@ def format_lines(result: dict[str, Any], num_shown: int) -> list[str]:
             counts = f"{difference['elements']:,} of {difference['of']:,}"
             values = (str(element["index"]), f"{element['a']:.9g}", f"{element['b']:.9g}")
             rows.append((name, f"{difference['relative']:.3g}", f"{difference['absolute']:.3g}", counts, *values))
-        text_rows += format_table(rows, right_aligned=(1, 2, 3, 5, 6))
+        text_rows += format_table(rows, (1, 2, 3, 5, 6), width=get_terminal_width())
     return text_rows
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -174,6 +173,7 @@ def run(args: argparse.Namespace) -> int:
 def _export_onnx(source: WeightSource, args: argparse.Namespace, write_tokenizer: Callable[[Path], list[str]]) -> int:
     """Write model.onnx and the tokenizer's files, and print a command that runs the model in onnxruntime. Returns the exit
     status."""
+    from megatron_lab.checkpoints.model_card import format_python_command
     from megatron_lab.checkpoints.onnx_writer import LOGITS, MODEL, TOKENS, export_onnx
 
     result = export_onnx(source, args.output, write_tokenizer)
@@ -182,8 +182,12 @@ def _export_onnx(source: WeightSource, args: argparse.Namespace, write_tokenizer
     for note in result.notes:
         print(f"note: {note}")
     print(result.verification)
-    code = f"import onnxruntime as o; print(o.InferenceSession({str(path)!r}).run(None, {{{TOKENS!r}: [[1, 2, 3]]}})[0].shape)"
-    print(f"next:\n  onnxruntime:  python -c {shlex.quote(code)}")
+    statements = (
+        "import onnxruntime",
+        f"session = onnxruntime.InferenceSession({str(path)!r})",
+        f"print(session.run(None, {{{TOKENS!r}: [[1, 2, 3]]}})[0].shape)",
+    )
+    print(f"next:\n  onnxruntime:\n    {format_python_command(statements)}")
     return 0
 
 

@@ -201,8 +201,9 @@ def write_shards(folder: Path, shards: Sequence[Sequence[TensorEntry]], tensors:
         try:
             write_shard(folder / name, entries, tensors)
         except OSError as error:
-            if error.errno is None:
-                raise  # not an error of the operating system
+            is_read_error = error.filename is not None and Path(error.filename).parent != folder
+            if error.errno is None or is_read_error:  # not an error of the operating system, or not of this file
+                raise
             num_bytes = sum(entry.num_bytes for entry in entries)
             raise OSError(error.errno, f"{error.strerror} ({num_bytes:,} bytes are needed)", str(folder / name)) from error
     assert next(tensors, None) is None, "there are more tensors than entries"

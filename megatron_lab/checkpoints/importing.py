@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import dataclasses
 import math
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -224,5 +225,5 @@ def _copy_tokenizer(tokenizer: DataConfig, folder: Path) -> DataConfig:
             for companion in _TOKENIZER_COMPANIONS:
                 if (file.parent / companion).is_file():
                     shutil.copyfile(file.parent / companion, folder / companion)
-    copied_paths: dict[str, Any] = {name: str((folder / file.name).resolve()) for name, file in paths.items()}
+    copied_paths: dict[str, Any] = {name: os.path.realpath(folder / file.name) for name, file in paths.items()}
     return dataclasses.replace(tokenizer, **copied_paths)

@@ -10,7 +10,8 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from megatron_lab.checkpoints.text import format_bytes, format_table, sort_tensor_names
+from megatron_lab.checkpoints.text import format_bytes, sort_tensor_names
+from megatron_lab.terminal import format_table, get_terminal_width
 
 if TYPE_CHECKING:
     from megatron_lab.foreign.source import StoredCheckpoint, TensorInfo, WeightSource
@@ -77,16 +78,16 @@ def format_lines(description: dict[str, Any]) -> list[str]:
     for name, entry in description["tensors"].items():
         row = (name, str(entry["shape"]), entry["dtype"], format_bytes(entry["bytes"]))
         rows.append((*row, str(entry["boxes"])) if "files" in description else row)
-    return [*format_table(header), "", *format_table(rows, right_aligned=(3, 4))]
+    return [*format_table(header), "", *format_table(rows, (3, 4), width=get_terminal_width())]
 
 
 def _describe_run(checkpoint: StoredCheckpoint) -> dict[str, Any]:
-    parallel, state = checkpoint.config["config"]["parallel"], checkpoint.state
+    parallel, state = checkpoint.settings.parallel, checkpoint.state
     layout = {
-        "TP": parallel["tensor_model_parallel_size"],
-        "PP": parallel["pipeline_model_parallel_size"],
-        "schedule": parallel["pipeline_schedule"] or checkpoint.settings.parallel.schedule,
-        "sharding": checkpoint.settings.parallel.sharding,
+        "TP": parallel.tensor_model_parallel_size,
+        "PP": parallel.pipeline_model_parallel_size,
+        "schedule": parallel.pipeline_schedule or parallel.schedule,
+        "sharding": parallel.sharding,
     }
     progress = {name: value for name, value in state.get("progress", {}).items() if name != "phases"}
     files = checkpoint.manifest.files

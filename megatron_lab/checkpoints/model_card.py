@@ -216,14 +216,32 @@ def strip_folders(text: str) -> str:
 def format_next_steps(folder: Path, *, has_tokenizer: bool) -> list[str]:
     """Return commands that load, serve, upload and (with a tokenizer) convert an exported model, ready to paste into a shell."""
     path = shlex.quote(str(folder))
-    code = f"from transformers import AutoModelForCausalLM as M; print(M.from_pretrained({str(folder)!r}))"
+    statements = ["from transformers import AutoModelForCausalLM as M", f"print(M.from_pretrained({str(folder)!r}))"]
     if has_tokenizer:
-        code = f"from transformers import pipeline; print(pipeline('text-generation', {str(folder)!r})('The', max_new_tokens=20))"
+        statements = [
+            "from transformers import pipeline",
+            f"model = pipeline('text-generation', {str(folder)!r})",
+            "print(model('The', max_new_tokens=20))",
+        ]
     steps = [
-        ("transformers", f"python -c {shlex.quote(code)}"),
+        ("transformers", format_python_command(statements)),
         ("vLLM", f"vllm serve {path}" + ("" if has_tokenizer else " --skip-tokenizer-init")),
         ("upload", f"hf upload {shlex.quote(folder.name)} {path}"),
     ]
     if has_tokenizer:  # a GGUF file contains the tokenizer
         steps.insert(2, ("GGUF, in llama.cpp", f"python convert_hf_to_gguf.py {path} --outfile {shlex.quote(f'{folder}.gguf')}"))
-    return ["next:", *(f"  {name + ':':<20}{command}" for name, command in steps)]
+    return ["next:", *(_format_step(f"{name}:", command) for name, command in steps)]
+
+
+def _format_step(label: str, command: str) -> str:
+    return f"  {label}\n    {command}" if "\n" in command else f"  {label:<20}{command}"
+
+
+def format_python_command(statements: Sequence[str]) -> str:
+    """Format a command that runs Python statements, ready to paste into a shell. Each statement has its own line.
+
+    The lines end with backslashes, which the shell removes together with the line break.
+    """
+    if any(mark in statement for statement in statements for mark in '"$`\\!'):  # special between double quotes
+        return f"python -c {shlex.quote('; '.join(statements))}"
+    return 'python -c "' + "; \\\n      ".join(statements) + '"'

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
         raise CheckpointError(
             f"{args.source} is not a checkpoint of this program. Convert it with the import command of tools/checkpoint.py first"
         )
+    for note in source.notes:
+        print(f"note: {note}", file=sys.stderr)
     iteration = parse_iteration(source.name)
     if iteration is None:
         raise CheckpointError(

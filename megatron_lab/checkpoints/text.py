@@ -1,8 +1,8 @@
-"""Formatting of sizes, tables and tensor names for the output of `tools/checkpoint.py`."""
+"""Formatting of sizes and tensor names for the output of `tools/checkpoint.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -12,18 +12,6 @@ def format_bytes(num_bytes: float) -> str:
             return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:,.4g} TB"
-
-
-def format_table(rows: Sequence[Sequence[str]], right_aligned: Sequence[int] = ()) -> list[str]:
-    """Format rows as lines with aligned columns. Columns whose index is in `right_aligned` are aligned to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
-    return [
-        "  ".join(
-            cell.rjust(width) if i in right_aligned else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def sort_tensor_names(full_names: Iterable[str], model_order: Iterable[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from megatron.checkpoint.manifest import EMPTY_HASH, StoredTensor, hash_content,
 from megatron.checkpoint.save_folder import find_file_problems, load_manifest, read_json
 from megatron.checkpoint.storage import CONFIG, STATE, Storage
 from megatron.parallel.tensor_slice import TensorSlice
+from megatron.training.resume import check_state
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,12 @@ def verify_checkpoint(checkpoint: Storage, on_tensor: Callable[[str], None] = la
     problems = [*find_file_problems(checkpoint, manifest)]
     for name in (CONFIG, STATE):
         try:
-            read_json(checkpoint, name, manifest)
+            content = read_json(checkpoint, name, manifest)
+            if name == STATE:
+                check_state(checkpoint.path_or_url, content)
         except DamagedCheckpointError as error:
             problems.append(str(error))
-    num_bytes = 0
+    num_bytes, file_sizes = 0, {name: checkpoint.get_file_size(name) for name in manifest.files}
     with DataFileReader(checkpoint, manifest) as reader:
         for name, stored_tensor in manifest.tensors.items():
             on_tensor(name)
@@ -57,15 +60,25 @@ def verify_checkpoint(checkpoint: Storage, on_tensor: Callable[[str], None] = la
                 sum(stored_slice.tensor_slice.numel for stored_slice in stored_tensor.slices)
                 * get_torch_dtype(stored_tensor.dtype).itemsize
             )
-            problems += _verify_tensor(name, stored_tensor, reader)
+            problems += _verify_tensor(name, stored_tensor, reader, file_sizes)
     return VerificationResult(len(manifest.tensors), num_bytes, manifest.content_digest, tuple(dict.fromkeys(problems)))
 
 
-def _verify_tensor(name: str, stored_tensor: StoredTensor, reader: DataFileReader) -> list[str]:
+def _verify_tensor(
+    name: str, stored_tensor: StoredTensor, reader: DataFileReader, file_sizes: Mapping[str, int | None]
+) -> list[str]:
     if not is_partition(stored_tensor.shape, [stored_slice.tensor_slice for stored_slice in stored_tensor.slices]):
         return [f"{name}: its slices do not cover a tensor of shape {list(stored_tensor.shape)} exactly once"]
     problems, content_hash = [], EMPTY_HASH
     for stored_slice in stored_tensor.slices:
+        num_bytes = stored_slice.tensor_slice.numel * get_torch_dtype(stored_tensor.dtype).itemsize
+        if (file_size := file_sizes[stored_slice.file]) is None:
+            return []  # a missing file is one problem, not one for each of its slices
+        if num_bytes > file_size:  # do not reserve memory for a size that is wrong
+            problems.append(
+                f"{name}: {stored_slice.file} is too short for a slice of shape {list(stored_slice.tensor_slice.sizes)}"
+            )
+            continue
         data = torch.empty(stored_slice.tensor_slice.sizes, dtype=get_torch_dtype(stored_tensor.dtype))
         try:
             reader.read(stored_slice, stored_tensor.dtype, [SliceRead(TensorSlice.full(stored_slice.tensor_slice.sizes), data)])

@@ -11,7 +11,6 @@ cell is flattened. With `dp_reshardable` the checkpoint contains flat buffers wi
 from __future__ import annotations
 
 import functools
-import json
 import math
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ import torch
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, format_list
 from megatron.checkpoint.global_tensor import WEIGHT
+from megatron.config.regular_file import parse_json, read_regular
 from megatron.parallel.params import ParamRecord
 from megatron.parallel.tensor_slice import TensorSlice
 from megatron.spec.weights import split_layer_name
@@ -400,7 +400,7 @@ def _check_format(path: Path) -> None:
         DamagedCheckpointError: the file cannot be read.
     """
     try:
-        content: Any = json.loads(path.read_bytes()[:1_000_000])
+        content: Any = parse_json(read_regular(path, 1_000_000))
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedCheckpointError(
             f"{path} cannot be read: {error}. Check the permissions of the file. If it is damaged, copy the checkpoint again."

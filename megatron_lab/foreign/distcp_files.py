@@ -18,6 +18,7 @@ import torch
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, format_list
 from megatron.checkpoint.manifest import is_partition
+from megatron.config.regular_file import open_regular, read_regular
 from megatron.parallel.tensor_slice import TensorSlice
 from megatron_lab.foreign.inert_pickle import CallRecord, GlobalName, read_pickle
 from megatron_lab.foreign.torch_file import TorchFile
@@ -100,7 +101,7 @@ class DistcpReader:
                     f"{path} has {num_bytes:,} bytes, more than the metadata of any checkpoint needs, so the file is not read. The "
                     "file is probably damaged: copy the checkpoint again"
                 )
-            data = path.read_bytes()
+            data = read_regular(path, _MAX_METADATA_BYTES)
         except OSError as error:
             raise DamagedCheckpointError(
                 f"{path} cannot be read ({error.strerror or error}). Copy the complete checkpoint, including this hidden file"
@@ -235,7 +236,7 @@ class DistcpReader:
         """Open the byte range of a chunk as a file written by torch.save."""
         path = self.folder / chunk.file
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 file.seek(chunk.offset)
                 return TorchFile(path, file.read(chunk.length))
         except OSError as error:

@@ -7,6 +7,7 @@ from megatron.checkpoint.folder_types import FOREIGN_TYPES, FolderType, detect_f
 from megatron.checkpoint.save_folder import LATEST, find_checkpoint, get_checkpoint_name
 from megatron.checkpoint.storage import CONFIG, MANIFEST, PathOrUrl
 from megatron.checkpoint.storage_url import open_storage
+from megatron_lab.data_tools.hub_names import suggest_model_download
 from megatron_lab.foreign.dist_checkpoint import DistCheckpoint
 from megatron_lab.foreign.huggingface.folder import HuggingFaceFolder
 from megatron_lab.foreign.legacy_checkpoint import LegacyCheckpoint
@@ -50,7 +51,7 @@ def open_source(path: PathOrUrl, step: int | None = None, *, vocab_size: int | N
     if folder_type is FolderType.HUGGING_FACE:
         return HuggingFaceFolder(path)
     if not (names := storage.list_names()):
-        raise CheckpointError(f"{path}: there is no such folder, or it is empty. Check the path")
+        raise CheckpointError(f"{path}: there is no such folder, or it is empty. Check the path.{suggest_model_download(path)}")
     raise CheckpointError(
         f"{path} holds no weights in a supported format ({format_list(names)}). Choose a --save folder (iter_* and {LATEST}), one "
         f"checkpoint in it ({MANIFEST}), a Hugging Face folder ({CONFIG} with model_type), or a checkpoint folder of Megatron-LM "

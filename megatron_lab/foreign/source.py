@@ -26,6 +26,7 @@ from megatron.config.data import TOKENIZER_SETTINGS, DataConfig
 from megatron.config.model import ModelConfig
 from megatron.config.save import from_dict
 from megatron.parallel.tensor_slice import TensorSlice
+from megatron.training.resume import check_state
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,9 @@ class StoredCheckpoint:
     @functools.cached_property
     def state(self) -> dict[str, Any]:
         """Content of `state.json`: counters, loss scaler and schedules of the run at the saved iteration."""
-        return read_json(self._storage, STATE, self.manifest)
+        state = read_json(self._storage, STATE, self.manifest)
+        check_state(self._storage.path_or_url, state)
+        return state
 
     @functools.cached_property
     def settings(self) -> Config:
@@ -180,7 +183,7 @@ class StoredCheckpoint:
                 f"{self._storage.get_location(CONFIG)} does not hold the settings of a run (the key config is missing). Choose the "
                 "folder of a training checkpoint, or copy the checkpoint again"
             )
-        return from_dict(self.config["config"])
+        return from_dict(self.config["config"], self._storage.get_location(CONFIG))
 
     @property
     def model(self) -> ModelConfig:
@@ -188,6 +191,8 @@ class StoredCheckpoint:
 
     @property
     def vocab_size(self) -> int:
+        if "vocab_size" not in self.config:
+            raise DamagedCheckpointError(f"{self._storage.get_location(CONFIG)} has no entry vocab_size; copy the checkpoint again")
         return int(self.config["vocab_size"])
 
     @property

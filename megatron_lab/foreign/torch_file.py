@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import signal
+import struct
 import zipfile
 import zlib
 from argparse import Namespace
@@ -20,6 +21,7 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, format_list
+from megatron.config.regular_file import open_regular
 
 
 class IgnoredObject:
@@ -142,6 +144,8 @@ def _read_checksums(path: Path, data: bytes | None) -> set[tuple[int, int]] | No
         DamagedCheckpointError: the file is incomplete, or its records are compressed and could become larger than the file.
     """
     try:
+        if data is None:
+            open_regular(path).close()  # a pipe is refused here; zipfile would wait for its writer
         with zipfile.ZipFile(_open_stream(path, data)) as archive:
             records = archive.infolist()
             if any(record.compress_type != zipfile.ZIP_STORED for record in records):
@@ -164,7 +168,12 @@ def _read_checksums(path: Path, data: bytes | None) -> set[tuple[int, int]] | No
             return {(record.file_size, record.CRC) for record in records}
     except FileNotFoundError as error:
         raise DamagedCheckpointError(f"{path} is missing: copy the complete checkpoint") from error
-    except zipfile.BadZipFile as error:
+    except OSError as error:
+        raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror or error}. Copy it again") from error
+    except CheckpointError:
+        raise
+    # zipfile raises the other errors for a directory of files, or a header of a file, with changed bytes.
+    except (zipfile.BadZipFile, ValueError, RuntimeError, EOFError, struct.error) as error:
         raise DamagedCheckpointError(
             f"{path} is truncated, altered, or not in the format of torch.save since torch 1.6: {error}. Copy it again"
         ) from error

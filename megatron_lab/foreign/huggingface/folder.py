@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, 
 from megatron.checkpoint.storage_url import open_storage
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
-from megatron.config.regular_file import read_text
+from megatron.config.regular_file import parse_json, read_text
 from megatron.parallel.tensor_slice import TensorSlice
 from megatron.spec.weights import WORD_EMBEDDING
 from megatron_lab.foreign.huggingface.block_scales import apply_scales, get_block_size
@@ -138,7 +137,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         DamagedCheckpointError: the file is not valid JSON.
     """
     try:
-        content = json.loads(read_text(path))
+        content = parse_json(read_text(path))
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path.parent} is not the folder of a Hugging Face model: it has no {CONFIG}. Choose the folder with this file"

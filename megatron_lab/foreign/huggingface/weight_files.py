@@ -7,7 +7,6 @@ tensor. Older folders have `pytorch_model.bin`, with or without an index. These 
 
 from __future__ import annotations
 
-import json
 import pickle
 import struct
 from collections import defaultdict
@@ -22,7 +21,7 @@ import torch
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, format_list
 from megatron.checkpoint.safetensors_file import DTYPES
 from megatron.config.optional_packages import import_optional
-from megatron.config.regular_file import read_text
+from megatron.config.regular_file import parse_json, read_text
 from megatron.parallel.matmul import get_dtype_name
 from megatron_lab.foreign.source import TensorInfo
 
@@ -97,7 +96,7 @@ def _read_index(path: Path) -> dict[Path, set[str] | None]:
         DamagedCheckpointError: the file is not an index, or names a file outside of its folder.
     """
     try:
-        mapping = json.loads(read_text(path))["weight_map"]
+        mapping = parse_json(read_text(path))["weight_map"]
         names_by_file: dict[str, set[str]] = defaultdict(set)
         for name, file in mapping.items():
             if Path(file).name != file:
