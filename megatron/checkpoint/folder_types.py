@@ -5,13 +5,13 @@ The type follows from the names of the files. Only config.json is read, to recog
 
 from __future__ import annotations
 
-import json
 from enum import StrEnum
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.save_folder import get_checkpoint_name, list_iterations
 from megatron.checkpoint.storage import CONFIG, MANIFEST, Storage
 from megatron.checkpoint.storage_url import open_storage
+from megatron.config.regular_file import parse_json
 
 
 class FolderType(StrEnum):
@@ -53,7 +53,7 @@ def detect_folder_type(storage: Storage) -> FolderType | None:
 def _has_model_type(storage: Storage) -> bool:
     """Return whether the folder's config.json has the key `model_type`, as in a Hugging Face folder."""
     try:
-        content = json.loads(storage.read(CONFIG))
+        content = parse_json(storage.read(CONFIG))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(content, dict) and "model_type" in content

@@ -25,6 +25,7 @@ from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.save_folder import RUN
 from megatron.checkpoint.storage import Storage
 from megatron.checkpoint.storage_url import open_storage
+from megatron.config.regular_file import parse_json
 
 ALIVE_FILE = "run.alive"
 BEAT_S = 10.0
@@ -89,7 +90,7 @@ class Heartbeat:
         while not self._stop_requested.wait(self._interval_s):
             count += 1
             try:
-                owner = json.loads(storage.read(RUN))
+                owner = parse_json(storage.read(RUN))
                 if owner.get("token", self._token) != self._token:
                     self.successor = f"a run on {owner.get('host', 'another host')} (process {owner.get('pid', 'unknown')})"
                     return
@@ -131,7 +132,7 @@ def _is_alive(storage: Storage, owner: dict[str, Any], log: Callable[[str], None
 def _read_alive_file(storage: Storage) -> dict[str, Any] | None:
     """Return the content of `run.alive`, or None if the file is missing or unreadable."""
     try:
-        owner = json.loads(storage.read(ALIVE_FILE))
+        owner = parse_json(storage.read(ALIVE_FILE))
     except (OSError, ValueError):
         return None
     has_host_and_pid = isinstance(owner, dict) and isinstance(owner.get("host"), str) and isinstance(owner.get("pid"), int)

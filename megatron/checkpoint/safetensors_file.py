@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.checkpoint.storage import FileReader
+from megatron.config.regular_file import parse_json
 
 T = TypeVar("T")
 
@@ -90,7 +91,7 @@ class Header:
         self._data_start += int.from_bytes(file.read(0, min(LENGTH_BYTES, file.size)), "little")
         try:
             is_complete = self._data_start <= file.size
-            content = json.loads(file.read(LENGTH_BYTES, self._data_start - LENGTH_BYTES)) if is_complete else None
+            content = parse_json(file.read(LENGTH_BYTES, self._data_start - LENGTH_BYTES)) if is_complete else None
         except (ValueError, RecursionError) as error:
             raise DamagedCheckpointError(f"{name} has no readable header ({error}): the file is damaged; copy it again") from error
         if not isinstance(content, dict):

@@ -23,12 +23,21 @@ import socket
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, format_list
-from megatron.checkpoint.manifest import Checksum, Manifest, StoredFile, checksums_match, merge_tensors, parse_manifest
+from megatron.checkpoint.manifest import (
+    Checksum,
+    Manifest,
+    StoredFile,
+    checksums_match,
+    merge_tensors,
+    parse_manifest,
+)
 from megatron.checkpoint.storage import CONFIG, MANIFEST, PROGRESS_COUNTS, RECENT_STEPS, STATE, Draft, PathOrUrl, Storage
 from megatron.checkpoint.storage_url import open_storage
+from megatron.config.regular_file import parse_json
+from megatron.config.save import check_json_type
 
 LATEST = "latest_checkpointed_iteration.txt"
 RUN = "run.json"
@@ -181,11 +190,45 @@ def load_manifest(checkpoint: Storage) -> Manifest:
             f"{checkpoint.location} is not a complete checkpoint: it has no {MANIFEST}; copy the checkpoint again"
         ) from error
     manifest = parse_manifest(data, checkpoint.location, MANIFEST)
-    if missing := [name for name in (CONFIG, STATE) if name not in manifest.files]:
+    if missing := [name for name in _CONTENT_TYPES if name not in manifest.files or manifest.files[name].checksum is None]:
         raise DamagedCheckpointError(
-            f"{checkpoint.get_location(MANIFEST)} is damaged: it does not list {missing[0]}; copy the file again"
+            f"{checkpoint.get_location(MANIFEST)} is damaged: it does not list {missing[0]} with its checksum; copy the file again"
         )
     return manifest
+
+
+class _ScalerContent(TypedDict, total=False):
+    """Loss scaler in `state.json`."""
+
+    kind: str
+    scale: float
+    clean_steps: int
+    hysteresis_left: int
+
+
+class _StateContent(TypedDict, total=False):
+    """Top level of `state.json`. `Progress.from_json` and `fill_missing_fields` in `megatron/training/progress.py` check what
+    `progress` and `schedule` contain."""
+
+    progress: dict
+    optimizer_updates: int
+    scaler: _ScalerContent
+    schedule: dict
+    has_optimizer: bool
+    ema_decay: float | None
+
+
+class _ConfigContent(TypedDict, total=False):
+    """Top level of `config.json`. `from_dict` in `megatron/config/save.py` checks the settings."""
+
+    config: dict[str, dict]
+    vocab_size: int
+    command: list[str]
+    versions: dict[str, Any]
+    goodput: dict
+
+
+_CONTENT_TYPES = {STATE: _StateContent, CONFIG: _ConfigContent}
 
 
 def read_state(path: PathOrUrl) -> dict[str, Any]:
@@ -210,7 +253,8 @@ def read_json(checkpoint: Storage, name: str, manifest: Manifest | None = None) 
     Raises:
         CheckpointError: the checkpoint is incomplete, of an unknown version, or altered.
     """
-    expected_checksum = (manifest or load_manifest(checkpoint)).files[name].checksum or ""
+    expected_checksum = (manifest or load_manifest(checkpoint)).files[name].checksum
+    assert expected_checksum is not None, "load_manifest checks that there is one"
     try:
         data = checkpoint.read(name)
     except FileNotFoundError as error:
@@ -220,18 +264,14 @@ def read_json(checkpoint: Storage, name: str, manifest: Manifest | None = None) 
             f"{checkpoint.get_location(name)} was altered: its checksum does not match the manifest; copy the file again"
         )
     try:
-        content: dict[str, Any] = json.loads(data)
-        if name == STATE and isinstance(content, dict):
+        content: dict[str, Any] = parse_json(data)
+        check_json_type(content, _CONTENT_TYPES[name], "", is_open=True)
+        if name == STATE:
             check_counts(content, parse_iteration(checkpoint.location))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise DamagedCheckpointError(
             f"{checkpoint.get_location(name)} does not have the content that a run writes ({error}); copy the file again"
         ) from error
-    if not isinstance(content, dict):
-        raise DamagedCheckpointError(
-            f"{checkpoint.get_location(name)} does not have the content that a run writes: it is not a JSON object; copy the file "
-            "again"
-        )
     return content
 
 
@@ -310,7 +350,7 @@ def claim_folder(save: Storage, record: dict[str, Any], token: str) -> None:
     save.write(RUN, (json.dumps({**record, **process_info, "token": token}, indent=2) + "\n").encode())
 
 
-def _check_still_owner(save: Storage, token: str) -> None:
+def check_still_owner(save: Storage, token: str) -> None:
     """Check that no other run has claimed the save folder after this run.
 
     This run may have been considered dead (unreachable node, stopped process). Then it must not overwrite the checkpoints of its
@@ -323,7 +363,7 @@ def _check_still_owner(save: Storage, token: str) -> None:
         CheckpointError: `run.json` has the token of another run.
     """
     try:
-        owner = json.loads(save.read(RUN))["token"]
+        owner = parse_json(save.read(RUN))["token"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return  # no run has claimed the folder
     if owner != token:
@@ -372,7 +412,7 @@ def commit(
     stored_files = {name: StoredFile(len(data), Checksum(data).text) for name, data in small_files.items()}
     manifest = Manifest(manifest.tensors, dict(sorted((manifest.files | stored_files).items())))
     if token is not None:
-        _check_still_owner(save, token)
+        check_still_owner(save, token)
     draft.publish({**small_files, MANIFEST: manifest.to_json()})
     save.write(LATEST, f"{iteration}\n".encode())
     return manifest

@@ -189,6 +189,8 @@ class BaseSaver:
         self._world_specs: list[list[LocalTensorSpec]] = []
         self._last_complete: int | None = None
         """On the first rank: iteration of the last complete checkpoint."""
+        self.last_saved: int | None = None
+        """On the first rank: iteration of the last save, if its checkpoint is complete; otherwise None."""
 
     @property
     def token(self) -> str:
@@ -311,6 +313,7 @@ class SyncSaver(BaseSaver):
 
         def finish(rank_manifests: list[Manifest]) -> list[str]:
             manifest = commit(self._storage, drafts[0], iteration, rank_manifests, small_files, self._token)
+            self.last_saved = iteration
             return [str(manifest.content_digest)] * len(rank_manifests)
 
         try:
@@ -405,7 +408,7 @@ class AsyncSaver(BaseSaver):
             iteration, assignment.token, self._apply_assignment(specs, assignment), tensors, small_files, failed_iterations
         )
         if self._group.rank == 0:
-            self._failure, self._failed_iterations = None, []
+            self._failure, self._failed_iterations, self.last_saved = None, [], None
             log(f"saving {location} in the background (copied in {time.monotonic() - copy_start:.2f} s)")
             self._log_results(log)
 
@@ -488,7 +491,7 @@ class AsyncSaver(BaseSaver):
             self._failed_iterations.append(result.iteration)
             self._log_failure(location, result.failure, log)
         else:
-            self._last_complete = result.iteration
+            self._last_complete = self.last_saved = result.iteration
             log(f"saved {location} in {result.duration_s:.1f} s, digest {result.content_digest[:16]}")
 
     def _log_failure(self, location: str, reason: str, log: LogFunction) -> None:

@@ -43,6 +43,7 @@ from megatron.checkpoint.writer_messages import (
     get_failure_mark_name,
     get_rank_manifest_name,
 )
+from megatron.config.launcher import EXIT_SIGNALS
 
 _PR_SET_PDEATHSIG = 1
 _NICE = 10
@@ -242,7 +243,7 @@ def main() -> None:
     """Run the writer process: map the memory shared with the training process, then write saves on request."""
     memory_fd, num_bytes, message_fd, parent = (int(text) for text in sys.argv[1:])
     _die_with_parent(parent)
-    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for signal_number in EXIT_SIGNALS:
         # These signals are for the training process, which decides whether a save is finished.
         signal.signal(signal_number, signal.SIG_IGN)
     with contextlib.suppress(OSError):

@@ -7,6 +7,8 @@ from typing import Literal
 
 from megatron.config.setting import IS_SET, condition, idle_condition, setting
 
+DEFAULT_SAVE_MINUTES = 30
+"""Minutes between checkpoints of a run without --save-interval."""
 _SAVE = condition(save=IS_SET)
 _LOAD = condition(load=IS_SET)
 _REQUIRES_SAVE, _REQUIRES_LOAD = condition(save=IS_SET, strict=True), condition(load=IS_SET, strict=True)
@@ -17,16 +19,17 @@ _REQUIRES_SAVE, _REQUIRES_LOAD = condition(save=IS_SET, strict=True), condition(
 class CheckpointConfig:
     """Checkpoints: where and when to save them, and what to load."""
 
-    save: str | None = None
+    save: str | None = setting(None, is_path=True)
     """Folder in which to save checkpoints, or a URL such as s3://bucket/run."""
-    load: str | None = None
+    load: str | None = setting(None, is_path=True)
     """Folder or URL from which to resume: the newest valid checkpoint is loaded."""
-    pretrained_checkpoint: str | None = None
+    pretrained_checkpoint: str | None = setting(None, is_path=True)
     """Checkpoint whose weights are the initial weights; training starts at iteration 0. Ignored once --load holds a checkpoint."""
     take_over: bool = setting(False, active_if=_SAVE)
     """Save in a folder in which another running job saves. The other job ends within a minute."""
     save_interval: int | None = setting(None, min_value=1, unit="steps", active_if=_SAVE)
-    """Steps between checkpoints; by default a run saves only at the end and when it exits early."""
+    """Steps between checkpoints; by default a run saves every 30 minutes, at the end and when it exits early. Of the checkpoints of
+    every 30 minutes, only the newest is kept."""
     save_retain_interval: int | None = setting(None, min_value=1, unit="steps", active_if=_SAVE)
     """Keep every checkpoint whose iteration is a multiple of this, in addition to the newest."""
     async_save: bool = setting(False, active_if=_SAVE)
@@ -69,6 +72,10 @@ class LoggingConfig:
     log_format: Literal["auto", "short", "megatron"] = "auto"
     """Format of the log line: short for people, with tokens per second and remaining time, on a terminal under a progress bar;
     megatron for Megatron-LM's line, byte for byte; auto for short on a terminal and megatron otherwise."""
+    verbose: bool = False
+    """Show all details of the start of a run on a terminal: attention kernel, stages, parameter groups, memory, data order, advice.
+    By default a terminal shows the model, the layout, the data and warnings, and the details are in start.log in the folder of
+    --save. A file or a pipe always gets all details."""
     log_throughput: bool = False
     """Add TFLOP/s per device to the log line."""
     log_params_norm: bool = False
@@ -83,7 +90,7 @@ class LoggingConfig:
     more product of queries and keys in each forward pass, unless --qk-clip computes it anyway."""
     log_layer_norms: bool = setting(False, active_if=condition(metrics_file=IS_SET, tensorboard_dir=IS_SET, wandb_project=IS_SET))
     """Write the gradient and weight norms of each layer to TensorBoard and the metrics file."""
-    metrics_file: str | None = None
+    metrics_file: str | None = setting(None, is_path=True)
     """File to which every logged iteration and evaluation is written as one JSON object per line, with full digits."""
     loss_picture: bool = True
     """Draw loss.png in the folder of --save, or else of --tensorboard-dir, once a minute and at the end: training loss, validation
@@ -95,7 +102,7 @@ class LoggingConfig:
     """Level of detail of the timers in the log, from 0 (no timers) to 2 (all timers)."""
     timing_log_option: Literal["minmax", "max", "all"] = setting("minmax", idle_if=_NO_TIMERS)
     """How the timers of several ranks are shown: minimum and maximum, maximum only, or all."""
-    tensorboard_dir: str | None = None
+    tensorboard_dir: str | None = setting(None, is_path=True)
     """Folder for TensorBoard logs."""
     tensorboard_log_interval: int = setting(1, min_value=1, unit="steps", active_if=_CURVES)
     """Steps between TensorBoard points."""
@@ -113,10 +120,10 @@ class LoggingConfig:
     The plan is made before the first step, as by --dry-run."""
     log_memory_interval: int | None = setting(None, min_value=1, unit="steps")
     """Steps between memory reports; by default --log-interval. Setting it switches the reports on, also without --log-memory."""
-    plan_report: str | None = None
+    plan_report: str | None = setting(None, is_path=True)
     """Predict step time and memory before the run, compare them with the first ten steps, log which component deviates, and write
     the comparison to this JSON file. tools/check_cluster.py --calibrate makes a cluster file of these reports."""
-    plan_cluster: str | None = setting(None, active_if=condition(plan_report=IS_SET, strict=True))
+    plan_cluster: str | None = setting(None, active_if=condition(plan_report=IS_SET, strict=True), is_path=True)
     """Cluster for which --plan-report, --dry-run and --plan predict step times: a name, or the path of a cluster file. By default
     the cluster that is shipped for the device, and for a plan on a machine without GPUs an H100 cluster."""
     wandb_project: str | None = None
@@ -125,7 +132,7 @@ class LoggingConfig:
     """Name of the run at Weights & Biases."""
     wandb_entity: str | None = setting(None, active_if=condition(wandb_project=IS_SET))
     """Team or user that owns the run at Weights & Biases."""
-    wandb_save_dir: str | None = setting(None, active_if=condition(wandb_project=IS_SET))
+    wandb_save_dir: str | None = setting(None, active_if=condition(wandb_project=IS_SET), is_path=True)
     """Folder for the files that Weights & Biases writes."""
     profile: bool = False
     """Profile the steps from --profile-step-start up to, but without, --profile-step-end with torch's profiler."""
@@ -137,7 +144,7 @@ class LoggingConfig:
     """Step before which profiling stops."""
     profile_ranks: tuple[int, ...] = setting((0,), min_value=0, unit="rank, from 0 on", active_if=condition(profile=True))
     """Ranks to profile."""
-    profile_dir: str = setting("profile", active_if=_PROFILES)
+    profile_dir: str = setting("profile", active_if=_PROFILES, is_path=True)
     """Folder for the Chrome trace and the memory snapshot."""
 
     @property
@@ -160,7 +167,7 @@ class DebugConfig:
     with its state after the previous update."""
     sentinel_action: Literal["stop", "warn"] = setting("stop", active_if=condition(sentinel_interval=IS_SET))
     """Action after a difference: stop ends the run before the update, warn continues."""
-    save_trace: str | None = None
+    save_trace: str | None = setting(None, is_path=True)
     """File for a trace of the run: for each step the loss, and for each parameter the norm and a signature of its gradient and
     weight, equal for every layout. tools/verify_layout.py finds where two runs diverge."""
     trace_steps: int = setting(10, min_value=1, unit="steps", active_if=condition(save_trace=IS_SET))

@@ -11,6 +11,8 @@ from typing import Literal, NamedTuple
 
 from megatron.config.setting import IS_SET, NotEqual, condition, idle_condition, setting
 
+ExitSignalName = Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGQUIT", "SIGCONT"]
+
 # ---- Parser of --step-batch-size-schedule, in the syntax of Megatron-LM.
 #
 # `0:768 250B:1536 500B:3072` is a batch of 768 sequences from the start, of 1,536 from 250 billion tokens on, and so forth. K, M, B
@@ -142,9 +144,12 @@ class TrainingConfig:
     """Save and exit when the iteration is a multiple of this."""
     exit_duration_in_mins: float | None = setting(None, above=0, unit="minutes")
     """Save and exit after this many minutes."""
+    exit_signal: ExitSignalName | None = None
+    """Additional signal on which the run saves and exits. SIGTERM, SIGINT (Ctrl-C), SIGHUP, SIGUSR1, SIGUSR2 and SIGXCPU always
+    have this effect."""
     exit_signal_code: int = setting(85, min_value=0, max_value=255, unit="exit code")
-    """Exit code after SIGTERM or SIGUSR1 ended the run early; the run saves before it exits. With 0 a launcher considers the run
-    complete and does not restart it."""
+    """Exit code after a signal ended the run early; the run saves before it exits. With 0 a launcher considers the run complete and
+    does not restart it."""
     deterministic_mode: bool = False
     """Use only deterministic kernels. On GPUs this is necessary for two runs to be bitwise equal (the backward pass of attention is
     slower)."""

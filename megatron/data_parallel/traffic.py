@@ -64,6 +64,8 @@ class StepTotals(NamedTuple):
     """Number of ranks that received a signal to exit."""
     num_out_of_time: float
     """Number of ranks whose time limit is reached."""
+    num_save_requests: float
+    """Number of ranks on which a checkpoint is due by time."""
     attention_samples: float
     """Attention cost of the step's packed samples, as the number of single-document samples whose attention would cost the
     same."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,10 +19,18 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, MismatchError, format_list
+from megatron.config.launcher import end_with_consequence, end_with_message, write_error_file, write_message
 from megatron.optimizer.grad_scaler import LossScaleError
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
-from megatron.training.signals import EXIT_DIVERGED, EXIT_LOST_CONTACT, EXIT_REFUSED, PROGRESS_FILE_VARIABLE, write_exit_code
+from megatron.training.signals import (
+    EXIT_DIVERGED,
+    EXIT_INTERRUPTED,
+    EXIT_LOST_CONTACT,
+    EXIT_REFUSED,
+    PROGRESS_FILE_VARIABLE,
+    write_exit_code,
+)
 
 # ---- Error messages of gloo, NCCL and torch's store about another rank that has died or does not connect.
 #
@@ -181,8 +190,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _OUT_OF_MEMORY_SIGNS)
 
 
-# Raised on every rank with the same message, so only rank 0 prints it.
-_SHARED_ERRORS = (SetupError, LossScaleError, CheckpointError, SharedError)
+_SHARED_ERRORS = (KeyboardInterrupt, SetupError, LossScaleError, CheckpointError, SharedError)
+"""Errors that are raised on every rank with the same message, so that one rank prints it."""
+
+
+_MAX_ERROR_CHARS = 600
+"""Maximum length of the text of an unexpected error in the error file. The log contains the complete text."""
 
 
 @dataclass
@@ -220,12 +233,11 @@ def report_failures() -> Iterator[Explanations]:
         yield explanations
     except SystemExit:
         raise
-    except KeyboardInterrupt:
-        _exit_process(130, "interrupted")
     except BaseException as error:  # noqa: BLE001 - all failures end here
-        _exit_process(
-            explanations.requested_exit_code() or _choose_exit_code(error, explanations), _format_error(error, explanations)
-        )
+        code = explanations.requested_exit_code() or _choose_exit_code(error, explanations)
+        _flush_stdout()
+        _report_error(error, explanations)
+        _exit_process(code)
 
 
 def exit_immediately(code: int = 0) -> None:
@@ -236,10 +248,13 @@ def exit_immediately(code: int = 0) -> None:
     would then report a failed job. A process that runs alone with code 0 returns normally.
     """
     if code or int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        _exit_process(code, "")
+        _flush_stdout()
+        _exit_process(code)
 
 
 def _choose_exit_code(error: BaseException, explanations: Explanations) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
     if PROGRESS_FILE_VARIABLE in os.environ:
         if isinstance(error, MismatchError) or (isinstance(error, SetupError) and error.is_permanent):
             return EXIT_REFUSED
@@ -255,26 +270,43 @@ def _choose_exit_code(error: BaseException, explanations: Explanations) -> int:
     )
 
 
-def _format_error(error: BaseException, explanations: Explanations) -> str:
-    rank = int(os.environ.get("RANK", 0))
+def _report_error(error: BaseException, explanations: Explanations) -> None:
+    """Print the message for an error that ends this rank, and write it to the error file of the launcher."""
+    rank = f"rank {os.environ.get('RANK', 0)}: " if _is_parallel() else ""
     if (explanation := explanations.explain(error)) is not None:
-        return f"rank {rank}: {explanation}" if _is_parallel() else explanation
+        return _end_with_cause(f"{rank}{explanation}")
     if isinstance(error, _SHARED_ERRORS):
-        return str(error) if rank == 0 else ""
+        return end_with_message("interrupted" if isinstance(error, KeyboardInterrupt) else str(error))
     if isinstance(error, (ValueError, OSError)) and _is_raised_by_framework(error):
-        return f"rank {rank}: {error}" if _is_parallel() else str(error)
+        return _end_with_cause(f"{rank}{error}")
     if isinstance(error, RuntimeError) and "Storage size calculation overflowed" in str(error):
-        return f"a tensor of this model is larger than any memory ({error}): look at --hidden-size, --seq-length and the vocabulary"
+        return _end_with_cause(
+            f"a tensor of this model is larger than any memory ({error}): look at --hidden-size, --seq-length and the vocabulary"
+        )
     reason = (
         describe_lost_contact(str(error)) if isinstance(error, RuntimeError) else None
     )  # torch's DistError is a RuntimeError too
     if _is_parallel() and reason is not None:
-        frames = traceback.extract_tb(error.__traceback__)
-        framework_frames = [frame for frame in frames if "megatron" in frame.filename] or list(frames)
-        call = f"{os.path.basename(framework_frames[-1].filename)}:{framework_frames[-1].lineno} in {framework_frames[-1].name}"
         lost_rank = explanations.find_lost_rank(reason) or "another rank"
-        return f"rank {rank}: lost contact with {lost_rank}, at {call}: {reason.rstrip('.')}. The rank that failed first says why."
-    return f"rank {rank}:\n{''.join(traceback.format_exception(error))}"
+        return end_with_consequence(
+            f"{rank}lost contact with {lost_rank}, at {_locate(error)}: {reason.rstrip('.')}. The rank that failed first says why."
+        )
+    write_message(f"rank {os.environ.get('RANK', 0)}:\n{''.join(traceback.format_exception(error))}")
+    text = textwrap.shorten(str(error), _MAX_ERROR_CHARS, placeholder=" ...")
+    write_error_file(f"{rank}{type(error).__name__} at {_locate(error)}: {text}\n  The log of the rank contains the traceback.")
+
+
+def _end_with_cause(message: str) -> None:
+    """Report an error of which this rank is the cause."""
+    write_message(message)
+    write_error_file(message)
+
+
+def _locate(error: BaseException) -> str:
+    """Return the place of an error as a text such as "loop.py:12 in run": the last call of the framework, or else the last call."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = ([frame for frame in frames if "megatron" in frame.filename] or list(frames))[-1]
+    return f"{os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}"
 
 
 def _is_raised_by_framework(error: BaseException) -> bool:
@@ -288,12 +320,11 @@ def _is_parallel() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _exit_process(code: int, message: str) -> None:
+def _flush_stdout() -> None:
     with suppress(OSError, ValueError):  # the pipe may be closed or the disk full
         sys.stdout.flush()
-    with suppress(OSError, ValueError):
-        if message:
-            sys.stderr.write(f"pretrain_gpt.py: {message}\n")
-        sys.stderr.flush()
+
+
+def _exit_process(code: int) -> NoReturn:
     write_exit_code(code)
     os._exit(code)

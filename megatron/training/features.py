@@ -88,8 +88,13 @@ class Feature:
         """Return the settings, with the changes that this feature requires. Called before the model is built."""
         return config
 
+    def get_summary_lines(self, run: RunComponents) -> list[str]:
+        """Return the lines with which the start-up log of the run begins. A terminal shows them also without --verbose."""
+        return []
+
     def get_startup_lines(self, run: RunComponents) -> list[str]:
-        """Return the lines that this feature adds to the start-up log of the run."""
+        """Return the lines that this feature adds to the start-up log of the run. A terminal shows them only with --verbose, except
+        lines that start with "WARNING:"."""
         return []
 
     def around_run(self, run: RunComponents) -> AbstractContextManager[object]:
@@ -209,6 +214,10 @@ class Features:
     def on_built(self, step: TrainStep, vocab_size: int) -> None:
         """Store the training step and the vocabulary size, which the message about an out-of-memory error needs."""
         self._step, self._vocab_size = step, vocab_size
+
+    def get_summary_lines(self, run: RunComponents) -> list[str]:
+        """Return the lines with which the start-up log begins, in the order of the table `FEATURES`."""
+        return [line for feature in self for line in feature.get_summary_lines(run)]
 
     def get_startup_lines(self, run: RunComponents) -> list[str]:
         """Return the lines that the features add to the start-up log, in the order of the table `FEATURES`."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from megatron.config.config import Config
+from megatron.config.outputs import DEFAULT_SAVE_MINUTES
 from megatron.metrics.measures import Timers
 from megatron.model.inputs import ModelInputs
 from megatron.optimizer.grad_scaler import LossScaleError
@@ -28,7 +29,7 @@ from megatron.training.progress import (
 )
 from megatron.training.reporter import Reporter
 from megatron.training.signals import ExitSignals, ProgressFile
-from megatron.training.step import EvaluationSums, StepResult, TrainStep
+from megatron.training.step import NO_VOTES, EvaluationSums, StepResult, StepVotes, TrainStep
 
 if TYPE_CHECKING:
     from megatron.training.saver import Saver
@@ -48,7 +49,7 @@ class NoSaver:
         """Return a context manager that does nothing, because the run has no save folder."""
         return nullcontext()
 
-    def save(self, *_: Any) -> None:
+    def save(self, *_: Any, is_timed: bool = False) -> None:
         """Do nothing, because the run has no save folder."""
 
     save_to_node_memory = poll = wait = on_rewind = finish = save
@@ -89,6 +90,10 @@ class Control:
     rewind: Rewind | None = None
     """Function that takes the run back to a checkpoint. A callback sets it after a step, on all ranks, to request the rewind.
     None if no rewind is requested."""
+    is_time_short: bool = False
+    """Whether the job may be killed soon: a signal has ended the run or its last evaluation, or the time limit of
+    --exit-duration-in-mins has passed. The end of the run then leaves out what can be done later. Ranks may disagree about a signal
+    or limit that is reached after the last step."""
 
 
 @dataclass
@@ -113,11 +118,13 @@ class Loop:
     started_at: float
     """Time at which the job started, by time.monotonic()."""
     signals: ExitSignals = field(default_factory=lambda: ExitSignals(0))
-    """Handler of the signals that ask the run to exit (SIGTERM, SIGUSR1)."""
+    """Handler of the signals that ask the run to exit."""
     build_feature_callbacks: Callable[[], list[Callback]] = list
     """Function that creates the callbacks of the features (optional parts of the run). All ranks call it together, before the
     first step."""
     control: Control = field(default_factory=Control)
+    _last_save_at: float = field(default_factory=time.monotonic)
+    """Time of the last checkpoint, or of the start, by time.monotonic()."""
     _feature_callbacks: list[Callback] | None = None
     """Callbacks of the features (optional parts of the run). None before the first step and after the end of the run."""
     _callbacks: list[Callback] = field(default_factory=list)
@@ -200,7 +207,8 @@ class Loop:
             with self.timers("batch-generator", level=1):
                 batch = next(batches)
             self._notify_phase("in a step")
-            result = self.run_step(progress, batch, (self.signals.received is not None, self._is_time_up()))
+            votes = StepVotes(self.signals.received is not None, self._is_time_up(), self._is_timed_save_due())
+            result = self.run_step(progress, batch, votes)
             progress_file.record(progress.iteration)
             self._notify_phase("between steps")
             self.saver.poll(self.reporter.log)
@@ -209,18 +217,16 @@ class Loop:
                 batches = self.train_batches(progress.consumed_samples)
                 stop_reason = self._find_voted_exit(result)
                 continue
-            stop_reason = self._evaluate_and_save(progress) or self._find_exit_reason(progress, result, stop_iteration)
+            stop_reason = self._evaluate_and_save(progress, result) or self._find_exit_reason(progress, result, stop_iteration)
         batches.close()  # type: ignore[attr-defined]
         return stop_reason
 
-    def run_step(
-        self, progress: Progress, batch: list[ModelInputs], exit_votes: tuple[bool, bool] = (False, False)
-    ) -> StepResult | None:
+    def run_step(self, progress: Progress, batch: list[ModelInputs], votes: StepVotes = NO_VOTES) -> StepResult | None:
         """Run one step, update `progress`, and log if a log line is due. Call this only inside the block of `attach_callbacks`.
 
         Args:
             batch: microbatches of this data-parallel rank.
-            exit_votes: whether this rank has received an exit signal, and whether it has exceeded --exit-duration-in-mins.
+            votes: votes of this rank on what the run does after the step.
 
         Returns:
             the result of the step, or None if --iterations-to-skip skips the iteration.
@@ -236,7 +242,7 @@ class Loop:
             for call in self._step_methods["before_step"]:
                 call(batch, iteration)
             result = self.step.run(
-                batch, iteration=iteration, learning_rate=rate, weight_decay=decay, group_rates=group_rates, exit_votes=exit_votes
+                batch, iteration=iteration, learning_rate=rate, weight_decay=decay, group_rates=group_rates, votes=votes
             )
         progress.iteration = iteration
         progress.consumed_samples += num_samples
@@ -268,15 +274,21 @@ class Loop:
         """Return the values that callbacks add to the history file of the run (`megatron/metrics/history.py`)."""
         return {name: value for callback in self._callbacks for name, value in callback.record_values().items()}
 
-    def _evaluate_and_save(self, progress: Progress) -> str | None:
+    def _evaluate_and_save(self, progress: Progress, result: StepResult | None) -> str | None:
         """Evaluate, save a checkpoint, and copy the state to node memory, each only if it is due. Returns the reason to stop if a
-        signal interrupted the evaluation, else None."""
+        signal interrupted the evaluation, else None.
+
+        Args:
+            result: result of the step, or None if the iteration was skipped.
+        """
         training = self.config.training
         valid = self.valid_batches if progress.is_multiple_of(training.eval_interval) else None
         if valid is not None and not self._evaluate(progress, valid, "validation"):
             return _ON_SIGNAL
         if progress.is_multiple_of(self.config.checkpoint.save_interval):
             self._save(progress)
+        elif result is not None and result.votes.timed_save:
+            self._save(progress, is_timed=True)
         if progress.is_multiple_of(self.config.checkpoint.memory_save_interval):
             self._save_to_node_memory(progress)
         if training.manual_gc and progress.is_multiple_of(training.manual_gc_interval):
@@ -307,9 +319,9 @@ class Loop:
     def _find_voted_exit(self, result: StepResult) -> str | None:
         """Return the reason to stop if any rank has received an exit signal or exceeded its time limit, else None. The votes of all
         ranks are part of `result`."""
-        if result.exit_votes[0]:
+        if result.votes.exit_signal:
             return _ON_SIGNAL
-        if result.exit_votes[1]:
+        if result.votes.time_limit:
             return f"after {self.config.training.exit_duration_in_mins} minutes (--exit-duration-in-mins)"
         return None
 
@@ -326,17 +338,20 @@ class Loop:
     def _finish(self, progress: Progress, stop_reason: str | None) -> None:
         """Run the final evaluations, notify the callbacks, and log how the run ended."""
         # Evaluate after the save: a job scheduler may end the job before the evaluations are complete.
+        is_interrupted = stop_reason == _ON_SIGNAL
         if stop_reason is None:
-            is_complete = True
             if self.valid_batches is not None and not progress.is_multiple_of(self.config.training.eval_interval):
-                is_complete = self._evaluate(progress, self.valid_batches, "validation")
-            if is_complete and self.test_batches is not None:
-                self._evaluate(progress, self.test_batches, "test")
+                is_interrupted = not self._evaluate(progress, self.valid_batches, "validation")
+            if not is_interrupted and self.test_batches is not None:
+                is_interrupted = not self._evaluate(progress, self.test_batches, "test")
+        self.control.is_time_short = is_interrupted or self.signals.received is not None or self._is_time_up()
         for callback in self._callbacks:
             callback.on_end()
         exit_reason = self.signals.describe() if stop_reason == _ON_SIGNAL else stop_reason
         message = f"done after {progress.iteration} iterations" if stop_reason is None else f"exiting {exit_reason}"
-        self.reporter.log(message)
+        save = self.config.checkpoint.save
+        resume_hint = "" if save is None or stop_reason is None else f" (the same command with --load {save} resumes the run)"
+        self.reporter.log(message + resume_hint)
         self.reporter.record_event("end", progress, message)
 
     def _evaluate(self, progress: Progress, build_batches: Callable[[], Batches], split: Literal["validation", "test"]) -> bool:
@@ -355,8 +370,12 @@ class Loop:
                 gc.collect()
         return losses is not None
 
-    def _save(self, progress: Progress) -> None:
-        """Write a checkpoint, if the run has a save folder."""
+    def _save(self, progress: Progress, *, is_timed: bool = False) -> None:
+        """Write a checkpoint, if the run has a save folder.
+
+        Args:
+            is_timed: whether the checkpoint is due because of the time since the last one. The next checkpoint replaces it.
+        """
         self._notify_phase("saving")
         with self.reporter.pause("saving", progress):
             self.step.finish_param_gather()  # the gather must not write params while the save reads them
@@ -365,7 +384,10 @@ class Loop:
                     callback.before_save(progress)
             with self.timers("save-checkpoint", level=0):
                 optimizer, scaler, log = self.step.optimizer, self.step.scaler, self.reporter.log
-                path = self.saver.save(progress, optimizer, scaler, self.schedule, log, self.get_checkpoint_extras())
+                path = self.saver.save(
+                    progress, optimizer, scaler, self.schedule, log, self.get_checkpoint_extras(), is_timed=is_timed
+                )
+                self._last_save_at = time.monotonic()
                 if path is not None:
                     self.reporter.record_event("save", progress, f"checkpoint {path}")
                     for callback in self._callbacks:
@@ -384,6 +406,13 @@ class Loop:
     def get_checkpoint_extras(self) -> dict[str, Any]:
         """Return the entries that features (optional parts of the run) currently add to the `config.json` of a checkpoint."""
         return {name: value() for name, value in self.control.checkpoint_extras.items()}
+
+    def _is_timed_save_due(self) -> bool:
+        """Return whether --save-interval is not set, and the last save was too long ago."""
+        checkpoint = self.config.checkpoint
+        if checkpoint.save is None or checkpoint.save_interval is not None:
+            return False
+        return time.monotonic() - self._last_save_at > 60 * DEFAULT_SAVE_MINUTES
 
     def _is_time_up(self) -> bool:
         limit = self.config.training.exit_duration_in_mins

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -18,9 +19,11 @@ from megatron.config.imports import import_object
 from megatron.config.outputs import LoggingConfig
 from megatron.data.history import count_tokens
 from megatron.metrics.log_line import (
+    LineFile,
     LogLineValues,
     MetricSink,
     Printer,
+    format_duration,
     format_megatron_line,
     format_short_line,
     format_short_validation_line,
@@ -39,6 +42,11 @@ if TYPE_CHECKING:
     from megatron.metrics.history import HistoryFile
     from megatron.moe.balance import RouterMetrics
     from megatron.training.gradient_noise import NoiseEstimate
+
+START_LOG_FILE = "start.log"
+"""File in the run folder with the start-up log of each start of which a terminal has shown only a summary."""
+_MIN_MEASURED_S, _MIN_REMAINING_S = 2.0, 60.0
+"""Seconds of steps from which on the end of the run is estimated for the log; and minimum remaining seconds for this line."""
 
 
 @dataclass
@@ -95,11 +103,12 @@ class ThroughputEstimator:
     def __init__(self, total_samples: int) -> None:
         self._total_samples = total_samples
         self._start_time: float | None = None
+        self._first_step = (0.0, 0)
         self._step_seconds = 0.0
         self._recent_steps: deque[tuple[float, int]] = deque(maxlen=20)
 
     def step(self, now: float, seconds: float, samples: int) -> None:
-        """Record the duration of a step. The first step is ignored, because it creates connections and fills caches.
+        """Record the duration of a step. The first step creates connections and fills caches, so it only gives an upper bound.
 
         Args:
             now: time.perf_counter() at the end of the step.
@@ -107,10 +116,15 @@ class ThroughputEstimator:
             samples: samples of the step.
         """
         if self._start_time is None:
-            self._start_time = now
+            self._start_time, self._first_step = now, (seconds, samples)
             return
         self._step_seconds += seconds
         self._recent_steps.append((seconds, samples))
+
+    @property
+    def measured_seconds(self) -> float:
+        """Duration of all recorded steps without the first, in seconds."""
+        return self._step_seconds
 
     @property
     def samples_per_s(self) -> float | None:
@@ -119,22 +133,26 @@ class ThroughputEstimator:
         return sum(samples for _, samples in self._recent_steps) / seconds if seconds else None
 
     def estimate_remaining_seconds(self, now: float, consumed_samples: int) -> float | None:
-        """Return the estimated seconds until the end of the run. Return None until the second step is recorded, or if
-        `total_samples` is 0.
+        """Return the estimated seconds until the end of the run. After the first step this is an upper bound (`is_upper_bound`).
+        Return None before the first step, at the end of the run, or if `total_samples` is 0.
 
         Args:
             now: current time.perf_counter().
             consumed_samples: samples of the run so far.
         """
-        samples_per_s = self.samples_per_s
-        if samples_per_s is None or self._start_time is None or not self._total_samples:
-            return None
         remaining_samples = self._total_samples - consumed_samples
-        return (
-            None
-            if remaining_samples <= 0
-            else remaining_samples / samples_per_s * max(1.0, (now - self._start_time) / self._step_seconds)
-        )
+        if self._start_time is None or not self._total_samples or remaining_samples <= 0:
+            return None
+        samples_per_s = self.samples_per_s
+        if samples_per_s is None:
+            seconds, samples = self._first_step
+            return remaining_samples * seconds / samples if samples else None
+        return remaining_samples / samples_per_s * max(1.0, (now - self._start_time) / self._step_seconds)
+
+    @property
+    def is_upper_bound(self) -> bool:
+        """Whether the estimate of the remaining time is an upper bound, because only the first step is recorded."""
+        return not self._recent_steps
 
 
 class Reporter:
@@ -184,12 +202,13 @@ class Reporter:
         if is_output_rank and folder is not None:
             self._history = import_object("megatron.metrics.history:HistoryFile")(folder, model.config.seq_length)
         self._printer, self._throughput = Printer(), ThroughputEstimator(total_samples)
-        on_terminal = is_output_rank and not quiet and self._printer.is_terminal
+        self._folder, self._on_terminal = folder, is_output_rank and not quiet and self._printer.is_terminal
+        on_terminal = self._on_terminal
         self._is_short = config.log_format == "short" or (config.log_format == "auto" and on_terminal)
         self._display: LiveDisplay | None = None
         if self._is_short and on_terminal:
             self._display = import_object("megatron_lab.monitoring.live_lines:LiveLines")(self._printer, total_iterations)
-        self._is_first_step = True
+        self._is_first_step, self._has_logged_estimate = True, False
         self._last_step_end = time.perf_counter()
         self._interval = _Interval(self._last_step_end)
 
@@ -272,6 +291,7 @@ class Reporter:
                 seconds=now - self._last_step_end,
             )
         self._last_step_end = now
+        self._log_estimate(progress, now)
         values = None
         if self._is_first_step or progress.iteration % self._config.log_interval == 0:
             values = self._log_interval(progress, result, learning_rate, batch_size, collect_log_values(), collect_record_values)
@@ -334,7 +354,50 @@ class Reporter:
         self._last_step_end += pause_seconds
 
     def log(self, line: str) -> None:
-        """Print a line immediately, on rank 0."""
+        """Print a line immediately, on rank 0. On a terminal, a line that is too long for it is wrapped between words."""
+        if self._on_terminal:
+            line = import_object("megatron_lab.terminal:wrap_text")(line, self._printer.width - 1)
+        self._print(line)
+
+    def log_start(self, summary: Sequence[str], details: Sequence[str], notices: Sequence[str]) -> None:
+        """Log the description of the run when it starts, on rank 0.
+
+        A file or a pipe gets all lines. A terminal gets them with --verbose. Without it, a terminal gets the summary, the notices
+        and the warnings; the complete log is appended to `start.log` in the run folder.
+
+        Args:
+            summary: lines about the model, the layout and the data.
+            details: further lines. Warnings start with "WARNING:".
+            notices: lines that also a terminal shows, about outputs, flags and resuming.
+        """
+        lines = [*summary, *details, *notices]
+        shown = lines
+        if self._on_terminal and not self._config.verbose:
+            shown = [*summary, *(line for line in details if line.startswith("WARNING:")), *notices]
+        for line in shown:
+            self.log(f"  {line}")
+        if len(shown) == len(lines):
+            return
+        location = "--verbose"
+        if self._folder is not None:
+            path = os.path.join(self._folder, START_LOG_FILE)
+            location = f"{path}, or {location}"
+            file = LineFile("the start-up log", path, append=True)
+            file.write("\n".join([f"started on {datetime.now():%Y-%m-%d at %H:%M:%S}", *(f"  {line}" for line in lines)]))
+            file.close()
+        self.log(f"  {len(lines) - len(shown)} more lines: {location}")
+
+    def _log_estimate(self, progress: Progress, now: float) -> None:
+        """Log once when the run is expected to end, in Megatron-LM's log format, whose lines do not contain it."""
+        if self._is_short or self._has_logged_estimate or self._throughput.measured_seconds < _MIN_MEASURED_S:
+            return
+        self._has_logged_estimate = True
+        remaining_s = self._throughput.estimate_remaining_seconds(now, progress.consumed_samples)
+        if remaining_s is not None and remaining_s >= _MIN_REMAINING_S:
+            end = datetime.now() + timedelta(seconds=remaining_s)
+            self.log(f"  about {format_duration(remaining_s)} left, until {end:%Y-%m-%d %H:%M}")
+
+    def _print(self, line: str) -> None:
         if self._is_output_rank and not self._quiet:
             self._printer.print_line(line)
 
@@ -408,7 +471,10 @@ class Reporter:
             max_attention_logit=max_logit,
             custom={name: extra_values[name] for name in METRICS if name in extra_values},
         )
-        self.log(format_short_line(line) if self._is_short else format_megatron_line(line))
+        if self._is_short:
+            self.log(format_short_line(line))
+        else:
+            self._print(format_megatron_line(line))  # unchanged on a terminal too, for programs that parse it
         values = {
             "learning_rate": learning_rate,
             "global_batch_size": batch_size,
@@ -455,6 +521,7 @@ class Reporter:
             "learning_rate": learning_rate,
             "global_batch_size": batch_size,
             "remaining_s": self._throughput.estimate_remaining_seconds(time.perf_counter(), progress.consumed_samples),
+            "is_remaining_bound": self._throughput.is_upper_bound,
         }
 
     def _measure_memory(self) -> dict[str, int]:

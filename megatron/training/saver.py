@@ -23,11 +23,12 @@ from megatron.checkpoint.save_folder import (
     Retention,
     apply_retention,
     check_no_foreign_checkpoints,
+    check_still_owner,
     check_writable,
     get_checkpoint_name,
 )
 from megatron.checkpoint.savers import AsyncSaver, LogFunction, SyncSaver
-from megatron.checkpoint.storage import Storage
+from megatron.checkpoint.storage import MANIFEST, Storage
 from megatron.checkpoint.storage_url import NODE_MEMORY_URL, open_storage
 from megatron.config.imports import import_object
 from megatron.config.outputs import CheckpointConfig
@@ -100,6 +101,8 @@ class Saver:
         self._record = {**run_record, "vocab_size": vocab_size}
         self._retention = Retention(config.keep_last, config.save_retain_interval)
         self._last_iteration: int | None = None
+        self._timed_iterations: set[int] = set()
+        """On the first rank: iterations of the checkpoints that are removed when a newer checkpoint is complete."""
         self._async_saver: AsyncSaver | None = None
         self._heartbeat: Heartbeat | None = None
         self._node_memory: NodeMemoryKeeper | None = None
@@ -181,6 +184,8 @@ class Saver:
         schedule: LearningSchedule,
         log: LogFunction,
         extras: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        is_timed: bool = False,
     ) -> str | None:
         """Write a checkpoint of the current iteration. All ranks call this function together.
 
@@ -190,29 +195,63 @@ class Saver:
         Args:
             log: function that writes a line to the log on the first rank.
             extras: additional entries of `config.json`, besides the settings, versions and command line of the run.
+            is_timed: whether the checkpoint is removed when a newer one is complete. This does not apply if --keep-last or
+                --save-retain-interval says which checkpoints are kept.
 
         Returns:
             path or URL of the checkpoint; None if nothing is written.
 
         Raises:
-            CheckpointError: on all ranks, if any rank cannot write. With --async-save only if the state cannot be saved at all.
+            CheckpointError: on all ranks, if any rank cannot write. The failure of a timed save is only logged. With --async-save
+                only if the state cannot be saved at all.
         """
+        if not is_timed:
+            self._timed_iterations.discard(progress.iteration)
         if self._config.save is None or self._last_iteration == progress.iteration:
             return None
         state = self._build_state(progress, optimizer, scaler, schedule, has_optimizer=self._config.save_optim)
         record = {**self._record, **extras}
         tensors = build_global_tensors(optimizer, self._context, state=self._config.save_optim)
-        self._last_iteration = progress.iteration
+        previous_iteration, self._last_iteration = self._last_iteration, progress.iteration
+        if is_timed and self._retention == Retention() and self._context.rank == 0 and not self._exists(progress.iteration):
+            self._timed_iterations.add(progress.iteration)
         location = self.build_checkpoint_path(progress.iteration)
         if self._async_saver is not None:
             self._async_saver.save(progress.iteration, tensors, record, state, log)
             return location
         start_time = time.monotonic()
-        digest = self._sync_saver.save(progress.iteration, tensors, record, state)
+        try:
+            digest = self._sync_saver.save(progress.iteration, tensors, record, state)
+        except CheckpointError as error:
+            if not is_timed:
+                raise
+            self._last_iteration = previous_iteration
+            self._timed_iterations.discard(progress.iteration)
+            log(f"SAVE FAILED: {error}\n  Training goes on. The run tries again at the next save.")
+            return None
         if self._context.rank == 0:
             log(f"saved {location} in {time.monotonic() - start_time:.1f} s, digest {digest[:16]}")
             apply_retention(self._storage, self._retention)
+            self._remove_timed_checkpoints(log)
         return location
+
+    def _exists(self, iteration: int) -> bool:
+        return self._storage.get_file_size(f"{get_checkpoint_name(iteration)}/{MANIFEST}") is not None
+
+    def _remove_timed_checkpoints(self, log: LogFunction) -> None:
+        """Remove the checkpoints of timed saves that are older than the last checkpoint that this run has completed. Called on the
+        first rank. A failure is only logged, because the newer checkpoint is complete."""
+        saver = self._async_saver or self._sync_saver
+        for iteration in sorted(self._timed_iterations):
+            if saver.last_saved is None or iteration >= saver.last_saved:
+                return
+            self._timed_iterations.remove(iteration)
+            try:
+                check_still_owner(self._storage, saver.token)
+                if self._exists(iteration):  # the user may have moved the checkpoint away
+                    self._storage.remove_checkpoint(get_checkpoint_name(iteration))
+            except (OSError, CheckpointError) as error:
+                log(f"the older checkpoint {self.build_checkpoint_path(iteration)} could not be removed: {error}")
 
     def build_checkpoint_path(self, iteration: int) -> str:
         """Return the path or URL of the checkpoint of an iteration."""
@@ -279,6 +318,8 @@ class Saver:
             )
         if self._async_saver is not None:
             self._async_saver.poll(log)
+            if self._timed_iterations:
+                self._remove_timed_checkpoints(log)
         if self._node_memory_saver is not None:
             self._node_memory_saver.poll(_log_only_problems(log))
 
@@ -311,6 +352,7 @@ class Saver:
         if self._async_saver is not None:
             self._async_saver.finish(log)
         if self._config.save is not None and self._context.rank == 0:
+            self._remove_timed_checkpoints(log)
             apply_retention(self._storage, self._retention)  # an earlier start may have been killed between save and cleanup
 
 

@@ -1,8 +1,8 @@
-"""Signals that ask a run to exit: SIGTERM, which schedulers send some time before they kill a job, and SIGUSR1, which they can be
-configured to send.
+"""Signals that ask a run to exit: SIGTERM, SIGUSR1, SIGUSR2 and SIGXCPU, which schedulers send some time before they kill a job,
+SIGHUP of a closed terminal, SIGINT (Ctrl-C), and the signal that --exit-signal names.
 
 During training a signal is only recorded, and the training loop then saves and exits. At any other time a signal ends the rank at
-once.
+once. A second Ctrl-C always does.
 
 If the launcher dies, its ranks end too: they receive SIGTERM, and are ended if they do not exit within 30 s. torchrun does the
 same.
@@ -14,38 +14,76 @@ from __future__ import annotations
 
 import ctypes
 import os
-import select
+import selectors
 import signal
 import struct
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Self
 
-from megatron.config.launcher import is_first_rank, read_process_info
+from megatron.config.config import Config
+from megatron.config.launcher import (
+    EXIT_SIGNALS,
+    has_failed_neighbor,
+    is_first_rank,
+    read_process_info,
+    write_error_file,
+    write_message,
+)
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 GRACE_S = 30.0
 """Seconds in which a rank must save and exit after its launcher has died."""
+EXIT_INTERRUPTED = 130
+"""Exit code of a run that Ctrl-C ended without a save: 128 + number of SIGINT, as in a shell."""
+SAME_KEY_PRESS_S = 1.0
+"""Seconds in which repeated signals count as one request to stop. One Ctrl-C can reach a process twice: from the terminal, and from
+a launcher that passes the signal on."""
 _PARENT_POLL_S = 1.0
 _PR_SET_PDEATHSIG = 1
 
 
+def get_exit_signals(exit_signal: str | None = None) -> tuple[signal.Signals, ...]:
+    """Return the signals that end a run early, without SIGHUP if this process ignores it, because `nohup` makes it do so.
+
+    Args:
+        exit_signal: name of an additional signal (--exit-signal), or None.
+    """
+    signals = dict.fromkeys((*EXIT_SIGNALS, *(() if exit_signal is None else (signal.Signals[exit_signal],))))
+    return tuple(signum for signum in signals if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN)
+
+
+def create_exit_signals(config: Config) -> ExitSignals:
+    """Create the handler of exit signals that the settings of a run describe."""
+    training = config.training
+    return ExitSignals(training.exit_signal_code, get_exit_signals(training.exit_signal), saves=config.checkpoint.save is not None)
+
+
+def _is_under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 class ExitSignals:
-    """Handler of the signals that ask a run to exit (SIGTERM, SIGUSR1). It is a context manager and must be entered in the main
-    thread. Forked child processes get the default handlers back.
+    """Handler of the signals that ask a run to exit. It is a context manager and must be entered in the main thread. Forked child
+    processes get the default handlers back.
 
     Args:
         code: exit code of a run that a signal ended (--exit-signal-code).
+        signals: signals to handle, by default those of `get_exit_signals`.
+        saves: whether the run has a save folder, for messages.
     """
 
-    def __init__(self, code: int) -> None:
+    def __init__(self, code: int, signals: tuple[signal.Signals, ...] | None = None, *, saves: bool = True) -> None:
         self.code = code
         self.received: signal.Signals | None = None
         """Latest signal that this rank received within `deferred`. Other ranks may not have received it, so the ranks must vote."""
-        self._is_deferred = False
+        self._signals, self._saves = get_exit_signals() if signals is None else signals, saves
+        self._is_deferred = self._has_trained = self._has_failed = False
+        self._interrupted_at: float | None = None
+        """Time of the first SIGINT within `deferred`, by time.monotonic()."""
         self._owner_pid: int | None = None
         self._launcher_pid: int | None = None
 
@@ -55,7 +93,7 @@ class ExitSignals:
             self._launcher_pid = os.getppid()
             if sys.platform == "linux":  # on other systems only the listener thread detects it
                 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
-        self._previous_handlers = {signum: signal.signal(signum, self._handle) for signum in SIGNALS}
+        self._previous_handlers = {signum: signal.signal(signum, self._handle) for signum in self._signals}
         # Python runs a signal handler only when the main thread returns to Python code. That can take minutes, for example while
         # the thread waits for other ranks to start. The wakeup pipe lets another thread react at once.
         self._read_fd, self._write_fd = os.pipe()
@@ -76,12 +114,26 @@ class ExitSignals:
     @contextmanager
     def deferred(self) -> Iterator[None]:
         """Within the `with` block, store an exit signal in `received` instead of exiting. The training loop reads `received`
-        between two steps."""
-        self._is_deferred = True
+        between two steps.
+
+        If this handler was not entered, as in a notebook or a program that trains with `megatron.api`, only SIGINT is handled, and
+        only while the block runs in the main thread. There a second Ctrl-C raises KeyboardInterrupt.
+        """
+        self._is_deferred, self._has_failed = True, False
+        is_own_program = self._owner_pid is None and threading.current_thread() is threading.main_thread()
+        handles_interrupt = is_own_program and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if handles_interrupt:
+            self.received, self._interrupted_at = None, None
+            signal.signal(signal.SIGINT, self._handle_in_program)
         try:
             yield
+        except BaseException:
+            self._has_failed = True
+            raise
         finally:
-            self._is_deferred = False
+            if handles_interrupt:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+            self._is_deferred, self._has_trained = False, True
 
     def describe(self) -> str:
         """Return the reason for the exit as a text for the log, such as "on SIGTERM". Called when all ranks have agreed to stop."""
@@ -92,32 +144,72 @@ class ExitSignals:
         if self._is_deferred:
             self.received = signal.Signals(signum)
 
+    def _handle_in_program(self, signum: int, frame: FrameType | None) -> None:
+        self._handle(signum, frame)
+        if self._is_repeated_interrupt(signal.SIGINT):
+            raise KeyboardInterrupt
+        self._announce(signal.SIGINT)
+
     def _listen(self) -> None:
-        while True:
-            ready, _, _ = select.select([self._read_fd], [], [], None if self._launcher_pid is None else _PARENT_POLL_S)
-            if ready and not (data := os.read(self._read_fd, 1)):
-                break
-            if ready and data[0] in SIGNALS and not self._is_deferred and self._owner_pid is not None:
-                self._exit(f"{signal.Signals(data[0]).name} before training: there is nothing to save")
-            if self._launcher_pid not in (None, os.getppid()):
-                self._launcher_pid = None
-                self.received = signal.SIGTERM
-                threading.Timer(
-                    GRACE_S, self._exit, ("the launcher has ended, and this rank did not save and exit in time",)
-                ).start()
+        announced: set[signal.Signals] = set()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._read_fd, selectors.EVENT_READ)
+            while True:
+                ready = selector.select(None if self._launcher_pid is None else _PARENT_POLL_S)
+                if ready and not (data := os.read(self._read_fd, 1)):
+                    break
+                if ready and data[0] in self._signals and self._owner_pid is not None:
+                    signum = signal.Signals(data[0])
+                    if self._has_failed and signum != signal.SIGINT:
+                        continue  # the main thread is about to exit with the reason of its failure
+                    if not self._is_deferred:
+                        self._exit_outside_training(signum)
+                    if self._is_repeated_interrupt(signum):
+                        self._exit("second Ctrl-C: exiting without waiting for the step or the save", EXIT_INTERRUPTED)
+                    if signum not in announced:
+                        announced.add(signum)
+                        self._announce(signum)
+                if self._launcher_pid not in (None, os.getppid()):
+                    self._launcher_pid = None
+                    self.received = signal.SIGTERM
+                    reason = "the launcher has ended, and this rank did not save and exit in time"
+                    threading.Timer(GRACE_S, self._exit, (reason, self.code)).start()
         os.close(self._read_fd)
 
-    def _exit(self, reason: str) -> None:
-        if is_first_rank():
-            with suppress(OSError):
-                sys.stderr.write(f"pretrain_gpt.py: {reason}\n")
-                sys.stderr.flush()
-        os._exit(self.code)
+    def _is_repeated_interrupt(self, signum: signal.Signals) -> bool:
+        """Return whether the signal is a second Ctrl-C, and not the first one that arrives twice. After the first Ctrl-C, torchrun
+        sends SIGTERM in place of the second."""
+        now = time.monotonic()
+        if self._interrupted_at is None and signum == signal.SIGINT:
+            self._interrupted_at = now
+        if self._interrupted_at is None or not (signum == signal.SIGINT or (signum == signal.SIGTERM and _is_under_torchrun())):
+            return False
+        return now - self._interrupted_at > SAME_KEY_PRESS_S
+
+    def _announce(self, signum: signal.Signals) -> None:
+        """Print what the run does next, on the first rank. After Ctrl-C, also on the first rank of the node, whose terminal the
+        user watches."""
+        is_interrupt = signum == signal.SIGINT
+        if (is_first_rank() or (is_interrupt and read_process_info().local_rank == 0)) and not has_failed_neighbor():
+            action = ", saves and exits" if self._saves else " and exits (without --save nothing is saved)"
+            hint = ". A second Ctrl-C exits at once." if is_interrupt else ""
+            write_message(f"{'Ctrl-C' if is_interrupt else signum.name}: the run finishes this step{action}{hint}")
+
+    def _exit_outside_training(self, signum: signal.Signals) -> None:
+        phase = "after training" if self._has_trained else "before training: there is nothing to save"
+        self._exit(f"{signum.name} {phase}", EXIT_INTERRUPTED if signum == signal.SIGINT else self.code)
+
+    def _exit(self, reason: str, code: int) -> None:
+        is_ended_by_launcher = has_failed_neighbor()
+        if is_first_rank() and not is_ended_by_launcher:
+            write_message(reason)
+        write_error_file(reason, is_consequence=is_ended_by_launcher)
+        os._exit(code)
 
     def _reset_in_child(self) -> None:
         if self._owner_pid is not None:
             signal.set_wakeup_fd(-1)
-            for signum in SIGNALS:
+            for signum in self._signals:
                 signal.signal(signum, signal.SIG_DFL)
             self._owner_pid = None
 

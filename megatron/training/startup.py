@@ -21,7 +21,7 @@ from megatron.config.checks.memory import build_attention_call
 from megatron.config.config import Config
 from megatron.config.imports import import_object
 from megatron.config.model import ModelConfig
-from megatron.config.outputs import LoggingConfig, get_run_folder
+from megatron.config.outputs import DEFAULT_SAVE_MINUTES, LoggingConfig, get_run_folder
 from megatron.config.precision import PrecisionConfig, SpeedConfig
 from megatron.config.save import to_dict
 from megatron.config.training import OptimizerConfig, TrainingConfig
@@ -227,7 +227,7 @@ def collect_run_facts(
 
 def build_tensorboard_command(folder: str) -> str:
     """Return the shell command that shows the curves of a run in TensorBoard, under the name of the run's folder."""
-    path = Path(folder).resolve()
+    path = Path(os.path.realpath(folder))
     name = path.parent.name if path.name in ("tensorboard", "tb", "logs") else path.name
     if "://" in folder or not re.fullmatch(r"[^,:]+", str(path)):  # --logdir_spec treats these characters as separators
         return f"tensorboard --logdir {shlex.quote(folder)}"
@@ -241,6 +241,9 @@ def describe_outputs(config: Config, *, draw_record: bool) -> Iterator[str]:
         draw_record: whether the run plots its history file and writes a report.
     """
     folder, logging = get_run_folder(config.checkpoint, config.logging), config.logging
+    if config.checkpoint.save is not None and config.checkpoint.save_interval is None:
+        times = f"every {DEFAULT_SAVE_MINUTES} minutes (the newest is kept), at the end and on a signal"
+        yield f"checkpoints: {times}; --save-interval N: every N steps"
     if folder is None:
         yield f"no record of the run and no {PICTURE_FILE}: --save or --tensorboard-dir with a local folder would keep them there"
         return

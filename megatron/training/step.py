@@ -57,6 +57,21 @@ class Spike:
     """Whether the run skips the update of the step because of the spike (--spike-policy)."""
 
 
+class StepVotes(NamedTuple):
+    """Votes of a rank, or of any rank, on what the run does after a step. They are reduced with the scalars of the step, without
+    additional communication."""
+
+    exit_signal: bool = False
+    """Whether the rank has received an exit signal."""
+    time_limit: bool = False
+    """Whether the rank has exceeded --exit-duration-in-mins."""
+    timed_save: bool = False
+    """Whether a checkpoint is due because of the time since the last one."""
+
+
+NO_VOTES = StepVotes()
+
+
 @dataclass(frozen=True)
 class StepResult:
     """Result of a training step, the same on every rank."""
@@ -92,8 +107,8 @@ class StepResult:
     """Load of the experts, and the auxiliary losses of the routers; None without experts."""
     spike: Spike | None = None
     """The loss spike, if this step is a loss spike; else None."""
-    exit_votes: tuple[bool, bool] = (False, False)
-    """Whether any rank has received an exit signal, and whether any rank has exceeded --exit-duration-in-mins."""
+    votes: StepVotes = NO_VOTES
+    """Whether any rank has voted for each action."""
 
 
 class EvaluationSums(NamedTuple):
@@ -220,7 +235,7 @@ class TrainStep:
         learning_rate: float,
         weight_decay: float,
         group_rates: Mapping[LearningRateBounds, float] = MappingProxyType({}),
-        exit_votes: tuple[bool, bool] = (False, False),
+        votes: StepVotes = NO_VOTES,
     ) -> StepResult:
         """Train on one global batch.
 
@@ -231,15 +246,14 @@ class TrainStep:
             weight_decay: weight decay of this step's update.
             group_rates: learning rates of the parameter groups that have separate minimum or maximum rates, by these bounds
                 (`optimizer.custom_lr_bounds`).
-            exit_votes: whether this rank has received an exit signal, and whether it has exceeded --exit-duration-in-mins. The
-                votes are reduced with the other scalars, so they need no additional communication.
+            votes: votes of this rank on what the run does after the step.
 
         Raises:
             NonFiniteError: loss or gradient is not finite and overflows are not skipped, or the loss mask is zero at every token.
         """
         loss_sum, count = self.compute_gradients(batch)
         with self._timer("grad-norm"):
-            totals = self._reduce_totals(loss_sum, count, exit_votes, batch)
+            totals = self._reduce_totals(loss_sum, count, votes, batch)
         if not totals.mask_sum:
             raise_empty_loss_mask(iteration)
         loss_scale = self.scaler.scale
@@ -266,7 +280,7 @@ class TrainStep:
             if self.model.router_tracker is None
             else self.model.router_tracker.to_metrics(totals.expert_balance),
             spike=spike,
-            exit_votes=(totals.num_exit_requests > 0, totals.num_out_of_time > 0),
+            votes=StepVotes(totals.num_exit_requests > 0, totals.num_out_of_time > 0, totals.num_save_requests > 0),
         )
         if not skipped:
             for hook in self.before_update_hooks:
@@ -308,7 +322,7 @@ class TrainStep:
         )
 
     def _reduce_totals(
-        self, loss_sum: torch.Tensor, count: torch.Tensor, exit_votes: tuple[bool, bool], batch: Sequence[ModelInputs]
+        self, loss_sum: torch.Tensor, count: torch.Tensor, votes: StepVotes, batch: Sequence[ModelInputs]
     ) -> StepTotals:
         """Sum the scalars of this step over all ranks, such as loss, token count and squared gradient norm.
 
@@ -318,7 +332,7 @@ class TrainStep:
         Args:
             loss_sum: this rank's part of the sum of the loss.
             count: this rank's part of the sum of the loss mask.
-            exit_votes: whether this rank has received an exit signal, and whether it has exceeded --exit-duration-in-mins.
+            votes: votes of this rank on what the run does after the step.
             batch: microbatches of this data-parallel rank.
         """
         device = self.context.device
@@ -331,7 +345,7 @@ class TrainStep:
         if self._count_zeros:  # exclude padding, whose amount depends on the layout
             num_zeros = count_zeros(self._norm_grads, device) - self._num_padding
         # Created on the device, to avoid copies from the host.
-        scalars = [torch.full_like(grad_sq_sum, value) for value in (*exit_votes, *self._compute_document_values(batch))]
+        scalars = [torch.full_like(grad_sq_sum, value) for value in (*votes, *self._compute_document_values(batch))]
         noise_values = [torch.zeros_like(grad_sq_sum)] * 3
         if self._noise_meter is not None:
             noise_values = [

@@ -35,7 +35,7 @@ from megatron.training.features import PICTURE_FEATURE, Features, RunComponents
 from megatron.training.inputs import Batches, RunData, open_data
 from megatron.training.loop import Control, Loop, NoSaver, evaluate
 from megatron.training.progress import BatchSizePlan, Progress, ResumePoint
-from megatron.training.signals import ExitSignals
+from megatron.training.signals import ExitSignals, create_exit_signals
 from megatron.training.startup import choose_attention_kernel
 from megatron.training.step import StepResult, TrainStep
 
@@ -57,7 +57,8 @@ class Trainer:
         quiet: print nothing. Metrics files and curves are still written.
         command: arguments of the command line, for the history file of the run.
         started_at: time at which the job started, by time.monotonic(). By default the current time.
-        signals: handler of the signals that ask the run to exit (SIGTERM, SIGUSR1).
+        signals: handler of the signals that ask the run to exit. By default `fit` handles only Ctrl-C: it finishes the step, saves
+            and returns, and a second Ctrl-C raises KeyboardInterrupt.
         explanations: registry in which components explain errors, for the message that the program prints after a failure.
         draw_record: plot the history of the run during training and write a report at its end, if the settings enable this.
 
@@ -96,7 +97,7 @@ class Trainer:
                 quiet=quiet,
                 command=command,
                 started_at=time.monotonic() if started_at is None else started_at,
-                signals=ExitSignals(settings.config.training.exit_signal_code) if signals is None else signals,
+                signals=create_exit_signals(settings.config) if signals is None else signals,
                 explanations=Explanations() if explanations is None else explanations,
                 draw_record=draw_record,
             )
@@ -163,14 +164,11 @@ class Trainer:
             started_at=started_at,
             control=control,
         )
-        for line in [
-            *settings.notes,
-            *features.get_startup_lines(self._components),
-            *batches.describe(progress.phases),
-            *startup.describe_outputs(config, draw_record=draw_record),
-            *resume_point.notes,
-        ]:
-            reporter.log(f"  {line}")
+        reporter.log_start(
+            features.get_summary_lines(self._components),
+            [*features.get_startup_lines(self._components), *batches.describe(progress.phases)],
+            [*settings.notes, *startup.describe_outputs(config, draw_record=draw_record), *resume_point.notes],
+        )
         if resume_point.path is not None:
             reporter.log(f"resuming from {resume_point.path} at iteration {progress.iteration}")
         self._run_facts = startup.collect_run_facts(record, context, model, plan, num_parameters, kernel_choice)

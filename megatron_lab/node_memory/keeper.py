@@ -43,7 +43,7 @@ from megatron.checkpoint.save_folder import (
 )
 from megatron.checkpoint.storage import CONFIG, MANIFEST, STATE, Draft, Storage
 from megatron.checkpoint.storage_url import NODE_MEMORY_URL, open_storage
-from megatron.config.launcher import build_module_command
+from megatron.config.launcher import EXIT_SIGNALS, build_module_command
 from megatron_lab.node_memory.node_link import CHUNK_BYTES, serve
 from megatron_lab.node_memory.node_storage import FOLDER_VARIABLE, STATE_FOLDER, Nodes, NodeStorage
 
@@ -210,7 +210,7 @@ def _read_keeper(folder: Path) -> Keeper | None:
 def main() -> None:
     """Run a keeper: keep the checkpoints in its folder until the launcher of the job has ended, then write the newest to the save
     folder."""
-    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    for signal_number in EXIT_SIGNALS:
         signal.signal(signal_number, signal.SIG_IGN)  # these signals are for the ranks
     folder, keeper = Path(sys.argv[1]), Keeper(**json.load(sys.stdin))
     os.environ[FOLDER_VARIABLE] = str(folder)

@@ -25,6 +25,7 @@ from typing import Any
 from megatron.checkpoint.local_storage import LocalDraft, LocalStorage
 from megatron.checkpoint.storage import Draft, FileReader, FileWriter, Storage
 from megatron.checkpoint.storage_url import NODE_MEMORY_URL
+from megatron.config.regular_file import parse_json
 from megatron_lab.node_memory.node_link import NodeLink, NodeUnreachableError, RemoteFileReader, ReplicatedFileWriter
 
 FOLDER_VARIABLE = "MEGATRON_KEEPER_FOLDER"
@@ -47,7 +48,7 @@ class Nodes:
     @staticmethod
     def read(folder: Path) -> Nodes:
         """Read the nodes of a job from the file `nodes.json` of a folder."""
-        content = json.loads((folder / NODES_FILE).read_text())
+        content = parse_json((folder / NODES_FILE).read_text())
         return Nodes(**{**content, "addresses": [(host, port) for host, port in content["addresses"]]})
 
     def write(self, folder: Path) -> None:

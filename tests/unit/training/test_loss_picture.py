@@ -54,6 +54,33 @@ def test_it_is_drawn_at_intervals_and_at_the_end(tmp_path: Path) -> None:
     until(marks, drawn + 2)
 
 
+def test_the_end_says_what_it_writes_or_leaves_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If time is short nothing is written, and the log has the command that writes it; a slow end is left to it too."""
+    marks, folder, log = tmp_path / "marks", tmp_path / "my run", list[str]()
+    mark, hang = program(f"open({str(marks)!r}, 'a').write('x')"), program("sys.stdin.read(); time.sleep(100)")
+    later, report = ". To write them:\n  ", f"python tools/report.py '{folder}'"
+    with LossPicture(mark, folder, mark, first_delay_s=1e6, log=log.append):
+        pass
+    assert count(marks) == 2 and log == [f"writing loss.png and report.html into {folder} ..."]
+
+    log.clear()
+    with LossPicture(mark, folder, mark, first_delay_s=1e6, log=log.append, is_time_short=lambda: True) as picture:
+        pass
+    picture._thread.join(10)
+    assert not picture._thread.is_alive() and count(marks) == 2
+    assert log == [
+        f"to end quickly, the run leaves out loss.png and report.html{later}python tools/plot_loss.py '{folder}'; {report}"
+    ]
+
+    log.clear()
+    monkeypatch.setattr(loss_picture, "_CLOSE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(loss_picture, "_PROCESS_TIMEOUT_S", 0.2)
+    with LossPicture(None, folder, hang, first_delay_s=1e6, log=log.append) as picture:
+        pass
+    assert log[1:] == [f"this takes more than 0 s, so the run ends without it{later}{report}"]
+    picture._thread.join(10)
+
+
 def test_what_goes_wrong_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that fails, one that hangs, and one that is not there."""
     for command, reason in (
@@ -105,7 +132,7 @@ def test_records_of_any_length_are_drawn(
         assert sorted(path.name for path in folder.iterdir()) == ["history.jsonl", "loss.png"]
     (tmp_path / "taken.svg").mkdir()
     assert plot_loss.main([str(folder), "--output", str(tmp_path / "taken.svg")]) == 1
-    assert "Is a directory" in capsys.readouterr().err and not [*tmp_path.glob(".taken*")]
+    assert "taken.svg is a folder" in capsys.readouterr().err and not [*tmp_path.glob(".taken*")]
     (tmp_path / "new").mkdir()
     assert plot_loss.main([str(tmp_path / "new")]) == 1 and "there is no history file" in capsys.readouterr().err
     HistoryFile(tmp_path / "new", 1).close()

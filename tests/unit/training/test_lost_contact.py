@@ -79,16 +79,18 @@ def test_what_is_no_lost_rank_keeps_its_traceback() -> None:
     assert [describe_lost_contact(text) for text in OTHERS] == [None] * len(OTHERS)
 
 
-def test_a_rank_that_lost_contact_says_so_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_lost_contact_says_so_in_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """As torch raises it in the main thread. The same text from a file system is no such thing."""
     monkeypatch.setattr(failure, "_is_parallel", lambda: True)
     monkeypatch.setenv("RANK", "3")
+    capsys.readouterr()
 
     def words(kind: type[Exception], text: str, known: Explanations | None = None) -> str:
         try:
             raise kind(text)
         except kind as error:
-            return failure._format_error(error, known or Explanations())
+            failure._report_error(error, known or Explanations())
+            return capsys.readouterr().err.removeprefix("pretrain_gpt.py: ").removesuffix("\n")
 
     told = words(dist.DistBackendError, ABORTED + STACK)
     assert told.startswith("rank 3: lost contact with another rank, at test_lost_contact.py:") and "frame #" not in told

@@ -31,12 +31,14 @@ def test_where_a_run_is_kept() -> None:
         config = load(arguments(train_iters=1, no_loss_picture=False, **settings), 1).config
         return "\n".join(describe_outputs(config, draw_record=draws))
 
-    assert told(save="run", tensorboard_dir="b") == (
+    assert told(save="run", tensorboard_dir="b", save_interval=5) == (
         f"TensorBoard: {build_tensorboard_command('b')}\nthe record of the run is run/history.jsonl, its picture is loss.png there"
     )
+    default = "checkpoints: every 30 minutes (the newest is kept), at the end and on a signal; --save-interval N: every N steps\n"
+    assert told(save="run").startswith(default)
     assert "the record of the run is b/history.jsonl" in told(save="s3://bucket/run", tensorboard_dir="b")
-    assert told(save="run", draws=False) == "the record of the run is run/history.jsonl"
-    assert told(save="s3://bucket/run").startswith("no record of the run and no loss.png: --save or --tensorboard-dir")
+    assert told(save="run", draws=False) == f"{default}the record of the run is run/history.jsonl"
+    assert told(save="s3://bucket/run").startswith(f"{default}no record of the run and no loss.png: --save or --tensorboard-dir")
 
 
 def test_the_rule_of_the_rate_is_for_adam() -> None:

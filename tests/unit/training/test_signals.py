@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from megatron.training.signals import SIGNALS, ExitSignals
+from megatron.config.launcher import EXIT_SIGNALS
+from megatron.training import signals
+from megatron.training.signals import ExitSignals, get_exit_signals
 from megatron_lab.verification.local_ranks import run_ranks
 from tests.support.cli import fork_program
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", EXIT_SIGNALS)
 def test_a_signal_is_noted_and_the_old_handler_comes_back(number: signal.Signals) -> None:
     def body(_: int) -> None:
         seen: list[int] = []
@@ -32,6 +37,153 @@ def test_a_signal_is_noted_and_the_old_handler_comes_back(number: signal.Signals
         assert seen == [number]
 
     run_ranks(1, body, init=False)
+
+
+def _run_alone(body: Callable[[], None], tmp_path: Path) -> tuple[int, str]:
+    """In a process of its own; returns its exit status and what it printed to stderr."""
+    (tmp_path / "errors").unlink(missing_ok=True)
+    pid = fork_program(body, tmp_path / "out", tmp_path / "errors")
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), (tmp_path / "errors").read_text()
+
+
+def _press_ctrl_c(times: int) -> None:
+    for _ in range(times):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)
+
+
+def test_one_press_of_ctrl_c_that_arrives_twice_is_one(tmp_path: Path) -> None:
+    """From the terminal, and from a launcher that passes it on. It is announced once."""
+
+    def body() -> None:
+        with ExitSignals(85, saves=True) as exits, exits.deferred():
+            _press_ctrl_c(2)
+            assert exits.received is signal.SIGINT
+
+    hint = "pretrain_gpt.py: Ctrl-C: the run finishes this step, saves and exits. A second Ctrl-C exits at once.\n"
+    assert _run_alone(body, tmp_path) == (0, hint)
+
+
+def test_a_second_ctrl_c_ends_at_once_and_other_signals_never_do(tmp_path: Path) -> None:
+    def body() -> None:
+        signals.SAME_KEY_PRESS_S = 0
+        with ExitSignals(85, saves=False) as exits, exits.deferred():
+            for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGUSR2, signal.SIGTERM):
+                os.kill(os.getpid(), number)
+                time.sleep(0.05)
+            _press_ctrl_c(2)
+            time.sleep(60)
+
+    code, said = _run_alone(body, tmp_path)
+    assert code == 130 and said.splitlines() == [
+        "pretrain_gpt.py: SIGUSR2: the run finishes this step and exits (without --save nothing is saved)",
+        "pretrain_gpt.py: SIGTERM: the run finishes this step and exits (without --save nothing is saved)",
+        "pretrain_gpt.py: Ctrl-C: the run finishes this step and exits (without --save nothing is saved). A second Ctrl-C exits "
+        "at once.",
+        "pretrain_gpt.py: second Ctrl-C: exiting without waiting for the step or the save",
+    ]
+
+
+@pytest.mark.parametrize("is_torchrun", [False, True])
+def test_torchrun_sends_sigterm_for_the_second_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_torchrun: bool) -> None:
+    """From another launcher, SIGTERM after Ctrl-C does not keep a run from its save."""
+    if is_torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    else:
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+
+    def body() -> None:
+        signals.SAME_KEY_PRESS_S = 0
+        with ExitSignals(85) as exits, exits.deferred():
+            _press_ctrl_c(1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60 if is_torchrun else 0.2)
+            assert exits.received is signal.SIGTERM
+
+    code, said = _run_alone(body, tmp_path)
+    assert code == (130 if is_torchrun else 0) and ("second Ctrl-C: exiting" in said) == is_torchrun
+
+
+def test_a_failure_is_not_hidden_by_the_signal_of_the_launcher(tmp_path: Path) -> None:
+    """Another rank was killed. This one reports what it saw, though the launcher already asks it to end."""
+
+    def body() -> None:
+        with ExitSignals(85) as exits:
+            try:
+                with exits.deferred():
+                    raise ConnectionError("lost contact")
+            except ConnectionError as error:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.2)
+                os.write(2, f"{error}\n".encode())
+
+    assert _run_alone(body, tmp_path) == (0, "lost contact\n")
+
+
+def test_ctrl_c_outside_training(tmp_path: Path) -> None:
+    def before() -> None:
+        with ExitSignals(85):
+            _press_ctrl_c(1)
+            time.sleep(60)
+
+    def after() -> None:
+        with ExitSignals(85) as exits:
+            with exits.deferred():
+                pass
+            _press_ctrl_c(1)
+            time.sleep(60)
+
+    assert _run_alone(before, tmp_path) == (130, "pretrain_gpt.py: SIGINT before training: there is nothing to save\n")
+    assert _run_alone(after, tmp_path) == (130, "pretrain_gpt.py: SIGINT after training\n")
+
+
+def test_a_program_that_trains_gets_its_ctrl_c_back(tmp_path: Path) -> None:
+    """The handler is not entered, as in a notebook: the first ends `deferred` in order, the second raises."""
+
+    def body() -> None:
+        signals.SAME_KEY_PRESS_S = 0
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        exits = ExitSignals(85)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt), exits.deferred():
+                _press_ctrl_c(1)
+                assert exits.received is signal.SIGINT
+                _press_ctrl_c(1)
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    code, said = _run_alone(body, tmp_path)
+    assert code == 0 and said.count("A second Ctrl-C exits at once.") == 2
+
+
+def test_the_signal_of_the_settings_and_one_that_nohup_ignores() -> None:
+    def body(_: int) -> None:
+        assert get_exit_signals("SIGQUIT") == (*EXIT_SIGNALS, signal.SIGQUIT) and get_exit_signals("SIGINT") == EXIT_SIGNALS
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with ExitSignals(85, get_exit_signals("SIGQUIT")) as exits, exits.deferred():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert exits.received is None and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            os.kill(os.getpid(), signal.SIGQUIT)
+            assert exits.received is signal.SIGQUIT
+
+    run_ranks(1, body, init=False)
+
+
+def test_signals_are_heard_with_descriptors_above_1024(tmp_path: Path) -> None:
+    """`select` cannot wait for these."""
+
+    def body() -> None:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        with suppress(ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+        filler = os.open(os.devnull, os.O_RDONLY)
+        while os.dup(filler) < 1100:
+            pass
+        with ExitSignals(77) as exits:
+            assert exits._read_fd > 1024
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+
+    assert _run_alone(body, tmp_path)[0] == 77
 
 
 def test_a_child_ends_as_any_other_and_its_parent_does_not() -> None:
