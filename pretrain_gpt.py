@@ -1,24 +1,32 @@
 """Pretrain a GPT- or Llama-style model.
 
-Run `python pretrain_gpt.py ...` for one device, `torchrun ... pretrain_gpt.py ...` for many. As an installed package, run `python
--m pretrain_gpt ...`, `torchrun ... -m pretrain_gpt ...`, or `megatron-pretrain ...` for one device.
+Run `python pretrain_gpt.py ...` for one device, `python pretrain_gpt.py --nproc 8 ...` for the devices of a node, and `torchrun ...
+pretrain_gpt.py ...` for several nodes. As an installed package, run `megatron-train ...`, or `torchrun ... -m pretrain_gpt ...`.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
-if __name__ == "__main__" or sys.argv[0].endswith("megatron-pretrain"):
+if __name__ == "__main__" or sys.argv[0].endswith(("megatron-train", "megatron-pretrain")):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the process without a traceback
+    for fd in range(3):  # a closed stream (`2>&-`) would leave its descriptor to the next file that is opened
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
 
 import time
 from typing import TYPE_CHECKING
 
-from megatron.config.cli import PROGRAM, LoadedConfig, load_or_exit
-from megatron.config.launcher import read_process_info
-from megatron.config.parsed_flags import DryRun, check_output, fill_plan_defaults
-from megatron.training.signals import ExitSignals
+from megatron.config.cli import LoadedConfig, load_or_exit
+from megatron.config.launcher import end_with_message, read_process_info, write_error_file
+from megatron.config.parsed_flags import DryRun, fill_plan_defaults, find_launcher_flags
+from megatron.config.regular_file import check_output
+from megatron.training.signals import EXIT_INTERRUPTED, ExitSignals, create_exit_signals
 
 if TYPE_CHECKING:
     from megatron.training.failure import Explanations
@@ -28,6 +36,14 @@ def main(argv: list[str]) -> None:
     """Parse the settings, then train, or with --dry-run print the plan of the run. Modules that need torch are imported only after
     the settings are checked."""
     started_at = time.monotonic()
+    if any(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr)):
+        from megatron_lab.terminal import fit_output_to_terminal
+
+        fit_output_to_terminal()
+    if find_launcher_flags(argv):
+        from megatron_lab.resilience.node_launcher import launch_ranks
+
+        argv = launch_ranks(__file__, argv)
     if "--plan" in argv:
         sys.exit(plan_layouts(argv))
     settings, code = load_or_exit(argv), 0
@@ -38,7 +54,7 @@ def main(argv: list[str]) -> None:
 
         collect_garbage_rarely()
 
-    with ExitSignals(settings.config.training.exit_signal_code) as signals:
+    with create_exit_signals(settings.config) as signals:
         from megatron.training.failure import exit_immediately, report_failures
 
         with report_failures() as explanations:
@@ -71,8 +87,7 @@ def check_trace_file(path: str | None) -> None:
     try:
         check_output("--save-trace", path)
     except ValueError as error:
-        if job.rank == 0:
-            sys.stderr.write(f"{PROGRAM}: {error}\n")
+        end_with_message(str(error))
         sys.exit(2)
 
 
@@ -90,6 +105,7 @@ def plan_run(settings: LoadedConfig, job: DryRun) -> None:
     from megatron_lab.planner.plan_text import format_plan
     from megatron_lab.planner.step_time import get_dtype_name, load_plan_cluster, predict_from_work
     from megatron_lab.resilience.resume_check import check_resume
+    from megatron_lab.terminal import get_terminal_width
 
     if read_process_info().rank > 0:
         return
@@ -104,7 +120,7 @@ def plan_run(settings: LoadedConfig, job: DryRun) -> None:
         plan = add_fit_advice(plan, config, job, vocab_size)
         knows_dtype = cluster is not None and cluster.has_peak(get_dtype_name(config))
         time = predict_from_work(work, config, job, vocab_size, cluster) if cluster is not None and knows_dtype else None
-        print("\n".join([*format_plan(plan, time), *settings.notes]), flush=True)
+        print("\n".join([*format_plan(plan, time, get_terminal_width()), *settings.notes]), flush=True)
         if job.json_file is not None:
             write_plan(plan, job.json_file, None if time is None else time.to_json())
         if job.html_file is not None:
@@ -118,7 +134,7 @@ def plan_run(settings: LoadedConfig, job: DryRun) -> None:
         ):  # if the dry run did not fill in missing settings, the run can start like this
             check_resume(settings.config, job.world_size, ignores_missing=True)
     except ValueError as error:
-        sys.stderr.write(f"{PROGRAM}: {error}\n")
+        end_with_message(str(error))
         sys.exit(2)
 
 
@@ -136,7 +152,12 @@ def pretrain(settings: LoadedConfig, argv: list[str], started_at: float, explana
     with Trainer(
         settings, command=argv, started_at=started_at, signals=signals, explanations=explanations, draw_record=True
     ) as trainer:
-        return trainer.fit()
+        is_stopped = trainer.fit()
+        if is_stopped:
+            save = settings.config.checkpoint.save
+            result = "nothing is saved, because --save is not set" if save is None else f"resume with --load {save}"
+            write_error_file(f"exited {signals.describe()} at iteration {trainer.iteration}: {result}")
+        return is_stopped
 
 
 def run() -> int:
@@ -145,8 +166,8 @@ def run() -> int:
     try:
         main(sys.argv[1:])
     except KeyboardInterrupt:  # before the run handles interrupts
-        sys.stderr.write("pretrain_gpt.py: interrupted\n")
-        return 130
+        end_with_message("interrupted")
+        return EXIT_INTERRUPTED
     return 0
 
 

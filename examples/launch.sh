@@ -13,8 +13,8 @@
 #      finite (exit status 88).
 # A run always resumes from the newest checkpoint in RUN.
 #
-# On SIGTERM, SIGUSR1 and Ctrl-C the ranks save a checkpoint and exit. A second signal ends the ranks at once. In a Slurm job,
-# SIGUSR1 also requeues the job; `#SBATCH --signal=B:USR1@600` sends it ten minutes before the time limit.
+# On SIGTERM, SIGUSR1, SIGUSR2 and Ctrl-C the ranks save a checkpoint and exit. A second signal ends the ranks at once. In a Slurm
+# job, SIGUSR1 and SIGUSR2 also requeue the job; `#SBATCH --signal=B:USR1@600` sends it ten minutes before the time limit.
 #
 # Variables of all scripts (defaults in parentheses):
 #   RUN            folder for checkpoints and curves, on a file system that all nodes can access (runs/NAME)
@@ -78,8 +78,8 @@ launch() {
     ((${#missing[@]} == 0)) || fail 2 "$(printf '%s\n' "${missing[@]}")"
     find_head
     rehearse
-    trap 'stops=$((stops + 1))' TERM INT
-    trap 'stops=$((stops + 1)) requeue=1' USR1
+    trap 'stops=$((stops + 1))' TERM INT HUP XCPU
+    trap 'stops=$((stops + 1)) requeue=1' USR1 USR2
     train
 }
 

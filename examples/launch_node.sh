@@ -3,9 +3,9 @@
 #
 #   launch_node.sh NODES RANKS_PER_NODE HEAD:PORT NAME PYTHON PROGRAM [flags]
 #
-# On SIGTERM, SIGUSR1 and Ctrl-C the ranks save a checkpoint and exit. A second signal ends the ranks at once. If nodes or ranks are
-# lost, the job continues with at least MIN_NODES nodes, or on one node with at least MIN_RANKS ranks. LAUNCHER=torchrun starts the
-# ranks with torchrun, which always needs all ranks.
+# On SIGTERM, SIGUSR1, SIGUSR2 and Ctrl-C the ranks save a checkpoint and exit. A second signal ends the ranks at once. If nodes or
+# ranks are lost, the job continues with at least MIN_NODES nodes, or on one node with at least MIN_RANKS ranks. LAUNCHER=torchrun
+# starts the ranks with torchrun, which always needs all ranks.
 set -euo pipefail
 
 nodes=$1 per_node=$2 endpoint=$3 name=$4 python=$5
@@ -27,7 +27,7 @@ if [[ ${LAUNCHER:-supervisor} == supervisor ]]; then
 fi
 
 # On SIGTERM, torchrun kills all ranks that do not exit within 30 s, possibly while they save. After a SIGTERM to its ranks, it may
-# also restart them. Therefore torchrun handles only SIGUSR2, and this script sends the signals to the ranks until they have saved
+# also restart them. Therefore torchrun handles only SIGALRM, and this script sends the signals to the ranks until they have saved
 # and exited.
 rendezvous=(--nnodes "$nodes" --rdzv-backend c10d --rdzv-endpoint "$endpoint" --rdzv-id "$name")
 ((nodes > 1)) || rendezvous=(--standalone)
@@ -40,16 +40,19 @@ export MEGATRON_LIFE_FILE
 trap 'rm -f "$MEGATRON_LIFE_FILE"' EXIT
 final() { od -A n -t d8 -j 16 -N 8 "$MEGATRON_LIFE_FILE" 2> /dev/null | tr -d ' \n' || true; }
 stops=0
-trap 'stops=$((stops + 1))' TERM INT USR1
+stop() { # one Ctrl-C comes from the terminal and from launch.sh
+    ((stops > 0 && SECONDS - stopped_at < 2)) || stops=$((stops + 1)) stopped_at=$SECONDS
+}
+trap stop TERM INT HUP XCPU USR1 USR2
 (
-    trap '' TERM INT HUP
+    trap '' TERM INT HUP XCPU USR1 USR2
     exec "$python" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$per_node" "${restarts[@]}" \
-        --signals-to-handle SIGUSR2 "$@"
+        --signals-to-handle SIGALRM "$@"
 ) &
 agent=$!
 
 while ((stops == 0)) && kill -0 "$agent" 2> /dev/null; do
-    [[ -z $(final) ]] || kill -USR2 "$agent" 2> /dev/null || true
+    [[ -z $(final) ]] || kill -ALRM "$agent" 2> /dev/null || true
     sleep 0.5 &
     wait "$!" || true
 done
@@ -69,7 +72,7 @@ while kill -0 "$agent" 2> /dev/null; do
     done
     [[ -n $now ]] && without_ranks=0 || without_ranks=$((without_ranks + 1))
     if ((stops > 1 || without_ranks > 20)) || [[ -n $has_restarted ]]; then
-        kill -USR2 "$agent" 2> /dev/null || true
+        kill -ALRM "$agent" 2> /dev/null || true
     elif [[ -n $now ]]; then # repeatedly: a rank that still starts Python does not handle signals yet
         kill -TERM $now 2> /dev/null || true
     fi

@@ -1,19 +1,29 @@
-"""Environment variables of the launcher: rank and world size of this process, rendezvous of the ranks, and commands for child
-processes."""
+"""Environment variables of the launcher: rank and world size of this process, rendezvous of the ranks, the file for the message of
+a rank that fails, and commands for child processes."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import signal
 import sys
 import sysconfig
-from collections.abc import Mapping, MutableMapping, Sequence
+import textwrap
+import time
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron.config.errors import ConfigError, Violation
+
+PROGRAM = "pretrain_gpt.py"
+"""Name of the program at the start of its messages."""
+EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+"""Signals that end every run early: schedulers, launchers, closed terminals and Ctrl-C send them."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +116,17 @@ def adopt_launcher(argv: Sequence[str], env: MutableMapping[str, str] = os.envir
             return
 
 
+def describe_current_launcher(env: Mapping[str, str] = os.environ) -> str | None:
+    """Return a text that names the launcher which has started this process as one of several ranks, or None without a launcher."""
+    if "RANK" in env:
+        return f"another launcher (such as torchrun; RANK is {env['RANK'][:40]} in the environment)"
+    for names in _LAUNCHER_VARIABLES:
+        num_processes = env.get(names["WORLD_SIZE"], "1")
+        if num_processes != "1":
+            return f"another launcher ({names['WORLD_SIZE']} is {num_processes[:40]} in the environment)"
+    return None
+
+
 def _find_rendezvous(argv: Sequence[str]) -> Rendezvous | None:
     rendezvous = None
     for word, next_word in pairwise([*argv, ""]):
@@ -125,6 +146,172 @@ def describe_missing_rank(init_method: str, env: Mapping[str, str] = os.environ)
         f"--init-method {init_method}: {names}. Set RANK (from 0 on), LOCAL_RANK and WORLD_SIZE for each process, or start "
         "the processes by torchrun, srun or mpirun, which set them."
     )
+
+
+# ---- Messages of ranks that fail.
+#
+# torchrun names a file for each rank in the environment. Its report ends with the text in the file of the rank that failed first.
+
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+"""Environment variable with the path of the file into which a failing rank writes its message. The files of the ranks of a node are
+`FOLDER/LOCAL_RANK/error.json`, as torch.distributed.elastic creates them."""
+_ERROR_FILE = "error.json"
+_CONSEQUENCE_KEY = "is_consequence"
+"""Key in an error file, besides torchrun's keys `message` and `timestamp`."""
+_MAX_ROWS, _COLUMNS = 14, 80
+"""Size of a terminal, in rows and columns, that the message in an error file may fill: 24 rows without the lines of torchrun."""
+_REPORT_PREFIX = "  traceback : "
+"""Text that precedes the message in the report of torchrun."""
+_SPEAKER_PATIENCE_S = 5.0
+"""Seconds to wait for the rank that reports an error for all ranks of its node."""
+_CAUSE_PATIENCE_S = 1.0
+"""Seconds to wait for the message of the rank that failed first."""
+_CONSEQUENCE_DELAY_S = 10
+"""Seconds added to the time of a message about a consequence, because torchrun reports the message with the earliest time, in whole
+seconds."""
+
+
+def end_with_message(message: str) -> None:
+    """Report an error that all ranks of the job raise with the same message: rank 0 prints the message, and the first rank of each
+    node writes the message to the error file of this rank. The caller then ends the process.
+
+    The other ranks of a node wait until the error file of the first rank exists. A launcher would otherwise report another rank as
+    the rank that failed first.
+    """
+    if is_first_rank():
+        write_message(message)
+    folder = _find_error_folder()
+    first_file = None if folder is None else folder / "0" / _ERROR_FILE
+    if first_file is None or _read_local_rank() == "0":
+        write_error_file(message)
+    elif _wait_until(first_file.exists, _SPEAKER_PATIENCE_S):
+        write_error_file("the message is that of the first rank of this node", is_consequence=True)
+    else:
+        write_error_file(message)
+
+
+def end_with_consequence(message: str) -> None:
+    """Report an error that is a consequence of another rank's failure, such as lost contact with that rank. The caller then ends
+    the process.
+
+    Nothing is printed if a rank of this node reports the cause, or has already printed a consequence. Without error files, this
+    rank cannot know, and prints.
+    """
+    has_cause = _find_error_folder() is not None and _wait_until(has_failed_neighbor, _CAUSE_PATIENCE_S)
+    if not has_cause and _claim_consequence():
+        write_message(message)
+    write_error_file(message, is_consequence=True)
+
+
+def has_failed_neighbor() -> bool:
+    """Return whether another rank of this node has written an error file, and its error is not the consequence of a failure of
+    another rank. The launcher then ends this rank too."""
+    folder = _find_error_folder()
+    if folder is None:
+        return False
+    neighbors = (file for file in folder.glob(f"*/{_ERROR_FILE}") if file.parent.name != _read_local_rank())
+    return any(error is not None and not error.is_consequence for error in map(read_error_file, neighbors))
+
+
+@dataclass(frozen=True)
+class ErrorReport:
+    """Content of a rank's error file."""
+
+    message: str
+    is_consequence: bool
+    """Whether the failure of another rank is the cause."""
+
+
+def read_error_file(file: Path) -> ErrorReport | None:
+    """Read the error file of a rank. Return None if the rank has not written one."""
+    with suppress(OSError, ValueError):
+        content = json.loads(file.read_text())
+        return ErrorReport(str(content["message"]), bool(content.get(_CONSEQUENCE_KEY)))
+    return None
+
+
+def _claim_consequence() -> bool:
+    """Return whether this rank is the first of its node that prints a consequence of another rank's failure."""
+    folder = _find_error_folder()
+    if folder is None:
+        return True
+    try:
+        os.close(os.open(folder / "consequence", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def write_message(message: str) -> None:
+    """Print a message of the program to stderr."""
+    with suppress(OSError, ValueError):  # the pipe may be closed or the disk full
+        sys.stderr.write(f"{PROGRAM}: {message}\n")
+        sys.stderr.flush()
+
+
+def write_error_file(message: str, *, is_consequence: bool = False) -> None:
+    """Write the message with which this rank ends to its error file, if the launcher has named one. A message about a consequence
+    does not replace one about its cause.
+
+    Args:
+        message: the message; it is shortened to a part of a terminal of 24 rows and 80 columns.
+        is_consequence: whether the failure of another rank is the cause.
+    """
+    file = _find_error_file()
+    if file is not None and not (is_consequence and read_error_file(file) is not None):
+        with suppress(OSError):
+            temporary_file = file.with_suffix(".new")
+            content = {
+                "message": _shorten(message),
+                "timestamp": str(int(time.time()) + is_consequence * _CONSEQUENCE_DELAY_S),
+                _CONSEQUENCE_KEY: is_consequence,
+            }
+            temporary_file.write_text(json.dumps(content))
+            temporary_file.replace(file)
+
+
+def _shorten(message: str) -> str:
+    """Break the lines of a message at 80 columns, and remove its last lines if there are too many."""
+    rows: list[str] = []
+    lines = (_REPORT_PREFIX + message).splitlines()
+    for index, line in enumerate(lines):
+        indent = " " * (0 if not rows else len(line) - len(line.lstrip()))
+        line_rows = textwrap.wrap(line, _COLUMNS, subsequent_indent=f"{indent}  ", break_on_hyphens=False) or [""]
+        if len(rows) + len(line_rows) > _MAX_ROWS - (index + 1 < len(lines)):
+            rows += line_rows[: _MAX_ROWS - 1] if not rows else []
+            rows.append(f"  ... (the complete message is in the log: {len(lines) - index} more lines)")
+            break
+        rows += line_rows
+    return "\n".join(rows).removeprefix(_REPORT_PREFIX)
+
+
+def _find_error_file() -> Path | None:
+    """Return the path of the error file of this rank. None if the launcher does not name one."""
+    path = os.environ.get(ERROR_FILE_VARIABLE)
+    return Path(path) if path else None
+
+
+def _find_error_folder() -> Path | None:
+    """Return the folder that contains the error files of all ranks of this node. None if the launcher does not name an error file,
+    or has arranged the files in another way than torchrun."""
+    file = _find_error_file()
+    if file is None or file.parts[-2:] != (_read_local_rank(), _ERROR_FILE):
+        return None
+    return file.parents[1]
+
+
+def _read_local_rank() -> str:
+    return os.environ.get("LOCAL_RANK", "0")
+
+
+def _wait_until(is_true: Callable[[], bool], timeout_s: float) -> bool:
+    """Wait until a condition is true, for a maximum time in seconds. Returns whether it is true."""
+    deadline = time.monotonic() + timeout_s
+    while not (result := is_true()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return result
 
 
 # ---- Commands for child processes that run a module of `megatron`, installed or not, from any working directory.

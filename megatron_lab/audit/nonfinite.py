@@ -94,21 +94,22 @@ def raise_nonfinite(step: RepeatableStep, batch: Sequence[ModelInputs], iteratio
     if bad_loss_ranks:
         lines.append(f"  loss not finite on {format_ranks(bad_loss_ranks)}")
     ranks_by_param: dict[str, list[int]] = {}
+    details: list[str] = []
     for rank, (_, names) in enumerate(initial_states):
         for name in results[rank].names if is_repeated else names:
             ranks_by_param.setdefault(name, []).append(rank)
     if ranks_by_param:
         messages = [f"gradient of {name} not finite on {format_ranks(ranks)}" for name, ranks in ranks_by_param.items()]
-        lines.append("  " + format_list(messages, "\n  "))
+        details = ["  " + format_list(messages, "\n  ")]
     if ranks_by_param and not is_repeated:
-        lines.append("  (after the sums over ranks. The repeated step is finite: probably a transient hardware fault)")
+        lines.append("  the repeated step is finite: probably a transient hardware fault (gradients after the sums over ranks:)")
     if not ranks_by_param and not bad_loss_ranks:
         lines.append("  every gradient is finite, but the sum of their squares overflows: the norm exceeds the range of its dtype")
     if is_repeated:
         lines.append(f"  {_diagnose_with_shifted_data(step, batch, results)}")
-    lines.append("  Resume from the last checkpoint with a lower --lr or a smaller --clip-grad, or skip the batch with")
-    lines.append(f"  --iterations-to-skip {iteration}.")
-    raise NonFiniteError("\n".join(lines))
+    remedies = f"a lower --lr or a smaller --clip-grad, or skip the batch with --iterations-to-skip {iteration}."
+    lines.append(f"  Resume from the last checkpoint with {remedies}")
+    raise NonFiniteError("\n".join([*lines, *details]))
 
 
 def _diagnose_with_shifted_data(step: RepeatableStep, batch: Sequence[ModelInputs], results: Sequence[_RerunResult]) -> str:

@@ -12,11 +12,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.config.regular_file import parse_json, read_text
 from megatron.metrics.log_line import LineFile
 
 VERSION = 1
@@ -130,7 +132,7 @@ def read_trace(path: str | Path) -> list[TraceRun]:
         ValueError: the file cannot be read, or is not a trace. The message names the file and the line.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_text(Path(path), sys.maxsize)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"trace {path} cannot be read: {getattr(error, 'strerror', None) or error}. Check the path, or record the trace again "
@@ -140,12 +142,13 @@ def read_trace(path: str | Path) -> list[TraceRun]:
     lines = text.splitlines()
     for line_number, line in enumerate(lines, 1):
         try:
-            values = json.loads(line)
-        except json.JSONDecodeError as error:
+            values = parse_json(line)
+        except ValueError as error:
             if line_number == len(lines) or lines[line_number].startswith('{"kind": "header"'):
                 continue  # truncated when the run was killed
             raise ValueError(
-                f"trace {path}, line {line_number}: not valid JSON ({error.msg}). The file is damaged: copy it again."
+                f"trace {path}, line {line_number}: not valid JSON ({getattr(error, 'msg', error)}). The file is damaged: copy it "
+                "again."
             ) from error
         try:
             _add_line(runs, values)

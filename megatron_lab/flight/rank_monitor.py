@@ -7,16 +7,14 @@ node starts that process.
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import faulthandler
 import json
+import logging
 import os
 import secrets
-import shutil
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -33,12 +31,10 @@ from megatron.parallel.rendezvous import get_node_address
 from megatron.parallel.torch_private import find_flight_recorder_dumps, get_default_store
 from megatron.spec.operations import Op
 from megatron_lab.flight.hooks import count_calls
-from megatron_lab.flight.record import FlightRecord, read_record
-from megatron_lab.flight.watcher import CALLS_SUFFIX, STACK_SIGNAL, WatcherConfig
+from megatron_lab.flight.record import FlightRecord, RankFiles, open_files, read_record
+from megatron_lab.flight.watcher import STACK_SIGNAL, WatcherConfig
 
-_MEMORY_FOLDER, _FOLDER_PREFIX = "/dev/shm", "flight-"
-_MIN_STALE_AGE_S = 600.0
-"""Age in seconds up to which a folder without records may belong to a run that is starting."""
+logger = logging.getLogger(__name__)
 _POLL_INTERVAL_S = 0.5
 _EXIT_TIMEOUT_S = 1.0
 _EXIT_DELAY_S = 1.0
@@ -53,10 +49,13 @@ class Flight:
     Args:
         record: flight record of this rank; None if the run is not monitored.
         nodes: host name and address of each rank's node, by rank.
+        node_files: files of the ranks of this node.
     """
 
-    def __init__(self, record: FlightRecord | None = None, nodes: Sequence[tuple[str, str]] = ()) -> None:
-        self._record, self._nodes = record, nodes
+    def __init__(
+        self, record: FlightRecord | None = None, nodes: Sequence[tuple[str, str]] = (), node_files: Sequence[RankFiles] = ()
+    ) -> None:
+        self._record, self._nodes, self._node_files = record, nodes, node_files
 
     def set_phase(self, name: str, iteration: int | None = None) -> None:
         """Record which phase of the run begins.
@@ -103,8 +102,7 @@ class Flight:
 
     def _find_gone_ranks(self) -> list[int]:
         """Return the ranks of this node whose process has ended, first the rank that has been inactive for the longest time."""
-        assert self._record is not None
-        snapshots = [read_record(path) for path in self._record.path.parent.glob("rank-*.record")]
+        snapshots = [read_record(Path(files.record)) for files in self._node_files]
         gone = [snapshot for snapshot in snapshots if snapshot is not None and snapshot.process == "gone"]
         return [snapshot.rank for snapshot in sorted(gone, key=lambda snapshot: -snapshot.quiet_s)]
 
@@ -130,29 +128,42 @@ def watch_rank(context: ParallelContext, config: ParallelConfig, stack_folder: s
     if not warn_s or world_size == 1:
         yield Flight()
         return
+    if not hasattr(os, "memfd_create"):
+        if rank == 0:
+            logger.warning("ranks that hang are not found on this operating system, only on Linux (--hang-warn-s)")
+        yield Flight()
+        return
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     first_local_rank, num_local_ranks = rank - local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     store = dist.PrefixStore("flight", get_default_store())
+    files = RankFiles.create(rank)
+    record = FlightRecord(files.record, rank)
+    gathered = gather_objects((socket.gethostname(), get_node_address(), files), context.world)
+    nodes = [(host, address) for host, address, _ in gathered]
+    node_files = [files for _, _, files in gathered[first_local_rank : first_local_rank + num_local_ranks]]
     if local_rank == 0:
-        folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=_MEMORY_FOLDER if os.path.isdir(_MEMORY_FOLDER) else None))
-        _remove_stale_folders(folder.parent)
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
         _start_watcher(
-            WatcherConfig(str(folder), num_local_ranks, world_size, warn_s, config.hang_kill_s, "", None, stack_folder), rank, store
+            WatcherConfig(tuple(node_files), num_local_ranks, world_size, warn_s, config.hang_kill_s, "", None, stack_folder),
+            rank,
+            store,
         )
-        store.set(f"folder/{first_local_rank}", str(folder))
-    folder = Path(store.get(f"folder/{first_local_rank}").decode())
-    record = FlightRecord(folder / f"rank-{rank}.record", rank)
-    nodes = gather_objects((socket.gethostname(), get_node_address()), context.world)
-    with (folder / f"rank-{rank}.stack").open("w") as file:
+    opened_files = open_files(node_files)
+    if local_rank == 0 and (num_hidden := num_local_ranks - len(opened_files)):
+        logger.warning(
+            f"{num_hidden} ranks of node {socket.gethostname()} are not watched for hangs (--hang-warn-s): this process cannot "
+            "open their files in /proc. Start all ranks of a node by one user in one container"
+        )
+    with open(files.stack, "w") as file:
         faulthandler.register(STACK_SIGNAL, file, all_threads=True)
-        threading.Thread(target=_poll_requests, args=(record,), daemon=True, name="flight").start()
+        threading.Thread(target=_poll_requests, args=(record, files.calls), daemon=True, name="flight").start()
         try:
             with count_calls(record):
-                yield Flight(record, nodes)
+                yield Flight(record, nodes, opened_files)
             record.set_phase("ended")
         finally:
             faulthandler.unregister(STACK_SIGNAL)
+            for opened in (files, *opened_files):
+                opened.close()
 
 
 def get_stack_folder(save: str | None) -> str | None:
@@ -163,23 +174,6 @@ def get_stack_folder(save: str | None) -> str | None:
         save: value of --save.
     """
     return None if save is None or "://" in save else os.path.join(save, "stacks")
-
-
-def _remove_stale_folders(root: Path) -> None:
-    """Remove folders of flight records that earlier runs on this node have left, because they were killed together with their
-    watcher or before it started.
-
-    Args:
-        root: folder that contains the folders of all runs.
-    """
-    for folder in root.glob(f"{_FOLDER_PREFIX}*"):
-        with suppress(OSError):  # another run may remove the folder at the same time
-            stat = folder.stat()
-            if stat.st_uid != os.getuid() or time.time() - stat.st_mtime < _MIN_STALE_AGE_S:
-                continue
-            snapshots = [snapshot for path in folder.glob("rank-*.record") if (snapshot := read_record(path)) is not None]
-            if all(snapshot.process == "gone" and snapshot.host == socket.gethostname() for snapshot in snapshots):
-                shutil.rmtree(folder)
 
 
 def _start_watcher(watcher_config: WatcherConfig, rank: int, store: dist.Store) -> None:
@@ -199,43 +193,45 @@ def _start_watcher(watcher_config: WatcherConfig, rank: int, store: dist.Store) 
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         env=environment,
         start_new_session=True,
     )
     assert process.stdin is not None
     with process.stdin:
         process.stdin.write(json.dumps(dataclasses.asdict(watcher_config)).encode())
+    assert process.stdout is not None
+    port = process.stdout.readline().decode().strip()  # the watcher has opened the files of the ranks
     if rank == 0:
-        assert process.stdout is not None
-        port = process.stdout.readline().decode().strip()
         store.set("head", f"{os.environ.get('MASTER_ADDR') or socket.gethostname()}:{port} {watcher_config.token}")
 
 
-def _poll_requests(record: FlightRecord) -> None:
+def _poll_requests(record: FlightRecord, calls_file: str) -> None:
     """Execute the requests that the hang watcher writes into this rank's flight record: write a trace of calls, or exit. Never
     returns.
 
     A separate thread runs this function, because the main thread may be waiting for other ranks.
+
+    Args:
+        calls_file: path of the file for the trace of calls.
     """
     while True:
         time.sleep(_POLL_INTERVAL_S)
         if record.consume_trace_request():
-            _write_trace(record.path.with_suffix(CALLS_SUFFIX))
+            _write_trace(calls_file)
+            record.report_trace()
         code = record.get_requested_exit_code()
         if code:
             time.sleep(_EXIT_DELAY_S)
             os._exit(code)
 
 
-def _write_trace(path: Path) -> None:
+def _write_trace(path: str) -> None:
     """Write the content of torch's flight recorder to a file: the last calls of the NCCL groups, or of the gloo groups if there are
     no NCCL calls."""
     for dump in find_flight_recorder_dumps():
         with suppress(RuntimeError, OSError):
             trace = dump()
             if json.loads(trace).get("entries"):
-                new = path.with_suffix(".new")
-                new.write_bytes(trace)
-                new.replace(path)
+                Path(path).write_bytes(trace)
                 return

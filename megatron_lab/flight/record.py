@@ -20,12 +20,15 @@ offset content
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import mmap
 import os
 import socket
 import struct
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,7 @@ _STATE = struct.Struct("<dqqqqqqd")
 waited."""
 _INT64, _LENGTH, _CHANNEL = struct.Struct("<q"), struct.Struct("<q"), struct.Struct("<qq")
 _EXIT_CODE_OFFSET, _TRACE_OFFSET, _LENGTH_OFFSET, _TEXT_OFFSET, _CHANNELS_OFFSET, _SIZE = 512, 520, 1024, 1032, 1 << 16, 1 << 17
+_TRACE_REQUESTED, _TRACE_WRITTEN = 1, 2
 _MAX_CHANNELS = (_SIZE - _CHANNELS_OFFSET) // _CHANNEL.size
 
 
@@ -84,17 +88,63 @@ class Snapshot:
     channels: tuple[Channel, ...]
 
 
+@dataclass(frozen=True)
+class RankFiles:
+    """Paths of the files through which a rank tells the hang watcher of its node what it does.
+
+    The files are anonymous files in memory. They vanish with the last process that has them open, however it ends. Another process
+    opens them by the path `/proc/PID/fd/N` while the rank lives.
+    """
+
+    rank: int
+    record: str
+    """Flight record: the current activity of the rank."""
+    stack: str
+    """Stacks of the rank's threads, which the rank writes on `STACK_SIGNAL`."""
+    calls: str
+    """Last communication calls of the rank as JSON, which the rank writes on request."""
+
+    @classmethod
+    def create(cls, rank: int) -> RankFiles:
+        """Create the files of a rank in this process."""
+        names = [file.name for file in dataclasses.fields(cls) if file.name != "rank"]
+        return cls(rank, **{name: f"/proc/{os.getpid()}/fd/{os.memfd_create(f'flight-{name}')}" for name in names})
+
+    def open(self) -> RankFiles:
+        """Open the files of another rank, and return their paths in this process.
+
+        Raises:
+            OSError: the rank has ended.
+        """
+        paths = {name: path for name, path in vars(self).items() if name != "rank"}
+        return RankFiles(self.rank, **{name: f"/proc/self/fd/{os.open(path, os.O_RDWR)}" for name, path in paths.items()})
+
+    def close(self) -> None:
+        """Close the files that this process has created or opened."""
+        for path in (self.record, self.stack, self.calls):
+            os.close(int(path.rpartition("/")[2]))
+
+
+def open_files(rank_files: Iterable[RankFiles]) -> list[RankFiles]:
+    """Open the files of other ranks, and return their paths in this process. Ranks that have ended are left out."""
+    opened = []
+    for files in rank_files:
+        with contextlib.suppress(OSError):
+            opened.append(files.open())
+    return opened
+
+
 class FlightRecord:
     """File in memory into which a rank writes its current activity. The hang watcher of the node reads the file.
 
     Args:
-        path: path of the new file, for example in /dev/shm.
+        path: path of the empty file.
         rank: global rank.
     """
 
-    def __init__(self, path: Path, rank: int) -> None:
-        self.path = path
-        with path.open("xb+") as file:
+    def __init__(self, path: str | Path, rank: int) -> None:
+        self.path = Path(path)
+        with self.path.open("wb+") as file:
             file.truncate(_SIZE)
             self._memory = mmap.mmap(file.fileno(), _SIZE)
         self.rank = rank
@@ -186,9 +236,13 @@ class FlightRecord:
     def consume_trace_request(self) -> bool:
         """Return whether the hang watcher has requested the content of torch's flight recorder since the last call of this
         method."""
-        is_requested = bool(_INT64.unpack_from(self._memory, _TRACE_OFFSET)[0])
+        is_requested = _INT64.unpack_from(self._memory, _TRACE_OFFSET)[0] == _TRACE_REQUESTED
         _INT64.pack_into(self._memory, _TRACE_OFFSET, 0)
         return is_requested
+
+    def report_trace(self) -> None:
+        """Tell the hang watcher that the requested content of torch's flight recorder is written."""
+        _INT64.pack_into(self._memory, _TRACE_OFFSET, _TRACE_WRITTEN)
 
     def _write_state(self) -> None:
         now = time.monotonic()
@@ -258,7 +312,16 @@ def request_trace(path: Path) -> None:
     Args:
         path: flight record of the rank.
     """
-    _write(path, _TRACE_OFFSET, 1)
+    _write(path, _TRACE_OFFSET, _TRACE_REQUESTED)
+
+
+def has_written_trace(path: Path) -> bool:
+    """Return whether the rank has written what `request_trace` requested.
+
+    Args:
+        path: flight record of the rank.
+    """
+    return bool(_INT64.unpack_from(path.read_bytes(), _TRACE_OFFSET)[0] == _TRACE_WRITTEN)
 
 
 def _write(path: Path, offset: int, value: int) -> None:

@@ -22,7 +22,7 @@ import dataclasses
 import hmac
 import json
 import os
-import shutil
+import secrets
 import signal
 import socket
 import sys
@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from megatron.config.launcher import EXIT_SIGNALS, write_error_file
 from megatron_lab.flight.diagnosis import (
     HangDiagnosis,
     diagnose_missing_ranks,
@@ -41,7 +42,17 @@ from megatron_lab.flight.diagnosis import (
     diagnose_silent_node,
     format_rank_list,
 )
-from megatron_lab.flight.record import Channel, Snapshot, get_process_state, read_record, request_exit, request_trace
+from megatron_lab.flight.record import (
+    Channel,
+    RankFiles,
+    Snapshot,
+    get_process_state,
+    has_written_trace,
+    open_files,
+    read_record,
+    request_exit,
+    request_trace,
+)
 
 HANG_EXIT_CODE = 86
 """Exit code of a job that is ended because of a hang."""
@@ -68,8 +79,8 @@ _STEP_PHASES = ("in a step", "reading data", "between steps")
 class WatcherConfig:
     """Configuration of a watcher process, which reads it as JSON from its standard input."""
 
-    folder: str
-    """Folder in memory with the flight records of the node's ranks (files with their current activity)."""
+    files: tuple[RankFiles, ...]
+    """Files of the node's ranks, among them their flight records (files with their current activity)."""
     num_ranks: int
     """Number of ranks of this node."""
     world_size: int
@@ -136,11 +147,13 @@ class NodeWatcher:
 
     def __init__(self, config: WatcherConfig) -> None:
         self._config, self._detector = config, HangDetector(config.warn_s)
-        self._folder = Path(config.folder)
+        self._files = open_files(config.files)
         self._node_reports: dict[str, _NodeReport] = {}
         self._commands: list[dict[str, Any]] = []
         self._stall_start: float | None = None
         """Start of the reported stall, by `time.monotonic`; None while no stall is reported."""
+        self._cause = ""
+        """Text of the last report of a hang."""
         self._start_time, self._has_reported_missing = time.monotonic(), False
 
     def run(self) -> None:
@@ -161,14 +174,10 @@ class NodeWatcher:
                     self._execute(command)
                 self._check_local_node(snapshots, link)
             time.sleep(_POLL_INTERVAL_S)
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def read_records(self) -> list[Snapshot]:
         """Read the current state of this node's ranks from their flight records."""
-        records = []
-        for path in sorted(self._folder.glob("rank-*.record")):
-            with contextlib.suppress(OSError):
-                records.append(read_record(path))
+        records = [read_record(Path(files.record)) for files in self._files]
         return [record for record in records if record is not None]
 
     def receive(self, node: str, ranks: list[Snapshot]) -> None:
@@ -292,14 +301,15 @@ class NodeWatcher:
             self._log(
                 f"no rank has made progress for {stall_s:.0f} s, so the run ends with exit code {HANG_EXIT_CODE} (--hang-kill-s)"
             )
-            self._send_command({"end": HANG_EXIT_CODE})
+            self._send_command({"end": HANG_EXIT_CODE, "reason": f"hang (--hang-kill-s {kill_s:g}): {self._cause}"})
             time.sleep(2 * _POLL_INTERVAL_S)  # time for the other nodes to fetch the command
 
     def _report_hang(self, diagnosis: HangDiagnosis, stall_s: float) -> None:
         waiting_text = (
             f"; {format_rank_list(diagnosis.waiting)} wait" + "s" * (len(diagnosis.waiting) == 1) if diagnosis.waiting else ""
         )
-        self._log(f"no rank has made progress for {stall_s:.0f} s. {diagnosis.message}{waiting_text}")
+        self._cause = f"no rank has made progress for {stall_s:.0f} s. {diagnosis.message}{waiting_text}"
+        self._log(self._cause)
         self._send_command({"stacks": True})
         if diagnosis.culprit is not None:
             for line in self._read_stack(diagnosis.culprit):
@@ -313,35 +323,40 @@ class NodeWatcher:
 
     def _execute(self, command: dict[str, Any]) -> None:
         snapshots = [snapshot for snapshot in self.read_records() if snapshot.phase != "ended" and snapshot.process != "gone"]
+        records = {files.rank: Path(files.record) for files in self._files}
         if command.get("stacks"):
             for snapshot in snapshots:
                 with contextlib.suppress(OSError):
                     os.kill(snapshot.pid, STACK_SIGNAL)
-                    request_trace(self._folder / f"rank-{snapshot.rank}.record")
+                    request_trace(records[snapshot.rank])
             deadline = time.monotonic() + _TRACE_TIMEOUT_S
-            while time.monotonic() < deadline and len([*self._folder.glob(f"*{CALLS_SUFFIX}")]) < len(snapshots):
+            while time.monotonic() < deadline and not all(has_written_trace(records[snapshot.rank]) for snapshot in snapshots):
                 time.sleep(_POLL_INTERVAL_S)
             if self._config.stack_folder is not None:
                 with contextlib.suppress(OSError):
-                    os.makedirs(self._config.stack_folder, exist_ok=True)
-                    for path in [*self._folder.glob("rank-*.stack"), *self._folder.glob(f"*{CALLS_SUFFIX}")]:
-                        shutil.copy(path, self._config.stack_folder)
+                    self._copy_stacks(Path(self._config.stack_folder))
         elif "end" in command:
+            write_error_file(command["reason"])  # in place of the rank that started this watcher
             for snapshot in snapshots:
-                request_exit(self._folder / f"rank-{snapshot.rank}.record", command["end"])
+                request_exit(records[snapshot.rank], command["end"])
             time.sleep(4.0)
             for snapshot in snapshots:  # ranks that are stopped, or blocked in the kernel, cannot exit by themselves
                 if get_process_state(snapshot.pid) != "gone":
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.kill(snapshot.pid, signal.SIGKILL)
 
+    def _copy_stacks(self, folder: Path) -> None:
+        """Copy the stacks and the last calls of this node's ranks to a folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for files in self._files:
+            (folder / f"rank-{files.rank}.stack").write_bytes(Path(files.stack).read_bytes())
+            if calls := Path(files.calls).read_bytes():
+                (folder / f"rank-{files.rank}{CALLS_SUFFIX}").write_bytes(calls)
+
     def _read_stack(self, rank: int) -> list[str]:
         """Return the innermost calls of a rank's main thread, one string per call. The list is empty if the rank is on another node
         or has written no stack trace."""
-        try:
-            text = (self._folder / f"rank-{rank}.stack").read_text()
-        except OSError:
-            return []
+        text = "".join(Path(files.stack).read_text() for files in self._files if files.rank == rank)
         main_thread = text.rpartition("Current thread")[2] or text
         return [line.strip() for line in main_thread.splitlines()[1:7] if line.strip().startswith("File")]
 
@@ -358,7 +373,7 @@ class _Link:
         host, _, port = (config.first_node_address or "").rpartition(":")
         self._address, self._token = (host, int(port)), config.token
         self._stream: TextIO | None = None
-        self._node = config.folder + socket.gethostname()
+        self._node = socket.gethostname() + secrets.token_hex(8)
         self._last_heard_at = time.monotonic()
 
     def exchange(self, ranks: Sequence[Snapshot]) -> list[dict[str, Any]]:
@@ -399,17 +414,19 @@ def _parse_snapshot(fields: dict[str, Any]) -> Snapshot:
 
 
 def main() -> None:
-    """Run a watcher with the configuration from the standard input. The watcher of the first node first prints the port at which it
-    listens."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the watcher ends with its ranks, not by a signal
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    config = WatcherConfig(**json.load(sys.stdin))
+    """Run a watcher with the configuration from the standard input. When the watcher has opened the files of the ranks, it prints
+    the port at which it listens, or 0 if it is not the watcher of the first node."""
+    for signum in EXIT_SIGNALS:  # the watcher ends with its ranks, not by a signal
+        signal.signal(signum, signal.SIG_IGN)
+    values = json.load(sys.stdin)
+    config = WatcherConfig(**{**values, "files": tuple(RankFiles(**files) for files in values["files"])})
     watcher = NodeWatcher(config)
     if config.first_node_address is None:
         is_single_node = config.num_ranks == config.world_size  # no other node has to connect
         listener = socket.create_server(("127.0.0.1" if is_single_node else "", 0))
         watcher.serve(listener)
-        print(listener.getsockname()[1], flush=True)
+    port = listener.getsockname()[1] if config.first_node_address is None else 0
+    print(port, flush=True)
     watcher.run()
 
 

@@ -9,6 +9,9 @@ import os
 import re
 from collections.abc import Sequence
 
+from megatron.config.parsed_flags import find_launcher_flags
+from megatron_lab.command_line import CommandLineParser
+
 
 def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line of the supervisor, the launcher that restarts ranks.
@@ -19,10 +22,9 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     Raises:
         SystemExit: with code 2 for an invalid command line, with code 0 after ``--help``.
     """
-    parser = argparse.ArgumentParser(
+    parser = CommandLineParser(
         prog="python -m megatron_lab.resilience.supervisor",
         description="Start the ranks of a node, and restart them in place when some are lost (docs/survival.md).",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--nproc-per-node", type=_parse_positive, default=1, metavar="N", help="ranks that this node can run, each on a device (1)")
@@ -86,6 +88,11 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"script {args.program} not found")
     if {"--dry-run", "--plan"}.intersection(args.flags):
         parser.error(f"a plan needs no ranks: python {args.program} --dry-run --world-size {args.elastic[1]} ...")
+    if launcher_flags := find_launcher_flags(args.flags):
+        parser.error(
+            f"{launcher_flags[0]} is for runs without another launcher. Remove it: the supervisor takes --nproc-per-node N before "
+            "the script"
+        )
     if num_nodes[1] > 1 and args.meet is None:
         parser.error(f"--nnodes {num_nodes[1]} needs --meet HOST:PORT, the same on all nodes")
     return args

@@ -19,8 +19,9 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
-from megatron.config.cli import PROGRAM, load
+from megatron.config.cli import load
 from megatron.config.errors import ConfigError
+from megatron.config.launcher import PROGRAM
 from megatron.training.signals import EXIT_REFUSED
 from megatron_lab.resilience import layouts
 from megatron_lab.resilience.job_state import JobState, NodeOffer, RankProgress, StartPlan

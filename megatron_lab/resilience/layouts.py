@@ -194,7 +194,7 @@ def check_memory(config: Config, world_size: int, ranks_per_node: int) -> str | 
     from megatron.data.tokenizer import predict_embedding_rows
     from megatron_lab.planner.dry_run import Planner
     from megatron_lab.planner.fit import get_device_memory, get_usable_bytes, resolve_auto_recompute_layers
-    from megatron_lab.planner.state_report import format_bytes
+    from megatron_lab.planner.units import format_bytes
 
     device_memory = get_device_memory(config)
     if device_memory is None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import atexit
 import ctypes
 import importlib
+import multiprocessing.util
 import os
 import pkgutil
 import runpy
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -19,9 +21,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron.config.optional_packages import PACKAGES
+from megatron.training.signals import EXIT_INTERRUPTED, PROGRESS_FILE_VARIABLE, read_progress_file
+from megatron_lab.resilience.job_state import RankProgress
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""Signals that ask the supervisor to stop the job."""
 _MODULES = ("torch", "torch._dynamo")  # torch's optimizers import torch._dynamo
 _PACKAGES = (
     *("config", "spec", "parallel", "precision", "tensor_parallel", "pipeline_parallel", "data_parallel", "attention", "moe"),
@@ -87,6 +89,25 @@ def build_environment(
     return {**texts, **{name: str(value) for name, value in integers.items()}}
 
 
+def create_progress_file() -> int:
+    """Create the file in which the ranks of this node report their progress, and put its path into the environment of this process.
+
+    Returns:
+        file descriptor of the file, which forked ranks inherit. The file has no name, so it disappears with the last process that
+            has it open.
+    """
+    fd, name = tempfile.mkstemp(prefix="life-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+    os.unlink(name)
+    os.environ[PROGRESS_FILE_VARIABLE] = f"/dev/fd/{fd}"
+    return fd
+
+
+def read_progress() -> RankProgress:
+    """Read the progress of the ranks of this node from the file that `create_progress_file` has created."""
+    iterations = read_progress_file(os.environ[PROGRESS_FILE_VARIABLE])
+    return RankProgress() if iterations is None else RankProgress(*iterations)
+
+
 def select_visible_devices(slots: Sequence[int], num_slots: int, current_value: str | None) -> str | None:
     """Return the value of CUDA_VISIBLE_DEVICES for the ranks of this node. Return None if the variable need not change.
 
@@ -111,21 +132,28 @@ class LocalRanks:
         argv: arguments of the script.
         environments: environment variables of each rank, by local rank.
         fds_to_close: file descriptors of the parent process, which the ranks must close.
+        streams: file descriptors for stdout and stderr of each rank, by local rank. By default they are those of the parent.
     """
 
     def __init__(
-        self, program: str, argv: Sequence[str], environments: Sequence[Mapping[str, str]], fds_to_close: Sequence[int] = ()
+        self,
+        program: str,
+        argv: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        fds_to_close: Sequence[int] = (),
+        streams: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             self.running_pids = {
-                local_rank: _fork_rank(program, argv, variables, fds_to_close) for local_rank, variables in enumerate(environments)
+                local_rank: _fork_rank(program, argv, variables, fds_to_close, None if streams is None else streams[local_rank])
+                for local_rank, variables in enumerate(environments)
             }
             """Process id of each rank that has not ended, by local rank."""
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
         self.exit_codes: dict[int, int] = {}
         """Exit code of each ended rank by local rank, in the order in which the ranks ended; negative for a signal."""
 
@@ -187,18 +215,27 @@ def set_process_name(name: str) -> None:
 
 
 def reset_signal_handlers() -> None:
-    """Restore Python's default signal handlers in a process that was forked from the supervisor, the launcher that has its own
-    handlers."""
+    """Restore Python's default signal handlers in a process that was forked from a launcher with its own handlers. Signals that the
+    launcher ignores stay ignored."""
     signal.set_wakeup_fd(-1)
-    for signum in (*STOP_SIGNALS, signal.SIGCHLD):
-        signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    for signum in signal.valid_signals():
+        if callable(signal.getsignal(signum)):
+            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def _fork_rank(program: str, argv: Sequence[str], variables: Mapping[str, str], fds_to_close: Sequence[int]) -> int:
+def _fork_rank(
+    program: str,
+    argv: Sequence[str],
+    variables: Mapping[str, str],
+    fds_to_close: Sequence[int],
+    streams: tuple[int, int] | None,
+) -> int:
     parent_pid = os.getpid()
     pid = os.fork()
     if pid == 0:
+        for target_fd, fd in enumerate(streams or (), start=1):
+            os.dup2(fd, target_fd)
         for fd in fds_to_close:
             os.close(fd)
         _become_rank(program, argv, variables, parent_pid)
@@ -215,8 +252,10 @@ def _become_rank(program: str, argv: Sequence[str], variables: Mapping[str, str]
         parent_pid: PID of the parent. The rank ends with it.
     """
     code = 1
+    atexit._clear()  # the exit functions of the parent may end its processes and delete its files
+    atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]  # as in every process of multiprocessing
     try:
-        os.setsid()  # Ctrl-C must only reach the supervisor
+        os.setsid()  # Ctrl-C must only reach the launcher
         exit_with_parent(parent_pid, signal.SIGKILL)
         reset_signal_handlers()
         set_process_name(f"rank {variables['RANK']}")
@@ -230,6 +269,9 @@ def _become_rank(program: str, argv: Sequence[str], variables: Mapping[str, str]
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if isinstance(error.code, str):
             sys.stderr.write(f"{error.code}\n")
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the exit functions would print a traceback
     except BaseException:  # noqa: BLE001 - the exit code reports it
         traceback.print_exc()
     with suppress(BaseException):

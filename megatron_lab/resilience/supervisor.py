@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import argparse
 import gc
+import multiprocessing.connection
 import os
 import secrets
-import select
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -28,9 +27,9 @@ from contextlib import suppress
 from megatron.config.cli import load, parse
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
-from megatron.training.signals import EXIT_REFUSED, PROGRESS_FILE_VARIABLE, read_progress_file
+from megatron.training.signals import EXIT_REFUSED, SAME_KEY_PRESS_S, get_exit_signals
 from megatron_lab.resilience.command import parse_command_line
-from megatron_lab.resilience.job_state import JobLimits, NodeReport, RankProgress
+from megatron_lab.resilience.job_state import JobLimits, NodeReport
 from megatron_lab.resilience.messages import (
     EndRanksCommand,
     EnvoyConfig,
@@ -44,15 +43,18 @@ from megatron_lab.resilience.messages import (
     StopRequest,
     SupervisorMessage,
 )
+from megatron_lab.resilience.pipes import copy_pipes
 from megatron_lab.resilience.ranks import (
-    STOP_SIGNALS,
     LocalRanks,
     build_environment,
+    create_progress_file,
     import_run_modules,
+    read_progress,
     select_visible_devices,
     set_process_name,
 )
 from megatron_lab.resilience.verdict import NodeSlots, build_report, find_failed_rank, has_stopped_rank, is_slot_failure
+from megatron_lab.terminal import get_terminal_width, wrap_text
 
 PROGRAM = "supervisor"
 _POLL_INTERVAL_S = 0.1
@@ -62,9 +64,11 @@ _SETTLE_TIME_S = 0.3
 
 
 def log(message: str) -> None:
-    """Write a message to stderr. Each line begins with the name of the supervisor program."""
+    """Write a message to stderr. Each line begins with the name of the supervisor program. On a terminal, long lines are wrapped
+    between words."""
     with suppress(OSError):
-        sys.stderr.write("".join(f"{PROGRAM}: {line}\n" for line in message.splitlines()))
+        text = "".join(f"{PROGRAM}: {line}\n" for line in message.splitlines())
+        sys.stderr.write(wrap_text(text, get_terminal_width(sys.stderr)))
         sys.stderr.flush()
 
 
@@ -74,28 +78,26 @@ class Supervisor:
     Args:
         args: parsed command line of the supervisor.
         stop_code: exit code of ranks that were asked to stop (--exit-signal-code).
+        stop_signals: signals that ask the supervisor to stop the job.
     """
 
-    def __init__(self, args: argparse.Namespace, stop_code: int) -> None:
+    def __init__(self, args: argparse.Namespace, stop_code: int, stop_signals: tuple[signal.Signals, ...]) -> None:
         from megatron.parallel.rendezvous import find_address_towards
         from megatron_lab.resilience.envoy import start_envoy
         from megatron_lab.resilience.store_server import open_state_store
 
-        self._args, self._stop_code = args, stop_code
+        self._args, self._stop_code, self._stop_signals = args, stop_code, stop_signals
         self._slots = NodeSlots(args.nproc_per_node)
         self._ranks: LocalRanks | None = None
         self._command: StartCommand | None = None
         self._used_slots: list[int] = []
-        self._num_stop_signals = 0
+        self._num_stop_signals, self._stop_requested_at = 0, 0.0
         self._is_stopping = False  # the ranks, or one of them, were asked to stop
         self._should_rejoin = False  # whether to request new ranks when these have ended
         self._failure_seen_at: float | None = None  # start of the current restart; None if no restart is in progress
         self._restart_times: list[str] = []
         self._has_restarted = self._has_loaded = False  # whether the new ranks are forked, and have loaded a checkpoint
-        # The ranks inherit the file descriptor. The file is unlinked now, so it disappears with the last process that has it open.
-        self._progress_fd, name = tempfile.mkstemp(prefix="life-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
-        os.unlink(name)
-        os.environ[PROGRESS_FILE_VARIABLE] = f"/dev/fd/{self._progress_fd}"
+        self._progress_fd = create_progress_file()
         name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
         limits = JobLimits(args.nnodes, args.elastic, args.max_restarts, args.last_call_s)
         address = args.local_addr or ("127.0.0.1" if args.meet is None else find_address_towards(*args.meet))
@@ -106,23 +108,21 @@ class Supervisor:
         self._signal_write_fd = wakeup_fd
         for fd in (self._signal_read_fd, wakeup_fd):
             os.set_blocking(fd, False)
-        self._envoy_pid, self._pipe = start_envoy(
-            envoy_config, lambda: open_state_store(args.meet, args.run_id), self._read_progress
-        )
+        self._envoy_pid, self._pipe = start_envoy(envoy_config, lambda: open_state_store(args.meet, args.run_id), read_progress)
         self._request_ranks()
 
     def run(self) -> int:
         """Run until the job has ended, and return its exit code."""
         signal.set_wakeup_fd(self._signal_write_fd, warn_on_full_buffer=False)
-        for signum in (*STOP_SIGNALS, signal.SIGCHLD):
+        for signum in (*self._stop_signals, signal.SIGCHLD):
             signal.signal(signum, lambda signum, frame: None)
         try:
             while True:
                 wait_s = None if self._failure_seen_at is None else _POLL_INTERVAL_S
-                ready_fds, _, _ = select.select([self._pipe.fileno(), self._signal_read_fd], [], [], wait_s)
+                ready_fds = multiprocessing.connection.wait([self._pipe.fileno(), self._signal_read_fd], wait_s)
                 if self._signal_read_fd in ready_fds:
                     for signum_byte in os.read(self._signal_read_fd, 4096):
-                        if signum_byte in STOP_SIGNALS:
+                        if signum_byte in self._stop_signals:
                             self._handle_stop_signal(signal.Signals(signum_byte))
                 if self._pipe.fileno() in ready_fds:
                     try:
@@ -142,10 +142,6 @@ class Supervisor:
                 self._check_ranks()
         finally:
             self._end_ranks()
-
-    def _read_progress(self) -> RankProgress:
-        iterations = read_progress_file(os.environ[PROGRESS_FILE_VARIABLE])
-        return RankProgress() if iterations is None else RankProgress(*iterations)
 
     def _request_ranks(self, last_end: tuple[int, NodeReport] | None = None) -> None:
         """Ask the envoy (the process that agrees with the other nodes) when to start ranks on this node.
@@ -236,7 +232,7 @@ class Supervisor:
             failure_seen_at: time.monotonic() when the failure was noticed.
             should_log: whether this node logs the times.
         """
-        progress, elapsed = self._read_progress(), time.monotonic() - failure_seen_at
+        progress, elapsed = read_progress(), time.monotonic() - failure_seen_at
         if progress.start_iteration is not None and not self._has_loaded:
             self._restart_times.append(f"loaded after {elapsed:.2f}")
             self._has_loaded = True
@@ -259,7 +255,7 @@ class Supervisor:
         assert failed_rank is not None
         report = build_report(ranks.exit_codes, len(ranks.running_pids), self._stop_code, is_stopping=False)
         assert report is not None
-        progress = self._read_progress()
+        progress = read_progress()
         rank = sum(list(command.plan.counts.values())[: command.node_rank]) + failed_rank
         message = f"rank {rank} (node {socket.gethostname()}, slot {self._used_slots[failed_rank]}) {report.words}"
         time_text = f" after iteration {progress.last_iteration}" if progress.last_iteration is not None else " before training"
@@ -289,18 +285,29 @@ class Supervisor:
             self._stop_ranks(signal.SIGTERM)
             return
         self._end_ranks()
-        self._slots.record_end(self._read_progress(), (), 0)
+        self._slots.record_end(read_progress(), (), 0)
         self._request_ranks()
 
+    def _count_stop_signal(self) -> bool:
+        """Count a request to stop. Return False if the signal belongs to the last request: one Ctrl-C comes from the terminal, and
+        again from a launch script that passes it on."""
+        now = time.monotonic()
+        if self._num_stop_signals and now - self._stop_requested_at < SAME_KEY_PRESS_S:
+            return False
+        self._num_stop_signals, self._stop_requested_at = self._num_stop_signals + 1, now
+        return True
+
     def _handle_stop_signal(self, signum: signal.Signals) -> None:
-        self._num_stop_signals += 1
+        if not self._count_stop_signal():
+            return
         if self._num_stop_signals == 1:
             stops_job = not self._args.leave_on_signal
             effect = "the job is asked to save and stop" if stops_job else "the job saves and continues without this node"
             log(f"{signum.name}: {effect}; a second signal ends {'the job' if stops_job else 'the ranks of this node'} at once")
             self._send(StopRequest(self._stop_code) if stops_job else LeaveRequest())
-            self._stop_ranks(signal.SIGUSR1 if signum == signal.SIGUSR1 else signal.SIGTERM)
+            self._stop_ranks(signum)
         elif self._ranks is not None:
+            log(f"{signum.name} again: the ranks of this node are killed, without waiting for the step or the save")
             self._ranks.send_signal(signal.SIGKILL)
 
     def _stop_ranks(self, signum: signal.Signals) -> None:
@@ -334,10 +341,9 @@ class Supervisor:
         if not is_leaving:
             log("the process that communicates with the other nodes has died. Running ranks continue, but will not be restarted")
         while self._ranks is not None:
-            ready_fds, _, _ = select.select([self._signal_read_fd], [], [])
+            ready_fds = multiprocessing.connection.wait([self._signal_read_fd])
             for signum in os.read(self._signal_read_fd, 4096) if ready_fds else b"":
-                if signum in STOP_SIGNALS:
-                    self._num_stop_signals += 1
+                if signum in self._stop_signals and self._count_stop_signal():
                     self._stop_ranks(signal.SIGTERM)
                     if self._num_stop_signals > 1:
                         self._ranks.send_signal(signal.SIGKILL)
@@ -388,6 +394,7 @@ def main(argv: Sequence[str]) -> int:
             settings. Otherwise it is the code of the first failure since the ranks last started from a newer checkpoint.
     """
     args = parse_command_line(argv)
+    args.flags = copy_pipes(args.flags)
     if args.nproc_per_node > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # like torchrun; must be set before torch is imported
     if args.serve is not None:
@@ -409,7 +416,7 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_REFUSED
     gc.collect()
     gc.freeze()  # forks share these objects' memory, because garbage collection does not write to them
-    return Supervisor(args, config.training.exit_signal_code).run()
+    return Supervisor(args, config.training.exit_signal_code, get_exit_signals(config.training.exit_signal)).run()
 
 
 if __name__ == "__main__":

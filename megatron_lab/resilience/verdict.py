@@ -9,7 +9,8 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron.training.signals import EXIT_DIVERGED, EXIT_LOST_CONTACT, EXIT_REFUSED
+from megatron.config.launcher import EXIT_SIGNALS
+from megatron.training.signals import EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_LOST_CONTACT, EXIT_REFUSED
 from megatron_lab.resilience.job_state import NodeReport, RankProgress
 
 EXIT_HANG = 86
@@ -40,13 +41,13 @@ def build_report(exit_codes: Mapping[int, int], num_running: int, stop_code: int
             return NodeReport("refused", code, reason)
     failed_rank = find_failed_rank(exit_codes, stop_code)
     if failed_rank is not None and not is_stopping:
-        return NodeReport("failed", _to_exit_status(exit_codes[failed_rank]), describe_exit(exit_codes[failed_rank]))
+        return NodeReport("failed", to_exit_status(exit_codes[failed_rank]), describe_exit(exit_codes[failed_rank]))
     if num_running:
         return None
     if not any(exit_codes.values()):
         return NodeReport("done", 0, "done")
     # A rank that stops before training makes other ranks lose contact, and the signal itself kills a rank that is still starting.
-    stop_codes = (stop_code, -signal.SIGTERM, -signal.SIGUSR1, -signal.SIGKILL)
+    stop_codes = (stop_code, EXIT_INTERRUPTED, -signal.SIGKILL, *(-signum for signum in EXIT_SIGNALS))
     was_stopped = any(code in stop_codes for code in exit_codes.values())
     code = stop_code if was_stopped else next(code for code in exit_codes.values() if code)
     return NodeReport("stopped", code, "stopped")
@@ -97,7 +98,7 @@ def describe_exit(code: int) -> str:
         return f"was ended by signal {-code}"
 
 
-def _to_exit_status(code: int) -> int:
+def to_exit_status(code: int) -> int:
     """Convert an exit code of Python's os module, which is negative for a signal, to that of a shell: 128 + number of the
     signal."""
     return code if code >= 0 else 128 - code

@@ -18,11 +18,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.config.launcher import ERROR_FILE_VARIABLE, read_error_file
 from megatron.parallel.torch_private import get_default_store
 from megatron.pipeline_parallel.p2p import Messenger
 from megatron.spec.operations import Op, OpType
 from megatron.training.step import TrainStep
-from megatron_lab.flight import stragglers
+from megatron_lab.flight import rank_monitor, stragglers
 from megatron_lab.flight.rank_monitor import Flight
 from megatron_lab.flight.stragglers import StragglerCallback
 from megatron_lab.flight.watcher import HANG_EXIT_CODE
@@ -116,6 +117,8 @@ def _hangs(tmp_path: Path, layout: int, name: str, culprit: int, iteration: int)
     settings = {**flags, "train_iters": 10_000, "save": tmp_path / "run", "save_interval": 3, "hang_warn_s": 0.6, "hang_kill_s": 1}
 
     def before(rank: int) -> None:
+        (tmp_path / "errors" / str(rank)).mkdir(parents=True)
+        os.environ[ERROR_FILE_VARIABLE] = str(tmp_path / "errors" / str(rank) / "error.json")
         if rank == culprit:
             fault.plant(iteration)
 
@@ -123,6 +126,8 @@ def _hangs(tmp_path: Path, layout: int, name: str, culprit: int, iteration: int)
     told = [line for line in ended[0].stderr.splitlines() if line.startswith("hang: no rank has made progress")]
     assert told and f". rank {culprit} (node " in told[0] and fault.says in told[0], report(ended)
     assert len(told) == 2 and f"with exit code {HANG_EXIT_CODE}" in told[1], "said once, and ended"
+    cause = read_error_file(tmp_path / "errors" / "0" / "error.json")
+    assert cause is not None and not cause.is_consequence and f"rank {culprit} (node" in " ".join(cause.message.split()), cause
     codes = [end.code for end in ended]
     wanted = -signal.SIGKILL if name == "stopped" else HANG_EXIT_CODE
     assert codes == [wanted if rank == culprit else HANG_EXIT_CODE for rank in range(ranks)], report(ended)
@@ -356,3 +361,15 @@ def test_nobody_is_watched_who_does_not_want_it() -> None:
     before = dist.Work.wait
     said = run(arguments(**TENSOR, train_iters=2, hang_warn_s=5), 2, gloo=True)
     assert "hang" not in said.replace("--hang", "") and dist.Work.wait is before
+
+
+def test_ranks_that_cannot_be_watched_are_told() -> None:
+    """As in containers of their own, whose processes do not see each other."""
+
+    def before(rank: int) -> None:
+        rank_monitor.open_files = lambda files: [one.open() for one in files if one.rank == rank]  # type: ignore[assignment]
+
+    ended = launch(arguments(**TENSOR, train_iters=1, hang_warn_s=5), 2, before=before, gloo=True)
+    assert [end.code for end in ended] == [0, 0], report(ended)
+    assert "1 ranks of node" in ended[0].stderr and "are not watched for hangs" in ended[0].stderr, report(ended)
+    assert not ended[1].stderr, report(ended)

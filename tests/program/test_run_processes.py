@@ -21,8 +21,8 @@ import torch.distributed.run
 
 from megatron.checkpoint.save_folder import LATEST
 from megatron.data.indexed_writer import write_dataset
-from tests.support.cli import ROOT, forget_children, spawn_cli
-from tests.support.runs import arguments, digest, run
+from tests.support.cli import ROOT, forget_children, last_rows, spawn_cli
+from tests.support.runs import arguments, complete_checkpoints, digest, run
 from tests.support.warm_python import warm_python
 
 SCRIPT = "pretrain_gpt.py"
@@ -64,6 +64,7 @@ def _start_torchrun(words: list[str], python: str, said: TextIO) -> multiprocess
     """
 
     def life() -> None:
+        os.setsid()  # a group as that of a command in a terminal; the ranks are in sessions of their own
         forget_children()
         for number in (1, 2):
             os.dup2(said.fileno(), number)
@@ -129,6 +130,37 @@ def test_ranks_end_with_a_torchrun_that_is_killed(tmp_path: Path) -> None:
         for pid in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        process.kill()
+        process.join()
+        said.close()
+
+
+def test_the_last_lines_of_torchrun_have_the_reason_once() -> None:
+    """On a terminal of 24 rows and 80 columns."""
+    done = spawn_cli([SCRIPT, *arguments(), "--bogus-flag", "3"], nproc=2)
+    assert done.returncode == 1 and not done.stdout
+    assert last_rows(done.stderr).count("--bogus-flag is not a flag.") == 1, done.stderr
+
+
+def test_ctrl_c_under_torchrun_saves(tmp_path: Path) -> None:
+    """It comes to the process group of the terminal: to torchrun, which passes it on."""
+    words = ["--standalone", "--nproc-per-node=2", str(ROOT / SCRIPT)]
+    job = arguments(train_iters=100_000, log_interval=1, save=tmp_path / "save")
+    said = (tmp_path / "said").open("w+")
+    process = _start_torchrun([*words, *job], warm_python(), said)
+    try:
+        until = time.monotonic() + 60
+        while "iteration        1/" not in Path(said.name).read_text():
+            assert time.monotonic() < until and process.is_alive(), Path(said.name).read_text()
+            time.sleep(0.1)
+        os.killpg(process.pid or 0, signal.SIGINT)
+        process.join(60)
+        text = Path(said.name).read_text()
+        assert process.exitcode not in (0, None) and complete_checkpoints(tmp_path / "save"), text
+        assert text.count("Ctrl-C: the run finishes this step, saves and exits.") == 1 and "exiting on SIGINT" in text
+    finally:
+        for pid in ranks_of(process.pid or 0):
+            os.kill(pid, signal.SIGKILL)
         process.kill()
         process.join()
         said.close()

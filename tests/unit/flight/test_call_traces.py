@@ -22,6 +22,6 @@ def test_a_recorder_without_calls_is_passed_over(
     """A torch that is built with NCCL has its recorder on a CPU too, without entries."""
     monkeypatch.setattr(rank_monitor, "find_flight_recorder_dumps", lambda: [lambda trace=trace: trace for trace in traces])
     file = tmp_path / "rank-0.calls.json"
-    rank_monitor._write_trace(file)
+    rank_monitor._write_trace(str(file))
     assert file.exists() == (name is not None)
     assert name is None or json.loads(file.read_text())["entries"][0]["name"] == name

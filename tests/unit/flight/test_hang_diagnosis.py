@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import random
+import signal
 import subprocess
 import time
 import types
@@ -22,9 +23,9 @@ import pytest
 from megatron.config.launcher import build_module_command
 from megatron.parallel.topology import GRADIENT_AXES, Topology
 from megatron.spec.schedules import build_schedule
-from megatron_lab.flight import rank_monitor, watcher
+from megatron_lab.flight import watcher
 from megatron_lab.flight.diagnosis import diagnose_ranks
-from megatron_lab.flight.record import Channel, FlightRecord, Snapshot
+from megatron_lab.flight.record import Channel, FlightRecord, RankFiles, Snapshot, open_files, read_record
 from megatron_lab.flight.watcher import STACK_SIGNAL, HangDetector, NodeWatcher, WatcherConfig
 
 STEPS = 2
@@ -178,9 +179,8 @@ def test_the_watcher_of_the_first_node_hears_those_of_the_others(tmp_path: Path)
         faulthandler.register(STACK_SIGNAL, file)
         try:
             for node in range(2):
-                folder = tmp_path / f"node{node}"
-                folder.mkdir()
-                record = FlightRecord(folder / f"rank-{node}.record", node)
+                files = RankFiles.create(node)
+                record = FlightRecord(files.record, node)
                 channel = record.add_channel("dp", (0, 1))
                 for name in ("in a step", "between steps", "in a step"):
                     record.set_phase(name, 5)
@@ -190,7 +190,7 @@ def test_the_watcher_of_the_first_node_hears_those_of_the_others(tmp_path: Path)
                     record.set_waiting(True)
                 records.append(record)
                 head = f"127.0.0.1:{port}" if node else None
-                orders = WatcherConfig(str(folder), 1, 2, 1.0, None, "secret", head, str(tmp_path / f"kept{node}"))
+                orders = WatcherConfig((files,), 1, 2, 1.0, None, "secret", head, str(tmp_path / f"kept{node}"))
                 command, environment = build_module_command("megatron_lab.flight.watcher")
                 watchers.append(
                     subprocess.Popen(
@@ -219,7 +219,6 @@ def test_the_watcher_of_the_first_node_hears_those_of_the_others(tmp_path: Path)
                 one.communicate(timeout=30.0)
             faulthandler.unregister(STACK_SIGNAL)
     assert [one.returncode for one in watchers] == [0, 0]
-    assert not (tmp_path / "node0").exists() and not (tmp_path / "node1").exists()
 
 
 @pytest.mark.parametrize("enters", [True, False])
@@ -229,7 +228,7 @@ def test_a_rank_is_not_named_by_what_is_older_than_the_stillness(
     """Rank 0 enters a call at 1.6 s. What its node has heard of rank 1 is older, and comes late, since the link is slow."""
     now = 0.0
     monkeypatch.setattr(watcher, "time", types.SimpleNamespace(monotonic=lambda: now))
-    watching = NodeWatcher(WatcherConfig("", 1, 2, 0.6, None, ""))
+    watching = NodeWatcher(WatcherConfig((), 1, 2, 0.6, None, ""))
 
     def rank(number: int, calls: int, quiet_s: float) -> Snapshot:
         channel = Channel("dp", (0, 1), False, calls, "all-reduce")
@@ -263,7 +262,7 @@ def test_a_node_that_stays_silent_is_told_though_what_it_said_is_old(
 ) -> None:
     now = 0.0
     monkeypatch.setattr(watcher, "time", types.SimpleNamespace(monotonic=lambda: now))
-    watching = NodeWatcher(WatcherConfig("", 1, 2, 0.6, None, ""))
+    watching = NodeWatcher(WatcherConfig((), 1, 2, 0.6, None, ""))
     one = Snapshot(0, "node0", 100, "in a step", 7, 3, "", 0, True, 0.0, 0.0, "", ())
     watching.receive("1", [replace(one, rank=1, host="node1")])
     said = []
@@ -288,23 +287,23 @@ def test_a_stillness_that_has_happened_before_is_no_hang() -> None:
     assert limit("in a step", 4, 0.0) == 180.0 and limit("saving", 5, 0.0) == 150.0
 
 
-def test_what_killed_starts_left_is_removed(tmp_path: Path) -> None:
-    """But neither what a living rank writes, nor what a start has just made."""
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    for name, pid in (
-        ("flight-dead", gone.pid),
-        ("flight-alive", os.getpid()),
-        ("flight-empty", 0),
-        ("flight-new", 0),
-        ("other", 0),
-    ):
-        (tmp_path / name).mkdir()
-        if pid:
-            record = FlightRecord(tmp_path / name / "rank-0.record", 0)
-            record._identity["pid"] = pid
-            record._write_description()
-        if name != "flight-new":
-            os.utime(tmp_path / name, (0, 0))
-    rank_monitor._remove_stale_folders(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["flight-alive", "flight-new", "other"]
+def test_nothing_remains_of_a_rank_that_was_killed() -> None:
+    """Its files have no name in any folder. Whoever has opened them reads them after its end, and learns that it is gone."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        files = RankFiles.create(3)
+        FlightRecord(files.record, 3).set_phase("saving", 7)
+        os.write(writing, json.dumps(dataclasses.asdict(files)).encode())
+        signal.pause()
+    files = RankFiles(**json.loads(os.read(reading, 1000)))
+    named = [os.readlink(path) for path in (files.record, files.stack, files.calls)]
+    assert all(name.startswith("/memfd:flight-") and name.endswith("(deleted)") for name in named), named
+    (opened,) = open_files([files])
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    snapshot = read_record(Path(opened.record))
+    assert snapshot is not None
+    assert (snapshot.rank, snapshot.phase, snapshot.iteration, snapshot.process) == (3, "saving", 7, "gone")
+    assert open_files([files]) == [], "who comes later finds nothing"
+    opened.close()
