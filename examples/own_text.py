@@ -17,7 +17,9 @@ import xxhash
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started from any folder
 
+from megatron_lab.data_tools.input_flags import add_encoding_flags, get_text_encoding
 from megatron_lab.data_tools.preprocess.input_shards import find_sources
+from megatron_lab.data_tools.preprocess.text_encoding import TextEncoding
 
 MIN_BYTES = 20_000
 """Minimum bytes of text. With less, the validation split (a hundredth) is shorter than one sequence of the model."""
@@ -25,12 +27,13 @@ _VOCAB_SIZES = ((2_000_000, 4096), (500_000, 2048), (100_000, 1024), (0, 512))
 """Pairs (minimum bytes of text, size of the vocabulary that so much text can train), largest first."""
 
 
-def describe_text(path: str, column: str) -> tuple[str, str]:
+def describe_text(path: str, column: str, text_encoding: TextEncoding) -> tuple[str, str]:
     """Measure a text, and choose a vocabulary size and a document length that suit its size.
 
     Args:
         path: file or folder with the text.
         column: name of the column or key that holds the text.
+        text_encoding: encoding of the files and treatment of invalid bytes, for the digest.
 
     Returns:
         Lines for the user (size of the text, number of files by format), and the four values that quickstart.sh needs, separated by
@@ -50,7 +53,8 @@ def describe_text(path: str, column: str) -> tuple[str, str]:
     lines = [f"{num_bytes / 1e6:,.2f} MB in {counts}", *notes]
     vocab_size = next(vocab_size for min_bytes, vocab_size in _VOCAB_SIZES if num_bytes >= min_bytes)
     max_document_chars = min(max(num_bytes // 100, 500), 50_000)
-    digest_input = json.dumps([column, *((source.path, source.version) for source in sources)])
+    settings = [column, text_encoding.name, text_encoding.errors]
+    digest_input = json.dumps([*settings, *((source.path, source.version) for source in sources)])
     digest = xxhash.xxh3_128_hexdigest(digest_input.encode())
     return "\n".join(lines), f"{vocab_size} {4 * vocab_size} {max_document_chars} {digest}"
 
@@ -61,9 +65,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("text", metavar="FILE|FOLDER", help="what tools/preprocess_data.py --input takes")
     parser.add_argument("--column", default="text", metavar="NAME", help="column or key of the text (text)")
+    add_encoding_flags(parser)
     args = parser.parse_args(argv)
     try:
-        description, script_values = describe_text(args.text, args.column)
+        description, script_values = describe_text(args.text, args.column, get_text_encoding(args))
     except (ValueError, OSError) as error:
         print(f"quickstart.sh: {str(error).replace('--input ', '--text ')}", file=sys.stderr)
         return 2

@@ -41,6 +41,7 @@ from megatron_lab.data_tools.input_flags import (
     add_megatron_flags,
     check_column,
     check_megatron_flags,
+    get_text_encoding,
 )
 from megatron_lab.data_tools.tokenizer_flags import add_tokenizer_flags, build_tokenizer_config
 
@@ -59,6 +60,8 @@ _PREPROCESSING_FLAGS = (
     "append_eod",
     "workers",
     "on_error",
+    "encoding",
+    "errors",
     "shuffle_seed",
     "cut_documents",
     "shard_size",
@@ -253,6 +256,7 @@ def _preprocess(args: argparse.Namespace, config: DataConfig, screen: Screen) ->
     from megatron_lab.data_tools.preprocess.engines import Engine
     from megatron_lab.data_tools.preprocess.job import preprocess
     from megatron_lab.data_tools.preprocess.shard_work import PreprocessJob
+    from megatron_lab.data_tools.preprocess.text_encoding import format_count
 
     start = time.monotonic()
     chat = None
@@ -274,6 +278,7 @@ def _preprocess(args: argparse.Namespace, config: DataConfig, screen: Screen) ->
             cut_documents=args.cut_documents,
             shuffle_seed=args.shuffle_seed,
             chat=chat,
+            text_encoding=get_text_encoding(args),
         ),
         input_format=args.input_format,
         engine=Engine(args.engine, args.workers, args.ray_address),
@@ -286,10 +291,15 @@ def _preprocess(args: argparse.Namespace, config: DataConfig, screen: Screen) ->
         screen.log(f"left out: {message}")
     if summary.bad_records_file:
         screen.log(f"all records left out: {summary.bad_records_file}")
+    if summary.num_bad_records <= _MAX_PRINTED_BAD_LINES:
+        summary.encoding_notes.num_undecodable = 0  # the lines above have reported each of them with the same advice
+    for line in summary.encoding_notes.format_lines(args.errors, summary.encodings_file):
+        screen.log(line)
     screen.log(
-        f"{summary.num_documents:,} documents, {summary.num_tokens:,} tokens from {summary.num_bytes / 1e6:.1f} MB in "
-        f"{time.monotonic() - start:.1f} s; left out: {summary.num_empty:,} empty, {summary.num_bad_records:,} bad lines"
-        + (f", {summary.num_bad_files:,} files that cannot be read" if summary.num_bad_files else "")
+        f"{format_count(summary.num_documents, 'document')}, {format_count(summary.num_tokens, 'token')} from "
+        f"{summary.num_bytes / 1e6:.1f} MB in {time.monotonic() - start:.1f} s; left out: {summary.num_empty:,} empty, "
+        f"{format_count(summary.num_bad_records, 'bad line')}"
+        + (f", {format_count(summary.num_bad_files, 'file')} that cannot be read" if summary.num_bad_files else "")
     )
     if chat is not None:
         answer_share = summary.num_loss_tokens / max(summary.num_tokens, 1)

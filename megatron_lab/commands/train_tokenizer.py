@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_lab.commands.parser import ToolParser
-from megatron_lab.data_tools.input_flags import add_input_flags, check_column
+from megatron_lab.data_tools.input_flags import add_input_flags, check_column, get_text_encoding
 
 if TYPE_CHECKING:
     from megatron.config.data import DataConfig
@@ -104,11 +104,14 @@ def _run(args: argparse.Namespace) -> None:
         args.max_bytes,
         file_format=args.input_format,
         on_error=args.on_error,
+        text_encoding=get_text_encoding(args),
     )
     sample_text = f"{len(sample.training_texts):,} of {sample.num_documents:,} documents, {sample.num_bytes / 1e6:.1f} MB"
     print(f"training on {sample_text}; {len(sample.held_out_texts):,} more are held out", file=sys.stderr)
     if sample.num_skipped:
         print(f"left out: {sample.num_skipped:,} bad records and files, the first: {sample.first_skipped}", file=sys.stderr)
+    for line in sample.encoding_notes.format_lines(args.errors):
+        print(line, file=sys.stderr)
     train_tokenizer(args.kind, sample.training_texts, args.vocab_size, args.special_tokens, args.output)
     _print_report(args, paths, sample)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.data import DataConfig
+from megatron.config.regular_file import read_regular
 from megatron.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, require_tokenizer_json
 from megatron_lab.data_tools.sentencepiece_json import (
     SentencePieceFile,
@@ -74,7 +75,7 @@ def write_huggingface_tokenizer(config: DataConfig, folder: Path, *, max_length:
     else:
         assert config.tokenizer_model is not None
         file = Path(config.tokenizer_model)
-        model, bos = SentencePieceFile(file.read_bytes()), tokenizer.bos if tokenizer_type == "Llama2Tokenizer" else None
+        model, bos = SentencePieceFile(read_regular(file)), tokenizer.bos if tokenizer_type == "Llama2Tokenizer" else None
         _write_json(folder / "tokenizer.json", convert_sentencepiece(model, bos=bos))
         shutil.copyfile(file, folder / "tokenizer.model")
         tokenizer_config |= {"tokenizer_class": _TOKENIZER_CLASS, "add_bos_token": bos is not None, "add_eos_token": False}

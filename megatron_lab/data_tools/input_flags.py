@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from megatron_lab.data_tools.preprocess.text_encoding import ERROR_HANDLINGS, TextEncoding, normalize_encoding
+
 SKIP, SKIP_FILES = "skip", "skip-files"
 
 IGNORED_FLAGS = {
@@ -60,6 +62,7 @@ def add_input_flags(parser: argparse.ArgumentParser, *, required: bool, keys_hel
     parser.add_argument(
         "--column", metavar="NAME", help="column or key that contains the text, if its name differs from --json-keys"
     )
+    add_encoding_flags(parser)
     parser.add_argument(
         "--on-error",
         choices=("stop", SKIP, SKIP_FILES),
@@ -67,6 +70,40 @@ def add_input_flags(parser: argparse.ArgumentParser, *, required: bool, keys_hel
         help="at an invalid record: stop, or skip and count it; skip-files also skips files, or the rest "
         "of files, that cannot be read (stop)",
     )
+
+
+def add_encoding_flags(parser: argparse.ArgumentParser, strict_effect: str = "makes the record invalid (see --on-error)") -> None:
+    """Add --encoding and --errors.
+
+    Args:
+        strict_effect: effect of --errors strict on a text with invalid bytes, for the help text.
+    """
+    parser.add_argument(
+        "--encoding",
+        type=_parse_encoding,
+        metavar="NAME",
+        help="encoding of all files of text, by any name that Python knows, such as latin-1, cp1252 or utf-16; by default that "
+        "of text files and tables is detected and printed, and JSON lines are UTF-8, UTF-16 or UTF-32",
+    )
+    parser.add_argument(
+        "--errors",
+        choices=ERROR_HANDLINGS,
+        default=TextEncoding.errors,
+        help=f"at bytes that are invalid in the encoding: strict {strict_effect}; replace keeps the text with U+FFFD (a question "
+        "mark) for these bytes, ignore without them, backslashreplace with their hexadecimal values (strict)",
+    )
+
+
+def _parse_encoding(name: str) -> str:
+    try:
+        return normalize_encoding(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def get_text_encoding(args: argparse.Namespace) -> TextEncoding:
+    """Return the values of the flags that `add_encoding_flags` added."""
+    return TextEncoding(args.encoding, args.errors)
 
 
 def add_megatron_flags(parser: argparse.ArgumentParser) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from megatron.checkpoint.save_folder import find_checkpoint, list_checkpoints, read_config, read_state
+from megatron.checkpoint.storage import CONFIG
+from megatron.checkpoint.storage_url import open_storage
 from megatron.config.config import Config
-from megatron.config.save import from_dict
+from megatron.config.regular_file import parse_json, read_text
+from megatron.config.save import check_json_type, from_dict
 from megatron.config.training import TrainingConfig
 from megatron.data.datasets import WHOLE_DOCUMENTS_SUFFIX, Component, SplitData
 from megatron.data.history import Phase
@@ -20,6 +22,7 @@ from megatron.data.samples import DocumentSpan, SampleSource
 from megatron.data.splits import open_datasets
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.progress import BatchSizePlan, Progress
+from megatron.training.resume import check_state
 
 
 @dataclass
@@ -52,13 +55,15 @@ class RunLineage:
         """
         if not list_checkpoints(folder) and ckpt_step is None:
             record = _read_run_record(folder / "run.json")
-            config = from_dict(record["config"])
+            config = from_dict(record["config"], str(folder / "run.json"))
             tokenizer = build_tokenizer(config.data)
             return cls(config, [_build_first_phase(config, tokenizer)], tokenizer, folder / "run.json")
         path = find_checkpoint(folder, ckpt_step)
         assert path is not None, "the folder has a checkpoint"
-        config = from_dict(read_config(path)["config"])
-        phases = Progress.from_json(read_state(path)["progress"]).phases
+        config = from_dict(read_config(path).get("config", {}), open_storage(path).get_location(CONFIG))
+        state = read_state(path)
+        check_state(path, state)
+        phases = Progress.from_json(state["progress"]).phases if "progress" in state else []
         tokenizer = build_tokenizer(config.data)
         return cls(config, phases or [_build_first_phase(config, tokenizer)], tokenizer, path)
 
@@ -186,7 +191,8 @@ def _build_first_phase(config: Config, tokenizer: Tokenizer) -> Phase:
         config.data, seed=training.seed, seq_length=seq_length, tokenizer=tokenizer, need_validation=False, need_test=False
     )
     global_batch_size = training.global_batch_size
-    assert global_batch_size is not None, "run.json contains the global batch size"
+    if global_batch_size is None:
+        raise ValueError("the settings in run.json have no global batch size. Copy the file again, or inspect a checkpoint.")
     phase = Phase(
         0,
         0,
@@ -204,10 +210,17 @@ def _build_first_phase(config: Config, tokenizer: Tokenizer) -> Phase:
     )
 
 
+class _RunRecord(TypedDict):
+    """Entry of `run.json` that is read here."""
+
+    config: dict[str, dict]
+
+
 def _read_run_record(path: Path) -> dict[str, Any]:
     try:
-        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        record: dict[str, Any] = parse_json(read_text(path))
+        check_json_type(record, _RunRecord, "", is_open=True)
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"--run {path.parent} contains neither a checkpoint nor a readable run.json ({error}).\n"
             "  Set --run to the --save folder of a run."

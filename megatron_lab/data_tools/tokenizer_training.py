@@ -10,14 +10,15 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron.config.optional_packages import import_optional
 from megatron.data.indexed_writer import write_atomically
-from megatron_lab.data_tools.preprocess.errors import DamagedFileError
+from megatron_lab.data_tools.preprocess.errors import DamagedFileError, UndecodableRecordError
 from megatron_lab.data_tools.preprocess.input_shards import find_sources, split_into_shards
+from megatron_lab.data_tools.preprocess.text_encoding import EncodingNotes, RecordDecoder, TextEncoding
 from megatron_lab.data_tools.preprocess.text_records import PARSERS, FileFormat, InputRange, parse_values, read_records
 from megatron_lab.data_tools.sentencepiece_json import build_added_token
 from megatron_lab.tokenizers.vocabulary_files import GPT2_EOD_TOKEN
@@ -179,6 +180,8 @@ class TextSample:
     """Number of invalid records and unreadable files that were skipped. Only records that belong to the sample are checked."""
     first_skipped: str = ""
     """Location and problem of the first skipped record or file; empty if nothing was skipped."""
+    encoding_notes: EncodingNotes = field(default_factory=EncodingNotes)
+    """Files that are not UTF-8, and records with invalid bytes. Only records that belong to the sample are checked."""
 
     @property
     def num_bytes(self) -> int:
@@ -187,7 +190,13 @@ class TextSample:
 
 
 def sample_texts(
-    inputs: Sequence[str], keys: Sequence[str], max_bytes: int, *, file_format: FileFormat | None = None, on_error: OnError = "stop"
+    inputs: Sequence[str],
+    keys: Sequence[str],
+    max_bytes: int,
+    *,
+    file_format: FileFormat | None = None,
+    on_error: OnError = "stop",
+    text_encoding: TextEncoding = TextEncoding(),  # noqa: B008 - a constant
 ) -> TextSample:
     """Read all documents and return a sample that is spread evenly over them.
 
@@ -202,29 +211,38 @@ def sample_texts(
         file_format: format of all files; None to detect it from their names.
         on_error: treatment of invalid records and unreadable files, as --on-error of tools/preprocess_data.py. Only records that
             belong to the sample are checked.
+        text_encoding: encoding of the files, and treatment of invalid bytes.
 
     Raises:
         ValueError: an input is missing or damaged, a record is invalid, or no input has a text.
     """
     sampled: list[tuple[int, int, str]] = []
     skipped: list[str] = []
+    notes = EncodingNotes()
     num_bytes = min_level = num_documents = 0
-    for document_index, (source, record_index, record) in enumerate(
-        _iter_records(inputs, keys, file_format, skipped.append if on_error == "skip-files" else None)
+    for document_index, (source, record_index, record, decoder) in enumerate(
+        _iter_records(inputs, keys, file_format, text_encoding, skipped.append if on_error == "skip-files" else None)
     ):
         level = 64 - (document_index * _FIBONACCI_MULTIPLIER % 2**64).bit_length()  # one document in 2**k has level k or more
         num_documents += 1
         if level < min_level:
             continue
         try:
-            text = "\n".join(PARSERS[source.file_format](record, keys, parse_values) or [])[:_MAX_DOCUMENT_CHARACTERS]
+            text = "\n".join(PARSERS[source.file_format](record, keys, parse_values, decoder) or [])[:_MAX_DOCUMENT_CHARACTERS]
         except (ValueError, RecursionError) as error:
+            decoder.take_replaced()
+            notes.num_undecodable += isinstance(error, UndecodableRecordError)
             if on_error == "stop":
                 raise ValueError(
-                    f"{source.format_location(record_index)}: {error}\n  To skip such records instead, set --on-error skip."
+                    f"{source.format_location(record_index)}: {error}{decoder.suggest_encoding(record)}\n"
+                    "  To skip such records instead, set --on-error skip."
                 ) from error
             skipped.append(f"{source.format_location(record_index)}: {error}")
             continue
+        if decoder.note is not None:
+            notes.add_file(source.path, decoder.note)
+        if (replaced := decoder.take_replaced()) is not None:
+            notes.add_replaced(source.format_location(record_index), *replaced)
         if not text:
             continue
         sampled.append((level, len(text.encode()), text))
@@ -241,29 +259,39 @@ def sample_texts(
     held_out_texts = texts[_HELD_OUT_INTERVAL - 1 :: _HELD_OUT_INTERVAL]
     if not held_out_texts and len(training_texts) > 1:
         held_out_texts = [training_texts.pop()]
-    return TextSample(training_texts, held_out_texts, num_documents, len(skipped), skipped[0] if skipped else "")
+    return TextSample(training_texts, held_out_texts, num_documents, len(skipped), skipped[0] if skipped else "", notes)
 
 
 def _iter_records(
-    inputs: Sequence[str], keys: Sequence[str], file_format: FileFormat | None, on_skipped_file: Callable[[str], None] | None
-) -> Iterator[tuple[InputRange, int, Any]]:
+    inputs: Sequence[str],
+    keys: Sequence[str],
+    file_format: FileFormat | None,
+    text_encoding: TextEncoding,
+    on_skipped_file: Callable[[str], None] | None,
+) -> Iterator[tuple[InputRange, int, Any, RecordDecoder]]:
     """Read all records of the inputs.
 
     Args:
+        text_encoding: encoding of the files, and treatment of invalid bytes.
         on_skipped_file: called with the problem of each unusable file, which is skipped; None to raise the error.
 
     Yields:
-        The file, the index of the record within the file, and the record.
+        The file, the index of the record within the file, the record, and the decoder for it.
     """
-    sources, _ = find_sources(inputs, file_format)
+    sources, messages = find_sources(inputs, file_format)
+    for message in messages:  # about skipped and empty files
+        print(message, file=sys.stderr)
     for source in sources:
         record_index = 0
-        for shard in split_into_shards([source], sys.maxsize, ("text",), columns=keys, on_skipped_file=on_skipped_file):
+        for shard in split_into_shards(
+            [source], sys.maxsize, ("text",), columns=keys, text_encoding=text_encoding, on_skipped_file=on_skipped_file
+        ):
             for input_range in shard.ranges:
+                decoder = RecordDecoder(text_encoding)
                 try:
-                    with closing(read_records(input_range, keys, lambda _: None)) as range_records:
+                    with closing(read_records(input_range, keys, lambda _: None, decoder)) as range_records:
                         for record in range_records:
-                            yield source, record_index, record
+                            yield source, record_index, record, decoder
                             record_index += 1
                 except DamagedFileError as error:
                     if on_skipped_file is None:

@@ -3,13 +3,17 @@ datasets."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.config.regular_file import parse_json, read_regular
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.tokenizer import Tokenizer
+from megatron_lab.data_tools.preprocess.text_encoding import RecordDecoder, TextEncoding, format_replaced
+
+_JSON_LINES_SUFFIXES = (".jsonl", ".json")
 
 
 @dataclass(frozen=True)
@@ -25,15 +29,22 @@ class Document:
     num_bytes: int | None
 
 
-def read_documents(path: str, tokenizer: Tokenizer | None) -> Iterator[Document]:
+def read_documents(
+    path: str,
+    tokenizer: Tokenizer | None,
+    text_encoding: TextEncoding = TextEncoding(),  # noqa: B008 - a constant
+    log: Callable[[str], None] = lambda line: None,
+) -> Iterator[Document]:
     """Yield the documents of a text file, of a file of JSON lines, or of an indexed dataset.
 
     Args:
         path: path of a file, or of a dataset with or without .bin or .idx.
         tokenizer: tokenizer of the model; None if it is unknown, which only a dataset allows.
+        text_encoding: encoding of a file, and treatment of invalid bytes.
+        log: called with a line for the user if a file is not UTF-8 or has invalid bytes.
 
     Raises:
-        ValueError: there is neither a file nor a dataset, the text is not UTF-8, or a text file has no tokenizer.
+        ValueError: there is neither a file nor a dataset, the text has invalid bytes, or a text file has no tokenizer.
     """
     if Path(path).is_file() and not path.endswith((".bin", ".idx")):
         if tokenizer is None:
@@ -41,11 +52,17 @@ def read_documents(path: str, tokenizer: Tokenizer | None) -> Iterator[Document]
                 f"{path} contains text, not token ids, and the tokenizer of the model is unknown: set --tokenizer-type and the "
                 "flag of its file, such as --tokenizer-model"
             )
-        content = Path(path).read_bytes()
+        content = read_regular(path, sys.maxsize)
+        decoder = RecordDecoder(text_encoding)
+        (decoder.set_encoding_of_json if path.endswith(_JSON_LINES_SUFFIXES) else decoder.set_encoding)(content)
         try:
-            decoded = content.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8: {error}. Convert the file to UTF-8") from error
+            decoded = decoder.decode(content)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}{decoder.suggest_encoding(content)}") from error
+        if decoder.note is not None:
+            log(f"{path}: {decoder.note}")
+        if (replaced := decoder.take_replaced()) is not None:
+            log(format_replaced(path, *replaced))
         for document_text in _split_documents(path, decoded):
             yield Document(tokenizer.encode(document_text), len(document_text.encode("utf-8")))
         return
@@ -61,13 +78,13 @@ def read_documents(path: str, tokenizer: Tokenizer | None) -> Iterator[Document]
 def _split_documents(path: str, content: str) -> Iterator[str]:
     """Yield the documents in the content of a file: the value of "text" in each JSON line, or the complete content as one
     document."""
-    if not path.endswith((".jsonl", ".json")):
+    if not path.endswith(_JSON_LINES_SUFFIXES):
         yield content
         return
-    for line_number, line in enumerate(content.splitlines(), start=1):
+    for line_number, line in enumerate(content.split("\n"), start=1):
         if line.strip():
             try:
-                text = json.loads(line)["text"]
+                text = parse_json(line)["text"]
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
                     f'{path}, line {line_number}: the line is not a JSON object with a field "text". Correct the line'

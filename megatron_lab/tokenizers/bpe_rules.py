@@ -9,13 +9,12 @@ pair with the lowest rank is merged first.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.config.regular_file import read_text
+from megatron.config.regular_file import parse_json, read_text
 
 # Splits a text into pretokens (Radford et al. 2019): contractions, words with the preceding blank, numbers, other characters, and
 # whitespace except the last blank before a word.
@@ -227,7 +226,7 @@ def read_json(path: Path, source: str, expected: str) -> Any:
         ValueError: the file is not valid JSON.
     """
     try:
-        return json.loads(read_text(path, encoding="utf-8-sig"))
+        return parse_json(read_text(path, encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{source} is not JSON: {error}\n  It should be {expected}. The file may be truncated: copy it again."

@@ -74,11 +74,14 @@ def read_gpt2_bpe(vocab_file: Path, merge_file: Path) -> ByteVocabulary:
 def _read_merge_lines(path: Path) -> list[str]:
     """Return all lines of merges.txt."""
     try:
-        return read_text(path).split("\n")
+        lines = read_text(path).split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"--merge-file {path} is not a text in UTF-8: {error}\n  Use a file in the format of GPT-2's merges.txt."
         ) from error
+    if lines == [""]:
+        raise ValueError(f"--merge-file {path} is empty.\n  Use a file in the format of GPT-2's merges.txt.")
+    return lines
 
 
 def _read_ranks(path: Path, source: str) -> tuple[dict[bytes, int], bool]:

@@ -48,7 +48,7 @@ BAD_LINES = {
     b'{"title": "x"}': r"no key 'text' \(--json-keys, --column\); the keys of the line are: 'title'",
     b'{"text": 5}': "not a string but 5",
     b'{"text": null}': "not a string but null",
-    b'{"text": "\xff"}': "not UTF-8: byte 0xff at column 11",
+    b'{"text": "\xff"}': "byte 0xff at offset 28 is not valid UTF-8. Name the encoding",
     b'{"text": "\\ud800"}': "surrogate",
     b"[" * 100_000: "recursion",
     b'{"text": ' + b"9" * 5000 + b"}": "digit",
@@ -168,8 +168,10 @@ def test_bad_rows_and_bad_text_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"in\.parquet: row 2: the value of key 'text' is not a string but null"):
         preprocess([source], str(tmp_path / "out"), JOB)
     assert preprocess([source], str(tmp_path / "out"), SKIP, shard_size=1).bad_records[0].startswith(f"{source}: row 2: ")
-    (tmp_path / "a.txt").write_bytes(b"one\ntwo \xe4")
-    with pytest.raises(ValueError, match=r"a\.txt: the file is not UTF-8: byte 0xe4 in line 2"):
+    (tmp_path / "a.txt").write_bytes("größer\n".encode() + b"two \xe4")
+    with pytest.raises(
+        ValueError, match=r"a\.txt: byte 0xe4 at offset 13 in line 2 is not valid UTF-8\. Name the encoding(.|\n)*skip"
+    ):
         preprocess([str(tmp_path / "a.txt")], str(tmp_path / "new"), JOB)
 
 
@@ -260,7 +262,8 @@ def test_a_string_of_a_column_that_is_not_utf8(tmp_path: Path, kind: str) -> Non
     summary = preprocess([str(tmp_path / "in.parquet")], str(tmp_path / "out"), SKIP)
     assert documents(tmp_path / "out_text_document") == [[*b"one", 256], [*b"two", 256]]
     assert [line.rpartition("/")[2] for line in summary.bad_records] == [
-        "in.parquet: row 1: the value of key 'text' is not UTF-8: b'\\xff': convert the text to UTF-8",
+        "in.parquet: row 1: byte 0xff at offset 0 of column 'text' is not valid UTF-8. Name the encoding with --encoding, or set "
+        "--errors replace to keep the text with U+FFFD for these bytes",
         "in.parquet: row 2: the value of key 'text' is not a string but null. Correct the value",
     ]
 

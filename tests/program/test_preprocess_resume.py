@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -20,10 +21,11 @@ import pytest
 from megatron.config.data import DataConfig
 from megatron_lab.data_tools.preprocess import engines, shard_work
 from megatron_lab.data_tools.preprocess.engines import Engine, ShardCallback
-from megatron_lab.data_tools.preprocess.input_shards import InputShard
+from megatron_lab.data_tools.preprocess.input_shards import InputShard, find_sources, split_into_shards
 from megatron_lab.data_tools.preprocess.job import preprocess
 from megatron_lab.data_tools.preprocess.part_files import ShardCounts, ShardReport
 from megatron_lab.data_tools.preprocess.shard_work import PreprocessJob
+from megatron_lab.data_tools.preprocess.text_encoding import TextEncoding
 from tests.support.bpe_trainer import train_bpe, write_bpe
 from tests.support.cli import ROOT
 from tests.support.corpora import BYTES, JOB, SKIP, TEXTS, documents, expected_of, files_of, write_gz, write_lines, written
@@ -283,6 +285,62 @@ def test_other_settings_are_refused_with_the_difference(tmp_path: Path, monkeypa
         preprocess(sources, str(tmp_path / "out"), PreprocessJob(moved, ("text",), True), start_mode="resume").num_resumed_shards
         == 3
     )
+
+
+def test_other_treatment_of_invalid_bytes_keeps_the_shards_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the message about an invalid byte advises: the same command with --errors replace --resume. Other settings of the encoding
+    are refused."""
+    source = write_lines(tmp_path / "in.jsonl")
+    lines = Path(source).read_bytes().splitlines(keepends=True)
+    lines[2] = b'{"text": "caf\xe9", "title": "2"}\n'  # in the first shard
+    lines[20] = b'{"text": "\xff", "title": "20"}\n'
+    Path(source).write_bytes(b"".join(lines))
+    replacing = dataclasses.replace(JOB, text_encoding=TextEncoding(errors="replace"))
+    stopped(tmp_path, monkeypatch, [source], SKIP)
+    with pytest.raises(ValueError, match="encoding was not set, now 'cp1252'"):
+        preprocess(
+            [source], str(tmp_path / "out"), dataclasses.replace(SKIP, text_encoding=TextEncoding("cp1252")), start_mode="resume"
+        )
+    summary = preprocess([source], str(tmp_path / "out"), replacing, start_mode="resume")
+    assert summary.num_resumed_shards == 2
+    assert summary.encoding_notes.num_replaced_records == 2
+    texts = [{2: "caf\ufffd", 20: "\ufffd"}.get(index, text) for index, text in enumerate(TEXTS)]
+    assert files_of(tmp_path / "out_text_document") == expected_of(texts)
+    stopped(tmp_path, monkeypatch, [source], replacing)
+    assert preprocess([source], str(tmp_path / "out"), SKIP, start_mode="resume").num_resumed_shards == 2
+    assert files_of(tmp_path / "out_text_document") == expected_of([text for text in texts if "\ufffd" not in text])
+
+
+@pytest.mark.parametrize("names", [["b.txt", "c.csv", "d.jsonl"], ["d.jsonl"]])
+def test_a_job_of_a_version_that_did_not_detect_encodings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str]
+) -> None:
+    """The dataset is that of a new job: text files, tables and shards with invalid records are converted again, with a message.
+    Valid JSON lines are kept."""
+    sources = [write_lines(tmp_path / "a.jsonl"), *(str(tmp_path / name) for name in names)]
+    num_kept = len(split_into_shards(find_sources(sources[:1])[0], 600, ("text",)))
+    text = "Die größten Bäume stehen südlich der Straße. Für die Ärzte wäre das eine schöne Überraschung, meinte Herr Müller."
+    contents = {
+        "b.txt": text.encode("latin-1"),
+        "c.csv": f'text\n"{text}"\n'.encode("latin-1"),
+        "d.jsonl": json.dumps({"text": text}, ensure_ascii=False).encode("utf-16"),
+    }
+    for name in names:
+        (tmp_path / name).write_bytes(contents[name])
+    # The earlier version read everything as UTF-8, and its reports lack the new fields.
+    stopped(tmp_path, monkeypatch, sources, dataclasses.replace(SKIP, text_encoding=TextEncoding("utf-8")), shards=1000)
+    new_fields = re.compile("encoding|undecodable|replaced|errors")
+    for json_file in (tmp_path / "out.parts").glob("*.json"):
+        report = {name: value for name, value in json.loads(json_file.read_text()).items() if not new_fields.search(name)}
+        assert (report.get("num_bad", 0) > 0) == (json_file.name != "job.json" and sum(report["num_documents"]) == 0)
+        json_file.write_text(json.dumps(report))
+    messages: list[str] = []
+    assert preprocess(sources, str(tmp_path / "out"), SKIP, start_mode="resume", log=messages.append).num_resumed_shards == num_kept
+    assert any("earlier version" in message and "converted again" in message for message in messages)
+    assert files_of(tmp_path / "out_text_document") == expected_of([*TEXTS, *[text] * len(names)])
+    stopped(tmp_path, monkeypatch, sources, SKIP)
+    preprocess(sources, str(tmp_path / "out"), SKIP, start_mode="resume", log=messages.append)
+    assert sum("earlier version" in message for message in messages) == 1, "not for a job of this version"
 
 
 @pytest.mark.parametrize("content", [None, "", "[]"])

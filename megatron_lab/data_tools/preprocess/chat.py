@@ -28,6 +28,7 @@ from jinja2 import nodes
 from numpy.typing import NDArray
 
 from megatron.config.optional_packages import import_optional
+from megatron.config.regular_file import read_regular, read_text
 from megatron.data.indexed_dataset import MARK_TYPE
 from megatron.data.samples import IN_LOSS
 from megatron_lab.data_tools.preprocess.errors import BadRecordError
@@ -98,7 +99,7 @@ class ChatTemplate:
         path = Path(file) if file is not None else tokenizer.parent / _TEMPLATE_FILE
         if file is not None or path.is_file():
             try:
-                return cls(path.read_text(encoding="utf-8"), str(path), special_tokens, date)
+                return cls(read_text(path), str(path), special_tokens, date)
             except (OSError, UnicodeDecodeError) as error:
                 raise ValueError(
                     f"--chat-template {path} cannot be read: {error}.\n  Check the path; the file must be UTF-8 text."
@@ -149,7 +150,7 @@ class ChatEncoder:
         self._marks_answers = "generation" in _find_block_names(template.text)
         library = import_optional("tokenizers", "--chat-template needs the tokenizers library")
         try:
-            self._tokenizer = library.Tokenizer.from_file(str(tokenizer))
+            self._tokenizer = library.Tokenizer.from_buffer(read_regular(tokenizer))
         except Exception as error:  # the library raises `Exception` itself
             raise ValueError(
                 f"--tokenizer-model {tokenizer}: the tokenizers library cannot read this file: {error}.\n"

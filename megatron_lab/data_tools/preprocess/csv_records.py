@@ -12,24 +12,31 @@ from typing import Any, BinaryIO, cast
 
 from megatron_lab.data_tools.preprocess import storage
 from megatron_lab.data_tools.preprocess.errors import BadRecordError, DamagedFileError
+from megatron_lab.data_tools.preprocess.text_encoding import DETECTION_BYTES, MARK_INVALID, RecordDecoder, TextEncoding
 
 _SEPARATORS = ",;\t|"
 _MAX_FIELD_SIZE = 2**31 - 1  # the largest limit that the csv module accepts on every system
 _MAX_HEADER_BYTES = 1 << 20
 
 
-def check_columns(path: str, columns: Sequence[str]) -> None:
+def check_columns(path: str, columns: Sequence[str], text_encoding: TextEncoding) -> None:
     """Check that a csv or tsv file has each of `columns` exactly once.
+
+    Args:
+        text_encoding: settings that select the encoding of the file.
 
     Raises:
         ValueError: a column is missing, or its name occurs several times in the header.
     """
     with storage.open_binary(path) as file:
-        _read_header(path, file, columns)
+        _read_header(path, file, columns, RecordDecoder(text_encoding))
 
 
-def _read_header(path: str, file: BinaryIO, columns: Sequence[str]) -> tuple[str, list[str]]:
-    """Find the separator of a csv or tsv file, and read its header. Set the file position back to the start.
+def _read_header(path: str, file: BinaryIO, columns: Sequence[str], decoder: RecordDecoder) -> tuple[str, list[str]]:
+    """Find the encoding and the separator of a csv or tsv file, and read its header. Set the file position back to the start.
+
+    Args:
+        decoder: decoder whose encoding is set.
 
     Returns:
         The separator, and the names of all columns.
@@ -37,8 +44,10 @@ def _read_header(path: str, file: BinaryIO, columns: Sequence[str]) -> tuple[str
     Raises:
         ValueError: no separator gives each of `columns` exactly once.
     """
-    text = file.read(_MAX_HEADER_BYTES).decode("utf-8-sig", "surrogateescape")
+    content = file.read(DETECTION_BYTES)
     file.seek(0)
+    decoder.set_encoding(content, is_complete=len(content) < DETECTION_BYTES)
+    text = content[:_MAX_HEADER_BYTES].decode(decoder.encoding, "replace").removeprefix("\ufeff")
     headers = {}
     for separator in _SEPARATORS:
         try:
@@ -57,24 +66,29 @@ def _read_header(path: str, file: BinaryIO, columns: Sequence[str]) -> tuple[str
     )
 
 
-def read_rows(path: str, file: BinaryIO, columns: Sequence[str], on_progress: Callable[[int], None]) -> Iterator[Any]:
+def read_rows(
+    path: str, file: BinaryIO, columns: Sequence[str], on_progress: Callable[[int], None], decoder: RecordDecoder
+) -> Iterator[Any]:
     """Yield the values of `columns` for each row. For a row with invalid quoting, yield a `BadRecordError` instead.
 
-    A string that is not valid UTF-8 is yielded as bytes. A value that is missing in a short row is None.
+    Invalid bytes are marked by the error handler `MARK_INVALID`. A value that is missing in a short row is None.
 
     Args:
         path: path or URL of the file, for error messages.
         file: the opened file.
         columns: names of the columns, in the order of the yielded values.
         on_progress: called after each row with the number of bytes that have been read.
+        decoder: decoder whose encoding is set.
 
     Raises:
         DamagedFileError: a quotation is still open at the end of the file.
     """
     csv.field_size_limit(_MAX_FIELD_SIZE)
-    separator, names = _read_header(path, file, columns)
+    separator, names = _read_header(path, file, columns, decoder)
     column_indices = [names.index(column) for column in columns]
-    text = io.TextIOWrapper(cast(Any, file), "utf-8-sig", "surrogateescape", newline="")
+    text = io.TextIOWrapper(cast(Any, file), decoder.encoding, MARK_INVALID, newline="")
+    if text.read(1) != "\ufeff":
+        text.seek(0)
     reader = csv.reader(text, delimiter=separator, strict=True)
     next(reader)
     num_rows = 0
@@ -94,16 +108,6 @@ def read_rows(path: str, file: BinaryIO, columns: Sequence[str], on_progress: Ca
         else:
             if not row:
                 continue  # a blank line
-            yield tuple(_restore_bytes(row[column_index]) if column_index < len(row) else None for column_index in column_indices)
+            yield tuple(row[column_index] if column_index < len(row) else None for column_index in column_indices)
         num_rows += 1
         on_progress(file.tell())
-
-
-def _restore_bytes(text: str) -> str | bytes:
-    if text.isascii():
-        return text
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-8", "surrogateescape")
-    return text

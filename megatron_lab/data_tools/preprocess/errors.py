@@ -7,6 +7,10 @@ class BadRecordError(ValueError):
     """Raised for an input record that cannot be converted to tokens. The message says why."""
 
 
+class UndecodableRecordError(BadRecordError):
+    """Raised for an input record with bytes that are not valid in the encoding of its file."""
+
+
 class DamagedFileError(ValueError):
     """Raised for an input file that cannot be read to its end.
 

@@ -17,8 +17,10 @@ from functools import cached_property
 
 import xxhash
 
+from megatron_lab.data_tools.hub_names import suggest_texts_download
 from megatron_lab.data_tools.preprocess import storage
 from megatron_lab.data_tools.preprocess.csv_records import check_columns
+from megatron_lab.data_tools.preprocess.text_encoding import RecordDecoder, TextEncoding, has_one_byte_newlines
 from megatron_lab.data_tools.preprocess.text_records import FileFormat, InputRange, list_row_groups
 
 _JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -110,7 +112,8 @@ def _expand_argument(argument: str) -> Iterator[str]:
         for match in sorted(storage.glob(path)):
             yield from sorted(storage.list_files(match)) if storage.is_folder(match) else [match]
     else:
-        raise ValueError(f"--input {argument}: there is no such file or folder. Check the path.")
+        advice = suggest_texts_download(argument)
+        raise ValueError(f"--input {argument}: there is no such file or folder. Check the path.{advice}")
 
 
 def _get_suffix(path: str) -> str:
@@ -157,6 +160,7 @@ def split_into_shards(
     *,
     columns: Sequence[str] | None = None,
     requires_strings: bool = True,
+    text_encoding: TextEncoding = TextEncoding(),  # noqa: B008 - a constant
     on_skipped_file: Callable[[str], None] | None = None,
 ) -> list[InputShard]:
     """Divide the input files, in their order, into shards (parts that one worker converts at a time).
@@ -170,6 +174,7 @@ def split_into_shards(
         keys: JSON keys (--json-keys), each of which gives one dataset. Plain text has only the key "text".
         columns: columns that parquet and csv files must have; None for `keys`.
         requires_strings: whether the parquet columns must have a string type.
+        text_encoding: settings that select the encoding of the files.
         on_skipped_file: called with "FILE: problem" for each unusable file, which is skipped; None to raise the error.
 
     Raises:
@@ -187,7 +192,7 @@ def split_into_shards(
         try:
             if on_skipped_file is not None:
                 storage.open_binary(source.path).close()
-            ranges = list(_split_file(source, shard_size, keys if columns is None else columns, requires_strings))
+            ranges = list(_split_file(source, shard_size, keys if columns is None else columns, requires_strings, text_encoding))
         except (ValueError, OSError) as error:
             if on_skipped_file is None:
                 raise
@@ -205,14 +210,16 @@ def split_into_shards(
     return [*shards, InputShard(tuple(small_files))] if small_files else shards
 
 
-def _split_file(source: InputRange, shard_size: int, columns: Sequence[str], requires_strings: bool) -> Iterator[InputRange]:
+def _split_file(
+    source: InputRange, shard_size: int, columns: Sequence[str], requires_strings: bool, text_encoding: TextEncoding
+) -> Iterator[InputRange]:
     """Yield the ranges into which a file is split.
 
     They are byte ranges of JSON lines, row groups of parquet, or the complete file for other formats.
     """
     if source.file_format == "csv" and source.num_bytes:
-        check_columns(source.path, columns)
-    if source.file_format == "jsonl":
+        check_columns(source.path, columns, text_encoding)
+    if source.file_format == "jsonl" and (source.num_bytes <= shard_size or _can_split_lines(source.path, text_encoding)):
         for start in range(0, source.num_bytes, shard_size):
             end = min(start + shard_size, source.num_bytes)
             num_preceding = None if start else 0
@@ -230,3 +237,11 @@ def _split_file(source: InputRange, shard_size: int, columns: Sequence[str], req
                 num_bytes = num_rows = 0
     else:
         yield source
+
+
+def _can_split_lines(path: str, text_encoding: TextEncoding) -> bool:
+    """Return whether the lines of a file can be found from any byte on: not in UTF-16, for example."""
+    decoder = RecordDecoder(text_encoding)
+    with storage.open_binary(path) as file:
+        decoder.set_encoding_of_json(file.read(4))
+    return has_one_byte_newlines(decoder.encoding)

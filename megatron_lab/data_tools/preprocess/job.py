@@ -4,7 +4,7 @@ datasets."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +21,8 @@ from megatron_lab.data_tools.preprocess.text_records import FileFormat, InputRan
 
 _RESUME = "Continue with --resume: finished shards are kept."
 _FREE_SPACE = f"Make room there. {_RESUME}"
+_DETECTS_ENCODINGS = "detects encodings"
+"""Setting in the job folder of versions that detect encodings. Folders of earlier versions lack it."""
 
 
 def preprocess(
@@ -77,8 +79,8 @@ def preprocess(
         raise ValueError(
             f"--output-prefix {output_prefix}: the folder {Path(output_prefix).parent} does not exist.\n  Make it first."
         )
-    bad_records_file = f"{output_prefix}_bad_lines.txt"
-    sources, messages = find_sources(inputs, input_format, output_files=[bad_records_file])
+    bad_records_file, encodings_file = f"{output_prefix}_bad_lines.txt", f"{output_prefix}_encodings.txt"
+    sources, messages = find_sources(inputs, input_format, output_files=[bad_records_file, encodings_file])
     for message in messages:
         log(message)
     job_folder = JobFolder(f"{output_prefix}.parts", len(job.dataset_suffixes))
@@ -100,6 +102,7 @@ def preprocess(
                 log(f"shards finished by an earlier run: {summary.num_resumed_shards:,} of {len(shards):,}")
             _join_parts(reports, job, summary, log)
             reports.write_bad_records(bad_records_file, summary)
+            reports.write_encoding_notes(encodings_file, summary)
         except BaseException:
             job_folder.remove_unfinished()
             if job_folder.has_no_shards():
@@ -147,9 +150,9 @@ def _prepare_shards(
         )
     if earlier_settings:
         differences = [
-            f"{name} was {earlier_settings.get(name)!r}, now {job_settings.get(name)!r}"
+            f"{name} was {_format_setting(earlier_settings, name)}, now {_format_setting(job_settings, name)}"
             for name in {**earlier_settings, **job_settings}
-            if name != "shard size" and earlier_settings.get(name) != job_settings.get(name)
+            if name not in ("shard size", _DETECTS_ENCODINGS) and earlier_settings.get(name) != job_settings.get(name)
         ]
         if shard_size is not None and shard_size != earlier_settings.get("shard size"):
             differences.append(f"shard size was {earlier_settings.get('shard size'):,}, now {shard_size:,}")
@@ -159,9 +162,20 @@ def _prepare_shards(
                 "  Use the same settings, or start again with --restart, which removes this folder."
             )
         shard_size = int(str(earlier_settings["shard size"]))
+        if _DETECTS_ENCODINGS not in earlier_settings:
+            log(
+                f"{job_folder.folder} is the work of an earlier version, which did not detect encodings: its shards of text files "
+                "and of tables, and those with invalid records, are converted again"
+            )
     bytes_per_shard = shard_size or select_shard_size(sources)
     shards = split_into_shards(
-        sources, bytes_per_shard, job.keys, columns=job.columns, requires_strings=job.chat is None, on_skipped_file=on_skipped_file
+        sources,
+        bytes_per_shard,
+        job.keys,
+        columns=job.columns,
+        requires_strings=job.chat is None,
+        text_encoding=job.text_encoding,
+        on_skipped_file=on_skipped_file,
     )
     log(f"files: {len(sources):,}, {sum(source.num_bytes for source in sources) / 1e6:,.1f} MB; shards: {len(shards):,}")
     large_compressed_files = [
@@ -173,8 +187,12 @@ def _prepare_shards(
             f"{large_compressed_files[0].path}; one worker reads each "
             "of them to its end (smaller files or uncompressed jsonl use all workers)"
         )
-    job_folder.create({**job_settings, "shard size": bytes_per_shard})
+    job_folder.create({**job_settings, "shard size": bytes_per_shard, _DETECTS_ENCODINGS: True})
     return shards
+
+
+def _format_setting(settings: Mapping[str, object], name: str) -> str:
+    return repr(settings[name]) if name in settings else "not set"
 
 
 def _run_shards(
@@ -193,7 +211,7 @@ def _run_shards(
         progress_meter.update(shard_index, update)
         if isinstance(update, ShardReport):
             disk_monitor.update(update)
-            update.bad = []
+            update.drop_lists()
             reports.by_shard[shard_index] = update
 
     try:

@@ -22,8 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.config.regular_file import parse_json
 from megatron_lab.data_tools.preprocess import storage
 from megatron_lab.data_tools.preprocess.storage import compute_digest
+from megatron_lab.data_tools.preprocess.text_encoding import ErrorHandling
 
 _DATASET_SUFFIXES = (".bin", ".idx")
 
@@ -67,8 +69,27 @@ class ShardReport:
     "_0.bin"."""
     num_learned: int = 0
     """Number of tokens that count in the loss, if the records are conversations."""
+    num_encodings: int = 0
+    """Number of file ranges with a note about their encoding."""
+    encodings: list[tuple[int, str]] = field(default_factory=list)
+    """Notes about encodings: (index of the file range in the shard, note)."""
+    num_undecodable: int = 0
+    """Number of invalid records that have bytes which are invalid in the encoding of their file."""
+    num_replaced_records: int = 0
+    """Number of records whose invalid bytes were replaced."""
+    num_replaced_bytes: int = 0
+    replaced: list[tuple[int, int, int, str]] = field(default_factory=list)
+    """Records whose invalid bytes were replaced, up to a maximum number: (index of the file range in the shard, index of the record
+    in the range, number of invalid bytes, description of the first of them)."""
+    errors: ErrorHandling | None = None
+    """Treatment of invalid bytes when the shard was converted (--errors); None in a report of a version of the tool that did not
+    detect encodings."""
     new: bool = True
     """Whether this run converted the shard; False if an earlier run did."""
+
+    def drop_lists(self) -> None:
+        """Remove the lists, which may be long, from memory. They stay in the job folder."""
+        self.bad, self.encodings, self.replaced = [], [], []
 
     @property
     def counts(self) -> ShardCounts:
@@ -159,7 +180,7 @@ class JobFolder:
             return None
         with storage.open_binary(path) as file:
             try:
-                content = json.loads(file.read())
+                content = parse_json(file.read())
             except ValueError:
                 return None
         return content if isinstance(content, dict) else None

@@ -13,6 +13,7 @@ from megatron.data.indexed_writer import write_atomically
 from megatron_lab.data_tools.preprocess import storage
 from megatron_lab.data_tools.preprocess.input_shards import InputShard
 from megatron_lab.data_tools.preprocess.part_files import JobFolder, ShardCounts, ShardReport
+from megatron_lab.data_tools.preprocess.text_encoding import EncodingNotes, format_replaced
 from megatron_lab.data_tools.preprocess.text_records import InputRange
 
 
@@ -42,6 +43,10 @@ class Summary:
     """"FILE:LINE: problem" for each of the first `_MAX_SUMMARY_RECORDS` invalid records."""
     bad_records_file: str | None = None
     """Path of the file that lists all invalid records; None if there are none."""
+    encoding_notes: EncodingNotes = field(default_factory=EncodingNotes)
+    """Files that are not UTF-8, and records with invalid bytes."""
+    encodings_file: str | None = None
+    """Path of the list of files that are not UTF-8 and of records whose invalid bytes were replaced; None if this list is empty."""
 
 
 class ProgressMeter:
@@ -190,19 +195,69 @@ class JobReports:
             path: path or URL of the list.
             summary: summary of the job, updated in place.
         """
-        if not summary.num_bad_records + summary.num_bad_files:
+
+        def iter_lines() -> Iterator[str]:
+            for message in self.iter_bad_records():
+                yield message
+                if len(summary.bad_records) < _MAX_SUMMARY_RECORDS:
+                    summary.bad_records.append(message)
+
+        if self._write_list(path, iter_lines() if summary.num_bad_records + summary.num_bad_files else None):
+            summary.bad_records_file = path
+
+    def write_encoding_notes(self, path: str, summary: Summary) -> None:
+        """Write the list of files that are not UTF-8 and of records whose invalid bytes were replaced to a file, and add the counts
+        and the path to the summary. An empty list is not written, and the list of an earlier job is removed.
+
+        Args:
+            path: path or URL of the list.
+            summary: summary of the job, updated in place.
+        """
+        reports = self.by_shard.values()
+        summary.encoding_notes.num_undecodable = sum(report.num_undecodable for report in reports)
+        has_lines = any(report.num_encodings + report.num_replaced_records for report in reports)
+        if self._write_list(path, self._iter_encoding_notes(summary.encoding_notes) if has_lines else None):
+            summary.encodings_file = path
+
+    def _write_list(self, path: str, lines: Iterator[str] | None) -> bool:
+        """Write lines to a file, or remove the file of an earlier job if `lines` is None. Return whether the file was written."""
+        if lines is None:
             storage.remove(path)
-            return
+            return False
         with self.job_folder.open_workspace() as workspace:
-            local_path = f"{workspace}/bad_lines.txt" if storage.is_url(path) else path
+            local_path = f"{workspace}/list.txt" if storage.is_url(path) else path
             with write_atomically(local_path, folder=workspace, sync=False) as (file,):
-                for message in self.iter_bad_records():
-                    file.write(f"{message}\n".encode(errors="backslashreplace"))
-                    if len(summary.bad_records) < _MAX_SUMMARY_RECORDS:
-                        summary.bad_records.append(message)
+                file.writelines(f"{line}\n".encode(errors="backslashreplace") for line in lines)
             if local_path != path:
                 storage.upload(local_path, path)
-        summary.bad_records_file = path
+        return True
+
+    def _iter_encoding_notes(self, notes: EncodingNotes) -> Iterator[str]:
+        """Add all files that are not UTF-8, and all records whose invalid bytes were replaced, to `notes`. Yield a line for each.
+
+        They are in the order of the input.
+        """
+        for shard_index, shard in enumerate(self.shards):
+            counts = self.by_shard[shard_index]
+            report = self.job_folder.read_report(shard.name) if counts.num_encodings + counts.num_replaced_records else None
+            if report is None:
+                continue
+            for range_index, note in report.encodings:
+                path = shard.ranges[range_index].path
+                if notes.add_file(path, note):
+                    yield f"{path}: {note}"
+            record_indices = {
+                range_index: self.count_records_before(shard_index, range_index)
+                for range_index in {range_index for range_index, *_ in report.replaced}
+            }
+            for range_index, record_index, num_bytes, problem in report.replaced:
+                location = shard.ranges[range_index].format_location(record_indices[range_index] + record_index)
+                notes.add_replaced(location, num_bytes, problem)
+                yield format_replaced(location, num_bytes, problem)
+            if num_more := report.num_replaced_records - len(report.replaced):
+                yield f"{shard.ranges[-1].path}: {num_more:,} more records with invalid bytes up to here"
+                notes.num_replaced_records += num_more
+                notes.num_replaced_bytes += report.num_replaced_bytes - sum(num_bytes for _, _, num_bytes, _ in report.replaced)
 
     def iter_bad_records(self) -> Iterator[str]:
         """Yield "FILE:LINE: problem" for all skipped files, and then for all invalid records in the order of the input.

@@ -23,11 +23,12 @@ from megatron.data.indexed_writer import IndexedDatasetWriter, write_dataset
 from megatron.data.samples import DOCUMENT_END
 from megatron.data.tokenizer import Tokenizer, build_tokenizer, require_tokenizer_json
 from megatron_lab.data_tools.preprocess.chat import ChatTemplate, Messages, check_messages, get_encoder
-from megatron_lab.data_tools.preprocess.errors import BadRecordError, DamagedFileError
+from megatron_lab.data_tools.preprocess.errors import BadRecordError, DamagedFileError, UndecodableRecordError
 from megatron_lab.data_tools.preprocess.input_shards import InputShard
 from megatron_lab.data_tools.preprocess.part_files import JobFolder, ShardCounts, ShardReport
 from megatron_lab.data_tools.preprocess.storage import compute_digest, explain_disk_full
-from megatron_lab.data_tools.preprocess.text_records import PARSERS, InputRange, parse_values, read_records
+from megatron_lab.data_tools.preprocess.text_encoding import RecordDecoder, TextEncoding
+from megatron_lab.data_tools.preprocess.text_records import DETECTED_FORMATS, PARSERS, InputRange, parse_values, read_records
 
 FORMAT_VERSION = 1
 """Version of part files and reports. Files of another version are not reused."""
@@ -54,6 +55,8 @@ class PreprocessJob:
     """Seed for shuffling the documents of the datasets; None keeps the order of the input."""
     chat: ChatTemplate | None = None
     """Chat template with which conversations are rendered as text; None if the records are texts."""
+    text_encoding: TextEncoding = TextEncoding()  # noqa: RUF009 - a constant
+    """Encoding of the input files, and treatment of invalid bytes."""
 
     @property
     def dataset_suffixes(self) -> tuple[str, ...]:
@@ -101,8 +104,8 @@ def compute_file_digests(config: DataConfig) -> tuple[tuple[str, str], ...]:
 def get_job_settings(job: PreprocessJob) -> dict[str, object]:
     """Return the settings that affect the output of a shard. If they change, finished shards cannot be reused.
 
-    Tokenizer files are represented by hashes of their content. The treatment of invalid records is not included, because it does
-    not affect shards without invalid records.
+    Tokenizer files are represented by hashes of their content. The treatment of invalid records and bytes is not included, because
+    it does not affect shards without them.
     """
     tokenizer, dtype = get_tokenizer(job)
     tokenizer_type = job.tokenizer.tokenizer_type or ""
@@ -112,6 +115,7 @@ def get_job_settings(job: PreprocessJob) -> dict[str, object]:
         "json keys": list(job.keys),
         "append eod": job.append_eod,
         **({} if job.column is None else {"column": job.column}),
+        **({} if job.text_encoding.name is None else {"encoding": job.text_encoding.name}),
         **({} if job.cut_documents is None else {"cut documents": job.cut_documents}),
         "tokenizer type": tokenizer_type,
         **{
@@ -190,7 +194,7 @@ def run_shard(
     """
     job_folder = JobFolder(folder, len(job.dataset_suffixes))
     finished = job_folder.find_finished(shard.name)
-    if finished is not None and (job.skip_bad_records or not finished.num_bad):
+    if finished is not None and _can_reuse(finished, shard, job):
         return dataclasses.replace(finished, new=False)
     remedy = "Make room and continue with --resume: finished shards are kept."
     with job_folder.open_workspace() as workspace, explain_disk_full(workspace, remedy):
@@ -213,6 +217,20 @@ def run_shard(
             report = builder.finish()
         job_folder.finish_shard(shard.name, workspace, report)
     return report
+
+
+def _can_reuse(report: ShardReport, shard: InputShard, job: PreprocessJob) -> bool:
+    """Return whether a finished shard is what this job would write, although --on-error, --errors or the version of the tool may
+    have changed.
+
+    Earlier versions did not detect encodings: they read text files and tables of other encodings differently, or not at all. JSON
+    lines and parquet files have the same content in all versions if all their records are valid.
+    """
+    if report.num_bad and not job.skip_bad_records:
+        return False
+    if report.errors is None:
+        return not report.num_bad and all(shard_range.file_format not in DETECTED_FORMATS for shard_range in shard.ranges)
+    return report.errors == job.text_encoding.errors or not report.num_bad + report.num_replaced_records
 
 
 class _ShardBuilder:
@@ -238,7 +256,7 @@ class _ShardBuilder:
         self._tokens: list[list[NDArray[np.integer]]] = [[] for _ in writers]
         self._lengths: list[list[int]] = [[] for _ in writers]
         self._num_buffered = 0
-        self._report = ShardReport([], 0, 0, 0, [], 0, [])
+        self._report = ShardReport([], 0, 0, 0, [], 0, [], errors=job.text_encoding.errors)
         self._last_progress = time.monotonic()
 
     def add(self, range_index: int, input_range: InputRange) -> None:
@@ -249,17 +267,23 @@ class _ShardBuilder:
         """
         parse, columns, count = PARSERS[input_range.file_format], self._job.columns, 0
         check = parse_values if self._job.chat is None else check_messages
+        decoder = RecordDecoder(self._job.text_encoding)
         try:
-            with closing(read_records(input_range, columns, self._report_progress)) as range_records:
+            with closing(read_records(input_range, columns, self._report_progress, decoder)) as range_records:
                 for count, record in enumerate(range_records, start=1):
                     try:
-                        values = parse(record, columns, check)
+                        values = parse(record, columns, check, decoder)
                         if values is None:
                             self._report.num_empty += 1
                         else:
                             self._encode(values)
+                        if decoder.replaced is not None:
+                            self._add_replaced(range_index, count - 1, decoder)
                     except (ValueError, RecursionError) as error:
-                        self._skip_record(range_index, count - 1, str(error).replace("\n", " "))
+                        decoder.take_replaced()
+                        self._report.num_undecodable += isinstance(error, UndecodableRecordError)
+                        advice = "" if self._job.skip_bad_records else decoder.suggest_encoding(record)
+                        self._skip_record(range_index, count - 1, str(error).replace("\n", " ") + advice)
         except DamagedFileError as error:
             if not self._job.skip_bad_files:
                 raise
@@ -267,6 +291,9 @@ class _ShardBuilder:
         if not input_range.is_unchanged():
             raise DamagedFileError(f"{input_range.path} was changed while this job read it.\n  Continue the job with --resume.")
         self._report.num_records.append(count)
+        if decoder.note is not None:
+            self._report.num_encodings += 1
+            self._report.encodings.append((range_index, decoder.note))
         self._report.num_bytes += input_range.num_bytes
         self._report_progress(0)
 
@@ -353,6 +380,15 @@ class _ShardBuilder:
         self._report.num_bad += 1
         if len(self._report.bad) < _MAX_REPORTED_RECORDS:
             self._report.bad.append((range_index, record_index, reason))
+
+    def _add_replaced(self, range_index: int, record_index: int, decoder: RecordDecoder) -> None:
+        """Add the record whose invalid bytes the decoder has replaced to the report."""
+        replaced = decoder.take_replaced()
+        assert replaced is not None
+        self._report.num_replaced_records += 1
+        self._report.num_replaced_bytes += replaced[0]
+        if len(self._report.replaced) < _MAX_REPORTED_RECORDS:
+            self._report.replaced.append((range_index, record_index, *replaced))
 
     def _report_progress(self, num_bytes: int) -> None:
         """Call `on_progress` with the counts so far, at most every half second.

@@ -19,6 +19,7 @@ from typing import BinaryIO, cast
 import xxhash
 
 from megatron.config.optional_packages import open_filesystem
+from megatron.config.regular_file import open_regular
 from megatron.data.indexed_writer import write_atomically
 
 BUFFER_BYTES = 1 << 20
@@ -118,7 +119,7 @@ def _is_job_folder(folder: str) -> bool:
 def open_binary(path: str) -> BinaryIO:
     """Open a file at a path or URL for buffered reading and seeking."""
     if not is_url(path):
-        return open(path, "rb", buffering=BUFFER_BYTES)
+        return io.BufferedReader(cast(io.RawIOBase, open_regular(path)), BUFFER_BYTES)
     filesystem, name = open_filesystem(path)
     return cast(BinaryIO, io.BufferedReader(filesystem.open(name, "rb"), BUFFER_BYTES))
 
@@ -189,5 +190,5 @@ def compute_digest(path: str | Path) -> str:
     if Path(path).is_dir():
         files = sorted(file for file in Path(path).iterdir() if file.is_file())
         return xxhash.xxh3_128_hexdigest("".join(f"{file.name}\0{compute_digest(file)}\0" for file in files).encode())
-    with Path(path).open("rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+    with open_regular(path) as file:
+        return hashlib.file_digest(cast(io.RawIOBase, file), xxhash.xxh3_128).hexdigest()

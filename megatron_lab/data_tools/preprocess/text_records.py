@@ -16,8 +16,11 @@ from typing import Any, BinaryIO, Literal, cast
 from megatron.config.optional_packages import import_optional
 from megatron_lab.data_tools.preprocess import csv_records, storage
 from megatron_lab.data_tools.preprocess.errors import BadRecordError, DamagedFileError
+from megatron_lab.data_tools.preprocess.text_encoding import RecordDecoder, has_one_byte_newlines
 
 FileFormat = Literal["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "csv", "text"]
+DETECTED_FORMATS: tuple[FileFormat, ...] = ("csv", "text")
+"""Formats of files whose encoding is detected from their content."""
 
 Record = Any
 """A line (bytes), the values of a table row, or the content of a text file (bytes). An exception for a row that cannot be read."""
@@ -59,33 +62,43 @@ class InputRange:
         return f"{self.path}: row {record_index}" if self.file_format in ("parquet", "csv") else f"{self.path}:{record_index + 1}"
 
 
-def read_records(input_range: InputRange, columns: Sequence[str], on_progress: Callable[[int], None]) -> Records:
+def read_records(
+    input_range: InputRange, columns: Sequence[str], on_progress: Callable[[int], None], decoder: RecordDecoder
+) -> Records:
     """Yield the records of a file range without parsing them: lines as bytes, table rows as values, or the content of a text file.
 
     Args:
         columns: columns of parquet and csv files to read.
         on_progress: called repeatedly with the number of bytes of the range that have been read.
+        decoder: decoder of the records. Its encoding and the offset of the current record are set here.
 
     Raises:
         DamagedFileError: the file ends too early, or does not have the format of its suffix.
     """
     with storage.open_binary(input_range.path) as file:
         if input_range.file_format == "jsonl":
-            yield from _read_lines(file, input_range, on_progress)
+            if not input_range.start:
+                decoder.set_encoding_of_json(file.read(4))
+                file.seek(0)
+            if has_one_byte_newlines(decoder.encoding):
+                yield from _read_lines(file, input_range, on_progress, decoder)
+            else:
+                yield from _read_encoded_lines(file, lambda: on_progress(file.tell()), decoder)
         elif input_range.file_format == "parquet":
+            decoder.set_utf8()
             for group in range(input_range.start, input_range.end):
                 yield from _read_rows(input_range.path, file, columns, group)
                 on_progress(input_range.num_bytes * (group + 1 - input_range.start) // (input_range.end - input_range.start))
         elif input_range.file_format == "csv":
             if input_range.num_bytes:
-                yield from csv_records.read_rows(input_range.path, file, columns, on_progress)
+                yield from csv_records.read_rows(input_range.path, file, columns, on_progress, decoder)
         elif input_range.file_format == "text":
             yield file.read()
         else:
-            yield from _read_compressed_lines(file, input_range, on_progress)
+            yield from _read_compressed_lines(file, input_range, on_progress, decoder)
 
 
-def _read_lines(file: BinaryIO, input_range: InputRange, on_progress: Callable[[int], None]) -> Records:
+def _read_lines(file: BinaryIO, input_range: InputRange, on_progress: Callable[[int], None], decoder: RecordDecoder) -> Records:
     """Yield the lines that start in a byte range of a file. The last line may end after the range."""
     position = input_range.start
     if position:
@@ -97,19 +110,57 @@ def _read_lines(file: BinaryIO, input_range: InputRange, on_progress: Callable[[
             if fragment.endswith(b"\n"):
                 break
     while position < input_range.end and (line := file.readline()):
+        decoder.record_offset = position
         position += len(line)
         yield line
         on_progress(position - input_range.start)
 
 
-def _read_compressed_lines(file: BinaryIO, input_range: InputRange, on_progress: Callable[[int], None]) -> Records:
+def _read_encoded_lines(file: BinaryIO, on_progress: Callable[[], None], decoder: RecordDecoder) -> Records:
+    """Yield the lines of a file in which a line does not end with the single byte of ASCII, such as UTF-16.
+
+    Args:
+        file: the file, at its start.
+        on_progress: called after each line.
+        decoder: decoder with the encoding of the file.
+    """
+    newline = "\n".encode(decoder.encoding)
+    buffer, decoder.record_offset = b"", 0
+    search_start = 0
+    while block := file.read(storage.BUFFER_BYTES):
+        buffer += block
+        line_start = 0
+        while (index := buffer.find(newline, search_start)) >= 0:
+            if index % len(newline):  # the end of one character and the start of the next
+                search_start = index + 1
+                continue
+            search_start = index + len(newline)
+            yield buffer[line_start:search_start]
+            decoder.record_offset += search_start - line_start
+            line_start = search_start
+            on_progress()
+        buffer = buffer[line_start:]
+        search_start = max(len(buffer) - len(newline), 0)
+    if buffer:
+        yield buffer
+
+
+def _read_compressed_lines(
+    file: BinaryIO, input_range: InputRange, on_progress: Callable[[int], None], decoder: RecordDecoder
+) -> Records:
     num_lines = 0
     try:
         decompressed = gzip.GzipFile(fileobj=file) if input_range.file_format == "jsonl.gz" else ZstdReader(input_range.path, file)
         with io.BufferedReader(cast(Any, decompressed), storage.BUFFER_BYTES) as lines:
-            for num_lines, line in enumerate(lines, start=1):  # noqa: B007 - the error message has the last number
-                yield line
-                on_progress(file.tell())
+            decoder.set_encoding_of_json(lines.peek(4)[:4])
+            if has_one_byte_newlines(decoder.encoding):
+                decoder.record_offset = 0
+                for num_lines, line in enumerate(lines, start=1):  # noqa: B007 - the error message has the last number
+                    yield line
+                    decoder.record_offset += len(line)
+                    on_progress(file.tell())
+            else:
+                yield from _read_encoded_lines(cast(BinaryIO, lines), lambda: on_progress(file.tell()), decoder)
     except (EOFError, gzip.BadGzipFile, zlib.error, DamagedFileError) as error:
         raise DamagedFileError(
             f"{input_range.path} is truncated or damaged, after line {num_lines:,} or later: {error}.\n"
@@ -210,7 +261,7 @@ def _open_parquet(path: str, file: BinaryIO) -> Any:
 
     try:
         return parquet.ParquetFile(file, pre_buffer=False, buffer_size=storage.BUFFER_BYTES, page_checksum_verification=True)
-    except pyarrow.lib.ArrowException as error:
+    except (pyarrow.lib.ArrowException, OSError) as error:
         raise ValueError(f"{path} is not a parquet file, or is damaged ({error}).\n  Create or copy the file again.") from error
 
 
@@ -283,8 +334,6 @@ def parse_values(values: Sequence[object], keys: Sequence[str]) -> list[str]:
         BadRecordError: a value is not a string, or contains half of a surrogate pair.
     """
     for key, value in zip(keys, values, strict=True):
-        if isinstance(value, bytes):
-            raise BadRecordError(f"the value of key {key!r} is not UTF-8: {value[:40]!r}: convert the text to UTF-8")
         if not isinstance(value, str):
             raise BadRecordError(
                 f"the value of key {key!r} is not a string but {json.dumps(value, default=str)[:40]}. Correct the value"
@@ -312,11 +361,12 @@ def check_encodable(text: str, label: str) -> None:
         ) from error
 
 
-def parse_line(line: bytes, keys: Sequence[str], check: ValueCheck = parse_values) -> list[Any] | None:
+def parse_line(line: bytes, keys: Sequence[str], check: ValueCheck, decoder: RecordDecoder) -> list[Any] | None:
     """Parse a line of a JSON lines file. Return the values of `keys`, or None if the line is blank.
 
     Args:
         check: function that checks these values and returns them, or raises `BadRecordError`.
+        decoder: decoder with the encoding of the file.
 
     Raises:
         ValueError: the line is not a JSON object with a valid value for each key.
@@ -324,13 +374,11 @@ def parse_line(line: bytes, keys: Sequence[str], check: ValueCheck = parse_value
     """
     if line.isspace():
         return None
+    text = decoder.decode(line).rstrip("\r\n")
+    if not text or text.isspace():
+        return None
     try:
-        # Removing the byte order mark first is faster than decoding with utf-8-sig.
-        record = json.loads(line.rstrip(b"\r\n").removeprefix(b"\xef\xbb\xbf").decode())
-    except UnicodeDecodeError as error:
-        raise BadRecordError(
-            f"the line is not UTF-8: byte {error.object[error.start]:#04x} at column {error.start + 1}: convert the file to UTF-8"
-        ) from error
+        record = json.loads(text)
     except json.JSONDecodeError as error:
         raise BadRecordError(
             f"the line is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}. Correct this line of the input"
@@ -346,53 +394,47 @@ def parse_line(line: bytes, keys: Sequence[str], check: ValueCheck = parse_value
     return check([record[key] for key in keys], keys)
 
 
-def parse_row(values: Sequence[object] | BadRecordError, keys: Sequence[str], check: ValueCheck = parse_values) -> list[Any] | None:
-    """Return the values of a table row after checking them.
+def parse_row(
+    values: Sequence[object] | BadRecordError, keys: Sequence[str], check: ValueCheck, decoder: RecordDecoder
+) -> list[Any] | None:
+    """Return the values of a table row after decoding and checking them.
 
     Args:
-        values: values of the row, one for each key, or the error of a row that could not be read.
+        values: values of the row, one for each key, or the error of a row that could not be read. A string that is not valid in
+            the encoding of the file is given as bytes (parquet), or as a string with marks of `MARK_INVALID` (csv).
         keys: columns of the values, for error messages.
         check: function that checks the values and returns them, or raises `BadRecordError`.
+        decoder: decoder with the encoding of the file.
 
     Raises:
         BadRecordError: a value is not valid, or the row could not be read.
     """
     if isinstance(values, BadRecordError):
         raise values
-    return check(values, keys)
+    return check([decoder.decode_value(value, key) for key, value in zip(keys, values, strict=True)], keys)
 
 
-def parse_text(content: bytes, keys: Sequence[str], check: ValueCheck = parse_values) -> list[Any]:
+def parse_text(content: bytes, keys: Sequence[str], check: ValueCheck, decoder: RecordDecoder) -> list[Any]:
     """Decode a text file, which is a single record. Return its content as a list with this only value.
 
     Args:
         keys: the key "text", for error messages.
         check: function that checks the content and returns it, or raises `BadRecordError`.
+        decoder: decoder that detects the encoding of the file.
 
     Raises:
-        BadRecordError: the file is neither UTF-8 nor UTF-16 with a byte order mark.
+        BadRecordError: the file is not valid in its encoding, or its encoding is not recognized.
     """
-    is_utf16 = content.startswith((b"\xff\xfe", b"\xfe\xff"))  # byte order mark of UTF-16, which Windows calls "Unicode"
-    try:
-        return check([content.decode("utf-16") if is_utf16 else content.removeprefix(b"\xef\xbb\xbf").decode()], keys)
-    except UnicodeDecodeError as error:
-        if is_utf16:
-            raise BadRecordError(
-                f"the file starts with the byte order mark of UTF-16, but byte {error.start + 1} is not valid UTF-16: convert the "
-                "file to UTF-8"
-            ) from error
-        line = content.count(b"\n", 0, error.start) + 1
-        raise BadRecordError(
-            f"the file is not UTF-8: byte {content[error.start]:#04x} in line {line}: convert the file to UTF-8"
-        ) from error
+    decoder.set_encoding(content)
+    return check([decoder.decode(content)], keys)
 
 
-PARSERS: dict[FileFormat, Callable[[Any, Sequence[str], ValueCheck], list[Any] | None]] = {
+PARSERS: dict[FileFormat, Callable[[Any, Sequence[str], ValueCheck, RecordDecoder], list[Any] | None]] = {
     "jsonl": parse_line,
     "jsonl.gz": parse_line,
     "jsonl.zst": parse_line,
-    "parquet": lambda values, keys, check: check(values, keys),
-    "csv": lambda values, keys, check: parse_row(values, keys, check),
+    "parquet": parse_row,
+    "csv": parse_row,
     "text": parse_text,
 }
 """By file format: function that returns the values of a record for the keys, or None for a blank line."""

@@ -75,7 +75,7 @@ def test_splits_with_paths_of_their_own(tmp_path: Path) -> None:
         (b'{"train": ["a"], "vaild": ["b"]}', "no entries other than train"),
         (b'{"train": "a"}', "not a list of weights and prefixes"),
         (b'{"train": [["a"]]}', "not a list of weights and prefixes"),
-        (b'{"train": ["1", "a", "b", "c"]}', "--train-data-path 1 a b c: value 3"),
+        (b'{"train": ["1", "a", "b", "c"]}', "splits.json 1 a b c: value 3"),
     ],
 )
 def test_a_file_of_splits_that_cannot_be_used(tmp_path: Path, content: bytes | None, message: str) -> None:

@@ -72,14 +72,18 @@ def test_indexes_of_the_order_are_those_of_today(before: Path) -> None:
 
 
 def test_a_preprocessing_job_under_way_is_resumed(before: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its version did not detect encodings, so the shard with an invalid record is converted again."""
     monkeypatch.chdir(before / "job")
     kept = len(list(Path("out.parts").glob("*_0.bin")))
     job = PreprocessJob(DataConfig(tokenizer_type="ByteTokenizer"), ("text", "title"), append_eod=True, skip_bad_records=True)
     notes: list[str] = []
     summary = preprocess(["input"], "out", job, start_mode="resume", log=notes.append)
-    assert summary.num_resumed_shards == kept == 5 and f"shards finished by an earlier run: {kept} of 8" in notes, notes
+    assert kept == 5 and summary.num_resumed_shards == 4 and "shards finished by an earlier run: 4 of 8" in notes, notes
     assert not Path("out.parts").exists()
     complete = sorted(path for path in os.listdir() if path.startswith("complete_"))
     assert len(complete) == 5
     for name in complete:
-        assert Path(name.replace("complete", "out", 1)).read_bytes() == Path(name).read_bytes(), name
+        now, earlier = Path(name.replace("complete", "out", 1)).read_bytes(), Path(name).read_bytes()
+        if name.endswith("_bad_lines.txt"):  # the words of its reasons have changed
+            now, earlier = (b" ".join(line.split()[0] for line in text.splitlines()) for text in (now, earlier))
+        assert now == earlier, name

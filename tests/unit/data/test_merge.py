@@ -78,7 +78,7 @@ def test_a_file_that_grows_while_it_is_copied_is_told(tmp_path: Path, monkeypatc
     copy = shutil.copyfileobj
 
     def grow_and_copy(source: BinaryIO, target: BinaryIO, length: int) -> None:
-        with open(source.name, "ab") as file:
+        with open(f"{parts[0]}.bin", "ab") as file:
             file.write(b"xx")
         copy(source, target, length)
 

@@ -26,14 +26,17 @@ from megatron_lab.data_tools.preprocess.input_shards import (
 from megatron_lab.data_tools.preprocess.job import preprocess
 from megatron_lab.data_tools.preprocess.reports import count_lines
 from megatron_lab.data_tools.preprocess.shard_work import PreprocessJob
+from megatron_lab.data_tools.preprocess.text_encoding import RecordDecoder, TextEncoding
 from megatron_lab.data_tools.preprocess.text_records import FileFormat, InputRange, read_records
 from tests.support.corpora import BYTES, FORMS, JOB, SKIP, TEXTS, expected_of, files_of, write_lines, write_parquet
+
+DECODER = RecordDecoder(TextEncoding())
 
 
 def read(shards: list[InputShard]) -> list[object]:
     """All records of all shards."""
     pieces = [piece for shard in shards for piece in shard.ranges]
-    return [record for piece in pieces for record in read_records(piece, ("text",), lambda at: None)]
+    return [record for piece in pieces for record in read_records(piece, ("text",), lambda at: None, DECODER)]
 
 
 @given(content=st.lists(st.sampled_from([b"a", b"\n", b"bcd", b"\r\n", b"\x0b"]), max_size=30), size=st.integers(1, 12))
@@ -48,7 +51,7 @@ def test_every_line_is_in_one_shard_at_any_size(tmp_path_factory: pytest.TempPat
     assert sum(shard.num_bytes for shard in shards) == path.stat().st_size
     assert max((shard.num_bytes for shard in shards), default=0) <= size
     for piece in (piece for shard in shards for piece in shard.ranges):
-        owned = len(list(read_records(piece, ("text",), lambda at: None)))
+        owned = len(list(read_records(piece, ("text",), lambda at: None, DECODER)))
         if piece.start or owned:  # an empty file has no line, though one would begin there
             assert count_lines(piece) == owned
 
@@ -89,11 +92,11 @@ def test_row_groups_are_put_together_up_to_the_size(tmp_path: Path) -> None:
     assert whole.num_bytes == sum(shard.num_bytes for shard in one_by_one)
 
 
-def test_small_files_share_a_shard_and_large_ones_do_not() -> None:
-    sizes = [3, 4, 4, 25, 5, 5, 1]
-    sources = [InputRange(f"/{n}.jsonl", "jsonl", "", 0, size, size, 0) for n, size in enumerate(sizes)]
-    shards = split_into_shards(sources, 10, ("text",))
-    assert [[(piece.path[1], piece.start, piece.end) for piece in shard.ranges] for shard in shards] == [
+def test_small_files_share_a_shard_and_large_ones_do_not(tmp_path: Path) -> None:
+    for index, size in enumerate([3, 4, 4, 25, 5, 5, 1]):
+        (tmp_path / f"{index}.jsonl").write_bytes(b"x" * size)
+    shards = split_into_shards(find_sources([str(tmp_path)])[0], 10, ("text",))
+    assert [[(Path(piece.path).stem, piece.start, piece.end) for piece in shard.ranges] for shard in shards] == [
         [("0", 0, 3), ("1", 0, 4)],
         [("2", 0, 4)],
         [("3", 0, 10)],
