@@ -37,11 +37,12 @@ def settings(
     True or False.
 
     Args:
-        values: settings as a mapping, or the path of a YAML file (as for --config). A mapping may be flat, or nested by topic as
-            `--print-config` prints it.
+        values: settings as a mapping, or the path of a YAML or TOML file (as for --config). A mapping may be flat, or nested by
+            topic as `--print-config` prints it.
         world_size: number of ranks of the run; by default that of the launcher, or one.
         overrides: additional settings, which take precedence over `values`. `model="llama3-8b"` loads the settings of a model that
-            --model knows. `config=[...]` loads settings from files, which have the lowest precedence.
+            --model knows, `recipe="llama2-7b"` those of a recipe that --recipe knows. `config=[...]` loads settings from files.
+            Each of these three overrides the previous ones, and all other settings override them.
 
     Raises:
         ConfigError: settings are invalid or contradict each other. The error's attribute `violations` lists all problems.

@@ -1,5 +1,5 @@
-"""The command line: flags in Megatron-LM's spelling, generated from the settings dataclasses, with YAML files whose settings the
-flags override.
+"""The command line: flags in Megatron-LM's spelling, generated from the settings dataclasses, with YAML or TOML files whose
+settings the flags override.
 
 This package parses the flags itself, with the table in `flags`; the library tyro only formats the help. Parsing continues after a
 problem. So all problems are reported together, each with its location: invalid values, refused flags and violated rules.
@@ -21,10 +21,10 @@ from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import find_flag, get_flags
 from megatron.config.imports import import_modules, import_object
-from megatron.config.launcher import adopt_launcher, is_first_rank, read_process_info
-from megatron.config.model_files import LIST_NAME, format_model_table, get_model_file
+from megatron.config.launcher import PROGRAM, adopt_launcher, end_with_message, is_first_rank, read_process_info
 from megatron.config.optional_packages import find_missing_packages, import_optional, note_missing_packages
 from megatron.config.parsed_flags import (
+    LIST_NAME,
     DryRun,
     GivenFlag,
     ParsedFlags,
@@ -39,8 +39,6 @@ from megatron.config.parsed_flags import (
 from megatron.config.resolve import assume_vocab_size, resolve_settings
 from megatron.config.rules import find_violations, is_harmless
 from megatron.config.save import to_yaml
-
-PROGRAM = "pretrain_gpt.py"
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ def parse(argv: Sequence[str]) -> Config:
     Raises:
         ConfigError: unknown or refused flags, invalid values, an invalid ``--config`` file, or a checkpoint in which
             ``--use-checkpoint-args`` finds no settings.
-        SystemExit: 0 after ``--help``, ``--version``, ``--model list``, ``--explain`` or ``--print-config``.
+        SystemExit: 0 after ``--help``, ``--version``, ``--model list``, ``--recipe list``, ``--explain`` or ``--print-config``.
     """
     config, _, parsed = _read_command_line(argv)
     if parsed.problems:
@@ -76,11 +74,26 @@ def load(argv: Sequence[str], world_size: int) -> LoadedConfig:
         world_size: number of ranks. For a dry run, --world-size overrides it.
 
     Raises:
-        ConfigError: with all problems together: those of `parse` and the violated rules.
-        SystemExit: 0 after ``--help``, ``--version``, ``--model list``, ``--explain`` or ``--print-config``.
+        ConfigError: with all problems together: those of `parse` and the violated rules. Without any arguments, the error says how
+            to start.
+        SystemExit: 0 after ``--help``, ``--version``, ``--model list``, ``--recipe list``, ``--explain`` or ``--print-config``.
     """
+    if not argv:
+        raise ConfigError([Violation((), "no settings are given. Start with one of these commands:", table=_FIRST_STEPS)])
     config, requests, parsed = _read_command_line(argv)
     return _validate(config, parsed, world_size, build_dry_run(requests, world_size))
+
+
+_FIRST_STEPS = tuple(
+    f"{command:<38}{text}"
+    for command, text in (
+        ("bash examples/quickstart.sh", "train a small model on text"),
+        (f"python {PROGRAM} --model {LIST_NAME}", "models by name, for --model NAME"),
+        (f"python {PROGRAM} --recipe {LIST_NAME}", "published training settings"),
+        (f"python {PROGRAM} --help", "main flags, and how to find others"),
+    )
+)
+"""Commands to show to a user who has given no arguments."""
 
 
 def load_values(values: Mapping[str, Any], world_size: int, *overrides: Mapping[str, Any]) -> LoadedConfig:
@@ -88,8 +101,8 @@ def load_values(values: Mapping[str, Any], world_size: int, *overrides: Mapping[
 
     Args:
         values: values by flag or field name, either flat, ``{"num-layers": 12}``, or by topic, ``{"model": {"num_layers": 12}}``.
-            The key `model` may name a model, and `config` YAML files, as --model and --config do; all other values override the
-            settings in these files.
+            The key `model` may name a model, `recipe` a recipe, and `config` YAML or TOML files, as --model, --recipe and --config
+            do; all other values override the settings in these files.
         world_size: number of ranks.
         overrides: further mappings in the format of `values`; later ones override earlier ones.
 
@@ -115,7 +128,7 @@ def load_values(values: Mapping[str, Any], world_size: int, *overrides: Mapping[
     return _validate(config, parsed, world_size, None)
 
 
-_FILE_REQUESTS = ("model", "config")
+_FILE_REQUESTS = ("model", "recipe", "config")
 """Requests that read settings from files."""
 
 
@@ -157,8 +170,7 @@ def load_or_exit(argv: Sequence[str]) -> LoadedConfig:
     try:
         return load(argv, read_process_info().world_size)
     except ConfigError as error:
-        if is_first_rank():
-            sys.stderr.write(f"{PROGRAM}: {error}\n")
+        end_with_message(str(error))
         sys.exit(2)
 
 
@@ -174,22 +186,43 @@ def _read_command_line(argv: Sequence[str]) -> tuple[Config, dict[str, list[str]
     """
     stray, given_flags = split_argv(argv)
     if any(item.name in ("help", "h") for item in given_flags):
-        help_text = import_object("megatron_lab.pages.flag_help:format_help")
+        format_help = import_object("megatron_lab.pages.help_pages:format_help")
 
-        _write_and_exit(help_text(PROGRAM))
+        _write_and_exit(format_help(PROGRAM, _get_help_words(given_flags)))
     own_settings, requests, problems = split_requests(given_flags)
     if "version" in requests:
         from megatron.config.version import format_version  # it reads a file
 
         _write_and_exit(f"{format_version()}\n")
-    if LIST_NAME in requests.get("model", ()):
-        _write_and_exit(format_model_table())
+    for name in ("model", "recipe"):
+        if requests.get(name, ())[:1] == [LIST_NAME]:
+            import_optional("yaml", f"--{name} needs PyYAML")
+            format_table = import_object("megatron_lab.pages.model_tables:format_table")
+
+            _write_and_exit(format_table(name, " ".join(requests[name][1:])))
     if any(item.name == "explain" for item in given_flags):
         _explain_and_exit(requests.get("explain", ()), own_settings, problems)
     config, parsed = _assemble(stray, own_settings, requests, problems)
     if "print-config" in requests and not parsed.problems:
         _write_and_exit(to_yaml(config))
     return config, requests, parsed
+
+
+def _get_help_words(given_flags: Sequence[GivenFlag]) -> tuple[str, ...]:
+    """Return the words that follow --help: its values, or the flag in ``--help --lr``. There are none for a --help at another
+    position, or before a flag with values."""
+    if given_flags[0].name not in ("help", "h"):
+        return next(item.values for item in given_flags if item.name in ("help", "h"))
+    is_flag_next = len(given_flags) == 2 and not given_flags[0].values and not given_flags[1].values
+    return (given_flags[1].spelling,) if is_flag_next else given_flags[0].values
+
+
+def _find_flag_of_name(word: str) -> str | None:
+    """Return --model or --recipe with a name if a word is the name of a model or recipe, else None."""
+    from megatron.config.model_files import find_name
+
+    names = ((flag, find_name(flag, word)) for flag in ("model", "recipe"))
+    return next((f"--{flag} {name}" for flag, name in names if name is not None), None)
 
 
 def _assemble(
@@ -201,19 +234,20 @@ def _assemble(
     Args:
         stray: arguments of the command line that belong to no flag.
         own_settings: settings of the command line, which take precedence over those of files.
-        requests: values of the flags that are not settings (`REQUESTS`), by flag name. Of these, --model names a model and
-            --config names YAML files whose settings are read here.
+        requests: values of the flags that are not settings (`REQUESTS`), by flag name. Of these, --model names a model, --recipe
+            a recipe and --config files whose settings are read here.
         problems: problems of the command line that were detected before this call.
 
     Returns:
         the settings, and the parsed flags with all problems.
     """
-    file_settings, file_problems = _read_files(requests.get("model", ()), requests.get("config", ()))
+    file_settings, file_notes, file_problems = _read_files(requests, own_settings)
     given_flags, group_problems = _expand_param_group_files([*file_settings, *own_settings])
     file_problems += group_problems
     modules = [item.values for item in given_flags if item.name == "imports"]
     import_problems = list(import_modules(modules[-1] if modules else ()))
-    parsed = parse_flags(stray, given_flags)
+    parsed = parse_flags(stray, given_flags, _find_flag_of_name)
+    parsed.notes[:0] = file_notes
     if import_problems:  # choices that these modules would register are not reported as unknown
         extensible_flags = {f"--{flag.name}" for flag in get_flags().values() if flag.metadata.is_extensible}
         parsed.problems = [problem for problem in parsed.problems if not extensible_flags.intersection(problem.flags)]
@@ -253,23 +287,50 @@ def _explain_and_exit(names: Sequence[str], given_flags: Sequence[GivenFlag], pr
     _write_and_exit("\n".join(map(explain, names)))
 
 
-def _read_files(models: Sequence[str], paths: Sequence[str]) -> tuple[list[GivenFlag], list[Violation]]:
-    """Read the model file that ``--model`` names (the last one) and the ``--config`` files. Returns their settings and the problems
-    of the files.
+def _read_files(
+    requests: Mapping[str, Sequence[str]], own_settings: Sequence[GivenFlag]
+) -> tuple[list[GivenFlag], list[str], list[Violation]]:
+    """Read the model file that ``--model`` names (the last one), the recipe that ``--recipe`` names, and the ``--config`` files.
 
     The caller puts the settings of its command line after these, so that they override the files.
+
+    Args:
+        requests: values of the flags that are not settings, by flag name.
+        own_settings: settings of the command line, which replace settings of a recipe.
+
+    Returns:
+        the settings of the files, each overridden by later ones: model, recipe, --config files. Then notes for the start-up log,
+        and the problems of the files.
     """
-    settings: list[GivenFlag] = []
+    config_settings: list[GivenFlag] = []
     problems: list[Violation] = []
-    for source, name in [*(("model", name) for name in models[-1:]), *(("config", path) for path in paths)]:
+    for path in requests.get("config", ()):
         try:
-            import_optional("yaml", f"--{source} needs PyYAML")
+            import_optional("yaml", "--config needs PyYAML")
             from megatron.config.yaml_file import read_yaml
 
-            settings.extend(read_yaml(get_model_file(name) if source == "model" else name))
+            config_settings += read_yaml(path)
         except ConfigError as error:
-            problems.extend(error.violations)
-    return settings, problems
+            problems += error.violations
+    models = list(requests.get("model", ()))
+    settings: list[GivenFlag] = []
+    notes: list[str] = []
+    if not models and not requests.get("recipe"):
+        return config_settings, notes, problems
+    from megatron.config.model_files import read_model, read_recipe
+
+    try:
+        for name in requests.get("recipe", ())[-1:]:
+            import_optional("yaml", "--recipe needs PyYAML")
+            settings, recipe_model, notes = read_recipe(name, models, [*config_settings, *own_settings])
+            models += [recipe_model] if recipe_model is not None else []
+        for name in models[-1:]:
+            import_optional("yaml", "--model needs PyYAML")
+            model_settings, model_notes = read_model(name)
+            settings, notes = [*model_settings, *settings], [*model_notes, *notes]
+    except ConfigError as error:
+        problems += error.violations
+    return [*settings, *config_settings], notes, problems
 
 
 def _expand_param_group_files(given_flags: Sequence[GivenFlag]) -> tuple[list[GivenFlag], list[Violation]]:

@@ -39,6 +39,7 @@ PACKAGES: Mapping[str, Package] = {
     "safetensors": Package("safetensors", "checkpoints of Hugging Face"),
     "jinja2": Package("jinja2", "chat templates"),
     "tensorboard": Package("tensorboard", "--tensorboard-dir", ("tensorboard_dir",)),
+    "charset_normalizer": Package("charset-normalizer", "texts that are not UTF-8"),
 }
 """Packages by the name of their module, in the order of the start-up note. Torch and numpy are always required."""
 

@@ -84,6 +84,8 @@ TRANSLATED_SETTINGS = ("eval-iters", "optimizer")
 """Settings of which some values of Megatron-LM are translated to other flags."""
 NO_POSITION_EMBEDDING = "no-position-embedding"
 """Flag of Megatron-LM that it accepts only with rotary positions, where the flag has no effect."""
+SEARCH_ADVICE = "--help WORD searches the flags."
+"""Advice for an unknown flag without a similar one."""
 _MAX_SUGGESTED = 20  # unknown flags to search suggestions for, which takes milliseconds each
 
 
@@ -124,16 +126,24 @@ class ParsedFlags:
         self.uncertain.update(f"--{name}" for name in get_flags())
 
 
-def parse_flags(stray: Sequence[str], given_flags: Sequence[GivenFlag]) -> ParsedFlags:
+def parse_flags(
+    stray: Sequence[str], given_flags: Sequence[GivenFlag], find_flag_of_name: Callable[[str], str | None] = lambda word: None
+) -> ParsedFlags:
     """Parse the values of flags, and sort the flags into settings, flags without effect, and problems.
 
     Args:
         stray: arguments that belong to no flag.
         given_flags: flags in the order in which they apply.
+        find_flag_of_name: returns the flag that an argument without a flag may belong to, with the argument as its value, such as
+            --model llama3-8b; None if there is none.
     """
     parsed = ParsedFlags()
     for word in stray:
-        parsed.problems.append(Violation((), f"{word} belongs to no flag.", "Every setting starts with a flag; see --help."))
+        flag_with_name = find_flag_of_name(word)
+        if flag_with_name is not None:
+            parsed.mark_all_uncertain()  # the model or recipe would set them
+        advice = "Every setting starts with a flag; see --help." if flag_with_name is None else f"Use {flag_with_name}."
+        parsed.problems.append(Violation((), f"{word} belongs to no flag.", advice))
     unknown = []
     names_by_reason: dict[str, list[str]] = {}
     refused_by_reason: dict[str, list[GivenFlag]] = {}
@@ -153,7 +163,12 @@ def parse_flags(stray: Sequence[str], given_flags: Sequence[GivenFlag]) -> Parse
             no_position_embedding = item
         elif compat_flag is not None and compat_flag.is_accepted:
             if problem := compat_flag.find_problem(item.values):
-                parsed.problems.append(_build_value_violation(item, item.name, problem))
+                synonym_advice = _find_synonym_advice(item.name)
+                parsed.problems.append(
+                    _build_value_violation(item, item.name, problem)
+                    if synonym_advice is None
+                    else Violation((f"--{item.name}",), f"{item} is refused.", synonym_advice)
+                )
             else:
                 names_by_reason.setdefault(compat_flag.reason, []).append(str(item))
         elif compat_flag is not None:
@@ -197,7 +212,15 @@ def _match_flag_pattern(name: str) -> Any:
     """Return the table entry of the family of Megatron-LM flags whose pattern matches a name. The entry says whether these flags
     are ignored or refused. None if no pattern matches, or if the name is more likely a misspelled setting."""
     compat_flag = get_compat().match_flag_pattern(name)
-    return None if compat_flag is not None and difflib.get_close_matches(name, get_flags(), n=1, cutoff=0.85) else compat_flag
+    if compat_flag is None or difflib.get_close_matches(name, get_flags(), n=1, cutoff=0.85) or _find_synonym_advice(name):
+        return None
+    return compat_flag
+
+
+def _find_synonym_advice(name: str) -> str | None:
+    """Return advice if a name without leading dashes is that of a flag in another framework, such as `learning-rate`."""
+    advice: str | None = importlib.import_module("megatron_lab.migration.flag_synonyms").find_advice(name)
+    return advice
 
 
 def _handle_no_position_embedding(
@@ -241,10 +264,14 @@ def _report_unknown(unknown: Sequence[GivenFlag], parsed: ParsedFlags) -> None:
     the user has probably made another mistake."""
     for item in unknown[:_MAX_SUGGESTED]:
         name = item.name.lstrip("-")
+        if (advice := _find_synonym_advice(name)) is not None:
+            parsed.uncertain.update(re.findall(r"--[a-z0-9-]+", advice))
+            parsed.problems.append(Violation((f"--{item.name}",), f"{item.message_prefix}{item.spelling} is not a flag.", advice))
+            continue
         negated_names = [f"no-{flag.name}" for flag in get_flags().values() if flag.default is True]
         names = suggest_names(name, [*get_flags(), *negated_names])
         names = [candidate for candidate in names if _try_parse(candidate, item.values) is not None] or names[:1]
-        advice = _format_suggestion(names) if names else "See --help for all flags."
+        advice = _format_suggestion(names) if names else SEARCH_ADVICE
         if not names and (compat_names := suggest_names(name, [*get_compat().COMPAT_FLAGS, *get_compat().TRANSLATIONS])):
             compat_flag = get_compat().COMPAT_FLAGS.get(compat_names[0])
             advice = (
@@ -261,7 +288,7 @@ def _report_unknown(unknown: Sequence[GivenFlag], parsed: ParsedFlags) -> None:
         message = (
             f"{remaining[0].message_prefix}{remaining[0].spelling} is not a flag, and {len(remaining) - 1:,} more are unknown."
         )
-        parsed.problems.append(Violation((f"--{remaining[0].name}",), message, "See --help for all flags."))
+        parsed.problems.append(Violation((f"--{remaining[0].name}",), message, SEARCH_ADVICE))
         parsed.mark_all_uncertain()  # the user may have meant any flag
 
 
@@ -358,16 +385,24 @@ def fill_plan_defaults(config: Config) -> Config:
     return replace(config, training=training, optimizer=optimizer, data=data, logging=logging)
 
 
+LIST_NAME = "list"
+"""Value of --model and --recipe that prints the table of all models or recipes."""
+_LISTING_REQUESTS = ("model", "recipe")
 NO_VALUE, COUNT, FACTOR = "no value", f"a whole number from 1 to {MAX_WORLD_SIZE:,}", "a number of at least 1"
 REQUESTS = {
     "model": (
         "one name",
         "Model whose settings to use, such as llama3-8b. Flags and --config files override its settings. list prints all models "
-        "with their sizes.",
+        "with their sizes, list WORD those whose names contain the word, with their shapes and sources.",
+    ),
+    "recipe": (
+        "one name",
+        "Published training settings to use, such as llama2-7b: batch size, schedule, optimizer, precision. Chooses the model too, "
+        "unless --model is given. Flags and --config files override its settings. list prints all recipes with their sources.",
     ),
     "config": (
         "one file",
-        "YAML file of settings: flag names, flat or under the topics of this help. Flags override the file. May be repeated.",
+        "YAML or TOML file of settings: flag names, flat or under the topics of --help. Flags override the file. May be repeated.",
     ),
     "print-config": (NO_VALUE, "Print the resolved settings as YAML, which --config reads back, and exit."),
     "version": (NO_VALUE, "Print the version and exit."),
@@ -399,6 +434,27 @@ REQUESTS = {
     ),
 }
 """Accepted values and help text of each request."""
+LAUNCHER_FLAGS = {
+    "nproc": (
+        "a number of ranks, or auto, gpu or cpu",
+        "Start this many ranks on this machine, each on a device: gpu starts one for each CUDA device, cpu one for each CPU core, "
+        "auto as many as gpu, or a single rank without CUDA devices. (Several machines need a launcher on each, such as torchrun.)",
+    ),
+    "log-dir": (
+        "one folder",
+        "Folder for the log files of the ranks that --nproc starts; by default logs/TIME in the folder of --save or "
+        "--tensorboard-dir, or a temporary folder without both.",
+    ),
+}
+"""Accepted values and help text of the flags that start the ranks of one machine. Programs remove them before they parse the other
+flags."""
+
+
+def find_launcher_flags(argv: Sequence[str]) -> list[str]:
+    """Return the words of a command line that are flags of `LAUNCHER_FLAGS`, such as "--nproc" or "--nproc=8"."""
+    return [word for word in argv if word.startswith("--") and word[2:].partition("=")[0].replace("_", "-") in LAUNCHER_FLAGS]
+
+
 _VALUE_CHECKS: Mapping[str, Callable[[str], bool]] = {COUNT: lambda text: is_count(text, MAX_WORLD_SIZE), FACTOR: is_factor}
 """Functions that check the value of a request. Any non-empty value is valid as the name of a file or model."""
 _DRY_RUN_OPTIONS = ("world-size", "gpus-per-node", "dry-run-json", "dry-run-html", "plan-expert-imbalance")
@@ -419,13 +475,14 @@ def split_requests(given_flags: Sequence[GivenFlag]) -> tuple[list[GivenFlag], d
             continue
         value_format, _ = REQUESTS[item.name]
         has_single_value = len(item.values) == 1
-        is_valid = (
+        is_list = item.name in _LISTING_REQUESTS and [word.lower() for word in item.values[:1]] == [LIST_NAME]
+        is_valid = is_list or (
             not item.values
             if value_format == NO_VALUE
             else has_single_value and _VALUE_CHECKS.get(value_format, bool)(item.values[0])
         )
         if is_valid:
-            requests.setdefault(item.name, []).extend(item.values)
+            requests.setdefault(item.name, []).extend((LIST_NAME, *item.values[1:]) if is_list else item.values)
         else:
             problems.append(Violation((f"--{item.name}",), f"{item}: --{item.name} takes {value_format}."))
     names = {item.name for item in given_flags}
@@ -460,25 +517,3 @@ def build_dry_run(requests: Mapping[str, Sequence[str]], world_size: int) -> Dry
     factor = last.get("plan-expert-imbalance")
     imbalance = None if factor is None else float(factor)
     return DryRun(int(num_ranks), int(per_node), last.get("dry-run-json"), imbalance, last.get("dry-run-html"))
-
-
-def check_output(flag: str, path: str) -> None:
-    """Check that a file can be written, without touching any file. Missing folders are allowed: they will be created.
-
-    Args:
-        flag: the flag that names the file.
-
-    Raises:
-        ValueError: the file cannot be written.
-    """
-    if os.path.isdir(path):
-        raise ValueError(f"{flag} {path} is a folder. Give the path of a file.")
-    folder = os.path.dirname(os.path.abspath(path))
-    while not os.path.lexists(folder):
-        folder = os.path.dirname(folder)
-    if not os.path.isdir(folder):
-        raise ValueError(f"{flag} {path} cannot be written: {folder} is not a folder. Give another path.")
-    # A new file needs write and search permission on its folder.
-    allowed = os.access(path, os.W_OK) if os.path.exists(path) else os.access(folder, os.W_OK | os.X_OK)
-    if not allowed:
-        raise ValueError(f"{flag} {path} cannot be written: permission denied. Give a path in a folder that you may write to.")

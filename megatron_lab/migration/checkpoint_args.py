@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence, Set
 from typing import Any
 
@@ -17,7 +16,9 @@ from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import get_flags
 from megatron.config.model import CHANGEABLE_FIELDS, DECREASABLE_FIELDS, INCREASABLE_FIELDS, get_changeable_from_weights
 from megatron.config.outputs import CheckpointConfig
+from megatron.config.regular_file import parse_json
 from megatron.config.save import from_dict
+from megatron_lab.data_tools.hub_names import suggest_model_download
 
 _CHECKPOINT_FLAGS = ("--use-checkpoint-args", "--load", "--pretrained-checkpoint", "--ckpt-step")
 """Flags that select the checkpoint."""
@@ -118,9 +119,9 @@ def _select_checkpoint(checkpoint: CheckpointConfig) -> tuple[str, Config, bool]
             return *_read_first(candidates), checkpoint.finetune or path == pretrained
     if pretrained is not None and _open_folder(pretrained).get_file_size(CONFIG) is not None:
         return *_read_first([_open_folder(pretrained)]), True
-    raise _build_error(
-        f"There is no checkpoint in {' or '.join(path for path in (load, pretrained) if path is not None)}. Correct the path."
-    )
+    paths = [path for path in (load, pretrained) if path is not None]
+    advice = "".join(suggest_model_download(path, needs_import=True) for path in paths)
+    raise _build_error(f"There is no checkpoint in {' or '.join(paths)}. Correct the path.{advice}")
 
 
 def _open_folder(path: str) -> Storage:
@@ -178,13 +179,13 @@ def _read_config(folder: Storage) -> Config:
     file = folder.get_location(CONFIG)
     try:
         data = folder.read(CONFIG)
-        record = json.loads(data)
+        record = parse_json(data)
     except OSError as error:
         raise _build_error(f"{file} cannot be read: {error.strerror or error}. Check the path and its permissions.") from error
     except (ValueError, RecursionError) as error:
         raise _build_error(f"{file} is not valid JSON: {error}. Copy the checkpoint again.") from error
     try:
-        saved_checksum = json.loads(folder.read(MANIFEST))["files"][CONFIG]["checksum"]
+        saved_checksum = parse_json(folder.read(MANIFEST))["files"][CONFIG]["checksum"]
         is_altered = not checksums_match(Checksum(data).text, saved_checksum)
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
         is_altered = False  # loading the checkpoint reports a damaged manifest

@@ -25,7 +25,7 @@ attention-softmax-in-fp32: softmax is always computed in at least float32
 apply-query-key-layer-scaling: softmax is always computed in at least float32, so scores need no scaling by the layer number
 accumulate-allreduce-grads-in-fp32: gradients of a 16-bit model are always summed in float32, and reduced in float32 unless
     --grad-reduce-in-bf16 is set
-exit-signal-handler: SIGTERM and SIGUSR1 always save a checkpoint and exit
+exit-signal-handler: SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2 and SIGXCPU always save a checkpoint and exit
 no-save-rng no-load-rng: random numbers follow from the seed and the step; there is no generator state to save or load
 no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion no-persist-layer-norm:
     torch selects the kernels; no switch is needed
@@ -144,9 +144,10 @@ embed-layernorm: --embedding-layernorm
 replaced. ``{}`` stands for the value."""
 
 _REFUSED = f"""
-batch-size: Use --micro-batch-size.
+batch-size: Use --micro-batch-size, the sequences of one forward pass on a data rank, and --global-batch-size, those of a step on
+    all devices.
 model-parallel-size: Use --tensor-model-parallel-size.
-warmup: Use --lr-warmup-fraction.
+warmup: Use --lr-warmup-iters, a number of steps, or --lr-warmup-fraction, a share of --lr-decay-iters.
 persistent-save-interval: Use --save-interval.
 decoder-num-layers: Use --num-layers.
 decoder-seq-length: Use --seq-length.
@@ -243,7 +244,6 @@ use-z-loss: Use --z-loss-coeff.
 use-mpi: Start ranks with torchrun, which sets RANK, LOCAL_RANK and WORLD_SIZE for each rank.
 wandb-name: Use --wandb-exp-name.
 use-gcp-dynamic-checkpointing: Use --keep-last, the number of retained checkpoints.
-exit-signal: SIGTERM and SIGUSR1 always save a checkpoint and exit; other signals cannot be set.
 """
 """Refused flags with the reason or the flag to use instead. Names of other versions of Megatron-LM come first. A name may be a
 pattern with ``*``."""

@@ -3,10 +3,10 @@ project."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
+from megatron.config.regular_file import parse_json
 from megatron_lab.migration.config_section import ConfigSection
 from megatron_lab.migration.launch_command import LaunchCommand
 
@@ -46,8 +46,8 @@ def convert_config(command: LaunchCommand, text: str) -> None:
         ValueError: the text is not a JSON object.
     """
     try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
+        content = parse_json(text)
+    except ValueError as error:
         raise ValueError(f"the DeepSpeed configuration to migrate is not valid JSON ({error}). Correct the file") from error
     if not isinstance(content, dict):
         raise ValueError("the DeepSpeed configuration to migrate is not a JSON object. Choose another file")
@@ -246,9 +246,7 @@ def _convert_scheduler(command: LaunchCommand, config: ConfigSection) -> None:
     scheduler_type, params = section.pop("type"), section.pop_section("params") or ConfigSection({}, command, "scheduler.params")
     style = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}.get(str(scheduler_type))
     if style is None:
-        command.unconverted.append(
-            (f"scheduler.type {scheduler_type}", "See --lr-decay-style in --help for the supported schedules.")
-        )
+        command.unconverted.append((f"scheduler.type {scheduler_type}", "--explain lr-decay-style lists the supported schedules."))
         params.clear()
         return
     previous = command.flags.get("lr-decay-style")

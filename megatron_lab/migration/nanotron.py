@@ -271,7 +271,7 @@ def _convert_lr_schedule(command: LaunchCommand, section: ConfigSection) -> None
     style = str(section.pop("lr_decay_style") or "linear")
     if style not in _DECAY_STYLES:
         command.unconverted.append(
-            (f"{section.get_path('lr_decay_style')} {style}", "See --lr-decay-style in --help for the supported schedules.")
+            (f"{section.get_path('lr_decay_style')} {style}", "--explain lr-decay-style lists the supported schedules.")
         )
         section.clear()
         return

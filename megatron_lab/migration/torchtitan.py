@@ -255,7 +255,7 @@ def _convert_schedule(command: LaunchCommand, parallelism: ConfigSection, experi
     )
     if schedule is None:
         command.unconverted.append(
-            (f"parallelism.pipeline_parallel_schedule {name}", "See --pipeline-schedule in --help for the supported schedules.")
+            (f"parallelism.pipeline_parallel_schedule {name}", "--explain pipeline-schedule lists the supported schedules.")
         )
         return
     command.set_flag("pipeline-schedule", schedule, source=f"parallelism.pipeline_parallel_schedule {name}")

@@ -1,4 +1,4 @@
-"""Texts of ``--help`` and ``--explain FLAG``, generated from the fields of the settings, their docstrings, and the rules on
+"""Texts of ``--help all`` and ``--explain FLAG``, generated from the fields of the settings, their docstrings, and the rules on
 combinations of settings."""
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import dataclasses
 import functools
 import inspect
 import io
+import os
+import shutil
 import textwrap
 from collections.abc import Iterator
 from typing import Annotated, Any
@@ -17,12 +19,15 @@ from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import Flag, find_flag, get_flags, get_topics, suggest_names
 from megatron.config.optional_packages import is_missing, note_missing_packages
-from megatron.config.parsed_flags import COUNT, GPUS_PER_NODE, NO_VALUE, REQUESTS
+from megatron.config.parsed_flags import COUNT, GPUS_PER_NODE, LAUNCHER_FLAGS, NO_VALUE, REQUESTS, SEARCH_ADVICE
 from megatron.config.rules import RULES
 from megatron.config.setting import get_flag_name
 from megatron_lab.migration.compat import COMPAT_FLAGS, TRANSLATIONS, NoEffectFlag, match_flag_pattern
+from megatron_lab.migration.flag_synonyms import find_advice
 
-_WIDTH = 110  # columns of a page of --explain
+_MIN_WIDTH, _MAX_WIDTH = 60, 110  # columns of a page
+PROGRAM_FLAGS = {**LAUNCHER_FLAGS, **REQUESTS}
+"""Accepted values and help text of each flag that is not a setting."""
 _DESCRIPTION = (
     "Pretrain a GPT- or Llama-style model with tensor, pipeline and data parallelism, by the same command on one CPU and on "
     "many GPUs. Flags have the names and defaults of Megatron-LM; those that are not supported are refused, with a "
@@ -30,8 +35,8 @@ _DESCRIPTION = (
 )
 
 
-def format_help(program: str) -> str:
-    """Return the text of ``--help`` at the width of the terminal: flags grouped by topic, each with its docstring and default.
+def format_full_help(program: str) -> str:
+    """Return the text of ``--help all`` at the width of the terminal: flags grouped by topic, each with its docstring and default.
 
     If the package tyro is missing, the text has the same content in a simpler format.
 
@@ -40,10 +45,10 @@ def format_help(program: str) -> str:
     """
     if is_missing("tyro"):
         return "\n".join(_iter_plain_help(program)) + "\n"
-    import tyro  # the import takes 0.1 s, so only --help makes it
+    import tyro  # the import takes 0.1 s, so only --help all makes it
 
     def build_request_field(name: str) -> tuple[str, Any, Any]:
-        value_format, description = REQUESTS[name]
+        value_format, description = PROGRAM_FLAGS[name]
         if name == "gpus-per-node":
             return "gpus_per_node", Annotated[int, tyro.conf.arg(help=description)], GPUS_PER_NODE
         field_type: Any = {NO_VALUE: Annotated[bool, tyro.conf.FlagCreatePairsOff], COUNT: int | None}.get(value_format, str | None)
@@ -54,27 +59,50 @@ def format_help(program: str) -> str:
             False if value_format == NO_VALUE else None,
         )
 
-    command_line_class = dataclasses.make_dataclass("CommandLine", map(build_request_field, REQUESTS), bases=(Config,), frozen=True)
+    command_line_class = dataclasses.make_dataclass(
+        "CommandLine", map(build_request_field, PROGRAM_FLAGS), bases=(Config,), frozen=True
+    )
+    width = shutil.get_terminal_size().columns - 1  # a terminal may wrap a line that fills all columns
     with io.StringIO() as page:
-        with contextlib.redirect_stdout(page), contextlib.suppress(SystemExit):
+        with contextlib.redirect_stdout(page), contextlib.suppress(SystemExit), _set_terminal_width(width):
             tyro.cli(
                 command_line_class, args=["--help"], prog=program, description=_DESCRIPTION, config=(tyro.conf.OmitArgPrefixes,)
             )
-        return page.getvalue()
+        lines = [line.rstrip() for line in page.getvalue().splitlines()]
+    return "\n".join(fitted for line in lines for fitted in _fill_paragraph(line, width)) + "\n"
+
+
+@contextlib.contextmanager
+def _set_terminal_width(width: int) -> Iterator[None]:
+    """Set the width in columns that `shutil.get_terminal_size` returns in the `with` block."""
+    previous = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(width)
+    try:
+        yield
+    finally:
+        if previous is None:
+            del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = previous
+
+
+def _fill_paragraph(line: str, width: int) -> list[str]:
+    """Wrap a line without indent, such as the description, which tyro does not wrap. Other lines are kept."""
+    return textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) if line[:1].strip() else [line]
 
 
 def _iter_plain_help(program: str) -> Iterator[str]:
-    """Yield the lines of the ``--help`` text in the simple format that is used if the package tyro is missing."""
+    """Yield the lines of the ``--help all`` text in the simple format that is used if the package tyro is missing."""
     yield from _wrap(f"usage: {program} [flags]", "  ", "")
     yield from ("", *_wrap(_DESCRIPTION, ""), "", *_wrap(f"{note_missing_packages()[0]}", "  ", ""))
-    for name, (value_format, description) in REQUESTS.items():
+    for name, (value_format, description) in PROGRAM_FLAGS.items():
         yield from ("", f"--{name}" + ("" if value_format == NO_VALUE else f" {value_format}"), *_wrap(description, "    "))
     for topic in get_topics():
         yield f"\n{topic}:"
         for flag in get_flags().values():
             if flag.topic == topic:
                 yield f"\n--{flag.name}" if flag.value_type is not bool else f"\n--{flag.name}, --no-{flag.name}"
-                yield from _wrap(f"{_get_docs(flag)} (default: {_format_default(flag)})", "    ")
+                yield from _wrap(f"{format_flag_docs(flag)} (default: {_format_default(flag)})", "    ")
 
 
 def explain(name: str) -> str:
@@ -90,8 +118,9 @@ def explain(name: str) -> str:
     flag = find_flag(name)
     if flag is not None:
         return "\n".join(_iter_page(flag)) + "\n"
-    if name in REQUESTS:
-        return "\n".join([f"--{name}", *_wrap(REQUESTS[name][1], "  ")]) + "\n"
+    if name in PROGRAM_FLAGS:
+        value_format, description = PROGRAM_FLAGS[name]
+        return "\n".join([f"--{name}", *_wrap(description, "  "), "", f"  {'takes':9} {value_format}"]) + "\n"
     if (accepted := TRANSLATIONS.get(name)) is not None:
         return "\n".join(_wrap(f"--{name} is taken as {accepted.template.format('VALUE')}.", "  ", "")) + "\n"
     foreign = COMPAT_FLAGS.get(name) or match_flag_pattern(name)
@@ -102,26 +131,27 @@ def explain(name: str) -> str:
             else f"is refused. {foreign.reason}"
         )
         return "\n".join(_wrap(f"--{name} {outcome}", "  ", "")) + "\n"
-    suggestions = tuple(f"--explain {suggestion}" for suggestion in suggest_names(name, [*get_flags(), *REQUESTS]))
-    raise ConfigError(
-        [Violation(("--explain",), f"--{name} is not a flag.", "" if suggestions else "See --help for all flags.", suggestions)]
-    )
+    if (advice := find_advice(name)) is not None:
+        raise ConfigError([Violation(("--explain",), f"--{name} is not a flag.", advice)])
+    suggestions = tuple(f"--explain {suggestion}" for suggestion in suggest_names(name, [*get_flags(), *PROGRAM_FLAGS]))
+    raise ConfigError([Violation(("--explain",), f"--{name} is not a flag.", "" if suggestions else SEARCH_ADVICE, suggestions)])
 
 
 def _iter_page(flag: Flag) -> Iterator[str]:
-    yield f"--{flag.name}" if flag.value_type is not bool else f"--{flag.name}, --no-{flag.name}"
-    yield from _wrap(_get_docs(flag), "  ")
+    yield from _wrap(f"--{flag.name}" if flag.value_type is not bool else f"--{flag.name}, --no-{flag.name}", "  ", "")
+    yield from _wrap(format_flag_docs(flag), "  ")
     yield ""
     for label, text in _iter_properties(flag):
         yield from _wrap(f"{label:9} {text}", "            ", "  ")
     if rules := find_rules(flag.field):
         yield "\n  Rules that its value must satisfy:"
         for reason, fields in rules:
-            yield from _wrap(f"{reason} (with {', '.join(map(get_flag_name, fields))})", "    ", "  - ")
+            unnamed = [name for name in map(get_flag_name, fields) if name not in _tokenize(reason)]
+            yield from _wrap(f"{reason} (with {', '.join(unnamed)})" if unnamed else reason, "    ", "  - ")
     if mentions := _find_mentions(flag):
         yield "\n  See also:"
         for mentioned in mentions:
-            yield from _wrap(f"--{mentioned.name}: {_get_docs(mentioned)}", "    ", "  - ")
+            yield from _wrap(f"--{mentioned.name}: {get_flag_docs(mentioned)}", "    ", "  - ")
 
 
 def _iter_properties(flag: Flag) -> Iterator[tuple[str, str]]:
@@ -172,14 +202,15 @@ def find_rules(field: str) -> list[tuple[str, tuple[str, ...]]]:
         field: field name of the setting.
 
     Returns:
-        For each rule: the rule's text with its reason, and the field names of the other settings, in the order of the flags.
+        For each rule: the rule's text with its reason, and the field names of the other settings, in the order of the flags. Rules
+        with the same text count as one.
     """
-    field_order = [flag.field for flag in get_flags().values()]
-    return [
-        (rule.reason, tuple(name for name in field_order if name in rule.fields and name != field))
-        for rule in RULES
-        if field in rule.fields and len(rule.fields) > 1
-    ]
+    fields_by_statement: dict[str, set[str]] = {}
+    for rule in RULES:
+        if field in rule.fields and len(rule.fields) > 1:
+            fields_by_statement.setdefault(rule.statement, set()).update(rule.fields)
+    field_order = [flag.field for flag in get_flags().values() if flag.field != field]
+    return [(statement, tuple(name for name in field_order if name in fields)) for statement, fields in fields_by_statement.items()]
 
 
 def _find_mentions(flag: Flag) -> list[Flag]:
@@ -188,11 +219,11 @@ def _find_mentions(flag: Flag) -> list[Flag]:
     A flag is left out if the page already lists it, because a rule involves both flags.
     """
     covered = {field for _, fields in find_rules(flag.field) for field in fields} | {flag.field}
-    text = _get_docs(flag)
+    text = get_flag_docs(flag)
     return [
         candidate
         for candidate in get_flags().values()
-        if candidate.field not in covered and (_mentions_flag(text, candidate) or _mentions_flag(_get_docs(candidate), flag))
+        if candidate.field not in covered and (_mentions_flag(text, candidate) or _mentions_flag(get_flag_docs(candidate), flag))
     ]
 
 
@@ -208,7 +239,7 @@ def _tokenize(text: str) -> frozenset[str]:
 def _wrap(text: str, indent: str, first_indent: str | None = None) -> list[str]:
     return textwrap.wrap(
         text,
-        _WIDTH,
+        get_page_width(),
         initial_indent=indent if first_indent is None else first_indent,
         subsequent_indent=indent,
         break_on_hyphens=False,
@@ -216,8 +247,42 @@ def _wrap(text: str, indent: str, first_indent: str | None = None) -> list[str]:
     )
 
 
-def _get_docs(flag: Flag) -> str:
+def get_page_width() -> int:
+    """Return the number of columns of a page: that of the terminal, within bounds, or 80 without a terminal. One column stays free,
+    because some terminals wrap a line that fills all columns."""
+    return min(_MAX_WIDTH, max(_MIN_WIDTH, shutil.get_terminal_size().columns - 1))
+
+
+def format_flag_summary(flag: Flag) -> str:
+    """Return a flag with the form of its values, such as ``--lr NUMBER`` or ``--tiktoken-pattern v1|v2``."""
+    if flag.value_type is bool:
+        return f"--{flag.name}"
+    if flag.choices:
+        return f"--{flag.name} {'|'.join(flag.choices)}"
+    value = {int: "N", float: "X", str: "TEXT"}[flag.value_type]
+    return f"--{flag.name} {'...' if flag.num_values is None else ' '.join([value] * flag.num_values)}"
+
+
+def list_refused_and_replaced_flags() -> set[str]:
+    """Return the names of Megatron-LM's flags that have pages although they are not settings here."""
+    return {*COMPAT_FLAGS, *TRANSLATIONS}
+
+
+def get_flag_docs(flag: Flag) -> str:
+    """Return the help text of a flag, in one line."""
     return read_field_docs(get_topics()[flag.topic])[flag.field]
+
+
+def format_flag_docs(flag: Flag) -> str:
+    """Return the help text of a flag, in one line. That of a switch that is on by default ends with a note how to switch it off."""
+    note = format_off_note(flag)
+    return f"{get_flag_docs(flag)} {note[:1].upper()}{note[1:]}." if note else get_flag_docs(flag)
+
+
+def format_off_note(flag: Flag) -> str:
+    """Return how to switch off a switch that is on by default; an empty text for other flags. The help text of the switch says what
+    it does while it is on."""
+    return f"on by default; --no-{flag.name} switches it off" if flag.value_type is bool and flag.default else ""
 
 
 @functools.cache

@@ -14,26 +14,34 @@ from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.config.errors import ConfigError
 from megatron.config.flags import get_flags, get_topics
-from megatron.config.parsed_flags import REQUESTS
 from megatron.config.rules import RULES
 from megatron_lab.migration.compat import COMPAT_FLAGS, TRANSLATIONS
-from megatron_lab.pages.flag_help import explain, find_rules, read_field_docs
+from megatron_lab.pages.flag_help import PROGRAM_FLAGS, explain, find_rules, read_field_docs
 from tests.support.rule_cases import config_of
 from tests.unit.config import test_config_pipeline, test_config_rules, test_config_sharding
 
 
-def test_every_flag_has_a_page() -> None:
-    for name in [*get_flags(), *REQUESTS, *COMPAT_FLAGS, *(name for name in TRANSLATIONS if name not in get_flags())]:
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal wider than the pages."""
+    monkeypatch.setenv("COLUMNS", "130")
+
+
+def test_every_flag_has_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [*get_flags(), *PROGRAM_FLAGS, *COMPAT_FLAGS, *(name for name in TRANSLATIONS if name not in get_flags())]:
         page = explain(name)
         assert page.startswith(f"--{name}") and page.endswith("\n") and len(page.split()) > 3
         assert all(len(line) <= 110 for line in page.splitlines()), name
+        monkeypatch.setenv("COLUMNS", "80")
+        assert all(len(line) < 80 for line in explain(name).splitlines()), name
+        monkeypatch.setenv("COLUMNS", "130")
 
 
 def test_a_name_may_have_underscores() -> None:
     """Pages of a setting, of a request to the program, of a flag without effect, and of a flag that is taken as another."""
     names = (
         min(get_flags()),
-        *(min(name for name in names if "-" in name) for names in (REQUESTS, COMPAT_FLAGS, {*TRANSLATIONS} - {*get_flags()})),
+        *(min(name for name in names if "-" in name) for names in (PROGRAM_FLAGS, COMPAT_FLAGS, {*TRANSLATIONS} - {*get_flags()})),
     )
     assert all("-" in name and explain(f"--{name.replace('-', '_')}") == explain(name) for name in names), names
 
@@ -42,7 +50,9 @@ def test_a_page_says_what_a_setting_is() -> None:
     page = explain("tensor-model-parallel-size")
     assert "Number of ranks that split each layer (TP)." in page and "unit      ranks" in page and "default   1\n" in page
     assert "takes     a whole number, at least 1\n" in page and "under parallel: tensor_model_parallel_size" in page
-    assert "Each tensor rank holds whole heads. (with --num-attention-heads)" in page
+    assert "--num-attention-heads must be divisible by --tensor-model-parallel-size. Each tensor rank holds" in " ".join(
+        page.split()
+    )
     assert "default   none: it must be given" in explain("num-layers")
     assert "default   on" in explain("no-load-optim") and "acts      only with --load" in explain("no-load-optim")
     assert "needed by --trace-steps" in explain("save-trace")
@@ -80,7 +90,7 @@ def test_all_flags_that_are_asked_about_are_explained(capsys: pytest.CaptureFixt
     [
         (["--explain"], "--explain: --explain takes the name of one flag."),
         (["--explain", "lr", "fp16"], "--explain lr fp16: --explain takes the name of one flag."),
-        (["--explain", "lr", "--bogus"], "--bogus is not a flag.\n  See --help for all flags."),
+        (["--explain", "lr", "--bogus"], "--bogus is not a flag.\n  --help WORD searches the flags."),
     ],
 )
 def test_what_is_asked_wrongly_is_all_that_is_told(words: list[str], message: str) -> None:
@@ -111,6 +121,16 @@ def test_conditions_are_about_settings() -> None:
 def test_every_setting_has_a_text() -> None:
     for flag in get_flags().values():
         assert read_field_docs(get_topics()[flag.topic])[flag.field].endswith((".", ".)"))
+
+
+def test_a_rule_of_a_common_form_states_what_it_requires() -> None:
+    page = " ".join(explain("lr").split())
+    assert "- --min-lr must not be above --lr. --lr is the maximum learning rate of the run. -" in page
+    assert "- --lr-warmup-init must not be above --lr." in page
+    assert "--lr-wsd-decay-iters and --lr-wsd-decay-samples exclude each other." in explain("lr-wsd-decay-iters")
+    for flag in get_flags().values():
+        statements = [text for text, _ in find_rules(flag.field)]
+        assert len(set(statements)) == len(statements), flag.name
 
 
 def test_every_rule_says_why() -> None:

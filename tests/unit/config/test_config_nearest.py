@@ -33,7 +33,7 @@ def test_a_zero_in_a_file_is_given_too(tmp_path: pytest.TempPathFactory) -> None
         out.write("model: {num_layers: 0}\n")
     with pytest.raises(ConfigError, match="--num-layers 0 is out of range") as caught:
         load(["--config", file], 1)
-    assert "--num-layers is missing" not in str(caught.value) and "--hidden-size is missing" in str(caught.value)
+    assert "--num-layers is missing" not in str(caught.value) and "missing too: --hidden-size," in str(caught.value)
 
 
 @pytest.mark.parametrize("batch", [0, -5])

@@ -208,7 +208,7 @@ def test_near_flags_are_looked_for_a_few_unknown_keys_only(file: Path) -> None:
         (f"data_path: [{'1,' * 100_000}]\n", "holds more than 100,000 keys and values."),
         (f"lr: 1\ndata_path: {'[' * 30}{']' * 30}\n", "line 2 has more than 20 levels."),
         ("[" * 900_000, "line 1 has more than 20 levels."),
-        ("#" * 1_000_001, "is larger than 1,000,000 bytes."),
+        ("#" * 1_000_001, "cannot be read: it has more than 1,000,000 bytes."),
     ],
     ids=["twice", "settings", "aliases", "values", "levels", "no levels end", "bytes"],
 )
@@ -225,7 +225,9 @@ def test_as_much_as_is_allowed_is_read(file: Path) -> None:
 def test_a_device_is_not_read_but_a_pipe_is(tmp_path: Path) -> None:
     link = tmp_path / "shard"
     link.symlink_to("/dev/zero")
-    assert f"{link} is neither a file nor a pipe" in _error("--config", str(link))
+    assert f"{link} cannot be read: it is not a regular file, but a device." in _error("--config", str(link))
+    os.mkfifo(tmp_path / "idle")
+    assert f"{tmp_path}/idle cannot be read: it is a pipe to which no process writes." in _error("--config", f"{tmp_path}/idle")
     assert "cannot be read: embedded null byte" in _error("--config", "a\0b")
     reading, writing = os.pipe()
     try:

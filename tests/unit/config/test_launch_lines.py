@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from megatron.config.cli import load, parse
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.flags import find_flag, get_flags
-from megatron.config.parsed_flags import REQUESTS
+from megatron.config.parsed_flags import REQUESTS, SEARCH_ADVICE
 from megatron.config.save import run_record
 from megatron.data.tokenizer import predict_embedding_rows
 from megatron_lab.commands.verify_layout import ToolOptions
@@ -130,7 +130,7 @@ def test_the_name_that_is_suggested_is_accepted() -> None:
         values, name = case
         found = [each for each in problems([*argv(""), f"--{name}", *values], 2) if "is not a flag" in each.message]
         for advice in (each.reason for each in found):
-            names = re.findall(r"--[\w-]+", advice.removesuffix("See --help for all flags."))
+            names = re.findall(r"--[\w-]+", advice.removesuffix(SEARCH_ADVICE))
             left = [problems([*argv(""), near, *values], 2) for near in names]
             assert all("not a flag" not in each.message for some in left for each in some)
             assert len(names) < 2 or not any(left) or all(left)
