@@ -1,36 +1,55 @@
 #!/usr/bin/env bash
-# Train a small GPT on the CPU of this machine, from text to model: corpus, vocabulary, dataset, training on 8 processes
-# (tensor 2 x pipeline 2 x data 2), a checkpoint, a resume from the checkpoint, a sample of generated text, and next steps.
+# Train a small GPT on the CPU of this machine, from text to model: corpus,
+# vocabulary, dataset, training on 8 processes (tensor 2 x pipeline 2 x data 2),
+# a checkpoint, a resume from the checkpoint, a sample of generated text, and
+# next steps. After the installation, this takes two to three minutes on 2 cores
+# and 45 MB of disk.
 #
-#   bash examples/quickstart.sh [--text FILE|FOLDER [--column NAME]] [--short] [--folder DIR]
+#   bash examples/quickstart.sh [--text FILE|FOLDER [--column NAME]
+#                               [--encoding NAME] [--errors HOW]]
+#                               [--short] [--folder DIR]
 #
-#   --text PATH      file or folder with your own text: .txt, .md, .jsonl, .csv, .parquet, source code and other text files. Files
-#                    that cannot be read are skipped and counted. The default corpus is the source code of Python's standard library.
-#   --column NAME    column (.csv, .parquet) or key (.jsonl) that contains the text (text)
+#   --text PATH      file or folder with your own text: .txt, .md, .jsonl, .csv,
+#                    .parquet, source code and other text files. Files that
+#                    cannot be read are skipped and counted. The default corpus
+#                    is the source code of Python's standard library.
+#   --column NAME    column (.csv, .parquet) or key (.jsonl) that contains the
+#                    text (text)
+#   --encoding NAME  encoding of all files, such as cp1252 or utf-16; by default
+#                    it is detected and printed for each file
+#   --errors HOW     treatment of bytes that are invalid in the encoding: replace
+#                    (default: they become U+FFFD, and are counted), ignore,
+#                    backslashreplace, or strict (the text is left out)
 #   --short          train only a few iterations, to check that everything works
-#   --folder DIR     folder for all files (./quickstart-data; with --text ./quickstart-NAME)
+#   --folder DIR     folder for all files (./quickstart-data; with --text
+#                    ./quickstart-NAME)
 #
-# The first start downloads the required packages into .venv. Nothing else is downloaded. tools/setup_env.sh describes how to select
-# the Python, or how to use the active environment.
+# The first start downloads the required packages into .venv. Nothing else is
+# downloaded. tools/setup_env.sh describes how to select the Python, or how to
+# use the active environment.
 set -euo pipefail
 
 say() { printf '\n== %s\n' "$1"; }
 
 fail() { echo "quickstart.sh: $1" >&2 && exit 2; }
 
-folder="" text="" column="" iterations=150 more=20 log_interval=10
+folder="" text="" column="" encoding=() iterations=150 more=20 log_interval=10
 while (($#)); do
     case $1 in
         --short) iterations=12 more=4 log_interval=2 ;;
         --folder) folder=${2:?--folder needs a folder} && shift ;;
         --text) text=${2:?--text needs a file or a folder} && shift ;;
         --column) column=${2:?--column needs a name} && shift ;;
+        --encoding) encoding+=(--encoding "${2:?--encoding needs a name}") && shift ;;
+        --errors) encoding+=(--errors "${2:?--errors needs a value}") && shift ;;
         -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0" && exit 0 ;;
-        *) fail "unknown argument $1 (--text PATH, --column NAME, --short, --folder DIR, --help)" ;;
+        *) fail "unknown argument $1; --help lists the arguments" ;;
     esac
     shift
 done
 [[ -z $column || -n $text ]] || fail "--column $column applies only to --text, which is not set"
+[[ ${#encoding[@]} == 0 || -n $text ]] || fail "${encoding[*]} applies only to --text, which is not set"
+encoding=(--errors replace ${encoding[@]+"${encoding[@]}"}) # the last value of a flag counts
 [[ -z $text || -e $text ]] || fail "--text $text: there is no such file or folder"
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/tools/setup_env.sh"
@@ -39,13 +58,14 @@ if [[ -n $text ]]; then
     name=$(basename "$text")
     folder=${folder:-quickstart-${name%.*}} column=${column:-text}
     say "Text: $text"
-    facts=$(python "$root/examples/own_text.py" "$text" --column "$column") || exit 2 # before anything is written
+    facts=$(python "$root/examples/own_text.py" "$text" --column "$column" "${encoding[@]}") || exit 2 # before anything is written
 fi
 mkdir -p "${folder:=quickstart-data}"
 folder=$(cd "$folder" && pwd) run=$folder/run
 cd "$root"
 
-# Build the corpus, vocabulary and dataset from the standard library.
+# Build the corpus, vocabulary and dataset from the standard library. Files are split into documents, which are shuffled: as complete
+# files, the validation set would be about 25 files that differ from the others.
 prepare_library() {
     local corpus=$folder/corpus.jsonl vocabulary=$folder/vocabulary.model
     dataset=$folder/stdlib_text_document split=95,5,0 prompt='def read(self,'
@@ -53,7 +73,7 @@ prepare_library() {
     if [[ -f $corpus ]]; then
         say "Corpus: $corpus is there already"
     else
-        say "Corpus: the source of Python's standard library, one file a document"
+        say "Corpus: the source of Python's standard library, one file a line"
         python examples/make_corpus.py --output "$corpus"
     fi
     if [[ -f $vocabulary ]]; then
@@ -68,7 +88,7 @@ prepare_library() {
     else
         say "Dataset: the corpus as tokens, in a file of tokens (.bin) and an index (.idx)"
         python tools/preprocess_data.py --input "$corpus" --output-prefix "${dataset%_text_document}" --append-eod --workers 2 \
-            "${tokenizer[@]}"
+            --shuffle-seed 1234 --cut-documents 5000 "${tokenizer[@]}"
     fi
 }
 
@@ -85,7 +105,7 @@ prepare_own() {
         return
     fi
     rm -f "$folder/own.made-of" "$vocabulary" "$dataset".{bin,idx}
-    local input=(--input "$text" --column "$column" --on-error skip-files)
+    local input=(--input "$text" --column "$column" --on-error skip-files "${encoding[@]}")
     local train=(python tools/train_tokenizer.py "${input[@]}" --output "$vocabulary" --kind sentencepiece-bpe --max-bytes 4000000)
     say "Vocabulary: $size sentencepiece tokens"
     if said=$("${train[@]}" --vocab-size "$size" 2>&1) || said=$("${train[@]}" --vocab-size "$larger" 2>&1); then
@@ -115,7 +135,7 @@ mkdir "$run" || exit 1 # a folder that this script did not create stays as it is
 touch "$run/made-by-quickstart"
 
 export OMP_NUM_THREADS=1 # 8 processes share the cores of one machine
-launch=(python -m torch.distributed.run --standalone --nproc-per-node 8 pretrain_gpt.py)
+launch=(python pretrain_gpt.py --nproc 8)
 model=(--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 256 --position-embedding-type rope
     --normalization RMSNorm --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.06)
 data=(--data-path "$dataset" --split "$split" "${tokenizer[@]}")
@@ -139,29 +159,13 @@ python tools/generate_text.py --load "$run/checkpoints" --device cpu --prompt "$
 say "Done"
 python tools/report.py "$run/checkpoints" --expect-lower-loss
 curves=$(cd "$folder" && ls run/checkpoints/report.html run/checkpoints/loss.png 2>/dev/null | paste -sd' ' | sed 's/ / and /' || true)
-echo "Everything is in $folder: the curves in ${curves:-run/checkpoints/history.jsonl}, the checkpoints in the same folder, the metrics in"
-echo "run/metrics.jsonl, the sample in run/sample.txt."
+echo "Everything is in $folder:"
+echo "  curves       ${curves:-run/checkpoints/history.jsonl}"
+echo "  checkpoints  run/checkpoints"
+echo "  metrics      run/metrics.jsonl"
+echo "  sample       run/sample.txt"
 
 # Print commands that can be pasted into any shell, in any folder. They are short, because the settings are in a file.
-quote() { printf '%q ' "$@" | sed 's/ $//'; }
-next() { # DESCRIPTION COMMAND, as one or several words
-    printf '\n# %s\n' "$1" && shift
-    quote "$@"
-    echo
-}
-settings=$run/settings.yaml longer=$((last * 3)) python=$(command -v python) name=$(basename "$folder")
-python pretrain_gpt.py "${flags[@]}" --train-iters "$last" --print-config > "$settings"
-start=(env OMP_NUM_THREADS=1 "$python" -m torch.distributed.run --standalone --nproc-per-node 8 "$root/pretrain_gpt.py"
-    --config "$settings" --train-iters "$longer" --lr-decay-iters "$longer")
+python pretrain_gpt.py "${flags[@]}" --train-iters "$last" --print-config > "$run/settings.yaml"
 say "Next steps"
-next "Longer: $longer iterations in total; the learning rate decays over all of them (--resume-schedule new)." \
-    "${start[@]}" --load "$run/checkpoints" --resume-schedule new
-next "Bigger: twice as deep and twice as wide, in a separate run. The same command resumes it." \
-    "${start[@]}" --num-layers 8 --hidden-size 256 --num-attention-heads 8 --lr 3e-3 --min-lr 3e-4 \
-    --save "$folder/bigger/checkpoints" --load "$folder/bigger/checkpoints" --metrics-file "$folder/bigger/metrics.jsonl"
-next "More generated text, after a prompt that you choose." \
-    "$python" "$root/tools/generate_text.py" --load "$run/checkpoints" --device cpu --prompt "$prompt" --max-new-tokens 200
-next "Export the model to a folder for Hugging Face's tools." \
-    "$python" "$root/tools/checkpoint.py" export "$run/checkpoints" "$folder/exported"
-next "Install these tools once." "$python" -m pip install -e "$root[transformers]"
-next "Upload it to a repository of yours on the Hugging Face hub; run 'hf auth login' once before." hf upload "${name//[^A-Za-z0-9._-]/-}" "$folder/exported"
+python examples/next_steps.py "$folder" --python "$(command -v python)" --prompt "$prompt"

@@ -8,6 +8,8 @@ import importlib
 import sys
 from pathlib import Path
 
+from megatron_lab.terminal import fit_output_to_terminal
+
 COMMANDS = Path(__file__).with_name("commands")
 _NO_PROGRAMS = ("__init__", "parser")
 
@@ -33,6 +35,7 @@ def main() -> int:
 
     Without arguments or with --help, print an overview of all programs instead.
     """
+    fit_output_to_terminal()
     name = sys.argv[1].removesuffix(".py").replace("-", "_") if len(sys.argv) > 1 else "--help"
     if name in ("--help", "__help", "_h"):
         sys.stdout.write(format_overview())

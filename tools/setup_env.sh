@@ -77,7 +77,8 @@ _setup() {
         group=${stamp##*/installed}
         [[ -z $extras || $group == "-$extras" ]] && return
     done
-    echo "setup: installing the project${extras:+ with $extras} into .venv (the first time this takes minutes: torch is large)"
+    echo "setup: installing the project${extras:+ with $extras} into .venv"
+    echo "setup: the first time this takes minutes, because torch is large"
     # --no-compile: compiling all modules takes as long as installing them. Python compiles a module when it is first imported.
     python -m pip install --disable-pip-version-check --no-compile $([[ -t 1 ]] || echo --quiet) \
         --constraint "$root/tools/constraints.txt" --editable "$root${extras:+[$extras]}" ||

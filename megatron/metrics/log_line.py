@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from io import UnsupportedOperation
 from pathlib import Path
 from typing import Literal, Protocol, TextIO
+
+from megatron.config.regular_file import check_output, open_regular
 
 
 def compute_perplexity(loss: float) -> float:
@@ -84,6 +86,8 @@ class LogLineValues:
     remaining_s: float | None = None
     """Estimated seconds until the end of the run; None before the first estimate. Only the short log format (--log-format
     short) shows it."""
+    is_remaining_bound: bool = False
+    """Whether `remaining_s` is an upper bound, because only the first step of this start was measured."""
     custom: Mapping[str, float] = field(default_factory=dict)
     """Values of user-defined metrics (`register_metric`), by name."""
 
@@ -161,7 +165,8 @@ def format_short_line(values: LogLineValues) -> str:
         fields.append(f"{100 * values.mfu:.0f} % MFU")
     fields += [f"{count} {label}" for count, label in ((values.num_skipped, "skipped"), (values.num_nans, "NaN")) if count]
     if values.remaining_s is not None:
-        fields.append(f"{format_duration(values.remaining_s)} left")
+        is_bound = values.is_remaining_bound
+        fields.append(f"{'< ' if is_bound else ''}{format_duration(max(values.remaining_s, float(is_bound)))} left")
     return " | ".join(fields)
 
 
@@ -268,37 +273,40 @@ class MetricSink(Protocol):
 
 
 class OutputStatus:
-    """Reporter of write errors of one output of a run. It prints to stderr when writing starts to fail, and when writing works
-    again.
+    """Reporter of write errors of one output of a run. It reports when writing starts to fail, and when writing works again.
 
     Args:
         name: name of the output in these messages.
+        report: function that prints a message, by default to stderr.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, report: Callable[[str], object] | None = None) -> None:
         self._name = name
+        self._report = _write_to_stderr if report is None else report
         self._failed = False
 
     def report_failure(self, error: Exception) -> None:
-        """Report on stderr that writing to this output failed, unless the previous write failed too."""
+        """Report that writing to this output failed, unless the previous write failed too."""
         if self._failed:
             return
         self._failed = True
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        with suppress(OSError, ValueError):  # stderr may be gone too
-            sys.stderr.write(
-                f"{self._name} cannot be written ({reason}): "
-                "training continues, but its output there is lost until writing works again\n"
-            )
-            sys.stderr.flush()
+        self._report(
+            f"{self._name} cannot be written ({reason}): "
+            "training continues, but its output there is lost until writing works again\n"
+        )
 
     def report_success(self) -> None:
-        """Report on stderr that writing to this output works again, if the previous write failed."""
+        """Report that writing to this output works again, if the previous write failed."""
         if self._failed:
             self._failed = False
-            with suppress(OSError, ValueError):
-                sys.stderr.write(f"{self._name} is written again\n")
-                sys.stderr.flush()
+            self._report(f"{self._name} is written again\n")
+
+
+def _write_to_stderr(text: str) -> None:
+    with suppress(OSError, ValueError):  # stderr may be gone too
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 class LineFile:
@@ -319,6 +327,7 @@ class LineFile:
         path = Path(path)
         self._status = OutputStatus(f"{flag} {path}")
         try:
+            check_output(flag, path)
             path.parent.mkdir(parents=True, exist_ok=True)
             has_partial_line = append and _has_partial_line(path)
             if not append:
@@ -392,11 +401,11 @@ class Printer:
 
     def print_line(self, line: str) -> None:
         """Print a line of the log, above the status lines."""
-        self._write(f"{_ERASE_TO_SCREEN_END}{line}\n{self._status_text}" if self._status_text else f"{line}\n")
+        self._write(f"{ERASE_TO_SCREEN_END}{line}\n{self._status_text}" if self._status_text else f"{line}\n")
 
     def show_status(self, lines: Sequence[str]) -> None:
         """Replace the status lines below the log. Call this only on a terminal (`is_terminal`)."""
-        erase = _ERASE_TO_SCREEN_END if self._status_text else ""
+        erase = ERASE_TO_SCREEN_END if self._status_text else ""
         max_width = self.width - 1  # a line of full width would wrap
         self._status_text = (
             "\n".join(line[:max_width] for line in lines) + (f"\x1b[{len(lines) - 1}A" if len(lines) > 1 else "") + "\r"
@@ -423,13 +432,13 @@ class Printer:
             self._status.report_success()
 
 
-_ERASE_TO_SCREEN_END = "\r\x1b[J"
+ERASE_TO_SCREEN_END = "\r\x1b[J"
 """Control sequence that erases from the start of the cursor's line to the end of the screen (ECMA-48)."""
 
 
 def _has_partial_line(path: Path) -> bool:
-    if not path.exists() or path.stat().st_size == 0:
+    if not path.is_file() or path.stat().st_size == 0:
         return False
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         file.seek(-1, os.SEEK_END)
         return file.read() != b"\n"

@@ -84,8 +84,8 @@ _MAX_LISTED_NAMES = 5  # per group in the start-up log
 
 
 def format_groups(config: OptimizerConfig, weights: Iterable[WeightSpec]) -> list[str]:
-    """Return the lines of the start-up log's table of parameter groups. A row has the number of parameters of a group, their
-    optimizer, learning rate and weight decay, and their names.
+    """Return the lines of the start-up log about parameter groups. A group has two lines: the number of its parameters, with their
+    optimizer, learning rate and weight decay; and their names.
 
     Args:
         weights: all parameters of the model.
@@ -95,31 +95,27 @@ def format_groups(config: OptimizerConfig, weights: Iterable[WeightSpec]) -> lis
         # Weights outside the groups are updated from the experts' assignment counts, or frozen.
         if weight.count_update is None and not weight.frozen:
             weights_of_group.setdefault(group_of(weight), []).append(weight)
-    rows = [("tensors", "parameters", "optimizer", "learning rate", "weight decay", "")]
+    lines = ["parameter groups:"]
     for group, group_weights in weights_of_group.items():
         max_lr, min_lr = (
             group_value or default
             for group_value, default in ((group.lr_bounds.lr, config.lr), (group.lr_bounds.min_lr, config.min_lr))
         )
         rate = f"{max_lr:g} to {min_lr:g}" if config.lr_decay_style != "constant" else f"{max_lr:g}"
-        decay = "none" if not group.wd_mult else "all of it" if group.wd_mult == 1.0 else f"x {group.wd_mult:g}"
+        decay = (
+            "no weight decay" if not group.wd_mult else "weight decay" + (f" x {group.wd_mult:g}" if group.wd_mult != 1.0 else "")
+        )
         update_rule = f"{group.optimizer}" + (f", betas {group.betas}, eps {group.eps:g}" if group.optimizer == "adam" else "")
         names = list(dict.fromkeys(_replace_layer_index(weight.name) for weight in group_weights))
         if len(names) > _MAX_LISTED_NAMES:
             names[_MAX_LISTED_NAMES - 1 :] = [f"and {len(names) - _MAX_LISTED_NAMES + 1} more like these"]
         rate += f" x {group.lr_mult:g}" if group.lr_mult != 1.0 else ""
-        rows.append(
-            (
-                f"{len(group_weights):,}",
-                f"{sum(weight.numel for weight in group_weights):,}",
-                update_rule,
-                rate,
-                decay,
-                ", ".join(names),
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["parameter groups:", *("  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)]
+        num_parameters = sum(weight.numel for weight in group_weights)
+        lines += [
+            f"  {num_parameters:,} in {len(group_weights):,} tensors: {update_rule}, learning rate {rate}, {decay}",
+            f"    {', '.join(names)}",
+        ]
+    return lines
 
 
 def is_hidden_matrix(param: ParamInfo) -> bool:

@@ -1,4 +1,4 @@
-"""Compare predicted with published step times: errors by publication, device and software, and the ranking of each job's layouts.
+"""Compare predicted with published step times: errors by publication, device and software, and the choice among each job's layouts.
 
     python tools/planning/against_published.py [--only megatron_2021]
 
@@ -13,7 +13,8 @@ import json
 import math
 import statistics
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,17 +23,20 @@ import yaml
 
 from megatron.config.cli import load
 from megatron.config.parsed_flags import DryRun
+from megatron_lab.commands.against_runs import count_ordered_pairs
 from megatron_lab.commands.parser import ToolParser
 from megatron_lab.planner.cluster import load_cluster
 from megatron_lab.planner.dry_run import Planner
 from megatron_lab.planner.durations import Stack
-from megatron_lab.planner.step_time import predict_from_work
+from megatron_lab.planner.step_time import StepTime, predict_from_work
 from megatron_lab.planner.step_work import StepWork
 
 ROWS = Path(__file__).resolve().parents[2] / "tests" / "data" / "published"
 COMMON = "--mock-data --tokenizer-type NullTokenizer --device cuda --lr 1e-4 --train-iters 10".split()
 _QUANTIZATION_TRAFFIC_SHARES = {"torchtitan": 0.35, "torchtitan-compile": 0.35}
 """Fraction of the memory traffic of this project's quantization that the software has too; 0 for others."""
+_NEAR_BEST = 0.03
+"""Largest relative difference from the fastest layout of a group at which a layout counts as near the best."""
 
 
 def list_published_files() -> list[Path]:
@@ -55,8 +59,8 @@ def is_calibrated(row: dict[str, Any]) -> bool:
     return int(hashlib.sha256(row["id"].encode()).hexdigest(), 16) % 3 == 0
 
 
-def compute_log_error(row: dict[str, Any], stacks: dict[str, Stack]) -> float:
-    """Predict the step time of a published run. Return the logarithm of (predicted time / measured time).
+def predict_published(row: dict[str, Any], stacks: dict[str, Stack]) -> StepTime:
+    """Predict the step time of a published run, with its 90 % range.
 
     Args:
         row: the published run: flags, hardware, software and step time.
@@ -77,7 +81,7 @@ def compute_log_error(row: dict[str, Any], stacks: dict[str, Stack]) -> float:
         cluster = replace(cluster, network_gb_s=row["network_gb_s"])
     if row.get("tensor_overlap"):
         config = replace(config, parallel=replace(config.parallel, tp_comm_overlap=True))
-    return math.log(predict_from_work(work, config, dry_run, vocab_size, cluster, stacks[row["stack"]]).seconds / row["seconds"])
+    return predict_from_work(work, config, dry_run, vocab_size, cluster, stacks[row["stack"]])
 
 
 def _mix_precisions(work_8_bit: StepWork, work_16_bit: StepWork, quantized_share: float) -> StepWork:
@@ -107,7 +111,7 @@ def _mix_precisions(work_8_bit: StepWork, work_16_bit: StepWork, quantized_share
 
 def main() -> int:
     """Print the errors of predicted step times by publication, device, precision and software. Then print how well the prediction
-    finds the fastest layout of each job that was measured at several layouts.
+    chooses among the layouts of each job that was measured at several layouts.
 
     Return the exit status.
     """
@@ -120,15 +124,17 @@ def main() -> int:
         for name, config in stack_configs.items()
     }
     errors_by_case = defaultdict[tuple[str, ...], list[float]](list)
-    times_by_group = defaultdict[tuple[str, str], list[tuple[float, float]]](list)
+    times_by_group, num_in_range = defaultdict[tuple[str, str], list[tuple[float, float]]](list), 0
     for path in paths:
         for row in json.loads(path.read_text())["rows"]:
             if not row["id"].startswith(id_prefix):
                 continue
-            log_error = compute_log_error(row, stacks)
+            prediction = predict_published(row, stacks)
+            log_error = math.log(prediction.seconds / row["seconds"])
             if row["group"]:
-                times_by_group[path.stem, row["group"]].append((row["seconds"], row["seconds"] * math.exp(log_error)))
+                times_by_group[path.stem, row["group"]].append((row["seconds"], prediction.seconds))
             if not is_calibrated(row):
+                num_in_range += prediction.low <= row["seconds"] <= prediction.high
                 errors_by_case[path.stem, row["cluster"], "8 bits" if "--fp8" in row["flags"] else "16 bits", row["stack"]].append(
                     log_error
                 )
@@ -136,18 +142,46 @@ def main() -> int:
         print(f"{', '.join(names):<70} {len(errors):4} rows {format_summary(errors)}")
     all_errors = [log_error for case_errors in errors_by_case.values() for log_error in case_errors]
     print(f"{'all that were not fitted':<70} {len(all_errors):4} rows {format_summary(all_errors)}")
-    rankings = [
-        (min(group_times), sorted(group_times, key=lambda pair: pair[1]))
-        for group_times in times_by_group.values()
-        if len(group_times) > 1
-    ]
-    num_best_in_top_3 = sum(best in order[:3] for best, order in rankings)
-    num_near_best = sum(order[0][0] <= 1.03 * best[0] for best, order in rankings)
-    print(
-        f"{len(rankings)} groups: the measured best is among the first 3 in {num_best_in_top_3}; "
-        f"the predicted best is within 3 % of it in {num_near_best}"
-    )
+    print(f"in the predicted 90 % range: {num_in_range} of {len(all_errors)}")
+    print("\n".join(format_choices(times_by_group.values())))
     return 0
+
+
+def format_choices(groups: Iterable[Sequence[tuple[float, float]]]) -> list[str]:
+    """Format how well predicted times choose the fastest layout of each job, next to the expected result of a random choice.
+
+    The groups are small, so a random choice is often good. Only a difference from the random choice says something about the
+    prediction. A group in which every choice is good does not count: it has one layout, or all its layouts are near the best.
+
+    Args:
+        groups: (measured, predicted) times of the layouts of each job.
+    """
+    groups = [group for group in groups if len(group) > 1]
+    counted = [group for group in groups if max(group)[0] > (1 + _NEAR_BEST) * min(group)[0]]
+    num_trivial = len(groups) - len(counted)
+    near_best = f"within {100 * _NEAR_BEST:g} % of the best"
+    trivial_text = f"  groups that do not count, because all their layouts are {near_best}: {num_trivial}"
+    if not counted:
+        return ["choice of the layout: no group in which a choice can be wrong", trivial_text]
+    sizes = Counter(len(group) for group in counted)
+    size_text = ", ".join(f"{count} of {size} layouts" for size, count in sorted(sizes.items()))
+    ordered_pairs = [count_ordered_pairs([(predicted, measured) for measured, predicted in group]) for group in counted]
+    num_ordered, num_pairs = (sum(counts) for counts in zip(*ordered_pairs, strict=True))
+    slowdowns = [
+        [measured / min(group)[0] - 1 for measured, _ in sorted(group, key=lambda times: times[1])] for group in counted
+    ]  # of the layouts of a group, in the order of their predicted times
+    chosen_slowdowns = [group_slowdowns[0] for group_slowdowns in slowdowns]
+    num_near_best = sum(slowdown <= _NEAR_BEST for slowdown in chosen_slowdowns)
+    random_near_best = sum(statistics.mean(slowdown <= _NEAR_BEST for slowdown in group) for group in slowdowns)
+    random_slowdown = statistics.mean(statistics.mean(group) for group in slowdowns)
+    return [
+        f"choice of the layout: {len(counted)} groups ({size_text}); in parentheses: a random choice",
+        trivial_text,
+        f"  pairs over 10 % apart that are in order: {num_ordered} of {num_pairs} ({num_pairs / 2:g})",
+        f"  groups whose predicted best is {near_best}: {num_near_best} of {len(counted)} ({random_near_best:.3g})",
+        f"  slowdown of the predicted best: mean {100 * statistics.mean(chosen_slowdowns):.1f} % ({100 * random_slowdown:.1f} %), "
+        f"largest {100 * max(chosen_slowdowns):.1f} %",
+    ]
 
 
 def format_summary(errors: list[float]) -> str:

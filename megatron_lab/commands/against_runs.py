@@ -167,11 +167,13 @@ def format_table(rows: Sequence[Comparison]) -> list[str]:
         [(row.predicted.seconds, row.measured_seconds) for row in rows if row.model == "gpt"]
     )
     num_in_range = sum(row.predicted.low <= row.measured_seconds <= row.predicted.high for row in rows)
+    low = min(row.predicted.low / row.predicted.seconds for row in rows) - 1
+    high = max(row.predicted.high / row.predicted.seconds for row in rows) - 1
     percentile_90 = abs_errors[math.ceil(0.9 * len(abs_errors)) - 1]
     lines += [
         "",
         f"median error {statistics.median(abs_errors):.1%}, 90th percentile {percentile_90:.1%}, largest {abs_errors[-1]:.1%}; "
-        f"in the 90 % range {num_in_range} of {len(rows)}; "
+        f"in the 90 % range ({low:+.0%} to {high:+.0%}) {num_in_range} of {len(rows)}; "
         f"of pairs of one model over 10 % apart {llama_ordered + gpt_ordered} of {llama_pairs + gpt_pairs} in order",
     ]
     return lines

@@ -33,7 +33,7 @@ from pathlib import Path
 
 from megatron.config.cli import load
 from megatron.config.errors import ConfigError
-from megatron.config.parsed_flags import check_output
+from megatron.config.regular_file import check_output
 from megatron_lab.commands.parser import ToolParser
 
 

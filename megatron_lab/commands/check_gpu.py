@@ -26,6 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from megatron.config.regular_file import check_replaceable, parse_json, read_text
 from megatron_lab.commands.parser import ToolParser
 from megatron_lab.gpu.checks import CHECKS, Check
 from megatron_lab.gpu.report import FAILED_STATES, format_markdown, format_progress, format_summary, write_docs
@@ -228,7 +229,7 @@ def load_report(file: Path) -> dict[str, Any]:
         ValueError: the file is not a report that --json has written.
     """
     try:
-        report: dict[str, Any] = json.loads(file.read_text())
+        report: dict[str, Any] = parse_json(read_text(file))
         if not all(set(create_result(CHECKS[0])) <= set(result) for result in report["checks"]) or not {
             "device",
             "device_name",
@@ -236,13 +237,18 @@ def load_report(file: Path) -> dict[str, Any]:
             "date",
         } <= set(report):
             raise KeyError(f"the report {file} lacks a field that --json always writes")
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is not a report that --json has written ({error!r}). Choose another file") from error
     return report
 
 
 def write_atomically(file: Path, report: dict[str, Any]) -> None:
-    """Write the report to a file atomically, so that a reader never sees an incomplete file."""
+    """Write the report to a file atomically, so that a reader never sees an incomplete file.
+
+    Raises:
+        OSError: the file cannot be written, or a folder, device or pipe is at its path.
+    """
+    check_replaceable(file)
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     temporary.write_text(json.dumps(report, indent=1) + "\n")

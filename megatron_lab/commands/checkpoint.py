@@ -16,8 +16,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from types import ModuleType
 
-from megatron_lab.commands.parser import ToolParser
+from megatron_lab.commands.parser import DescriptionFormatter, ToolParser
 
 SUBCOMMANDS = {
     "inspect": "inspect",
@@ -36,15 +37,14 @@ FAILURE_STATUS = {"diff": 2}
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line with all subcommands."""
     main_parser = ToolParser(description=__doc__)
-    commands = main_parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, module_name in SUBCOMMANDS.items():
-        module = importlib.import_module(f"megatron_lab.checkpoints.{module_name}")
-        text = module.__doc__ or ""
+    commands = main_parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name in SUBCOMMANDS:
+        module = _import_module(name)
         subparser = commands.add_parser(
             name,
-            help=text.partition("\n")[0],
-            description=text,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            help=_get_summary(module),
+            description=module.__doc__,
+            formatter_class=DescriptionFormatter,
             allow_abbrev=False,
         )
         module.add_arguments(subparser)
@@ -52,9 +52,21 @@ def build_parser() -> argparse.ArgumentParser:
     return main_parser
 
 
+def _import_module(command: str) -> ModuleType:
+    return importlib.import_module(f"megatron_lab.checkpoints.{SUBCOMMANDS[command]}")
+
+
+def _get_summary(module: ModuleType) -> str:
+    return (module.__doc__ or "").partition("\n")[0]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the subcommand that the command line names and return its exit status."""
-    args = build_parser().parse_args(arguments)
+    parser = build_parser()
+    args = parser.parse_args(arguments)
+    if args.command is None:
+        commands = (f"\n  {name:<9}{_get_summary(_import_module(name))}" for name in SUBCOMMANDS)
+        parser.error(f"give a command, one of:{''.join(commands)}")
     try:
         status: int = args.run(args)
     except BrokenPipeError:  # the reader has closed the pipe, as in `| head`

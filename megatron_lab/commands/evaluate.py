@@ -5,7 +5,7 @@
     python tools/evaluate.py --load runs/a --tasks hellaswag arc_easy --limit 100         (extra: lm-eval)
 
 --load names a model as for tools/generate_text.py: a --save folder, one checkpoint in it, a Hugging Face folder, or a checkpoint of
-Megatron-LM. A file is a UTF-8 text, which is one document, JSON lines with a "text" each (.jsonl), or an indexed dataset (its path
+Megatron-LM. A file is a text, which is one document, JSON lines with a "text" each (.jsonl), or an indexed dataset (its path
 without .bin and .idx). Documents are evaluated independently. The first token of a document is predicted from the token that begins
 a text (bos, or else the end-of-document token).
 
@@ -26,6 +26,7 @@ import json
 from typing import Any
 
 from megatron_lab.commands.parser import ToolParser
+from megatron_lab.data_tools.input_flags import add_encoding_flags, get_text_encoding
 from megatron_lab.evaluation.open_model import (
     OpenedModel,
     add_computing_flags,
@@ -63,6 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--limit", type=int, metavar="N", help="With --tasks, evaluate only the first N questions of each task.")
     parser.add_argument("--include-path", metavar="FOLDER", help="With --tasks, also load your own tasks (YAML) from this folder.")
     parser.add_argument("--json", action="store_true", help="Print one JSON object with a key for each file or task.")
+    add_encoding_flags(parser, strict_effect="refuses the file")
     add_computing_flags(parser)
     return parser
 
@@ -74,11 +76,13 @@ def main(arguments: list[str] | None = None) -> int:
     for name, group in {
         "stride": "files",
         "max_documents": "files",
+        "encoding": "files",
+        "errors": "files",
         "num_fewshot": "tasks",
         "limit": "tasks",
         "include_path": "tasks",
     }.items():
-        if getattr(args, name) is not None and getattr(args, group) is None:
+        if getattr(args, name) != parser.get_default(name) and getattr(args, group) is None:
             parser.error(f"--{name.replace('_', '-')} can only be used with --{group}")
     for name in ("window", "stride", "batch_size", "max_documents", "limit"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
@@ -109,7 +113,8 @@ def _compute_perplexities(args: argparse.Namespace, loaded: OpenedModel) -> dict
     scorer = Scorer(loaded.model, loaded.context, args.batch_size, args.window, args.stride)
     results = {}
     for path in args.files:
-        documents = itertools.islice(read_documents(path, loaded.tokenizer), args.max_documents)
+        log = print_to_stderr if loaded.context.rank == 0 else lambda line: None
+        documents = itertools.islice(read_documents(path, loaded.tokenizer, get_text_encoding(args), log), args.max_documents)
         try:
             result = compute_perplexity(scorer, documents, loaded.tokenizer)
         except ValueError as error:

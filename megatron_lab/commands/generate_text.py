@@ -23,9 +23,9 @@ import sys
 import time
 import unicodedata
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.config.regular_file import read_regular_or_pipe
 from megatron_lab.commands.parser import ToolParser
 from megatron_lab.evaluation.open_model import (
     OpenedModel,
@@ -153,7 +153,12 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
         return prompts
     if args.prompt_file is None and sys.stdin.isatty():
         print_to_stderr("The beginning of the text (Ctrl-D ends it):")
-    content = sys.stdin.buffer.read() if args.prompt_file is None else Path(args.prompt_file).read_bytes()
+    try:
+        content = sys.stdin.buffer.read() if args.prompt_file is None else read_regular_or_pipe(args.prompt_file)
+    except OSError as error:
+        raise ValueError(f"--prompt-file {args.prompt_file} cannot be read: {error.strerror}. Check the path") from error
+    if not content and args.prompt_file is not None:
+        print_to_stderr(f"--prompt-file {args.prompt_file} is empty: the text is generated without a prompt")
     try:
         return [content.decode("utf-8").removesuffix("\n")]
     except UnicodeDecodeError as error:

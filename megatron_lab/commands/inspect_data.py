@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from megatron.config.optional_packages import import_optional
 from megatron_lab.commands.parser import ToolParser
 from megatron_lab.data_tools.tokenizer_flags import add_tokenizer_flags, build_tokenizer_config
+from megatron_lab.terminal import format_table
 
 if TYPE_CHECKING:
     from megatron.config.data import DataConfig
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from megatron_lab.data_tools.dataset_check import DatasetProblem, LengthBin
 
 _MAX_PRINTED_PROBLEMS = 20
-_MAX_BAR_LENGTH = 40  # characters
+_MAX_BAR_LENGTH = 30  # characters
 _ANY_ID = 2**63
 
 
@@ -226,7 +227,7 @@ def format_histogram(bins: list[LengthBin]) -> list[str]:
         bins: ranges of document lengths, with the number of documents and tokens in each.
     """
     max_documents = max((length_bin.num_documents for length_bin in bins), default=0)
-    lines = [f"{'tokens':>25}  {'documents':>14}  {'tokens in them':>18}"]
+    rows = [("tokens", "documents", "tokens in them", "")]
     for length_bin in bins:
         name = f"{length_bin.low:,}" if length_bin.low == length_bin.high else f"{length_bin.low:,} to {length_bin.high:,}"
         bar = (
@@ -234,8 +235,8 @@ def format_histogram(bins: list[LengthBin]) -> list[str]:
             if max_documents
             else ""
         )
-        lines.append(f"{name:>25}  {length_bin.num_documents:>14,}  {length_bin.num_tokens:>18,}  {bar}".rstrip())
-    return lines
+        rows.append((name, f"{length_bin.num_documents:,}", f"{length_bin.num_tokens:,}", bar))
+    return format_table(rows, right_aligned=(0, 1, 2))
 
 
 def save_histogram(bins: list[LengthBin], name: str, path: Path) -> None:

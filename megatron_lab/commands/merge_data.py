@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import glob
+import os
 import sys
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def resolve_prefixes(inputs: list[str]) -> list[str]:
             prefixes += [prefix for prefix in matched if prefix not in masks]
         else:
             raise ValueError(f"--input {name}: there is no dataset (PREFIX.bin and PREFIX.idx) with this prefix. Check the path.")
-    paths = [Path(prefix).resolve() for prefix in prefixes]
+    paths = [os.path.realpath(prefix) for prefix in prefixes]
     for i, path in enumerate(paths):
         if path in paths[:i]:
             raise ValueError(f"--input names {prefixes[i]} twice.\n  Leave one of them out.")
@@ -69,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         inputs, output = resolve_prefixes(args.input), Path(args.output_prefix)
         if not output.parent.is_dir():
             raise ValueError(f"--output-prefix {output}: the folder {output.parent} does not exist.\n  Make it first.")
-        if output.resolve() in [Path(prefix).resolve() for prefix in inputs]:
+        if os.path.realpath(output) in map(os.path.realpath, inputs):
             raise ValueError(f"--output-prefix {output} is one of the inputs.\n  Give another name.")
         masked = [has_loss_mask(prefix) for prefix in inputs]
         if any(masked) and not all(masked):

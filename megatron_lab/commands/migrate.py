@@ -95,6 +95,24 @@ def _convert(args: argparse.Namespace, variables: Mapping[str, str]) -> LaunchCo
         Path(args.file).suffix, "megatron"
     )
     command = LaunchCommand(world_size=args.world_size)
+    try:
+        _convert_text(command, text, source_format, args, variables)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{args.file}: {error}") from error
+    if command.world_size is None:
+        command.missing.append(
+            f"--world-size N, the number of ranks: the rules were checked with {command.model_parallel_size}, "
+            "for one copy of the model"
+        )
+    if not command.launcher:
+        set_default_launcher(command)
+    return command
+
+
+def _convert_text(
+    command: LaunchCommand, text: str, source_format: str, args: argparse.Namespace, variables: Mapping[str, str]
+) -> None:
+    """Convert the text of the file, and add its flags to a command line of this project."""
     if source_format == "deepspeed":
         if args.beside is not None:
             _convert_script(command, _read_text(args.beside), Path(args.beside), variables, args.pick, config=text)
@@ -107,14 +125,6 @@ def _convert(args: argparse.Namespace, variables: Mapping[str, str]) -> LaunchCo
         _convert_script(command, text, Path(args.file), variables, args.pick)
     else:
         {"torchtitan": torchtitan, "nanotron": nanotron}[source_format].convert_config(command, text)
-    if command.world_size is None:
-        command.missing.append(
-            f"--world-size N, the number of ranks: the rules were checked with {command.model_parallel_size}, "
-            "for one copy of the model"
-        )
-    if not command.launcher:
-        set_default_launcher(command)
-    return command
 
 
 def _read_text(name: str) -> str:

@@ -18,15 +18,27 @@ from typing import Any
 
 from megatron.config.cli import load
 from megatron.config.config import Config
-from megatron.config.errors import ConfigError
-from megatron.config.parsed_flags import DryRun, check_output
+from megatron.config.errors import ConfigError, Violation
+from megatron.config.parsed_flags import LIST_NAME, DryRun
+from megatron.config.regular_file import check_output
 from megatron.config.resolve import assume_vocab_size
 from megatron_lab.commands.parser import ToolParser
 from megatron_lab.planner.cluster import DEFAULT_CLUSTER, list_cluster_names, load_cluster
 from megatron_lab.planner.garbage_collection import collect_garbage_rarely
+from megatron_lab.resilience.pipes import copy_pipes
+from megatron_lab.terminal import get_terminal_width, wrap_command
 
 PROGRAM = "plan.py"
 _DAY = 86_400
+_FIRST_STEPS = tuple(
+    f"{command:<52}{text}"
+    for command, text in (
+        (f"python tools/{PROGRAM} --model {LIST_NAME}", "models by name"),
+        (f"python tools/{PROGRAM} --model llama3-8b --gpus 64", "plan for 64 GPUs"),
+        (f"python tools/{PROGRAM} --help", "all flags"),
+    )
+)
+"""Commands to show to a user who has given no model."""
 LAUNCH = Path(__file__).resolve().parents[2] / "examples" / "launch.sh"
 """Script that generated launch scripts source. Only a checkout has it."""
 
@@ -91,7 +103,7 @@ def _run(args: argparse.Namespace, model_argv: Sequence[str]) -> int:
     """Search layouts, print the table and write the requested files. Return the exit status."""
     from megatron.data.tokenizer import predict_embedding_rows
     from megatron_lab.planner.search import SIZE_SETTINGS, LayoutSearch, Limits
-    from megatron_lab.planner.state_report import format_bytes
+    from megatron_lab.planner.units import format_bytes
 
     if args.cluster == "list":
         for name in list_cluster_names():
@@ -114,6 +126,9 @@ def _run(args: argparse.Namespace, model_argv: Sequence[str]) -> int:
             "be at least 1. Correct these flags."
         )
     cluster = replace(cluster, gpus_per_node=args.gpus_per_node or cluster.gpus_per_node)
+    if not model_argv:
+        raise ConfigError([Violation((), "no model is given. Start with one of these commands:", table=_FIRST_STEPS)])
+    model_argv = copy_pipes(model_argv)  # --why reads the settings again
     full_argv = [*_list_default_argv(model_argv), *model_argv]
     loaded = load(full_argv, args.gpus)
     config, notes = assume_vocab_size(loaded.config)
@@ -131,7 +146,7 @@ def _run(args: argparse.Namespace, model_argv: Sequence[str]) -> int:
         print(note)
     print(
         f"{args.gpus} x {cluster.device} ({cluster.name}); {outcome.num_estimated:,} layouts estimated, "
-        f"{outcome.num_planned} of them planned exactly"
+        f"{outcome.num_planned} of them planned in full"
     )
     if not outcome.layouts:
         if outcome.smallest_layout is None:
@@ -221,26 +236,26 @@ def _format_table(layouts: Sequence[Any], num_ties: int, args: argparse.Namespac
             ties.
         memory_gb: memory of a device in GB.
     """
-    rows = [
-        f"{'step':>9} {'(90 % between)':>17} {'tok/s/GPU':>10} {'MFU':>6} {'memory':>14}"
-        + ("   days  GPU hours" if args.tokens else "")
-    ]
+    rows = [["step", "90 % between", "tok/s/GPU", "MFU", "memory", *(["days", "GPU hours"] if args.tokens else []), ""]]
     if args.tokens and args.price:
-        rows[0] += "       cost"
+        rows[0].insert(-1, "cost")
     for position, layout in enumerate(layouts):
         time = layout.time
-        row = (
-            f"{time.seconds:8.3f}s {time.low:7.3f} .. {time.high:6.3f} {time.tokens_per_s:10,.0f} {time.mfu:6.1%} "
-            f"{time.device_bytes / 1e9:5.1f} of {memory_gb:3.0f} GB"
-        )
+        row = [f"{time.seconds:.3f}s", f"{time.low:.3f}..{time.high:.3f}", f"{time.tokens_per_s:,.0f}", f"{time.mfu:.1%}"]
+        row.append(f"{time.device_bytes / 1e9:.1f} of {memory_gb:.0f} GB")
         if args.tokens:
             run_seconds = args.tokens / (time.tokens_per_s * time.world_size)
             gpu_hours = run_seconds / 3600 * time.world_size
-            row += f" {run_seconds / _DAY:6.1f} {gpu_hours:10,.0f}"
-            row += f" {gpu_hours * args.price:10,.0f}" if args.price else ""
-        rows += [row + ("   tie" if 0 < position < num_ties else ""), f"          {_format_layout(layout, config)}"]
-        rows += [f"          not calibrated there: {', '.join(time.uncalibrated_sizes)}"] if time.uncalibrated_sizes else []
-    return rows
+            row += [f"{run_seconds / _DAY:.1f}", f"{gpu_hours:,.0f}", *([f"{gpu_hours * args.price:,.0f}"] if args.price else [])]
+        rows.append([*row, "tie" if 0 < position < num_ties else ""])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    heading, *lines = [" ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
+    table = [heading]
+    for line, layout in zip(lines, layouts, strict=True):
+        table += [line, *wrap_command(f"    {_format_layout(layout, config)}", get_terminal_width())]
+        sizes = layout.time.uncalibrated_sizes
+        table += [f"    not calibrated there: {', '.join(sizes)}"] if sizes else []
+    return table
 
 
 def _format_layout(layout: Any, config: Config) -> str:

@@ -16,9 +16,11 @@ from pathlib import Path
 
 from megatron.config.cli import load
 from megatron.config.config import Config
-from megatron.config.parsed_flags import check_output, is_count
+from megatron.config.parsed_flags import is_count
+from megatron.config.regular_file import check_output
 from megatron.config.rules import find_violations
 from megatron.config.version import format_version
+from megatron_lab.terminal import fill_help, fit_output_to_terminal
 
 PROGRAM = "plot_coordinates.py"
 HELP = """\
@@ -51,11 +53,12 @@ class ToolOptions:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return the exit status: 0, or 2 for invalid settings or a picture that cannot be written."""
     argv = sys.argv[1:] if argv is None else argv
+    fit_output_to_terminal()
     if "--version" in argv:
         print(format_version())
         return 0
     if "--help" in argv:
-        print(HELP, end="")
+        sys.stdout.write(fill_help(HELP))
         return 0
     try:
         run_argv, options = split_options(argv)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.optional_packages import import_optional
+from megatron.config.regular_file import check_output, check_replaceable
 from megatron.metrics.history import HISTORY_FILE, History, read_history
 from megatron.metrics.log_line import format_compact
 from megatron_lab.commands.parser import ToolParser
@@ -105,6 +106,7 @@ def save_loss_plot(history: History, path: Path) -> None:
     token_ax.set_xlabel("tokens", labelpad=1)
 
     temporary_path = path.with_name(f".{path.name}.{os.getpid()}")
+    check_replaceable(path)
     try:
         fig.savefig(temporary_path, format=path.suffix.removeprefix(".") or "png")
         temporary_path.replace(path)
@@ -205,11 +207,14 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{PROGRAM}: {args.folder}/{HISTORY_FILE} has no steps yet")
             return 0
         import_optional("matplotlib", f"{PROGRAM} needs matplotlib")
-        save_loss_plot(history, args.output or (args.folder if args.folder.is_dir() else args.folder.parent) / PICTURE)
-    except OSError as error:
-        print(f"{PROGRAM}: error: {error.strerror or error}", file=sys.stderr)
-        return 1
-    except ValueError as error:
+        output = args.output or (args.folder if args.folder.is_dir() else args.folder.parent) / PICTURE
+        check_output("--output", output)
+        try:
+            save_loss_plot(history, output)
+        except (ValueError, OSError) as error:  # no format has the suffix, or there is no such folder
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ValueError(f"--output {output} cannot be written: {reason}. Give another path.") from error
+    except (ValueError, OSError) as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -16,7 +16,9 @@ from pathlib import Path
 from megatron.config.checks.single_settings import MAX_WORLD_SIZE
 from megatron.config.cli import load, parse
 from megatron.config.config import Config
-from megatron.config.parsed_flags import check_output, is_count
+from megatron.config.parsed_flags import is_count
+from megatron.config.regular_file import check_output
+from megatron_lab.terminal import fill_help, fit_output_to_terminal, get_terminal_width
 
 PROGRAM = "plot_memory.py"
 HELP = """\
@@ -48,8 +50,9 @@ class ToolOptions:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return the exit status: 0, or 2 for invalid settings or a picture that cannot be written."""
     argv = sys.argv[1:] if argv is None else argv
+    fit_output_to_terminal()
     if "--help" in argv:
-        print(HELP, end="")
+        sys.stdout.write(fill_help(HELP))
         return 0
     try:
         run_argv, options = split_options(argv)
@@ -121,7 +124,7 @@ def _run(run_argv: Sequence[str], options: ToolOptions) -> int:
     if options.output is not None:
         require_matplotlib()
     panels = [build_panel(title, config, world_size, options.stage, measures=options.measures) for title, config in configs.items()]
-    print("\n".join(format_panel_table(panels)))
+    print("\n".join(format_panel_table(panels, get_terminal_width())))
     if options.output is not None:
         write_figure(panels, options.output)
         print(f"wrote {options.output}", file=sys.stderr)

@@ -28,7 +28,9 @@ from megatron_lab.schedule_plots.formulas import compute_expected
 from megatron_lab.schedule_plots.panel import Panel, format_ms
 from megatron_lab.schedule_plots.table import TimelineRow, format_table
 from megatron_lab.schedule_plots.text import render_text
+from megatron_lab.terminal import get_terminal_width
 
+_MAX_OPS = 1_000_000
 _DEFAULT_VIRTUAL_STAGES = 2
 """Chunks per stage of a schedule that allows any number."""
 
@@ -127,6 +129,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the tool and return the exit status: 0, or 1 if a file could not be written."""
     parser = build_parser()
     args = parser.parse_args(arguments)
+    if (num_ops := args.stages * args.microbatches * (args.virtual_stages or 1)) > _MAX_OPS:
+        parser.error(
+            f"--stages {args.stages} x --microbatches {args.microbatches} x --virtual-stages {args.virtual_stages or 1} are "
+            f"{num_ops:,} forward passes, more than {_MAX_OPS:,}, which no picture shows: give smaller numbers"
+        )
     costs = OpCosts(args.forward_ms, args.input_grad_ms, args.weight_grad_ms, args.p2p_ms, args.recompute_ms)
     if costs.forward + costs.input_grad + costs.weight_grad == 0:
         parser.error("--forward-ms, --input-grad-ms and --weight-grad-ms are all 0: at least one must take time")
@@ -147,7 +154,7 @@ def main(arguments: list[str] | None = None) -> int:
     panels = [row.panel for row in rows]
     print(_format_description(args.stages, args.microbatches, costs), end="\n\n")
     print(render_text(panels, **Terminal.of(sys.stdout)._asdict()), end="\n\n")
-    print(format_table(rows))
+    print(format_table(rows, get_terminal_width()))
     return _write_pictures(panels, args.output)
 
 
@@ -198,7 +205,7 @@ def _format_description(num_stages: int, num_microbatches: int, costs: OpCosts) 
     recompute_text = f"R = {format_ms(costs.recompute)} to recompute layers, " if costs.recompute else ""
     return (
         f"p = {num_stages} stages, m = {num_microbatches} microbatches. A whole stage takes F = {forward} for a forward, "
-        f"I = {input_grad} for an input gradient,\n"
+        f"I = {input_grad} for an input gradient, "
         f"{recompute_text}W = {weight_grad} for a weight gradient, and each of its v chunks 1/v of these. A message takes {p2p}."
     )
 

@@ -1,12 +1,14 @@
 """Write a report of a run, or a comparison of several runs, from their history: one HTML file that opens without network access.
 
-    python tools/report.py RUN_FOLDER [RUN_FOLDER ...] [--output FILE]
+    python tools/report.py RUN_FOLDER [RUN_FOLDER ...] [--plan] [--output FILE]
 
-The tool also prints a summary of the losses. Each run writes its own report when it ends: `report.html` in its folder.
+The tool also prints a summary of the losses. At its end, each run writes its own report without --plan: `report.html` in its
+folder.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from pathlib import Path
@@ -25,6 +27,7 @@ def build_plan_html(history: History) -> tuple[str, str]:
 
     If the job cannot be planned on this machine, the first text gives the reason, and the second is empty.
     """
+    # The planner imports torch and its compiler, which takes seconds. The end of a run waits for its report, which has no plan.
     from html import escape
 
     from megatron.config.parsed_flags import DryRun
@@ -61,13 +64,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help=f"Write the page to FILE (default {REPORT} in the folder of the first run)."
     )
-    parser.add_argument("--no-plan", action="store_true", help="Omit the planned memory and the ranks, which take a few seconds.")
+    parser.add_argument(
+        "--plan",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="Add the planned memory and the grid of the ranks. This takes some seconds, because it imports torch.",
+    )
     parser.add_argument("--expect-lower-loss", action="store_true", help="Exit with status 1 if a training loss did not fall.")
     args = parser.parse_args(arguments)
+    if args.plan and len(args.folders) > 1:
+        parser.error("--plan shows the plan of a single run: give one RUN_FOLDER, or leave --plan out")
     try:
         runs = name_runs(args.folders, [read_history(folder) for folder in args.folders])
-        single_history = runs[0].history if len(runs) == 1 else None
-        memory, grid = build_plan_html(single_history) if single_history is not None and not args.no_plan else ("", "")
+        memory, grid = build_plan_html(runs[0].history) if args.plan else ("", "")
         folder = runs[0].folder if runs[0].folder.is_dir() else runs[0].folder.parent
         output = args.output or folder / REPORT
         write_page("--output", str(output), build_run_page(runs, memory, grid))

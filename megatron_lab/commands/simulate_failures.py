@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron.config.parsed_flags import check_output
+from megatron.config.regular_file import check_output
 from megatron_lab.cluster.failures import (
     GPU_HOURS,
     Job,

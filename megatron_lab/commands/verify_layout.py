@@ -28,8 +28,10 @@ from megatron.config.checks.finding import MODEL_PARALLEL_SIZES
 from megatron.config.checks.single_settings import MAX_WORLD_SIZE
 from megatron.config.cli import LoadedConfig, load, parse
 from megatron.config.errors import ConfigError, Violation
-from megatron.config.parsed_flags import check_output, is_count, split_argv
+from megatron.config.parsed_flags import is_count, split_argv
+from megatron.config.regular_file import check_output
 from megatron.config.resolve import assume_vocab_size
+from megatron_lab.terminal import fill_help, fit_output_to_terminal
 
 PROGRAM = "verify_layout.py"
 HELP = """\
@@ -43,16 +45,16 @@ tool shrinks the model but keeps everything that matters for the layout. It trai
 processes of this machine, and with a plain reference implementation in one process. It needs no GPU, launcher, dataset or
 tokenizer file.
 
-  --world-size N   Set the number of ranks of the job (default: tensor x pipeline size, that is data-parallel size 1).
-  --steps N        Train N steps (default 4).
-  --max-ranks N    Start at most N processes; larger layouts are reduced axis by axis (default 8).
-  --quick          After a difference, do not search for the settings that cause it.
-  --reference self Compare with a run of the same code in one process. The plain reference, which is the default, does not know
-                   modules that --imports registers.
-  --json FILE      Also write the result as JSON, after it is printed.
-  --trace FILE     Compare the run of this tool with a trace that an earlier run of it saved (--save-trace FILE among FLAGS).
-                   Given twice, compare the two traces and run nothing; the only other flag is then --json.
-  --help           Print this text.
+  --world-size N    Set the number of ranks of the job (default: tensor x pipeline size, that is data-parallel size 1).
+  --steps N         Train N steps (default 4).
+  --max-ranks N     Start at most N processes; larger layouts are reduced axis by axis (default 8).
+  --quick           After a difference, do not search for the settings that cause it.
+  --reference self  Compare with a run of the same code in one process. The plain reference, which is the default, does not know
+                    modules that --imports registers.
+  --json FILE       Also write the result as JSON, after it is printed.
+  --trace FILE      Compare the run of this tool with a trace that an earlier run of it saved (--save-trace FILE among FLAGS).
+                    Given twice, compare the two traces and run nothing; the only other flag is then --json.
+  --help            Print this text.
 
 Exit status: 0 equal, 1 different or failing, 2 bad settings, 130 interrupted. If all is equal but the report or the --json FILE
 could not be written (a full disk), it is 2. If something differs, it is 1 in any case.
@@ -84,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Modules that need torch are imported only after the settings have been checked.
     """
     argv = sys.argv[1:] if argv is None else argv
+    fit_output_to_terminal()
     try:
         with _resending_interrupts():
             return _run(argv)
@@ -99,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str]) -> int:
     run_argv, options = split_options(argv)
     if run_argv is None:
-        sys.stdout.write(HELP)
+        sys.stdout.write(fill_help(HELP))
         return 0
     if options.json is not None:
         _check_writable(options.json)

@@ -14,7 +14,7 @@ from megatron.pipeline_parallel.simulate import OpSpan
 from megatron.spec.operations import OpType
 from megatron_lab.memory_plots.measure import MeasuredStep
 from megatron_lab.planner.peak import OpMemory
-from megatron_lab.planner.state_report import format_bytes
+from megatron_lab.planner.units import format_bytes
 from megatron_lab.schedule_plots.figure import save_figure
 from megatron_lab.schedule_plots.panel import OP_TYPE_NAMES, get_colour
 

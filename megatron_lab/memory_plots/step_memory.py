@@ -15,8 +15,8 @@ from megatron_lab.memory_plots.figure import MemoryPanel
 from megatron_lab.memory_plots.measure import measure_ranks
 from megatron_lab.planner.dry_run import Planner, StageStep
 from megatron_lab.planner.plan import RankProfile
-from megatron_lab.planner.plan_text import format_table
-from megatron_lab.planner.state_report import format_bytes
+from megatron_lab.planner.units import format_bytes
+from megatron_lab.terminal import format_table
 from megatron_lab.verification.local_ranks import run_ranks
 
 INPUTS = "inputs"
@@ -67,9 +67,13 @@ def _build_topology(config: Config, world_size: int) -> Topology:
     return Topology.of(parallel, world_size)
 
 
-def format_panel_table(panels: Sequence[MemoryPanel]) -> list[str]:
+def format_panel_table(panels: Sequence[MemoryPanel], width: int | None = None) -> list[str]:
     """Format a table with a row for each panel. Columns: the memory that is in use during the entire step, and the predicted and
-    the measured peak of activation memory."""
+    the measured peak of activation memory.
+
+    Args:
+        width: maximum number of characters of a line; None for no limit.
+    """
     names = list(dict.fromkeys(name for panel in panels for name in panel.state))
     host_bytes = [panel.op_memory[-1].host_bytes for panel in panels]
     has_measurement = any(panel.measurement is not None for panel in panels)
@@ -88,4 +92,4 @@ def format_panel_table(panels: Sequence[MemoryPanel]) -> list[str]:
         elif has_measurement:
             row += ["", ""]
         rows.append([*row, *([format_bytes(offloaded_bytes)] if any(host_bytes) else [])])
-    return format_table(header, rows)
+    return format_table([header, *rows], width=width)

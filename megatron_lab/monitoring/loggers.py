@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -145,6 +147,10 @@ class TensorBoard:
         self._create_writer = lambda: SummaryWriter(folder)
         self._output = OutputStatus(f"--tensorboard-dir {folder}")
         try:
+            if "://" not in folder:
+                os.makedirs(folder, exist_ok=True)
+                if not os.access(folder, os.W_OK | os.X_OK):  # the thread of a writer would print a traceback
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder)
             self._writer: Any = self._create_writer()
         except OSError as error:
             raise ValueError(f"--tensorboard-dir {folder} cannot be written ({error.strerror}). Choose another folder.") from error

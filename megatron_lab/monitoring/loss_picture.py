@@ -1,16 +1,18 @@
 """Picture of the loss curve (`loss.png`) in the folder of a run, and `report.html` at the end of the run.
 
-Separate processes create these files from the history file of the run while training continues.
+Separate processes create these files from the history file of the run while training continues. The end of a run waits for them,
+except after a signal or a time limit, because the job may be killed soon.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +29,8 @@ _PROCESS_TIMEOUT_S, _CLOSE_TIMEOUT_S = 120.0, 60.0
 """Maximum seconds for one picture, and maximum seconds that the end of a run waits for the last picture and the report."""
 _PAUSE_FACTOR = 20
 """Minimum pause between pictures, as a multiple of the time that a picture takes."""
+_TOOLS = {PICTURE_FILE: "tools/plot_loss.py", REPORT_FILE: "tools/report.py"}
+"""Programs with which a user can create the files later."""
 
 
 class LossPicture:
@@ -44,6 +48,9 @@ class LossPicture:
         interval_s: minimum seconds between two pictures.
         first_delay_s: seconds from the start of the thread to the first picture.
         environment: environment variables of these processes; by default those of this process.
+        log: function that writes a line to the log of the run.
+        is_time_short: function that returns, at the end of a run without an error, whether the job may be killed soon. The last
+            picture and the report are then left out.
     """
 
     def __init__(
@@ -55,11 +62,14 @@ class LossPicture:
         interval_s: float = INTERVAL_S,
         first_delay_s: float = FIRST_DELAY_S,
         environment: Mapping[str, str] | None = None,
+        log: Callable[[str], None] = print,
+        is_time_short: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._commands = {PICTURE_FILE: command, REPORT_FILE: report}
+        files = {PICTURE_FILE: command, REPORT_FILE: report}
+        self._commands = {name: file_command for name, file_command in files.items() if file_command is not None}
         self._folder, self._interval_s, self._first_delay_s = folder, interval_s, first_delay_s
-        self._environment = environment
-        self._ending = threading.Event()
+        self._environment, self._log, self._is_time_short = environment, log, is_time_short
+        self._ending, self._is_cancelled = threading.Event(), False
         self._reported = set[str]()
         self._thread = threading.Thread(target=self._run, name="loss picture", daemon=True)
 
@@ -70,8 +80,24 @@ class LossPicture:
     def close(self) -> None:
         """Draw the loss curve for the last time and create the report of the run. Wait for both processes, but at most 60 s."""
         self._ending.set()
-        if self._thread.ident is not None:
-            self._thread.join(_CLOSE_TIMEOUT_S)
+        if self._thread.ident is None:
+            return
+        self._log(f"writing {' and '.join(self._commands)} into {self._folder} ...")
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            self._log(f"this takes more than {_CLOSE_TIMEOUT_S:g} s, so the run ends without it. {self._describe_commands()}")
+
+    def cancel(self) -> None:
+        """Neither draw the loss curve for the last time nor create the report of the run. Log the command that creates the files
+        later."""
+        self._is_cancelled = True
+        self._ending.set()
+        self._log(f"to end quickly, the run leaves out {' and '.join(self._commands)}. {self._describe_commands()}")
+
+    def _describe_commands(self) -> str:
+        """Return a text with the command line that creates the files later."""
+        commands = (f"python {_TOOLS[name]} {shlex.quote(str(self._folder))}" for name in self._commands)
+        return f"To write them:\n  {'; '.join(commands)}"
 
     def close_without_waiting(self) -> None:
         """Start the processes that draw the loss curve for the last time and create the report of the run, without waiting for
@@ -87,14 +113,14 @@ class LossPicture:
     def __exit__(
         self, exception_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self.close()
-        else:
+        if error is not None:
             self.close_without_waiting()
+        elif self._is_time_short():
+            self.cancel()
+        else:
+            self.close()
 
-    def _start_process(self, command: Sequence[str] | None, stderr: int) -> subprocess.Popen[bytes] | None:
-        if command is None:
-            return None
+    def _start_process(self, command: Sequence[str], stderr: int) -> subprocess.Popen[bytes]:
         # A new session, so that Ctrl-C only stops the run; a single thread, so that the run keeps its cores.
         environment = {**(os.environ if self._environment is None else self._environment), "OMP_NUM_THREADS": "1"}
         nothing = subprocess.DEVNULL
@@ -103,11 +129,9 @@ class LossPicture:
         )
 
     @staticmethod
-    def _wait_for_process(process: subprocess.Popen[bytes] | None) -> str | None:
+    def _wait_for_process(process: subprocess.Popen[bytes]) -> str | None:
         """Wait for a process that draws the loss curve or creates the report. If it failed or took too long, return the reason,
         else None."""
-        if process is None:
-            return None
         try:
             _, error_output = process.communicate(timeout=_PROCESS_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -121,10 +145,11 @@ class LossPicture:
         pause = self._first_delay_s
         while not self._ending.wait(pause):
             start = time.monotonic()
-            self._make_file(PICTURE_FILE)
+            if PICTURE_FILE in self._commands:
+                self._make_file(PICTURE_FILE)
             pause = max(self._interval_s, _PAUSE_FACTOR * (time.monotonic() - start))  # a long run has a long record
-        self._make_file(PICTURE_FILE)
-        self._make_file(REPORT_FILE)
+        for name in () if self._is_cancelled else self._commands:
+            self._make_file(name)
 
     def _make_file(self, name: str) -> None:
         try:
@@ -142,8 +167,8 @@ class PictureFeature(Feature):
     """Feature that draws a picture of the loss during the run, and creates a report at its end."""
 
     def around_run(self, run: RunComponents) -> AbstractContextManager[object]:
-        """On the first rank, start the thread that draws the loss curve at intervals, and creates the report at the end of the
-        run."""
+        """On the first rank, start the thread that draws the loss curve at intervals. At the end of the run, the thread draws it
+        for the last time and creates the report, unless the job may be killed soon."""
         logging, folder = run.config.logging, get_run_folder(run.config.checkpoint, run.config.logging)
         if run.context.rank != 0 or folder is None:
             return nullcontext()
@@ -153,5 +178,10 @@ class PictureFeature(Feature):
         if not makes_picture and not logging.report:
             return nullcontext()
         return LossPicture(
-            picture_command if makes_picture else None, folder, report_command if logging.report else None, environment=environment
+            picture_command if makes_picture else None,
+            folder,
+            report_command if logging.report else None,
+            environment=environment,
+            log=run.reporter.log,
+            is_time_short=lambda: run.control.is_time_short,
         )

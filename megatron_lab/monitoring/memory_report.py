@@ -24,9 +24,9 @@ from megatron.training.reporter import Reporter
 from megatron.training.step import StepResult, TrainStep
 from megatron_lab.monitoring.rehearsal import PlanProcess, build_full_plan
 from megatron_lab.planner.plan import Plan, RankMemory
-from megatron_lab.planner.plan_text import format_table
 from megatron_lab.planner.state_layout import Bytes, StateMemory
-from megatron_lab.planner.state_report import format_bytes
+from megatron_lab.planner.units import format_bytes
+from megatron_lab.terminal import format_table
 
 ACTIVATIONS_ROW = "activations and temporary tensors"
 """Name of the row for the device memory at the peak that is not state of the model."""
@@ -205,7 +205,7 @@ def gather_report(account: MemoryAccount, context: ParallelContext, time_text: s
             )
     rank_text = f"a rank, minimum and maximum over {context.world.size} ranks" if context.world.size > 1 else "this process"
     return [
-        f"  {line}" for line in format_table([f"memory {time_text}, of {rank_text}", "measured", "planned"], table_rows)
+        f"  {line}" for line in format_table([[f"memory {time_text}, of {rank_text}", "measured", "planned"], *table_rows])
     ], maxima
 
 

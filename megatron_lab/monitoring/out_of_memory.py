@@ -19,7 +19,7 @@ from megatron.training.step import TrainStep
 from megatron_lab.monitoring.memory_report import MemoryAccount, MemoryFeature
 from megatron_lab.monitoring.rehearsal import resolve_device
 from megatron_lab.planner.fit import count_max_chunk_layers, get_device_memory, list_levers
-from megatron_lab.planner.state_report import format_bytes
+from megatron_lab.planner.units import format_bytes
 
 _REQUEST_PATTERN = re.compile(r"[Tt]ried to allocate ([\d.]+ ?(?:[KMGT]i?B|bytes))")
 _OP_NAMES = {

@@ -18,7 +18,8 @@ import torch
 
 from megatron.config.config import Config
 from megatron.config.launcher import read_process_info
-from megatron.config.parsed_flags import DryRun, check_output, get_current_job
+from megatron.config.parsed_flags import DryRun, get_current_job
+from megatron.config.regular_file import check_output
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
@@ -31,9 +32,9 @@ from megatron_lab.monitoring.profiler import SpanRecorder
 from megatron_lab.monitoring.rehearsal import PlanProcess
 from megatron_lab.planner.cluster import Cluster, load_cluster, load_shipped_cluster
 from megatron_lab.planner.dry_run import Planner
-from megatron_lab.planner.state_report import format_bytes
 from megatron_lab.planner.step_time import StepTime, predict_from_work
 from megatron_lab.planner.step_work import StepWork
+from megatron_lab.planner.units import format_bytes
 
 FIRST_MEASURED_STEP, LAST_MEASURED_STEP = 3, 10
 """First and last measured step of a start, counted from 1. Earlier steps create connections, compile, and fill caches."""
@@ -142,9 +143,7 @@ class StepPrediction:
             self.predicted = str(error)
             return [f"step times are not predicted: {error}"]
         range_text = f"{1e3 * prediction.low:,.0f} to {1e3 * prediction.high:,.0f}"
-        return [
-            f"predicted: {1e3 * prediction.seconds:,.0f} ms per step ({range_text} in nine of ten cases), for {prediction.cluster}"
-        ]
+        return [f"predicted: {1e3 * prediction.seconds:,.0f} ms per step (90 % range {range_text}), for {prediction.cluster}"]
 
 
 def _predict_work(config: Config, job: DryRun, vocab_size: int) -> tuple[StepWork, Config, int]:

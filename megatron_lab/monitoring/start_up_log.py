@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron.config.config import Config
+from megatron.config.outputs import get_run_folder
 from megatron.config.parsed_flags import get_current_job
+from megatron.metrics.log_line import format_duration
 from megatron.model.build import Model
 from megatron.model.gpt import get_residual_dtype
 from megatron.parallel import torch_private
@@ -67,18 +69,16 @@ def describe_run(
     config: Config,
     context: ParallelContext,
     step: TrainStep,
-    num_parameters: int,
     plan: BatchSizePlan,
     consumed_samples: int,
     kernel_choice: KernelChoice | None = None,
 ) -> list[str]:
-    """Return the lines of the start-up log that describe the run: layout, model, layers of each stage, memory of the state,
-    pipeline and batch.
+    """Return the lines of the start-up log that describe the run in detail: layers of each stage, memory of the state, pipeline and
+    batch.
 
     All ranks of a pipeline must call the function.
 
     Args:
-        num_parameters: parameters of the model over all ranks.
         plan: batch size over the course of the run.
         consumed_samples: samples that the run has consumed before this start.
         kernel_choice: selected attention kernel, if the kernels were measured.
@@ -86,13 +86,7 @@ def describe_run(
     model = step.model
     topology = context.topology
     peak_flops = get_peak_device_flops(context, model)
-    stream_dtype = get_residual_dtype(model.config, model.dtype)
     lines = [
-        f"{topology.world_size} ranks on {context.device.type} ({context.backend or 'one process'}): "
-        f"{topology}" + (", sequence parallel" if model.sequence_parallel else ""),
-        f"model of {num_parameters:,} parameters{_format_trained_params(model)} in {get_dtype_name(model.dtype)}, "
-        f"residual stream {get_dtype_name(stream_dtype)}, "
-        f"vocabulary {model.vocab_size:,}; {plan.total_iterations:,} steps, {plan.total_samples:,} samples",
         *([f"your own modules: {', '.join(config.training.imports)}"] if config.training.imports else []),
         *([] if model.overlap is None else [f"communication of tensor ranks overlaps with matrix products: {model.overlap}"]),
         *format_precision(model.precision, model.config.num_layers, context.device, model.config.mtp_num_layers),
@@ -122,9 +116,7 @@ def describe_run(
             if config.parallel.overlap_p2p_communication:
                 connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
                 lines.append(describe_receive_plans(step.get_schedule(num_microbatches), context.device.type, connections))
-    lines += describe_learning_rate(config, plan, model.vocab_size)
-    lines.append(f"{config.model.seq_length * plan.final_global_batch_size:,} tokens a step after any ramp-up")
-    return lines
+    return [*lines, *describe_learning_rate(config, plan, model.vocab_size)]
 
 
 def _describe_compiler_differences(context: ParallelContext) -> list[str]:
@@ -166,7 +158,7 @@ def _describe_pipeline(schedule: Schedule, model: Model, tokens: int, tensor_siz
 
 
 def describe_learning_rate(config: Config, plan: BatchSizePlan, vocab_size: int) -> Iterator[str]:
-    """Yield a warning if the learning rate is far from the usual rate for a run of this size.
+    """Yield a warning if the learning rate is far above the usual rate for a run of this size.
 
     The usual rate is only known for Adam and training from random weights, so other runs are not checked.
     """
@@ -179,16 +171,55 @@ def describe_learning_rate(config: Config, plan: BatchSizePlan, vocab_size: int)
         yield f"WARNING: {warning}"
 
 
+def summarize_run(run: RunComponents) -> list[str]:
+    """Return the first three lines of the start-up log: model, layout, and data with the length of the run."""
+    model, topology, context = run.step.model, run.context.topology, run.context
+    stream_dtype = get_residual_dtype(model.config, model.dtype)
+    stream = f", residual stream {get_dtype_name(stream_dtype)}" if stream_dtype != model.dtype else ""
+    ranks = f"{topology.world_size} rank{'s' if topology.world_size > 1 else ''} on {context.device.type}"
+    return [
+        f"model of {run.num_parameters:,} parameters{_format_trained_params(model)} in {get_dtype_name(model.dtype)}{stream}, "
+        f"vocabulary {model.vocab_size:,}",
+        f"{ranks} ({context.backend or 'one process'}): {topology}" + (", sequence parallel" if model.sequence_parallel else ""),
+        describe_length(run),
+    ]
+
+
+def describe_length(run: RunComponents) -> str:
+    """Return the line of the start-up log about the size of the training data and the length of the run. A resumed run estimates
+    its remaining time from the speed of its previous start."""
+    plan, progress, seq_length = run.plan, run.progress, run.config.model.seq_length
+    num_tokens = run.data.corpus.num_tokens
+    total_tokens = plan.total_samples * seq_length
+    length = f"{plan.total_iterations:,} steps of {seq_length * plan.final_global_batch_size:,} tokens"
+    if num_tokens is not None:
+        text = f"{num_tokens:,} training tokens: {length}, {total_tokens / num_tokens:,.3g} epochs"
+    else:
+        text = f"{'made-up training tokens (--mock-data)' if run.config.data.mock_data else 'training tokens'}: {length}"
+    folder = get_run_folder(run.config.checkpoint, run.config.logging)
+    if run.resume_point.path is None or folder is None or run.context.rank != 0:
+        return text
+    from megatron_lab.monitoring.durations import read_seconds_per_sample  # a new run does not need it
+
+    seconds_per_sample = read_seconds_per_sample(folder)
+    remaining_samples = plan.total_samples - progress.consumed_samples
+    if seconds_per_sample is None or remaining_samples <= 0:
+        return text
+    return f"{text}; about {format_duration(remaining_samples * seconds_per_sample)} left"
+
+
 class StartUpFeature(Feature):
     """Feature that logs a description of the run when it starts. It is enabled in every run."""
+
+    def get_summary_lines(self, run: RunComponents) -> list[str]:
+        """Return the lines about model, layout and data."""
+        return summarize_run(run)
 
     def get_startup_lines(self, run: RunComponents) -> list[str]:
         """Return the log lines that describe the run, and advice on inefficient settings."""
         config, context, vocab_size = run.config, run.context, run.step.model.vocab_size
         advice = build_advice(config, context.topology.world_size, get_current_job().gpus_per_node, vocab_size)
         return [
-            *describe_run(
-                config, context, run.step, run.num_parameters, run.plan, run.progress.consumed_samples, run.kernel_choice
-            ),
+            *describe_run(config, context, run.step, run.plan, run.progress.consumed_samples, run.kernel_choice),
             *(f"advice: {line}" for line in advice),
         ]

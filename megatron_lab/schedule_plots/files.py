@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.config import regular_file
 from megatron.spec.operations import OpType
 from megatron_lab.schedule_plots.figure import require_matplotlib, write_figure
 from megatron_lab.schedule_plots.panel import OP_TYPE_NAMES, Panel
@@ -105,6 +106,7 @@ def check_output(path: Path) -> None:
         raise ValueError(f"{path}: there is no folder {path.parent}; create it first")
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file in it")
+    regular_file.check_output("picture", path)
     if WRITERS[path.suffix.lower()] is write_figure:
         require_matplotlib()
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from megatron.pipeline_parallel.simulate import Timeline
 from megatron.pipeline_parallel.validate import compute_peak_live_activations
 from megatron.spec.operations import OpType, Schedule
+from megatron_lab import terminal
 from megatron_lab.schedule_plots.formulas import ExpectedValues
 from megatron_lab.schedule_plots.panel import Panel, format_number, index_chunks, summarize_panels
 
@@ -30,16 +31,18 @@ class TimelineRow(NamedTuple):
     expected: ExpectedValues | None = None
 
 
-def format_table(rows: Sequence[TimelineRow]) -> str:
+def format_table(rows: Sequence[TimelineRow], width: int | None = None) -> str:
     """Format a table with one row for each pipeline timeline, followed by notes on the columns and by the papers' formulas.
 
     The columns with the formulas' values are omitted if no row has such values.
+
+    Args:
+        width: maximum number of characters of a row; None for no limit.
     """
     has_expected = any(row.expected is not None for row in rows)
     is_visible = [has_expected or title != "paper" for title in _HEADER]
     cells = [list(compress(row_cells, is_visible)) for row_cells in (_HEADER, *map(_format_row, rows))]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    text = ["  ".join([first.ljust(widths[0]), *map(str.rjust, values, widths[1:])]) for first, *values in cells]
+    text = terminal.format_table(cells, range(1, len(_HEADER)), width=width)
     title_width = max(len(row.panel.title) for row in rows)
     formulas = [
         f"{row.panel.title:{title_width}}  {formula}"

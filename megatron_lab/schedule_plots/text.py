@@ -237,7 +237,9 @@ def _iter_legend_lines(panels: Sequence[Panel], summary: PanelSummary, renderer:
     entries = [
         f"{renderer.render_cells([_Cell(op_type.value, (op_type, 0))])} {OP_TYPE_NAMES[op_type]}" for op_type in summary.op_types
     ]
-    yield ", ".join([*entries, f"{renderer.idle} waiting" + ("" if layout.is_coarse else "; the number is the microbatch")])
+    yield ", ".join([*entries, f"{renderer.idle} waiting"])
+    if not layout.is_coarse:
+        yield "the number is the microbatch"
     if summary.max_chunks_per_stage > 1:
         suffix = ", and again for its third and fourth" if summary.max_chunks_per_stage > 2 else ""
         yield f"upper case: first chunk of a stage, lower case: its second{suffix}"

@@ -19,6 +19,8 @@ from examples.own_text import describe_text
 from megatron.config.cli import load
 from megatron.config.version import get_extra_install_command
 from megatron_lab.commands import checkpoint, generate_text
+from megatron_lab.data_tools.preprocess.text_encoding import TextEncoding
+from megatron_lab.resilience.launcher_flags import parse_launcher_flags
 from tests.program.test_readme import SMALLER, shell, write_program
 from tests.support.cli import ROOT
 from tests.support.warm_python import warm_python
@@ -196,7 +198,7 @@ def own(tmp_path: Path) -> Path:
 
 ALONE = """#!/usr/bin/env bash
 one=(--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --no-sequence-parallel --no-report --no-loss-picture)
-[[ $2 != torch.distributed.run ]] || set -- "${{@:6}}" "${{one[@]}}"
+[[ $2 != --nproc ]] || set -- "$1" "${{@:4}}" "${{one[@]}}"
 exec {python} "$@"
 """
 """A python that trains in one process. The layout that the quick start writes down is its own."""
@@ -212,21 +214,27 @@ def test_ones_own_text_and_what_comes_next(own: Path, tmp_path: Path, capsys: py
     for words in (
         "1 of csv, 4 of text",
         "skipped, unknown format: 1 ending with .png",
-        "latin.txt: the file is not UTF-8",
-        "1 bad lines",
+        "1 read as cp1252 (detected)",
+        "latin.txt",
+        "0 bad lines",
     ):
         assert words in said
     assert "resuming from" in said and re.search(r"validation loss \S+ at iteration 12, \S+ at iteration 16", said)
     written = re.sub(r"\d+ tokens in .* a second\n", "", said)  # it may stand amid the sample, which comes by way of a pipe
     assert "".join((tmp_path / "my run/run/sample.txt").read_text().split()) in "".join(written.split())
-    steps = dict(re.findall(r"^# (\w+).*\n(.+)$", said.partition("== Next steps")[2], re.MULTILINE))
+    blocks = said.partition("== Next steps")[2].strip().split("\n\n")
+    steps = {block.split()[1].rstrip(":"): re.sub(r"^#.*\n|\\\n", "", block, flags=re.MULTILINE) for block in blocks}
     assert list(steps) == ["Longer", "Bigger", "More", "Export", "Install", "Upload"]
+    for line in (line for block in blocks for line in block.splitlines()):
+        assert len(line) < 80 or len(shlex.split(line.removesuffix("\\"))) <= 2, "only a long path does not fit"
+    for block in blocks[:2]:
+        assert re.search(r" About [\d a-z]+, \d+ MB of disk\. ?", " ".join(block.replace("\n# ", "\n").split())), block
     # The path of modules is only for the warm Python, which runs none of another tree.
     longer = shell(f"cd {tmp_path} && {steps['Longer']}", tmp_path, PYTHONPATH=str(ROOT))
     assert "resuming from" in longer and "done after 48 iterations" in longer
     program = next(word for word in shlex.split(steps["Bigger"]) if word.endswith("pretrain_gpt.py"))
-    bigger = shlex.split(steps["Bigger"].partition(program)[2])
-    assert load(bigger, 8).config.model.num_layers == 8 and program == f"{ROOT}/pretrain_gpt.py"
+    bigger = parse_launcher_flags(shlex.split(steps["Bigger"].partition(program)[2]))
+    assert bigger.nproc == "8" and load(bigger.flags, 8).config.model.num_layers == 8 and program == f"{ROOT}/pretrain_gpt.py"
     for step, main in (("More", generate_text.main), ("Export", checkpoint.main)):
         assert main(shlex.split(steps[step])[2:]) == 0, capsys.readouterr().err
     exported = shlex.split(steps["Upload"])[-1]
@@ -242,7 +250,7 @@ def test_ones_own_text_and_what_comes_next(own: Path, tmp_path: Path, capsys: py
 def test_the_end_names_only_files_that_are_there(tmp_path: Path) -> None:
     """The picture needs a library, and the report can be switched off."""
     script = (ROOT / "examples/quickstart.sh").read_text()
-    lines = script[script.index("curves=$(") : script.index('echo "run/metrics.jsonl')]
+    lines = script[script.index("curves=$(") : script.index('echo "  checkpoints')]
     checkpoints = tmp_path / "run/checkpoints"
     checkpoints.mkdir(parents=True)
     for files, told in (
@@ -255,19 +263,26 @@ def test_the_end_names_only_files_that_are_there(tmp_path: Path) -> None:
         said = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", f"folder={tmp_path}\n{lines}"], capture_output=True, text=True, check=True
         )
-        assert f"the curves in run/checkpoints/{told}, the checkpoints" in said.stdout
+        assert said.stdout.splitlines() == [f"Everything is in {tmp_path}:", f"  curves       run/checkpoints/{told}"]
 
 
 def test_what_suits_a_text(own: Path, tmp_path: Path) -> None:
-    """A digest that follows the files and the column, and sizes that follow how much there is."""
-    told, words = describe_text(str(own), "text")
+    """A digest that follows the files and the flags, and sizes that follow how much there is."""
+    detected = TextEncoding()
+    told, words = describe_text(str(own), "text", detected)
     assert "5 of" not in told and words.split()[:3] == ["512", "2048", "500"]
-    assert describe_text(str(own), "text")[1] == words != describe_text(str(own), "body")[1]
+    assert describe_text(str(own), "text", detected)[1] == words
+    for other in (
+        describe_text(str(own), "body", detected),
+        describe_text(str(own), "text", TextEncoding("cp1251")),
+        describe_text(str(own), "text", TextEncoding(errors="replace")),
+    ):
+        assert other[1] != words
     (own / "more.txt").write_text("word " * 500_000)
-    assert describe_text(str(own), "text")[1].split()[:2] == ["4096", "16384"]
+    assert describe_text(str(own), "text", detected)[1].split()[:2] == ["4096", "16384"]
     (tmp_path / "short.txt").write_text("word")
     with pytest.raises(ValueError, match=r"4 bytes of text; a model needs at least 20,000"):
-        describe_text(str(tmp_path / "short.txt"), "text")
+        describe_text(str(tmp_path / "short.txt"), "text", detected)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +290,7 @@ def test_what_suits_a_text(own: Path, tmp_path: Path) -> None:
     [
         (["--text", "none"], "--text none: there is no such file or folder"),
         (["--column", "body"], "--column body applies only to --text, which is not set"),
-        (["--texts", "x"], "unknown argument --texts (--text PATH, "),
+        (["--texts", "x"], "unknown argument --texts; --help lists"),
     ],
 )
 def test_wrong_words_of_the_quick_start(words: list[str], told: str, tmp_path: Path) -> None:
@@ -283,3 +298,8 @@ def test_wrong_words_of_the_quick_start(words: list[str], told: str, tmp_path: P
         ["bash", str(ROOT / "examples/quickstart.sh"), *words], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 2 and told in done.stderr and not list(tmp_path.iterdir())
+
+
+def test_the_help_of_the_quick_start_fits_a_terminal() -> None:
+    done = subprocess.run(["bash", str(ROOT / "examples/quickstart.sh"), "--help"], capture_output=True, text=True, check=True)
+    assert "--text PATH" in done.stdout and max(map(len, done.stdout.splitlines())) < 80 and "set -" not in done.stdout

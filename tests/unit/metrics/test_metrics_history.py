@@ -110,3 +110,33 @@ def test_the_first_losses_are_found(tmp_path: Path) -> None:
 def test_a_folder_without_a_record_is_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no history file .*history.jsonl.*--save, or of --tensorboard-dir"):
         read_history(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"iteration": [1]},
+        {"iteration": -1},
+        {"iteration": 10**400},
+        {"tokens": None},
+        {"batch": "2"},
+        {"kind": ["steps"]},
+        {"lm_loss": None},
+        {"lm_loss": ["x", 1.0]},
+        {"grad_norm": [10**400, 1.0]},
+        {"kind": "log", "spent": 3},
+        {"kind": "log", "timers_ms": {"forward": "x"}},
+        {"kind": "event", "event": "rewind", "words": 5},
+        {"kind": "evaluation", "validation_loss": {}},
+        {"kind": "start", "layout": []},
+    ],
+)
+def test_lines_of_other_types_are_skipped(tmp_path: Path, changes: dict[str, object]) -> None:
+    """And counted; the pages that read the history need no checks of their own."""
+    lists = {name: [1.0, 2.0] for name in ("lm_loss", "grad_norm", "learning_rate", "seconds")}
+    line = {"kind": "steps", "time": 1.0, "iteration": 2, "tokens": 64, "batch": 2, "seq_length": 16, **lists}
+    texts = [json.dumps(line), json.dumps({**line, **changes}), "[" * 100_000, json.dumps({**line, "iteration": 4})]
+    (tmp_path / HISTORY_FILE).write_text("\n".join(texts) + "\n")
+    found = read_history(tmp_path)
+    assert [step.iteration for step in found.steps] == [1, 2, 3, 4] and found.num_unreadable == 2
+    assert not (found.logs or found.events or found.evaluations or found.starts)

@@ -81,6 +81,8 @@ def test_the_short_line() -> None:
     assert format_short_line(LogLineValues(**values, mfu=0.384, remaining_s=8040.0)) == (
         "it  100/5000 | loss 3.413 | norm 1.23 | lr 3.00e-4 | 41.2k tok/s | 38 % MFU | 2 h 14 min left"
     )
+    for seconds, text in ((0.02, "| < 1 s left"), (70.0, "| < 1 min left")):
+        assert format_short_line(LogLineValues(**values, remaining_s=seconds, is_remaining_bound=True)).endswith(text)
     odd = VALUES | {
         "lm_loss": None,
         "grad_norm": None,

@@ -70,9 +70,15 @@ def test_resumed_run_appends_after_half_a_line_and_a_new_run_begins_anew(tmp_pat
 
 def test_path_that_cannot_be_written_names_the_flag(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for path in (tmp_path, tmp_path / "file" / "metrics.jsonl"):
-        with pytest.raises(ValueError, match=r"--metrics-file .* cannot be written"):
-            MetricsFile(path, append=False)
+    os.mkfifo(tmp_path / "pipe")
+    for name, reason in (
+        ("", "is a folder"),
+        ("file/metrics.jsonl", "cannot be written: .*/file is not a folder"),
+        ("pipe", "a pipe"),
+    ):
+        for append in (False, True):
+            with pytest.raises(ValueError, match=rf"--metrics-file {tmp_path / name} .*{reason}"):
+                MetricsFile(tmp_path / name, append=append)
 
 
 def test_a_line_is_whole_or_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

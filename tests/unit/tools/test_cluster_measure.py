@@ -16,10 +16,11 @@ from megatron_lab.cluster.measurement import LayerTimes, Measurement, Measuremen
 from megatron_lab.cluster.probes import CollectiveTiming, OverlapTiming, WorkTiming
 from megatron_lab.cluster.rates import build_cluster, compute_hidden_share, fit_line, fit_rates
 from megatron_lab.commands import check_cluster
-from megatron_lab.commands.against_runs import count_ordered_pairs
+from megatron_lab.commands.against_runs import Comparison, count_ordered_pairs, format_table
 from megatron_lab.planner.cluster import Cluster, Efficiency, load_cluster
 from megatron_lab.planner.device_work import AttentionWork, DeviceWork, Gemm
 from megatron_lab.planner.durations import CommGroup, Durations
+from megatron_lab.planner.step_time import StepTime
 from megatron_lab.verification.local_ranks import run_ranks
 
 TRUE = Cluster(
@@ -153,6 +154,15 @@ def test_the_slowest_rank_counts_in_layers() -> None:
 
 def test_order_counts_pairs_that_are_apart() -> None:
     assert count_ordered_pairs([(1.0, 1.0), (2.0, 1.05), (3.0, 2.0), (0.5, 3.0)]) == (2, 5)
+
+
+def test_the_score_of_a_range_says_how_wide_it_is() -> None:
+    """In a wide range all times lie, whatever is predicted."""
+    wide = StepTime({"compute": 1.0}, 1, 1.0, 1, 1.0, 1, 0.175, "made up")
+    rows = [Comparison("gpt", 1, "", wide, (seconds,)) for seconds in (0.8, 1.3, 1.4)]
+    assert (
+        "in the 90 % range (-25% to +33%) 2 of 3; of pairs of one model over 10 % apart 0 of 2 in order" in format_table(rows)[-1]
+    )
 
 
 TINY = MeasurementSizes(

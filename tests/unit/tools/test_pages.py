@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from html import escape
 from html.parser import HTMLParser
@@ -15,7 +16,7 @@ from megatron_lab.pages.html import Section, build_page, build_table, write_page
 from megatron_lab.pages.plan_page import build_plan_page
 from megatron_lab.pages.rank_grid import build_rank_grid
 from megatron_lab.planner.plan_text import format_plan
-from megatron_lab.planner.state_report import format_bytes
+from megatron_lab.planner.units import format_bytes
 from tests.support.planned import kind_of, plans_of, settings
 
 _EMPTY = {"meta", "rect", "line"}
@@ -104,5 +105,7 @@ def test_a_page_is_written_into_new_folders_or_refused(tmp_path: Path) -> None:
     Checked(text)
     write_page("--x", str(tmp_path / "new" / "page.html"), text)
     assert "T &amp; U" in (tmp_path / "new" / "page.html").read_text() and "&lt;1&gt;" in text
-    with pytest.raises(ValueError, match=r"--x .*cannot be written"):
-        write_page("--x", str(tmp_path), text)
+    os.mkfifo(tmp_path / "pipe")
+    for path, problem in ((tmp_path, "is a folder"), (tmp_path / "pipe", "cannot be written: it is a pipe")):
+        with pytest.raises(ValueError, match=f"--x {path} {problem}"):
+            write_page("--x", str(path), text)

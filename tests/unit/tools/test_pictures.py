@@ -46,7 +46,8 @@ def test_a_timeline_by_hand() -> None:
         "stage 1  ...F0-B0----F1-B1----F2-B2----......",
         "         |0 ms          |50 ms",
         "",
-        "F forward, B backward, . waiting; the number is the microbatch",
+        "F forward, B backward, . waiting",
+        "the number is the microbatch",
     ]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 
 from megatron.config.cli import load
+from megatron.config.launcher import build_module_command
 from megatron.config.save import to_dict
 from megatron.metrics.history import HistoryFile, read_history
 from megatron_lab.commands import report
@@ -58,7 +61,7 @@ def text_of(page: str) -> str:
 def test_a_run_is_told_in_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It holds what the record has, needs nothing from outside, and its words cannot end a script or an element."""
     run = record(tmp_path / "runs" / "a", [4.0, 3.5, None, 3.0])
-    assert report.main([str(run)]) == 0
+    assert report.main([str(run), "--plan"]) == 0
     page = (run / "report.html").read_text()
     said = capsys.readouterr().out
     assert "training loss 4.000 at iteration 1, 3.000 at iteration 4" in said and f"the report is {run}/report.html" in said
@@ -88,6 +91,25 @@ def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert report.main([str(runs[0]), "--expect-lower-loss", "--no-plan"]) == 0
     assert "Planned" not in (runs[0] / "report.html").read_text()
     assert report.main([str(tmp_path)]) == 1 and "there is no history file" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        report.main([*map(str, runs), "--plan"])
+    assert "--plan shows the plan of a single run" in capsys.readouterr().err
+
+
+def test_the_end_of_a_run_loads_no_torch(tmp_path: Path) -> None:
+    """The report and the picture, as the processes at the end of a run write them. With torch and its compiler it takes seconds."""
+    run = record(tmp_path / "a", [4.0, 3.0])
+    code = (
+        "import sys\n"
+        "from megatron_lab.commands import plot_loss, report\n"
+        f"assert report.main([{str(run)!r}]) == plot_loss.main([{str(run)!r}]) == 0\n"
+        "assert not {'torch', 'sympy', 'scipy', 'pandas'} & set(sys.modules), 'slow imports'\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], env=build_module_command("x")[1], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--plan also shows the planned memory" in text_of((run / "report.html").read_text()) and (run / "loss.png").exists()
 
 
 def test_shares_add_up_as_they_are_printed(tmp_path: Path) -> None:
