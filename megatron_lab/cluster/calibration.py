@@ -7,13 +7,13 @@ together. The prediction itself counts as one more report with both factors 1.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron.config.regular_file import parse_json, read_text
 from megatron_lab.cluster.rates import fit_rates
 from megatron_lab.monitoring.plan_report import IDLE_PARTS, STEP_END_PARTS, group_by_timer
 from megatron_lab.planner.cluster import Cluster, Efficiency
@@ -48,7 +48,7 @@ def read_report(path: Path) -> RunReport:
         ValueError: the file cannot be read, or is not such a report.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(read_text(path))
         predicted_s = {str(name): float(time) for name, time in values["foretold"]["parts"].items()}
         measured_values = values["measured"]
         measured_s = {name: float(measured_values["parts"][name]) for name in group_by_timer(predicted_s)}

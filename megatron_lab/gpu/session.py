@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing.connection
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -98,7 +98,7 @@ class Worker:
             EOFError: the child process has ended.
         """
         while b"\n" not in self._buffer:
-            if not select.select([self._results_fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            if not multiprocessing.connection.wait([self._results_fd], max(0.0, deadline - time.monotonic())):
                 return None
             if not (data := os.read(self._results_fd, 1 << 16)):
                 raise EOFError

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from megatron.config.regular_file import check_output
+
 COLOURS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"),
     *("#7f7f7f", "#9a5b8c", "#f6b26b", "#8fce9f", "#b5b04a", "#43536b"),
@@ -115,6 +117,7 @@ def write_page(flag: str, path: str, html: str) -> None:
     Raises:
         ValueError: the file cannot be written.
     """
+    check_output(flag, path)
     try:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         Path(path).write_text(html, encoding="utf-8")

@@ -11,8 +11,8 @@ from megatron_lab.pages.html import Section, build_page
 from megatron_lab.pages.rank_grid import build_rank_grid
 from megatron_lab.planner.plan import Plan, RankProfile
 from megatron_lab.planner.plan_text import build_rows, format_duration, format_plan
-from megatron_lab.planner.state_report import format_bytes, format_with_unit
 from megatron_lab.planner.step_time import StepTime
+from megatron_lab.planner.units import format_bytes, format_with_unit
 
 
 def build_plan_page(plan: Plan, topology: Topology, step_time: StepTime | None = None, notes: Sequence[str] = ()) -> str:

@@ -18,13 +18,14 @@ from megatron.metrics.log_line import format_compact, format_duration
 from megatron_lab.pages.curves import Curve, build_axis_buttons, build_chart, build_script, smooth
 from megatron_lab.pages.figures import Bar, build_stacked_bars
 from megatron_lab.pages.html import COLOURS, Section, build_page, build_table
-from megatron_lab.planner.state_report import format_bytes
+from megatron_lab.planner.units import format_bytes
 
 _SMOOTHING_DIVISOR = 50
 """The smoothed curve is the moving mean over 1/50 of the steps."""
 _WARMUP_LOG_LINES = 1
 """Log lines that are ignored in the time of a step: the first steps create connections, compile and fill caches."""
 _MAX_EVENTS = 200
+_NO_PLAN_HTML = "<p>tools/report.py with --plan also shows the planned memory and the grid of the ranks.</p>"
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ def build_run_page(runs: Sequence[Run], memory: str = "", grid: str = "") -> str
         sections += [
             Section(
                 "Memory",
-                f"{'<h3>Planned</h3>' if memory else ''}{memory}<h3>Measured</h3>{_build_measured_memory(single_run.history)}",
+                f"{f'<h3>Planned</h3>{memory}' if memory else _NO_PLAN_HTML}<h3>Measured</h3>"
+                f"{_build_measured_memory(single_run.history)}",
             ),
             *([Section("Ranks", grid)] if grid else []),
             Section("Data", _build_data(single_run.history)),
@@ -369,7 +371,8 @@ def _build_data(history: History) -> str:
     if data.get("mock_data"):
         rows.append(["data", "mock data (--mock-data)"])
     if last_step is not None:
-        rows += [["tokens read", f"{last_step.tokens:,}"], ["sequence length", f"{start.get('seq_length', '-'):,}"]]
+        seq_length = f"{start['seq_length']:,}" if "seq_length" in start else "-"
+        rows += [["tokens read", f"{last_step.tokens:,}"], ["sequence length", seq_length]]
         num_samples = next((record["consumed_samples"] for record in reversed(history.logs) if "consumed_samples" in record), None)
         rows += [["samples read", f"{num_samples:,} of {start.get('total_samples') or 0:,}"]] if num_samples is not None else []
     batch_sizes = sorted({step.batch for step in history.steps})
@@ -433,8 +436,9 @@ def _build_settings(history: History) -> str:
     if not history.starts:
         return "<p>The history has no start of the run.</p>"
     start = history.starts[-1]
-    rows = [[name, value, default] for name, value, default in list_changed_settings(start["config"])]
-    everything = json.dumps(start["config"], indent=1)
+    config = start.get("config", {})
+    rows = [[name, value, default] for name, value, default in list_changed_settings(config)]
+    everything = json.dumps(config, indent=1)
     return (
         f"<p>The command of the last start:</p><pre>{escape(shlex.join(map(str, start.get('command', []))))}</pre>"
         "<p>Settings that differ from their defaults:</p>"
@@ -460,7 +464,7 @@ def list_changed_settings(config: Mapping[str, Mapping[str, Any]]) -> list[tuple
 
 def _build_different_settings(runs: Sequence[Run]) -> str:
     """Return the HTML of a table of the settings in which the runs differ, by the settings of each run's last start."""
-    configs = [run.history.starts[-1]["config"] if run.history.starts else {} for run in runs]
+    configs = [run.history.starts[-1].get("config", {}) if run.history.starts else {} for run in runs]
     rows = []
     for flag in get_flags().values():
         values = [_format_value(config.get(flag.topic, {}).get(flag.field, flag.default)) for config in configs]

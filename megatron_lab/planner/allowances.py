@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron.parallel.context import MESSAGE_CHANNELS
-from megatron_lab.planner.state_report import format_bytes
+from megatron_lab.planner.units import format_bytes
 
 _MIB = 2**20
 

@@ -13,7 +13,7 @@ from megatron.config.checks.memory import build_attention_call
 from megatron.config.config import Config
 from megatron.spec.attention_backends import get_kernels, get_kernels_to_time
 from megatron.spec.layers import build_layer_specs, resolve_cp_comm_types
-from megatron_lab.planner.state_report import format_bytes
+from megatron_lab.planner.units import format_bytes
 
 
 def format_kernel_notes(config: Config, *, on_cuda: bool) -> Iterator[str]:

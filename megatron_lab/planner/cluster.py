@@ -172,7 +172,13 @@ def load_cluster(name: str) -> Cluster:
     if name in list_cluster_names():
         text = (resources.files("megatron_lab.planner") / _FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
     elif os.path.isfile(name):
-        text = read_text(Path(name), max_bytes=1_000_000)
+        try:
+            text = read_text(Path(name), max_bytes=1_000_000)
+        except (OSError, UnicodeDecodeError) as error:
+            reason = "it is not text in UTF-8" if isinstance(error, ValueError) else error.strerror
+            raise ConfigError(
+                [Violation((), f"the cluster file {name} cannot be read: {reason}.", "Give the path of a cluster file.")]
+            ) from error
     else:
         matches = difflib.get_close_matches(name, list_cluster_names(), n=1)
         hint = f" Did you mean {matches[0]}?" if matches else ""

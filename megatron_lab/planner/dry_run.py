@@ -56,10 +56,11 @@ from megatron_lab.planner.rank_profiles import (
     group_ranks_by_content,
 )
 from megatron_lab.planner.state_layout import Bytes
-from megatron_lab.planner.state_report import build_stage_layout, format_bytes
+from megatron_lab.planner.state_report import build_stage_layout
 from megatron_lab.planner.state_size import OptimizerState, count_checkpoint_bytes
 from megatron_lab.planner.step_work import StepWork, estimate_ranks_per_node
 from megatron_lab.planner.storages import MemorySpan
+from megatron_lab.planner.units import format_bytes
 
 MAX_FORWARDS = 300_000
 """Largest number of forwards in a step, over all chunks, that is planned. A larger schedule would take minutes and

@@ -48,7 +48,7 @@ def _draw(layouts: Sequence[tuple[str, StepTime]], memory_gb: float) -> Figure:
         bars.plot([time.low, time.high], [row, row], color="black", linewidth=0.8, marker="|")
     bars.set_yticks(list(rows), [name for name, _ in layouts])
     bars.invert_yaxis()
-    bars.set_xlabel("seconds of a step (line: 9 of 10 such predictions lie in it)")
+    bars.set_xlabel("seconds of a step (line: predicted 90 % range)")
     bars.set_xlim(left=0)
     bars.legend(ncols=5, loc="lower center", bbox_to_anchor=(0.4, 1.0), fontsize="small", frameon=False)
     scatter.scatter([time.device_bytes / 1e9 for _, time in layouts], [time.seconds for _, time in layouts])

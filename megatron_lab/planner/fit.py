@@ -30,8 +30,8 @@ from megatron_lab.planner.costs import get_loss_chunk_tokens
 from megatron_lab.planner.dry_run import Planner
 from megatron_lab.planner.plan import Plan
 from megatron_lab.planner.plan_text import GPU_MEMORY_GB, SPARE_SHARE
-from megatron_lab.planner.state_report import format_bytes
 from megatron_lab.planner.step_time import get_dtype_name, load_plan_cluster, predict_from_work
+from megatron_lab.planner.units import format_bytes
 
 _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 _MAX_COMBINED = 4

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import Chunk, describe_offload, describe_recompute
 from megatron_lab.planner.plan import ExpertsPlan, Plan, RankProfile
-from megatron_lab.planner.state_report import format_bytes, format_device_memory, format_host_memory, format_with_unit
+from megatron_lab.planner.state_report import format_device_memory, format_host_memory
 from megatron_lab.planner.step_time import StepTime
+from megatron_lab.planner.units import format_bytes, format_with_unit
+from megatron_lab.terminal import format_table
 
 GPU_MEMORY_GB = (16, 24, 32, 40, 48, 80, 94, 141, 180, 288)
 """Memory of current GPUs, in gigabytes."""
@@ -22,11 +24,12 @@ _MAX_STAGE_COLUMNS = 6
 """Maximum number of stage columns in the traffic table."""
 
 
-def format_plan(plan: Plan, time: StepTime | None = None) -> list[str]:
+def format_plan(plan: Plan, time: StepTime | None = None, width: int | None = None) -> list[str]:
     """Return the full plan as lines of text.
 
     Args:
         time: predicted time of a step; None to print no time.
+        width: maximum number of characters of a table's line; None for no limit.
     """
     rows = build_rows(plan)
     return [
@@ -36,11 +39,11 @@ def format_plan(plan: Plan, time: StepTime | None = None) -> list[str]:
         "",
         *_format_job(plan),
         "",
-        *_format_memory_table(plan, rows),
+        *_format_memory_table(plan, rows, width),
         "",
-        *_format_traffic_table(rows),
+        *_format_traffic_table(rows, width),
         "",
-        *_format_layer_table(plan),
+        *_format_layer_table(plan, width),
         "",
         *_format_estimates(plan),
         *(f"note: {note}" for note in plan.notes),
@@ -145,8 +148,8 @@ def _format_work(plan: Plan, rows: Sequence[StageRow]) -> Iterator[str]:
 def _format_time(time: StepTime) -> Iterator[str]:
     breakdown = ", ".join(f"{name} {share:.1%}" for name, share in time.find_largest_shares())
     yield (
-        f"  such a step takes about {format_duration(time.seconds)} ({format_duration(time.low)} to "
-        f"{format_duration(time.high)} in nine of ten cases; "
+        f"  such a step takes about {format_duration(time.seconds)} (90 % range {format_duration(time.low)} to "
+        f"{format_duration(time.high)}; "
         f"{time.tokens_per_s:,.0f} tokens/s per GPU, {time.mfu:.1%} MFU) on {time.cluster}"
     )
     yield f"    on its busiest rank: {breakdown}"
@@ -177,7 +180,7 @@ def _format_job(plan: Plan) -> Iterator[str]:
     yield from describe_offload(plan.layer_table)
 
 
-def _format_memory_table(plan: Plan, rows: Sequence[StageRow]) -> list[str]:
+def _format_memory_table(plan: Plan, rows: Sequence[StageRow], width: int | None) -> list[str]:
     """Format a table of device memory, with a column for each purpose (parameters, gradients and so on). Adjacent stages with equal
     memory and traffic share a row."""
     profiles = plan.profiles
@@ -199,10 +202,10 @@ def _format_memory_table(plan: Plan, rows: Sequence[StageRow]) -> list[str]:
         ]
         for row in rows
     ]
-    return format_table(head, body)
+    return format_table([head, *body], width=width)
 
 
-def _format_traffic_table(rows: Sequence[StageRow]) -> list[str]:
+def _format_traffic_table(rows: Sequence[StageRow], width: int | None) -> list[str]:
     """Format a table of the bytes that a rank sends, with a row for each process group and purpose. Adjacent stages with equal
     memory and traffic share a column.
 
@@ -228,10 +231,10 @@ def _format_traffic_table(rows: Sequence[StageRow]) -> list[str]:
         ]
         for (group, purpose), entry in entry_of_key.items()
     ]
-    return format_table(["sent by a rank in a step", "ranks", "to", *(row.name for row in rows)], body)
+    return format_table([["sent by a rank in a step", "ranks", "to", *(row.name for row in rows)], *body], width=width)
 
 
-def _format_layer_table(plan: Plan) -> list[str]:
+def _format_layer_table(plan: Plan, width: int | None) -> list[str]:
     """Format a table of layers with a row for each stage. Adjacent stages share a row if each has one model chunk and their chunks
     have equally many layers."""
     by_stage = [[chunk for chunk in plan.layer_table if chunk.stage == stage] for stage in range(plan.job.pipeline)]
@@ -243,7 +246,8 @@ def _format_layer_table(plan: Plan) -> list[str]:
     for run in (list(run) for _, run in itertools.groupby(by_stage, key=build_key)):
         cells = [_format_chunk(low, high) for low, high in zip(run[0], run[-1], strict=True)]
         body.append([_format_stages(run[0][0].stage, run[-1][0].stage), *cells])
-    return format_table(["layers", *(f"chunk {i}" if len(by_stage[0]) > 1 else "" for i in range(len(by_stage[0])))], body)
+    head = ["layers", *(f"chunk {i}" if len(by_stage[0]) > 1 else "" for i in range(len(by_stage[0])))]
+    return format_table([head, *body], width=width)
 
 
 def _format_chunk(chunk: Chunk, last_chunk: Chunk) -> str:
@@ -343,12 +347,6 @@ def compute_inter_node_share(profiles: Iterable[RankProfile], group: str, purpos
         if (entry.over, entry.what) == (group, purpose)
     ]
     return sum(num_bytes * share for num_bytes, share in shares) / sum(num_bytes for num_bytes, _ in shares)
-
-
-def format_table(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table with aligned columns: the headings, then the rows."""
-    widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *body)]
 
 
 def _build_row_key(profile: RankProfile) -> object:

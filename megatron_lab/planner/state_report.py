@@ -17,6 +17,7 @@ from megatron.parallel.topology import STAGE_AXES, Topology
 from megatron.spec.operations import Op, OpType, Schedule
 from megatron_lab.planner.state_layout import Bytes, StateLayout, StateMemory, StateReport, build_state_layout
 from megatron_lab.planner.state_size import OptimizerState, compute_stage_update_size
+from megatron_lab.planner.units import format_bytes
 
 
 def build_state_report(
@@ -146,25 +147,6 @@ def format_device_memory(memory: StateMemory) -> str:
 def format_host_memory(memory: StateMemory) -> str:
     """Format the bytes of host memory for each purpose, as in "moments 1.2 GB". Purposes without host memory are omitted."""
     return _format_sizes({name: size.host for name, size in memory.by_purpose.items()})
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Format bytes with three digits and a decimal unit (kB is 1,000 bytes)."""
-    return format_with_unit(num_bytes, [" bytes", " kB", " MB", " GB", " TB"])
-
-
-def format_with_unit(value: float, units: Sequence[str]) -> str:
-    """Format a number with three digits and a unit.
-
-    Args:
-        units: unit for each power of 1,000, such as [" bytes", " kB", " MB"].
-    """
-    *smaller, largest = units
-    for unit in smaller:
-        if value < 999.5:
-            return f"{value:.3g}{unit}"
-        value /= 1000
-    return f"{value:.3g}{largest}"
 
 
 def _format_traffic(group: str, bytes_by_purpose: Mapping[str, int]) -> str:

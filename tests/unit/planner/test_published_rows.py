@@ -13,6 +13,7 @@ import pytest
 from megatron.config.cli import load
 from megatron.config.config import Config
 from megatron.spec.counts import count_flops_per_step
+from megatron_lab.commands.against_published import format_choices
 from megatron_lab.planner.cluster import list_cluster_names, load_cluster
 
 FOLDER = Path(__file__).parents[2] / "data" / "published"
@@ -88,3 +89,23 @@ def test_rows_of_a_group_are_one_job_at_several_layouts() -> None:
         assert len(jobs) == 1, name
         layouts = {(row["flags"], row.get("tensor_overlap", False)) for row in rows}
         assert len(layouts) == len(rows) > 1, f"{name}: rows of a group differ in their layout"
+
+
+def test_choices_are_scored_only_where_they_can_be_wrong() -> None:
+    """Next to a random choice. A choice of one layout, or of layouts that are equally fast, is right anyway and says nothing."""
+    right, wrong = [(1.0, 2.0), (2.0, 3.0), (4.0, 9.0)], [(1.0, 3.0), (1.5, 2.0)]
+    trivial = [[(1.0, 1.0)], [(1.0, 2.0), (1.02, 1.0)]]
+    assert format_choices([right, wrong, right, *trivial]) == [
+        "choice of the layout: 3 groups (1 of 2 layouts, 2 of 3 layouts); in parentheses: a random choice",
+        "  groups that do not count, because all their layouts are within 3 % of the best: 1",
+        "  pairs over 10 % apart that are in order: 6 of 7 (3.5)",
+        "  groups whose predicted best is within 3 % of the best: 2 of 3 (1.17)",
+        "  slowdown of the predicted best: mean 16.7 % (97.2 %), largest 50.0 %",
+    ]
+    assert format_choices(trivial)[0] == "choice of the layout: no group in which a choice can be wrong"
+    rows = [row for path in FILES for row in _file(path)["rows"] if row["group"]]
+    groups = [[row for row in rows if row["group"] == name] for name in {row["group"] for row in rows}]
+    assert format_choices([[(row["seconds"], row["seconds"]) for row in group] for group in groups])[:2] == [
+        "choice of the layout: 47 groups (23 of 2 layouts, 24 of 3 layouts); in parentheses: a random choice",
+        "  groups that do not count, because all their layouts are within 3 % of the best: 0",
+    ]
