@@ -96,13 +96,13 @@ def program(words: Sequence[str], **environment: str) -> str:
 
 
 def pages(folder: Path, is_record: bool) -> dict[str, str]:
-    """The page of --help, and that of --explain for every flag."""
+    """The page of --help all, and that of --explain for every flag."""
     every = (
         "import json; from megatron.config.flags import get_flags; from megatron.config.parsed_flags import REQUESTS;"
         "from megatron.config.compat import COMPAT_FLAGS, TRANSLATIONS; from megatron.config.help import explain;"
         "print(json.dumps({name: explain(name) for name in [*get_flags(), *REQUESTS, *COMPAT_FLAGS, *TRANSLATIONS]}))"
     )
-    return {"--help": program(["pretrain_gpt.py", "--help"]), **json.loads(program(["-c", every]))}
+    return {"--help": program(["pretrain_gpt.py", "--help", "all"]), **json.loads(program(["-c", every]))}
 
 
 def run(line: str, *more: str | Path) -> None:

@@ -151,8 +151,15 @@ def test_unknown_fields() -> None:
     refused(["stray", *argv("--hiden-size 8 --colour red -lr 3")], "4 problems", "stray", "--hidden-size", "--colour", "-lr")
 
 
+def test_a_wrong_flag_is_not_hidden_by_missing_ones() -> None:
+    """The mistake comes first, and the list of what else is missing is short."""
+    said = refused(["--preset", "llama"], "2 problems", "--preset is not a flag", "missing too: --num-layers, --hidden-size, ")
+    assert len(said.splitlines()) < 8 and "is missing" not in said
+
+
 def test_nothing_at_all() -> None:
-    """As a program of its own gives it, word for word."""
-    said = refused([], "--num-layers is missing", "--data-path is missing", "--lr is missing")
+    """As a program of its own gives it, word for word. One flag is enough for the list of what is missing."""
+    refused(["--seed", "1"], "--num-layers is missing", "--data-path is missing", "--lr is missing")
+    said = refused([], "bash examples/quickstart.sh", "--model list", "--recipe list", "--help")
     done = subprocess.run([sys.executable, "pretrain_gpt.py"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", said)

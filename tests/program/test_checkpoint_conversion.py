@@ -330,12 +330,15 @@ def test_a_model_card_tells_data_and_training_and_no_folder_and_what_comes_next_
         assert str(tmp_path).encode() not in file.read_bytes(), file.name
 
     told = capsys.readouterr().out
-    steps = dict(re.findall(r"^  ([^:\n]+): +(.+)$", told.partition("next:\n")[2], re.MULTILINE))
+    following = told.partition("next:\n")[2]
+    steps = dict(re.findall(r"^  ([^:\n]+):\s+(.+(?:(?<=\\)\n.+)*)$", following, re.MULTILINE))
+    assert '  transformers:\n    python -c "from transformers import pipeline; \\\n' in following
+    assert f"\n      model = pipeline('text-generation', '{out}'); \\\n" in following
     assert [*steps] == ["transformers", "vLLM", "GGUF, in llama.cpp", "upload"]
     assert shlex.split(steps["vLLM"]) == ["vllm", "serve", str(out)]
     assert shlex.split(steps["upload"]) == ["hf", "upload", "a model", str(out)]
     assert shlex.split(steps["GGUF, in llama.cpp"])[-1] == f"{out}.gguf"
-    python, flag, code = shlex.split(steps["transformers"])
+    python, flag, code = shlex.split(steps["transformers"].replace("\\\n", ""))  # as a shell does between double quotes
     assert (python, flag) == ("python", "-c")
     exec(code, {})
     assert "generated_text" in capsys.readouterr().out

@@ -16,7 +16,7 @@ from megatron.config.config import Config
 from megatron.config.memory import MemoryConfig
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.parsed_flags import check_output
+from megatron.config.regular_file import check_output
 from megatron.model import build
 from megatron.parallel.topology import Topology
 from megatron.pipeline_parallel.partition import Chunk, build_layer_table, partition_layers
@@ -41,8 +41,8 @@ from megatron_lab.planner.plan import (
 )
 from megatron_lab.planner.plan_text import format_plan
 from megatron_lab.planner.state_layout import Bytes
-from megatron_lab.planner.state_report import format_bytes
 from megatron_lab.planner.step_time import StepTime
+from megatron_lab.planner.units import format_bytes
 from tests.support.planned import kind_of, plans_of, settings
 from tests.support.runs import arguments, launch, report
 
@@ -276,7 +276,7 @@ def test_first_comes_whether_it_fits_and_where_the_time_goes() -> None:
         "  parameters 2 GB, gradients 4 GB, main params 1 GB, moments 2 GB, activations 40 GB",
         "a step: 16,384 tokens, 80 PFLOP, 5 PFLOP on each rank; 20.0% of the time idle in the pipeline",
         "  a rank of stages 0-1 sends 11.3 GB inside its node and 750 MB to other nodes",
-        "  such a step takes about 10 s (8.5 s to 11.8 s in nine of ten cases; 102 tokens/s per GPU, 49.9% MFU) on a cluster",
+        "  such a step takes about 10 s (90 % range 8.5 s to 11.8 s; 102 tokens/s per GPU, 49.9% MFU) on a cluster",
         "    on its busiest rank: products 89.8%, messages 10.0%",
         "    not calibrated there: 16 ranks",
     ]

@@ -190,11 +190,12 @@ def test_the_harness_is_answered_as_the_plain_model_would(model: Path, weights: 
 
 
 def test_what_cannot_be_evaluated_is_said(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "bytes").write_bytes(b"\xff\xff")
+    (tmp_path / "bytes").write_bytes("größer".encode() + b"\xff")
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n{"txt": "a"}\n')
     for words, code, message in (
         (["--files", tmp_path / "none"], 1, "no text file of this name, and no indexed dataset"),
-        (["--files", tmp_path / "bytes"], 1, "is not UTF-8"),
+        (["--files", tmp_path / "bytes"], 1, "byte 0xff at offset 8 is not valid UTF-8"),
+        (["--tasks", "t", "--errors", "replace"], 2, "--errors can only be used with --files"),
         (["--files", "x", "--stride", 99, "--window", 9], 1, "--stride 99 must be from 1 to the 9 tokens"),
         (["--files", tmp_path / "x.jsonl"], 1, "x.jsonl, line 2: the line is not a JSON object with a"),
         (["--files", "x", "--limit", 2], 2, "--limit can only be used with --tasks"),

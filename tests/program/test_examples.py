@@ -398,7 +398,7 @@ def test_what_would_fail_again_is_not_tried(tmp_path: Path, code: int) -> None:
 def test_torchrun_is_ended_where_another_start_would_fail(tmp_path: Path) -> None:
     """It sees no codes of ranks, which leave theirs in a file."""
     number = "\\130" + "\\0" * 7
-    training = f"""trap 'exit 1' USR2
+    training = f"""trap 'exit 1' ALRM
 head -c 16 /dev/zero > "$MEGATRON_LIFE_FILE"
 printf '{number}' >> "$MEGATRON_LIFE_FILE"
 {SAVES}until wait -n; do sleep 60 & done
@@ -414,7 +414,7 @@ def test_what_fails_at_once_is_not_tried_for_ever(tmp_path: Path) -> None:
     assert started.ended()[0] == 1 and len(started.noted("resilience.supervisor")) == 1 and not started.noted("requeue")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
 def test_a_stop_reaches_the_ranks(tmp_path: Path, number: signal.Signals) -> None:
     """They save and end, and so does the script; nothing is started again."""
     started = start(EXAMPLES / SINGLE, tmp_path, waiting())
@@ -465,7 +465,7 @@ def wait_until(said: Path, pattern: str, process: subprocess.Popen[Any], timeout
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
 def test_the_laptop_trains_goes_on_after_a_kill_and_stops_when_asked(tmp_path: Path) -> None:
-    """Dry run, health check, two ranks; one is killed, and both start from the last checkpoint; SIGTERM saves."""
+    """Dry run, health check, two ranks; one is killed, and both start from the last checkpoint; Ctrl-C saves."""
     said, run = tmp_path / "said", tmp_path / "run"
     python = {"PYTHON": warm_python(), "PYTHONPATH": ""}
     small = "--num-layers 1 --hidden-size 32 --seq-length 32 --save-interval 5 --log-interval 1 --train-iters 100000".split()
@@ -478,6 +478,7 @@ def test_the_laptop_trains_goes_on_after_a_kill_and_stops_when_asked(tmp_path: P
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             wait_until(said, r"saved \S+/iter_0000005", process)
@@ -489,7 +490,7 @@ def test_the_laptop_trains_goes_on_after_a_kill_and_stops_when_asked(tmp_path: P
             assert len(ranks) == 2
             os.kill(ranks[0], signal.SIGKILL)
             wait_until(said, r"resuming from \S+/iter_\d+ at iteration \d+[\s\S]*\n \[.*iteration ", process)
-            process.send_signal(signal.SIGTERM)
+            os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C in a terminal
             assert process.wait(60) == 85, said.read_text()[-4000:]
         finally:
             for pid in writers_to(said):
@@ -497,7 +498,7 @@ def test_the_laptop_trains_goes_on_after_a_kill_and_stops_when_asked(tmp_path: P
                     os.kill(pid, signal.SIGKILL)
             process.kill()
             process.wait()
-    trained, stop, _ = said.read_text().partition("exiting on SIGTERM")
+    trained, stop, _ = said.read_text().partition("exiting on SIG")
     assert stop and trained.count("resuming from") == 1, said.read_text()
     last = int((run / "checkpoints" / LATEST).read_text())
     assert last > 5 and (run / f"checkpoints/iter_{last:07d}").is_dir()

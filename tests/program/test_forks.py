@@ -23,6 +23,7 @@ FORKS = {
     "megatron_lab/resilience/envoy.py": "from the supervisor, before it has ranks; it forks nothing that uses CUDA",
     "megatron_lab/resilience/store_server.py": "serves a store",
     "megatron_lab/resilience/ranks.py": "from the supervisor, which never calls CUDA",
+    "megatron_lab/resilience/launcher_flags.py": "counts the GPUs for the launcher of a node, and ends",
     "megatron_lab/resilience/supervisor.py": "looks at a checkpoint and ends",
     "megatron_lab/monitoring/rehearsal.py": "before the run uses CUDA, else as a fresh process",
     "megatron_lab/verification/local_ranks.py": "ranks of a check, from a process that has not used CUDA",

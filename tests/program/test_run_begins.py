@@ -116,6 +116,7 @@ def test_a_run_that_began_with_other_weights_goes_on_from_its_own(saved: Path, t
         "was altered: its checksum does not match",
     )
     refused(arguments(train_iters=1, pretrained_checkpoint=tmp_path / "none"), "--pretrained-checkpoint", "holds no checkpoint")
+    refused(arguments(train_iters=1, pretrained_checkpoint="org/name"), "hf download org/name --local-dir name")
 
 
 def test_a_checkpoint_of_weights_alone(saved: Path, tmp_path: Path) -> None:
@@ -143,6 +144,8 @@ def test_a_missing_checkpoint_is_told(tmp_path: Path) -> None:
     settings = {"train_iters": 1, "save": tmp_path / "run"}
     said = run(arguments(**settings, load=tmp_path / "typo"))
     assert re.search(r"WARNING: --load .*typo holds no checkpoint: the run begins at iteration 0", said)
+    said = run(arguments(**settings, load="org/name"))
+    assert re.search(r"WARNING: --load org/name holds no checkpoint(.|\n)*hf download org/name --local-dir name", said)
     said = run(arguments(**{**settings, "save": tmp_path / "other"}, load=tmp_path / "other"))
     assert "holds no checkpoint: the run begins at iteration 0" in said and "WARNING: --load" not in said
 

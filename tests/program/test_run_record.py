@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shlex
+import signal
 import sys
 import time
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import pytest
 
 from megatron.config.version import get_extra_install_command
 from megatron.metrics.history import HISTORY_FILE, read_history
+from megatron.training.step import TrainStep
 from megatron_lab.commands import plot_loss
 from megatron_lab.commands import report as report_of
 from megatron_lab.monitoring import loss_picture
@@ -65,6 +69,19 @@ def test_the_record_goes_on_after_a_stop(tmp_path: Path) -> None:
     ]
 
 
+_COMPILER = ("torch._dynamo", "torch._inductor")
+
+
+class CompilerImports(MetaPathFinder):
+    """Prints a line when a run imports torch's compiler, which takes seconds."""
+
+    words = "slow import of"
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> None:
+        if name in ("sympy", *_COMPILER):
+            print(self.words, name)
+
+
 def test_the_picture_is_there_at_the_end(tmp_path: Path) -> None:
     """Of a run that stops early, and of one whose numbers are not finite any more, whose end is in the record; that one has only
     --tensorboard-dir. Without any folder nothing is kept, and the log says what would keep it."""
@@ -73,6 +90,9 @@ def test_the_picture_is_there_at_the_end(tmp_path: Path) -> None:
 
     def draws_warmly(rank: int) -> None:
         sys.executable = python
+        for name in [name for name in sys.modules if name.split(".")[0] == "sympy" or name.startswith(_COMPILER)]:
+            del sys.modules[name]
+        sys.meta_path.insert(0, CompilerImports())
 
     def spoils(rank: int) -> None:
         draws_warmly(rank)
@@ -87,6 +107,7 @@ def test_the_picture_is_there_at_the_end(tmp_path: Path) -> None:
     assert nan[0].code == 1, report(nan)
     end = read_history(tmp_path / "nan").events[-1]
     assert end["event"] == "end" and "gradient" in end["words"] and len(read_history(tmp_path / "nan").steps) == 2
+    assert f"writing loss.png and report.html into {tmp_path}/stopped ..." in said and CompilerImports.words not in said
     without = run(arguments(**{**kept, "no_loss_picture": True, "no_report": True}, save=tmp_path / "without"))
     assert "loss.png" not in without and "report.html" not in without
     assert not [*(tmp_path / "without").glob("*.png"), *(tmp_path / "without").glob("*.html")]
@@ -98,6 +119,38 @@ def test_the_picture_is_there_at_the_end(tmp_path: Path) -> None:
             break
         time.sleep(0.02)
     assert (tmp_path / "nan" / "loss.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_picture_and_report_are_left_out_if_the_job_may_be_killed_soon(tmp_path: Path) -> None:
+    """After a signal in a step, after one in the last evaluation when everything is saved, and after the time limit."""
+
+    def evaluates(rank: int) -> None:
+        real = TrainStep.evaluate
+
+        def evaluate(self: TrainStep, *args: Any, **kwargs: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return real(self, *args, **kwargs)
+
+        TrainStep.evaluate = evaluate  # type: ignore[method-assign]
+
+    in_a_step = on_rank(0, 2, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    for name, told, code, more in (
+        ("step", in_a_step, 85, {}),
+        ("evaluation", evaluates, 0, {"eval_iters": 1}),
+        ("limit", None, 0, {"exit_duration_in_mins": 1e-9}),
+    ):
+        folder = tmp_path / name
+        settings = {"train_iters": 3, "micro_batch_size": 4, "no_loss_picture": False, "no_report": False, "save": folder, **more}
+        ended = launch(arguments(**settings), before=told)
+        assert ended[0].code == code, report(ended)
+        lines = ended[0].stdout.splitlines()
+        assert lines[-2:] == [
+            "to end quickly, the run leaves out loss.png and report.html. To write them:",
+            f"  python tools/plot_loss.py {folder}; python tools/report.py {folder}",
+        ]
+        assert not any(line.startswith("writing") for line in lines)
+        assert not (folder / "report.html").exists() and not (folder / "loss.png").exists()
+        assert (folder / f"iter_000000{1 if name == 'limit' else 3}").exists()
 
 
 def test_a_full_disk_and_a_picture_that_cannot_be_drawn_do_not_end_a_run(tmp_path: Path) -> None:

@@ -12,13 +12,15 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megatron.metrics.history import read_history
-from megatron.training import loop
+from megatron.training import loop, reporter
 from megatron_lab.monitoring import live_lines
 from tests.support.runs import arguments, launch, on_rank, report, run, spoil
 
 LINE = re.compile(
-    r"it +\d+/6 \| loss \d\.\d{3} \| norm \d\S* \| lr 1\.00e-2 \| \d\S* tok/s \| \d\S* [kMG]FLOP/s(?: \| \d+ s left)?"
+    r"it +\d+/6 \| loss \d\.\d{3} \| norm \d\S* \| lr 1\.00e-2 \| \d\S* tok/s \| \d\S* [kMG]FLOP/s(?: \| (?:< )?\d+ s left)?"
 )
 
 
@@ -78,9 +80,17 @@ def seen(text: str) -> list[str]:
     return lines
 
 
-def on_terminal(argv: list[str], world_size: int = 1, code: int = 0, before: Any = None) -> tuple[str, str]:
+def on_terminal(
+    argv: list[str],
+    world_size: int = 1,
+    code: int = 0,
+    before: Any = None,
+    *,
+    columns: int = 100,
+    takes_stderr: bool = False,
+) -> tuple[str, str]:
     """Run with rank 0 on a terminal. Returns all that was written there, and what is on stderr."""
-    terminal = Terminal()
+    terminal = Terminal(columns)
 
     def start(rank: int) -> None:
         live_lines._MIN_INTERVAL_S = 0.0
@@ -88,6 +98,8 @@ def on_terminal(argv: list[str], world_size: int = 1, code: int = 0, before: Any
             before(rank)
         if rank == 0:
             terminal.take_stdout()
+            if takes_stderr:
+                sys.stderr = sys.stdout
 
     ended = launch(argv, world_size, before=start)
     text = terminal.text()
@@ -111,6 +123,42 @@ def test_a_terminal_has_short_lines_under_a_bar(tmp_path: Path) -> None:
     assert max(len(line) for line in re.sub(r"\x1b\[\d*[A-Z]|\r", "\n", text).splitlines() if "━" in line) < 100
 
 
+def test_the_start_of_a_run_fits_the_terminal(tmp_path: Path) -> None:
+    """Model, layout and data first; the details are in start.log, and on the terminal with --verbose. No word is cut."""
+    settings = {"train_iters": 2, "lr": 1.0, "lr_decay_style": "constant", "save": tmp_path, "num_workers": 2}
+    short = seen(on_terminal(arguments(**settings), 2, columns=80)[0])
+    started, first, *details = (tmp_path / "start.log").read_text().splitlines()
+    assert started.startswith("started on ") and first.startswith("  model of ")
+    assert [line.split()[0] for line in short[:3]] == ["model", "2", "made-up"], short
+    text = " ".join(" ".join(short).split())
+    assert "parameter groups" not in text and f"more lines: {tmp_path}/start.log, or --verbose" in text
+    for shown in ("WARNING: --lr 1 is", "checkpoints: every 30 minutes", "the record of the run is"):
+        assert shown in text, "warnings and outputs are always shown"
+    resumed = on_terminal(arguments(**{**settings, "train_iters": 4}, load=tmp_path, verbose=True), 2, columns=80)[0]
+    told = " ".join(resumed.split())
+    assert (tmp_path / "start.log").read_text().count("started on ") == 1
+    for line in details:
+        unchanged = "WARNING" not in line and not line.strip().startswith(("made-up", "the run takes", "state of"))
+        assert not unchanged or " ".join(line.split()) in told, line
+    for line in (*short, *seen(resumed)):
+        assert len(line) < 80 or " " not in line.strip(), line
+    said = run(arguments(**settings), 2)
+    assert "parameter groups:" in said and all(line in said for line in details[:3]), "a file gets all lines, complete"
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "words"),
+    [
+        ({"num_layers": 7, "pipeline_model_parallel_size": 3, "tensor_model_parallel_size": 5}, 2, "is not divisible by"),
+        ({"dry_run": True, "world_size": 8, "tensor_model_parallel_size": 2}, 0, "memory of a rank"),
+    ],
+)
+def test_refusals_and_plans_fit_the_terminal(settings: dict[str, Any], code: int, words: str) -> None:
+    text, said = on_terminal(arguments(**{"train_iters": 2, **settings}), code=code, columns=80, takes_stderr=True)
+    assert words in text and not said
+    assert all(len(line) < 80 or " " not in line.strip() for line in seen(text)), text
+
+
 def test_a_failure_leaves_the_terminal_clean() -> None:
     """The bar is gone when the message comes."""
     settings = arguments(train_iters=6, lr_decay_style="constant")
@@ -126,6 +174,18 @@ def test_the_format_can_be_chosen(tmp_path: Path) -> None:
     said = run(arguments(train_iters=2, log_format="short"))
     assert "it 1/2 | loss" in said and "\x1b" not in said and "━" not in said
     assert "iteration        1/       2 |" in run(arguments(train_iters=2))
+
+
+def test_the_lines_of_megatron_are_followed_by_one_estimate() -> None:
+    """Its own line has no room for it. A short run says nothing."""
+
+    def soon(_: int) -> None:
+        reporter._MIN_MEASURED_S, reporter._MIN_REMAINING_S = 1e-9, 0.0
+
+    said = run(arguments(train_iters=6), before=soon).splitlines()
+    (at,) = [i for i, line in enumerate(said) if re.fullmatch(r"  about \d+ s left, until \d{4}-\d\d-\d\d \d\d:\d\d", line)]
+    assert "iteration        1/" in said[at - 1] and "iteration        2/" in said[at + 1]
+    assert " left" not in run(arguments(train_iters=6))
 
 
 def test_warnings_are_told_once_and_kept(tmp_path: Path) -> None:

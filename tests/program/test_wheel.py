@@ -161,15 +161,16 @@ def test_the_wheel_holds_the_packages_and_nothing_else(installed: Installed) -> 
     }
     assert held == files | {"pretrain_gpt.py"}
     assert dict(scripts["console_scripts"]) == {
+        "megatron-train": "pretrain_gpt:run",
         "megatron-pretrain": "pretrain_gpt:run",
         "megatron-tool": "megatron_lab.__main__:main",
     }
 
 
 def test_a_run_leaves_its_checkpoint_picture_and_report(installed: Installed) -> None:
-    """By the console command, which is a fresh interpreter with all imports of a user's start."""
+    """By the console command and its launcher, which is a fresh interpreter with all imports of a user's start."""
     run = installed.elsewhere / "run"
-    done = installed.run("megatron-pretrain", *TINY, "--train-iters", "2", "--save", str(run))
+    done = installed.run("megatron-train", "--nproc", "2", *TINY, "--train-iters", "2", "--save", str(run))
     assert done.returncode == 0, done.stderr
     assert "done after 2 iterations" in done.stdout and "cannot be created" not in done.stderr
     assert (run / "latest_checkpointed_iteration.txt").read_text().strip() == "2" and (run / "iter_0000002").is_dir()

@@ -84,6 +84,12 @@ def spawn_cli(argv: Sequence[str], nproc: int | None, timeout: float = 120.0, *,
         return Finished(process.returncode, *output())
 
 
+def last_rows(text: str) -> str:
+    """What a terminal of 24 rows and 80 columns shows at the end, above the next prompt, without line breaks of the terminal."""
+    rows = [line[i : i + 80] for line in text.splitlines(keepends=True) for i in range(0, len(line), 80)]
+    return "".join(rows[-23:])
+
+
 def command_words(settings: Mapping[str, Any]) -> list[str]:
     """Settings by the names of their fields as the words of a command line; None is left out, False is the `no-` form."""
     words: list[str] = []

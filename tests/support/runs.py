@@ -129,7 +129,7 @@ def launch(
             _wait(pids, codes, timeout)
             late = [rank for rank in pids if rank not in codes]
             for rank in late:
-                os.kill(pids[rank], signal.SIGUSR2)
+                os.kill(pids[rank], signal.SIGQUIT)
             if late:
                 time.sleep(0.3)  # for the stacks to be written
             ended = [Ended(codes.get(rank, 0), *(file.read_text() for file in files[rank])) for rank in pids]
@@ -159,7 +159,7 @@ def report(ended: Sequence[Ended]) -> str:
 
 
 def _rank(rank: int, world_size: int, argv: Sequence[str], prepare: Callable[[int], None], port: int) -> None:
-    faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=True)
+    faulthandler.register(signal.SIGQUIT, file=sys.stderr, all_threads=True)
     found = os.read(port, 5).decode().strip()
     if world_size > 1:
         os.environ |= {

@@ -1,4 +1,5 @@
-"""Jobs under supervisors of this tree, as many as the test has nodes: their ranks, what they say, and how they end."""
+"""Jobs under supervisors of this tree, as many as the test has nodes, or under its launcher for one node: their ranks, what they
+say, and how they end."""
 
 from __future__ import annotations
 
@@ -31,28 +32,35 @@ def writers_to(file: Path) -> dict[int, str]:
 
 
 class Node:
-    """A supervisor, forked from the test's process, in which torch is imported already.
+    """A supervisor or another launcher, forked from the test's process, in which torch is imported already.
 
     Args:
         said: file for what it and its ranks write.
         words: its command line.
         step_s: seconds that each step of its ranks sleeps.
+        launcher: called with the command line.
     """
 
-    def __init__(self, said: Path, words: Sequence[str], step_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        said: Path,
+        words: Sequence[str],
+        step_s: float = 0.0,
+        launcher: Callable[[Sequence[str]], int | None] = supervisor.main,
+    ) -> None:
         self.said_in = said
         self.signals = 0
         """How many it and its ranks were sent from here."""
         self._code: int | None = None
 
-        def supervise() -> int:
+        def supervise() -> int | None:
             os.environ.pop("OMP_NUM_THREADS", None)
             os.environ |= {"GLOO_SOCKET_IFNAME": "lo", MARK: str(said)}
             sys.path.insert(0, "")
             os.chdir(ROOT)
             if step_s:
                 at_iteration(None, lambda _: time.sleep(step_s))
-            return supervisor.main(words)
+            return launcher(words)
 
         self.pid = fork_program(supervise, said, said)
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import Mock, call
 
 import pytest
 
+from megatron.config.parallel import ShardingStrategy
+from megatron.spec.schedules import SCHEDULES
 from tests import conftest
 from tests.layouts.case import is_quick, refusals
 from tests.layouts.features import FEATURES
@@ -72,6 +76,22 @@ def test_seed_decides() -> None:
 
 def test_one_axis_takes_every_setting() -> None:
     assert sorted(case["tp"] for case in covering({"tp": [1, 2, 4]}, 0)) == [1, 2, 4]
+
+
+def test_the_pages_say_how_many_layouts_are_compared() -> None:
+    """And which splits: context ranks are not in all."""
+    cases, sizes = written_cases(), ("tp", "pp", "dp", "cp")
+    splits = {split for split in itertools.product((1, 2, 4, 8), repeat=4) if math.prod(split) <= 8}
+    compared = {tuple(case[size] for size in sizes) for case in cases} & splits
+    plain, all_plain = ({split for split in some if split[3] == 1} for some in (compared, splits))
+    counts = (
+        f"all {len(plain)} splits without context parallelism, and {len(compared - plain)} of the {len(splits - all_plain)} splits"
+    )
+    readme, trust = (" ".join((Path(__file__).parents[2] / page).read_text().split()) for page in ("README.md", "docs/trust.md"))
+    assert counts in trust and plain == all_plain
+    assert all(f"about {round(len(cases), -2)} combinations of layouts and models" in page for page in (readme, trust))
+    for axis, settings in {"schedule": SCHEDULES, "sharding": get_args(ShardingStrategy)}.items():
+        assert {case[axis] for case in cases} == {*settings}
 
 
 def test_every_pair_of_settings_of_a_feature_is_in_a_case_of_the_normal_run() -> None:

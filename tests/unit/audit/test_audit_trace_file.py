@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -106,5 +107,10 @@ def test_a_damaged_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"--save-trace .*file/t cannot be written \(.*\). Give a path"):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match=r"--save-trace .*/file/t cannot be written: .*/file is not a folder. Give another path"):
         TraceWriter(tmp_path / "file" / "t", append=False)
+    with pytest.raises(ValueError, match=r"--save-trace .*/pipe cannot be written: it is a pipe.* Give the path of a file"):
+        TraceWriter(tmp_path / "pipe", append=False)
+    with pytest.raises(ValueError, match=r"trace .*/pipe cannot be read: it is not a regular file, but a pipe"):
+        read_trace(tmp_path / "pipe")

@@ -23,8 +23,9 @@ from megatron.spec.counts import count_parameters
 from megatron.spec.operations import Op, OpType
 from megatron.spec.schedules import build_schedule
 from megatron_lab.planner.state_layout import Bytes, StateMemory, StateReport, compute_fsdp_buffer_bytes
-from megatron_lab.planner.state_report import build_state_report, format_bytes, format_state_report, iter_grad_writes
+from megatron_lab.planner.state_report import build_state_report, format_state_report, iter_grad_writes
 from megatron_lab.planner.transient_buffers import simulate_steps
+from megatron_lab.planner.units import format_bytes
 from tests.support.lone_rank import lone_rank
 from tests.support.runs import arguments, run
 
