@@ -104,6 +104,8 @@ def _open_file_store(path: str, job: ProcessInfo, timeout_s: float) -> dist.Stor
         problem = "it is a folder. Give the path of a file"
     elif not os.path.isdir(folder):
         problem = f"there is no folder {folder} on this node. Give the path of a file in a folder that all nodes share"
+    elif os.path.exists(path) and not os.path.isfile(path):
+        problem = "it is not a regular file. Give the path of a file that does not exist yet"
     elif not os.access(path if os.path.exists(path) else folder, os.R_OK | os.W_OK):
         problem = "permission denied. Give the path of a file that this user can read and write"
     elif os.path.exists(path):

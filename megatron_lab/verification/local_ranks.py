@@ -36,7 +36,7 @@ GRACE_S = 0.5
 """Seconds after the first failure in which other ranks may still report their own failures."""
 
 _PR_SET_PDEATHSIG = 1
-_STACK_SIGNAL = signal.SIGUSR2
+_STACK_SIGNAL = signal.SIGQUIT
 
 
 class RanksError(RuntimeError):
