@@ -133,10 +133,10 @@ def wrap_text(text: str, width: int | None) -> str:
 
 
 def fill_help(text: str, width: int | None = None) -> str:
-    """Fit a help text to the terminal, or to 80 columns if there is none.
+    """Fit a help text to the terminal. Without a terminal, the text gets 80 columns.
 
     The lines of a paragraph are joined and wrapped again. An indented line, such as a command or a flag with its description, stays
-    a line of its own. Lines that are indented by at least eight more characters continue it.
+    a line of its own. Lines that are indented by at least eight more characters continue this line.
 
     Args:
         width: maximum number of characters of a line; by default the columns of the terminal without two.

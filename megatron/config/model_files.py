@@ -120,7 +120,7 @@ def _build_unknown_name(flag: str, name: str, names_by_key: Mapping[str, str]) -
 
 
 def find_name(flag: str, name: str) -> str | None:
-    """Return the name of the file that `find_settings_file` returns; None if there is none."""
+    """Return the name of the file that `find_settings_file` returns; None if no file has this name."""
     try:
         return find_settings_file(flag, name).name
     except ConfigError:

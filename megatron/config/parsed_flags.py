@@ -135,7 +135,7 @@ def parse_flags(
         stray: arguments that belong to no flag.
         given_flags: flags in the order in which they apply.
         find_flag_of_name: returns the flag that an argument without a flag may belong to, with the argument as its value, such as
-            --model llama3-8b; None if there is none.
+            --model llama3-8b; None for any other argument.
     """
     parsed = ParsedFlags()
     for word in stray:

@@ -105,7 +105,7 @@ def measure_folder(folder: Path) -> int:
 
 
 def find_latest_checkpoint(folder: Path) -> Path | None:
-    """Return the folder of the newest checkpoint in a save folder, or None if there is none."""
+    """Return the folder of the newest checkpoint in a save folder, or None if the folder has no checkpoint."""
     return max(folder.glob("iter_*"), default=None)
 
 

@@ -206,8 +206,9 @@ def _format_matches(entries: list[_Entry], query: str, max_lines: int | None) ->
 
 
 def _rank_entries(query: str) -> list[_Entry]:
-    """Return the flags whose names or help texts contain all words of a query: first those whose name is the query, then those
-    with the words in their names, then those with the start or a part of their names, last those with the words in their texts."""
+    """Return the flags whose names or help texts contain all words of a query. The flag whose name is the query comes first. Flags
+    with the words in their names follow, then flags with parts of the words in their names, and then flags with the words in their
+    texts."""
     words = list(re.findall(r"[\w.]+", query.replace("-", " ").replace("_", " ")))
     words = [word for word in words if word not in _STOP_WORDS] or words
     requests = [_Entry(name, _format_label(name, value), docs) for name, (value, docs) in PROGRAM_FLAGS.items()]

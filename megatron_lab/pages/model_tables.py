@@ -45,7 +45,7 @@ def _select(flag: str, word: str) -> list[SettingsFile]:
     """Return the files of a flag whose names or sources contain a word.
 
     Raises:
-        ConfigError: there is none. The message suggests similar names.
+        ConfigError: no file contains the word. The message suggests similar names.
     """
     key, pattern = normalize_name(word), re.compile(rf"\b{re.escape(word)}", re.IGNORECASE)
     files = [

@@ -412,7 +412,7 @@ def find_cause(
 ) -> tuple[int, ErrorReport | None]:
     """Find the message that explains why a run failed.
 
-    If several ranks fail with the same exit code, the message of one of them may stand for all.
+    If several ranks fail with the same exit code, a single message may describe the failure of all these ranks.
 
     Args:
         failed_rank: local rank that failed first, by the exit codes.
@@ -420,7 +420,7 @@ def find_cause(
         errors: contents of the error files of the ranks that have written one, by local rank.
 
     Returns:
-        the local rank whose log file explains the failure, and its error; None if the rank has written none.
+        the local rank whose log file explains the failure, and its error; None if the rank has written no error file.
     """
     code = exit_codes[failed_rank]
     if code < 0:  # the messages of the rank are older than the signal that ended it

@@ -38,7 +38,7 @@ class OutputQueue:
 
     @property
     def blocked_fds(self) -> list[int]:
-        """File descriptors for which output waits. When one of them is writable, call `write_waiting`."""
+        """File descriptors for which output waits. Call `write_waiting` when a file descriptor is writable."""
         return [stream.write_fd for stream in self._streams if stream.has_waiting]
 
     def write(self, fd: int, data: bytes, num_lines: int | None = None) -> None:

@@ -95,8 +95,8 @@ class RankOutput:
 
     @property
     def blocked_fds(self) -> list[int]:
-        """File descriptors of the terminal or pipe that did not accept all output of this process. When one of them is writable,
-        call `write_waiting`."""
+        """File descriptors of the terminal or pipe that did not accept all output of this process. Call `write_waiting` when a file
+        descriptor is writable."""
         return self._queue.blocked_fds
 
     def write_waiting(self) -> None:
@@ -163,7 +163,7 @@ class RankOutput:
                 self._add_pending(source, source.last_line.take())
 
     def get_wait_s(self) -> float | None:
-        """Return the seconds until a line of stderr must be shown; None if there is none."""
+        """Return the seconds until a line of stderr must be shown; None if no line waits."""
         if self.is_muted:
             return None
         times = [source.last_line.due_at for source in self._sources.values() if source.last_line.due_at is not None]

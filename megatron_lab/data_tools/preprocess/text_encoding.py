@@ -247,14 +247,14 @@ _BY_MARK = {"utf-16": "utf-16-le", "utf-32": "utf-32-le"}
 
 
 class RecordDecoder:
-    """Decoder of the records of one input range, which collects the invalid bytes that it meets.
+    """Decoder of the records of an input range, which collects the invalid bytes.
 
     Attributes:
         encoding: codec of the file. The reader of the file sets it if the settings leave it open.
         note: text about the encoding for the user, such as "read as cp1252 (detected)"; None for UTF-8.
         record_offset: offset of the current record in the file, in bytes.
-        replaced: number of invalid bytes in the current record that were replaced, and description of the first; None if there are
-            none.
+        replaced: number of invalid bytes in the current record that were replaced, and description of the first; None if all bytes
+            are valid.
     """
 
     def __init__(self, settings: TextEncoding) -> None:
