@@ -211,6 +211,7 @@ FOUND: list[tuple[str, Callable[[Path], None], list[str], str]] = [
     ("data", put_bad_paths, ["--compile", "--compile-cache-dir", " "], "is not a valid path: it is blank"),
     ("preprocess corpus.parquet", _write("corpus.parquet", b"PAR1" + bytes(40) + b"PAR1"), [], "corpus.parquet"),
     ("import legacy", _change_names_of_entries, [], "distrib_optim.pt is truncated, altered"),
+    ("migrate two files", put_bad_paths, ["--pick=\udce9"], "udce9"),
 ]
 """Faults that trials have found: a command, what is done to its files, words to add, and a part of what is printed."""
 
