@@ -23,7 +23,7 @@ import time
 from typing import TYPE_CHECKING
 
 from megatron.config.cli import LoadedConfig, load_or_exit
-from megatron.config.launcher import end_with_message, read_process_info, write_error_file
+from megatron.config.launcher import end_with_message, read_process_info, write_error_file, write_message_after_torchrun
 from megatron.config.parsed_flags import DryRun, fill_plan_defaults, find_launcher_flags
 from megatron.config.regular_file import check_output
 from megatron.training.signals import EXIT_INTERRUPTED, ExitSignals, create_exit_signals
@@ -156,7 +156,9 @@ def pretrain(settings: LoadedConfig, argv: list[str], started_at: float, explana
         if is_stopped:
             save = settings.config.checkpoint.save
             result = "nothing is saved, because --save is not set" if save is None else f"resume with --load {save}"
-            write_error_file(f"exited {signals.describe()} at iteration {trainer.iteration}: {result}")
+            message = f"exited {signals.describe()} at iteration {trainer.iteration}: {result}"
+            write_error_file(message)
+            write_message_after_torchrun(message)
         return is_stopped
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import sysconfig
 import textwrap
@@ -270,6 +271,31 @@ def write_error_file(message: str, *, is_consequence: bool = False) -> None:
             }
             temporary_file.write_text(json.dumps(content))
             temporary_file.replace(file)
+
+
+def is_under_torchrun() -> bool:
+    """Return whether torchrun has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def write_message_after_torchrun(message: str) -> None:
+    """Print a message to stderr when the torchrun of this node has ended. After a signal, torchrun ends with a long traceback that
+    would hide any earlier message.
+
+    A shell waits for torchrun for at most a minute, in the background. Only the first rank of a node prints, and only under
+    torchrun.
+    """
+    torchrun_pid = os.getppid()
+    if not is_under_torchrun() or _read_local_rank() != "0" or torchrun_pid == 1:  # 1: torchrun has already been killed
+        return
+    script = 'n=0; while kill -0 "$1" 2>/dev/null && [ "$n" -lt 600 ]; do sleep 0.1; n=$((n + 1)); done; printf "%s\\n" "$2" >&2'
+    with suppress(OSError):
+        subprocess.Popen(
+            ["/bin/sh", "-c", script, "sh", str(torchrun_pid), f"{PROGRAM}: {message}"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
 
 def _shorten(message: str) -> str:

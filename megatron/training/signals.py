@@ -30,6 +30,7 @@ from megatron.config.launcher import (
     EXIT_SIGNALS,
     has_failed_neighbor,
     is_first_rank,
+    is_under_torchrun,
     read_process_info,
     write_error_file,
     write_message,
@@ -60,10 +61,6 @@ def create_exit_signals(config: Config) -> ExitSignals:
     """Create the handler of exit signals that the settings of a run describe."""
     training = config.training
     return ExitSignals(training.exit_signal_code, get_exit_signals(training.exit_signal), saves=config.checkpoint.save is not None)
-
-
-def _is_under_torchrun() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 class ExitSignals:
@@ -182,7 +179,7 @@ class ExitSignals:
         now = time.monotonic()
         if self._interrupted_at is None and signum == signal.SIGINT:
             self._interrupted_at = now
-        if self._interrupted_at is None or not (signum == signal.SIGINT or (signum == signal.SIGTERM and _is_under_torchrun())):
+        if self._interrupted_at is None or not (signum == signal.SIGINT or (signum == signal.SIGTERM and is_under_torchrun())):
             return False
         return now - self._interrupted_at > SAME_KEY_PRESS_S
 

@@ -147,7 +147,7 @@ def test_ctrl_c_under_torchrun_saves(tmp_path: Path) -> None:
     words = ["--standalone", "--nproc-per-node=2", str(ROOT / SCRIPT)]
     job = arguments(train_iters=100_000, log_interval=1, save=tmp_path / "save")
     said = (tmp_path / "said").open("w+")
-    process = _start_torchrun([*words, *job], warm_python(), said)
+    process = _start_torchrun([*words, *job], sys.executable, said)  # whose parent is torchrun
     try:
         until = time.monotonic() + 60
         while "iteration        1/" not in Path(said.name).read_text():
@@ -158,6 +158,11 @@ def test_ctrl_c_under_torchrun_saves(tmp_path: Path) -> None:
         text = Path(said.name).read_text()
         assert process.exitcode not in (0, None) and complete_checkpoints(tmp_path / "save"), text
         assert text.count("Ctrl-C: the run finishes this step, saves and exits.") == 1 and "exiting on SIGINT" in text
+        until = time.monotonic() + 20  # below the traceback of torchrun
+        while f"resume with --load {tmp_path}/save" not in " ".join(last_rows(Path(said.name).read_text()).split()):
+            assert time.monotonic() < until, Path(said.name).read_text()
+            time.sleep(0.1)
+        assert " ".join(last_rows(Path(said.name).read_text()).split()).count("exited on SIGINT at iteration") == 1
     finally:
         for pid in ranks_of(process.pid or 0):
             os.kill(pid, signal.SIGKILL)
