@@ -54,10 +54,13 @@ class RunLineage:
             ValueError: the folder has neither a checkpoint nor run.json, or the data is missing.
         """
         if not list_checkpoints(folder) and ckpt_step is None:
-            record = _read_run_record(folder / "run.json")
-            config = from_dict(record["config"], str(folder / "run.json"))
-            tokenizer = build_tokenizer(config.data)
-            return cls(config, [_build_first_phase(config, tokenizer)], tokenizer, folder / "run.json")
+            file = folder / "run.json"
+            config = from_dict(_read_run_record(file)["config"], str(file))
+            try:
+                tokenizer = build_tokenizer(config.data)
+            except ValueError as error:
+                raise ValueError(f"the settings in {file} cannot be used: {error}") from error
+            return cls(config, [_build_first_phase(config, tokenizer)], tokenizer, file)
         path = find_checkpoint(folder, ckpt_step)
         assert path is not None, "the folder has a checkpoint"
         config = from_dict(read_config(path).get("config", {}), open_storage(path).get_location(CONFIG))

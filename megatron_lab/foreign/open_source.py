@@ -44,7 +44,7 @@ def open_source(path: PathOrUrl, step: int | None = None, *, vocab_size: int | N
     if folder_type in (FolderType.LEGACY, FolderType.DIST):
         if step is not None and get_checkpoint_name(step) not in storage.list_names():
             raise CheckpointError(
-                f"{path} has no iteration {step}: it has no folder {get_checkpoint_name(step)}. Choose another iteration"
+                f"{path} has no iteration {step}: it has no folder {get_checkpoint_name(step)}. Choose another --step"
             )
         source_class = LegacyCheckpoint if folder_type is FolderType.LEGACY else DistCheckpoint
         return source_class(path if step is None else storage.get_location(get_checkpoint_name(step)), vocab_size)

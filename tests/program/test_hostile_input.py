@@ -170,6 +170,12 @@ FOUND: list[tuple[str, Callable[[Path], None], list[str], str]] = [
         [],
         "run.json have no global",
     ),
+    (
+        "inspect record",
+        _edit("record/run.json", '"tokenizer_type": "ByteTokenizer"', '"tokenizer_type": null'),
+        [],
+        "settings in record/run.json cannot be used: --tokenizer-type",
+    ),
     ("inspect record", _write("record/run.json", '{"config": []}'), [], "config is [], but must be an object"),
     ("inspect", _edit("run/iter_0000002/config.json", '"config"', '"x"'), [], "config.json does not hold the settings of a run"),
     (
