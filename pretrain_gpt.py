@@ -157,7 +157,7 @@ def pretrain(settings: LoadedConfig, argv: list[str], started_at: float, explana
             save = settings.config.checkpoint.save
             result = "nothing is saved, because --save is not set" if save is None else f"resume with --load {save}"
             message = f"exited {signals.describe()} at iteration {trainer.iteration}: {result}"
-            write_error_file(message)
+            write_error_file(message, is_consequence=True)  # not a failure of this rank
             write_message_after_torchrun(message)
         return is_stopped
 

@@ -220,7 +220,7 @@ class ErrorReport:
 
     message: str
     is_consequence: bool
-    """Whether the failure of another rank is the cause."""
+    """Whether the cause is outside of the rank: the failure of another rank, or a signal."""
 
 
 def read_error_file(file: Path) -> ErrorReport | None:
@@ -258,7 +258,7 @@ def write_error_file(message: str, *, is_consequence: bool = False) -> None:
 
     Args:
         message: the message; it is shortened to a part of a terminal of 24 rows and 80 columns.
-        is_consequence: whether the failure of another rank is the cause.
+        is_consequence: whether the cause is outside of this rank: the failure of another rank, or a signal.
     """
     file = _find_error_file()
     if file is not None and not (is_consequence and read_error_file(file) is not None):

@@ -16,6 +16,7 @@ from megatron.api import settings as make_settings
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.save_folder import claim_folder
 from megatron.checkpoint.savers import SyncSaver
+from megatron.config.launcher import ERROR_FILE_VARIABLE, read_error_file
 from megatron.training import loop, resume
 from megatron.training.saver import Saver
 from megatron.training.step import TrainStep
@@ -181,7 +182,17 @@ def test_exit_without_saving(tmp_path: Path) -> None:
 def test_other_signals_save_too(tmp_path: Path, whole: Path, number: signal.Signals) -> None:
     """The run has --save and no --save-interval. Ctrl-C says what happens, and that a second one does not wait."""
     settings = {**SETTINGS, "save": tmp_path, "metrics_file": tmp_path / "metrics"}
-    ended = launch(arguments(**settings), 2, before=on_rank(0, 2, lambda _: os.kill(os.getpid(), number)))
+    errors = tmp_path / "errors"
+
+    def before(rank: int) -> None:
+        (errors / str(rank)).mkdir(parents=True)
+        os.environ[ERROR_FILE_VARIABLE] = str(errors / str(rank) / "error.json")
+        on_rank(0, 2, lambda _: os.kill(os.getpid(), number))(rank)
+
+    ended = launch(arguments(**settings), 2, before=before)
+    # A rank that ends first has not failed: the other still says what happens.
+    reports = [read_error_file(errors / str(rank) / "error.json") for rank in range(2)]
+    assert all(found is not None and found.is_consequence and found.message.startswith("exited on ") for found in reports), reports
     assert [end.code for end in ended] == [85, 85] and f"exiting on {number.name}" in ended[0].stdout, report(ended)
     name, hint = ("Ctrl-C", ". A second Ctrl-C exits at once.") if number == signal.SIGINT else (number.name, "")
     assert ended[0].stderr == f"pretrain_gpt.py: {name}: the run finishes this step, saves and exits{hint}\n"
