@@ -95,7 +95,7 @@ class TorchFile:
                 raise CheckpointError(
                     f"{path} cannot be opened safely, and nothing in it was run: {reason}. Copy the original file again"
                 ) from error
-            except (RuntimeError, ValueError, EOFError, KeyError, IndexError, TypeError, AttributeError) as error:
+            except (RuntimeError, ValueError, EOFError, KeyError, IndexError, TypeError, AttributeError, OSError) as error:
                 raise DamagedCheckpointError(f"{path} is damaged and cannot be read: {error}. Copy it again") from error
         if disallowed:
             raise CheckpointError(

@@ -141,6 +141,14 @@ def _edit(name: str, old: str, new: str) -> Callable[[Path], None]:
     return edit
 
 
+def _lengthen(name: str, data: bytes) -> Callable[[Path], None]:
+    def lengthen(folder: Path) -> None:
+        with (folder / name).open("ab") as file:
+            file.write(data)
+
+    return lengthen
+
+
 def _change_names_of_entries(folder: Path) -> None:
     """In the directory of a zip file, which is its end."""
     path = folder / "legacy/iter_0000003/mp_rank_01_000/distrib_optim.pt"
@@ -218,6 +226,7 @@ FOUND: list[tuple[str, Callable[[Path], None], list[str], str]] = [
     ("preprocess corpus.parquet", _write("corpus.parquet", b"PAR1" + bytes(40) + b"PAR1"), [], "corpus.parquet"),
     ("import legacy", _change_names_of_entries, [], "distrib_optim.pt is truncated, altered"),
     ("migrate two files", put_bad_paths, ["--pick=\udce9"], "udce9"),
+    ("import distributed", _lengthen("dist/iter_0000003/common.pt", b"x" * 4096), [], "common.pt is damaged and cannot be read"),
 ]
 """Faults that trials have found: a command, what is done to its files, words to add, and a part of what is printed."""
 
