@@ -79,6 +79,8 @@ class ExitSignals:
         """Latest signal that this rank received within `deferred`. Other ranks may not have received it, so the ranks must vote."""
         self._signals, self._saves = get_exit_signals() if signals is None else signals, saves
         self._is_deferred = self._has_trained = self._has_failed = False
+        self._has_caught_up = threading.Event()
+        """Set when the listener thread has handled all signals before a zero byte in the pipe."""
         self._interrupted_at: float | None = None
         """Time of the first SIGINT within `deferred`, by time.monotonic()."""
         self._owner_pid: int | None = None
@@ -130,6 +132,7 @@ class ExitSignals:
         finally:
             if handles_interrupt:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
+            self._wait_for_listener()
             self._is_deferred, self._has_trained = False, True
 
     def describe(self) -> str:
@@ -155,6 +158,8 @@ class ExitSignals:
                 ready = selector.select(None if self._launcher_pid is None else _PARENT_POLL_S)
                 if ready and not (data := os.read(self._read_fd, 1)):
                     break
+                if ready and not data[0]:
+                    self._has_caught_up.set()
                 if ready and data[0] in self._signals and self._owner_pid is not None:
                     signum = signal.Signals(data[0])
                     if self._has_failed and signum != signal.SIGINT:
@@ -172,6 +177,14 @@ class ExitSignals:
                     reason = "the launcher has ended, and this rank did not save and exit in time"
                     threading.Timer(GRACE_S, self._exit, (reason, self.code)).start()
         os.close(self._read_fd)
+
+    def _wait_for_listener(self) -> None:
+        """Wait until the listener thread has handled all signals that have arrived. Otherwise it could handle a signal of the
+        training after the training, and end a complete run with the exit code of a signal."""
+        if self._owner_pid == os.getpid():
+            self._has_caught_up.clear()
+            os.write(self._write_fd, b"\0")
+            self._has_caught_up.wait(1.0)
 
     def _is_repeated_interrupt(self, signum: signal.Signals) -> bool:
         """Return whether the signal is a second Ctrl-C, and not the first one that arrives twice. After the first Ctrl-C, torchrun

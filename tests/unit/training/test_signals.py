@@ -120,6 +120,27 @@ def test_a_failure_is_not_hidden_by_the_signal_of_the_launcher(tmp_path: Path) -
     assert _run_alone(body, tmp_path) == (0, "lost contact\n")
 
 
+def test_a_signal_of_the_training_does_not_end_a_run_after_it(tmp_path: Path) -> None:
+    """However late the thread that listens to signals gets its turn."""
+
+    def body() -> None:
+        late = ExitSignals._announce
+
+        def announce(self: ExitSignals, signum: signal.Signals) -> None:
+            time.sleep(0.1)
+            late(self, signum)
+
+        ExitSignals._announce = announce  # type: ignore[method-assign]
+        with ExitSignals(85) as exits:
+            with exits.deferred():
+                os.kill(os.getpid(), signal.SIGUSR1)  # keeps the listener busy
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)
+
+    code, said = _run_alone(body, tmp_path)
+    assert code == 0 and "after training" not in said
+
+
 def test_ctrl_c_outside_training(tmp_path: Path) -> None:
     def before() -> None:
         with ExitSignals(85):
