@@ -99,6 +99,7 @@ def plan_run(settings: LoadedConfig, job: DryRun) -> None:
     """
     from megatron.data.tokenizer import predict_embedding_rows
     from megatron.parallel.topology import Topology
+    from megatron_lab.data_tools.epochs import describe_planned_epochs
     from megatron_lab.planner.dry_run import Planner
     from megatron_lab.planner.fit import add_fit_advice, resolve_auto_recompute_layers
     from megatron_lab.planner.plan import write_plan
@@ -120,7 +121,8 @@ def plan_run(settings: LoadedConfig, job: DryRun) -> None:
         plan = add_fit_advice(plan, config, job, vocab_size)
         knows_dtype = cluster is not None and cluster.has_peak(get_dtype_name(config))
         time = predict_from_work(work, config, job, vocab_size, cluster) if cluster is not None and knows_dtype else None
-        print("\n".join([*format_plan(plan, time, get_terminal_width()), *settings.notes]), flush=True)
+        notes = [*describe_planned_epochs(config, job.world_size), *settings.notes]
+        print("\n".join([*format_plan(plan, time, get_terminal_width()), *notes]), flush=True)
         if job.json_file is not None:
             write_plan(plan, job.json_file, None if time is None else time.to_json())
         if job.html_file is not None:
@@ -128,7 +130,7 @@ def plan_run(settings: LoadedConfig, job: DryRun) -> None:
             from megatron_lab.pages.plan_page import build_plan_page
 
             topology = Topology.of(config.parallel, job.world_size)
-            write_page("--dry-run-html", job.html_file, build_plan_page(plan, topology, time, settings.notes))
+            write_page("--dry-run-html", job.html_file, build_plan_page(plan, topology, time, notes))
         if settings.config == fill_plan_defaults(
             settings.config
         ):  # if the dry run did not fill in missing settings, the run can start like this

@@ -7,6 +7,7 @@ when all ranks have written their files, and removes old checkpoints. Needs no t
 
     <save>/iter_0000100/                        complete checkpoint
     <save>/latest_checkpointed_iteration.txt    iteration of the last completed save
+    <save>/best_checkpoint.json                 checkpoint with the lowest validation loss, in a run with --keep-best
     <save>/run.json                             settings and identity (random digits) of the last run that began to save here
     <save>/run.alive                            heartbeat of that run while it is alive (`heartbeat.py`)
 
@@ -23,7 +24,7 @@ import socket
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, format_list
 from megatron.checkpoint.manifest import (
@@ -36,10 +37,12 @@ from megatron.checkpoint.manifest import (
 )
 from megatron.checkpoint.storage import CONFIG, MANIFEST, PROGRESS_COUNTS, RECENT_STEPS, STATE, Draft, PathOrUrl, Storage
 from megatron.checkpoint.storage_url import open_storage
+from megatron.config.imports import import_object
 from megatron.config.regular_file import parse_json
 from megatron.config.save import check_json_type
 
 LATEST = "latest_checkpointed_iteration.txt"
+BEST = "best_checkpoint.json"
 RUN = "run.json"
 
 
@@ -63,6 +66,15 @@ def read_latest(save: Storage) -> int | None:
     return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
 
 
+def read_best(save: Storage) -> int | None:
+    """Return the iteration in `best_checkpoint.json`, or None if the file is missing or damaged. Its checkpoint may be missing."""
+    try:
+        iteration = parse_json(save.read(BEST))["iteration"]
+    except (FileNotFoundError, IsADirectoryError, ValueError, KeyError, TypeError):
+        return None
+    return iteration if type(iteration) is int else None
+
+
 def list_checkpoints(folder: Path) -> dict[int, Path]:
     """Return the folders of the checkpoints in a local save folder by iteration, ascending. Empty if the save folder does not
     exist. The checkpoints may be incomplete."""
@@ -71,7 +83,7 @@ def list_checkpoints(folder: Path) -> dict[int, Path]:
 
 def find_checkpoint(
     folder: PathOrUrl,
-    step: int | None = None,
+    step: int | Literal["best"] | None = None,
     *,
     warn: Callable[[str], None] = warnings.warn,
     damaged: Mapping[int, str] | None = None,
@@ -84,7 +96,7 @@ def find_checkpoint(
 
     Args:
         folder: path or URL of the save folder.
-        step: iteration to load (`--ckpt-step`).
+        step: iteration to load (`--ckpt-step`); "best" for the checkpoint with the lowest validation loss (--keep-best).
         warn: called with a message if the returned checkpoint is not the one that a user may expect.
         damaged: iterations that are known to be unreadable, with the reasons.
 
@@ -99,6 +111,8 @@ def find_checkpoint(
         parent = storage.location.rstrip("/").rpartition("/")[0]
         raise CheckpointError(f"{folder} is a checkpoint itself: give --load {parent}, with --ckpt-step to choose the iteration")
     iterations = list_iterations(storage)
+    if step == "best":
+        step = import_object("megatron_lab.checkpoints.best_checkpoint:require_best")(storage).iteration
     if step is not None:
         if step not in iterations:
             available = format_list([str(iteration) for iteration in reversed(iterations)]) or "none"
@@ -432,6 +446,13 @@ class Retention(NamedTuple):
     save_retain_interval: int | None = None
     """Checkpoints whose iteration is a multiple of this number are also kept (`--save-retain-interval`). None for no such
     checkpoints."""
+    keeps_best: bool = False
+    """Whether the checkpoint with the lowest validation loss is marked, and an earlier one is removed (`--keep-best`)."""
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether no rule removes checkpoints only because newer ones exist."""
+        return self.keep_last is None and self.save_retain_interval is None
 
 
 def select_retained(iterations: list[int], latest: int | None, retention: Retention) -> set[int]:
@@ -443,8 +464,8 @@ def select_retained(iterations: list[int], latest: int | None, retention: Retent
             `latest`. They do not count towards `keep_last`, and are kept until the run reaches their iteration again.
         retention: rules for keeping checkpoints.
     """
-    keep_last, interval = retention
-    if keep_last is None and interval is None:
+    keep_last, interval = retention.keep_last, retention.save_retain_interval
+    if retention.keeps_all:
         return set(iterations)
     reached = sorted(iteration for iteration in iterations if latest is None or iteration <= latest)
     beyond = [iteration for iteration in iterations if latest is not None and iteration > latest]
@@ -456,14 +477,17 @@ def apply_retention(save: Storage, retention: Retention) -> None:
     """Remove the checkpoints of a save folder that the retention rules do not keep. Call this in one process, while no save is
     running.
 
-    Folders without a manifest are neither counted nor removed, because they may be checkpoints of other programs.
+    Folders without a manifest are neither counted nor removed, because they may be checkpoints of other programs. The checkpoint
+    that `best_checkpoint.json` names is never removed.
     """
+    if retention.keeps_best:
+        import_object("megatron_lab.checkpoints.best_checkpoint:update_best")(save, keeps_all=retention.keeps_all)
     iterations = [
         candidate
         for candidate in list_iterations(save)
         if save.get_file_size(f"{get_checkpoint_name(candidate)}/{MANIFEST}") is not None
     ]
-    retained = select_retained(iterations, read_latest(save), retention)
+    retained = {*select_retained(iterations, read_latest(save), retention), read_best(save)}
     for iteration in iterations:
         if iteration not in retained:
             save.remove_checkpoint(get_checkpoint_name(iteration))

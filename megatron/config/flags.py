@@ -41,6 +41,8 @@ class Flag:
     """Value of the field if the flag is not given."""
     metadata: SettingMetadata = dataclasses.field(compare=False, repr=False)
     """Unit, interval and conditions of the setting."""
+    special_values: tuple[str, ...] = ()
+    """Words that are valid besides the values of `value_type`, such as "best" for a number."""
 
     @property
     def name(self) -> str:
@@ -67,6 +69,8 @@ class Flag:
             return "a name that a module of --imports registers (none is registered)"
         if self.num_values is None:
             return f"any number of {_TYPE_NAMES[self.value_type]}s"
+        if self.special_values:
+            return f"a {_TYPE_NAMES[self.value_type]} or {' or '.join(self.special_values)}"
         return f"a {_TYPE_NAMES[self.value_type]}" if self.num_values == 1 else f"{self.num_values} {_TYPE_NAMES[self.value_type]}s"
 
     def parse(self, name: str, texts: Sequence[str]) -> Any:
@@ -91,10 +95,15 @@ class Flag:
         if not all(map(self._accepts, texts)):
             is_too_large = self.value_type is int and all(re.fullmatch(r"[+-]?\d+", text) for text in texts)
             raise ValueError(f"--{self.name} takes {self.expected}{' below 10^15' if is_too_large else ''}")
-        converted = tuple(map(self.value_type, texts))
+        converted = tuple(map(self._convert, texts))
         return converted if self.is_tuple else converted[0]
 
+    def _convert(self, value: Any) -> Any:
+        return value if value in self.special_values else self.value_type(value)
+
     def _accepts(self, text: str) -> bool:
+        if text in self.special_values:
+            return True
         if self.choices or self.metadata.is_extensible:
             return text in self.choices
         if self.value_type is str:
@@ -124,10 +133,12 @@ class Flag:
                 f"the value of {self.topic}.{self.field} must be "
                 f"{'true or false' if self.value_type is bool else self.expected}, not {value!r}"
             )
-        converted = tuple(map(self.value_type, items))
+        converted = tuple(map(self._convert, items))
         return converted if self.is_tuple else converted[0]
 
     def _is_json_value(self, item: Any) -> bool:
+        if item in self.special_values:
+            return True
         # A saved record may name a choice of an extensible setting that is not registered now.
         if self.choices and item not in self.choices and not self.metadata.is_extensible:
             return False
@@ -140,15 +151,17 @@ def _build_flag(topic: str, field: dataclasses.Field[Any], hint: Any) -> Flag:
     metadata = field.metadata.get(SettingMetadata, SettingMetadata())
     arguments = typing.get_args(hint)
     optional = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    special_values: tuple[str, ...] = ()
     if optional:
-        (hint,) = [argument for argument in arguments if argument is not type(None)]
+        hint, *literals = [argument for argument in arguments if argument is not type(None)]
+        special_values = tuple(value for literal in literals for value in typing.get_args(literal))
         arguments = typing.get_args(hint)
     num_values: int | None = 0 if hint is bool else 1
     if typing.get_origin(hint) is tuple:
         num_values = None if arguments[-1] is Ellipsis else len(arguments)
         hint = arguments[0]
     choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
-    return Flag(topic, field.name, str if choices else hint, choices, optional, num_values, field.default, metadata)
+    return Flag(topic, field.name, str if choices else hint, choices, optional, num_values, field.default, metadata, special_values)
 
 
 @functools.cache

@@ -44,8 +44,11 @@ class CheckpointConfig:
     keep_last: int | None = setting(None, min_value=1, unit="checkpoints", active_if=_SAVE)
     """Number of newest checkpoints to keep, in addition to those of --save-retain-interval; by default 1 with
     --save-retain-interval, else all of them."""
-    ckpt_step: int | None = setting(None, min_value=0, unit="iteration, from 1 on", active_if=_REQUIRES_LOAD)
-    """Load the checkpoint of this iteration instead of the newest."""
+    keep_best: bool = setting(False, active_if=_REQUIRES_SAVE)
+    """Also keep the checkpoint with the lowest validation loss. An evaluation (--eval-interval) with a new lowest loss saves
+    one, which replaces the earlier best one. --ckpt-step best loads it."""
+    ckpt_step: int | Literal["best"] | None = setting(None, min_value=0, unit="iteration, from 1 on", active_if=_REQUIRES_LOAD)
+    """Load the checkpoint of this iteration instead of the newest; best: the one with the lowest validation loss (--keep-best)."""
     save_optim: bool = setting(True, active_if=_SAVE)
     """Save the optimizer state too."""
     load_optim: bool = setting(True, active_if=_LOAD)

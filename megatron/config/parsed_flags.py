@@ -371,7 +371,7 @@ def get_current_job() -> DryRun:
 def fill_plan_defaults(config: Config) -> Config:
     """Fill in settings that a run requires but that have no effect on a plan, such as the number of steps and the data."""
     training, optimizer, data = config.training, config.optimizer, config.data
-    if training.train_iters is None and training.train_samples is None:
+    if training.train_iters is training.train_samples is training.train_epochs is None:
         training = replace(training, train_iters=1)
     if not list_path_settings(data):
         data = replace(data, data_path=() if data.mock_data else ("dataset",))

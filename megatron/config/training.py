@@ -115,15 +115,25 @@ class TrainingConfig:
     """Schedule of global batch sizes by the tokens read so far, such as "0:768 250B:1536 500B:3072" (K, M, B and T are powers of a
     thousand). Replaces --global-batch-size."""
     train_iters: int | None = setting(None, min_value=1, unit="steps")
-    """Number of steps to train. Either this or --train-samples is required."""
+    """Number of steps to train. Either this, --train-samples or --train-epochs is required."""
     train_samples: int | None = setting(None, min_value=1, unit="sequences")
     """Number of sequences to train on, instead of --train-iters."""
+    train_epochs: float | None = setting(None, above=0, max_value=1e6, unit="passes over the training data")
+    """Number of passes over the training data, instead of --train-iters; may be fractional. An epoch is as many sequences as the
+    training data contains: the sum over its datasets, whatever their weights in a blend. The log says how many steps this is."""
     eval_interval: int | None = setting(
         None, min_value=1, unit="steps", idle_if=idle_condition("--eval-iters 0 switches evaluation off", eval_iters=0)
     )
     """Steps between evaluations; by default only one evaluation at the end."""
     eval_iters: int = setting(100, min_value=0, unit="global batches")
     """Number of global batches in an evaluation; 0 switches evaluation off."""
+    early_stopping_patience: int | None = setting(None, min_value=1, unit="evaluations")
+    """End the run after this many evaluations in a row (see --eval-interval) without a new lowest validation loss. A loss that
+    is not finite is no improvement. --keep-best keeps the checkpoint of the lowest loss."""
+    early_stopping_min_delta: float = setting(
+        0.0, min_value=0, unit="validation loss", active_if=condition(early_stopping_patience=IS_SET)
+    )
+    """Smallest decrease of the validation loss that counts as an improvement for --early-stopping-patience."""
     z_loss_coeff: float = setting(0.0, min_value=0, unit="factor on the square of log Z")
     """Coefficient of the z-loss, (log Z)^2 of each token, with Z the sum of the exponentials of its logits (PaLM used 1e-4). It is
     minimized together with the cross entropy and logged as "z loss"; "lm loss" and evaluations do not contain it."""

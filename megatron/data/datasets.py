@@ -197,6 +197,11 @@ class SplitData(DataSplit):
         texts = (find_missing_ends(component.dataset, component.documents, rules) for component in unmasked)
         return [text for text in texts if text is not None]
 
+    def count_epoch_samples(self) -> int:
+        """Return the sum of the numbers of samples of one pass over each dataset. The weights of the blend do not matter, except
+        that datasets of weight 0 are left out."""
+        return sum(self._build_dataset(component).samples_per_epoch for component in self.components)
+
     def build_source(self, num_samples: int, phases: Sequence[Phase] = (), *, num_consumed: int | None = None) -> SampleSource:
         """Build the source of the split's samples. The arguments are those of `DataSplit.build_source`."""
         if self.config.data_order == "megatron":

@@ -34,6 +34,11 @@ class DataSplit(ABC):
         checkpoints contain."""
         return tuple(component.blend_entry(whole_documents=self.config.whole_documents) for component in self.components)
 
+    def count_epoch_samples(self) -> int | None:
+        """Return the number of samples of one pass over the split (--train-epochs), or None if the split has no end or an unknown
+        size."""
+        return None
+
     def find_warnings(self, rules: DocumentRules) -> list[str]:
         """Return warnings about datasets whose documents lack the end-of-document tokens on which the document rules act."""
         return []

@@ -156,6 +156,13 @@ FEATURES = (
     ),
     FeatureRow("--plan-report", f"{_LAB}.monitoring.plan_report:PlanFeature", lambda c, ranks: c.logging.plan_report is not None),
     FeatureRow("", f"{_LAB}.monitoring.start_up_log:StartUpFeature", lambda c, ranks: True),
+    FeatureRow("--train-epochs", f"{_LAB}.data_tools.epochs:EpochFeature", lambda c, ranks: c.training.train_epochs is not None),
+    FeatureRow("--keep-best", f"{_LAB}.monitoring.keep_best:KeepBestFeature", lambda c, ranks: c.checkpoint.keep_best),
+    FeatureRow(
+        "--early-stopping-patience",
+        f"{_LAB}.monitoring.early_stopping:EarlyStoppingFeature",
+        lambda c, ranks: c.training.early_stopping_patience is not None,
+    ),
     FeatureRow("--hang-warn-s", f"{_LAB}.flight.feature:HangFeature", lambda c, ranks: ranks > 1 and c.parallel.hang_warn_s > 0),
     # The sentinel follows the checks, because these compute additional gradients in the first step.
     FeatureRow(

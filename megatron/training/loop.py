@@ -90,6 +90,12 @@ class Control:
     rewind: Rewind | None = None
     """Function that takes the run back to a checkpoint. A callback sets it after a step, on all ranks, to request the rewind.
     None if no rewind is requested."""
+    save_requested: bool = False
+    """Whether a checkpoint of this iteration is to be saved even if none is due. A callback sets it after an evaluation, on all
+    ranks."""
+    end_reason: str | None = None
+    """Reason why the run is complete before its last iteration. A callback sets it on all ranks, before the first step or after an
+    evaluation: the run then saves, evaluates and ends as after its last iteration."""
     is_time_short: bool = False
     """Whether the job may be killed soon: a signal has ended the run or its last evaluation, or the time limit of
     --exit-duration-in-mins has passed. The end of the run then leaves out what can be done later. Ranks may disagree about a signal
@@ -202,7 +208,7 @@ class Loop:
         """Run steps until the run ends or must stop. Returns the reason for an early stop, or None at the end of the run."""
         stop_reason = _PAUSED if stop_iteration == progress.iteration < self.plan.total_iterations else None
         batches, progress_file = self.train_batches(progress.consumed_samples), ProgressFile(progress.iteration)
-        while progress.iteration < self.plan.total_iterations and stop_reason is None:
+        while not self._is_complete(progress) and stop_reason is None:
             self._notify_phase("reading data", progress.iteration + 1)
             with self.timers("batch-generator", level=1):
                 batch = next(batches)
@@ -220,6 +226,9 @@ class Loop:
             stop_reason = self._evaluate_and_save(progress, result) or self._find_exit_reason(progress, result, stop_iteration)
         batches.close()  # type: ignore[attr-defined]
         return stop_reason
+
+    def _is_complete(self, progress: Progress) -> bool:
+        return progress.iteration >= self.plan.total_iterations or self.control.end_reason is not None
 
     def run_step(self, progress: Progress, batch: list[ModelInputs], votes: StepVotes = NO_VOTES) -> StepResult | None:
         """Run one step, update `progress`, and log if a log line is due. Call this only inside the block of `attach_callbacks`.
@@ -285,7 +294,7 @@ class Loop:
         valid = self.valid_batches if progress.is_multiple_of(training.eval_interval) else None
         if valid is not None and not self._evaluate(progress, valid, "validation"):
             return _ON_SIGNAL
-        if progress.is_multiple_of(self.config.checkpoint.save_interval):
+        if progress.is_multiple_of(self.config.checkpoint.save_interval) or self.control.save_requested:
             self._save(progress)
         elif result is not None and result.votes.timed_save:
             self._save(progress, is_timed=True)
@@ -330,7 +339,7 @@ class Loop:
         training = self.config.training
         if result is not None and (vote_reason := self._find_voted_exit(result)) is not None:
             return vote_reason
-        is_complete = progress.iteration == self.plan.total_iterations
+        is_complete = self._is_complete(progress)
         if progress.is_multiple_of(training.exit_interval) and not is_complete:
             return f"at iteration {progress.iteration} (--exit-interval {training.exit_interval})"
         return None if is_complete or progress.iteration != stop_iteration else _PAUSED
@@ -349,6 +358,8 @@ class Loop:
             callback.on_end()
         exit_reason = self.signals.describe() if stop_reason == _ON_SIGNAL else stop_reason
         message = f"done after {progress.iteration} iterations" if stop_reason is None else f"exiting {exit_reason}"
+        if stop_reason is None and self.control.end_reason is not None:
+            message += f": {self.control.end_reason}"
         save = self.config.checkpoint.save
         resume_hint = "" if save is None or stop_reason is None else f" (the same command with --load {save} resumes the run)"
         self.reporter.log(message + resume_hint)
@@ -377,6 +388,7 @@ class Loop:
             is_timed: whether the checkpoint is due because of the time since the last one. The next checkpoint replaces it.
         """
         self._notify_phase("saving")
+        self.control.save_requested = False
         with self.reporter.pause("saving", progress):
             self.step.finish_param_gather()  # the gather must not write params while the save reads them
             if self.config.checkpoint.save is not None:

@@ -444,7 +444,7 @@ class ResumePoint:
 # ---- Schedules with which a resumed run continues: those of its command line, or those of its checkpoint.
 
 _SCHEDULE_FLAGS = (
-    *("train_iters", "train_samples", "global_batch_size", "rampup_batch_size", "step_batch_size_schedule"),
+    *("train_epochs", "train_iters", "train_samples", "global_batch_size", "rampup_batch_size", "step_batch_size_schedule"),
     *("lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples"),
     *("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction", "lr_warmup_init"),
     *("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, MismatchError
 from megatron.checkpoint.folder_types import check_not_foreign
@@ -329,13 +329,19 @@ def _describe_average(optimizer: ShardedOptimizer, *, in_checkpoint: bool, is_lo
 
 
 def select_checkpoint(
-    config: Config, folder: str, iteration: int | None, vocab_size: int, damaged: dict[int, str], *, continues_run: bool
+    config: Config,
+    folder: str,
+    iteration: int | Literal["best"] | None,
+    vocab_size: int,
+    damaged: dict[int, str],
+    *,
+    continues_run: bool,
 ) -> SelectedCheckpoint | None:
     """Select a checkpoint of a save folder, read its metadata, and check that it fits the run.
 
     Args:
         folder: path or URL of the save folder.
-        iteration: iteration to select; None for the newest undamaged one.
+        iteration: iteration to select; "best" for the one with the lowest validation loss; None for the newest undamaged one.
         damaged: reason why a checkpoint is damaged, by its iteration. These checkpoints are skipped, and newly found damaged ones
             are added.
         continues_run: whether the run continues from the checkpoint, or only loads its weights.

@@ -26,6 +26,7 @@ from megatron.checkpoint.save_folder import (
     check_still_owner,
     check_writable,
     get_checkpoint_name,
+    read_best,
 )
 from megatron.checkpoint.savers import AsyncSaver, LogFunction, SyncSaver
 from megatron.checkpoint.storage import MANIFEST, Storage
@@ -99,7 +100,7 @@ class Saver:
     ) -> None:
         self._config, self._context = config, context
         self._record = {**run_record, "vocab_size": vocab_size}
-        self._retention = Retention(config.keep_last, config.save_retain_interval)
+        self._retention = Retention(config.keep_last, config.save_retain_interval, config.keep_best)
         self._last_iteration: int | None = None
         self._timed_iterations: set[int] = set()
         """On the first rank: iterations of the checkpoints that are removed when a newer checkpoint is complete."""
@@ -213,7 +214,7 @@ class Saver:
         record = {**self._record, **extras}
         tensors = build_global_tensors(optimizer, self._context, state=self._config.save_optim)
         previous_iteration, self._last_iteration = self._last_iteration, progress.iteration
-        if is_timed and self._retention == Retention() and self._context.rank == 0 and not self._exists(progress.iteration):
+        if is_timed and self._retention.keeps_all and self._context.rank == 0 and not self._exists(progress.iteration):
             self._timed_iterations.add(progress.iteration)
         location = self.build_checkpoint_path(progress.iteration)
         if self._async_saver is not None:
@@ -248,7 +249,7 @@ class Saver:
             self._timed_iterations.remove(iteration)
             try:
                 check_still_owner(self._storage, saver.token)
-                if self._exists(iteration):  # the user may have moved the checkpoint away
+                if self._exists(iteration) and iteration != read_best(self._storage):  # the user may have moved it away
                     self._storage.remove_checkpoint(get_checkpoint_name(iteration))
             except (OSError, CheckpointError) as error:
                 log(f"the older checkpoint {self.build_checkpoint_path(iteration)} could not be removed: {error}")

@@ -22,6 +22,7 @@ from megatron.checkpoint.storage import PathOrUrl
 from megatron.config.checks.memory import check_attention_backend_on_device
 from megatron.config.cli import LoadedConfig
 from megatron.config.config import Config
+from megatron.config.imports import import_object
 from megatron.config.launcher import read_process_info
 from megatron.config.outputs import CheckpointConfig
 from megatron.config.save import run_record
@@ -132,8 +133,12 @@ class Trainer:
         check_attention_backend_on_device(config, on_cuda=context.device.type == "cuda")
         startup.set_logging(context.rank)
         plan = BatchSizePlan(config.training, context.data_group.size, config.model.seq_length)
-        self.config = config = features.adjust_config(startup.resolve_batch_size(config, plan), context)
+        config = features.adjust_config(startup.resolve_batch_size(config, plan), context)
         self.data = open_data(config, context) if data is None else data
+        if config.training.train_epochs is not None:
+            config = import_object("megatron_lab.data_tools.epochs:resolve_epochs")(config, self.data, context)
+            plan = BatchSizePlan(config.training, context.data_group.size, config.model.seq_length)
+        self.config = config
         record = run_record(config, command)
         saver = self._build_saver(config.checkpoint, record)
         timers = startup.make_timers(config.logging, context)

@@ -12,7 +12,7 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any
 
-from megatron_lab.checkpoints.text import sort_tensor_names
+from megatron_lab.checkpoints.text import parse_step, sort_tensor_names
 from megatron_lab.terminal import format_table, get_terminal_width
 
 if TYPE_CHECKING:
@@ -26,7 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the subcommand `diff` to its parser."""
     parser.add_argument("first", metavar="A", help="a --save folder, one checkpoint in it, or a folder of another program")
     parser.add_argument("second", metavar="B", help="the folder to compare it with")
-    parser.add_argument("--step", type=int, nargs=2, metavar=("N", "M"), default=(None, None), help="iterations of A and of B")
+    parser.add_argument(
+        "--step",
+        type=parse_step,
+        nargs=2,
+        metavar=("N", "M"),
+        default=(None, None),
+        help="iterations of A and of B, each a number or best",
+    )
     parser.add_argument(
         "--tolerance",
         type=float,

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_lab.checkpoints.text import format_bytes
+from megatron_lab.checkpoints.text import format_bytes, parse_step
 from megatron_lab.checkpoints.tokenizer_choice import add_tokenizer_arguments, parse_local_folder, select_tokenizer
 
 if TYPE_CHECKING:
@@ -53,7 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "output", metavar="OUTPUT", type=parse_local_folder, help="the folder to write; must not exist, or be empty"
     )
-    parser.add_argument("--step", type=int, metavar="N", help="the iteration to take, instead of the newest")
+    parser.add_argument(
+        "--step",
+        type=parse_step,
+        metavar="N|best",
+        help="the iteration to take, instead of the newest, or best: the lowest validation loss (--keep-best)",
+    )
     parser.add_argument("--ema", action="store_true", help="take the moving average of the weights (of a run with --ema-decay)")
     parser.add_argument(
         "--format",

@@ -10,7 +10,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from megatron_lab.checkpoints.text import format_bytes, sort_tensor_names
+from megatron_lab.checkpoints.text import format_bytes, parse_step, sort_tensor_names
 from megatron_lab.terminal import format_table, get_terminal_width
 
 if TYPE_CHECKING:
@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the subcommand `inspect` to its parser."""
     parser.add_argument("source", metavar="SOURCE", help="a --save folder, one checkpoint in it, or a folder of another program")
-    parser.add_argument("--step", type=int, metavar="N", help="the iteration to take, instead of the newest")
+    parser.add_argument(
+        "--step",
+        type=parse_step,
+        metavar="N|best",
+        help="the iteration to take, instead of the newest, or best: the lowest validation loss (--keep-best)",
+    )
     parser.add_argument("--json", action="store_true", help="as JSON, for programs")
 
 

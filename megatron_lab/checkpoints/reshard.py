@@ -12,6 +12,8 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING, Any
 
+from megatron_lab.checkpoints.text import parse_step
+
 if TYPE_CHECKING:
     from megatron.config.config import Config
     from megatron_lab.foreign.source import StoredCheckpoint
@@ -21,7 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the subcommand `reshard` to its parser."""
     parser.add_argument("source", metavar="SOURCE", help="a --save folder, or one checkpoint in it")
     parser.add_argument("output", metavar="OUTPUT", help="the --save folder to write to; it must not hold this iteration yet")
-    parser.add_argument("--step", type=int, metavar="N", help="the iteration to take, instead of the newest")
+    parser.add_argument(
+        "--step",
+        type=parse_step,
+        metavar="N|best",
+        help="the iteration to take, instead of the newest, or best: the lowest validation loss (--keep-best)",
+    )
 
     def add(*names: str, **options: Any) -> None:
         parser.add_argument(*names, **options)

@@ -1,8 +1,10 @@
-"""Formatting of sizes and tensor names for the output of `tools/checkpoint.py`."""
+"""Formatting of sizes and tensor names for the output of `tools/checkpoint.py`, and parsing of the iteration that a tool reads."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable
+from typing import Literal
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -29,3 +31,21 @@ def sort_tensor_names(full_names: Iterable[str], model_order: Iterable[str]) -> 
         return prefix != "model", prefix, position.get(name, len(position)), name
 
     return sorted(full_names, key=key)
+
+
+Step = int | Literal["best"]
+"""Iteration of a save folder that a tool reads: a number, or "best" for the lowest validation loss (--keep-best)."""
+
+
+def parse_step(text: str) -> Step:
+    """Parse the value of --step or --ckpt-step of a tool: a number or best.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is neither.
+    """
+    if text == "best":
+        return "best"
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an iteration: give a whole number, or best") from None

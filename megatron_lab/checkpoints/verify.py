@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from megatron_lab.checkpoints.text import Step, format_bytes, parse_step
+
 if TYPE_CHECKING:
     from megatron.checkpoint.storage import Storage
 
@@ -17,13 +19,12 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the subcommand `verify` to its parser."""
     parser.add_argument("source", metavar="SOURCE", help="one checkpoint, or a --save folder: then every checkpoint in it")
-    parser.add_argument("--step", type=int, metavar="N", help="only this iteration of the folder")
+    parser.add_argument("--step", type=parse_step, metavar="N|best", help="only this iteration of the folder")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand `verify`: print one line per checkpoint, and one line per problem. Returns the exit status: 1 if there is
     a problem, otherwise 0."""
-    from megatron_lab.checkpoints.text import format_bytes
     from megatron_lab.checkpoints.verification import verify_checkpoint
 
     num_problems = 0
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if num_problems else 0
 
 
-def _find_checkpoints(source: str, step: int | None) -> Iterator[Storage | str]:
+def _find_checkpoints(source: str, step: Step | None) -> Iterator[Storage | str]:
     """Yield the checkpoints to verify. If the latest file of a save folder is missing or names a missing checkpoint, first yield a
     message about it.
 
@@ -67,6 +68,10 @@ def _find_checkpoints(source: str, step: int | None) -> Iterator[Storage | str]:
             raise CheckpointError(f"{source} is one checkpoint, so --step {step} cannot select an iteration. Remove --step")
         yield folder
         return
+    if step == "best":
+        from megatron_lab.checkpoints.best_checkpoint import require_best
+
+        step = require_best(folder).iteration
     iterations = list_iterations(folder)
     if not iterations or (step is not None and step not in iterations):
         raise CheckpointError(

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.config.optional_packages import import_optional
+from megatron_lab.checkpoints.text import parse_step
 from megatron_lab.commands.parser import ToolParser
 from megatron_lab.data_tools.tokenizer_flags import add_tokenizer_flags, build_tokenizer_config
 from megatron_lab.terminal import format_table
@@ -46,8 +47,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--run", metavar="FOLDER", help="Inspect the training run with this --save folder, instead of PREFIX.")
     parser.add_argument(
         "--ckpt-step",
-        type=int,
-        metavar="N",
+        type=parse_step,
+        metavar="N|best",
         help="With --run, load the settings from the checkpoint of this iteration (default: the newest).",
     )
     action = parser.add_mutually_exclusive_group()

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from megatron.config.data import DataConfig
 from megatron.config.parallel import ParallelConfig
+from megatron_lab.checkpoints.text import parse_step
 from megatron_lab.commands.parser import ToolParser
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--data-path", required=True, nargs="+", metavar="PREFIX", help="Read these indexed datasets (paths without .bin and .idx)."
     )
     parser.add_argument(
-        "--ckpt-step", type=int, metavar="N", help="Load the checkpoint of this iteration, if the folder has several."
+        "--ckpt-step", type=parse_step, metavar="N|best", help="Load the checkpoint of this iteration, if the folder has several."
     )
     parser.add_argument("--samples", type=int, default=64, metavar="N", help="Read N samples (default 64).")
     parser.add_argument(

@@ -197,7 +197,7 @@ def _list_default_argv(model_argv: Sequence[str]) -> list[str]:
         ("--mock-data", [], ("--data-path",)),
         ("--tokenizer-type", ["NullTokenizer"], ("--vocab-file",)),
         ("--vocab-size", ["128256"], ("--vocab-file", "--tokenizer-model")),
-        ("--train-iters", ["10"], ("--train-samples", "--train-tokens")),
+        ("--train-iters", ["10"], ("--train-samples", "--train-epochs", "--train-tokens")),
         ("--lr", ["1e-4"], ()),
         ("--micro-batch-size", ["1"], ()),
         (DEFAULT_PRECISION, [], ("--fp16", "--fp32", "--fp64")),

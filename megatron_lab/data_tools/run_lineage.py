@@ -23,6 +23,7 @@ from megatron.data.splits import open_datasets
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.progress import BatchSizePlan, Progress
 from megatron.training.resume import check_state
+from megatron_lab.checkpoints.text import Step
 
 
 @dataclass
@@ -44,7 +45,7 @@ class RunLineage:
     origin: Path | str
 
     @classmethod
-    def from_save_folder(cls, folder: Path, ckpt_step: int | None = None) -> RunLineage:
+    def from_save_folder(cls, folder: Path, ckpt_step: Step | None = None) -> RunLineage:
         """Read the data settings of a run from its --save folder.
 
         They come from the newest checkpoint, or from the checkpoint of iteration `ckpt_step`. Before the first checkpoint, they

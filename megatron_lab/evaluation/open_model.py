@@ -16,6 +16,7 @@ from megatron.config.data import TOKENIZER_FILE_SETTINGS, TOKENIZER_SETTINGS
 from megatron.config.errors import ConfigError
 from megatron.config.imports import import_modules
 from megatron.config.parallel import ParallelConfig
+from megatron_lab.checkpoints.text import parse_step
 from megatron_lab.checkpoints.tokenizer_choice import find_tokenizer
 from megatron_lab.data_tools.tokenizer_flags import add_tokenizer_flags
 
@@ -35,7 +36,12 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that select the weights: --load (folder), --ckpt-step (iteration) and --ema (moving average of the weights)."""
     parser.add_argument("--load", required=True, metavar="FOLDER", help="the model: see above")
-    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load from a folder with several checkpoints")
+    parser.add_argument(
+        "--ckpt-step",
+        type=parse_step,
+        metavar="N|best",
+        help="iteration to load from a folder with several checkpoints, or the best",
+    )
     parser.add_argument("--ema", action="store_true", help="load the moving average of the weights (of a run with --ema-decay)")
 
 

@@ -7,6 +7,7 @@ from megatron.checkpoint.folder_types import FOREIGN_TYPES, FolderType, detect_f
 from megatron.checkpoint.save_folder import LATEST, find_checkpoint, get_checkpoint_name
 from megatron.checkpoint.storage import CONFIG, MANIFEST, PathOrUrl
 from megatron.checkpoint.storage_url import open_storage
+from megatron_lab.checkpoints.text import Step
 from megatron_lab.data_tools.hub_names import suggest_model_download
 from megatron_lab.foreign.dist_checkpoint import DistCheckpoint
 from megatron_lab.foreign.huggingface.folder import HuggingFaceFolder
@@ -14,13 +15,13 @@ from megatron_lab.foreign.legacy_checkpoint import LegacyCheckpoint
 from megatron_lab.foreign.source import StoredCheckpoint, WeightSource
 
 
-def open_source(path: PathOrUrl, step: int | None = None, *, vocab_size: int | None = None, average: bool = False) -> WeightSource:
+def open_source(path: PathOrUrl, step: Step | None = None, *, vocab_size: int | None = None, average: bool = False) -> WeightSource:
     """Open a folder with weights as a `WeightSource`. The format is detected.
 
     Args:
         path: a --save folder (its newest complete checkpoint is read) or one checkpoint in it, both also as a URL; a Hugging Face
             folder; or a Megatron-LM folder in either format, or one iteration in it.
-        step: iteration to read from a folder with several iterations.
+        step: iteration to read from a folder with several iterations; "best" for the lowest validation loss (--keep-best).
         vocab_size: number of rows of the word embedding without padding, for a Megatron-LM checkpoint that does not record it.
         average: read the exponential moving averages of the weights (--ema-decay) instead of the weights.
 
@@ -42,6 +43,8 @@ def open_source(path: PathOrUrl, step: int | None = None, *, vocab_size: int | N
         assert checkpoint is not None, "there is an iteration"
         return StoredCheckpoint(checkpoint, notes, average=average)
     if folder_type in (FolderType.LEGACY, FolderType.DIST):
+        if step == "best":
+            raise CheckpointError(f"{path} is {folder_type}, which marks no best iteration. Choose another --step")
         if step is not None and get_checkpoint_name(step) not in storage.list_names():
             raise CheckpointError(
                 f"{path} has no iteration {step}: it has no folder {get_checkpoint_name(step)}. Choose another --step"

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence, Set
 from typing import Any
 
+from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.manifest import Checksum, checksums_match
 from megatron.checkpoint.save_folder import get_checkpoint_name, list_iterations, read_latest
 from megatron.checkpoint.storage import CONFIG, MANIFEST, Storage
@@ -18,6 +19,7 @@ from megatron.config.model import CHANGEABLE_FIELDS, DECREASABLE_FIELDS, INCREAS
 from megatron.config.outputs import CheckpointConfig
 from megatron.config.regular_file import parse_json
 from megatron.config.save import from_dict
+from megatron_lab.checkpoints.best_checkpoint import require_best
 from megatron_lab.data_tools.hub_names import suggest_model_download
 
 _CHECKPOINT_FLAGS = ("--use-checkpoint-args", "--load", "--pretrained-checkpoint", "--ckpt-step")
@@ -113,7 +115,13 @@ def _select_checkpoint(checkpoint: CheckpointConfig) -> tuple[str, Config, bool]
     """
     load, pretrained = checkpoint.load, checkpoint.pretrained_checkpoint
     if load is not None and checkpoint.ckpt_step is not None:
-        return *_read_first([_open_folder(load).get_child(get_checkpoint_name(checkpoint.ckpt_step))]), checkpoint.finetune
+        step = checkpoint.ckpt_step
+        if step == "best":
+            try:
+                step = require_best(_open_folder(load)).iteration
+            except CheckpointError as error:
+                raise _build_error(f"--ckpt-step best: {error}.") from error
+        return *_read_first([_open_folder(load).get_child(get_checkpoint_name(step))]), checkpoint.finetune
     for path in (load, pretrained):
         if path is not None and (candidates := _list_candidates(_open_folder(path))):
             return *_read_first(candidates), checkpoint.finetune or path == pretrained

@@ -21,6 +21,7 @@ from megatron.data_parallel.bucket_plan import get_default_bucket_size
 from megatron.parallel.params import ParamRecord
 from megatron.spec.counts import count_parameters
 from megatron.spec.weights import iter_weights
+from megatron_lab.data_tools.epochs import assume_run_length
 from megatron_lab.proofs.small_layout import (
     DEFAULT_SPLIT,
     AxisSizes,
@@ -73,6 +74,7 @@ def shrink(config: Config, world_size: int, vocab_size: int, *, max_ranks: int =
     Raises:
         ValueError: no smaller settings are valid.
     """
+    config = assume_run_length(config)
     full_sizes = get_axis_sizes(config, world_size)
     hybrid = (config.parallel.fsdp_shard_size or full_sizes.gradient_group_size) < full_sizes.gradient_group_size
     return [

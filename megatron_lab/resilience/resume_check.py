@@ -5,10 +5,12 @@ from __future__ import annotations
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.config.checks.finding import get_data_parallel_size
 from megatron.config.config import Config
+from megatron.data.indexed_dataset import DatasetError
 from megatron.data.tokenizer import predict_embedding_rows
 from megatron.training.progress import BatchSizePlan, Progress, resolve_schedule
 from megatron.training.resume import SelectedCheckpoint, check_missing_checkpoint, select_base_checkpoint, select_checkpoint
 from megatron.training.startup import make_learning_schedule, resolve_batch_size
+from megatron_lab.data_tools.epochs import resolve_epochs_from_files
 
 
 def check_resume(config: Config, world_size: int, *, ignores_missing: bool = False) -> None:
@@ -25,6 +27,11 @@ def check_resume(config: Config, world_size: int, *, ignores_missing: bool = Fal
     num_data_ranks = get_data_parallel_size(config, world_size)
     if num_data_ranks is None or (config.checkpoint.load is None and config.checkpoint.pretrained_checkpoint is None):
         return
+    if config.training.train_epochs is not None:
+        try:
+            config = resolve_epochs_from_files(config, world_size, num_data_ranks)
+        except DatasetError:  # the data may be on other nodes; without it, the length of the schedules is unknown
+            return
     plan = BatchSizePlan(config.training, num_data_ranks, config.model.seq_length)
     config = resolve_batch_size(config, plan)
     checkpoint = _select_resume_checkpoint(config, predict_embedding_rows(config.data), ignores_missing=ignores_missing)

@@ -267,7 +267,9 @@ def is_in_range(config: Config, field: str) -> bool:
     if interval is None:
         return True
     value = get_value(config, field)
-    return value is None or (all(map(interval.contains, value)) if isinstance(value, tuple) else interval.contains(value))
+    if value is None or value in get_flag(field).special_values:
+        return True
+    return all(map(interval.contains, value)) if isinstance(value, tuple) else interval.contains(value)
 
 
 @functools.cache

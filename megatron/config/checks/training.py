@@ -13,6 +13,7 @@ from megatron.config.checks.finding import (
     find_multiples_near,
     format_setting,
     get_data_parallel_size,
+    is_set,
     require_divisible,
     require_exclusive,
     require_not_above,
@@ -24,15 +25,18 @@ from megatron.config.config import Config
 from megatron.config.setting import condition, get_flag_name
 from megatron.config.training import BatchStep, format_batch_schedule, parse_batch_schedule, parse_batch_schedule_or_empty
 
+_RUN_LENGTHS = ("train_iters", "train_samples")
 
-@rule("train_iters", "train_samples")
+
+@rule(*_RUN_LENGTHS, "train_epochs")
 def check_run_length(config: Config, world_size: int) -> Iterator[Finding]:
-    """--train-iters or --train-samples must set the length of training."""
-    if config.training.train_iters is None and config.training.train_samples is None:
-        yield Finding("--train-iters and --train-samples are both missing.", is_missing=True)
+    """--train-iters, --train-samples or --train-epochs must set the length of training."""
+    training = config.training
+    if training.train_iters is None and training.train_samples is None and training.train_epochs is None:
+        yield Finding("--train-iters, --train-samples and --train-epochs are all missing.", is_missing=True)
 
 
-check_single_run_length = require_exclusive("train_iters", "train_samples", reason="Each of them sets the length of the run.")
+check_single_run_length = require_exclusive(*_RUN_LENGTHS, "train_epochs", reason="Each of them sets the length of the run.")
 
 
 @rule("global_batch_size", "micro_batch_size", depends_on=MODEL_PARALLEL_SIZES)
@@ -138,6 +142,31 @@ def check_samples_fill_step(config: Config, world_size: int) -> Iterator[Finding
         yield Finding(message, [create_change(train_samples=batch)])
 
 
+@rule("train_epochs", "mock_data")
+def check_epochs_have_data(config: Config, world_size: int) -> Iterator[Finding]:
+    """--train-epochs needs a dataset, because the generated tokens of --mock-data have no end."""
+    if config.training.train_epochs is not None and config.data.mock_data:
+        message = "--train-epochs cannot be used with --mock-data."
+        yield Finding(message, [create_change(train_epochs=None, train_iters=100)])
+
+
+@rule(depends_on=("keep_best", "early_stopping_patience", "eval_interval", "eval_iters"))
+def check_watched_evaluations(config: Config, world_size: int) -> Iterator[Finding]:
+    """--keep-best and --early-stopping-patience need evaluations during the run: --eval-interval, and --eval-iters above 0."""
+    training = config.training
+    for field in ("keep_best", "early_stopping_patience"):
+        if not is_set(config, field):
+            continue
+        for missing in ("eval_interval", "eval_iters"):
+            if not getattr(training, missing):
+                value = "is not set" if missing == "eval_interval" else "is 0"
+                yield Finding(
+                    f"{format_setting(config, field)} compares validation losses, but {get_flag_name(missing)} {value}.",
+                    [create_change(**{missing: 100})],
+                    fields=(field, missing),
+                )
+
+
 @rule("iterations_to_skip", "train_iters")
 def check_iterations_to_skip(config: Config, world_size: int) -> Iterator[Finding]:
     """--iterations-to-skip must name only iterations of the run, from 1 to --train-iters."""
@@ -218,15 +247,24 @@ check_pretrained_or_exit_on_missing = require_exclusive(
 )
 
 _SCHEDULES = ("lr_decay", "lr_warmup", "lr_wsd_decay", "lr_rewarm_start", "lr_rewarm")
-_SCHEDULE_LENGTHS = tuple(f"{schedule}_{unit}" for schedule in _SCHEDULES for unit in ("iters", "samples"))
-_RUN_LENGTHS = ("train_iters", "train_samples")
+_UNITS = ("iters", "samples")
+_SCHEDULE_LENGTHS = tuple(f"{schedule}_{unit}" for schedule in _SCHEDULES for unit in _UNITS)
 
 
-@rule(*_RUN_LENGTHS, *_SCHEDULE_LENGTHS)
+@rule(*_RUN_LENGTHS, *_SCHEDULE_LENGTHS, depends_on=("train_epochs",))
 def check_schedule_unit(config: Config, world_size: int) -> Iterator[Finding]:
     """With --train-iters, the lengths of learning-rate phases must be set in iterations (for example --lr-warmup-iters). With
-    --train-samples, the lengths must be set in samples (for example --lr-warmup-samples)."""
+    --train-samples, the lengths must be set in samples (for example --lr-warmup-samples). With --train-epochs, either unit is
+    valid, but not both."""
     training = config.training
+    lengths = [tuple(field for field in _SCHEDULE_LENGTHS if field.endswith(unit) and is_set(config, field)) for unit in _UNITS]
+    if training.train_epochs is not None and all(lengths):
+        yield Finding(
+            f"{format_setting(config, lengths[0][0])} and {format_setting(config, lengths[1][0])} cannot be used together.",
+            [reset(config, *fields) for fields in lengths],
+            "A schedule is measured in iterations or in samples.",
+            (lengths[0][0], lengths[1][0]),
+        )
     if (training.train_iters is None) == (training.train_samples is None):
         return
     unit, wrong_unit = ("iters", "samples") if training.train_iters is not None else ("samples", "iters")
@@ -310,7 +348,7 @@ check_single_rewarm_start = require_exclusive("lr_rewarm_start_iters", "lr_rewar
 @rule("lr_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
 def check_wsd_decay_length(config: Config, world_size: int) -> Iterator[Finding]:
     """--lr-decay-style WSD needs the length of its final decay: set --lr-wsd-decay-iters with --train-iters, or
-    --lr-wsd-decay-samples with --train-samples."""
+    --lr-wsd-decay-samples with --train-samples. With --train-epochs, set either of them."""
     optimizer = config.optimizer
     if optimizer.lr_decay_style == "WSD" and not (optimizer.lr_wsd_decay_iters or optimizer.lr_wsd_decay_samples):
         yield Finding("--lr-decay-style WSD needs the length of its final decay.")
