@@ -71,7 +71,7 @@ def find_best(save: Storage) -> Evaluation | None:
     """Return iteration and loss of the best complete checkpoint in a save folder, or None if no checkpoint records its
     evaluation."""
     marker = _read_marker(save)
-    return marker.best if marker is not None else _find_lowest(save)
+    return _find_better(save, marker) or (None if marker is None else marker.best)
 
 
 def require_best(save: Storage) -> Evaluation:
@@ -93,20 +93,12 @@ def update_best(save: Storage, last_evaluation: Evaluation | None = None, *, kee
     it was saved only for that. Called in one process, while no save is running. A failure is only reported.
 
     Args:
-        last_evaluation: evaluation of the newest checkpoint, if it followed the save. Otherwise the checkpoint records its
-            evaluation. keeps_all: whether the run keeps all checkpoints. If not, the retention rules remove the earlier best
-            one.
+        last_evaluation: evaluation of the newest checkpoint, if it followed the save. Otherwise the checkpoint records it.
+        keeps_all: whether the run keeps all checkpoints. If not, the retention rules remove the earlier best one.
     """
     try:
         marker = _remove_superseded(save)
-        latest = read_latest(save)
-        evaluation = None if latest is None else _read_evaluation(save, latest)
-        if last_evaluation is not None and last_evaluation.iteration == latest:
-            evaluation = last_evaluation
-        if marker is None:
-            best = _find_lowest(save, evaluation)
-        else:
-            best = evaluation if evaluation is not None and evaluation.loss < marker.best.loss else None
+        best = _find_better(save, marker, last_evaluation)
         manifest = None if best is None else _hash_manifest(save, best.iteration)
         if best is None or manifest is None:
             return
@@ -117,6 +109,22 @@ def update_best(save: Storage, last_evaluation: Evaluation | None = None, *, kee
         warnings.warn(
             f"{save.get_location(BEST)} could not be updated: {error}. The run tries again at the next save.", stacklevel=2
         )
+
+
+def _find_better(save: Storage, marker: _Marker | None, last_evaluation: Evaluation | None = None) -> Evaluation | None:
+    """Return the evaluation of the newest checkpoint if its loss is lower than that of the marked checkpoint, else None. Without
+    a marked checkpoint, return the lowest of all.
+
+    Args:
+        last_evaluation: evaluation of the newest checkpoint, if it followed the save.
+    """
+    latest = read_latest(save)
+    evaluation = None if latest is None else _read_evaluation(save, latest)
+    if last_evaluation is not None and last_evaluation.iteration == latest:
+        evaluation = last_evaluation
+    if marker is None:
+        return _find_lowest(save, evaluation)
+    return evaluation if evaluation is not None and evaluation.loss < marker.best.loss else None
 
 
 def _remove_superseded(save: Storage) -> _Marker | None:

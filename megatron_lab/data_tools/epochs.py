@@ -134,7 +134,8 @@ def describe_epochs(config: Config, data_size: int) -> str:
     plan = BatchSizePlan(training, data_size, config.model.seq_length)
     num_read = plan.count_consumed_samples(plan.total_iterations)
     samples = training.train_samples or num_read
-    text = f"{training.train_epochs:g} epochs = {samples:,} samples = {plan.total_iterations:,} iterations"
+    epochs = "1 epoch" if training.train_epochs == 1 else f"{training.train_epochs:g} epochs"
+    text = f"{epochs} = {samples:,} samples = {plan.total_iterations:,} iterations"
     return text + (f" (the last {samples - num_read:,} samples do not fill a batch)" if samples > num_read else "")
 
 
