@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from megatron.checkpoint.save_folder import find_checkpoint, list_checkpoints, read_config, read_state
 from megatron.checkpoint.storage import CONFIG
@@ -23,7 +23,6 @@ from megatron.data.splits import open_datasets
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.progress import BatchSizePlan, Progress
 from megatron.training.resume import check_state
-from megatron_lab.checkpoints.text import Step
 
 
 @dataclass
@@ -45,7 +44,7 @@ class RunLineage:
     origin: Path | str
 
     @classmethod
-    def from_save_folder(cls, folder: Path, ckpt_step: Step | None = None) -> RunLineage:
+    def from_save_folder(cls, folder: Path, ckpt_step: int | Literal["best"] | None = None) -> RunLineage:
         """Read the data settings of a run from its --save folder.
 
         They come from the newest checkpoint, or from the checkpoint of iteration `ckpt_step`. Before the first checkpoint, they

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from megatron.checkpoint.errors import CheckpointError, format_list
 from megatron.checkpoint.folder_types import FOREIGN_TYPES, FolderType, detect_folder_type
 from megatron.checkpoint.save_folder import LATEST, find_checkpoint, get_checkpoint_name
 from megatron.checkpoint.storage import CONFIG, MANIFEST, PathOrUrl
 from megatron.checkpoint.storage_url import open_storage
-from megatron_lab.checkpoints.text import Step
 from megatron_lab.data_tools.hub_names import suggest_model_download
 from megatron_lab.foreign.dist_checkpoint import DistCheckpoint
 from megatron_lab.foreign.huggingface.folder import HuggingFaceFolder
@@ -15,7 +16,9 @@ from megatron_lab.foreign.legacy_checkpoint import LegacyCheckpoint
 from megatron_lab.foreign.source import StoredCheckpoint, WeightSource
 
 
-def open_source(path: PathOrUrl, step: Step | None = None, *, vocab_size: int | None = None, average: bool = False) -> WeightSource:
+def open_source(
+    path: PathOrUrl, step: int | Literal["best"] | None = None, *, vocab_size: int | None = None, average: bool = False
+) -> WeightSource:
     """Open a folder with weights as a `WeightSource`. The format is detected.
 
     Args:

@@ -21,9 +21,13 @@ warmup-tokens warmup-samples: Use --lr-warmup-samples, a number of sequences.
 lr-scheduler-type lr-scheduler scheduler lr-schedule scheduler-type lr-decay-type decay-type decay-lr: Use --lr-decay-style cosine,
     linear, constant, inverse-square-root or WSD.
 decay-steps decay-iters lr-decay-steps decay-ratio: Use --lr-decay-iters, and for WSD --lr-wsd-decay-iters.
-epochs num-epochs num-train-epochs max-epochs n-epochs train-epochs max-num-epochs: The length of a run is a number of steps
-    (--train-iters) or of sequences (--train-samples): E epochs are E x tokens of the dataset / --seq-length sequences. The
-    start-up log prints the number of epochs.
+epochs num-epochs num-train-epochs max-epochs n-epochs max-num-epochs: Use --train-epochs, or set the number of steps
+    (--train-iters) or of sequences (--train-samples).
+early-stopping early-stop early-stopping-rounds early-stopping-steps patience: Use --early-stopping-patience, a number of
+    evaluations without a new lowest validation loss.
+load-best-model-at-end save-best save-best-only keep-best-checkpoint metric-for-best-model: Use --keep-best, which keeps
+    the checkpoint with the lowest validation loss.
+early-stopping-threshold min-delta: Use --early-stopping-min-delta.
 max-steps max-iters steps num-steps total-steps max-train-steps train-steps num-train-steps num-iterations iterations iters
     training-steps num-iters n-steps max-iterations: Use --train-iters.
 max-tokens num-tokens total-tokens max-duration token-budget training-tokens: Use --train-samples, the number of sequences: tokens

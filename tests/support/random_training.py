@@ -101,6 +101,8 @@ def draw_logging(draw: Draw) -> dict[str, Any]:
     settings = options(draw, eval_iters=[0, 0, 1, 2], log_interval=1)
     if settings["eval_iters"]:
         settings |= sometimes(draw, 2, eval_interval=1)
+        if settings.get("eval_interval"):  # more evaluations than a run has: it is compared with one that ends at the last step
+            settings |= sometimes(draw, 2, early_stopping_patience=9, early_stopping_min_delta=[None, 0.5])
     logged = ("log_params_norm", "log_num_zeros_in_grad", "log_throughput", "log_max_attention_logit", "deterministic_mode")
     settings |= switches(draw, *logged, one_in=6)
     if chance(draw, 6):

@@ -393,7 +393,24 @@ CASES: list[Case] = [
         ["--profile-ranks 0 3", "world size 10"],
     ),
     # training
-    ("--train-iters None", 1, {"--train-iters", "--train-samples"}, ["are both missing"], []),
+    ("--train-iters None", 1, {"--train-iters", "--train-samples", "--train-epochs"}, ["are all missing"], []),
+    (f"{DATA} --train-epochs 2", 1, {"--train-iters", "--train-epochs"}, ["exclude each other"], ["--train-epochs None"]),
+    ("--train-iters None --train-epochs 2", 1, {"--train-epochs", "--mock-data"}, ["cannot be used with --mock-data"], []),
+    (
+        f"{DATA} --train-iters None --train-epochs 2 --lr-warmup-iters 3 --lr-decay-samples 64",
+        1,
+        {"--lr-warmup-iters", "--lr-decay-samples"},
+        ["cannot be used together"],
+        ["--lr-decay-samples None", "--lr-warmup-iters 0"],
+    ),
+    ("--keep-best --save s", 1, {"--keep-best", "--eval-interval"}, ["--eval-interval is not set"], ["--eval-interval 100"]),
+    (
+        "--early-stopping-patience 3 --eval-interval 5 --eval-iters 0",
+        1,
+        {"--early-stopping-patience", "--eval-iters"},
+        ["--eval-iters is 0"],
+        ["--eval-iters 100"],
+    ),
     ("--train-samples 64", 1, {"--train-iters", "--train-samples"}, ["exclude each other"], ["--train-samples None"]),
     (
         "--global-batch-size 10",
@@ -1104,6 +1121,8 @@ CASES: list[Case] = [
     ),
     ("--plan-cluster cpu", 1, {"--plan-cluster"}, ["only with --plan-report"], []),
     ("--ckpt-step 5", 1, {"--ckpt-step"}, ["only with --load"], []),
+    ("--ckpt-step best", 1, {"--ckpt-step"}, ["only with --load"], []),
+    ("--keep-best --eval-interval 5", 1, {"--keep-best"}, ["only with --save"], []),
     ("--finetune", 1, {"--finetune"}, ["only with --load"], []),
     ("--use-checkpoint-args", 1, {"--use-checkpoint-args"}, ["only with --load or --pretrained-checkpoint"], []),
     ("--exit-on-missing-checkpoint", 1, {"--exit-on-missing-checkpoint"}, ["only with --load"], []),
@@ -1254,6 +1273,7 @@ IDLE = """
 --qk-clip-alpha 0.3
 --data-loss-mask
 --take-over
+--early-stopping-min-delta 0.1
 --sentinel-action warn
 --spike-window 50
 --spike-policy warn --spike-max-rewinds 5
@@ -1373,6 +1393,11 @@ VALID = [
     (f"{DATA} --split 1 --eval-iters 0", 1),
     ("--split 100,0,0", 1),
     ("--save s --save-interval 10 --save-retain-interval 30 --keep-last 2 --no-save-optim", 1),
+    ("--load l --ckpt-step best", 1),
+    ("--save s --keep-best --keep-last 1 --eval-interval 5", 1),
+    ("--early-stopping-patience 2 --early-stopping-min-delta 0.01 --eval-interval 5", 1),
+    (f"{DATA} --train-iters None --train-epochs 0.5 --lr-warmup-iters 3 --lr-decay-iters 20", 1),
+    (f"{DATA} --train-iters None --train-epochs 2 --lr-warmup-samples 3 --lr-decay-style WSD --lr-wsd-decay-samples 5", 1),
     ("--load l --ckpt-step 5 --finetune --no-load-optim --exit-on-missing-checkpoint", 1),
     ("--profile --profile-ranks 0 3 --profile-step-start 1 --profile-step-end 2 --profile-dir p", 4),
     ("--profile-pipeline --profile-step-start 100 --profile-dir p", 1),
@@ -1397,7 +1422,7 @@ def test_what_is_required_is_named_together() -> None:
     found = find_violations(Config(), 1)
     missing = {flag for violation in found for flag in violation.flags if "missing" in violation.message}
     required = {f"--{flag.name}" for flag in get_flags().values() if flag.metadata.required}
-    assert missing == {*required, *BASE, "--train-samples", "--data-path"} - {"--vocab-size"}
+    assert missing == {*required, *BASE, "--train-samples", "--train-epochs", "--data-path"} - {"--vocab-size"}
     assert len(found) == len(required) + 2
 
 
