@@ -26,7 +26,18 @@ TOOLS: dict[str, Callable[[list[str]], int]] = {
     "tools/generate_text.py": generate_text.main,
     "tools/verify_layout.py": verify_layout.main,
 }
-SMALLER = {"4096": "96", "300": "2", "100": "1", "32": "2", "50": "4", "95,5,0": "90,10,0", "4": "1", "32000": "126", "2048": "64", "3": "0.2"}
+SMALLER = {
+    "4096": "96",
+    "300": "2",
+    "100": "1",
+    "32": "2",
+    "50": "4",
+    "95,5,0": "90,10,0",
+    "4": "1",
+    "32000": "126",
+    "2048": "64",
+    "3": "0.2",
+}
 """What a page says for a large run, and this test for a small one."""
 
 
