@@ -81,6 +81,22 @@ class KeyValueCache:
         self._min_length, self._max_length = self._min_length + 1, self._max_length + 1
         self._masks.clear()
 
+    def truncate(self, length: int) -> bool:
+        """Forget the tokens from position `length` on. All rows must have the same length.
+
+        Returns:
+            False if a layer with a window has already overwritten earlier tokens; the cache then stays unchanged.
+        """
+        assert not self.is_prefill and 0 < length <= self._min_length == self._max_length, (
+            f"the cache has no {length} tokens per row"
+        )
+        if length < self._max_length and any(tensors[0].shape[2] < self._max_length for tensors in self._layers.values()):
+            return False
+        self._lengths = torch.full_like(self._lengths, length)
+        self._min_length = self._max_length = length
+        self._masks.clear()
+        return True
+
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor | None, window: int | None = None) -> None:
         """Store the keys and values of one layer: those of the prompts or, with s = 1, those of the next token.
 

@@ -357,4 +357,6 @@ def apply_linear_config(
     """Compute x weight^T + bias, with the communication and the implementation of the product that `config` selects."""
     assert bias is None or config.output_mode == "plain", "a bias added before a sum would count once a rank"
     value, source, recompute_input = (x.value, x.source, x.recompute) if isinstance(x, RecomputableInput) else (x, None, None)
+    if not torch.is_grad_enabled():  # text generation is faster without the overhead of an autograd function
+        return _forward(config, value, weight, bias)
     return _Linear.apply(value, weight, bias, config, source, recompute_input)

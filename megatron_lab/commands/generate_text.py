@@ -3,11 +3,19 @@
     python tools/generate_text.py --load runs/a --prompt 'def main('             from the newest checkpoint of a run
     python tools/generate_text.py --load model --temperature 0 < prompt.txt      always the likeliest token; prompt from stdin
     python tools/generate_text.py --load runs/a --prompt A B --num-samples 3     several texts, each with a heading
+    python tools/generate_text.py --load answers --chat                          a conversation in the terminal
+    python tools/generate_text.py --load runs/a --interactive                    continue one text after another
 
 --load names a --save folder (its newest complete checkpoint), one checkpoint in it, a Hugging Face folder, or a checkpoint of
 Megatron-LM. The layout at which it was saved does not matter. The tokenizer is that of the checkpoint; flags can select another
 one, or give a new path of its files. A single text is printed token by token. Several texts are printed when the generation of
 their group is complete.
+
+--chat formats a conversation by the chat template of the tokenizer. Answers appear word by word. Ctrl-C stops an answer, and what
+was written stays in the conversation. /help lists the commands, such as /regenerate and /save; Ctrl-D or two Ctrl-C leave. If stdin
+is not a terminal, each of its lines is one message; answers go to stdout, everything else to stderr. If the context is full, the
+model no longer sees the oldest messages. --interactive has the same keys, but no template: the model continues each entry, and
+after an empty line its last text.
 
 A model that does not fit on one device runs on several:
 
@@ -21,7 +29,6 @@ import json
 import os
 import sys
 import time
-import unicodedata
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -39,19 +46,45 @@ from megatron_lab.evaluation.open_model import (
 if TYPE_CHECKING:
     from megatron.data.tokenizer import Tokenizer
     from megatron.parallel.context import ParallelContext
+    from megatron_lab.inference.chat_format import ChatFormat
     from megatron_lab.inference.continuation import Continuation
+    from megatron_lab.inference.dialogue import Dialogue
     from megatron_lab.inference.generate import Sampling
 
 _SAMPLING_FLAGS = ("top_k", "top_p", "seed")
-_DEFAULT_NEW_TOKENS = 256  # copy of the constant in continuation.py, which imports torch
+_DEFAULT_NEW_TOKENS, _DEFAULT_ANSWER_TOKENS = 256, 1024  # copies of constants in continuation.py, which imports torch
+_DIALOGUE_TIMEOUT_MINUTES = 7 * 24 * 60  # the other ranks wait while the user thinks
+_REFUSED_IN_DIALOGUE = {
+    "num_samples": "an entry gets one answer, and /regenerate writes another one",
+    "batch_size": "an entry gets one answer",
+    "json": "/save FILE writes the dialogue as JSON",
+}
+_REFUSED_IN_CHAT = {
+    "add_bos": "the template writes the bos token if the model needs it",
+    "ignore_eod": "the template ends an answer by a token",
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = ToolParser(description=__doc__)
     add_model_flags(parser)
+    dialogue = parser.add_mutually_exclusive_group()
+    dialogue.add_argument("--chat", action="store_true", help="Hold a conversation, in the chat template of the tokenizer.")
+    dialogue.add_argument("--interactive", action="store_true", help="Continue each text that is entered, without a template.")
+    parser.add_argument("--system", metavar="TEXT", help="With --chat: start the conversation with this system message.")
+    parser.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="With --chat: use this chat template (jinja), or the built-in one chatml, instead of the tokenizer's.",
+    )
     prompts = parser.add_mutually_exclusive_group()
-    prompts.add_argument("--prompt", nargs="+", metavar="TEXT", help="Continue these texts; '' starts a new document.")
+    prompts.add_argument(
+        "--prompt",
+        nargs="+",
+        metavar="TEXT",
+        help="Continue these texts; '' starts a new document. In a dialogue: the first entries.",
+    )
     prompts.add_argument(
         "--prompt-file", metavar="FILE", help="Read one prompt from this file, without the newline at its end (default: stdin)."
     )
@@ -62,7 +95,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--max-new-tokens",
         type=int,
         metavar="N",
-        help=f"Generate at most N tokens (default {_DEFAULT_NEW_TOKENS}, or as many as the model has positions for).",
+        help=f"Generate at most N tokens (default {_DEFAULT_NEW_TOKENS}, with --chat {_DEFAULT_ANSWER_TOKENS}, or as many as the "
+        "model has positions for).",
     )
     parser.add_argument("--ignore-eod", action="store_true", help="Continue after an end-of-document token.")
     parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="Generate N texts for each prompt (default 1).")
@@ -121,19 +155,33 @@ def _check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
                 parser.error(f"--{name.replace('_', '-')} has no effect with --temperature 0, which draws nothing: leave it out")
         if args.num_samples > 1:
             parser.error("with --temperature 0 all samples of a prompt are the same: leave --num-samples out")
+    _check_dialogue_args(parser, args)
     check_layout(parser, args)
+
+
+def _check_dialogue_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Check the flags that apply only to a dialogue, or only without one."""
+    for name in () if args.chat else ("system", "chat_template"):
+        if getattr(args, name) is not None:
+            parser.error(f"--{name.replace('_', '-')} has no effect without --chat: leave it out, or add --chat")
+    if not (args.chat or args.interactive):
+        return
+    mode, refused = ("--chat", _REFUSED_IN_DIALOGUE | _REFUSED_IN_CHAT) if args.chat else ("--interactive", _REFUSED_IN_DIALOGUE)
+    for name, reason in refused.items():
+        if getattr(args, name) != parser.get_default(name):
+            parser.error(f"--{name.replace('_', '-')} does not apply with {mode}: {reason}. Leave it out")
 
 
 def _run(args: argparse.Namespace) -> None:
     """Load the model and generate the texts. Rank 0 reads the prompts and sends them to the other ranks."""
+    if args.chat or args.interactive:
+        _run_dialogue(args)
+        return
     prompts = _read_prompts(args) if int(os.environ.get("RANK", 0)) == 0 else None
     from megatron.parallel.collectives import broadcast_object
     from megatron_lab.inference.continuation import encode_prompt
-    from megatron_lab.inference.generate import Sampling
 
-    sampling = Sampling(
-        args.temperature, **{name: getattr(args, name) for name in _SAMPLING_FLAGS if getattr(args, name) is not None}
-    )
+    sampling = _build_sampling(args)
     all_prompts: list[str] = []
     prompt_token_ids: list[list[int]] = []
 
@@ -144,6 +192,49 @@ def _run(args: argparse.Namespace) -> None:
 
     with open_model(args, broadcast_prompts) as loaded:
         _generate(args, loaded, sampling, all_prompts, prompt_token_ids)
+
+
+def _build_sampling(args: argparse.Namespace) -> Sampling:
+    from megatron_lab.inference.generate import Sampling
+
+    return Sampling(args.temperature, **{name: getattr(args, name) for name in _SAMPLING_FLAGS if getattr(args, name) is not None})
+
+
+def _run_dialogue(args: argparse.Namespace) -> None:
+    """Load the model and hold a dialogue (--chat or --interactive). Rank 0 reads and prints; the other ranks follow it."""
+    from megatron_lab.inference.chat_loop import DialogueLoop, DialogueSettings, follow_dialogue
+    from megatron_lab.inference.dialogue import Completion, Conversation
+    from megatron_lab.inference.session import GenerationSession
+
+    settings = DialogueSettings(
+        _build_sampling(args), args.max_new_tokens or (_DEFAULT_ANSWER_TOKENS if args.chat else _DEFAULT_NEW_TOKENS)
+    )
+    has_first_entries = args.prompt is not None or args.prompt_file is not None
+    first_entries = _read_prompts(args) if has_first_entries and int(os.environ.get("RANK", 0)) == 0 else []
+    chat_formats: list[ChatFormat] = []
+
+    def check_template(context: ParallelContext, tokenizer: Tokenizer | None) -> None:
+        assert tokenizer is not None
+        if args.chat:
+            from megatron_lab.inference.chat_format import ChatFormat
+
+            chat_formats.append(ChatFormat(tokenizer, args.chat_template))
+            chat_formats[0].check_system(args.system)
+
+    with open_model(args, check_template, timeout_minutes=_DIALOGUE_TIMEOUT_MINUTES) as loaded:
+        session = GenerationSession(loaded.model, loaded.context)
+        if loaded.context.rank != 0:
+            follow_dialogue(session, loaded.context)
+            return
+        assert loaded.tokenizer is not None
+        if args.chat:
+            dialogue: Dialogue = Conversation(chat_formats[0], session.num_positions, args.system)
+            print_to_stderr(f"chat template: {chat_formats[0].origin}")
+        else:
+            stop_ids = frozenset(() if args.ignore_eod else (loaded.tokenizer.eod,))
+            dialogue = Completion(loaded.tokenizer, session.num_positions, stop_ids, add_bos=args.add_bos)
+        print_to_stderr(f"context {session.num_positions:,} tokens. /help lists the commands, Ctrl-D leaves")
+        DialogueLoop(dialogue, session, loaded.context, loaded.tokenizer, settings, first_entries).run()
 
 
 def _read_prompts(args: argparse.Namespace) -> list[str]:
@@ -225,6 +316,8 @@ def _print_output(args: argparse.Namespace, prompt: str, output: Continuation) -
 def _write(text: str) -> None:
     """Print a text immediately. On a terminal, control characters are replaced by U+FFFD."""
     if sys.stdout.isatty():
-        text = "".join("\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
+        from megatron_lab.inference.chat_terminal import replace_control_characters
+
+        text = replace_control_characters(text)
     sys.stdout.write(text)
     sys.stdout.flush()

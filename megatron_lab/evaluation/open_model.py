@@ -111,6 +111,7 @@ def open_model(
     validate: Callable[[ParallelContext, Tokenizer | None], None] = lambda context, tokenizer: None,
     *,
     needs_tokenizer: bool = True,
+    timeout_minutes: int | None = None,
 ) -> Iterator[OpenedModel]:
     """Context manager that loads the model that the flags select. It creates the process groups, and destroys them at its end.
 
@@ -118,6 +119,7 @@ def open_model(
         args: parsed flags of `add_model_flags` and `add_computing_flags`.
         validate: called on all ranks before the weights are read, for checks that need only the parallel context and the tokenizer.
         needs_tokenizer: whether to raise an error if the tokenizer of the model is unknown.
+        timeout_minutes: time after which a rank gives up waiting for another rank; None for the default.
 
     Raises:
         ValueError: the folder has no model, the layout cannot split the model, or the tokenizer is unknown or does not fit the
@@ -143,6 +145,8 @@ def open_model(
             "this tokenizer does not belong to the model. Choose the tokenizer of the model"
         )
     sizes = {name: getattr(args, name) for name in (*PARALLEL_SIZES, "device")}
+    if timeout_minutes is not None:
+        sizes["distributed_timeout_minutes"] = timeout_minutes
     context = connect(ParallelConfig(**sizes))
     try:
         validate(context, tokenizer)

@@ -21,6 +21,8 @@ bytes."""
 
 DEFAULT_MAX_NEW_TOKENS = 256
 """Default limit on the generated tokens of one sequence."""
+DEFAULT_ANSWER_TOKENS = 1024
+"""Default limit on the tokens of one answer in a conversation. The model usually ends its answer earlier."""
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str, *, add_bos: bool = False) -> list[int]:

@@ -9,7 +9,9 @@ tensor-parallel size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -93,6 +95,51 @@ def compute_sequence_logits(model: Model, context: ParallelContext, tokens: torc
     return logits
 
 
+_BYTES_PER_THREAD = 8 * 2**20
+"""Weight bytes of an average matrix product for each CPU thread, if a forward pass has few tokens. A core reads so many bytes in
+about half a millisecond. With less work, threads mostly wait for each other, and they wait long if other processes use the
+cores."""
+_TOKENS_PER_READ = 4
+"""Number of tokens for which a matrix product takes as long as reading the weight from memory."""
+
+
+def select_num_threads(model: Model, num_tokens: int, max_threads: int) -> int:
+    """Return the number of CPU threads with which to compute a forward pass of `num_tokens` tokens.
+
+    The number depends only on the sizes of the weights and on `num_tokens`. If speed were measured instead, equal calls could use
+    different numbers of threads, and round differently.
+    """
+    matrices = [entry.param for entry in model.params if entry.param.dim() >= 2]
+    bytes_per_product = sum(matrix.nbytes for matrix in matrices) / max(1, len(matrices))
+    num_threads = bytes_per_product * max(1.0, num_tokens / _TOKENS_PER_READ) / _BYTES_PER_THREAD
+    return max(1, min(max_threads, int(num_threads)))
+
+
+class _ThreadLimit:
+    """Limit of the CPU threads in forward passes of one model. It has no effect on GPUs, and if the user has chosen a number of
+    threads by OMP_NUM_THREADS."""
+
+    def __init__(self, model: Model, context: ParallelContext) -> None:
+        self._model, self._has_effect = model, context.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ
+        self._selected: dict[tuple[int, int], int] = {}
+
+    @contextmanager
+    def limit(self, num_tokens: int) -> Iterator[None]:
+        """Context manager in which torch uses at most as many threads as a forward pass of `num_tokens` tokens can use."""
+        max_threads = torch.get_num_threads()
+        if not self._has_effect or max_threads == 1:
+            yield
+            return
+        key = (num_tokens, max_threads)
+        if key not in self._selected:
+            self._selected[key] = select_num_threads(self._model, *key)
+        torch.set_num_threads(self._selected[key])
+        try:
+            yield
+        finally:
+            torch.set_num_threads(max_threads)
+
+
 class Decoder:
     """Decoder that computes the logits of a batch of sequences token by token.
 
@@ -107,6 +154,7 @@ class Decoder:
             "incremental decoding does not support sequence parallelism: one token cannot be split over tensor ranks"
         )
         self._model, self._context = model, context
+        self._threads = _ThreadLimit(model, context)
         self.cache = KeyValueCache(capacity)
 
     @torch.inference_mode()
@@ -138,7 +186,8 @@ class Decoder:
         positions = local_positions.clamp(max=max(lengths) - 1).to(device).unsqueeze(1).expand(-1, len(prompts)).contiguous()
         self.cache.prepare_prefill(lengths, device)
         inputs = ModelInputs(positions, tokens[local_positions].to(device), documents=documents, cache=self.cache)
-        hidden = compute_last_hidden_states(self._model, self._context, inputs)
+        with self._threads.limit(positions.numel()):
+            hidden = compute_last_hidden_states(self._model, self._context, inputs)
         self.cache.finish_prefill(num_samples)
         if hidden is None:
             return None
@@ -163,9 +212,11 @@ class Decoder:
             padding.
         """
         inputs = ModelInputs(self.cache.lengths.unsqueeze(0), ids.unsqueeze(0), cache=self.cache)
-        hidden = compute_last_hidden_states(self._model, self._context, inputs)
+        with self._threads.limit(len(ids)):
+            hidden = compute_last_hidden_states(self._model, self._context, inputs)
         self.cache.advance()
         return None if hidden is None else self._compute_logits(hidden)
 
     def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._model.chunks[len(self._model.layer_table) - 1].compute_logits(hidden)[0]
+        with self._threads.limit(hidden.shape[1]):
+            return self._model.chunks[len(self._model.layer_table) - 1].compute_logits(hidden)[0]

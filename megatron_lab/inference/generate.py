@@ -7,13 +7,14 @@ Shapes: `b` rows (sequences), `v` vocabulary size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from megatron.model.build import Model
+from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.random import compute_stable_seed
 from megatron_lab.inference.forward import Decoder
@@ -89,12 +90,13 @@ def sample_tokens(logits: torch.Tensor, sampling: Sampling, uniform: torch.Tenso
     probabilities = torch.softmax(logits.double() / sampling.temperature, -1)
     cumulative = probabilities.cumsum(-1)
     if sampling.top_p < 1:  # tokens up to the one with which the cumulative probability reaches top_p
-        num_candidates = (cumulative - probabilities < sampling.top_p).sum(-1, keepdim=True)
+        last_index = (cumulative - probabilities < sampling.top_p).sum(-1, keepdim=True) - 1
+        threshold = uniform.unsqueeze(-1) * cumulative.gather(-1, last_index)
     else:
-        num_candidates = torch.full_like(cumulative[:, :1], cumulative.shape[-1], dtype=torch.long)
-    threshold = uniform.unsqueeze(-1) * cumulative.gather(-1, num_candidates - 1)
+        last_index = torch.tensor(cumulative.shape[-1] - 1, device=logits.device)
+        threshold = uniform.unsqueeze(-1) * cumulative[:, -1:]
     # The first token whose cumulative probability exceeds the threshold, so a token of probability 0 is never selected.
-    indices = torch.minimum(torch.searchsorted(cumulative, threshold, right=True), num_candidates - 1)
+    indices = torch.minimum(torch.searchsorted(cumulative, threshold, right=True), last_index)
     return (indices if ids is None else ids.gather(-1, indices)).squeeze(-1)
 
 
@@ -110,6 +112,8 @@ class GenerationRequest:
     """Number of sequences that are generated for each prompt."""
     eod: int | None = None
     """Id of the end-of-document token, which ends a sequence; None to always generate `max_new_tokens` tokens."""
+    stop_ids: frozenset[int] = frozenset()
+    """Further ids that end a sequence, such as the end of an answer in a conversation."""
     num_ids: int | None = None
     """Number of ids in the tokenizer's vocabulary; None for no limit. Higher ids of the model are never selected, because the
     tokenizer has no text for them."""
@@ -142,22 +146,52 @@ def generate(model: Model, context: ParallelContext, request: GenerationRequest)
         ValueError: a prompt is empty or has an id outside the vocabulary, or prompt and new tokens exceed the learned positions.
     """
     check_request(model, request)
-    capacity = max(map(len, request.prompts)) + request.max_new_tokens
-    decoder = Decoder(model, context, capacity)
+    decoder = Decoder(model, context, max(map(len, request.prompts)) + request.max_new_tokens)
+    logits = decoder.prefill(request.prompts, request.num_samples)
+    yield from continue_sequences(model, context, request, decoder, logits)
+
+
+def continue_sequences(
+    model: Model,
+    context: ParallelContext,
+    request: GenerationRequest,
+    decoder: Decoder,
+    logits: torch.Tensor | None,
+    should_stop: Callable[[], bool] | None = None,
+    *,
+    first_sample: int = 0,
+) -> Iterator[list[int | None]]:
+    """Generate tokens as `generate` does, from a decoder that has already processed the prompts.
+
+    Args:
+        logits: logits of the first new token, which the decoder returned for the prompts.
+        should_stop: called before each token. If it returns true on any rank, the generation ends on all ranks.
+        first_sample: index of the first sample of each prompt. The random numbers of a sequence depend on it.
+    """
     sequence_draws = [
-        request.sampling.draw_uniform(request.first_prompt + p, sample, request.max_new_tokens) for p, sample in request.sequences
+        request.sampling.draw_uniform(request.first_prompt + p, first_sample + sample, request.max_new_tokens)
+        for p, sample in request.sequences
     ]
     uniform = torch.stack(sequence_draws, dim=1).to(context.device)
     active = [True] * len(sequence_draws)
-    logits = decoder.prefill(request.prompts, request.num_samples)
+    end_ids = request.stop_ids if request.eod is None else request.stop_ids | {request.eod}
     for step in range(request.max_new_tokens):
+        if should_stop is not None and _is_true_on_any_rank(should_stop(), context):
+            return
         ids = _sample_next_ids(model, context, request, logits, uniform[step])
         next_ids = ids.tolist()
-        active = [is_active and id != request.eod for is_active, id in zip(active, next_ids, strict=True)]
+        active = [is_active and id not in end_ids for is_active, id in zip(active, next_ids, strict=True)]
         yield [id if is_active else None for id, is_active in zip(next_ids, active, strict=True)]
         if step + 1 == request.max_new_tokens or not any(active):
             return
         logits = decoder.decode(ids)
+
+
+def _is_true_on_any_rank(value: bool, context: ParallelContext) -> bool:
+    if context.world.size == 1:
+        return value
+    flag = torch.tensor([int(value)], device=context.device)
+    return bool(all_reduce(flag, context.world, dist.ReduceOp.MAX).item())
 
 
 def _sample_next_ids(

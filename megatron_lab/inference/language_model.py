@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -15,10 +15,20 @@ from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.model.build import Model
 from megatron.parallel.context import ParallelContext, connect, disconnect
 from megatron_lab.foreign.open_source import open_source
-from megatron_lab.inference.continuation import Continuation, encode_prompt, generate_texts, select_max_new_tokens
+from megatron_lab.inference.continuation import (
+    DEFAULT_ANSWER_TOKENS,
+    Continuation,
+    encode_prompt,
+    generate_texts,
+    select_max_new_tokens,
+)
 from megatron_lab.inference.forward import compute_sequence_logits
 from megatron_lab.inference.generate import GenerationRequest, Sampling, check_request
 from megatron_lab.inference.model_from_source import load_model, select_default_dtype
+
+if TYPE_CHECKING:
+    from megatron_lab.inference.chat_format import ChatFormat
+    from megatron_lab.inference.session import GenerationSession
 
 
 class LanguageModel:
@@ -27,6 +37,8 @@ class LanguageModel:
     def __init__(self, model: Model, context: ParallelContext, tokenizer: Tokenizer) -> None:
         self.model, self.context, self.tokenizer = model, context, tokenizer
         self._must_disconnect = False
+        self._session: GenerationSession | None = None
+        self._chat_formats: dict[str | None, ChatFormat] = {}
 
     @classmethod
     def load(
@@ -133,6 +145,62 @@ class LanguageModel:
         )
         check_request(self.model, request)
         return generate_texts(self.model, self.context, self.tokenizer, request, on_text)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        max_new_tokens: int | None = None,
+        *,
+        sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+        chat_template: str | None = None,
+        on_text: Callable[[str], None] | None = None,
+    ) -> str:
+        """Generate the next answer of a conversation, in the chat template of the tokenizer.
+
+        A model from `load` keeps the key-value cache. If the conversation of the next call begins like this one, that call need not
+        process the common tokens again.
+
+        Args:
+            messages: messages so far, such as {"role": "user", "content": "hello"}, the oldest first.
+            max_new_tokens: limit on generated tokens; by default as many as the context has room for, but at most 1,024.
+            sampling: how tokens are selected; `Sampling(temperature=0)` always selects the most likely token.
+            chat_template: file of another template (jinja), or the name of a built-in one (chatml).
+            on_text: called with each new text while it is generated.
+
+        Returns:
+            The answer, without the token that ends it.
+
+        Raises:
+            ValueError: the tokenizer has no template, the template refuses the messages, or they do not fit in the context.
+        """
+        from megatron_lab.inference.chat_format import ChatFormat
+        from megatron_lab.inference.dialogue import AnswerStream
+        from megatron_lab.inference.session import GenerationSession
+
+        if chat_template not in self._chat_formats:
+            self._chat_formats[chat_template] = ChatFormat(self.tokenizer, chat_template)
+        chat_format = self._chat_formats[chat_template]
+        if self._session is None or not self._must_disconnect:  # a trainer may have changed the weights since the last call
+            self._session = GenerationSession(self.model, self.context)
+        prompt = chat_format.encode([dict(message) for message in messages])
+        num_free = self._session.num_positions - len(prompt)
+        if num_free < 1:
+            raise ValueError(
+                f"the conversation has {len(prompt):,} tokens, but the context of the model only {self._session.num_positions:,}: "
+                "leave out the oldest messages"
+            )
+        request = GenerationRequest(
+            [prompt],
+            min(max_new_tokens or DEFAULT_ANSWER_TOKENS, num_free),
+            sampling,
+            stop_ids=chat_format.stop_ids,
+            num_ids=self.tokenizer.vocab_size,
+            first_prompt=len(messages),
+        )
+        stream = AnswerStream(self.tokenizer, prompt, chat_format.stop_text, on_text or (lambda _: None))
+        for id in self._session.generate(request, lambda: stream.has_ended):
+            stream.add(id)
+        return stream.finish().text
 
     def close(self) -> None:
         """Destroy the process groups, if `load` has created them."""

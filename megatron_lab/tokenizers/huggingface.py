@@ -51,7 +51,8 @@ class HuggingFaceTokenizer(Tokenizer):
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
+        """Path of tokenizer.json."""
         file = read_tokenizer_json(path)
         self._special = find_special_ids(path, file.ids)
         self.vocab_size = max(file.ids.values()) + 1
@@ -67,13 +68,13 @@ class HuggingFaceTokenizer(Tokenizer):
         Raises:
             ValueError: the `tokenizers` library is required but not installed.
         """
-        file = read_tokenizer_json(self._path)
+        file = read_tokenizer_json(self.path)
         try:
             vocab = build_byte_vocabulary(file, self._special)
             return ByteBPETokenizer(vocab, TiktokenEncoder(vocab))
         except NotExactError as error:
             tokenizer = LibraryTokenizer(file, self._special, str(error))
-            _log.warning("--tokenizer-model %s: %s.", self._path, error)
+            _log.warning("--tokenizer-model %s: %s.", self.path, error)
             return tokenizer
 
     def encode_array(self, text: str) -> NDArray[np.integer]:

@@ -179,13 +179,7 @@ class ChatEncoder:
                 surrogate pair.
         """
         for message_index, message in enumerate(messages):
-            for text in _iter_strings(message):
-                check_encodable(text, f"message {message_index}")
-                if forbidden := next((token for token in self._forbidden_texts if token in text), None):
-                    raise BadRecordError(
-                        f"message {message_index} contains {forbidden!r}, which is reserved: it is a special token of the "
-                        "tokenizer, or a marker of this tool. Remove it from the message"
-                    )
+            self._check_message(message, message_index)
         text, answer_spans = self._render_with_answers(messages)
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         marks = np.zeros(len(encoding.ids), MARK_TYPE)
@@ -193,6 +187,36 @@ class ChatEncoder:
         for start, end in answer_spans:
             marks[(offsets[:, 1] > start) & (offsets[:, 0] < end)] = IN_LOSS
         return np.array(encoding.ids, np.uint32), marks
+
+    def encode_prompt(self, messages: Messages) -> list[int]:
+        """Convert a conversation to the token ids after which a model writes the next answer.
+
+        Answers in the conversation may contain special tokens, because the model has written them.
+
+        Raises:
+            BadRecordError: the template refuses the conversation, or a message of another role contains the text of a special
+                token.
+        """
+        for message_index, message in enumerate(messages):
+            if message["role"] != _ASSISTANT_ROLE:
+                self._check_message(message, message_index)
+        ids: list[int] = self._tokenizer.encode(self.render_prompt(messages), add_special_tokens=False).ids
+        return ids
+
+    def render_prompt(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
+        """Render a conversation as text, by default with the start of the next answer at its end."""
+        rendered = self._render(messages, add_generation_prompt)
+        return rendered.replace(_ANSWER_START, "").replace(_ANSWER_END, "")
+
+    def _check_message(self, message: dict[str, Any], message_index: int) -> None:
+        """Raise `BadRecordError` if a message contains a text that the tokenizer or this module reserves."""
+        for text in _iter_strings(message):
+            check_encodable(text, f"message {message_index}")
+            if forbidden := next((token for token in self._forbidden_texts if token in text), None):
+                raise BadRecordError(
+                    f"message {message_index} contains {forbidden!r}, which is reserved: it is a special token of the "
+                    "tokenizer, or a marker of this tool. Remove it from the message"
+                )
 
     def _render_with_answers(self, messages: Messages) -> tuple[str, list[CharacterSpan]]:
         """Render a conversation as text, and find the answers in it.
@@ -348,9 +372,7 @@ def _build_renderer(template: ChatTemplate) -> Callable[[Messages, bool], str]:
             )
         except (jinja2.TemplateError, TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as error:
             hint = " (the template writes the date: --chat-date YYYY-MM-DD)" if "strftime_now" in str(error) else ""
-            raise BadRecordError(
-                f"the chat template refuses the messages of this record: {error}{hint}. Correct the record"
-            ) from error
+            raise BadRecordError(f"the chat template refuses these messages: {error}{hint}. Correct them") from error
 
     return render
 
