@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta, timezone
 from io import UnsupportedOperation
 from pathlib import Path
 from typing import Literal, Protocol, TextIO
@@ -198,6 +198,17 @@ def format_duration(seconds: float) -> str:
     return f"{hours // 24} d {hours % 24} h"
 
 
+def format_time(time: datetime, timespec: str = "seconds") -> str:
+    """Format a date and time with its zone, for example `2026-11-30 14:05:09 UTC+01:00`.
+
+    Args:
+        time: time in the zone that its `tzinfo` names, or in that of this machine.
+        timespec: smallest unit, as in `datetime.isoformat`.
+    """
+    local = time if time.tzinfo is not None else time.astimezone()
+    return f"{local.replace(tzinfo=None).isoformat(' ', timespec)} {timezone(local.utcoffset() or timedelta()).tzname(None)}"
+
+
 def format_progress_bar(share: float, width: int, *, ascii_only: bool = False) -> str:
     """Format a progress bar, followed by the percentage.
 
@@ -213,41 +224,59 @@ def format_progress_bar(share: float, width: int, *, ascii_only: bool = False) -
 
 
 def format_validation_lines(
-    iteration: int, loss: float, split: Literal["validation", "test"] = "validation", *, mtp_loss: float | None = None
+    iteration: int,
+    loss: float,
+    split: Literal["validation", "test"] = "validation",
+    *,
+    mtp_loss: float | None = None,
+    set_name: str = "",
+    num_averaged: int = 0,
 ) -> list[str]:
     """Format the result of an evaluation as Megatron-LM prints it: a line of dashes, the loss with its perplexity, and another line
-    of dashes.
+    of dashes. For one of several validation sets, Megatron-LM prints `validation-0`, the index of the set; here it is the name.
 
     Args:
         iteration: last step before the evaluation.
         loss: mean over the tokens of the evaluation.
         split: split of the data. The line names the split only if it is the test split.
         mtp_loss: loss of multi-token prediction, without its coefficient; None without multi-token prediction.
+        set_name: name of the validation set; "" without a name.
+        num_averaged: number of validation sets of whose losses this is the mean; 0 for the loss of one set.
     """
     position = f"iteration {iteration}" if split == "validation" else f"iteration {iteration} on test set"
-    loss_line = f" validation loss at {position} | lm loss value: {loss:.6E} | lm loss PPL: {compute_perplexity(loss):.6E} | "
+    set_suffix = f"-{set_name}" if set_name else ""
+    loss_line = (
+        f" validation{set_suffix} loss at {position} | lm loss value: {loss:.6E} | lm loss PPL: {compute_perplexity(loss):.6E} | "
+    )
     if mtp_loss is not None:
         loss_line += f"mtp loss value: {mtp_loss:.6E} | "
+    if num_averaged:
+        loss_line += f"mean of sets: {num_averaged} | "
     rule = "-" * (len(loss_line) + 1)
     return [rule, loss_line, rule]
 
 
 def format_short_validation_line(
-    iteration: int, loss: float, split: Literal["validation", "test"] = "validation", *, mtp_loss: float | None = None
-) -> str:
-    """Format the result of an evaluation for people, in one line.
-
-    Args:
-        iteration: last step before the evaluation.
-        loss: mean over the tokens of the evaluation.
-        split: split of the data that was evaluated.
-        mtp_loss: loss of multi-token prediction, without its coefficient; None without multi-token prediction.
-    """
+    iteration: int,
+    loss: float,
+    split: Literal["validation", "test"] = "validation",
+    *,
+    mtp_loss: float | None = None,
+    set_name: str = "",
+    num_averaged: int = 0,
+) -> list[str]:
+    """Format the result of an evaluation for people, in one line. The arguments are those of `format_validation_lines`."""
     further = "" if mtp_loss is None else f" | mtp loss {mtp_loss:.3f}"
-    return f"{split} at it {iteration} | loss {loss:.3f} | perplexity {compute_perplexity(loss):.4g}{further}"
+    further += f" | mean of {num_averaged} sets" if num_averaged else ""
+    name = f" {set_name}" if set_name else ""
+    return [f"{split}{name} at it {iteration} | loss {loss:.3f} | perplexity {compute_perplexity(loss):.4g}{further}"]
 
 
 # ---- Outputs of a run that may fail without ending it (full disk, closed pipe). Failures are reported once, on stderr.
+
+
+RunEnd = Literal["finished", "stopped", "failed"]
+"""End of a run: all its steps are done or it decided to end, a signal or its time limit ended it early, or an error ended it."""
 
 
 class MetricSink(Protocol):
@@ -256,7 +285,8 @@ class MetricSink(Protocol):
     Metrics have the same names as in the metrics file: lm_loss, z_loss, mtp_loss, load_balancing_loss, moe_z_loss, busiest_expert,
     dropped_share, grad_norm, learning_rate, loss_scale, skipped, spikes, elapsed_ms, tokens_per_s, tflops_per_device,
     global_batch_size, num_zeros, params_norm, gradient_noise, context_imbalance, max_attention_logit, validation_loss,
-    validation_mtp_loss, test_loss, test_mtp_loss, goodput, and the names of user-defined metrics.
+    validation_mtp_loss, test_loss, test_mtp_loss, goodput, and the names of user-defined metrics. Those of a validation set with a
+    name have the suffix `/NAME`.
     """
 
     def log_scalars(self, iteration: int, samples: int, values: Mapping[str, float]) -> None:
@@ -268,8 +298,28 @@ class MetricSink(Protocol):
             values: metrics by name.
         """
 
-    def close(self) -> None:
-        """Write all buffered metrics and close the destination."""
+    def log_text(self, iteration: int, samples: int, name: str, text: str) -> None:
+        """Write a text, such as one that the model has generated.
+
+        Args:
+            iteration: number of completed steps.
+            samples: number of sequences that these steps have consumed.
+            name: name under which the texts of several iterations are shown together.
+        """
+
+    def rewind(self, iteration: int) -> None:
+        """Called when the run goes back to an earlier checkpoint. The values of later steps no longer belong to the run.
+
+        Args:
+            iteration: iteration of the checkpoint.
+        """
+
+    def close(self, end: RunEnd = "finished") -> None:
+        """Write all buffered metrics and close the destination.
+
+        Args:
+            end: how the run ended, for destinations that show the state of a run.
+        """
 
 
 class OutputStatus:

@@ -148,7 +148,7 @@ def _iterate_dataset_prefixes(data: DataConfig, problems: list[str]) -> Iterator
     """Yield the path prefix of each dataset once. If the data flags cannot be read, add a message to `problems`."""
     blends = _try_action(problems, lambda: read_split_blends(data))
     if blends:
-        yield from dict.fromkeys(dataset.prefix for split in blends[1] for dataset in split)
+        yield from dict.fromkeys(dataset.prefix for sets in blends[1] for blend in sets.values() for dataset in blend)
 
 
 def _try_action(problems: list[str], action: Callable[[], T]) -> T | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,21 +20,31 @@ from megatron.config.regular_file import check_output, check_replaceable
 from megatron.metrics.history import HISTORY_FILE, History, read_history
 from megatron.metrics.log_line import format_compact
 from megatron_lab.commands.parser import ToolParser
-from megatron_lab.pages.curves import smooth
+from megatron_lab.pages.curves import DASHES, find_limits, smooth
+from megatron_lab.pages.html import COLOURS
+from megatron_lab.pages.run_charts import SMOOTHING_DIVISOR
+from megatron_lab.pages.run_facts import (
+    find_last_loss,
+    format_loss,
+    list_evaluation_losses,
+    list_validation_sets,
+    name_validation_set,
+)
+from megatron_lab.pages.run_marks import MARK_COLOURS, list_marks
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 PROGRAM = "plot_loss.py"
 PICTURE = "loss.png"
-_SMOOTHING_DIVISOR = 50
-"""The smoothed curve is the moving mean over 1/50 of the steps."""
-_CLIPPED_FRACTION = 0.02
-"""Fraction of the steps, at the start of a long run, whose losses may lie above the visible range. Otherwise the rest of the
-curve would look flat."""
-_MIN_CLIPPED_STEPS = 100
 _MAX_POINTS = 4000
-_BLUE, _ORANGE, _RED, _GREY = "#2563a8", "#d9730d", "#c0392b", "#8a8f98"
+_MAX_MARKERS = 60
+"""Maximum number of evaluations that have a marker each."""
+_MIN_TICK_DISTANCE = 0.05
+"""Minimum distance of two labels on the tokens axis, as a share of its length."""
+_GREY = "#6b7280"
+_LINE_STYLES: Mapping[str, Any] = {"restart": (0, (2, 3)), "extended": (0, (5, 2)), "rewind": (0, (4, 2, 1, 2)), "early end": "-"}
+"""Line style of each type of mark (`run_marks.py`) that the plot shows as a vertical line."""
 
 
 def save_loss_plot(history: History, path: Path) -> None:
@@ -55,43 +66,36 @@ def save_loss_plot(history: History, path: Path) -> None:
         return np.array([getattr(step, name) for step in history.steps], dtype=float)
 
     iterations, tokens, loss = get_column("iteration"), get_column("tokens"), get_column("lm_loss")
-    smoothed_loss = smooth(loss, max(1, len(loss) // _SMOOTHING_DIVISOR // 2))
-    validation_losses = [
-        (record["iteration"], record["validation_loss"])
-        for record in history.evaluations
-        if record.get("validation_loss") is not None
-    ]
+    smoothed_loss = smooth(loss, max(1, len(loss) // SMOOTHING_DIVISOR // 2))
 
     fig = Figure(figsize=(10, 6.4), dpi=120)
     FigureCanvasAgg(fig)
     loss_ax, rate_ax = fig.subplots(2, 1, sharex=True, height_ratios=(4.2, 1), gridspec_kw={"hspace": 0.09})
-    fig.subplots_adjust(left=0.08, right=0.97, top=0.92, bottom=0.17)
+    fig.subplots_adjust(left=0.08, right=0.97, top=0.885, bottom=0.17)
     for ax in (loss_ax, rate_ax):
         ax.grid(color="#e4e6ea", linewidth=0.8)
         ax.set_axisbelow(True)
         ax.spines[["top", "right"]].set_visible(False)
 
     _plot_step_losses(loss_ax, iterations, loss)
-    loss_ax.plot(iterations, smoothed_loss, color=_BLUE, linewidth=2, label="training, smoothed")
-    if validation_losses:
-        markers = {"marker": "o", "markersize": 4.5} if len(validation_losses) <= 60 else {}
-        loss_ax.plot(*zip(*validation_losses, strict=True), color=_ORANGE, linewidth=1.6, label="validation", **markers)
+    loss_ax.plot(iterations, smoothed_loss, color=COLOURS[0], linewidth=2, label="training, smoothed")
+    validation_losses = _plot_validation_losses(loss_ax, history)
     loss_ax.set_xlim(*_add_margin(iterations[0], iterations[-1]))
-    _set_loss_range(loss_ax, iterations, loss, smoothed_loss, [value for _, value in validation_losses])
-    _mark_events(loss_ax, history, iterations)
+    _set_loss_range(loss_ax, iterations, loss, smoothed_loss, validation_losses)
+    _draw_marks((loss_ax, rate_ax), history)
+    loss_ax.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 2.5, 5, 10]))
     loss_ax.set_ylabel("loss (nats per token)")
-    low, high = loss_ax.get_ylim()
-    corner = "lower right" if smoothed_loss[-1] > (low + high) / 2 else "upper right"
-    loss_ax.legend(loc=corner, frameon=True, framealpha=0.9, edgecolor="none")
-    loss_ax.set_title(_format_title(history, smoothed_loss), loc="left", fontsize=11)
+    fig.text(0.08, 0.965, _format_title(history), fontsize=10.5)
+    legend_style = {"loc": "lower left", "bbox_to_anchor": (0, 1.0), "borderaxespad": 0.4, "frameon": False}
+    loss_ax.legend(ncols=5, fontsize=9, **legend_style)
 
     rate_ax.plot(iterations, get_column("learning_rate"), color=_GREY, linewidth=1.5)
     rate_ax.set_ylim(bottom=0)
     rate_ax.text(0.99, 0.93, "learning rate", transform=rate_ax.transAxes, ha="right", va="top", color=_GREY)
-    rate_ax.yaxis.set_major_formatter(lambda value, _: f"{value:.1e}".replace("e-0", "e-") if value else "0")
-    rate_ax.yaxis.set_major_locator(MaxNLocator(3))
-    rate_ax.xaxis.set_major_locator(MaxNLocator(10, integer=True, steps=[1, 2, 5, 10]))
-    rate_ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    rate_ax.yaxis.set_major_formatter(lambda value, _: _format_rate(value))
+    rate_ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    rate_ax.xaxis.set_major_locator(MaxNLocator(10, integer=True, steps=[1, 2, 2.5, 5, 10]))
+    rate_ax.xaxis.set_major_formatter(lambda value, _: format_compact(value))
     rate_ax.set_xlabel("iteration", labelpad=1)
     token_ax = rate_ax.twiny()
     token_ax.spines[["top", "right", "left"]].set_visible(False)
@@ -99,10 +103,8 @@ def save_loss_plot(history: History, path: Path) -> None:
     token_ax.xaxis.set_ticks_position("bottom")
     token_ax.xaxis.set_label_position("bottom")
     token_ax.set_xlim(rate_ax.get_xlim())
-    token_ticks = [
-        tick for tick in MaxNLocator(9, steps=[1, 2, 5, 10]).tick_values(tokens[0], tokens[-1]) if tokens[0] <= tick <= tokens[-1]
-    ]
-    token_ax.set_xticks(np.interp(token_ticks, tokens, iterations), [format_compact(tick) for tick in token_ticks])
+    ticks = _find_token_ticks(iterations, tokens)
+    token_ax.set_xticks([iteration for iteration, _ in ticks], [format_compact(tick) for _, tick in ticks])
     token_ax.set_xlabel("tokens", labelpad=1)
 
     temporary_path = path.with_name(f".{path.name}.{os.getpid()}")
@@ -113,6 +115,23 @@ def save_loss_plot(history: History, path: Path) -> None:
     finally:
         with suppress(OSError):
             temporary_path.unlink(missing_ok=True)
+
+
+def _find_token_ticks(iterations: NDArray[Any], tokens: NDArray[Any]) -> list[tuple[float, float]]:
+    """Return (iteration, tokens) of each tick of the tokens axis.
+
+    A run that skips data in a rewind passes several round numbers of tokens at one iteration. Only the first is labelled, because
+    the labels would overlap.
+    """
+    import numpy as np
+    from matplotlib.ticker import MaxNLocator
+
+    ticks: list[tuple[float, float]] = []
+    for value in MaxNLocator(9, steps=[1, 2, 5, 10]).tick_values(tokens[0], tokens[-1]):
+        position = float(np.interp(value, tokens, iterations))
+        is_apart = not ticks or position - ticks[-1][0] > _MIN_TICK_DISTANCE * (iterations[-1] - iterations[0])
+        ticks += [(position, value)] if tokens[0] <= value <= tokens[-1] and is_apart else []
+    return ticks
 
 
 def _add_margin(first: float, last: float) -> tuple[float, float]:
@@ -127,65 +146,90 @@ def _plot_step_losses(ax: Any, iterations: NDArray[Any], loss: NDArray[Any]) -> 
 
     if len(loss) <= _MAX_POINTS:
         markers = {"marker": "o", "markersize": 3} if len(loss) < 3 else {}
-        ax.plot(iterations, loss, color=_BLUE, alpha=0.3, linewidth=0.9, label="training, each step", **markers)
+        ax.plot(iterations, loss, color=COLOURS[0], alpha=0.3, linewidth=0.9, label="training, each step", **markers)
         return
     starts = np.arange(0, len(loss), -(-len(loss) // _MAX_POINTS))
     low, high = np.fmin.reduceat(loss, starts), np.fmax.reduceat(loss, starts)
-    ax.fill_between(iterations[starts], low, high, color=_BLUE, alpha=0.25, linewidth=0, label="training, range of the steps")
+    label = "training, range of the steps"
+    ax.fill_between(iterations[starts], low, high, color=COLOURS[0], alpha=0.25, linewidth=0, label=label)
+
+
+def _plot_validation_losses(ax: Any, history: History) -> list[list[float]]:
+    """Plot a curve for each validation set, and one for the mean of several sets. Returns the losses of each curve."""
+    keys, losses = list_validation_sets(history), list[list[float]]()
+    for index, key in enumerate(keys):
+        points = list_evaluation_losses(history, key)
+        markers = {"marker": "o", "markersize": 4.5} if len(points) <= _MAX_MARKERS else {}
+        dashes = [float(length) / 2 for length in DASHES[index % len(DASHES)].split()]
+        style = (0, tuple(dashes)) if dashes else "-"
+        colour, label = COLOURS[(1 + index) % len(COLOURS)], name_validation_set(key, keys)
+        ax.plot(*zip(*points, strict=True), color=colour, linewidth=1.6, linestyle=style, label=label, **markers)
+        losses.append([loss for _, loss in points])
+    return losses
 
 
 def _set_loss_range(
-    ax: Any, iterations: NDArray[Any], loss: NDArray[Any], smoothed_loss: NDArray[Any], validation_losses: list[float]
+    ax: Any,
+    iterations: NDArray[Any],
+    loss: NDArray[Any],
+    smoothed_loss: NDArray[Any],
+    validation_losses: Sequence[Sequence[float]],
 ) -> None:
-    """Set the vertical range of the plot so that all losses are visible, except for outliers among the step losses.
-
-    In a long run, the first steps do not count, because their losses may be far above all later ones. They are cut off at the top.
-    """
+    """Set the vertical range of the plot so that all losses are visible, except for outliers among the step losses and the start of
+    a long run (`find_limits`). Triangles at the edges mark what is not visible."""
     import numpy as np
 
-    num_clipped = int(len(loss) * _CLIPPED_FRACTION) if len(loss) >= _MIN_CLIPPED_STEPS else 0
-    visible = np.concatenate(
-        [smoothed_loss[num_clipped:], np.percentile(_select_finite(loss[num_clipped:]), [0.5, 99.5]), validation_losses]
-    )
-    visible = visible[np.isfinite(visible)]
-    low, high = float(visible.min()), float(visible.max())
+    lower, upper = find_limits([loss.tolist(), smoothed_loss.tolist(), *validation_losses])
+    values = np.concatenate([loss, smoothed_loss, *validation_losses])
+    values = values[np.isfinite(values)]
+    if not values.size:
+        return
+    low, high = float(values.min()) if lower is None else lower, float(values.max()) if upper is None else upper
     margin = max(0.06 * (high - low), 0.01)
-    ax.set_ylim(low - margin, high + margin)
-    first = loss[np.isfinite(loss)][:1]
-    if num_clipped and first.size and first[0] > high + margin:
-        ax.annotate(f"begins at {first[0]:.2f}", (0.075, 0.985), xycoords="axes fraction", va="top", fontsize=9, color=_GREY)
+    low, high = low - margin, high + margin
+    ax.set_ylim(low, high)
+    is_outside = np.isfinite(loss) & ((loss > high) | (loss < low))
+    if not is_outside.any():
+        return
+    heights, label = np.where(loss[is_outside] > high, 1.0, 0.0), "outside the range"
+    transform, style = ax.get_xaxis_transform(), {"marker": "^", "markersize": 5, "linestyle": "", "clip_on": False}
+    ax.plot(iterations[is_outside], heights, transform=transform, color=COLOURS[0], label=label, **style)
+    first = int(np.flatnonzero(np.isfinite(loss))[0])
+    if is_outside[first] and loss[first] > high:
+        text = f"starts at {format_loss(float(loss[first]))}"
+        ax.annotate(text, (0.035, 0.975), xycoords="axes fraction", va="top", fontsize=9, color=_GREY)
 
 
-def _select_finite(values: NDArray[Any]) -> NDArray[Any]:
-    import numpy as np
-
-    finite: NDArray[Any] = values[np.isfinite(values)]
-    return finite if finite.size else np.zeros(1)
-
-
-def _mark_events(ax: Any, history: History, iterations: NDArray[Any]) -> None:
-    restarts = [record["iteration"] for record in history.starts if iterations[0] < record["iteration"] <= iterations[-1]]
-    spikes = [
-        record["iteration"] for record in history.events if record["event"] == "spike" and record["iteration"] <= iterations[-1]
-    ]
-    transform = ax.get_xaxis_transform()
-    if restarts:
-        ax.vlines(restarts, 0, 1, transform=transform, color=_GREY, linewidth=0.8, linestyle=(0, (2, 3)), label="started again")
+def _draw_marks(axes: Sequence[Any], history: History) -> None:
+    """Draw vertical lines where the run was started again, extended, rewound or ended early, and triangles at its loss spikes."""
+    marks = list_marks(history)
+    for name, style in _LINE_STYLES.items():
+        iterations = [mark.iteration for mark in marks if mark.type == name]
+        for ax in axes if iterations else ():
+            colour, transform = MARK_COLOURS[name][0], ax.get_xaxis_transform()
+            ax.vlines(iterations, 0, 1, transform=transform, color=colour, linewidth=1.1, linestyle=style, label=name)
+    spikes = [mark.iteration for mark in marks if mark.type == "loss spike"]
     if spikes:
-        ax.plot(spikes, [0.985] * len(spikes), transform=transform, color=_RED, marker="v", linestyle="", label="loss spike")
+        style = {"color": MARK_COLOURS["loss spike"][0], "marker": "v", "linestyle": ""}
+        axes[0].plot(spikes, [0.985] * len(spikes), transform=axes[0].get_xaxis_transform(), label="loss spike", **style)
 
 
-def _format_title(history: History, smoothed_loss: NDArray[Any]) -> str:
+def _format_rate(value: float) -> str:
+    """Format a learning rate as people write it, such as 2.5e-4."""
+    mantissa, _, exponent = f"{value:.2e}".partition("e")
+    return f"{float(mantissa):g}e{int(exponent)}" if value else "0"
+
+
+def _format_title(history: History) -> str:
     last = history.steps[-1]
     total = history.starts[-1].get("total_iterations") if history.starts else None
-    of = f" of {total:,}" if total else ""
-    entries = [
-        f"iteration {last.iteration:,}{of}",
-        f"{format_compact(last.tokens)} tokens",
-        f"training loss {smoothed_loss[-1]:.3f}",
-    ]
-    validation_losses = [record["validation_loss"] for record in history.evaluations if record.get("validation_loss") is not None]
-    return " · ".join([*entries, *(f"validation {loss:.3f}" for loss in validation_losses[-1:])])
+    entries = [f"iteration {last.iteration:,}{f' of {total:,}' if total else ''}", f"{format_compact(last.tokens)} tokens"]
+    last_loss = find_last_loss(history)
+    entries += [] if last_loss is None else [f"training loss {last_loss} ({last_loss.definition})"]
+    keys = list_validation_sets(history)
+    validation_losses = list_evaluation_losses(history) or [loss for key in keys for loss in list_evaluation_losses(history, key)]
+    name = "validation" if len(keys) == 1 else "validation (mean)"
+    return " · ".join([*entries, *(f"{name} {format_loss(loss)}" for _, loss in validation_losses[-1:])])
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -16,7 +16,8 @@ from pathlib import Path
 from megatron.metrics.history import History, read_history
 from megatron_lab.commands.parser import ToolParser
 from megatron_lab.pages.html import write_page
-from megatron_lab.pages.run_page import build_run_page, is_loss_lower, name_runs, summarize
+from megatron_lab.pages.run_facts import is_loss_lower, name_runs, summarize
+from megatron_lab.pages.run_page import build_run_page
 
 PROGRAM, REPORT = "report.py", "report.html"
 

@@ -21,6 +21,7 @@ from megatron.data.indexed_dataset import DatasetError, IndexedDataset, fingerpr
 from megatron.data.samples import DocumentSpan, SampleSource
 from megatron.data.splits import open_datasets
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.training.inputs import set_stream_folder
 from megatron.training.progress import BatchSizePlan, Progress
 from megatron.training.resume import check_state
 
@@ -126,6 +127,8 @@ class RunLineage:
             DatasetError: a dataset is missing or is not the dataset that the run read.
         """
         phase = self.phases[phase_index]
+        if any(not entry.num_documents for entry in phase.parts):
+            return self._build_streamed_source(phase_index)
         components = tuple(
             _open_component(entry.prefix, entry.fingerprint, entry.first_document, entry.num_documents, entry.weight)
             for entry in phase.parts
@@ -145,6 +148,30 @@ class RunLineage:
             blending=phase.blending,
         )
         return split_data.build_source(phase.num_samples or 1, self.phases[: phase_index + 1])
+
+    def _build_streamed_source(self, phase_index: int) -> SampleSource:
+        """Build the object that reads the samples of a phase in which the run read a Hugging Face dataset (--hf-dataset).
+
+        Raises:
+            DatasetError: the settings name no such dataset, or it has changed.
+        """
+        phase = self.phases[phase_index]
+        (entry,) = phase.parts
+        data = open_datasets(
+            set_stream_folder(self.config),
+            seed=phase.seed,
+            seq_length=phase.seq_length,
+            tokenizer=self.tokenizer,
+            need_validation=False,
+            need_test=False,
+        ).train
+        if data.blend_entries()[0].fingerprint != entry.fingerprint:
+            raise DatasetError(
+                f"{entry.prefix} is not the dataset that the run read, or one of --hf-text-column, --hf-shuffle-buffer, "
+                "--hf-valid-documents or the tokenizer has changed since.\n"
+                "  Restore the run's dataset. Of a run that changed its data, only the last data can be shown."
+            )
+        return data.build_source(1, self.phases[: phase_index + 1])
 
     def iter_samples(self, sample_indices: range) -> Iterator[tuple[int, list[DocumentSpan], list[int]]]:
         """Read samples of the run with the documents that they come from.

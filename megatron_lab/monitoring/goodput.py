@@ -9,8 +9,9 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
+from megatron.config.imports import import_object
 from megatron.training.callbacks import Callback
 from megatron.training.features import Feature, RunComponents
 from megatron.training.progress import Progress
@@ -23,28 +24,36 @@ _MAX_SECONDS = 1e10
 
 class Goodput:
     """Account of what the time of a run is spent on. Each second since the first start is assigned to exactly one of `TIME_USES`.
+    The time in which the run was finished, before it was extended, is left out.
 
     Args:
         saved: result of `to_json` in the checkpoint from which the run continues; None for a new run.
-        start_time: time of this start, by `clock`; the current time by default.
-        clock: function that returns the time in seconds. Its zero point must be the same in all starts of the run.
+        start_time: time of this start, by `wall_clock`; the current time by default.
+        clock: function that returns seconds and is never set back or forward. Its zero point may differ between starts.
+        wall_clock: function that returns the seconds since 1970.
+        gap_s: seconds between the checkpoint and this start that count (`measure_gap_seconds` in `idle_time.py`).
     """
 
     def __init__(
-        self, saved: Mapping[str, Any] | None = None, start_time: float | None = None, clock: Callable[[], float] = time.time
+        self,
+        saved: Mapping[str, Any] | None = None,
+        start_time: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        gap_s: float = 0.0,
     ):
-        self._clock = clock
-        self._last_time = clock() if start_time is None else start_time
+        self._clock, self._wall_clock = clock, wall_clock
+        self._last_time = clock() - (0.0 if start_time is None else wall_clock() - start_time)
         self.seconds: dict[TimeUse, float] = dict.fromkeys(TIME_USES, 0.0)
-        """Seconds by use. Their sum is the time since the first start."""
-        if saved is not None and _is_valid(saved):
+        """Seconds by use. Their sum is the time since the first start, without the time in which the run was finished."""
+        if saved is not None and is_account(saved):
             self.seconds |= {use: float(saved["seconds"][use]) for use in TIME_USES}
-            self.seconds["between starts"] += max(0.0, self._last_time - saved["at"])
+            self.seconds["between starts"] += gap_s
 
     def record(self, use: TimeUse) -> None:
         """Assign the time since the previous call to `use`: one of `TIME_USES`, such as steps or saves."""
         now = self._clock()
-        self.seconds[use] += max(0.0, now - self._last_time)  # a clock can be set back
+        self.seconds[use] += max(0.0, now - self._last_time)
         self._last_time = now
 
     def rewind(self, saved: Mapping[str, Any] | None) -> None:
@@ -57,7 +66,7 @@ class Goodput:
             saved: result of `to_json` in that checkpoint.
         """
         self.record("steps that do not count")
-        if saved is not None and _is_valid(saved):
+        if saved is not None and is_account(saved):
             lost_s = max(0.0, self.seconds["steps"] - saved["seconds"]["steps"])
             self.seconds["steps"] -= lost_s
             self.seconds["steps that do not count"] += lost_s
@@ -78,12 +87,12 @@ class Goodput:
         """Return the recorded times, for storage in a checkpoint.
 
         Returns:
-            `seconds`: the seconds of each use of time; `at`: time of the last call of `record`, by the clock of this object.
+            `seconds`: the seconds of each use of time; `at`: time of the last call of `record`, in seconds since 1970.
         """
-        return {"at": self._last_time, "seconds": dict(self.seconds)}
+        return {"at": self._wall_clock() - (self._clock() - self._last_time), "seconds": dict(self.seconds)}
 
 
-def _is_valid(saved: Any) -> bool:
+def is_account(saved: Any) -> TypeGuard[dict[str, Any]]:
     """Return whether a value from a checkpoint has the types and ranges of a result of `Goodput.to_json`. Other values are
     ignored."""
     if not isinstance(saved, dict) or not isinstance(saved.get("seconds"), dict):
@@ -96,7 +105,7 @@ METRIC_NAME = "goodput"
 """Name of the goodput in the metrics file, and of the account in the `config.json` of a checkpoint. The account is not in
 `state.json`, because that file must not depend on the duration of a run."""
 
-_PHASE_USES: Mapping[str, TimeUse] = {"evaluating": "evaluations", "saving": "saves"}
+_PHASE_USES: Mapping[str, TimeUse] = {"evaluating": "evaluations", "sampling": "evaluations", "saving": "saves"}
 """Use of the time of each phase that is not part of a step."""
 
 
@@ -166,7 +175,11 @@ class GoodputFeature(Feature):
         """Start to count how the run spends its time (steps, evaluations, saves, failures), or continue the counts of the
         checkpoint. Later checkpoints store the counts."""
         start_time = time.time() - (time.monotonic() - run.started_at)
-        self._account = Goodput(run.control.checkpoint.get(METRIC_NAME), start_time)
+        saved = run.control.checkpoint.get(METRIC_NAME)
+        gap_s = 0.0
+        if is_account(saved):
+            gap_s = import_object("megatron_lab.monitoring.idle_time:measure_gap_seconds")(run, saved["at"], start_time)
+        self._account = Goodput(saved, start_time, wall_clock=time.time, gap_s=gap_s)
         run.control.checkpoint_extras[METRIC_NAME] = self._account.to_json
         return nullcontext()
 

@@ -98,7 +98,7 @@ def describe_run(
         *format_layer_table(model.layer_table),
         *describe_recompute(model.layer_table),
         *describe_offload(model.layer_table),
-        *format_groups(config.optimizer, iter_weights(model.config, model.vocab_size)),
+        *([] if config.training.skip_train else format_groups(config.optimizer, iter_weights(model.config, model.vocab_size))),
     ]
     schedule = step.get_schedule(plan.get_num_microbatches(plan.total_samples))  # after any ramp-up of the batch
     report = build_state_report(model, context, config.parallel, config.optimizer, schedule)
@@ -189,6 +189,8 @@ def describe_length(run: RunComponents) -> str:
     """Return the line of the start-up log about the size of the training data and the length of the run. A resumed run estimates
     its remaining time from the speed of its previous start."""
     plan, progress, seq_length = run.plan, run.progress, run.config.model.seq_length
+    if run.config.training.skip_train:
+        return f"evaluation only (--skip-train), in batches of {seq_length * plan.final_global_batch_size:,} tokens"
     num_tokens = run.data.corpus.num_tokens
     total_tokens = plan.total_samples * seq_length
     length = f"{plan.total_iterations:,} steps of {seq_length * plan.final_global_batch_size:,} tokens"

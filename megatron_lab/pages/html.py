@@ -7,7 +7,7 @@ Texts that come from the user are escaped with `html.escape`. Parameters and att
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -26,7 +26,7 @@ STYLE = """
   :root { --ink: #e6e8ec; --faint: #9aa3b2; --ground: #14171c; --panel: #1d2129; --line: #3a404b; }
 }
 * { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 1200px; padding: 16px 24px 48px; color: var(--ink); background: var(--ground);
+body { margin: 0 auto; max-width: 1280px; padding: 16px 24px 48px; color: var(--ink); background: var(--ground);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", "Helvetica Neue", Arial, sans-serif; }
 h1 { font-size: 24px; line-height: 1.25; margin: 8px 0 4px; overflow-wrap: anywhere; }
 h2 { font-size: 18px; margin: 32px 0 8px; padding-top: 8px; border-top: 1px solid var(--line); }
@@ -40,10 +40,20 @@ th, td { padding: 4px 14px 4px 0; text-align: left; vertical-align: top; border-
 th { color: var(--faint); font-weight: 600; }
 td.number, th.number { text-align: right; }
 figure { margin: 12px 0 16px; }
+.facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 270px), 1fr)); gap: 0 28px; margin: 8px 0; }
+.facts div { padding: 7px 0; border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }
+.facts dt { color: var(--faint); font-size: 13px; } .facts dd { margin: 0; font-variant-numeric: tabular-nums; }
 svg { display: block; }
 svg text { fill: var(--ink); font: 12px system-ui, -apple-system, "Segoe UI", "Helvetica Neue", Arial, sans-serif; }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 16px; margin: 6px 0; font-size: 13px; }
 .legend i { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 6px; }
+h1, h2 { text-wrap: balance; } td { overflow-wrap: break-word; }
+.number, td:first-child { white-space: nowrap; } td:last-child:not(:first-child, .number) { min-width: 22ch; }
+@media print {
+  :root { color-scheme: light; --ink: #1d2129; --faint: #4d5666; --ground: #ffffff; --panel: #f5f6f8; --line: #d5d9e0; }
+  body { max-width: none; padding: 0; } .wide { overflow: visible; } pre { white-space: pre-wrap; }
+  figure, tr { break-inside: avoid; } h2, h3 { break-after: avoid; }
+}
 @media (max-width: 600px) { body { padding: 10px 12px 32px; } h1 { font-size: 20px; } .roomy { display: none; } }
 """
 
@@ -91,6 +101,16 @@ def build_table(header: Sequence[str], rows: Sequence[Sequence[str]], numeric_co
 
     body = "".join(f"<tr>{build_cells('td', row)}</tr>" for row in rows)
     return f'<div class="wide"><table><thead><tr>{build_cells("th", header)}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def build_facts(facts: Mapping[str, str]) -> str:
+    """Return the HTML of a list of facts in as many columns as fit the window.
+
+    Args:
+        facts: value of each fact, as plain text, by its name.
+    """
+    entries = (f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items())
+    return f'<dl class="facts">{"".join(entries)}</dl>'
 
 
 def build_legend(entries: Sequence[tuple[str, str]]) -> str:

@@ -6,46 +6,36 @@ import json
 import math
 import shlex
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from megatron.config.flags import get_flags
 from megatron.metrics.history import History
 from megatron.metrics.log_line import format_compact, format_duration
-from megatron_lab.pages.curves import Curve, build_axis_buttons, build_chart, build_script, smooth
 from megatron_lab.pages.figures import Bar, build_stacked_bars
-from megatron_lab.pages.html import COLOURS, Section, build_page, build_table
+from megatron_lab.pages.html import Section, build_facts, build_page, build_table
+from megatron_lab.pages.run_charts import build_run_charts
+from megatron_lab.pages.run_facts import (
+    Run,
+    compute_median_mfu,
+    compute_median_tokens_per_s,
+    find_last_loss,
+    format_loss,
+    format_ranks,
+    format_seconds_since_1970,
+    format_state,
+    list_evaluation_losses,
+    list_timed_logs,
+    list_validation_sets,
+    name_validation_loss,
+)
+from megatron_lab.pages.samples import build_samples_sections
 from megatron_lab.planner.units import format_bytes
 
-_SMOOTHING_DIVISOR = 50
-"""The smoothed curve is the moving mean over 1/50 of the steps."""
-_WARMUP_LOG_LINES = 1
-"""Log lines that are ignored in the time of a step: the first steps create connections, compile and fill caches."""
 _MAX_EVENTS = 200
 _NO_PLAN_HTML = "<p>tools/report.py with --plan also shows the planned memory and the grid of the ranks.</p>"
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run of a report: its folder, its name in the report, and the content of its history file."""
-
-    folder: Path
-    name: str
-    """Name of the run in the report: the shortest suffix of its path that distinguishes it from the other runs."""
-    history: History
-
-
-def name_runs(folders: Sequence[Path], histories: Sequence[History]) -> list[Run]:
-    """Build the runs of a report from their folders and histories.
-
-    The name of a run is the end of its path, with as few path components as distinguish the runs.
-    """
-    paths = [folder.absolute() for folder in folders]
-    num_components = next(n for n in range(1, 99) if len({path.parts[-n:] for path in paths}) == len(set(paths)))
-    return [Run(path, "/".join(path.parts[-num_components:]), history) for path, history in zip(paths, histories, strict=True)]
 
 
 def build_run_page(runs: Sequence[Run], memory: str = "", grid: str = "") -> str:
@@ -59,7 +49,7 @@ def build_run_page(runs: Sequence[Run], memory: str = "", grid: str = "") -> str
     single_run = runs[0] if len(runs) == 1 else None
     sections = [
         Section("Run" if single_run is not None else "Runs", _build_overview(runs)),
-        Section("Curves", "\n".join([build_axis_buttons(), *_build_charts(runs), build_script()])),
+        Section("Curves", build_run_charts(runs)),
         Section("Where the time went", "\n".join([_build_time_use(runs), _build_step_times(runs)])),
     ]
     if single_run is not None:
@@ -70,6 +60,7 @@ def build_run_page(runs: Sequence[Run], memory: str = "", grid: str = "") -> str
                 f"{_build_measured_memory(single_run.history)}",
             ),
             *([Section("Ranks", grid)] if grid else []),
+            *build_samples_sections(single_run.history),
             Section("Data", _build_data(single_run.history)),
             Section("Checkpoints", _build_checkpoints(single_run)),
             Section("Events", _build_events(single_run.history)),
@@ -77,29 +68,10 @@ def build_run_page(runs: Sequence[Run], memory: str = "", grid: str = "") -> str
         ]
     else:
         sections.append(Section("Settings that differ between the runs", _build_different_settings(runs)))
-    title = f"Run {single_run.name}" if single_run is not None else f"{len(runs)} runs"
-    return build_page(title, sections, f'<p class="faint">Created {_format_time(time.time())}.</p>')
-
-
-def summarize(history: History) -> list[str]:
-    """Return a text line with the first and the last training loss of a run. If the run has evaluated, add a line with all
-    validation losses."""
-    steps = [step for step in history.steps if step.lm_loss is not None]
-    if not steps:
-        return ["the history has no step with a loss"]
-    first_step, last_step = steps[0], steps[-1]
-    sentences = [
-        f"training loss {first_step.lm_loss:.3f} at iteration {first_step.iteration}, "
-        f"{last_step.lm_loss:.3f} at iteration {last_step.iteration}"
-    ]
-    validation_losses = [f"{loss:.3f} at iteration {iteration}" for iteration, loss in _list_validation_losses(history)]
-    return sentences + (["validation loss " + ", ".join(validation_losses)] if validation_losses else [])
-
-
-def is_loss_lower(history: History) -> bool:
-    """Return whether the last recorded training loss of a run is lower than the first one."""
-    losses = [step.lm_loss for step in history.steps if step.lm_loss is not None]
-    return len(losses) > 1 and losses[-1] < losses[0]
+    title = f"Run {single_run.name}" if single_run is not None else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
+    descriptions = dict.fromkeys(run.description for run in runs if run.description)
+    lead = [f"Model of {'; '.join(descriptions)}." if descriptions else "", f"Created {format_seconds_since_1970(time.time())}."]
+    return build_page(title, sections, f'<p class="faint">{escape(" ".join(filter(None, lead)))}</p>')
 
 
 def format_shares(values: Mapping[str, float]) -> dict[str, str]:
@@ -118,146 +90,57 @@ def format_shares(values: Mapping[str, float]) -> dict[str, str]:
 
 
 def _build_overview(runs: Sequence[Run]) -> str:
-    """Return an HTML table of the main properties of the runs, with a row for each run. For a single run, there is a row for each
-    property."""
-    header = [
-        "run",
-        "state",
-        "iterations",
-        "tokens",
-        "loss",
-        "validation",
-        "tokens/s",
-        "MFU",
-        "parameters",
-        "ranks",
-        "device",
-        "goodput",
-    ]
-    rows = []
-    for run in runs:
-        history, start = run.history, run.history.starts[-1] if run.history.starts else {}
-        last_step = history.steps[-1] if history.steps else None
-        last_log = history.logs[-1] if history.logs else {}
-        validation_losses = _list_validation_losses(history)
-        total_iterations, loss, tokens = (
-            start.get("total_iterations"),
-            _compute_last_loss(history),
-            None if last_step is None else last_step.tokens,
-        )
-        layout = ", ".join(f"{axis} {size}" for axis, size in start.get("layout", {}).items() if size > 1)
-        rows.append(
-            [
-                run.name,
-                _format_state(history),
-                "-"
-                if last_step is None
-                else f"{last_step.iteration:,}" + (f" of {total_iterations:,}" if total_iterations else ""),
-                "-" if tokens is None else format_compact(tokens),
-                "-" if loss is None else f"{loss:.4f}",
-                f"{validation_losses[-1][1]:.4f}" if validation_losses else "-",
-                format_compact(last_log["tokens_per_s"]) if last_log.get("tokens_per_s") else "-",
-                _format_mfu(last_log, start),
-                format_compact(start["parameters"]) if start.get("parameters") else "-",
-                f"{start.get('world_size', '-')}" + (f" ({layout})" if layout else ""),
-                str(start.get("device", "-")),
-                f"{last_log['goodput']:.1%}" if last_log.get("goodput") is not None else "-",
-            ]
-        )
-    return build_table(header, rows, range(2, 9)) if len(runs) > 1 else _build_list(header[1:], rows[0][1:])
-
-
-def _build_list(names: Sequence[str], values: Sequence[str]) -> str:
-    return build_table(["", ""], [[name, value] for name, value in zip(names, values, strict=True) if value != "-"])
-
-
-def _format_state(history: History) -> str:
-    """Return a text that says how the run ended after its last start or, if no end is recorded, when it last wrote to its
-    history."""
-    last_time = max(
-        (record["time"] for record in [*history.starts, *history.logs, *history.events, *history.evaluations]), default=0.0
-    )
-    start_time = history.starts[-1]["time"] if history.starts else 0.0
-    end_event = next(
-        (record for record in reversed(history.events) if record["event"] == "end" and record["time"] >= start_time), None
-    )
-    return (
-        str(end_event["words"])
-        if end_event is not None
-        else f"running, or killed; last entry in the history {_format_time(last_time)}"
+    """Return an HTML table of the main properties of the runs, with a column for each run. The properties of a single run are a
+    list in columns."""
+    sets = dict.fromkeys(key for run in runs for key in list_validation_sets(run.history))
+    columns: dict[str, Callable[[Run], str]] = {
+        "model": lambda run: run.description,
+        "state": lambda run: format_state(run.history),
+        "iterations": _format_iterations,
+        "tokens": lambda run: format_compact(run.history.steps[-1].tokens) if run.history.steps else "",
+        "training loss": _format_last_loss,
+        **{name_validation_loss(key, [*sets]): partial(_format_evaluation, key=key) for key in sets},
+        "test loss": lambda run: _format_evaluation(run, "test_loss"),
+        "tokens/s (median)": lambda run: _format_optional(compute_median_tokens_per_s(run.history), format_compact),
+        "MFU (median)": lambda run: _format_optional(compute_median_mfu(run.history), "{:.1%}".format),
+        "ranks": _format_ranks,
+        "device": lambda run: str(run.last_start.get("device", "")),
+        "goodput": lambda run: _format_optional(run.history.logs[-1].get("goodput") if run.history.logs else None, "{:.1%}".format),
+        "folder": lambda run: str(run.folder),
+    }
+    rows = {name: [format_column(run) for run in runs] for name, format_column in columns.items()}
+    rows = {name: cells for name, cells in rows.items() if any(cells)}
+    if len(runs) == 1:
+        return build_facts({name: cells[0] for name, cells in rows.items()})
+    return build_table(
+        ["", *(run.name for run in runs)], [[name, *(cell or "-" for cell in cells)] for name, cells in rows.items()]
     )
 
 
-def _format_mfu(log: Mapping[str, Any], start: Mapping[str, Any]) -> str:
-    tflops, peak_flops = log.get("tflops_per_device"), start.get("peak_flops")
-    return f"{tflops * 1e12 / peak_flops:.1%}" if tflops and peak_flops else "-"
+def _format_optional(value: float | None, format_value: Callable[[float], str]) -> str:
+    return "" if value is None else format_value(value)
 
 
-def _build_charts(runs: Sequence[Run]) -> list[str]:
-    """Return the HTML of all charts of a report: loss, learning rate, gradient norm, speed and memory.
-
-    In a report of one run, the training and the validation loss have different colours. With several runs, each run has one colour.
-    """
-    is_single = len(runs) == 1
-    loss_curves: list[Curve] = []
-    curves_by_title: dict[str, list[Curve]] = {"learning rate": [], "gradient norm": [], "tokens per second": [], "memory (GB)": []}
-    for run_index, run in enumerate(runs):
-        steps, logs = run.history.steps, run.history.logs
-        colour, validation_colour = (
-            COLOURS[run_index % len(COLOURS)],
-            COLOURS[1] if is_single else COLOURS[run_index % len(COLOURS)],
-        )
-        name_prefix = "" if is_single else f"{run.name}: "
-        iterations, tokens = [step.iteration for step in steps], [step.tokens for step in steps]
-        lm_losses = [step.lm_loss for step in steps]
-        evaluations = [record for record in run.history.evaluations if record.get("validation_loss") is not None]
-        if is_single:
-            loss_curves.append(Curve("each step", colour, iterations, tokens, lm_losses, is_faint=True))
-        loss_curves.append(
-            Curve(
-                f"{name_prefix}training", colour, iterations, tokens, _smooth(lm_losses, len(lm_losses) // _SMOOTHING_DIVISOR // 2)
-            )
-        )
-        loss_curves.append(
-            Curve(
-                f"{name_prefix}validation",
-                validation_colour,
-                [record["iteration"] for record in evaluations],
-                [record["tokens"] for record in evaluations],
-                [record["validation_loss"] for record in evaluations],
-                is_dashed=not is_single,
-                has_dots=len(evaluations) <= 60,
-            )
-        )
-        log_iterations, log_tokens = [record["iteration"] for record in logs], [record["tokens"] for record in logs]
-        run_name = run.name if not is_single else ""
-        curves_by_title["learning rate"].append(
-            Curve(run_name or "learning rate", colour, iterations, tokens, [step.learning_rate for step in steps])
-        )
-        curves_by_title["gradient norm"].append(
-            Curve(run_name or "gradient norm", colour, iterations, tokens, [step.grad_norm for step in steps])
-        )
-        tokens_per_s = [record.get("tokens_per_s") for record in logs]
-        curves_by_title["tokens per second"].append(
-            Curve(run_name or "tokens per second", colour, log_iterations, log_tokens, tokens_per_s)
-        )
-        memory_gb = [None if record.get("memory_bytes") is None else record["memory_bytes"] / 1e9 for record in logs]
-        curves_by_title["memory (GB)"].append(
-            Curve(run_name or "first rank, peak so far", colour, log_iterations, log_tokens, memory_gb)
-        )
-    charts = [build_chart("loss (nats per token)", loss_curves)]
-    charts += [
-        build_chart(title, curves, is_strip=True, includes_zero=title != "gradient norm")
-        for title, curves in curves_by_title.items()
-    ]
-    return charts
+def _format_iterations(run: Run) -> str:
+    if not run.history.steps:
+        return ""
+    total = run.last_start.get("total_iterations")
+    return f"{run.history.steps[-1].iteration:,}" + (f" of {total:,}" if total else "")
 
 
-def _smooth(values: Sequence[float | None], half_width: int) -> list[float | None]:
-    import numpy as np
+def _format_last_loss(run: Run) -> str:
+    last_loss = find_last_loss(run.history)
+    return "" if last_loss is None else f"{last_loss} ({last_loss.definition})"
 
-    means = smooth(np.array([math.nan if value is None else value for value in values], dtype=float), half_width)
-    return [None if math.isnan(value) else float(value) for value in means]
+
+def _format_evaluation(run: Run, key: str) -> str:
+    losses = list_evaluation_losses(run.history, key)
+    return f"{format_loss(losses[-1][1])} (at iteration {losses[-1][0]:,})" if losses else ""
+
+
+def _format_ranks(run: Run) -> str:
+    layout = ", ".join(f"{axis} {size}" for axis, size in run.last_start.get("layout", {}).items() if size > 1)
+    return f"{run.last_start.get('world_size', '')}" + (f" ({layout})" if layout else "")
 
 
 def _build_time_use(runs: Sequence[Run]) -> str:
@@ -272,7 +155,7 @@ def _build_time_use(runs: Sequence[Run]) -> str:
             ]
     if not bars:
         return "<p>The history has no log line yet.</p>"
-    caption_text = "Time from the first start of the run to its last log line."
+    caption_text = "Time from the first start of the run to its last log line, without the time in which the run was finished."
     return build_stacked_bars(bars, _format_seconds, caption_text=caption_text) + _build_time_table("use", rows, len(runs))
 
 
@@ -291,11 +174,11 @@ def _build_step_times(runs: Sequence[Run]) -> str:
     if not bars:
         return "<p>With --timing-log-level 1 a run measures the parts of a step, and this section shows them.</p>"
     caption_text = (
-        "A step: mean over all log lines except the first. The time of each part is that of its slowest rank; "
+        "A step: mean over all log lines except the first one after each start. The time of each part is that of its slowest rank; "
         "'other' is the remainder."
     )
-    return build_stacked_bars(bars, lambda ms: f"{ms:.1f} ms", caption_text=caption_text) + build_table(
-        ["run", "part of a step", "time", "share"], rows, (2, 3)
+    return build_stacked_bars(bars, lambda ms: f"{ms:.1f} ms", caption_text=caption_text) + _build_time_table(
+        "part of a step", rows, len(runs)
     )
 
 
@@ -317,8 +200,7 @@ def compute_step_times(history: History) -> dict[str, float]:
 
     The parts add up to the step time. If the run has not recorded timers (--timing-log-level), the dictionary is empty.
     """
-    logs = [record for record in history.logs if record.get("timers_ms") and record.get("elapsed_ms")]
-    logs = logs[_WARMUP_LOG_LINES:] or logs
+    logs = [record for record in list_timed_logs(history) if record.get("timers_ms") and record.get("elapsed_ms")]
     if not logs:
         return {}
 
@@ -374,7 +256,9 @@ def _build_data(history: History) -> str:
         seq_length = f"{start['seq_length']:,}" if "seq_length" in start else "-"
         rows += [["tokens read", f"{last_step.tokens:,}"], ["sequence length", seq_length]]
         num_samples = next((record["consumed_samples"] for record in reversed(history.logs) if "consumed_samples" in record), None)
-        rows += [["samples read", f"{num_samples:,} of {start.get('total_samples') or 0:,}"]] if num_samples is not None else []
+        total = start.get("total_samples") or 0  # a rewind that skips data makes the run read more
+        of_total = f" of {total:,}" if num_samples is not None and num_samples <= total else ""
+        rows += [["samples read", f"{num_samples:,}{of_total}"]] if num_samples is not None else []
     batch_sizes = sorted({step.batch for step in history.steps})
     rows += (
         [["batch size", f"{batch_sizes[0]:,}" + (f" to {batch_sizes[-1]:,}" if len(batch_sizes) > 1 else "")]]
@@ -392,7 +276,12 @@ def _build_checkpoints(run: Run) -> str:
         if paths:
             save_time = max(path.stat().st_mtime for path in paths)
             rows.append(
-                [folder.name, _format_time(save_time), format_bytes(sum(path.stat().st_size for path in paths)), str(len(paths))]
+                [
+                    folder.name,
+                    format_seconds_since_1970(save_time),
+                    format_bytes(sum(path.stat().st_size for path in paths)),
+                    str(len(paths)),
+                ]
             )
     saves = [event for event in run.history.events if event["event"] == "save"]
     saves_text = (
@@ -410,7 +299,7 @@ def _build_events(history: History) -> str:
             record["time"],
             record["iteration"],
             "restart" if at else "start",
-            f"{record.get('world_size', '?')} ranks on {record.get('device', '?')}",
+            format_ranks(record),
         )
         for at, record in enumerate(history.starts)
     ]
@@ -426,7 +315,7 @@ def _build_events(history: History) -> str:
     limit_text = (
         f'<p class="faint">The last {_MAX_EVENTS} events; saves are not listed.</p>' if len(last_events) == _MAX_EVENTS else ""
     )
-    rows = [[_format_time(at), f"{iteration:,}", event, str(message)] for at, iteration, event, message in last_events]
+    rows = [[format_seconds_since_1970(at), f"{iteration:,}", event, str(message)] for at, iteration, event, message in last_events]
     return f"<p>{escape(counts_text)}.{skipped_text}</p>{limit_text}" + build_table(
         ["time", "iteration", "event", "message"], rows, (1,)
     )
@@ -473,21 +362,6 @@ def _build_different_settings(runs: Sequence[Run]) -> str:
     return build_table(["flag", *(run.name for run in runs)], rows) if rows else "<p>None.</p>"
 
 
-def _list_validation_losses(history: History) -> list[tuple[int, float]]:
-    return [
-        (record["iteration"], record["validation_loss"])
-        for record in history.evaluations
-        if record.get("validation_loss") is not None
-    ]
-
-
-def _compute_last_loss(history: History) -> float | None:
-    losses = [step.lm_loss for step in history.steps]
-    num_steps = max(1, len(losses) // _SMOOTHING_DIVISOR)
-    tail = [value for value in losses[-num_steps:] if value is not None]
-    return math.fsum(tail) / len(tail) if tail else None
-
-
 def _format_value(value: Any) -> str:
     if value is None:
         return "not set"
@@ -500,7 +374,3 @@ def _format_seconds(seconds: float) -> str:
     if seconds >= 60:
         return format_duration(seconds)
     return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
-
-
-def _format_time(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from datetime import datetime
+from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
 from megatron.metrics.log_line import (
@@ -14,6 +14,7 @@ from megatron.metrics.log_line import (
     format_progress_bar,
     format_short_line,
     format_short_validation_line,
+    format_time,
     format_validation_lines,
 )
 
@@ -94,11 +95,10 @@ def test_the_short_line() -> None:
     assert format_short_line(LogLineValues(**odd, tflops_per_device=0.0123)) == (
         "it  100/1000 | loss scale 65536 | weights' norm 12.35 | lr 1.50e-4 | 12.3 GFLOP/s | 2 skipped | 1 NaN"
     )
-    assert format_short_validation_line(1000, 2.0) == "validation at it 1000 | loss 2.000 | perplexity 7.389"
-    assert (
-        format_short_validation_line(5, 2.0, "test", mtp_loss=3.0)
-        == "test at it 5 | loss 2.000 | perplexity 7.389 | mtp loss 3.000"
-    )
+    assert format_short_validation_line(1000, 2.0) == ["validation at it 1000 | loss 2.000 | perplexity 7.389"]
+    assert format_short_validation_line(5, 2.0, "test", mtp_loss=3.0) == [
+        "test at it 5 | loss 2.000 | perplexity 7.389 | mtp loss 3.000"
+    ]
 
 
 def test_numbers_for_people() -> None:
@@ -112,3 +112,13 @@ def test_numbers_for_people() -> None:
     assert (
         format_progress_bar(0.5, 17) == "━━━━━─────  50 %" and format_progress_bar(1.0, 17, ascii_only=True) == "########## 100 %"
     )
+
+
+def test_a_time_has_its_zone() -> None:
+    """That of the time, or of the machine, as the difference from UTC."""
+    time = datetime(2026, 11, 30, 14, 5, 9, 250_000, tzinfo=timezone(timedelta(hours=5, minutes=30)))
+    assert format_time(time) == "2026-11-30 14:05:09 UTC+05:30"
+    assert format_time(time.astimezone(UTC), "minutes") == "2026-11-30 08:35 UTC"
+    assert format_time(time.astimezone(timezone(timedelta(hours=-3)))) == "2026-11-30 05:35:09 UTC-03:00"
+    local = format_time(datetime(2026, 1, 1))
+    assert local.startswith("2026-01-01 00:00:00 UTC")

@@ -16,11 +16,12 @@ import pytest
 from megatron.config.cli import load
 from megatron.config.launcher import build_module_command
 from megatron.config.save import to_dict
-from megatron.metrics.history import HistoryFile, read_history
-from megatron_lab.commands import report
-from megatron_lab.pages.curves import MAX_POINTS, Curve, build_chart
+from megatron.metrics.history import History, HistoryFile, StepRecord, read_history
+from megatron_lab.commands import plot_loss, report
+from megatron_lab.pages.run_facts import Run, compute_median_mfu, compute_median_tokens_per_s, find_last_loss, name_runs, summarize
+from megatron_lab.pages.run_marks import list_marks
 from megatron_lab.pages.run_page import compute_step_times, format_shares, list_changed_settings
-from tests.support.runs import arguments
+from tests.support.runs import arguments, run
 from tests.unit.tools.test_pages import Checked
 
 HOSTILE = "</script><b>bold"
@@ -60,14 +61,22 @@ def text_of(page: str) -> str:
 
 def test_a_run_is_told_in_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It holds what the record has, needs nothing from outside, and its words cannot end a script or an element."""
-    run = record(tmp_path / "runs" / "a", [4.0, 3.5, None, 3.0])
-    assert report.main([str(run), "--plan"]) == 0
-    page = (run / "report.html").read_text()
+    folder = record(tmp_path / "runs" / "a", [4.0, 3.5, None, 3.0])
+    assert report.main([str(folder), "--plan"]) == 0
+    page = (folder / "report.html").read_text()
     said = capsys.readouterr().out
-    assert "training loss 4.000 at iteration 1, 3.000 at iteration 4" in said and f"the report is {run}/report.html" in said
+    assert "training loss 4.000 at iteration 1, 3.000 at iteration 4" in said and f"the report is {folder}/report.html" in said
     assert not Checked(page).addresses and "<b>bold" not in page
     text = text_of(page)
-    for words in ("Run a", "4 of 4", "25.0%", "3.2500", "1 x restart", "1 steps made no update, the last one 3", "1 x spike"):
+    for words in (
+        "Run a",
+        "4 of 4",
+        "25.0%",
+        "3.250 (at iteration 2)",
+        "1 x restart",
+        "1 steps made no update, the last one 3",
+        "1 x spike",
+    ):
         assert words in text, words
     for words in ("iter_0000004", "5 kB", "--num-layers 2", "Planned", "parameters", "first rank: 2 GB", "stage 0", "512", "done"):
         assert words in text, words
@@ -98,18 +107,20 @@ def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_the_end_of_a_run_loads_no_torch(tmp_path: Path) -> None:
     """The report and the picture, as the processes at the end of a run write them. With torch and its compiler it takes seconds."""
-    run = record(tmp_path / "a", [4.0, 3.0])
+    folder = record(tmp_path / "a", [4.0, 3.0])
     code = (
         "import sys\n"
         "from megatron_lab.commands import plot_loss, report\n"
-        f"assert report.main([{str(run)!r}]) == plot_loss.main([{str(run)!r}]) == 0\n"
+        f"assert report.main([{str(folder)!r}]) == plot_loss.main([{str(folder)!r}]) == 0\n"
         "assert not {'torch', 'sympy', 'scipy', 'pandas'} & set(sys.modules), 'slow imports'\n"
     )
     done = subprocess.run(
         [sys.executable, "-P", "-c", code], env=build_module_command("x")[1], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "--plan also shows the planned memory" in text_of((run / "report.html").read_text()) and (run / "loss.png").exists()
+    assert (
+        "--plan also shows the planned memory" in text_of((folder / "report.html").read_text()) and (folder / "loss.png").exists()
+    )
 
 
 def test_shares_add_up_as_they_are_printed(tmp_path: Path) -> None:
@@ -137,13 +148,155 @@ def test_only_what_was_changed_is_told(tmp_path: Path) -> None:
     assert found["--adam-beta2"] == ("0.95", "0.999") and "--adam-beta1" not in found and "--lora-targets" not in found
 
 
-def test_a_long_curve_is_thinned() -> None:
-    n = 3 * MAX_POINTS
-    figure = build_chart("x", [Curve("y", "#000", range(n), range(n), [1.0, 2.0, 3.0] * MAX_POINTS)])
-    (data,) = re.findall(r'<script type="application/json">(.*?)</script>', figure)
-    (curve,) = json.loads(data)["curves"]
-    assert (
-        curve["y"] == [2.0] * MAX_POINTS
-        and curve["iteration"][:2] == [2, 5]
-        and build_chart("x", [Curve("y", "#000", [], [], [])]) == ""
+def test_a_run_is_named_by_the_folder_that_identifies_it() -> None:
+    """A name that many folders have takes the one above it, and two runs of one name are told apart."""
+    empty = History()
+    for path, name in (
+        ("/data/llama-1b/checkpoints", "llama-1b/checkpoints"),
+        ("/data/llama-1b/run3/ckpt", "llama-1b/run3/ckpt"),
+        ("/data/llama-1b", "llama-1b"),
+        ("/checkpoints", "checkpoints"),
+        ("/a/run/out/run/out/run/out", "run/out/run/out"),
+    ):
+        assert [run.name for run in name_runs([Path(path)], [empty])] == [name]
+    twice = [Path("/x/a/checkpoints"), Path("/y/a/checkpoints")]
+    assert [run.name for run in name_runs(twice, [empty, empty])] == ["x/a/checkpoints", "y/a/checkpoints"]
+    assert Run(Path("/x"), "x", History(starts=[{"parameters": 1.24e9, "config": {"model": {"num_layers": 16}}}])).description == (
+        "1.24B parameters, 16 layers"
     )
+
+
+def _log(iteration: int, **values: Any) -> dict[str, Any]:
+    return {"iteration": iteration, "tokens": 100 * iteration, "time": 100.0 + iteration, **values}
+
+
+def test_the_speed_is_a_median_without_the_first_line_of_each_start() -> None:
+    speeds = [(1, 1.0), (10, 50.0), (20, 60.0), (21, 2.0), (30, 70.0), (40, 9.0)]
+    logs = [_log(iteration, tokens_per_s=speed, tflops_per_device=speed / 10) for iteration, speed in speeds]
+    history = History(starts=[{"iteration": 0}, {"iteration": 20, "peak_flops": 1e13}], logs=logs)
+    assert compute_median_tokens_per_s(history) == 55.0 and compute_median_mfu(history) == pytest.approx(0.55)
+    only = History(starts=[{"iteration": 0}], logs=[_log(1, tokens_per_s=3.0, mfu=0.4)])
+    assert compute_median_tokens_per_s(only) == 3.0 and compute_median_mfu(only) == 0.4
+    assert compute_median_tokens_per_s(History()) is None and compute_median_mfu(History()) is None
+
+
+def test_the_last_loss_is_that_of_the_last_log_line() -> None:
+    steps = [StepRecord(iteration, 0, 1, float(iteration), 1.0, 1.0, 1.0) for iteration in range(1, 26)]
+    history = History(starts=[{"iteration": 0}], steps=steps, logs=[_log(1, lm_loss=1.0), _log(10, lm_loss=5.5), _log(20)])
+    last = find_last_loss(history)
+    assert last == (5.5, 10, 9) and last is not None and last.definition == "last log line, mean of 9 steps"
+    assert summarize(history) == ["training loss 1.000 at iteration 1, 5.500 at iteration 10 (last log line, mean of 9 steps)"]
+    history.logs.clear()
+    assert find_last_loss(history) == (25.0, 25, 1) and find_last_loss(History()) is None
+    history.starts.append({"iteration": 24})
+    history.logs.append(_log(25, lm_loss=7.0))
+    assert find_last_loss(history) == (7.0, 25, 1), "the first step after a restart has a line of its own"
+
+
+def test_several_validation_sets_have_a_curve_and_a_line_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the report of one run, in its summary, in its picture, and in a comparison with a run that has one set."""
+    runs = [record(tmp_path / name, [4.0, 3.0]) for name in ("a", "b")]
+    with (runs[0] / "history.jsonl").open("a") as file:
+        for iteration, code, web in ((1, 2.0, 4.0), (2, 1.0, 3.0)):
+            losses = {"validation_loss/code": code, "validation_loss/web": web, "validation_loss": (code + web) / 2}
+            print(json.dumps({"kind": "evaluation", **_log(iteration, **losses)}), file=file)
+    assert report.main([str(runs[0])]) == plot_loss.main([str(runs[0]), "--output", str(tmp_path / "loss.svg")]) == 0
+    assert "validation loss code: 2.000 at iteration 1, 1.000 at iteration 2" in capsys.readouterr().out
+    page = (runs[0] / "report.html").read_text()
+    for words in ("validation loss (mean) 2.000 (at iteration 2)", "validation loss code 1.000", "validation loss web 3.000"):
+        assert words in text_of(page), words
+    loss, *_ = (json.loads(found) for found in re.findall(r'<script type="application/json">(.*?)</script>', page))
+    curves = {curve["name"]: curve for curve in loss["curves"]}
+    assert curves["validation code"]["y"] == [2.0, 1.0] and curves["validation web"]["y"] == [4.0, 3.0]
+    looks = {(curve["colour"], curve.get("dash")) for name, curve in curves.items() if name.startswith("validation")}
+    assert len(looks) == 3 and "validation (mean)" in curves
+    picture = (tmp_path / "loss.svg").read_text()
+    assert all(f"<!-- {name} -->" in picture for name in ("validation code", "validation web", "validation (mean)"))
+    assert report.main([*map(str, runs), "--output", str(tmp_path / "both.html")]) == 0
+    both = (tmp_path / "both.html").read_text()
+    titles = [json.loads(found)["title"] for found in re.findall(r'<script type="application/json">(.*?)</script>', both)]
+    assert titles[:3] == ["loss (nats per token)", "loss of validation code", "loss of validation web"]
+    assert "validation loss web 3.000 (at iteration 2) -" in text_of(both), "the other run has no such set"
+
+
+def test_lives_of_a_run_are_marked(tmp_path: Path) -> None:
+    """Killed, restarted on other ranks, finished, extended, rewound, and ended early by a signal."""
+    now = iter(range(1_000_000, 2_000_000, 10))
+    file = HistoryFile(tmp_path, 64, clock=lambda: float(next(now)))
+
+    def train(first: int, last: int, **facts: Any) -> None:
+        if facts:
+            file.write_start(first, first, first * 64, {"device": "cpu", **facts})
+        for iteration in range(first + 1, last + 1):
+            file.add_step(iteration, iteration, 1, lm_loss=2.0, grad_norm=1.0, learning_rate=1.0, seconds=1.0)
+        file.flush()
+
+    train(0, 17, world_size=4)
+    train(10, 20, world_size=2)
+    file.write_line("event", 20, 20, {"event": "end", "words": "done after 20 iterations", "complete": True})
+    file.write_start(20, 20, 1280, {"device": "cpu", "world_size": 8})
+    file.write_line("event", 20, 20, {"event": "end", "words": "evaluated after 20 iterations", "complete": None})
+    train(20, 28, world_size=2)
+    file.write_line("event", 28, 28, {"event": "spike", "words": "loss spike"})
+    file.write_line("event", 24, 24, {"event": "rewind", "words": "back from iteration 28 to 24", "left": 28})
+    train(24, 30)
+    file.write_line("event", 30, 30, {"event": "end", "words": "exiting on SIGTERM", "complete": False})
+    file.close()
+    marks = list_marks(read_history(tmp_path))
+    assert [(mark.type, mark.iteration) for mark in marks] == [
+        *(("restart", 10), ("extended", 20), ("rewind", 24), ("loss spike", 28), ("early end", 30))
+    ]
+    restart, extended, rewind, _, end = (mark.text for mark in marks)
+    assert restart.startswith("restart from iteration 10: 2 ranks on cpu, steps 11 to 17 ran again, 19")
+    assert "killed?" in restart and "ranks" not in extended
+    assert rewind.startswith("back from iteration 28 to 24 (19") and end.startswith("exiting on SIGTERM")
+    zone = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC([+-]\d\d:\d\d)?"
+    assert all(re.search(zone, mark.text) for mark in marks), "every time has its zone"
+    assert report.main([str(tmp_path)]) == 0 and plot_loss.main([str(tmp_path), "--output", str(tmp_path / "loss.svg")]) == 0
+    page, picture = (tmp_path / "report.html").read_text(), (tmp_path / "loss.svg").read_text()
+    placed = json.loads(re.findall(r'id="marks">(.*?)</script>', page)[0])
+    assert [(mark["iteration"], mark["tokens"]) for mark in placed] == [(each, each * 64) for each in (10, 20, 24, 28, 30)]
+    for name in ("restart", "extended", "rewind", "loss spike", "early end"):
+        assert f'data-mark="{name}"' in page and f"<!-- {name} -->" in picture
+    assert len(re.findall(zone, text_of(page))) >= 8, "events, state and creation"
+    assert not re.search(r"\d\d:\d\d:\d\d(?! UTC)", text_of(page))
+
+
+def test_log_report_and_picture_print_one_last_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last log line is older than the last step."""
+    said = run(arguments(train_iters=7, log_interval=3, eval_iters=1, log_format="short", save=tmp_path))
+    losses = re.findall(r"it \d/7 \| loss (\S+)", said)
+    validation = re.findall(r"validation at it 7 \| loss (\S+)", said)
+    assert len(losses) == 3 and len(validation) == 1
+    assert report.main([str(tmp_path)]) == plot_loss.main([str(tmp_path), "--output", str(tmp_path / "loss.svg")]) == 0
+    summary = capsys.readouterr().out
+    assert f"{losses[-1]} at iteration 6 (last log line, mean of 3 steps)" in summary
+    assert f"training loss {losses[-1]} (last log line, mean of 3 steps)" in text_of((tmp_path / "report.html").read_text())
+    assert f"training loss {losses[-1]} (last log line, mean of 3 steps)" in (tmp_path / "loss.svg").read_text()
+    assert f"validation loss {validation[0]} (at iteration 7)" in text_of((tmp_path / "report.html").read_text())
+
+
+def report_page(folder: Path) -> str:
+    """The report of one run, without a plan."""
+    assert report.main([str(folder), "--no-plan"]) == 0
+    return (folder / "report.html").read_text()
+
+
+def test_the_samples_of_a_prompt_are_newest_first(tmp_path: Path) -> None:
+    """What a model has written is text, not markup; a run without samples has no such section."""
+    folder = record(tmp_path / "run", [3.0, 2.0])
+    assert "Samples" not in text_of(report_page(folder))
+    file = HistoryFile(folder, 64)
+    for iteration in range(1, 13):
+        samples = [{"prompt": "", "text": f"start {iteration}"}, {"prompt": HOSTILE, "text": f"{HOSTILE} {iteration}\x1b"}]
+        file.write_line("samples", iteration, 2 * iteration, {"samples": samples})
+    file.close()
+    page = report_page(folder)
+    assert not Checked(page).addresses
+    text = text_of(page)
+    assert "<b" not in page.partition("<h2>Samples</h2>")[2].partition("<section>")[0] and "\x1b" not in page
+    places = [text.index(f"start {iteration} ") for iteration in (12, 11, 3)] + [
+        text.index("2 older samples"),
+        text.index("start 2 "),
+    ]
+    assert places == sorted(places)

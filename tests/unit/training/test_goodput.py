@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megatron.training.progress import Progress
 from megatron_lab.monitoring.goodput import TIME_USES, Goodput, GoodputCallback, TimeUse
+from megatron_lab.monitoring.idle_time import limit_gap, sum_idle_seconds
 
 
 class Clock:
@@ -33,12 +34,12 @@ def _spend(account: Goodput, clock: Clock, *spans: tuple[TimeUse, float]) -> Non
 def test_a_run_of_two_starts() -> None:
     """The steps that were lost with the first start are time between starts: the checkpoint does not know them."""
     clock = Clock()
-    first = Goodput(clock=clock)
+    first = Goodput(clock=clock, wall_clock=clock)
     _spend(first, clock, ("start-up", 10.0), ("steps", 60.0))
     saved = json.loads(json.dumps(first.to_json()))
     _spend(first, clock, ("saves", 5.0), ("steps", 15.0))  # lost
     clock.now += 10.0
-    second = Goodput(saved, start_time=clock.now - 2.0, clock=clock)
+    second = Goodput(saved, start_time=clock.now - 2.0, clock=clock, wall_clock=clock, gap_s=28.0)
     _spend(second, clock, ("start-up", 8.0), ("steps", 50.0), ("evaluations", 20.0), ("steps that do not count", 10.0))
     assert second.seconds == {
         "steps": 110.0,
@@ -55,9 +56,54 @@ def test_a_run_of_two_starts() -> None:
     )
 
 
+def _record(time: float, event: str = "", **fields: Any) -> dict[str, Any]:
+    return {"kind": "event", "event": event, "time": time, **fields} if event else {"kind": "start", "time": time}
+
+
+def test_a_finished_run_loses_no_time_until_it_is_extended() -> None:
+    """Finished at 100 and saved at 90; the pause ends with the next start, even if that start fails. A run that was ended by a
+    signal, or that left no end, loses the pause."""
+    finished = [_record(0.0), _record(90.0, "save"), _record(100.0, "end", complete=True, words="")]
+    assert sum_idle_seconds(finished, 90.0, 1000.0) == 900.0
+    assert sum_idle_seconds(finished, 20.0, 1000.0) == 900.0, "it goes back to an earlier checkpoint: its steps since then are lost"
+    failed = [*finished, _record(700.0), _record(710.0, "end", words="no GPU")]
+    assert sum_idle_seconds(failed, 90.0, 1000.0) == 600.0
+    again = [*failed, _record(720.0), _record(800.0, "end", complete=True, words="")]
+    assert sum_idle_seconds(again, 90.0, 1000.0) == 800.0
+    assert sum_idle_seconds(again, 790.0, 1000.0) == 200.0, "only what follows the checkpoint"
+    evaluated = [_record(700.0), _record(710.0, "end", complete=None, words="evaluated after 20 iterations")]
+    assert sum_idle_seconds([*finished, *evaluated], 90.0, 1000.0) == 890.0, "as complete as before"
+    killed = [_record(0.0), *evaluated, _record(720.0)]
+    assert sum_idle_seconds(killed, 90.0, 1000.0) == 0.0
+    before = [_record(0.0), _record(100.0, "end", words="done after 20 iterations")]
+    assert sum_idle_seconds(before, 90.0, 1000.0) == 900.0, "as earlier versions wrote it"
+    for words, complete in (
+        ("exiting on SIGTERM", {"complete": False}),
+        ("done after 20 iterations", {"complete": False}),
+        ("x", {}),
+    ):
+        assert sum_idle_seconds([_record(0.0), _record(100.0, "end", words=words, **complete)], 90.0, 1000.0) == 0.0
+    assert sum_idle_seconds([_record(0.0)], 90.0, 1000.0) == 0.0
+    assert sum_idle_seconds(finished, 90.0, 50.0) == 0.0, "on a machine whose clock is behind"
+
+
+@pytest.mark.parametrize(("gap_s", "idle_s", "lost"), [(60.0, 0.0, 60.0), (60.0, 50.0, 10.0), (-60.0, 0.0, 0.0), (1e9, 0.0, 0.0)])
+def test_a_gap_counts_without_idle_time_and_wrong_clocks(gap_s: float, idle_s: float, lost: float) -> None:
+    assert limit_gap(gap_s, idle_s) == lost
+
+
+def test_a_clock_that_is_set_while_the_run_trains_changes_nothing() -> None:
+    clock, wall_clock = Clock(), Clock(5000.0)
+    account = Goodput(clock=clock, wall_clock=wall_clock)
+    _spend(account, clock, ("start-up", 3.0))
+    wall_clock.now += 3600.0
+    _spend(account, clock, ("steps", 7.0))
+    assert account.share == 0.7 and account.to_json()["at"] == 8600.0
+
+
 def test_what_a_rewind_undid_does_not_count() -> None:
     clock = Clock()
-    account = Goodput(clock=clock)
+    account = Goodput(clock=clock, wall_clock=clock)
     _spend(account, clock, ("steps", 60.0))
     saved = account.to_json()
     _spend(account, clock, ("saves", 4.0), ("steps", 30.0))
@@ -73,7 +119,7 @@ def test_what_a_rewind_undid_does_not_count() -> None:
 def test_no_time_is_lost_and_no_share_is_above_one(spans: list[tuple[Any, float]]) -> None:
     """Also with a clock that is set back."""
     clock, before = Clock(), 0.0
-    account = Goodput(clock=clock)
+    account = Goodput(clock=clock, wall_clock=clock)
     assert account.share == 0.0
     for use, passed in spans:
         clock.now += passed
@@ -113,7 +159,7 @@ class Told:
 def test_the_phases_of_a_run_are_accounted_for() -> None:
     """Start-up, steps of each kind, an evaluation, a save, a pause between two calls of `fit`, a rewind, and the end."""
     clock, said = Clock(), list[str]()
-    account, progress = Goodput(clock=clock), Progress()
+    account, progress = Goodput(clock=clock, wall_clock=clock), Progress()
     saved: dict[str, Any] = {}
     watcher = GoodputCallback(account, lambda: saved, said.append)
 
