@@ -6,15 +6,15 @@ import errno
 import json
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron.config.outputs import LoggingConfig
-from megatron_lab.monitoring.loggers import MetricsFile, TensorBoard, WandB, build_curve_sinks
+from megatron.config.cli import load
+from megatron_lab.monitoring.curve_sinks.tensorboard_sink import TensorBoard, get_grouped_tag
+from megatron_lab.monitoring.loggers import MetricsFile, build_curve_sinks
+from tests.support.runs import arguments
 
 
 def strict_lines(path: Path) -> list[dict[str, Any]]:
@@ -177,38 +177,100 @@ def test_tensorboard_folder_that_cannot_be_made_names_the_flag(tmp_path: Path) -
         TensorBoard(str(tmp_path / "file" / "curves"))
 
 
-def test_wandb_receives_values_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-    run = SimpleNamespace(log=lambda values, step: calls.append((values, step)), finish=lambda: calls.append("finished"))
+def test_tensorboard_drops_points_of_abandoned_steps(tmp_path: Path) -> None:
+    """After a resume from an earlier checkpoint, and after a rewind in the same process; tags that are not written again too."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    def init(**settings: Any) -> SimpleNamespace:
-        calls.append(settings)
-        return run
+    def log(board: TensorBoard, iterations: range, value: float) -> None:
+        for iteration in iterations:
+            board.log_scalars(iteration, 8 * iteration, {"lm_loss": value})
+            board.log_text(iteration, 8 * iteration, "samples/first", f"text {value}\n# of {iteration}")
 
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    board = WandB("project", "name", {"lr": 0.1})
-    board.log_scalars(10, 320, {"lm_loss": 4.0})
+    board = TensorBoard(str(tmp_path))
+    log(board, range(1, 7), 1.0)
+    board.log_scalars(5, 40, {"grad_norm": 1.0})
     board.close()
-    settings = {"project": "project", "name": "name", "config": {"lr": 0.1}, "entity": None, "dir": None}
-    assert calls == [settings, ({"lm_loss": 4.0, "consumed_samples": 320}, 10), "finished"]
+    board = TensorBoard(str(tmp_path), first_iteration=5)
+    log(board, range(5, 8), 2.0)
+    board.rewind(5)
+    log(board, range(6, 7), 3.0)
+    board.close()
+    events = EventAccumulator(str(tmp_path), size_guidance={"tensors": 0}).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss/training")] == [
+        *((step, 1.0) for step in range(1, 5)),
+        *((5, 2.0), (6, 3.0)),
+    ]
+    assert events.Scalars("optimizer/gradient norm") == []
+    texts = events.Tensors("samples/first/text_summary")  # this reader never removes texts; TensorBoard's server does
+    assert texts[-1].step == 6
+    assert texts[-1].tensor_proto.string_val == [b"    text 3.0\n    # of 6\n"]
 
 
-def test_wandb_without_the_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match=r"--wandb-project needs the package wandb: pip install -e .*\[wandb\]"):
-        WandB("project")
+def test_tensorboard_keeps_points_after_its_disk_was_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file that a new writer begins must not remove the points of the file before."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = TensorBoard(str(tmp_path), first_iteration=3)
+    board.log_scalars(3, 24, {"lm_loss": 1.0})
+    writer = board._writer
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(writer, "add_scalar", fail)
+    board.log_scalars(4, 32, {"lm_loss": 1.0})
+    writer.close()
+    board.log_scalars(5, 40, {"lm_loss": 1.0})
+    board.close()
+    assert [event.step for event in EventAccumulator(str(tmp_path)).Reload().Scalars("loss/training")] == [3, 5]
 
 
-def test_only_what_is_asked_for_is_opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    opened: list[Any] = []
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: opened.append(settings)))
-    assert build_curve_sinks(LoggingConfig()) == [] == opened
-    config = LoggingConfig(tensorboard_dir=str(tmp_path / "curves"), wandb_project="project", wandb_exp_name="name")
-    config = replace(config, wandb_entity="team", wandb_save_dir=str(tmp_path / "files"))
-    sinks = build_curve_sinks(config, {"lr": 1.0})
-    assert [type(sink) for sink in sinks] == [TensorBoard, WandB]
-    where = {"entity": "team", "dir": str(tmp_path / "files")}
-    assert opened == [{"project": "project", "name": "name", "config": {"lr": 1.0}, **where}]
-    assert (tmp_path / "files").is_dir()
-    sinks[0].close()
-    assert (tmp_path / "curves").is_dir()
+def test_megatron_tags_keep_the_curves_over_samples(tmp_path: Path) -> None:
+    """An event that removes points from an iteration on would remove all points by samples, whose counts are higher."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first in (1, 3):
+        board = TensorBoard(str(tmp_path), "megatron", first_iteration=first)
+        board.log_scalars(first, 8 * first, {"lm_loss": 1.0, "validation_loss/web": 2.0})
+        board.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert sorted(event.step for event in events.Scalars("lm loss vs samples")) == [8, 24]
+    assert {"lm loss validation-web", "lm loss validation-web ppl", "lm loss validation-web vs samples"} <= set(
+        events.Tags()["scalars"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "tag"),
+    [
+        ("validation_loss/web", "loss/validation, web"),
+        ("validation_mtp_loss/web", "loss/validation, multi-token, web"),
+        ("busiest_expert/layers.0", "moe/busiest_expert, layers.0"),
+    ],
+)
+def test_losses_of_several_sets_are_beside_the_others(name: str, tag: str) -> None:
+    assert get_grouped_tag(name) == tag
+
+
+@pytest.mark.parametrize(
+    ("flag", "module", "extra"),
+    [
+        ({"wandb_project": "p"}, "wandb", r"\[wandb\]"),
+        ({"mlflow_experiment": "x"}, "mlflow", r"\[mlflow\]"),
+        ({"trackio_project": "p"}, "trackio", r"\[trackio\]"),
+    ],
+)
+def test_a_missing_package_is_refused_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch, flag: dict[str, str], module: str, extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    name = next(iter(flag)).replace("_", "-")
+    with pytest.raises(ValueError, match=rf"--{name} needs {module}, which is not installed.\n.* pip install -e .*{extra}"):
+        load(arguments(train_iters=8, **flag), 1)
+
+
+def test_only_what_is_asked_for_is_opened(tmp_path: Path) -> None:
+    assert build_curve_sinks(load(arguments(train_iters=8), 1).config, 0, {}) == []
+    (sink,) = build_curve_sinks(load(arguments(train_iters=8, tensorboard_dir=tmp_path / "curves"), 1).config, 0, {})
+    assert isinstance(sink, TensorBoard) and (tmp_path / "curves").is_dir()
+    sink.close()
