@@ -5,10 +5,12 @@
     python tools/migrate.py config_tiny_llama.yaml              # nanotron
     python tools/migrate.py ds_config.json --with train.sh      # DeepSpeed, with a launch script of Megatron-DeepSpeed
     python tools/migrate.py train_gpt3.sh --set DATA_PATH=data/corpus_text_document -- --tensor-model-parallel-size 4
+    python tools/migrate.py train_gpt3.sh -- --dry-run          # runs the plan of the converted command on this machine
 
-The tool prints the command, the changes with their reasons, and everything that it could not convert. It only reads files and runs
-nothing. Flags after `--` are added to the command and override the file. The exit status is 0 if the rules of this project accept
-the command, 1 if not, and 2 if the file contains no command.
+The tool prints the command, the changes with their reasons, and everything that it could not convert. It only reads files, and runs
+nothing in them. Flags after `--` are added to the command and override the file. If they ask pretrain_gpt.py to print something
+(--dry-run, --plan, --print-config, --explain, --help), the tool runs it with the converted flags, and the exit status is its own.
+Otherwise the exit status is 0 if the rules of this project accept the command, 1 if not, and 2 if the file contains no command.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from megatron_lab.commands.parser import ToolParser
 from megatron_lab.migration import deepspeed, megatron, nanotron, torchtitan
 from megatron_lab.migration.launch_command import LaunchCommand, add_flags, format_report
 from megatron_lab.migration.launcher import convert_launcher, set_default_launcher
+from megatron_lab.migration.print_request import find_print_requests, run_print_request
 from megatron_lab.migration.shell import Launch, Script, is_resolved, remove_marks
 
 PROGRAM = "migrate.py"
@@ -45,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         sys.stderr.write(f"{PROGRAM}: {error}\n")
         return 2
+    if find_print_requests(extra_flags):
+        return run_print_request(command, extra_flags)
     add_flags(command, extra_flags)
     problems = command.find_violations()
     sys.stdout.write(format_report(command, problems))

@@ -21,10 +21,10 @@ from megatron.config.config import Config
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.parsed_flags import LIST_NAME, DryRun
 from megatron.config.regular_file import check_output
-from megatron.config.resolve import assume_vocab_size
 from megatron_lab.commands.parser import ToolParser
 from megatron_lab.planner.cluster import DEFAULT_CLUSTER, list_cluster_names, load_cluster
 from megatron_lab.planner.garbage_collection import collect_garbage_rarely
+from megatron_lab.planner.vocabulary import assume_vocab_size
 from megatron_lab.resilience.pipes import copy_pipes
 from megatron_lab.terminal import get_terminal_width, wrap_command
 

@@ -12,11 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from megatron.spec.activations import BUILT_IN_FIELDS, format_flag
 from megatron.spec.schedules import list_split_backward_schedules
 
 _DEFERRED = f"--pipeline-schedule {' and '.join(list_split_backward_schedules())}, to fill the bubble"
-_ACTIVATION = f"The MLP's activation is GELU, {' or '.join(map(format_flag, BUILT_IN_FIELDS))}."
 
 _NO_EFFECT = f"""
 use-mcore-models: there is one implementation of the model
@@ -116,6 +114,8 @@ train-mode=pretrain: only pretraining is supported
 test-mode: --check-replicas-every and --sentinel-interval set the checks of a run
 high-priority-stream-groups=...: tensor-parallel groups and messages between pipeline stages always have streams of high priority
 no-manual-gc-eval: with --manual-gc, garbage is always collected after evaluations and saves
+openai-gelu: the default activation is this approximation of GELU
+use-te-activation-func: torch computes the same activation functions
 use-ring-exchange-p2p: the communication between pipeline stages is not a setting
 enable-experimental: no feature is hidden behind a switch
 """
@@ -143,7 +143,7 @@ embed-layernorm: --embedding-layernorm
 """Flags of Megatron-LM with another name here, with the flags that replace them. If values follow ``=``, only these are
 replaced. ``{}`` stands for the value."""
 
-_REFUSED = f"""
+_REFUSED = """
 batch-size: Use --micro-batch-size, the sequences of one forward pass on a data rank, and --global-batch-size, those of a step on
     all devices.
 model-parallel-size: Use --tensor-model-parallel-size.
@@ -159,9 +159,6 @@ moe-router-force-load-balancing moe-router-force-biased: A forced router trains 
 moe-router-topk-limited-devices: Use --moe-router-num-groups and --moe-router-group-topk.
 moe-router-padding-* moe-pad-experts-for-* moe-apply-probs-on-input moe-latent-size moe-use-upcycling moe-upcycling-*: This feature
     of mixtures of experts is not supported yet.
-moe-enable-deepep moe-flex-* moe-deepep-* moe-hybridep-*: Tokens are dispatched by torch's collectives
-    (--moe-token-dispatcher-type).
-moe-layer-recompute: Use --recompute-granularity selective --recompute-modules mlp.
 moe-extended-tp: Use --expert-tensor-parallel-size.
 distribute-saved-activations distribute-checkpointed-activations: Use --sequence-parallel, which splits the activations that
     recomputation saves, and others, over the tensor ranks.
@@ -190,9 +187,6 @@ num-distributed-optimizer-instances outer-dp-sharding-strategy enable-full-shard
     optim_grads_params, --fsdp-shard-size N shards within groups of N data ranks, which are replicas of each other; otherwise state
     is sharded over all data ranks.
 offload-optimizer-states: --optimizer-cpu-offload and --optimizer-offload-fraction move main parameters and moments to host memory.
-multiple-validation-sets: Several validation sets are not supported yet; an evaluation reads one blend (--valid-data-path, or a
-    share of --data-path).
-full-validation: An evaluation reads --eval-iters batches.
 use-mp-args-from-checkpoint-args: A checkpoint can be loaded at any layout: set the layout that you want.
 load-main-params-from-ckpt: Main parameters belong to the optimizer state, which is loaded unless --no-load-optim is set.
 hierarchical-context-parallel-sizes: Context ranks exchange keys and values in one step (--cp-comm-type all_gather, a2a or p2p).
@@ -202,8 +196,6 @@ init-method-xavier-uniform embedding-init-method-std: Weights are drawn from a n
 data-parallel-random-init: All data ranks start from the same weights.
 mrope-section relative-attention-num-buckets: Rotary embeddings are set by --rotary-base, --rotary-percent, --rotary-interleaved,
     --rotary-seq-len-interpolation-factor, --use-rope-scaling, and --rope-type yarn, dynamic and longrope.
-openai-gelu: {_ACTIVATION}
-use-te-activation-func: Transformer Engine is not used.
 apply-residual-connection-post-layernorm: Residual connections add to the residual stream itself, not to its
     normalized values (--norm-placement sets the positions of norms).
 qk-l2-norm: Use --qk-layernorm to normalize queries and keys.
@@ -212,7 +204,6 @@ spec: The model is described by flags, not by a module.
 padded-vocab-size: The size follows from the tokenizer, the tensor-parallel size and --make-vocab-size-divisible-by.
 vocab-extra-ids tokenizer-metadata trust-remote-code legacy-tokenizer: Use --tokenizer-type and --tokenizer-model, or --vocab-file
     and --merge-file, or --vocab-size, to set the tokenizer.
-skip-train: Only training with evaluations is supported (--eval-interval, --eval-iters).
 decrease-batch-size-if-needed: The global batch size never changes automatically; set --global-batch-size for the layout.
 check-for-spiky-loss check-for-large-grads: Use --spike-policy, which compares loss and gradient norm with those of earlier steps.
 use-mup mup-base-hidden-size mup-width-mult: Use --mup-base-width, the hidden size at which the learning rates were tuned.
@@ -229,8 +220,8 @@ train-tokens lr-decay-tokens lr-warmup-tokens: Use --train-samples, --lr-decay-s
 moe-expert-parallel-size: Use --expert-model-parallel-size.
 moe-loss-coeff: Use --moe-aux-loss-coeff.
 moe-train-capacity-factor moe-eval-capacity-factor moe-min-capacity: Use --moe-expert-capacity-factor.
-train-weighted-split-paths* valid-weighted-split-paths* test-weighted-split-paths*: Use --train-data-path, --valid-data-path and
-    --test-data-path.
+train-weighted-split-paths* test-weighted-split-paths*: Use --train-data-path and --test-data-path.
+valid-weighted-split-paths*: Use --valid-data-path NAME=WEIGHT PREFIX WEIGHT PREFIX ... NAME=..., with a blend for each named set.
 valid-num-workers: Use --num-workers.
 tokenizer-name-or-path: Use --tokenizer-type HuggingFaceTokenizer, with the model's tokenizer.json in --tokenizer-model.
 patch-tokenizer-type extra-vocab-size: Use --tokenizer-type and --tokenizer-model to set the tokenizer, and --vocab-size to set the
@@ -248,12 +239,24 @@ use-gcp-dynamic-checkpointing: Use --keep-last, the number of retained checkpoin
 """Refused flags with the reason or the flag to use instead. Names of other versions of Megatron-LM come first. A name may be a
 pattern with ``*``."""
 
+_EQUIVALENTS = """
+moe-token-dispatcher-type=flex moe-enable-deepep moe-flex-* moe-deepep-* moe-hybridep-*: --moe-token-dispatcher-type alltoall; every
+    token reaches the same experts, sent by torch's collectives
+recompute-modules=moe_act: --recompute-modules mlp_act; it recomputes the activations of MLPs and shared experts
+recompute-modules=moe: --recompute-modules mlp; it recomputes MLPs and experts
+moe-layer-recompute: --recompute-granularity selective --recompute-modules mlp; it recomputes MLPs and experts
+attention-backend=local: --attention-backend unfused; plain matrix products keep the attention probabilities
+position-embedding-type=yarn: --position-embedding-type rope --rope-type yarn; YaRN is a type of rotary embedding
+"""
+"""Flags and values of Megatron-LM that compute the same as flags of this project, with the flags and a remark. A program that
+converts a command replaces them. `pretrain_gpt.py` refuses them and names the replacement. A name may be a pattern with ``*``."""
+
 _UNSUPPORTED_CHOICES = """
 tokenizer-type=MultimodalTokenizer,SFTTokenizer,BertWordPieceLowerCase,BertWordPieceCase: is not supported yet; supported are
     byte-level BPE, tiktoken and sentencepiece files, bytes and NullTokenizer
 tokenizer-type=PretrainedFromHF,Llama3Tokenizer,DeepSeekV2Tokenizer,DeepSeekV3Tokenizer,Qwen2Tokenizer: is a name of another
     program; use HuggingFaceTokenizer with the model's tokenizer.json in --tokenizer-model
-recompute-modules=moe,moe_act,shared_experts: is not supported; core_attn, layernorm, mlp_act and mlp are, and mlp includes experts
+recompute-modules=shared_experts: is not supported; core_attn, layernorm, mlp_act and mlp are, and mlp includes experts
 recompute-modules=mla_up_proj: is not supported yet; core_attn, layernorm, mlp_act and mlp are
 fp8-recipe=delayed: is refused: its scales depend on the values of earlier steps, a state that every layout, resume and
     recomputation would need and that the first step does not have; tensorwise is the same recipe with scales from the current
@@ -261,10 +264,7 @@ fp8-recipe=delayed: is refused: its scales depend on the values of earlier steps
 fp8-recipe=mxfp8: is not supported yet (blocks of 32 numbers with scales that are powers of two); blockwise has blocks of 128
 fp8-recipe=custom: is not supported; tensorwise, rowwise and blockwise are
 moe-router-load-balancing-type=sinkhorn: is not supported; aux_loss, seq_aux_loss, global_aux_loss and none are
-moe-token-dispatcher-type=flex: is not supported; alltoall and allgather are
 position-embedding-type=mrope,relative,alibi: is not supported yet; rope, learned_absolute and none are
-position-embedding-type=yarn: is --position-embedding-type rope with --rope-type yarn here
-attention-backend=local: is not supported; unfused (math) computes the same
 dataloader-type=external: is refused: data comes from indexed files (--data-path); use single
 exp-avg-dtype=fp16,bf16,fp8: is not supported: moments are float32; --optimizer adam8bit stores them in 8 bits
 exp-avg-sq-dtype=fp16,bf16,fp8: is not supported: moments are float32; --optimizer adam8bit stores them in 8 bits
@@ -338,23 +338,64 @@ def _parse_table(table: str) -> Iterator[tuple[str, tuple[str, ...] | None, str]
             yield name, tuple(filter(None, values.split(","))) if has_values else None, reason
 
 
+@dataclass(frozen=True)
+class Equivalent:
+    """Flags of this project that compute the same as a flag of Megatron-LM, or as one of its values."""
+
+    flags: str
+    """Flags with their values, such as ``--recompute-modules mlp_act``."""
+    remark: str
+    """What computes the same, as a clause."""
+
+    @property
+    def reason(self) -> str:
+        """Sentence for a refusal that names the replacement."""
+        return f"Use {self.flags}, which computes the same: {self.remark}."
+
+
+def _parse_equivalent(text: str) -> Equivalent:
+    flags, _, remark = text.partition("; ")
+    return Equivalent(flags, remark)
+
+
+EQUIVALENT_FLAGS = {name: _parse_equivalent(text) for name, values, text in _parse_table(_EQUIVALENTS) if values is None}
+"""Flags that compute the same as others, by name or pattern without the leading dashes."""
+EQUIVALENT_CHOICES = {
+    (name, value): _parse_equivalent(text) for name, values, text in _parse_table(_EQUIVALENTS) for value in values or ()
+}
+"""Values of flags that compute the same as others, by (flag name, value)."""
 COMPAT_FLAGS: dict[str, RefusedFlag | NoEffectFlag] = {
     **{name: NoEffectFlag(reason, values) for name, values, reason in _parse_table(_NO_EFFECT) if "*" not in name},
     **{name: RefusedFlag(reason) for name, _, reason in _parse_table(_REFUSED) if "*" not in name},
+    **{name: RefusedFlag(equivalent.reason) for name, equivalent in EQUIVALENT_FLAGS.items() if "*" not in name},
 }
 """Flags of Megatron-LM that are not settings of this project, by name without the leading dashes."""
 TRANSLATIONS = {name: Translation(template, values) for name, values, template in _parse_table(_TRANSLATIONS)}
 """Flags that are replaced by others, by name without the leading dashes. Some of them are also settings of this project; of
 these, only some values are replaced."""
 FLAG_PATTERNS: dict[str, RefusedFlag | NoEffectFlag] = {
+    **{name: RefusedFlag(equivalent.reason) for name, equivalent in EQUIVALENT_FLAGS.items() if "*" in name},
     **{name: RefusedFlag(reason) for name, _, reason in _parse_table(_REFUSED) if "*" in name},
     **{name: NoEffectFlag(reason, values) for name, values, reason in _parse_table(_NO_EFFECT) if "*" in name},
 }
 """Flags of Megatron-LM that are not settings of this project, by a pattern of their names. `COMPAT_FLAGS` has precedence."""
 UNSUPPORTED_CHOICES = {
-    (name, value): reason for name, values, reason in _parse_table(_UNSUPPORTED_CHOICES) for value in values or ()
+    **{(name, value): reason for name, values, reason in _parse_table(_UNSUPPORTED_CHOICES) for value in values or ()},
+    **{
+        choice: f"is not supported; {equivalent.flags} computes the same: {equivalent.remark}"
+        for choice, equivalent in EQUIVALENT_CHOICES.items()
+    },
 }
 """Reason why a value of a flag is not supported, by (flag name, value)."""
+
+
+def find_equivalent(name: str) -> Equivalent | None:
+    """Return the flags that compute the same as a flag of Megatron-LM; None if there are none.
+
+    Args:
+        name: name of the flag without the leading dashes.
+    """
+    return next((equivalent for pattern, equivalent in EQUIVALENT_FLAGS.items() if fnmatchcase(name, pattern)), None)
 
 
 def match_flag_pattern(name: str) -> RefusedFlag | NoEffectFlag | None:

@@ -87,7 +87,8 @@ logging-steps log-every log-freq log-every-n-steps print-every print-freq loggin
     logging-strategy: Use --log-interval, in steps.
 logging-dir tb-dir tensorboard tensorboard-log-dir tb-log-dir use-tensorboard: Use --tensorboard-dir FOLDER.
 report-to wandb wandb-log use-wandb wandb-run-name run-name project wandb-group enable-wandb experiment-name run-id: Use
-    --wandb-project and --wandb-exp-name, or --tensorboard-dir.
+    --wandb-project and --wandb-exp-name, --mlflow-experiment, --trackio-project, or --tensorboard-dir.
+mlflow use-mlflow mlflow-uri tracking-uri: Use --mlflow-experiment and --mlflow-tracking-uri.
 entity: Use --wandb-entity.
 gradient-checkpointing activation-checkpointing use-gradient-checkpointing grad-checkpointing recompute ac-mode
     activation-checkpoint activation-checkpoint-mode gradient-checkpoint remat: Use --recompute-granularity selective or full.
@@ -144,9 +145,12 @@ flash-attention use-flash-attention flash-attn flash sdpa attn-implementation at
     --attention-backend auto, the default, which uses flash attention wherever it is available.
 deterministic deterministic-algorithms: Use --deterministic-mode.
 profiler enable-profiling trace: Use --profile, or --save-trace for a trace of tensors.
-eval-only do-eval evaluate predict do-predict: Use tools/evaluate.py on a checkpoint.
+eval-only only-eval validate-only do-eval evaluate: Use --skip-train, which computes the losses of validation and test data, or
+    tools/evaluate.py on a checkpoint.
+predict do-predict: Use tools/generate_text.py or tools/evaluate.py on a checkpoint.
 do-train train pretrain: This program always trains; --dry-run only plans the run.
-generate sample prompt: Use tools/generate_text.py on a checkpoint.
+generate prompt: Use tools/generate_text.py on a checkpoint.
+sample sample-every sample-freq sample-steps sample-every-n-steps generate-every sampling-interval: Use --sample-interval, in steps.
 overwrite-output-dir overwrite: Nothing is overwritten. Choose another folder for --save, or use --load to resume.
 push-to-hub hub-model-id: Export a checkpoint by tools/checkpoint.py export.
 lora use-lora peft lora-r r: Use --lora-rank, with --lora-alpha and --lora-targets.

@@ -144,7 +144,24 @@ def format_report(command: LaunchCommand, violations: Sequence[Violation]) -> st
     Args:
         violations: rules of this project that the command violates, as `LaunchCommand.find_violations` returns them.
     """
-    sections = [command.format()]
+    sections = [command.format(), *_build_conversion_sections(command)]
+    if run_notes := command.get_notes():
+        sections.append("\n".join(["# Notes of the run:", *(f"#   {message}" for message in run_notes)]))
+    if violations:
+        error_lines = str(ConfigError(violations)).splitlines()
+        sections.append(
+            "\n".join(["# NOT READY: the command violates rules of this project.", *(f"#   {text}" for text in error_lines)])
+        )
+    return "\n\n".join(sections) + "\n"
+
+
+def format_conversion(command: LaunchCommand) -> str:
+    """Return the messages about the conversion as comment lines, without the command. The text is empty if nothing was changed."""
+    return "".join(f"{section}\n\n" for section in _build_conversion_sections(command))
+
+
+def _build_conversion_sections(command: LaunchCommand) -> list[str]:
+    sections = []
     for title, pairs in (
         ("Changed", command.changes),
         ("Left out, without effect here", command.omitted),
@@ -157,14 +174,7 @@ def format_report(command: LaunchCommand, violations: Sequence[Violation]) -> st
     missing = [f"{name}: {message}" for name, message in command.variables.items() if f"${name}" in argv_text] + command.missing
     if missing:
         sections.append("\n".join(["# To be given:", *(f"#   {message}" for message in missing)]))
-    if run_notes := command.get_notes():
-        sections.append("\n".join(["# Notes of the run:", *(f"#   {message}" for message in run_notes)]))
-    if violations:
-        error_lines = str(ConfigError(violations)).splitlines()
-        sections.append(
-            "\n".join(["# NOT READY: the command violates rules of this project.", *(f"#   {text}" for text in error_lines)])
-        )
-    return "\n\n".join(sections) + "\n"
+    return sections
 
 
 def _group_by_reason(pairs: Sequence[tuple[str, str]]) -> list[str]:

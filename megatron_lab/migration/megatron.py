@@ -11,7 +11,14 @@ from typing import NamedTuple
 
 from megatron.config.flags import find_flag
 from megatron.config.parsed_flags import REQUESTS
-from megatron_lab.migration.compat import COMPAT_FLAGS, TRANSLATIONS, NoEffectFlag, match_flag_pattern
+from megatron_lab.migration.compat import (
+    COMPAT_FLAGS,
+    EQUIVALENT_CHOICES,
+    TRANSLATIONS,
+    NoEffectFlag,
+    find_equivalent,
+    match_flag_pattern,
+)
 from megatron_lab.migration.launch_command import LaunchCommand, parse_argv
 
 
@@ -47,6 +54,8 @@ def convert_flags(command: LaunchCommand, source_args: list[str]) -> dict[str, t
             deepspeed_values[name] = source.values
         elif name in _CONVERTERS:
             deferred.append((_CONVERTERS[name], source))
+        elif any((name, value) in EQUIVALENT_CHOICES for value in source.values):
+            _replace_choices(command, name, source)
         elif find_flag(name) is not None or isinstance(COMPAT_FLAGS.get(name) or match_flag_pattern(name), NoEffectFlag):
             command.set_flag(name, *source.values)
         elif name in TRANSLATIONS and TRANSLATIONS[name].applies_to(source.values):
@@ -54,6 +63,10 @@ def convert_flags(command: LaunchCommand, source_args: list[str]) -> dict[str, t
                 command.set_flag(new_name, *new_values, source=str(source))
         elif name in REQUESTS:
             command.omitted.append((str(source), "it requests an action other than training"))
+        elif (equivalent := find_equivalent(name)) is not None:
+            for new_name, new_values, _ in parse_argv(equivalent.flags.split()):
+                command.set_flag(new_name, *new_values)
+            command.changes.append((str(source), f"{equivalent.flags}, which computes the same: {equivalent.remark}"))
         else:
             compat_flag = COMPAT_FLAGS.get(name) or match_flag_pattern(name)
             command.unconverted.append(
@@ -62,6 +75,28 @@ def convert_flags(command: LaunchCommand, source_args: list[str]) -> dict[str, t
     for convert, source in deferred:
         convert(command, source)
     return deepspeed_values
+
+
+def _replace_choices(command: LaunchCommand, name: str, source: SourceFlag) -> None:
+    """Set a flag with values of Megatron-LM, of which some are replaced by values that compute the same.
+
+    Args:
+        name: name of the flag without the leading dashes.
+    """
+    new_values: list[str] = []
+    for value in source.values:
+        equivalent = EQUIVALENT_CHOICES.get((name, value))
+        if equivalent is None:
+            new_values.append(value)
+            continue
+        for new_name, replacements, _ in parse_argv(equivalent.flags.split()):
+            if new_name == name:
+                new_values += replacements
+            else:
+                command.set_flag(new_name, *replacements)
+        command.changes.append((f"{source.spelling} {value}", f"{equivalent.flags}, which computes the same: {equivalent.remark}"))
+    without_mlp = "mlp" in new_values and name == "recompute-modules"  # mlp includes mlp_act
+    command.set_flag(name, *dict.fromkeys(value for value in new_values if not (without_mlp and value == "mlp_act")))
 
 
 DEEPSPEED_FLAGS = ("deepspeed", "deepspeed-config", "zero-stage", "deepspeed-activation-checkpointing", "no-pipeline-parallel")
@@ -148,6 +183,21 @@ def _convert_tokens_to_samples(name: str) -> Callable[[LaunchCommand, SourceFlag
     return convert
 
 
+def _convert_moe_layer_recompute(command: LaunchCommand, source: SourceFlag) -> None:
+    """Add the experts to the modules that selective recompute covers."""
+    if command.flags.get("recompute-granularity") == ("full",):
+        command.omitted.append((str(source), "--recompute-granularity full recomputes experts too"))
+        return
+    modules = command.flags.get("recompute-modules", ("core_attn",))
+    command.set_flag("recompute-granularity", "selective")
+    command.set_flag(
+        "recompute-modules",
+        *dict.fromkeys((*(module for module in modules if module != "mlp_act"), "mlp")),
+        source=str(source),
+        reason="mlp includes experts",
+    )
+
+
 def _convert_data_impl(command: LaunchCommand, source: SourceFlag) -> None:
     if source.values in (("mmap",), ("infer",)):
         command.omitted.append((str(source), "indexed datasets are always mapped into memory"))
@@ -204,6 +254,11 @@ _CONVERTERS: dict[str, Callable[[LaunchCommand, SourceFlag], None]] = {
     "warmup": _rename("lr-warmup-fraction"),
     "encoder-num-layers": _rename("num-layers"),
     "encoder-seq-length": _rename("seq-length"),
+    "moe-expert-parallel-size": _rename("expert-model-parallel-size"),
+    "moe-loss-coeff": _rename("moe-aux-loss-coeff"),
+    "moe-layer-recompute": _convert_moe_layer_recompute,
+    "persistent-save-interval": _rename("save-interval"),
+    "wandb-name": _rename("wandb-exp-name"),
     "cpu-optimizer": _rename("optimizer-cpu-offload"),
     "moe-extended-tp": _omit("--expert-tensor-parallel-size sets how experts are split"),
     "DDP-impl": _omit("gradients are always reduced from one buffer, as with DDP-impl local"),

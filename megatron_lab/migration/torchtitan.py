@@ -65,7 +65,8 @@ def convert_config(command: LaunchCommand, text: str) -> None:
     metrics.omit("save_tb_folder disable_color_printing save_for_all_ranks rank_0_only", "it only affects the display of metrics")
     if (validation := config.pop_section("validation")) is not None:
         _convert_validation(command, validation)
-    command.flags.setdefault("eval-iters", ("0",))
+    if "full-validation" not in command.flags:
+        command.flags.setdefault("eval-iters", ("0",))
     if (profiling := config.pop_section("profiling")) is not None:
         if profiling.pop("enable_profiling") or profiling.pop("run_profiler"):
             command.unconverted.append(
@@ -420,8 +421,10 @@ def _convert_validation(command: LaunchCommand, section: ConfigSection) -> None:
     if section.pop("enable") or section.pop("enabled"):
         command.set_flag("eval-interval", int(section.pop_number("freq") or 10), source="validation.freq")
         num_batches = int(section.pop_number("steps") or -1)
-        command.missing += [] if num_batches > 0 else ["--eval-iters: validation.steps of torchtitan means all of the data"]
-        command.set_flag("eval-iters", max(num_batches, 1), source="validation.steps")
+        if num_batches > 0:
+            command.set_flag("eval-iters", num_batches, source="validation.steps")
+        else:
+            command.set_flag("full-validation", source=f"validation.steps {num_batches}")
         command.missing.append(
             f"{section.pop('dataset', 'the validation data')} as an indexed dataset: --valid-data-path, or --split"
         )

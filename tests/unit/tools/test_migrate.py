@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -245,6 +246,97 @@ def test_a_line_whose_flags_mean_the_same_goes_through_unchanged(tmp_path: Path,
     assert config_of(words, 2).optimizer.lr == 5e-4 and config_of(words, 2).parallel.tensor_model_parallel_size == 2
 
 
+BASE = (
+    "torchrun --nproc-per-node 2 pretrain_gpt.py --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
+    "--micro-batch-size 2 --train-iters 3 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 64 "
+)
+EXPERTS = "--num-experts 4 --disable-bias-linear "
+DISPATCH = "--moe-token-dispatcher-type alltoall"
+
+
+@pytest.mark.parametrize(
+    ("given_flags", "same", "told"),
+    [
+        ("--moe-token-dispatcher-type flex", DISPATCH, ["--moe-token-dispatcher-type flex", "which computes the same"]),
+        ("--moe-token-dispatcher-type flex --moe-enable-deepep --moe-deepep-num-sms 20", DISPATCH, ["#   --moe-deepep-num-sms 20"]),
+        ("--moe-flex-dispatcher-backend hybridep", DISPATCH, ["#   --moe-flex-dispatcher-backend hybridep"]),
+        (
+            "--recompute-granularity selective --recompute-modules core_attn moe_act",
+            "--recompute-granularity selective --recompute-modules core_attn mlp_act",
+            ["#   --recompute-modules moe_act\n#     --recompute-modules mlp_act, which computes the same"],
+        ),
+        (
+            "--recompute-granularity selective --recompute-modules moe mlp moe_act",
+            "--recompute-granularity selective --recompute-modules mlp",
+            ["#   --recompute-modules moe\n", "#   --recompute-modules moe_act\n"],
+        ),
+        ("--moe-layer-recompute", "--recompute-granularity selective --recompute-modules core_attn mlp", ["mlp includes experts"]),
+        (
+            "--moe-layer-recompute --recompute-granularity selective --recompute-modules mlp_act",
+            "--recompute-granularity selective --recompute-modules mlp",
+            ["#   --moe-layer-recompute"],
+        ),
+        (
+            "--moe-layer-recompute --recompute-granularity full --recompute-method uniform",
+            "--recompute-granularity full --recompute-method uniform",
+            ["--recompute-granularity full recomputes experts too"],
+        ),
+        ("--attention-backend local", "--attention-backend unfused", ["#   --attention-backend local"]),
+        ("--position-embedding-type yarn", "--position-embedding-type rope --rope-type yarn", ["a type of rotary embedding"]),
+        ("--openai-gelu --use-te-activation-func", "", ["approximation of GELU", "the same activation functions"]),
+        ("--moe-expert-parallel-size 2", "--expert-model-parallel-size 2", ["#   --moe-expert-parallel-size 2"]),
+        ("--moe-loss-coeff 0.5", "--moe-aux-loss-coeff 0.5", ["#   --moe-loss-coeff 0.5"]),
+        ("--save x --persistent-save-interval 3", "--save x --save-interval 3", ["#   --persistent-save-interval 3"]),
+    ],
+)
+def test_what_computes_the_same_is_replaced(
+    given_flags: str, same: str, told: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The settings are those of the replacement, and the report says what it replaces."""
+    file = tmp_path / "train.sh"
+    file.write_text(BASE + EXPERTS + given_flags)
+    words, said = migrated(capsys, str(file))
+    base = shlex.split(BASE + EXPERTS)
+    assert config_of(words, 2) == config_of([*base, *same.split()], 2)
+    for text in told:
+        assert text in said
+    assert "COULD NOT" not in said and "NOT READY" not in said
+
+
+def run_migrated(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """Exit status, output and messages of the tool and of the program that it runs."""
+    code = migrate.main(list(words))
+    return code, *capfd.readouterr()
+
+
+def test_a_plan_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """With the ranks of the launcher, flags after `--` and variables of the shell; nothing but the plan is on stdout."""
+    file, plan = tmp_path / "train.sh", tmp_path / "plan.json"
+    monkeypatch.setenv("PLACE", str(tmp_path / "save"))
+    file.write_text(BASE + EXPERTS + "--moe-token-dispatcher-type flex --exit-signal-handler --save $PLACE")
+    code, said, told = run_migrated(capfd, str(file), "--", "--dry-run", "--dry-run-json", str(plan), "--bf16")
+    assert code == 0 and "torchrun" not in said and "which computes the same" not in said and "bfloat16" in said, told
+    assert "#   --moe-token-dispatcher-type flex" in told and "COULD NOT" not in told
+    assert json.loads(plan.read_text())["job"]["world_size"] == 2
+    code, said, told = run_migrated(capfd, str(file), "--", "--dry-run", "--world-size", "4", "--tensor-model-parallel-size", "3")
+    assert code == 2 and "world size 4 is not divisible by TP" in told
+    code, said, _ = run_migrated(capfd, str(file), "--", "--print-config", "--lr", "0.25")
+    assert code == 0 and "lr: 0.25" in said and f"save: {tmp_path / 'save'}" in said
+    assert not (tmp_path / "save").exists(), "nothing is trained"
+
+
+def test_other_requests_are_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "train.sh"
+    file.write_text(BASE)
+    for words, expected in (("--help", "train on one device"), ("--explain lr", "--lr"), ("--model list llama3-8b", "llama3-8b")):
+        code, said, told = run_migrated(capfd, str(file), "--", *words.split())
+        assert code == 0 and expected in said and "#" not in told, (words, said, told)
+    code, said, told = run_migrated(capfd, str(file), "--", "--plan", "--cluster", "h100", "--rows", "1")
+    assert code == 0 and "2 " in said, told
+    code, said, _ = run_migrated(capfd, str(file), "--", "--model", "llama3-8b")
+    assert "--model llama3-8b" in said, "a model that is chosen is part of the command"
+
+
 def test_a_deepspeed_configuration_beside_a_launch_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What both say is told, and the line counts."""
     line = tmp_path / "train.sh"
@@ -343,3 +435,16 @@ def test_several_launch_lines_are_told(tmp_path: Path, capsys: pytest.CaptureFix
     assert words[-1] == "1" and "1 at line 1, 2 at line 2; 1 was taken (--pick N)" in said
     assert migrated(capsys, str(file), "--pick", "2")[0][-1] == "2"
     assert migrate.main([str(file), "--pick", "3"]) == 2
+
+
+def test_a_validation_of_torchtitan_reads_all_of_the_data_or_some_batches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for steps, flags, absent in ((-1, ["--full-validation"], "--eval-iters"), (7, ["--eval-iters", "7"], "--full-validation")):
+        file = tmp_path / f"{steps}.toml"
+        section = f"\n[validation]\nenable = true\nfreq = 50\nsteps = {steps}\n"
+        file.write_text((FOREIGN / "llama3_8b.toml").read_text() + section)
+        words, _ = migrated(capsys, str(file))
+        place = words.index(flags[0])
+        assert words[place : place + len(flags)] == flags and absent not in words
+        assert words[words.index("--eval-interval") + 1] == "50"
