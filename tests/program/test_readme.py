@@ -34,8 +34,8 @@ from tests.support.runs import arguments, run
 from tests.support.vocabularies import sentencepiece
 from tests.support.warm_python import warm_python
 
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-TEXTS = {path.name: path.read_text() for path in DOCUMENTS}
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TEXTS = {path.relative_to(ROOT if path.name == "README.md" else ROOT / "docs").as_posix(): path.read_text() for path in DOCUMENTS}
 
 
 def commands(text: str) -> Iterator[str]:
@@ -306,7 +306,7 @@ def test_every_launch_script_is_in_the_table(script: str) -> None:
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_files_exist(name: str) -> None:
-    folder = (ROOT if name == "README.md" else ROOT / "docs").resolve()
+    folder = (ROOT if name == "README.md" else (ROOT / "docs" / name).parent).resolve()
     for link in re.findall(r"\]\((?!https:)([^)#]+)\)", TEXTS[name]):
         assert (folder / link).exists(), f"{name} links to {link}"
     for path in re.findall(r"`((?:megatron|megatron_lab|tools|tests|examples|docs|\.ci)/[\w./]+)`", TEXTS[name]):
@@ -330,16 +330,37 @@ def test_flags_exist(name: str) -> None:
     others = {*PROGRAM_FLAGS, *input_flags.IGNORED_FLAGS, *input_flags.REFUSED_FLAGS, "help", "no-", "flag"}
     launcher = {"standalone", "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "max-restarts"}
     docker, pip = {"build-arg", "rm", "gpus", "ipc"}, {"no-deps"}
+    kubectl, hub, slurm, llama_cpp = (
+        {"max-log-requests"},
+        {"local-dir"},
+        {"signal", "batch", "partition", "account", "exclude", "nodes"},
+        {"outfile"},
+    )
     launcher |= {"ntasks-per-node"}
     scripts = {"short", "folder", "text", "full", "fuzz"}
     told = re.findall(r"^  --([\w-]+) ", verify_layout.HELP + plot_memory.HELP + plot_coordinates.HELP, re.MULTILINE)
     supervisor = re.findall(r'"--([\w-]+)"', (ROOT / "megatron_lab/resilience/command.py").read_text())
     foreign = (
         {*COMPAT_FLAGS, *TRANSLATIONS, "our-own-flag", "use-rotary-position-embeddings", "no-position-embedding"}
-        if name in ("from_megatron.md", "checkpoints.md")
+        if name in ("from_megatron.md", "checkpoints.md", "recipes/move_from_megatron.md")
         else set()
     )
-    known = {*get_flags(), *foreign, *docker, *pip, *others, *launcher, *supervisor, *scripts, *flags_of_tools(), *told}
+    known = {
+        *get_flags(),
+        *foreign,
+        *docker,
+        *pip,
+        *kubectl,
+        *hub,
+        *slurm,
+        *llama_cpp,
+        *others,
+        *launcher,
+        *supervisor,
+        *scripts,
+        *flags_of_tools(),
+        *told,
+    }
     for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", TEXTS[name]):
         assert flag in known or flag.removeprefix("no-") in get_flags(), f"{name} names --{flag}"
 

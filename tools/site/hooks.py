@@ -35,8 +35,12 @@ they are defined."""
 FILES_FOLDER = "files"
 """Folder of the site for files of the repository."""
 REFERENCE_FOLDER = "reference"
+WORKER_SHIM = "iframe-worker.js"
+"""Script for the search in pages that are opened as files."""
 STYLE = """.md-grid { max-width: 76rem; }
 .md-typeset table:not([class]) code { word-break: normal; overflow-wrap: anywhere; }
+.md-typeset .language-output pre > code { white-space: pre-wrap; overflow-wrap: anywhere; }
+.md-typeset .language-output .go { color: inherit; }
 """
 _LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(?=\))")
 _RANKS = re.compile(r'<autoref [^>]*?identifier="([\d, ]+)"[^>]*>(.*?)</autoref>')
@@ -68,6 +72,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
     pages = {name: path.read_text(encoding="utf-8").replace("](docs/", "](") for name, path in list_outer_pages().items()}
     pages["site.css"] = STYLE
+    pages[WORKER_SHIM] = (Path(__file__).parent / WORKER_SHIM).read_text(encoding="utf-8")
     for name in PUBLIC_MODULES:
         pages[f"{REFERENCE_FOLDER}/{name}.md"] = f"# {name}\n\n::: {name}\n"
     for path, text in pages.items():
@@ -82,9 +87,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links to files outside of docs/ to their copies on the site. Insert an empty line between a paragraph and a list below
-    it, because MkDocs does not recognise the list otherwise."""
+    """Change the text of a page for the site.
+
+    Put the recipes first on the first page. Point links to files outside of docs/ to their copies on the site. Insert an empty line
+    between a paragraph and a list below it, because MkDocs does not recognise the list otherwise.
+    """
     uri = page.file.src_uri
+    if uri == "index.md":
+        markdown = _move_recipes_to_start(markdown)
     for link, target in [*_links_outside_docs(uri, markdown)]:
         relative_path = posixpath.relpath(_site_path(target), posixpath.dirname(uri) or ".")
         markdown = re.sub(rf"\]\({re.escape(link)}(?=[#)])", f"]({relative_path}", markdown)
@@ -95,6 +105,16 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     """Repair the HTML of a page. Groups of ranks, such as [0, 1] [2, 3], must not become links. A "::" before an example must
     become a colon."""
     return _RANKS.sub(r"[\2] [\1]", html).replace("::</p>", ":</p>")
+
+
+def _move_recipes_to_start(markdown: str) -> str:
+    """Move the recipes of README.md below the first paragraph. The README itself starts with the commands of the quick start."""
+    match = re.search(r"^##(# Recipes\n.*?)^### Pages\n\n", markdown, re.MULTILINE | re.DOTALL)
+    if match is None:
+        return markdown
+    markdown = markdown[: match.start()] + markdown[match.end() :]
+    title, first_paragraph, remaining = markdown.split("\n\n", 2)
+    return f"{title}\n\n{first_paragraph}\n\n#{match[1]}{remaining}"
 
 
 def _site_path(target: str) -> str:

@@ -47,6 +47,26 @@ def test_links_out_of_docs_lead_to_copies() -> None:
     assert made == "[a](tour.md) [b](files/LICENSE)"
 
 
+def test_the_first_page_offers_the_recipes_first() -> None:
+    page: Any = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"))
+    readme = (ROOT / "README.md").read_text().replace("](docs/", "](")
+    made = hooks.on_page_markdown(readme, page, None, None)  # type: ignore[arg-type]
+    assert re.findall(r"^##+ .*$", made, re.MULTILINE)[:2] == ["## Recipes", "## Why use it"] and "### Pages" not in made
+    assert 0 < made.index("](recipes/index.md)") < made.index("](recipes/loss_spike.md)") < made.index("![") < made.index("```bash")
+    assert sorted(re.findall(r"\]\(([^)]*)\)", made)) == sorted(
+        re.findall(r"\]\(([^)]*)\)", readme.replace("](LICENSE", "](files/LICENSE"))
+    )
+
+
+def test_pages_that_are_opened_as_files_have_a_search() -> None:
+    """The plugin puts the index into a script, and loads the worker from a server unless the site has one of this name."""
+    settings = yaml.safe_load(re.sub(r"^.*!!python.*$", "", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE))
+    names = [name for plugin in settings["plugins"] for name in ([plugin] if isinstance(plugin, str) else plugin)]
+    assert names.index("search") < names.index("offline")
+    assert settings["extra"]["polyfills"] == [hooks.WORKER_SHIM] and "iframe-worker" in hooks.WORKER_SHIM
+    assert (ROOT / "tools/site" / hooks.WORKER_SHIM).exists() and settings["theme"]["font"] is False
+
+
 @pytest.mark.parametrize(
     ("written", "read"),
     [
