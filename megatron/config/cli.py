@@ -36,7 +36,7 @@ from megatron.config.parsed_flags import (
     split_argv,
     split_requests,
 )
-from megatron.config.resolve import assume_vocab_size, resolve_settings
+from megatron.config.resolve import resolve_settings
 from megatron.config.rules import find_violations, is_harmless
 from megatron.config.save import to_yaml
 
@@ -145,7 +145,7 @@ def _validate(config: Config, parsed: ParsedFlags, world_size: int, dry_run: Dry
     world_size = dry_run.world_size if dry_run else world_size
     config, notes = resolve_settings(config)
     if dry_run is not None:
-        config, vocab_notes = assume_vocab_size(config)
+        config, vocab_notes = import_object("megatron_lab.planner.vocabulary:assume_vocab_size")(config)
         notes += vocab_notes
     complete_config = fill_plan_defaults(config) if dry_run else config
     rule_violations = find_violations(complete_config, world_size, parsed.explicit_fields, parsed.fixed_fields)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from megatron.config.regular_file import find_path_problem, parse_json, read_text, shorten_path
+from megatron.config.imports import import_object
 from megatron.config.setting import IS_SET, Condition, condition, get_flag_name, idle_condition, setting
 
 TokenizerType = Literal[
@@ -41,15 +40,6 @@ TOKENIZER_OPTIONAL: dict[str, tuple[str, ...]] = {
 """Further settings that have an effect on a tokenizer type."""
 TOKENIZER_FILE_SETTINGS = ("tokenizer_model", "vocab_file", "merge_file")
 """Tokenizer settings whose value is a file."""
-DEFAULT_VOCAB_SIZES = {
-    "GPT2BPETokenizer": 50_257,  # GPT-2
-    "HuggingFaceTokenizer": 128_256,  # Llama 3
-    "TikTokenizer": 131_072,  # Mistral's Tekken, as truncated by Megatron-LM
-    "SentencePieceTokenizer": 32_000,  # Llama 2
-    "GPTSentencePieceTokenizer": 32_000,
-    "Llama2Tokenizer": 32_000,
-}
-"""Rows of the word embedding that a plan assumes if neither --vocab-size nor the tokenizer's files determine them."""
 TOKENIZER_SETTINGS = tuple(
     dict.fromkeys(field for table in (TOKENIZER_REQUIRED, TOKENIZER_OPTIONAL) for kind in table.values() for field in kind)
 )
@@ -84,6 +74,7 @@ def _build_tokenizer_condition(field: str) -> Condition:
 
 _USES_LOSS_MASK = condition("without --mock-data, whose tokens all count in the loss", mock_data=False)
 _USES_DATASET = condition("without --mock-data, whose samples are generated", mock_data=False)
+_USES_HF = condition(hf_dataset=IS_SET)
 
 
 @dataclass(frozen=True)
@@ -97,16 +88,60 @@ class DataConfig:
     train_data_path: tuple[str, ...] = setting((), is_path=True)
     """Prefix or blend, as in --data-path, for training only: all documents of these datasets are used."""
     valid_data_path: tuple[str, ...] = setting((), is_path=True)
-    """Prefix or blend, as in --data-path, for validation only."""
+    """Prefix or blend, as in --data-path, for validation only. A word NAME=PREFIX starts a validation set, which has its own blend
+    and loss: books=b1 code=0.3 c1 0.7 c2. (Write a prefix that contains = as ./PREFIX.)"""
     test_data_path: tuple[str, ...] = setting((), is_path=True)
     """Prefix or blend, as in --data-path, for the test at the end only."""
     data_args_path: str | None = setting(None, is_path=True)
     """File that contains the value of --data-path, for blends that are too long for a command line."""
     per_split_data_args_path: str | None = setting(None, is_path=True)
     """JSON file {"train": [...], "valid": [...], "test": [...]} with the values of --train-data-path, --valid-data-path and
-    --test-data-path."""
+    --test-data-path; {"valid": {NAME: [...], ...}} for several validation sets."""
+    multiple_validation_sets: bool = setting(
+        False, active_if=_USES_DATASET, idle_if=idle_condition("--eval-iters 0 switches evaluation off", eval_iters=0)
+    )
+    """Make a validation set, with its own loss, of each dataset of --valid-data-path (or of the validation part of each dataset of
+    --data-path). Its name is the end of its path that differs from the others. Weights have no effect on the sets."""
+    hf_dataset: str | None = setting(None, is_path=True)
+    """Hugging Face dataset whose texts are tokenized while the run trains: a name on the Hub, a folder, or data files (x.jsonl,
+    'texts/*.parquet'). Any --load continues with the same samples at any layout. Needs the datasets extra."""
+    hf_subset: str | None = setting(None, active_if=_USES_HF)
+    """Subset (configuration) of --hf-dataset, such as sample-10BT."""
+    hf_revision: str | None = setting(None, active_if=_USES_HF)
+    """Commit, tag or branch of --hf-dataset on the Hub; by default its newest commit. If the commit changes, a resumed run reads
+    the dataset from its start."""
+    hf_split: str = setting("train", active_if=_USES_HF)
+    """Split of --hf-dataset to train on."""
+    hf_text_column: str = setting("text", active_if=_USES_HF)
+    """Column of --hf-dataset that contains the texts, one document per row. Documents without text are left out."""
+    hf_shuffle_buffer: int = setting(
+        10_000,
+        min_value=0,
+        unit="documents",
+        active_if=_USES_HF,
+        idle_if=idle_condition("a dataset with random access is shuffled completely", hf_streaming=False),
+    )
+    """Documents of --hf-dataset in memory that are shuffled together; 0 to read each file in its order. The shards are always
+    shuffled. --seed determines the order."""
+    hf_streaming: bool = setting(True, active_if=_USES_HF)
+    """Stream --hf-dataset, without storing it. --no-hf-streaming downloads it into the cache of `datasets` (HF_HOME) and reads it
+    with random access: all documents are shuffled, and few files suffice for many ranks."""
+    hf_valid_split: str | None = setting(None, active_if=_USES_HF)
+    """Split of --hf-dataset to validate on."""
+    hf_valid_documents: int = setting(
+        0,
+        min_value=0,
+        unit="documents",
+        active_if=_USES_HF,
+        idle_if=(
+            idle_condition("--hf-valid-split names the validation data", hf_valid_split=IS_SET),
+            idle_condition("--valid-data-path names the validation data", valid_data_path=IS_SET),
+        ),
+    )
+    """Documents of --hf-split that are reserved for validation, instead of --hf-valid-split. Training never reads them."""
     data_cache_path: str | None = setting(None, active_if=_USES_DATASET, is_path=True)
-    """Folder for the indexes of large datasets; by default a folder `cache` next to each dataset."""
+    """Folder for the indexes of large datasets; by default a folder `cache` next to each dataset. For --hf-dataset: folder for the
+    positions of the reading, by default a folder `stream` in --save. It may be deleted."""
     split: str = setting(
         "969, 30, 1",
         idle_if=(
@@ -118,6 +153,7 @@ class DataConfig:
                 test_data_path=IS_SET,
                 per_split_data_args_path=IS_SET,
             ),
+            idle_condition("--hf-dataset has its own splits", hf_dataset=IS_SET),
         ),
     )
     """Relative sizes of training, validation and test, by which the documents are divided. Their sum may be any number."""
@@ -168,9 +204,8 @@ class DataConfig:
 
 
 SPLIT_FIELDS = ("train_data_path", "valid_data_path", "test_data_path")
-PATH_FIELDS = ("data_path", "data_args_path", *SPLIT_FIELDS, "per_split_data_args_path")
+PATH_FIELDS = ("data_path", "data_args_path", *SPLIT_FIELDS, "per_split_data_args_path", "hf_dataset")
 """Settings that name datasets."""
-_SPLIT_KEYS = ("train", "valid", "test")
 SPLIT_NAMES = ("training", "validation", "test")
 
 
@@ -219,73 +254,62 @@ def parse_blend(texts: Sequence[str], flag: str = "--data-path") -> list[Weighte
     return blend
 
 
-def read_split_blends(data: DataConfig) -> tuple[bool, list[list[WeightedPrefix]]]:
+Blends = dict[str, list[WeightedPrefix]]
+"""Datasets and weights (blend) of each set of a split, by the name of the set. A set without a name has the key ""."""
+
+
+def parse_validation_sets(
+    texts: Sequence[str] | Mapping[str, Sequence[str]], flag: str, *, one_per_dataset: bool = False
+) -> Blends:
+    """Parse the value of --valid-data-path into the blend of each validation set.
+
+    Args:
+        texts: the words of the value, or the words of each set by its name.
+        flag: the flag, for error messages.
+        one_per_dataset: whether each dataset is a set (--multiple-validation-sets).
+
+    Raises:
+        ValueError: the words of a set are not a blend, or the sets have no distinct names.
+    """
+    if one_per_dataset or isinstance(texts, Mapping) or any("=" in text for text in texts):
+        blends: Blends = import_object("megatron_lab.data_tools.validation_sets:parse_sets")(texts, flag, one_per_dataset)
+        return blends
+    return {"": parse_blend(texts, flag)}
+
+
+def read_split_blends(data: DataConfig) -> tuple[bool, list[Blends]]:
     """Return the datasets and weights (blends) of training, validation and test, from the flags or from the files that the flags
     name.
 
     Returns:
-        whether each split has its own datasets (otherwise the three blends are equal and --split divides them), and the three
-        blends (all empty for mock data).
+        whether each split has its own datasets (otherwise --split divides the datasets), and the blends of the three splits by the
+        name of the set. Only validation has named sets. A split without data has no set. The blends of mock data and of
+        --hf-dataset are empty.
 
     Raises:
         ValueError: a file is missing or has another format, or a value is not a blend.
     """
-    if data.mock_data:
-        return False, [[], [], []]
+    if data.mock_data or (data.hf_dataset is not None and not has_split_datasets(data)):
+        return False, [{"": []}] * 3
+    each = data.multiple_validation_sets
     if has_split_datasets(data):
-        paths_per_split = (data.train_data_path, data.valid_data_path, data.test_data_path)
+        paths_per_split: Sequence[Any] = (data.train_data_path, data.valid_data_path, data.test_data_path)
         sources = [get_flag_name(field) for field in SPLIT_FIELDS]
         if path := data.per_split_data_args_path:
-            paths_per_split = _read_paths_per_split(Path(path))
-            sources = [f"the entry {name} of --per-split-data-args-path {path}" for name in _SPLIT_KEYS]
-            for source, texts in zip(sources, paths_per_split, strict=True):
-                _check_prefixes(source, texts)
-        return True, [parse_blend(texts, source) if texts else [] for texts, source in zip(paths_per_split, sources, strict=True)]
+            paths_per_split, sources = import_object("megatron_lab.data_tools.path_files:read_paths_per_split")(path)
+        train, valid, test = zip(paths_per_split, sources, strict=True)
+        return True, [
+            {"": parse_blend(*train)} if train[0] else {},
+            parse_validation_sets(*valid, one_per_dataset=each) if valid[0] else {},
+            {"": parse_blend(*test)} if test[0] else {},
+        ]
     flag, texts = "--data-path", data.data_path
     if data.data_args_path:
-        flag = f"--data-args-path {data.data_args_path}"
-        texts = tuple(_read_text(Path(data.data_args_path), "--data-args-path").split())
-        _check_prefixes(flag, texts)
-    return False, [parse_blend(texts, flag)] * 3
-
-
-def _check_prefixes(source: str, texts: Sequence[str]) -> None:
-    """Check that the prefixes that a file names can be paths. (The rules check those of the command line.)
-
-    Args:
-        source: flag and file, for the error message.
-    """
-    for text in texts:
-        if problem := find_path_problem(text):
-            raise ValueError(f"{source} contains {shorten_path(text)}, which is not a valid path: {problem}.\n  Correct the file.")
-
-
-def _read_paths_per_split(path: Path) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    flag = "--per-split-data-args-path"
-    usage = f'{flag} takes a JSON file {{"train": ["WEIGHT", "PREFIX", ...], "valid": [...], "test": [...]}}; train is required.'
-    try:
-        content = parse_json(_read_text(path, flag))
-    except ValueError as error:
-        raise ValueError(f"{flag} {path}: {error}\n  {usage}") from error
-    if not isinstance(content, dict) or not content.get("train") or not set(content) <= set(_SPLIT_KEYS):
-        raise ValueError(f"{flag} {path} must have the entry train, and no entries other than train, valid and test.\n  {usage}")
-    invalid = [
-        name
-        for name, paths in content.items()
-        if not isinstance(paths, list) or not all(isinstance(path_or_weight, str | int | float) for path_or_weight in paths)
-    ]
-    if invalid:
-        raise ValueError(f"{flag} {path}: the entry {invalid[0]} is not a list of weights and prefixes.\n  {usage}")
-    train, valid, test = (tuple(map(str, content.get(name, ()))) for name in _SPLIT_KEYS)
-    return train, valid, test
-
-
-def _read_text(path: Path, flag: str) -> str:
-    try:
-        return read_text(path)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ValueError(f"{flag} {path} cannot be read: {reason}.\n  Check the path.") from error
+        flag, texts = import_object("megatron_lab.data_tools.path_files:read_paths")(data.data_args_path)
+    valid_blends = blends = {"": parse_blend(texts, flag)}
+    if each:
+        valid_blends = import_object("megatron_lab.data_tools.validation_sets:separate_datasets")(blends[""], flag)
+    return False, [blends, valid_blends, blends]
 
 
 def list_path_settings(data: DataConfig) -> list[str]:

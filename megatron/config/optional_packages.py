@@ -43,6 +43,9 @@ PACKAGES: Mapping[str, Package] = {
 }
 """Packages by the name of their module, in the order of the start-up note. Torch and numpy are always required."""
 
+LOGGER_FIELDS: Mapping[str, str] = {"wandb": "wandb_project", "mlflow": "mlflow_experiment", "trackio": "trackio_project"}
+"""Settings fields that need the package of a logger, by the name of its module. The extra of the same name installs it."""
+
 
 def is_missing(module: str) -> bool:
     """Return whether a module cannot be imported, without importing it."""
@@ -64,13 +67,12 @@ def note_missing_packages() -> list[str]:
 def find_missing_packages(config: Config) -> Iterator[Violation]:
     """Yield a problem for each package that a setting needs but that is not installed."""
     values = {field: value for topic in config.to_dict().values() for field, value in topic.items()}
-    for module, package in PACKAGES.items():
-        fields = [field for field in package.fields if values[field]]
+    needs = [(module, package.distribution, package.fields) for module, package in PACKAGES.items()]
+    for module, distribution, needing in [*needs, *((module, module, (field,)) for module, field in LOGGER_FIELDS.items())]:
+        fields = [field for field in needing if values[field]]
         if fields and is_missing(module):
             flag = get_flag_name(fields[0])
-            yield Violation(
-                (flag,), f"{flag} needs {package.distribution}, which is not installed.", f"{get_install_command(module)}."
-            )
+            yield Violation((flag,), f"{flag} needs {distribution}, which is not installed.", f"{get_install_command(module)}.")
 
 
 def get_install_command(library: str, extra: str | None = None) -> str:

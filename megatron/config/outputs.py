@@ -19,7 +19,9 @@ _REQUIRES_SAVE, _REQUIRES_LOAD = condition(save=IS_SET, strict=True), condition(
 class CheckpointConfig:
     """Checkpoints: where and when to save them, and what to load."""
 
-    save: str | None = setting(None, is_path=True)
+    save: str | None = setting(
+        None, is_path=True, active_if=condition("without --skip-train, which saves nothing", fix={}, skip_train=False)
+    )
     """Folder in which to save checkpoints, or a URL such as s3://bucket/run."""
     load: str | None = setting(None, is_path=True)
     """Folder or URL from which to resume: the newest valid checkpoint is loaded."""
@@ -62,13 +64,16 @@ class CheckpointConfig:
 
 
 _PROFILES = condition(profile=True, profile_pipeline=True)
-_CURVES = condition(tensorboard_dir=IS_SET, wandb_project=IS_SET)
+_SAMPLES = condition(sample_interval=IS_SET)
+_CURVES = condition(tensorboard_dir=IS_SET, wandb_project=IS_SET, mlflow_experiment=IS_SET, trackio_project=IS_SET)
+_WANDB, _MLFLOW = condition(wandb_project=IS_SET), condition(mlflow_experiment=IS_SET)
+_TRACKIO = condition(trackio_project=IS_SET)
 _NO_TIMERS = idle_condition("--timing-log-level 0 switches timers off", timing_log_level=0)
 
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """Log line, metrics file, TensorBoard, Weights & Biases, timers and profiler."""
+    """Log line, metrics file, TensorBoard, Weights & Biases, MLflow, trackio, timers and profiler."""
 
     log_interval: int = setting(100, min_value=1, unit="steps")
     """Steps between log lines."""
@@ -91,8 +96,8 @@ class LoggingConfig:
     log_max_attention_logit: bool = False
     """Add the largest attention score (scaled, before any cap) over all layers, heads and samples to the log line. It requires one
     more product of queries and keys in each forward pass, unless --qk-clip computes it anyway."""
-    log_layer_norms: bool = setting(False, active_if=condition(metrics_file=IS_SET, tensorboard_dir=IS_SET, wandb_project=IS_SET))
-    """Write the gradient and weight norms of each layer to TensorBoard and the metrics file."""
+    log_layer_norms: bool = setting(False, active_if=condition(metrics_file=IS_SET, **_CURVES.values))
+    """Write the gradient and weight norms of each layer to the curves (TensorBoard and other loggers) and the metrics file."""
     metrics_file: str | None = setting(None, is_path=True)
     """File to which every logged iteration and evaluation is written as one JSON object per line, with full digits."""
     loss_picture: bool = True
@@ -101,6 +106,18 @@ class LoggingConfig:
     report: bool = True
     """Write report.html in the folder of --save, or else of --tensorboard-dir, when the run ends: curves, time breakdown, memory,
     events and settings in one page that needs no network. tools/report.py writes it at any other time, and compares runs."""
+    sample_interval: int | None = setting(None, min_value=1, unit="steps")
+    """Steps between samples: texts with which the model continues a few prompts. They are written to the log, TensorBoard, Weights
+    & Biases, the history file and report.html, also at the end of the run. Samples do not change the training."""
+    sample_prompts: str | None = setting(None, active_if=_SAMPLES, is_path=True)
+    """File with the prompts of --sample-interval: one prompt per line, with \\n for a newline; or, if its name ends with .jsonl,
+    one object {"prompt": "..."} per line. By default a few short prompts, one of them empty."""
+    sample_tokens: int = setting(64, min_value=1, unit="tokens", active_if=_SAMPLES)
+    """Maximum number of tokens of a sample, without its prompt. A sample also ends at --seq-length tokens with its prompt, and at
+    the end-of-document token."""
+    sample_temperature: float = setting(0.8, min_value=0, unit="factor", active_if=_SAMPLES)
+    """Temperature of --sample-interval: the logits are divided by it. 0 always selects the most likely token. The random numbers of
+    a prompt are the same at every iteration, so that its samples differ only because of the weights."""
     timing_log_level: int = setting(0, min_value=0, max_value=2, unit="level of detail")
     """Level of detail of the timers in the log, from 0 (no timers) to 2 (all timers)."""
     timing_log_option: Literal["minmax", "max", "all"] = setting("minmax", idle_if=_NO_TIMERS)
@@ -108,7 +125,7 @@ class LoggingConfig:
     tensorboard_dir: str | None = setting(None, is_path=True)
     """Folder for TensorBoard logs."""
     tensorboard_log_interval: int = setting(1, min_value=1, unit="steps", active_if=_CURVES)
-    """Steps between TensorBoard points."""
+    """Steps between the points of the curves: TensorBoard, Weights & Biases, MLflow and trackio."""
     tensorboard_tags: Literal["groups", "megatron"] = setting("groups", active_if=condition(tensorboard_dir=IS_SET))
     """Names of the curves: groups writes each metric once, in groups such as loss, optimizer, speed and memory; megatron uses the
     tags of Megatron-LM, by iterations and by samples, for dashboards that read them."""
@@ -130,13 +147,27 @@ class LoggingConfig:
     """Cluster for which --plan-report, --dry-run and --plan predict step times: a name, or the path of a cluster file. By default
     the cluster that is shipped for the device, and for a plan on a machine without GPUs an H100 cluster."""
     wandb_project: str | None = None
-    """Project at Weights & Biases; needs the wandb extra."""
-    wandb_exp_name: str | None = setting(None, active_if=condition(wandb_project=IS_SET))
+    """Project at Weights & Biases; needs the wandb extra. A restart with the same --save continues the same run there."""
+    wandb_exp_name: str | None = setting(None, active_if=_WANDB)
     """Name of the run at Weights & Biases."""
-    wandb_entity: str | None = setting(None, active_if=condition(wandb_project=IS_SET))
+    wandb_entity: str | None = setting(None, active_if=_WANDB)
     """Team or user that owns the run at Weights & Biases."""
-    wandb_save_dir: str | None = setting(None, active_if=condition(wandb_project=IS_SET), is_path=True)
+    wandb_save_dir: str | None = setting(None, active_if=_WANDB, is_path=True)
     """Folder for the files that Weights & Biases writes."""
+    mlflow_experiment: str | None = None
+    """Experiment of MLflow to which the run belongs; created if it does not exist. Needs the mlflow extra. A restart with the same
+    --save continues the same run there."""
+    mlflow_tracking_uri: str | None = setting(None, active_if=_MLFLOW)
+    """Address of the MLflow server, such as http://host:5000, or of a local store. By default the environment variable
+    MLFLOW_TRACKING_URI, or else the default of MLflow."""
+    mlflow_run_name: str | None = setting(None, active_if=_MLFLOW)
+    """Name of the run in MLflow. By default the name of the folder of --save."""
+    trackio_project: str | None = None
+    """Project of trackio; needs the trackio extra. A restart with the same --save continues the same run there."""
+    trackio_run_name: str | None = setting(None, active_if=_TRACKIO)
+    """Name of the run in trackio, to which an identifier is added. By default the name of the folder of --save."""
+    trackio_space_id: str | None = setting(None, active_if=_TRACKIO)
+    """Space of Hugging Face to which trackio sends the run, such as user/space. By default trackio writes to this machine only."""
     profile: bool = False
     """Profile the steps from --profile-step-start up to, but without, --profile-step-end with torch's profiler."""
     profile_pipeline: bool = False
@@ -149,6 +180,11 @@ class LoggingConfig:
     """Ranks to profile."""
     profile_dir: str = setting("profile", active_if=_PROFILES, is_path=True)
     """Folder for the Chrome trace and the memory snapshot."""
+
+    @property
+    def writes_curves(self) -> bool:
+        """Whether the run writes curves to TensorBoard or another logger."""
+        return any(getattr(self, name) is not None for name in _CURVES.values)
 
     @property
     def memory_interval(self) -> int | None:

@@ -9,18 +9,16 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from megatron.config.checks.finding import format_setting, get_value, has_effect, is_set, reset
+from megatron.config.checks.finding import format_setting, has_effect, is_set, reset
 from megatron.config.config import Config
 from megatron.config.data import (
-    DEFAULT_VOCAB_SIZES,
-    TOKENIZER_FILE_SETTINGS,
-    TOKENIZER_REQUIRED,
     DataConfig,
     TokenizerType,
     has_split_datasets,
     parse_split,
 )
 from megatron.config.flags import Flag, get_flag, get_flags
+from megatron.config.imports import import_object
 from megatron.config.setting import get_flag_name
 
 
@@ -28,6 +26,8 @@ def resolve_settings(config: Config) -> tuple[Config, list[str]]:
     """Derive settings that are not given from others, and reset settings without effect to their defaults. Returns the settings,
     and a line for the start-up log about each change."""
     config, notes = _infer_tokenizer_type(config)
+    if config.training.skip_train:
+        config = import_object("megatron_lab.data_tools.evaluation_run:adapt_settings")(config, notes)
     by_condition: dict[str, list[str]] = {}
     while idle := [flag for flag in get_flags().values() if is_set(config, flag.field) and _is_idle(flag, config)]:
         for flag in idle:
@@ -55,25 +55,6 @@ def _is_idle(flag: Flag, config: Config) -> bool:
         other_condition is not None and not other_condition.strict and not has_effect(config, name)
         for name, other_condition in other_conditions
     )
-
-
-def assume_vocab_size(config: Config) -> tuple[Config, list[str]]:
-    """Return the settings of a job that is only planned or verified, with a typical vocabulary size if the tokenizer's files are
-    missing, and a note about the assumption."""
-    data = config.data
-    files = [field for field in TOKENIZER_REQUIRED.get(data.tokenizer_type or "", ()) if field in TOKENIZER_FILE_SETTINGS]
-    missing = [field for field in files if (path := get_value(config, field)) is not None and not os.path.exists(path)]
-    if data.vocab_size is not None or not missing:
-        return config, []
-    assert data.tokenizer_type is not None
-    vocab_size = DEFAULT_VOCAB_SIZES[data.tokenizer_type]
-    missing_text = " and ".join(format_setting(config, field) for field in missing)
-    verb = "is" if len(missing) == 1 else "are"
-    note = (
-        f"{missing_text} {verb} missing: a vocabulary of {vocab_size:,} is assumed, as is usual for {data.tokenizer_type} "
-        "(--vocab-size)."
-    )
-    return replace(config, data=replace(data, vocab_size=vocab_size)), [note]
 
 
 def format_no_effect_note(settings: list[str], reason: str) -> str:
@@ -110,7 +91,7 @@ def _find_tokenizer_type(data: DataConfig) -> tuple[TokenizerType, tuple[str, ..
 def _disable_empty_validation(config: Config, notes: list[str]) -> tuple[Config, list[str]]:
     """Switch evaluation off if --split leaves no documents for validation. Returns the settings and all notes."""
     data, training = config.data, config.training
-    if data.mock_data or has_split_datasets(data) or training.eval_iters <= 0:
+    if data.mock_data or data.hf_dataset is not None or has_split_datasets(data) or training.eval_iters <= 0:
         return config, notes
     try:
         training_share, validation_share, _ = parse_split(data.split)

@@ -125,8 +125,19 @@ class TrainingConfig:
         None, min_value=1, unit="steps", idle_if=idle_condition("--eval-iters 0 switches evaluation off", eval_iters=0)
     )
     """Steps between evaluations; by default only one evaluation at the end."""
-    eval_iters: int = setting(100, min_value=0, unit="global batches")
+    eval_iters: int = setting(
+        100,
+        min_value=0,
+        unit="global batches",
+        active_if=condition("without --full-validation, which reads each set completely", fix={}, full_validation=False),
+    )
     """Number of global batches in an evaluation; 0 switches evaluation off."""
+    full_validation: bool = False
+    """Read all samples of each validation set once in every evaluation, and all of the test set at the end, instead of --eval-iters
+    batches. The weights of a blend then have no effect."""
+    skip_train: bool = False
+    """Evaluate the weights of --load (without it, the initial weights) on the validation and test data, and exit without training.
+    Settings of the optimizer, --train-iters and training data are not needed, and nothing is saved."""
     early_stopping_patience: int | None = setting(None, min_value=1, unit="evaluations")
     """End the run after this many evaluations in a row (see --eval-interval) without a new lowest validation loss. A loss that
     is not finite is no improvement. --keep-best keeps the checkpoint of the lowest loss."""

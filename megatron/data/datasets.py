@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron.config.data import SPLIT_NAMES, DataConfig, WeightedPrefix, read_split_blends
+from megatron.config.data import SPLIT_NAMES, DataConfig, WeightedPrefix, has_split_datasets
 from megatron.config.imports import import_object
 from megatron.data.blend import Blend, BlendedDataset
 from megatron.data.gpt_dataset import GPTDataset, PackedDataset
@@ -36,6 +36,7 @@ WHOLE_DOCUMENTS_SUFFIX = ", whole documents"
 
 def open_split(
     split: int,
+    weighted_prefixes: list[WeightedPrefix],
     config: DataConfig,
     *,
     seed: int,
@@ -43,17 +44,17 @@ def open_split(
     tokenizer: Tokenizer,
     datasets_by_prefix: dict[str, IndexedDataset],
 ) -> SplitData:
-    """Open the datasets of one split (training, validation or test).
+    """Open the datasets of one split (training, validation or test), or of one of several validation sets.
 
     Args:
         split: 0 training, 1 validation, 2 test.
+        weighted_prefixes: the datasets with their weights.
         datasets_by_prefix: datasets that are already open, by path without .bin and .idx. Datasets that this call opens are added.
 
     Raises:
-        ValueError: the settings name no dataset, a flag is not a list of datasets with optional weights, or a file is damaged.
+        ValueError: there is no dataset, or a file is damaged.
     """
-    has_per_split_data, per_split = read_split_blends(config)
-    weighted_prefixes = per_split[split]
+    has_per_split_data = has_split_datasets(config)
     if not weighted_prefixes:
         raise ValueError(
             f"the {SPLIT_NAMES[split]} split has no data: {config.per_split_data_args_path} has no entry for it.\n"
@@ -215,6 +216,11 @@ class SplitData(DataSplit):
         if len(sources) == 1 and not first_sample:
             return sources[0]
         return BlendedDataset(sources, Blend([component.weight for component in self.components]), first_sample=first_sample)
+
+    def build_epochs(self) -> list[tuple[SampleSource, int]]:
+        """Return for each dataset a source that starts with one epoch, and the number of samples of the epoch."""
+        sources = [self._build_dataset(component) for component in self.components]
+        return [(source, source.samples_per_epoch) for source in sources]
 
     def _build_megatron_source(self, num_samples: int, num_consumed: int) -> SampleSource:
         """Build the source for --data-order megatron, with Megatron-LM's blend if the split has several datasets.

@@ -189,7 +189,7 @@ def compute_cu_seqlens(is_end: NDArray[np.bool_]) -> NDArray[np.int32]:
 
 # First integer of a key: the use of the random numbers. Keys with the same first integer must have the same length, because
 # SeedSequence gives [1] and [1, 0] the same hash.
-DOCUMENT_ORDER, WINDOW_ORDER, MOCK_CIRCLE, MOCK_SAMPLE, UNREAD_WINDOW_ORDER, SHUFFLED_FILE = 1, 2, 3, 4, 5, 6
+DOCUMENT_ORDER, WINDOW_ORDER, MOCK_CIRCLE, MOCK_SAMPLE, UNREAD_WINDOW_ORDER, SHUFFLED_FILE, STREAM_BLOCK_ORDER = 1, 2, 3, 4, 5, 6, 7
 
 Key = tuple[int, ...]
 _BLOCK = 1 << 20

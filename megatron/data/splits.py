@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron.config.data import DataConfig
+from megatron.config.data import SPLIT_FIELDS, DataConfig, WeightedPrefix, read_split_blends
 from megatron.config.imports import import_object
 from megatron.data.history import BlendEntry, Blending, Phase
 from megatron.data.samples import DocumentRules, MockDataset, SampleSource
@@ -57,6 +57,14 @@ class DataSplit(ABC):
             DatasetError: a dataset of the split has less than one sample.
         """
 
+    def build_epochs(self) -> list[tuple[SampleSource, int]]:
+        """Return for each dataset a source that starts with one epoch, and the number of samples of the epoch.
+
+        Raises:
+            ValueError: the data has no end.
+        """
+        raise ValueError("--full-validation needs data with an end: use --eval-iters instead.")
+
 
 class MockSplit(DataSplit):
     """Split of mock data (--mock-data)."""
@@ -67,18 +75,30 @@ class MockSplit(DataSplit):
 
 
 class Datasets(NamedTuple):
-    """Training, validation and test data of a run. A split that the run does not need is None."""
+    """Training, validation and test data of a run. Validation and test are empty if the run does not need them."""
 
     train: DataSplit
-    valid: DataSplit | None
-    test: DataSplit | None
+    valid: Mapping[str, DataSplit]
+    """Validation sets by name; a single set without a name has the key ""."""
+    test: Mapping[str, DataSplit]
+    """Test data, with the key ""."""
 
 
 def open_datasets(
-    config: DataConfig, *, seed: int, seq_length: int, tokenizer: Tokenizer, need_validation: bool, need_test: bool
+    config: DataConfig,
+    *,
+    seed: int,
+    seq_length: int,
+    tokenizer: Tokenizer,
+    need_validation: bool,
+    need_test: bool,
+    need_training: bool = True,
 ) -> Datasets:
     """Open and check the datasets of all splits, before other parts of the run are built. Only ranks that need samples call this
     function.
+
+    Args:
+        need_training: whether samples of the training data are read. Otherwise `train` is a placeholder.
 
     Raises:
         ValueError: the settings name no dataset, a flag is not a list of datasets with optional weights, a file is damaged, or a
@@ -86,16 +106,25 @@ def open_datasets(
     """
     datasets_by_prefix: dict[str, Any] = {}
 
-    def open_split_data(split: int) -> DataSplit:
+    def open_split_data(split: int, blend: list[WeightedPrefix], *, is_mock: bool = config.mock_data) -> DataSplit:
         data: DataSplit
-        if config.mock_data:
+        if is_mock:
             data = MockSplit(split, config, seed, seq_length, tokenizer.vocab_size, tokenizer.eod)
         else:
-            open_split = import_object("megatron.data.datasets:open_split")
+            is_streamed = config.hf_dataset is not None and not getattr(config, SPLIT_FIELDS[split])
+            open_split = import_object(
+                "megatron_lab.data_tools.streamed_dataset:open_split" if is_streamed else "megatron.data.datasets:open_split"
+            )
             data = open_split(
-                split, config, seed=seed, seq_length=seq_length, tokenizer=tokenizer, datasets_by_prefix=datasets_by_prefix
+                split, blend, config, seed=seed, seq_length=seq_length, tokenizer=tokenizer, datasets_by_prefix=datasets_by_prefix
             )
         data.build_source(num_samples=1)  # raises now if the split is empty
         return data
 
-    return Datasets(open_split_data(0), open_split_data(1) if need_validation else None, open_split_data(2) if need_test else None)
+    def open_sets(split: int, *, is_needed: bool) -> dict[str, DataSplit]:
+        sets = blends[split] or {"": []} if is_needed else {}
+        return {name: open_split_data(split, blend) for name, blend in sets.items()}
+
+    _, blends = read_split_blends(config)
+    train = open_split_data(0, blends[0].get("", []), is_mock=config.mock_data or not need_training)
+    return Datasets(train, open_sets(1, is_needed=need_validation), open_sets(2, is_needed=need_test))

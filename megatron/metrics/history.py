@@ -19,10 +19,13 @@ other keys:
                 rank 0: on its device with CUDA, else of the process), `host_bytes`, `spent` (seconds of the run so far by use,
                 which sum to the run's time: `megatron_lab/monitoring/goodput.py`), and with --timing-log-level `timers_ms` (the
                 slowest rank's)
-    evaluation  `validation_loss` or `test_loss`, and the same with suffix `_mtp_loss`
+    evaluation  `validation_loss` or `test_loss`, and the same with suffix `_mtp_loss`. With named validation sets also
+                `validation_loss/NAME` for each; `validation_loss` is then their unweighted mean
+    samples     texts of --sample-interval. `samples`: a list of objects with `prompt` and `text`, the text without the prompt
     measured    other measurements: memory of ranks by --log-memory, stragglers, ...
     event       `event` and `words`, the log's message about it. Events: warning, spike, rewind (`iteration` is the one that the
-                run went back to, `left` the one that it came from), save, end
+                run went back to, `left` the one that it came from), save, end (`complete`: whether the run trained as long as its
+                settings ask for, null if the start only evaluated; missing after an error)
 
 `read_history` omits steps that were run again after a resume or a rewind. It also skips lines of unknown kinds, and lines that are
 not valid JSON, because the process was killed while it wrote them.
@@ -49,7 +52,7 @@ FORMAT_VERSION = 1
 _FLUSH_AFTER_S, _FLUSH_AFTER_STEPS = 30.0, 1000
 _SIGNIFICANT_DIGITS = {"lm_loss": 8, "grad_norm": 6, "learning_rate": 6, "seconds": 5}
 """Lists of a `steps` line, and the significant digits of their values."""
-_REVOCABLE_TYPES = ("steps", "log", "evaluation", "measured")
+_REVOCABLE_TYPES = ("steps", "log", "evaluation", "samples", "measured")
 """Line types that a return to an earlier iteration invalidates."""
 
 
@@ -110,7 +113,7 @@ class HistoryFile:
         """Write a line. Buffered steps are written before it.
 
         Args:
-            line_type: "log", "evaluation", "measured" or "event".
+            line_type: "log", "evaluation", "samples", "measured" or "event".
             iteration: number of completed steps.
             consumed_samples: samples that these steps have consumed.
             fields: further keys of the line. The module docstring lists them for each type.
@@ -206,6 +209,12 @@ class _EvaluationLine(_MetricsLine):
     test_loss: NotRequired[float | None]
 
 
+class _SamplesLine(_Line):
+    """Keys of a `samples` line."""
+
+    samples: list[dict[str, str]]
+
+
 class _EventLine(_Line):
     """Keys of an `event` line."""
 
@@ -221,7 +230,14 @@ class _StepsLine(_MetricsLine):
     seq_length: int
 
 
-_LINE_TYPES = {"start": _StartLine, "event": _EventLine, "steps": _StepsLine, "log": _LogLine, "evaluation": _EvaluationLine}
+_LINE_TYPES = {
+    "start": _StartLine,
+    "event": _EventLine,
+    "steps": _StepsLine,
+    "log": _LogLine,
+    "evaluation": _EvaluationLine,
+    "samples": _SamplesLine,
+}
 
 
 class StepRecord(NamedTuple):
@@ -245,12 +261,14 @@ class History:
     keys that the module docstring lists."""
 
     starts: list[dict[str, Any]] = field(default_factory=list)
-    """One dictionary for each start of the run: the first start and each resume."""
+    """One dictionary for each start of the run: the first start and each resume. The key `left`, which the file does not have, is
+    the last recorded iteration before the start."""
     steps: list[StepRecord] = field(default_factory=list)
     """Steps in ascending order. A step that was run again after a resume or a rewind is contained once, with its latest
     metrics."""
     logs: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
     measurements: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     """All events (warnings, loss spikes, rewinds, saves, ends), including those of steps that were run again."""
@@ -258,11 +276,11 @@ class History:
     """Number of lines that were skipped because they are not valid JSON or lack a key."""
 
     def discard_after(self, iteration: int) -> None:
-        """Discard steps, log lines, evaluations and measurements after `iteration`, because the run has gone back to this
-        iteration. Events are kept."""
+        """Discard steps, log lines, evaluations, samples and measurements after `iteration`, because the run has gone back to
+        this iteration. Events are kept."""
         while self.steps and self.steps[-1].iteration > iteration:
             self.steps.pop()
-        for records in (self.logs, self.evaluations, self.measurements):
+        for records in (self.logs, self.evaluations, self.samples, self.measurements):
             while records and records[-1]["iteration"] > iteration:
                 records.pop()
 
@@ -277,7 +295,7 @@ class History:
         check_json_type(record, _LINE_TYPES.get(line_type, _Line), "", is_open=True)
         iteration: int = record["iteration"]
         if line_type == "start":
-            self.starts.append(dict(record))
+            self.starts.append({**record, "left": self.steps[-1].iteration if self.steps else iteration})
             self.discard_after(iteration)
         elif line_type == "event":
             self.events.append(dict(record))
@@ -286,7 +304,8 @@ class History:
         elif line_type == "steps":
             self.steps += _parse_steps(record)
         elif line_type in _REVOCABLE_TYPES:
-            {"log": self.logs, "evaluation": self.evaluations, "measured": self.measurements}[line_type].append(dict(record))
+            lists = {"log": self.logs, "evaluation": self.evaluations, "samples": self.samples, "measured": self.measurements}
+            lists[line_type].append(dict(record))
 
 
 def _parse_steps(record: Mapping[str, Any]) -> list[StepRecord]:

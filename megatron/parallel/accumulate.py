@@ -375,7 +375,7 @@ class _RouteGrad(torch.autograd.Function):
 def route_grad(param: nn.Parameter) -> torch.Tensor:
     """Return the parameter as a tensor for ordinary torch operations. Backward passes the parameter's gradient to `accumulate`
     instead of `.grad`."""
-    return _RouteGrad.apply(param) if param.requires_grad else param
+    return _RouteGrad.apply(param) if param.requires_grad and torch.is_grad_enabled() else param
 
 
 # ---- Counts of the gradients that parameters receive. They show when a microbatch is complete, and whether a gradient is missing.

@@ -32,7 +32,8 @@ class Callback:
         """Called when this rank enters a phase of the training loop. Not called for steps that the user runs with `Trainer.step`.
 
         Args:
-            name: "reading data", "in a step", "between steps", "evaluating", "saving" or "rewinding".
+            name: "reading data", "in a step", "between steps", "evaluating", "sampling", "saving" or
+                "rewinding".
             iteration: number of the step for which data is read; None in the other phases.
         """
 
@@ -82,7 +83,8 @@ class Callback:
 
         Args:
             values: losses by name: `validation_loss` or `test_loss`. If the model predicts several tokens, also
-                `validation_mtp_loss` or `test_mtp_loss`.
+                `validation_mtp_loss` or `test_mtp_loss`. If the validation sets have names, there is also `validation_loss/NAME`
+                for each (and `validation_mtp_loss/NAME`), and `validation_loss` is their unweighted mean.
         """
 
     def before_save(self, progress: Progress) -> None:

@@ -134,7 +134,7 @@ def _draws_record(config: Config) -> bool:
 _LAB = "megatron_lab"
 PICTURE_FEATURE = FeatureRow("--loss-picture", f"{_LAB}.monitoring.loss_picture:PictureFeature", lambda c, ranks: _draws_record(c))
 FEATURES = (
-    FeatureRow("", f"{_LAB}.monitoring.goodput:GoodputFeature", lambda c, ranks: True),
+    FeatureRow("", f"{_LAB}.monitoring.goodput:GoodputFeature", lambda c, ranks: not c.training.skip_train),
     FeatureRow("--spike-policy", f"{_LAB}.resilience.spikes:SpikeFeature", lambda c, ranks: c.spikes.spike_policy != "none"),
     FeatureRow("", f"{_LAB}.monitoring.run_warnings:WarningFeature", lambda c, ranks: True),
     FeatureRow(
@@ -169,6 +169,9 @@ FEATURES = (
         "--sentinel-interval", f"{_LAB}.audit.sentinel:SentinelFeature", lambda c, ranks: c.debug.sentinel_interval is not None
     ),
     FeatureRow("--compile", f"{_LAB}.monitoring.compilation:CompilationFeature", lambda c, ranks: c.speed.compile),
+    FeatureRow(
+        "--sample-interval", f"{_LAB}.monitoring.text_samples:SampleFeature", lambda c, ranks: c.logging.sample_interval is not None
+    ),
     FeatureRow("--profile", f"{_LAB}.monitoring.profiler:ProfileFeature", lambda c, ranks: c.logging.profile),
     FeatureRow(
         "--profile-pipeline", f"{_LAB}.monitoring.profiler:PipelineProfileFeature", lambda c, ranks: c.logging.profile_pipeline

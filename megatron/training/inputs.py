@@ -8,8 +8,10 @@ Shapes: `b` microbatch size, `s` sequence length.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -23,7 +25,7 @@ from megatron.config.model import ModelConfig
 from megatron.data.history import Phase, continue_phases, describe_phases, skip_samples
 from megatron.data.loader import StepLoader
 from megatron.data.samples import DocumentRules, Microbatch, SampleSource
-from megatron.data.splits import Datasets, open_datasets
+from megatron.data.splits import Datasets, DataSplit, open_datasets
 from megatron.data.tokenizer import build_tokenizer, compute_embedding_rows
 from megatron.model.inputs import ModelInputs
 from megatron.parallel.context import Group, ParallelContext
@@ -290,15 +292,17 @@ def needs_samples(context: ParallelContext, stage_of_chunk: Sequence[int], docum
 
 
 Batches = Iterator[list[ModelInputs]]
+BatchesBySet = Mapping[str, Callable[[], Batches]]
+"""Functions that create an iterator over the batches of a validation or test set, by the name of the set ("" without a name)."""
 
 
 class Sources(NamedTuple):
-    """Sources of the samples of the training, validation and test split. A source is None if the run does not use the split, or if
-    this rank's stage does not read samples."""
+    """Sources of the samples of the training split, and of the sets of validation and test by name. There are none on a rank whose
+    stage does not read samples."""
 
     train: SampleSource | None = None
-    valid: SampleSource | None = None
-    test: SampleSource | None = None
+    valid: Mapping[str, SampleSource] = MappingProxyType({})
+    test: Mapping[str, SampleSource] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -322,7 +326,9 @@ class RunData:
     batch_builder: BatchBuilder
     datasets: Datasets | None
     """Datasets; None on a rank whose stage reads no samples."""
-    has_test: bool
+    validation_sets: tuple[str, ...] = ()
+    """Names of the validation sets, the same on every rank. A single set without a name is ""."""
+    has_test: bool = False
 
     @property
     def corpus(self) -> Corpus:
@@ -349,28 +355,37 @@ class RunData:
             SetupError: an index of the samples cannot be built.
         """
 
+        training = self.config.training
+        # Count evaluations as Megatron-LM does: its order of the validation samples depends on the number.
+        num_evaluations = plan.total_iterations // training.eval_interval + 1 if training.eval_interval else 1
+        samples_per_evaluation = training.eval_iters * plan.final_global_batch_size
+
+        def open_sets(splits: Mapping[str, DataSplit], num_samples: int) -> dict[str, SampleSource]:
+            if training.full_validation:
+                complete_set = import_object("megatron_lab.data_tools.complete_sets:CompleteSet")
+                return {name: complete_set(split) for name, split in splits.items()}
+            return {name: split.build_source(num_samples, num_consumed=samples_per_evaluation) for name, split in splits.items()}
+
         def open_sources() -> Sources:
             if self.datasets is None:
                 return Sources()
+            valid = open_sets(self.datasets.valid, samples_per_evaluation * num_evaluations)
+            test = open_sets(self.datasets.test, samples_per_evaluation)
+            if training.skip_train:
+                return Sources(None, valid, test)
             phase = self._build_phase(self.datasets, progress, plan)
             first_sample = progress.consumed_samples - num_discarded
             progress.phases = continue_phases(progress.phases, replace(phase, first_sample=first_sample))
             if num_discarded:
                 progress.phases = skip_samples(progress.phases, progress.iteration, first_sample, num_discarded)
-            valid, test = self.datasets.valid, self.datasets.test
-            samples_per_evaluation = self.config.training.eval_iters * plan.final_global_batch_size
-            # Count evaluations as Megatron-LM does: its order of the validation samples depends on the number.
-            interval = self.config.training.eval_interval
-            num_evaluations = plan.total_iterations // interval + 1 if interval else 1
-            return Sources(
-                self.datasets.train.build_source(plan.total_samples, progress.phases),
-                valid.build_source(samples_per_evaluation * num_evaluations, num_consumed=samples_per_evaluation)
-                if valid
-                else None,
-                test.build_source(samples_per_evaluation) if test else None,
-            )
+            return Sources(self.datasets.train.build_source(plan.total_samples, progress.phases), valid, test)
 
-        return RunBatches(self, plan, run_on_all_ranks(context, open_sources))
+        sources = run_on_all_ranks(context, open_sources)
+        num_batches: dict[tuple[str, str], int] = {}
+        if training.full_validation:
+            count_batches = import_object("megatron_lab.data_tools.complete_sets:count_batches")
+            num_batches = count_batches(context, sources.valid, sources.test, plan.final_global_batch_size)
+        return RunBatches(self, plan, sources, num_batches)
 
     def _build_phase(self, datasets: Datasets, progress: Progress, plan: BatchSizePlan) -> Phase:
         training, data = self.config.training, self.config.data
@@ -396,6 +411,8 @@ class RunBatches:
     data: RunData
     plan: BatchSizePlan
     sources: Sources
+    num_batches: Mapping[tuple[str, str], int]
+    """Number of global batches in an evaluation of each set, by the name of its split and of the set, with --full-validation."""
 
     def iter_training_batches(self, consumed_samples: int) -> Batches:
         """Yield the batches of the training steps that follow after `consumed_samples` samples."""
@@ -408,17 +425,15 @@ class RunBatches:
         )
 
     @property
-    def validation_batches(self) -> Callable[[], Batches] | None:
-        """Function that creates an iterator over the validation batches. Every call starts at the same first batch. None if the run
-        has no evaluation."""
-        return (
-            functools.partial(self._build_evaluation_batches, self.sources.valid) if self.data.config.training.eval_iters else None
-        )
+    def validation_batches(self) -> BatchesBySet:
+        """Function that creates an iterator over the batches of a validation set, by the name of the set. Every call starts at the
+        same first batch. Empty if the run has no evaluation."""
+        return self._build_evaluations("validation", self.data.validation_sets, self.sources.valid)
 
     @property
-    def test_batches(self) -> Callable[[], Batches] | None:
-        """Function that creates an iterator over the batches of the test split; None if the data has no test split."""
-        return functools.partial(self._build_evaluation_batches, self.sources.test) if self.data.has_test else None
+    def test_batches(self) -> BatchesBySet:
+        """Function that creates an iterator over the batches of the test split; empty if the data has no test split."""
+        return self._build_evaluations("test", ("",) if self.data.has_test else (), self.sources.test)
 
     def describe(self, phases: Sequence[Phase]) -> list[str]:
         """Return lines for the start-up log about the training samples and the datasets, with warnings. Empty on a rank that does
@@ -427,23 +442,33 @@ class RunBatches:
         Args:
             phases: data settings of the run so far, one phase for each part of the run in which they did not change.
         """
-        train_source, datasets, total = self.sources.train, self.data.datasets, self.plan.total_samples
-        if train_source is None or datasets is None:
+        (train_source, valid, test), datasets, total = self.sources, self.data.datasets, self.plan.total_samples
+        if datasets is None:
             return []
-        lines = [f"the run takes {total:,} training samples", *describe_phases(phases), *train_source.describe(total)]
-        for source in (self.sources.valid, self.sources.test):
-            lines += source.describe(self.data.config.training.eval_iters * self.plan.final_global_batch_size) if source else []
-        warnings = [
-            text for split in datasets if split is not None for text in split.find_warnings(self.data.batch_builder.document_rules)
-        ]
+        lines = []
+        if train_source is not None:
+            lines = [f"the run takes {total:,} training samples", *describe_phases(phases), *train_source.describe(total)]
+        num_samples, config = self.data.config.training.eval_iters * self.plan.final_global_batch_size, self.data.config.data
+        for name, source in (*valid.items(), *test.items()):
+            lines += [f"{name and f'set {name}: '}{line}" for line in source.describe(num_samples)]
+        if config.multiple_validation_sets:
+            lines += import_object("megatron_lab.data_tools.validation_sets:list_set_notes")(config)
+        splits = (datasets.train, *datasets.valid.values(), *datasets.test.values())
+        warnings = [text for split in splits for text in split.find_warnings(self.data.batch_builder.document_rules)]
         return lines + list(dict.fromkeys(f"WARNING: {text}" for text in warnings))
 
-    def _build_evaluation_batches(self, source: SampleSource | None) -> Batches:
-        config, batch = self.data.config, self.plan.final_global_batch_size
-        count, num_workers = config.training.eval_iters, config.data.num_workers
-        return self.data.batch_builder.iter_evaluation_batches(
-            source, global_batch_size=batch, num_batches=count, num_workers=num_workers
-        )
+    def _build_evaluations(self, split: str, names: Sequence[str], sources: Mapping[str, SampleSource]) -> BatchesBySet:
+        config = self.data.config
+        return {
+            name: functools.partial(
+                self.data.batch_builder.iter_evaluation_batches,
+                sources.get(name),
+                global_batch_size=self.plan.final_global_batch_size,
+                num_batches=self.num_batches.get((split, name), config.training.eval_iters),
+                num_workers=config.data.num_workers,
+            )
+            for name in names
+        }
 
 
 def open_data(config: Config, context: ParallelContext) -> RunData:
@@ -452,7 +477,7 @@ def open_data(config: Config, context: ParallelContext) -> RunData:
     Raises:
         SetupError: a file is missing or damaged on some rank.
     """
-    training, data, parallel, seq_length = config.training, config.data, config.parallel, config.model.seq_length
+    training, data, parallel, seq_length = config.training, set_stream_folder(config), config.parallel, config.model.seq_length
     chunks = parallel.get_chunks_per_stage(config.model.num_layers)
     stage_of_chunk = assign_chunks(parallel.schedule, parallel.pipeline_model_parallel_size, chunks)
 
@@ -460,7 +485,10 @@ def open_data(config: Config, context: ParallelContext) -> RunData:
         tokenizer = build_tokenizer(data)
         document_rules = DocumentRules(tokenizer.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
         needs_validation = training.eval_iters > 0
-        needs_test = needs_validation and not data.mock_data and _has_test_data(data)
+        _, blends = read_split_blends(data)
+        has_own_test = has_split_datasets(data) or data.hf_dataset is not None
+        has_test_data = any(blends[2].values()) if has_own_test else parse_split(data.split)[2] > 0
+        needs_test = needs_validation and not data.mock_data and has_test_data
         datasets = None
         if needs_samples(context, stage_of_chunk, document_rules):
             datasets = open_datasets(
@@ -470,14 +498,18 @@ def open_data(config: Config, context: ParallelContext) -> RunData:
                 tokenizer=tokenizer,
                 need_validation=needs_validation,
                 need_test=needs_test,
+                need_training=not training.skip_train,
             )
         maker = BatchBuilder.for_model(config.model, context, training.seed, training.micro_batch_size, document_rules)
-        return RunData(config, compute_embedding_rows(tokenizer, data), maker, datasets, needs_test)
+        validation_sets = tuple(blends[1] or {"": ()}) if needs_validation else ()
+        return RunData(config, compute_embedding_rows(tokenizer, data), maker, datasets, validation_sets, needs_test)
 
     return run_on_all_ranks(context, build)
 
 
-def _has_test_data(data: DataConfig) -> bool:
-    if has_split_datasets(data):
-        return bool(read_split_blends(data)[1][2])
-    return parse_split(data.split)[2] > 0
+def set_stream_folder(config: Config) -> DataConfig:
+    """Return the data settings. With --hf-dataset, the folder for positions is the folder `stream` in --save, unless it is set."""
+    data, save = config.data, config.checkpoint.save
+    if data.hf_dataset is None or data.data_cache_path is not None or save is None:
+        return data
+    return replace(data, data_cache_path=os.path.join(save, "stream"))

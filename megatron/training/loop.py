@@ -18,7 +18,7 @@ from megatron.optimizer.grad_scaler import LossScaleError
 from megatron.parallel.context import ParallelContext
 from megatron.training.callbacks import METRICS, Callback, find_overriding_methods
 from megatron.training.failure import SharedError
-from megatron.training.inputs import Batches, RunBatches
+from megatron.training.inputs import Batches, BatchesBySet, RunBatches
 from megatron.training.progress import (
     BatchSizePlan,
     LearningSchedule,
@@ -100,6 +100,10 @@ class Control:
     """Whether the job may be killed soon: a signal has ended the run or its last evaluation, or the time limit of
     --exit-duration-in-mins has passed. The end of the run then leaves out what can be done later. Ranks may disagree about a signal
     or limit that is reached after the last step."""
+    notify_phase: Callable[[str], None] = lambda name: None
+    """Function that notifies the callbacks of a phase that a callback begins or ends between two steps. Set by the loop."""
+    has_exit_signal: Callable[[], bool] = lambda: False
+    """Function that returns whether this rank has received an exit signal."""
 
 
 @dataclass
@@ -119,8 +123,8 @@ class Loop:
     timers: Timers
     train_batches: Callable[[int], Batches]
     """Function that returns the iterator over the training batches that follow after the given number of consumed samples."""
-    valid_batches: Callable[[], Batches] | None
-    test_batches: Callable[[], Batches] | None
+    valid_batches: BatchesBySet
+    test_batches: BatchesBySet
     started_at: float
     """Time at which the job started, by time.monotonic()."""
     signals: ExitSignals = field(default_factory=lambda: ExitSignals(0))
@@ -159,7 +163,7 @@ class Loop:
             with self.signals.deferred():
                 try:
                     with self.attach_callbacks(callbacks):
-                        stop_reason = self._train(progress, stop_iteration)
+                        stop_reason = None if self.config.training.skip_train else self._train(progress, stop_iteration)
                     if stop_reason == _PAUSED:
                         self.saver.wait(self.reporter.log)
                     elif progress.iteration > start_iteration:  # else a finished run was started again: keep its checkpoint
@@ -184,7 +188,7 @@ class Loop:
         calls. Steps may only run inside this block."""
         if self._feature_callbacks is None:
             self._feature_callbacks = self.build_feature_callbacks()
-        self._callbacks = [*self._feature_callbacks, *callbacks]
+        self._callbacks, self.control.notify_phase = [*self._feature_callbacks, *callbacks], self._notify_phase
         method_names = ("on_phase", "before_step", "on_result", "after_step", "on_log")
         self._step_methods = {name: find_overriding_methods(self._callbacks, name) for name in method_names}
         with ExitStack() as stack:
@@ -291,8 +295,8 @@ class Loop:
             result: result of the step, or None if the iteration was skipped.
         """
         training = self.config.training
-        valid = self.valid_batches if progress.is_multiple_of(training.eval_interval) else None
-        if valid is not None and not self._evaluate(progress, valid, "validation"):
+        is_due = bool(self.valid_batches) and progress.is_multiple_of(training.eval_interval)
+        if is_due and not self._evaluate(progress, self.valid_batches, "validation"):
             return _ON_SIGNAL
         if progress.is_multiple_of(self.config.checkpoint.save_interval) or self.control.save_requested:
             self._save(progress)
@@ -320,6 +324,7 @@ class Loop:
                 self.reporter.record_event(
                     "rewind", progress, f"back from iteration {old_iteration} to {progress.iteration}", left=old_iteration
                 )
+                self.reporter.rewind(progress.iteration)
                 for callback in self._callbacks:
                     callback.after_rewind(progress)
         self._notify_phase("between steps")
@@ -347,34 +352,36 @@ class Loop:
     def _finish(self, progress: Progress, stop_reason: str | None) -> None:
         """Run the final evaluations, notify the callbacks, and log how the run ended."""
         # Evaluate after the save: a job scheduler may end the job before the evaluations are complete.
-        is_interrupted = stop_reason == _ON_SIGNAL
+        is_interrupted, training = stop_reason == _ON_SIGNAL, self.config.training
         if stop_reason is None:
-            if self.valid_batches is not None and not progress.is_multiple_of(self.config.training.eval_interval):
+            if self.valid_batches and (training.skip_train or not progress.is_multiple_of(training.eval_interval)):
                 is_interrupted = not self._evaluate(progress, self.valid_batches, "validation")
-            if not is_interrupted and self.test_batches is not None:
+            if not is_interrupted and self.test_batches:
                 is_interrupted = not self._evaluate(progress, self.test_batches, "test")
         self.control.is_time_short = is_interrupted or self.signals.received is not None or self._is_time_up()
         for callback in self._callbacks:
             callback.on_end()
         exit_reason = self.signals.describe() if stop_reason == _ON_SIGNAL else stop_reason
-        message = f"done after {progress.iteration} iterations" if stop_reason is None else f"exiting {exit_reason}"
+        done = "evaluated" if training.skip_train else "done"
+        message = f"{done} after {progress.iteration} iterations" if stop_reason is None else f"exiting {exit_reason}"
         if stop_reason is None and self.control.end_reason is not None:
             message += f": {self.control.end_reason}"
         save = self.config.checkpoint.save
         resume_hint = "" if save is None or stop_reason is None else f" (the same command with --load {save} resumes the run)"
         self.reporter.log(message + resume_hint)
-        self.reporter.record_event("end", progress, message)
+        self.reporter.end = "stopped" if stop_reason is not None and self.control.is_time_short else "finished"
+        self.reporter.record_event("end", progress, message, complete=stop_reason is None)
 
-    def _evaluate(self, progress: Progress, build_batches: Callable[[], Batches], split: Literal["validation", "test"]) -> bool:
-        """Evaluate on a split and log the losses. Returns False if an exit signal interrupted the evaluation."""
+    def _evaluate(self, progress: Progress, batches: BatchesBySet, split: Literal["validation", "test"]) -> bool:
+        """Evaluate on the sets of a split and log the losses. Returns False if an exit signal interrupted the evaluation."""
         self._notify_phase("evaluating")
         with self.reporter.pause("evaluating", progress):
             with self.timers("evaluation", level=0):
-                losses = evaluate(self.step, build_batches(), lambda: self.signals.received is not None)
+                losses = evaluate_sets(self.step, batches, lambda: self.signals.received is not None)
             if losses is None:
                 self.reporter.log(f"  the evaluation at iteration {progress.iteration} is given up {self.signals.describe()}")
             else:
-                values = self.reporter.log_evaluation(progress, *losses, split)
+                values = self.reporter.log_evaluation(progress, losses, split)
                 for callback in self._callbacks:
                     callback.on_evaluation(progress, values)
             if self.config.training.manual_gc:
@@ -454,3 +461,16 @@ def evaluate(
             return None
     loss, mtp_loss = (total / sums.mask_sum if sums.mask_sum else math.nan for total in (sums.loss_sum, sums.mtp_loss_sum))
     return loss, mtp_loss if step.model.config.mtp_num_layers else None
+
+
+def evaluate_sets(
+    step: TrainStep, batches: BatchesBySet, exit_requested: Callable[[], bool] = lambda: False
+) -> dict[str, tuple[float, float | None]] | None:
+    """Return the two mean losses of each set, as `evaluate` returns them, by the name of the set. If any rank has received an exit
+    signal, return None."""
+    losses = {}
+    for name, build_batches in batches.items():
+        if (means := evaluate(step, build_batches(), exit_requested)) is None:
+            return None
+        losses[name] = means
+    return losses

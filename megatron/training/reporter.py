@@ -1,5 +1,5 @@
 """Output of a run during training: log lines, validation lines, timers, the metrics file, the history file, and curves
-(TensorBoard, Weights & Biases). Only rank 0 prints and writes."""
+(TensorBoard, Weights & Biases, MLflow, trackio). Only rank 0 prints and writes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ from megatron.metrics.log_line import (
     LogLineValues,
     MetricSink,
     Printer,
+    RunEnd,
     format_duration,
     format_megatron_line,
     format_short_line,
     format_short_validation_line,
+    format_time,
     format_validation_lines,
 )
 from megatron.metrics.measures import Timers, format_times, get_peak_host_bytes, merge_rank_times
@@ -35,6 +37,7 @@ from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.spec.counts import count_flops_per_step
 from megatron.training.callbacks import METRICS
+from megatron.training.failure import run_on_all_ranks
 from megatron.training.progress import Progress
 from megatron.training.step import StepResult
 
@@ -157,7 +160,7 @@ class ThroughputEstimator:
 
 class Reporter:
     """Output of a run: collects the results of steps, and at intervals writes log lines, the metrics file, the history file and
-    curves (TensorBoard, Weights & Biases).
+    curves (TensorBoard and other loggers).
 
     Args:
         total_iterations: number of steps of the complete run.
@@ -167,7 +170,8 @@ class Reporter:
         peak_flops: FLOP/s of one device, or None if not known.
         resumed: append to the metrics file instead of starting a new file.
         counts_spikes: log the number of loss spikes, because steps are checked for spikes.
-        settings: settings that are saved with the curves, if the curve logger supports it.
+        open_curve_sinks: function that opens the outputs of curves, from the iteration at which the run starts and from the facts
+            about this start. Called on this rank when the run starts; None for no curves.
         folder: folder for the history file of the run (`megatron/metrics/history.py`); None for no history.
     """
 
@@ -185,7 +189,7 @@ class Reporter:
         peak_flops: float | None = None,
         resumed: bool = False,
         counts_spikes: bool = False,
-        settings: Mapping[str, Any] | None = None,
+        open_curve_sinks: Callable[[int, Mapping[str, Any]], list[MetricSink]] | None = None,
         folder: str | None = None,
     ) -> None:
         self._counts_spikes, self._quiet = counts_spikes, quiet
@@ -193,11 +197,12 @@ class Reporter:
         self._total_iterations, self._is_output_rank, self._peak_flops = total_iterations, is_output_rank, peak_flops
         self._metrics_file: MetricSink | None = None
         self._curve_sinks: list[MetricSink] = []
+        self._open_curve_sinks = open_curve_sinks
         if is_output_rank and config.metrics_file:
             self._metrics_file = import_object("megatron_lab.monitoring.loggers:MetricsFile")(config.metrics_file, append=resumed)
-        if is_output_rank and (config.tensorboard_dir is not None or config.wandb_project is not None):
-            self._curve_sinks = import_object("megatron_lab.monitoring.loggers:build_curve_sinks")(config, settings)
-        self._sinks = [*self._curve_sinks, *([self._metrics_file] if self._metrics_file else [])]
+        self._sinks = [] if self._metrics_file is None else [self._metrics_file]
+        self.end: RunEnd = "finished"
+        """How the run ends, for the outputs of curves, if it ends without an error."""
         self._history: HistoryFile | None = None
         if is_output_rank and folder is not None:
             self._history = import_object("megatron.metrics.history:HistoryFile")(folder, model.config.seq_length)
@@ -214,15 +219,25 @@ class Reporter:
 
     @contextmanager
     def record_run(self, progress: Progress, run_facts: Mapping[str, Any]) -> Iterator[None]:
-        """Write the history file of the run (`megatron/metrics/history.py`) while the block is active.
+        """Open the outputs of curves, and write the history file of the run (`megatron/metrics/history.py`) while the block is
+        active. All ranks call this together.
 
-        At the end of the block all files are written and closed. If the block raises an error, only the end of the run is written
-        to the history file. The other files are not closed, because that could block.
+        At the end of the block all outputs are written and closed. If the block raises an error, only the end of the run is written
+        to the history file and to the curves. The other files are not closed, because that could block.
 
         Args:
             progress: progress of the run at this start.
             run_facts: further keys of the line about this start in the history file, such as layout and device.
+
+        Raises:
+            SetupError: an output of curves cannot be opened.
         """
+        if self._config.writes_curves:  # only now, when no other run can use the save folder
+            open_sinks = self._open_curve_sinks
+            open_on_rank = lambda: [] if open_sinks is None else open_sinks(progress.iteration, run_facts)  # noqa: E731
+            with self.pause("opening loggers", progress):
+                self._curve_sinks = run_on_all_ranks(self._context, open_on_rank)
+            self._sinks = [*self._curve_sinks, *self._sinks]
         if self._history is not None:
             tokens = count_tokens(progress.phases, progress.consumed_samples, self._model.config.seq_length)
             self._history.write_start(progress.iteration, progress.consumed_samples, tokens, run_facts)
@@ -231,10 +246,12 @@ class Reporter:
         except BaseException as error:
             self._printer.show_status([])
             self.record_event("end", progress, str(error).partition("\n")[0] or type(error).__name__)
+            for sink in self._curve_sinks:
+                sink.close("failed")
             raise
         self._printer.show_status([])
         for sink in self._sinks:
-            sink.close()
+            sink.close(self.end)
         if self._history is not None:
             self._history.close()
 
@@ -306,19 +323,26 @@ class Reporter:
         return values
 
     def log_evaluation(
-        self, progress: Progress, loss: float, mtp_loss: float | None, split: Literal["validation", "test"]
+        self, progress: Progress, losses: Mapping[str, tuple[float, float | None]], split: Literal["validation", "test"]
     ) -> dict[str, float]:
         """Log the losses of an evaluation. Returns the losses by their names in the metrics file.
 
         Args:
-            loss: mean over the tokens of the evaluation.
-            mtp_loss: loss of multi-token prediction; None without multi-token prediction.
+            losses: mean over the tokens, and the same of multi-token prediction (None without it), for each set by name. A single
+                set may have the name "".
             split: split of the data that was evaluated.
         """
-        lines = format_validation_lines(progress.iteration, loss, split, mtp_loss=mtp_loss)
-        for line in [format_short_validation_line(progress.iteration, loss, split, mtp_loss=mtp_loss)] if self._is_short else lines:
-            self.log(line)
-        values = {f"{split}_loss": loss} | ({} if mtp_loss is None else {f"{split}_mtp_loss": mtp_loss})
+        values: dict[str, float] = {}
+        for name, (loss, mtp_loss) in add_mean(losses).items():
+            suffix = f"/{name}" if name else ""
+            values |= {f"{split}_loss{suffix}": loss} | ({} if mtp_loss is None else {f"{split}_mtp_loss{suffix}": mtp_loss})
+            num_averaged = 0 if name in losses else len(losses)
+            if num_averaged != 1:
+                format_lines = format_short_validation_line if self._is_short else format_validation_lines
+                for line in format_lines(
+                    progress.iteration, loss, split, mtp_loss=mtp_loss, set_name=name, num_averaged=num_averaged
+                ):
+                    self.log(line)
         self._write(self._sinks, progress, values)
         self._record("evaluation", progress, values)
         return values
@@ -327,6 +351,28 @@ class Reporter:
         """Write additional values, by name, to the metrics file, the curves and the history file. Nothing is printed."""
         self._write(self._sinks, progress, values)
         self._record("measured", progress, values)
+
+    def log_text(self, progress: Progress, name: str, text: str) -> None:
+        """Write a text to the curves' outputs that show texts. Nothing is printed.
+
+        Args:
+            name: name under which the texts of several iterations are shown together.
+        """
+        for sink in self._sinks:
+            sink.log_text(progress.iteration, progress.consumed_samples, name, text)
+
+    def record_samples(self, progress: Progress, samples: Sequence[Mapping[str, str]]) -> None:
+        """Write generated texts to the history file of the run. Nothing is printed.
+
+        Args:
+            samples: `prompt` and `text` of each sample.
+        """
+        self._record("samples", progress, {"samples": samples})
+
+    def rewind(self, iteration: int) -> None:
+        """Let the curves continue at the iteration of an earlier checkpoint, to which the run has gone back."""
+        for sink in self._sinks:
+            sink.rewind(iteration)
 
     def record_event(self, event: str, progress: Progress, message: str, **values: Any) -> None:
         """Write an event to the history file of the run. Nothing is printed.
@@ -370,6 +416,8 @@ class Reporter:
             details: further lines. Warnings start with "WARNING:".
             notices: lines that also a terminal shows, about outputs, flags and resuming.
         """
+        if not self._is_short:  # its lines have times, in Megatron-LM's format without a zone
+            notices = [*notices, f"started at {format_time(datetime.now())}; the times of log lines are in this zone"]
         lines = [*summary, *details, *notices]
         shown = lines
         if self._on_terminal and not self._config.verbose:
@@ -383,7 +431,7 @@ class Reporter:
             path = os.path.join(self._folder, START_LOG_FILE)
             location = f"{path}, or {location}"
             file = LineFile("the start-up log", path, append=True)
-            file.write("\n".join([f"started on {datetime.now():%Y-%m-%d at %H:%M:%S}", *(f"  {line}" for line in lines)]))
+            file.write("\n".join([f"started on {format_time(datetime.now())}", *(f"  {line}" for line in lines)]))
             file.close()
         self.log(f"  {len(lines) - len(shown)} more lines: {location}")
 
@@ -395,7 +443,7 @@ class Reporter:
         remaining_s = self._throughput.estimate_remaining_seconds(now, progress.consumed_samples)
         if remaining_s is not None and remaining_s >= _MIN_REMAINING_S:
             end = datetime.now() + timedelta(seconds=remaining_s)
-            self.log(f"  about {format_duration(remaining_s)} left, until {end:%Y-%m-%d %H:%M}")
+            self.log(f"  about {format_duration(remaining_s)} left, until {format_time(end, 'minutes')}")
 
     def _print(self, line: str) -> None:
         if self._is_output_rank and not self._quiet:
@@ -564,6 +612,13 @@ class Reporter:
         if self._config.log_timers_to_tensorboard:
             self._write(self._curve_sinks, progress, {f"{name}-time": max(rank_ms) / 1000 for name, rank_ms in times.items()})
         return {name: max(rank_ms) for name, rank_ms in times.items()}
+
+
+def add_mean(losses: Mapping[str, tuple[float, float | None]]) -> dict[str, tuple[float, float | None]]:
+    """Return the losses of an evaluation by the name of the set, with the unweighted mean over the sets under the name "", unless
+    this is the name of a set."""
+    means = (None if None in column else sum(column) / len(column) for column in zip(*losses.values(), strict=True))
+    return dict(losses) if "" in losses else {**losses, "": tuple(means)}  # type: ignore[dict-item]
 
 
 def _compute_mean(values: Sequence[float]) -> float | None:

@@ -146,8 +146,9 @@ def resume(
         if selected is not None:
             if checkpoint.finetune:
                 return _start_from_weights(selected, schedule, "--finetune")
-            return restore_run(selected, optimizer, scaler, schedule, wants_state=wants_state)
-        check_missing_checkpoint(checkpoint)
+            skips_training = config.training.skip_train
+            return restore_run(selected, optimizer, scaler, schedule, wants_state=wants_state, skips_training=skips_training)
+        check_missing_checkpoint(checkpoint, skips_training=config.training.skip_train)
         is_first_start = checkpoint.load == checkpoint.save  # a run that is always started with the same command
         notes = [f"{'' if is_first_start else 'WARNING: '}--load {folder} holds no checkpoint: the run begins at iteration 0"]
         if not is_first_start:
@@ -167,13 +168,14 @@ def resume(
     return ResumePoint(Progress(), schedule, None, notes)
 
 
-def check_missing_checkpoint(checkpoint: CheckpointConfig) -> None:
+def check_missing_checkpoint(checkpoint: CheckpointConfig, *, skips_training: bool = False) -> None:
     """Check that the run may start without a checkpoint although --load is set.
 
     Raises:
         MismatchError: the folder of --load has no checkpoint, and another flag requires one.
     """
     requirements = {
+        "--skip-train": skips_training,
         "--exit-on-missing-checkpoint": checkpoint.exit_on_missing_checkpoint,
         "--finetune": checkpoint.finetune,
         "--no-load-optim": not checkpoint.load_optim,
@@ -191,7 +193,13 @@ def _suggest_download(folder: object) -> str:
 
 
 def restore_run(
-    selected: SelectedCheckpoint, optimizer: ShardedOptimizer, scaler: GradScaler, schedule: LearningSchedule, *, wants_state: bool
+    selected: SelectedCheckpoint,
+    optimizer: ShardedOptimizer,
+    scaler: GradScaler,
+    schedule: LearningSchedule,
+    *,
+    wants_state: bool,
+    skips_training: bool = False,
 ) -> ResumePoint:
     """Restore the progress, the optimizer and the loss scaler from a checkpoint whose tensors are loaded. Select the learning-rate
     and weight-decay schedules of the checkpoint or of this run.
@@ -199,6 +207,7 @@ def restore_run(
     Args:
         schedule: schedules of the command line.
         wants_state: restore the optimizer and the loss scaler too, not only the progress.
+        skips_training: whether the run only evaluates (--skip-train).
 
     Raises:
         CheckpointError: the state of the checkpoint is incomplete.
@@ -210,7 +219,7 @@ def restore_run(
             optimizer.num_steps = int(state["optimizer_updates"])
             scaler.load_state_dict(state["scaler"])
         else:
-            notes = [*notes, "moments start from zero (--no-load-optim)"]
+            notes = [*notes, *([] if skips_training else ["moments start from zero (--no-load-optim)"])]
         progress = Progress.from_json(state["progress"])
         resolved_schedule = resolve_schedule(schedule, state["schedule"], path, schedule_differences, progress.updated_samples)
         return ResumePoint(progress, resolved_schedule, path, notes, config_json)
@@ -544,7 +553,8 @@ def check_model(config: Config, config_json: dict[str, Any], vocab_size: int, pa
                     f"  Use --adam-8bit-block-size {saved_block_size}, or start with a new optimizer state (--no-load-optim)."
                 )
     allowed_differences = list(model_differences.values())
-    for topic in _COMPARED_TOPICS if continues_run else ():
+    topics = ("precision",) if config.training.skip_train else _COMPARED_TOPICS
+    for topic in topics if continues_run else ():
         differences = _compare_fields(getattr(saved, topic), getattr(config, topic))
         allowed_differences += [text for name, text in differences.items() if name not in _UNREPORTED_SETTINGS]
     notes = [f"differs from the checkpoint: {text}" for text in allowed_differences]

@@ -23,7 +23,6 @@ from megatron.config.imports import import_object
 from megatron.config.model import ModelConfig
 from megatron.config.outputs import DEFAULT_SAVE_MINUTES, LoggingConfig, get_run_folder
 from megatron.config.precision import PrecisionConfig, SpeedConfig
-from megatron.config.save import to_dict
 from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.config.version import get_extra_install_command
 from megatron.metrics.measures import Timers, get_mixed_peak_flops
@@ -174,7 +173,8 @@ def make_reporter(
     Raises:
         SetupError: the metrics file or another output cannot be opened.
     """
-    folder = get_run_folder(config.checkpoint, config.logging)
+    folder = None if config.training.skip_train else get_run_folder(config.checkpoint, config.logging)
+    has_curves = context.rank == 0 and config.logging.writes_curves
     return run_on_all_ranks(
         context,
         lambda: Reporter(
@@ -189,7 +189,7 @@ def make_reporter(
             peak_flops=get_peak_device_flops(context, model),
             resumed=resumed,
             counts_spikes=config.spikes.spike_policy != "none",
-            settings=to_dict(config),
+            open_curve_sinks=import_object("megatron_lab.monitoring.loggers:prepare_curve_sinks")(config) if has_curves else None,
             folder=folder,
         ),
     )
@@ -244,6 +244,8 @@ def describe_outputs(config: Config, *, draw_record: bool) -> Iterator[str]:
     if config.checkpoint.save is not None and config.checkpoint.save_interval is None:
         times = f"every {DEFAULT_SAVE_MINUTES} minutes (the newest is kept), at the end and on a signal"
         yield f"checkpoints: {times}; --save-interval N: every N steps"
+    if config.training.skip_train:
+        return
     if folder is None:
         yield f"no record of the run and no {PICTURE_FILE}: --save or --tensorboard-dir with a local folder would keep them there"
         return

@@ -14,10 +14,6 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-
 from megatron.checkpoint.storage import PathOrUrl
 from megatron.config.checks.memory import check_attention_backend_on_device
 from megatron.config.cli import LoadedConfig
@@ -26,7 +22,6 @@ from megatron.config.imports import import_object
 from megatron.config.launcher import read_process_info
 from megatron.config.outputs import CheckpointConfig
 from megatron.config.save import run_record
-from megatron.data.samples import DocumentSpan, SampleSource
 from megatron.model.build import Model, build_model_from_config
 from megatron.parallel.context import ParallelContext, connect, disconnect
 from megatron.training import startup
@@ -34,13 +29,17 @@ from megatron.training.callbacks import Callback
 from megatron.training.failure import Explanations
 from megatron.training.features import PICTURE_FEATURE, Features, RunComponents
 from megatron.training.inputs import Batches, RunData, open_data
-from megatron.training.loop import Control, Loop, NoSaver, evaluate
+from megatron.training.loop import Control, Loop, NoSaver, evaluate_sets
 from megatron.training.progress import BatchSizePlan, Progress, ResumePoint
 from megatron.training.signals import ExitSignals, create_exit_signals
 from megatron.training.startup import choose_attention_kernel
 from megatron.training.step import StepResult, TrainStep
 
 if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
     from megatron.training.saver import Saver
 
 
@@ -161,7 +160,7 @@ class Trainer:
             resumed=resume_point.path is not None,
             quiet=quiet,
         )
-        control = Control(resume_point.checkpoint)
+        control = Control(resume_point.checkpoint, has_exit_signal=lambda: signals.received is not None)
         self._components = RunComponents(
             *(config, context, self.steps, progress, reporter, plan, num_parameters, kernel_choice),
             data=self.data,
@@ -175,7 +174,8 @@ class Trainer:
             [*settings.notes, *startup.describe_outputs(config, draw_record=draw_record), *resume_point.notes],
         )
         if resume_point.path is not None:
-            reporter.log(f"resuming from {resume_point.path} at iteration {progress.iteration}")
+            verb = "evaluating" if config.training.skip_train else "resuming from"
+            reporter.log(f"{verb} {resume_point.path} at iteration {progress.iteration}")
         self._run_facts = startup.collect_run_facts(record, context, model, plan, num_parameters, kernel_choice)
         self._loop = Loop(
             config,
@@ -235,14 +235,18 @@ class Trainer:
             the result, the same on every rank; None for an iteration that --iterations-to-skip skips.
 
         Raises:
-            ValueError: the tokens have a wrong shape, or an id is not in the vocabulary.
+            ValueError: the tokens have a wrong shape, an id is not in the vocabulary, or --skip-train is set.
         """
+        if self.config.training.skip_train:
+            raise ValueError("--skip-train evaluates only: leave it out of the settings to run steps")
         self._start_run()
         if not self._is_stepping_manually:
             self._manual_stack.enter_context(self._loop.attach_callbacks(self.callbacks))
             self._is_stepping_manually = True
         if tokens is not None:
-            return self._loop.run_step(self.progress, next(self._build_batches_from_tokens(tokens)))
+            size = self._loop.plan.get_global_batch_size(self.progress.consumed_samples)
+            batch = import_object("megatron_lab.data_tools.token_rows:build_batch")(self.data, tokens, size)
+            return self._loop.run_step(self.progress, batch)
         consumed = self.progress.consumed_samples
         if self._manual_batches is None or self._manual_batches[0] != consumed:
             self._close_manual_batches()
@@ -253,16 +257,26 @@ class Trainer:
         return result
 
     def evaluate(self) -> float:
-        """Return the mean loss over --eval-iters validation batches. The batches are the same at every call.
+        """Return the mean loss over the validation batches (--eval-iters). The batches are the same at every call. With several
+        validation sets, this is the unweighted mean of their losses; `evaluate_sets` returns the losses.
 
         Raises:
             ValueError: the settings have no evaluation.
         """
-        if self._loop.valid_batches is None:
+        losses = self.evaluate_sets()
+        return sum(losses.values()) / len(losses)
+
+    def evaluate_sets(self) -> dict[str, float]:
+        """Return the mean loss of each validation set by its name. A single set without a name has the name "".
+
+        Raises:
+            ValueError: the settings have no evaluation.
+        """
+        if not self._loop.valid_batches:
             raise ValueError("the settings have no evaluation: set --eval-iters above 0")
-        losses = evaluate(self.steps, self._loop.valid_batches())
+        losses = evaluate_sets(self.steps, self._loop.valid_batches)
         assert losses is not None, "only an exit signal interrupts an evaluation"
-        return losses[0]
+        return {name: loss for name, (loss, _) in losses.items()}
 
     def save(self, folder: PathOrUrl | None = None) -> str:
         """Write a checkpoint of the current iteration into a save folder. Returns the path or URL of the checkpoint.
@@ -308,6 +322,7 @@ class Trainer:
         resume_point = self._resume(dataclasses.replace(self.config, checkpoint=checkpoint), plan)
         self._loop.control.checkpoint = resume_point.checkpoint
         vars(self.progress).update(vars(resume_point.progress))
+        self._loop.reporter.rewind(self.progress.iteration)
         plan = plan.resume_at(self.progress.iteration, self.progress.consumed_samples)
         batches = self.data.create_batches(self.progress, plan, self.context)
         self._loop.plan, self._loop.schedule, self._loop.train_batches = plan, resume_point.schedule, batches.iter_training_batches
@@ -395,40 +410,3 @@ class Trainer:
             )
         self.steps.finish_param_gather()
         return resume_point
-
-    def _build_batches_from_tokens(self, tokens: NDArray[np.int64] | torch.Tensor) -> Batches:
-        """Return an iterator over a single batch, which consists of the tokens that the user passes to `step`."""
-        rows = torch.as_tensor(tokens).cpu().numpy().astype(np.int64)
-        length = self.config.model.seq_length
-        size = self._loop.plan.get_global_batch_size(self.progress.consumed_samples)
-        if rows.shape != (size, length + 1):
-            raise ValueError(
-                f"tokens have the shape {list(rows.shape)}, but a step takes [global batch size, --seq-length + 1]: "
-                f"pass tokens of the shape [{size}, {length + 1}]"
-            )
-        if rows.min() < 0 or rows.max() >= self.data.vocab_size:
-            raise ValueError(
-                f"token ids range from {rows.min()} to {rows.max()}, but the vocabulary has only the ids 0 to "
-                f"{self.data.vocab_size - 1}. Use the tokenizer of this run"
-            )
-        source = _TokenRowSource(rows) if self.data.datasets is not None else None
-        return self.data.batch_builder.iter_batches(
-            source, global_batch_size_at=lambda _: len(rows), consumed_samples=0, total_samples=len(rows), num_workers=0
-        )
-
-
-class _TokenRowSource(SampleSource):
-    """Source of samples whose rows are tokens from the user: an array [samples, sequence length + 1]."""
-
-    def __init__(self, rows: NDArray[np.int64]) -> None:
-        self.seq_length = rows.shape[1] - 1
-        self._rows = rows
-
-    def get_samples(self, first: int, count: int) -> NDArray[np.int64]:
-        return self._rows[first : first + count]
-
-    def get_lineage(self, sample_index: int) -> list[DocumentSpan]:
-        return []
-
-    def describe(self, num_samples: int) -> list[str]:
-        return []

@@ -30,7 +30,7 @@ from megatron.config.cli import LoadedConfig, load, parse
 from megatron.config.errors import ConfigError, Violation
 from megatron.config.parsed_flags import is_count, split_argv
 from megatron.config.regular_file import check_output
-from megatron.config.resolve import assume_vocab_size
+from megatron_lab.planner.vocabulary import assume_vocab_size
 from megatron_lab.terminal import fill_help, fit_output_to_terminal
 
 PROGRAM = "verify_layout.py"

@@ -1,4 +1,5 @@
-"""Commands for a user who gives a name on the Hugging Face Hub instead of a path. No program of this project downloads anything.
+"""Commands for a user who gives a name on the Hugging Face Hub instead of a path. Only --hf-dataset downloads
+anything.
 
 The texts that the functions return are ends of error messages.
 """

@@ -32,7 +32,8 @@ def explain_missing_dataset(prefix: str, tokenizer: DataConfig) -> str | None:
             format_download(prefix, "--repo-type dataset", folder),
             _format_preprocessing(folder, folder, tokenizer),
         ]
-        advice = format_advice(prefix, "download and convert it", commands, f"Then give {_get_dataset_prefix(folder, tokenizer)}")
+        end = f"Then give {_get_dataset_prefix(folder, tokenizer)}. Or train on it without conversion: --hf-dataset {prefix}"
+        advice = format_advice(prefix, "download and convert it", commands, end)
         return f"dataset {prefix}: there are no files {prefix}.bin and {prefix}.idx.{advice}"
     if not _contains_text(path):
         return None
@@ -41,7 +42,8 @@ def explain_missing_dataset(prefix: str, tokenizer: DataConfig) -> str | None:
     return (
         f"dataset {prefix}: this is {subject}, but a run reads token ids.\n  Convert it:\n"
         f"    {_format_preprocessing(prefix, output, tokenizer)}\n"
-        f"  Then give {_get_dataset_prefix(output, tokenizer)} instead of {prefix}."
+        f"  Then give {_get_dataset_prefix(output, tokenizer)} instead of {prefix}.\n"
+        f"  Or train on it without conversion: --hf-dataset {prefix}, in place of --data-path."
     )
 
 

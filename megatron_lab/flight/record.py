@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PHASES = ("starting", "reading data", "in a step", "evaluating", "saving", "rewinding", "between steps", "ended")
+PHASES = ("starting", "reading data", "in a step", "evaluating", "sampling", "saving", "rewinding", "between steps", "ended")
 CALLS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "barrier", "send", "receive", "collective")
 
 _STATE = struct.Struct("<dqqqqqqd")

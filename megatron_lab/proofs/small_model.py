@@ -379,6 +379,8 @@ def reduce_training(config: Config, full_sizes: AxisSizes, small_sizes: AxisSize
         train_samples=train_samples,
         iterations_to_skip=(min(2, steps),) if training.iterations_to_skip and steps > 1 else (),
         eval_interval=None,
+        full_validation=False,
+        skip_train=False,
         early_stopping_patience=None,
         early_stopping_min_delta=0.0,
         exit_interval=None,

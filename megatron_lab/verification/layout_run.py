@@ -61,8 +61,8 @@ def observe_rank(rank: int, task: ProofTask) -> RankObservation:
             Reporter(config.logging, step.model, context, timers, plan.total_iterations, is_output_rank=False),
             timers,
             train_batches=batches.iter_training_batches,
-            valid_batches=None,
-            test_batches=None,
+            valid_batches={},
+            test_batches={},
             started_at=time.monotonic(),
         ).run(Progress())
         model = config.model

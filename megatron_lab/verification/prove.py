@@ -23,7 +23,7 @@ from megatron.spec.activations import get_added_choices, get_choice_settings
 from megatron.spec.attention_backends import get_kernels
 from megatron_lab.verification.layout_run import observe_rank
 from megatron_lab.verification.local_ranks import run_ranks
-from megatron_lab.verification.observation import Observation, ProofTask
+from megatron_lab.verification.observation import EVALUATED_BATCHES, Observation, ProofTask
 from megatron_lab.verification.random_samples import RandomSamples
 from megatron_lab.verification.reference.shape import build_random_weights
 from megatron_lab.verification.reference_run import build_reference_shape, run_reference
@@ -173,6 +173,10 @@ def _build_proof_config(config: Config, steps: int | None, dropout: bool) -> tup
         replaced.append("--spike-policy: none, because every step is compared")
     if config.debug.sentinel_interval is not None:
         replaced.append("--sentinel-interval: not set, because it does not change the results of a correct device")
+    if training.skip_train:
+        replaced.append("--skip-train: not set, because a proof trains some steps (with SGD)")
+    if training.full_validation:
+        replaced.append(f"--full-validation: evaluations of {EVALUATED_BATCHES} batches")
     speed = config.speed
     if not set(get_kernels(speed.attention_backend)) & {"flash", "math"}:
         replaced.append(f"--attention-backend {speed.attention_backend}: auto, because that kernel runs on GPUs only")
@@ -184,7 +188,9 @@ def _build_proof_config(config: Config, steps: int | None, dropout: bool) -> tup
             hidden_dropout=(model.hidden_dropout or DROPOUT) * dropout,
             attention_dropout=(model.attention_dropout or DROPOUT) * dropout,
         ),
-        training=dataclasses.replace(training, exit_interval=steps, exit_duration_in_mins=None),
+        training=dataclasses.replace(
+            training, exit_interval=steps, exit_duration_in_mins=None, skip_train=False, full_validation=False
+        ),
         spikes=SpikeConfig(),
         parallel=dataclasses.replace(config.parallel, device="cpu", distributed_backend="gloo"),
         speed=dataclasses.replace(speed, compile_backend="aot_eager", compile_mode="default"),

@@ -19,7 +19,7 @@ from megatron.config.optional_packages import PACKAGES, import_optional
 from tests.support.runs import Ended, arguments, launch, report
 
 ROOT = Path(__file__).resolve().parents[2]
-OTHERS = ("matplotlib", "tokenizers", "transformers", "wandb", "fsspec", "pyarrow", "ray", "zstandard")
+OTHERS = ("matplotlib", "tokenizers", "transformers", "wandb", "fsspec", "pyarrow", "ray", "zstandard", "datasets")
 """Packages of extras, which a run never needs."""
 
 

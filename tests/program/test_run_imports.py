@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.support.cli import ROOT, command_words
 from tests.support.code_lines import count_code_lines
 
-MAX_MODULES, MAX_LINES = 160, 14_000
+MAX_MODULES, MAX_LINES = 160, 14_200
 EXPERTS = "megatron.model.experts"
 PLAIN = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 63 --num-layers 2 --hidden-size 32 --num-attention-heads 4 "

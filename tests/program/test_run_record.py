@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -153,6 +154,45 @@ def test_picture_and_report_are_left_out_if_the_job_may_be_killed_soon(tmp_path:
         assert (folder / f"iter_000000{1 if name == 'limit' else 3}").exists()
 
 
+_DAY_S = 86_400.0
+
+
+def test_only_time_that_a_failure_took_counts_between_starts(tmp_path: Path) -> None:
+    """A day after its end a run is extended, goes back, is copied without its history, is branched off, or gives its weights. A run
+    that was stopped by a signal loses the day. On a machine whose clock is a day behind, nothing is known of the time between."""
+    one_step: dict[str, Any] = {"micro_batch_size": 4, "save_interval": 2, "log_interval": 1}
+    real = time.time
+
+    def shifts_clock(days: float) -> Any:
+        return lambda rank: setattr(time, "time", lambda: real() + days * _DAY_S)
+
+    def measure(folder: Path, train_iters: int, days: float = 1, **settings: Any) -> float:
+        """Start the run in a folder, some days from now, and return the days that count as lost between starts."""
+        more = {"save": folder, "load": folder, "resume_schedule": "new", **settings}
+        run(arguments(train_iters=train_iters, **one_step, **more), before=shifts_clock(days))
+        return float(read_history(folder).logs[-1]["spent"]["between starts"]) / _DAY_S
+
+    done, stopped = tmp_path / "done", tmp_path / "stopped"
+    run(arguments(train_iters=4, **one_step, save=done))
+    stop = launch(arguments(train_iters=4, **one_step, save=stopped), before=on_rank(0, 2, lambda _: os.kill(os.getpid(), 15)))
+    assert stop[0].code == 85, report(stop)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copytree(done / "iter_0000004", bare / "iter_0000004")
+    shutil.copy(done / "latest_checkpointed_iteration.txt", bare)
+    back, behind = (Path(shutil.copytree(done, tmp_path / name)) for name in ("back", "behind"))
+    lost = {
+        "extended": measure(done, 6),
+        "went back": measure(back, 6, ckpt_step=2),
+        "copied without its history": measure(bare, 6),
+        "branch of a run that was stopped": measure(tmp_path / "branch", 8, load=stopped),
+        "weights of another run": measure(tmp_path / "weights", 6, load=stopped, finetune=True, resume_schedule=None),
+        "clock behind": measure(behind, 6, days=-1),
+    }
+    assert max(lost.values()) < 0.01, lost
+    assert measure(stopped, 4) == pytest.approx(1.0, abs=0.01)
+
+
 def test_a_full_disk_and_a_picture_that_cannot_be_drawn_do_not_end_a_run(tmp_path: Path) -> None:
     """Each is told once. Neither is a library that is not there."""
     folder = tmp_path / "run"
@@ -183,10 +223,17 @@ def test_the_page_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     page = (ROOT / "docs/watching.md").read_text()
     monkeypatch.chdir(tmp_path)
     run(arguments(train_iters=2, save="checkpoints"))
-    picture, whole = (shlex.split(command)[1:] for command in commands(page))
+    picture, whole, loggers = (shlex.split(command)[1:] for command in commands(page))
     assert picture[0] == "tools/plot_loss.py" and plot_loss.main(picture[1:]) == 0
     assert (tmp_path / picture[-1]).read_text().startswith("<?xml")
     assert whole[0] == "tools/report.py" and report_of.main(whole[1:]) == 0
+    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "TRACKIO_DIR": str(tmp_path / "trackio")}.items():
+        monkeypatch.setenv(name, value)
+    run(loggers[1:])
+    assert set(json.loads((tmp_path / "run1" / "loggers.json").read_text())) == {"folder", "trackio", "wandb"}
+    from trackio.utils import TRACKIO_DIR  # of the test before, if it has imported the package
+
+    assert list(TRACKIO_DIR.glob("demo*.db")) and list((tmp_path / "wandb").glob("offline-run-*"))
     capsys.readouterr()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     exec(code, {})

@@ -128,7 +128,8 @@ def test_the_start_of_a_run_fits_the_terminal(tmp_path: Path) -> None:
     settings = {"train_iters": 2, "lr": 1.0, "lr_decay_style": "constant", "save": tmp_path, "num_workers": 2}
     short = seen(on_terminal(arguments(**settings), 2, columns=80)[0])
     started, first, *details = (tmp_path / "start.log").read_text().splitlines()
-    assert started.startswith("started on ") and first.startswith("  model of ")
+    assert re.fullmatch(r"started on \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC([+-]\d\d:\d\d)?", started)
+    assert first.startswith("  model of ")
     assert [line.split()[0] for line in short[:3]] == ["model", "2", "made-up"], short
     text = " ".join(" ".join(short).split())
     assert "parameter groups" not in text and f"more lines: {tmp_path}/start.log, or --verbose" in text
@@ -183,7 +184,11 @@ def test_the_lines_of_megatron_are_followed_by_one_estimate() -> None:
         reporter._MIN_MEASURED_S, reporter._MIN_REMAINING_S = 1e-9, 0.0
 
     said = run(arguments(train_iters=6), before=soon).splitlines()
-    (at,) = [i for i, line in enumerate(said) if re.fullmatch(r"  about \d+ s left, until \d{4}-\d\d-\d\d \d\d:\d\d", line)]
+    (at,) = [
+        i
+        for i, line in enumerate(said)
+        if re.fullmatch(r"  about \d+ s left, until \d{4}-\d\d-\d\d \d\d:\d\d UTC([+-]\d\d:\d\d)?", line)
+    ]
     assert "iteration        1/" in said[at - 1] and "iteration        2/" in said[at + 1]
     assert " left" not in run(arguments(train_iters=6))
 

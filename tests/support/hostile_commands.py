@@ -61,6 +61,8 @@ COMMANDS = (
     Command("import distributed", CHECKPOINT, ("import", "dist", "imported"), ("dist/*", "dist/*/*", "dist/*/.metadata")),
     Command("import legacy", CHECKPOINT, ("import", "legacy", "imported"), ("legacy/*", "legacy/*/*/*")),
     Command("data", TRAIN, _data(data_path="data/text", data_cache_path="cache"), ("data/text.*",)),
+    Command("streamed lines", TRAIN, _data(hf_dataset="corpus.jsonl"), ("corpus.jsonl",)),
+    Command("streamed rows", TRAIN, _data(hf_dataset="corpus.parquet"), ("corpus.parquet",)),
     Command(
         "tokenizer.json",
         TRAIN,
@@ -85,11 +87,24 @@ COMMANDS = (
         _data(data_path="data/text", tokenizer_type="SentencePieceTokenizer", tokenizer_model="sp.model"),
         ("sp.model",),
     ),
+    *(
+        Command(
+            f"samples {name}", TRAIN, _data(data_path="data/text", sample_interval=1, sample_tokens=1, sample_prompts=name), (name,)
+        )
+        for name in ("prompts.txt", "prompts.jsonl")
+    ),
     Command("YAML", TRAIN, ("--config", "run.yaml"), ("run.yaml",), signs=("--",)),
     Command("TOML", TRAIN, ("--config", "run.toml"), ("run.toml",), signs=("--",)),
     Command("list of datasets", TRAIN, _data(data_args_path="blend.txt"), ("blend.txt",), signs=("dataset",)),
     Command(
         "datasets by split", TRAIN, _data(per_split_data_args_path="splits.json", split=None), ("splits.json",), signs=("dataset",)
+    ),
+    Command(
+        "validation sets",
+        TRAIN,
+        _data(per_split_data_args_path="sets.json", split=None, full_validation=True, eval_iters=None, skip_train=True),
+        ("sets.json", "data/more.*"),
+        signs=("dataset",),
     ),
     Command(
         "layer costs",
@@ -183,6 +198,8 @@ def write_workspace(folder: Path) -> None:
     write_parquet(folder / "corpus.parquet", texts)
     (folder / "corpus.csv").write_text('id,text\n1,one\n2,"two, and\nmore"\n')
     (folder / "prompt.txt").write_text("a text")
+    (folder / "prompts.txt").write_text("a text\\n\nanother\n")
+    (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "a text"}) + "\n")
     (folder / "text.txt").write_text(TEXT)
     write_json(folder / "hub", tokenizer_json(BPE, "gpt2"))
     (folder / "gpt2").mkdir()
@@ -193,6 +210,8 @@ def write_workspace(folder: Path) -> None:
     write_legacy_example(folder / "legacy", 64)
     (folder / "blend.txt").write_text("0.7 data/text 0.3 data/more\n")
     (folder / "splits.json").write_text(json.dumps({"train": ["data/text"], "valid": ["data/more"]}))
+    sets = {"one": ["data/more"], "two": [0.3, "data/text", 0.7, "data/more"]}
+    (folder / "sets.json").write_text(json.dumps({"train": ["data/text"], "valid": sets}))
     (folder / "costs.json").write_text(json.dumps({"layers": [1.0, 2.0], "embedding": 1.0, "loss": 1.0}))
     root = Path(__file__).parent
     for source in ("llama3_8b.toml", "tiny_llama.yaml", "llama3_8b.sh", "zero3.json"):

@@ -165,8 +165,13 @@ _OTHERS: dict[str, tuple[Any, ...]] = {
     "optimizer_cpu_offload": (True,),
     "optimizer_offload_fraction": (0.5,),
     "data_path": ("text",),
+    "hf_dataset": ("texts",),
+    "hf_valid_documents": (5,),
     "split": ("0,1", "1,2,3,4"),
     "data_order": ("megatron",),
+    "multiple_validation_sets": (True,),
+    "full_validation": (True,),
+    "skip_train": (True,),
     "tokenizer_type": ("ByteTokenizer", "GPT2BPETokenizer"),
     "distributed_backend": ("nccl",),
 }

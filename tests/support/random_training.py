@@ -113,6 +113,8 @@ def draw_logging(draw: Draw) -> dict[str, Any]:
     if chance(draw, 4):
         settings["sentinel_interval"] = number(draw, 1, 2)
         settings |= options(draw, sentinel_action=[None, "stop"])  # it finds nothing
+    if chance(draw, 6):
+        settings |= options(draw, sample_interval=[1, 2], sample_tokens=[1, 3], sample_temperature=[None, 0.0])
     settings |= options(draw, device=[None, None, "cpu"])
     settings |= sometimes(draw, 4, attention_backend=["math", "unfused", "flash", "cudnn"], device="cpu")
     settings |= switches(draw, "log_memory", one_in=10)

@@ -442,7 +442,7 @@ def test_the_groups_of_data_and_of_gradients_are_named() -> None:
 _WORDS = "megatron/config/data.py"
 READ_WITHIN = {
     "use_checkpoint_args": "megatron/config/cli.py",
-    **dict.fromkeys(("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path"), _WORDS),
+    **dict.fromkeys(("data_args_path", "train_data_path", "test_data_path"), _WORDS),
 }
 """Act while the settings are read, or are read by a function of that room."""
 

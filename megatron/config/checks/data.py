@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from megatron.config.checks.finding import Finding, create_change, reset, rule
+from megatron.config.checks.finding import Finding, create_change, format_setting, reset, rule
 from megatron.config.config import Config
-from megatron.config.data import PATH_FIELDS, SPLIT_FIELDS, TOKENIZER_REQUIRED, list_path_settings, parse_blend, parse_split
+from megatron.config.data import (
+    PATH_FIELDS,
+    SPLIT_FIELDS,
+    TOKENIZER_REQUIRED,
+    list_path_settings,
+    parse_blend,
+    parse_split,
+    parse_validation_sets,
+)
 from megatron.config.setting import get_flag_name
 
 _SINGLE_SOURCE = "Each of these flags sets the source of the tokens."
@@ -16,15 +25,19 @@ _SINGLE_SOURCE = "Each of these flags sets the source of the tokens."
 def check_single_data_source(config: Config, world_size: int) -> Iterator[Finding]:
     """The tokens must come from exactly one source: either generated tokens (--mock-data), or indexed datasets that are named by
     one kind of flag: --data-path, --data-args-path, the paths of the splits (--train-data-path and so on) or
-    --per-split-data-args-path."""
+    --per-split-data-args-path, or a Hugging Face dataset (--hf-dataset)."""
     data = config.data
-    fields = list_path_settings(data)
+    # With --hf-dataset, indexed datasets may be the validation and test data.
+    fields = [field for field in list_path_settings(data) if data.hf_dataset is None or field not in SPLIT_FIELDS[1:]]
     source_fields = list(dict.fromkeys("train_data_path" if field in SPLIT_FIELDS else field for field in fields))
     if data.mock_data and fields:
         message = f"--mock-data and {get_flag_name(fields[0])} exclude each other."
         yield Finding(message, [create_change(mock_data=False)], _SINGLE_SOURCE, (*fields, "mock_data"))
     elif not data.mock_data and not fields:
-        reason = "It takes the prefix of an indexed dataset (PREFIX.bin and PREFIX.idx); --mock-data trains on generated tokens."
+        reason = (
+            "It takes the prefix of an indexed dataset (PREFIX.bin and PREFIX.idx). --hf-dataset reads a Hugging Face dataset; "
+            "--mock-data trains on generated tokens."
+        )
         yield Finding(
             "--data-path is missing.", [create_change(mock_data=True)], reason, ("data_path", "mock_data"), is_missing=True
         )
@@ -39,24 +52,69 @@ def check_single_data_source(config: Config, world_size: int) -> Iterator[Findin
         )
 
 
-@rule(depends_on=("mock_data", *SPLIT_FIELDS, "eval_iters"))
+@rule(depends_on=("mock_data", "hf_dataset", *SPLIT_FIELDS, "eval_iters", "skip_train"))
 def check_split_datasets(config: Config, world_size: int) -> Iterator[Finding]:
-    """If the splits have their own datasets, --train-data-path must be set, because training needs data. --valid-data-path must be
-    set too, unless --eval-iters 0 switches evaluations off."""
+    """If the splits have their own datasets, --train-data-path must be set, because training needs data (not with --skip-train).
+    --valid-data-path must be set too, unless --eval-iters 0 switches evaluations off."""
     data, eval_iters = config.data, config.training.eval_iters
     fields = tuple(field for field in SPLIT_FIELDS if getattr(data, field))
-    if not fields or data.mock_data:
+    if not fields or data.mock_data or data.hf_dataset is not None:
         return
-    if not data.train_data_path:
+    if not data.train_data_path and not config.training.skip_train:
         message = f"{get_flag_name(fields[0])} is given, but --train-data-path is not."
         yield Finding(message, reason="Training needs data.", fields=(*fields, "train_data_path"))
     elif eval_iters > 0 and not data.valid_data_path:
         yield Finding(
-            f"--train-data-path is given without --valid-data-path, but --eval-iters is {eval_iters}.",
+            f"{get_flag_name(fields[0])} is given without --valid-data-path, but --eval-iters is {eval_iters}.",
             [create_change(eval_iters=0)],
             "An evaluation reads validation data; --eval-iters 0 switches it off.",
-            ("train_data_path", "valid_data_path", "eval_iters"),
+            (fields[0], "valid_data_path", "eval_iters"),
         )
+
+
+@rule("full_validation", "mock_data")
+def check_full_validation(config: Config, world_size: int) -> Iterator[Finding]:
+    """--full-validation reads all samples of each validation set, but the generated samples of --mock-data have no end."""
+    if config.training.full_validation and config.data.mock_data:
+        yield Finding("--full-validation cannot be used with --mock-data.", [create_change(full_validation=False)])
+
+
+@rule("skip_train", "eval_iters", depends_on=("split", *PATH_FIELDS, "mock_data"))
+def check_skip_train(config: Config, world_size: int) -> Iterator[Finding]:
+    """--skip-train only evaluates. It needs validation data, and --eval-iters above 0 (or --full-validation)."""
+    if config.training.skip_train and config.training.eval_iters == 0:
+        yield Finding("--skip-train has nothing to evaluate.", [create_change(skip_train=False)])
+
+
+@rule("whole_documents", "data_loss_mask", "data_order", depends_on=("hf_dataset",))
+def check_streamed_order(config: Config, world_size: int) -> Iterator[Finding]:
+    """A Hugging Face dataset (--hf-dataset) has its own order of samples: the concatenated documents are cut into windows. It has
+    no loss mask."""
+    data = config.data
+    defaults: dict[str, Any] = {"whole_documents": False, "data_loss_mask": False, "data_order": "epoch"}
+    for field, default in defaults.items():
+        if data.hf_dataset is not None and getattr(data, field) != default:
+            reason = "Use tools/preprocess_data.py and --data-path for such data."
+            changes = [create_change(**{field: default})]
+            yield Finding(
+                f"{format_setting(config, field)} cannot be used with --hf-dataset.", changes, reason, (field, "hf_dataset")
+            )
+
+
+@rule(depends_on=("hf_dataset", "hf_valid_split", "hf_valid_documents", "valid_data_path", "eval_iters"))
+def check_streamed_validation(config: Config, world_size: int) -> Iterator[Finding]:
+    """With --hf-dataset, the validation data must be named: a split of the dataset, a number of reserved documents, or indexed
+    datasets. --eval-iters 0 switches evaluations off."""
+    data, eval_iters = config.data, config.training.eval_iters
+    if data.hf_dataset is None or eval_iters <= 0 or data.hf_valid_split or data.hf_valid_documents or data.valid_data_path:
+        return
+    yield Finding(
+        f"--hf-dataset is given without validation data, but --eval-iters is {eval_iters}.",
+        [create_change(hf_valid_documents=1000), create_change(eval_iters=0)],
+        "--hf-valid-split names a split of the dataset, --hf-valid-documents reserves documents, --valid-data-path reads an "
+        "indexed dataset, and --eval-iters 0 switches evaluation off.",
+        ("hf_dataset", "hf_valid_documents", "eval_iters"),
+    )
 
 
 @rule("whole_documents", "data_order", depends_on=("mock_data",))
@@ -74,14 +132,16 @@ def check_whole_documents(config: Config, world_size: int) -> Iterator[Finding]:
         )
 
 
-@rule(depends_on=("data_path", *SPLIT_FIELDS))
+@rule(depends_on=("data_path", *SPLIT_FIELDS, "multiple_validation_sets"))
 def check_blend_syntax(config: Config, world_size: int) -> Iterator[Finding]:
     """--data-path and the paths of the splits (--train-data-path and so on) must list either prefixes of datasets, or weights and
-    prefixes in alternation."""
+    prefixes in alternation. --valid-data-path may contain several such lists, each after the name of its set: NAME=PREFIX."""
     for field in ("data_path", *SPLIT_FIELDS):
-        entries = getattr(config.data, field)
+        entries, each = getattr(config.data, field), config.data.multiple_validation_sets
         try:
-            if entries:
+            if entries and field == "valid_data_path":
+                parse_validation_sets(entries, get_flag_name(field), one_per_dataset=each)
+            elif entries:
                 parse_blend(entries, get_flag_name(field))
         except ValueError as error:
             message, reason = str(error).split("\n  ")

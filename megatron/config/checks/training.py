@@ -142,12 +142,14 @@ def check_samples_fill_step(config: Config, world_size: int) -> Iterator[Finding
         yield Finding(message, [create_change(train_samples=batch)])
 
 
-@rule("train_epochs", "mock_data")
+@rule("train_epochs", "mock_data", depends_on=("hf_dataset",))
 def check_epochs_have_data(config: Config, world_size: int) -> Iterator[Finding]:
-    """--train-epochs needs a dataset, because the generated tokens of --mock-data have no end."""
-    if config.training.train_epochs is not None and config.data.mock_data:
-        message = "--train-epochs cannot be used with --mock-data."
-        yield Finding(message, [create_change(train_epochs=None, train_iters=100)])
+    """--train-epochs needs an indexed dataset: the generated tokens of --mock-data have no end, and the number of tokens of a
+    dataset that is tokenized during the run (--hf-dataset) is not known at its start."""
+    for field, source in (("mock_data", config.data.mock_data), ("hf_dataset", config.data.hf_dataset)):
+        if config.training.train_epochs is not None and source:
+            message = f"--train-epochs cannot be used with {get_flag_name(field)}."
+            yield Finding(message, [create_change(train_epochs=None, train_iters=100)], fields=("train_epochs", field))
 
 
 @rule(depends_on=("keep_best", "early_stopping_patience", "eval_interval", "eval_iters"))

@@ -14,6 +14,8 @@ from megatron_lab.migration.compat import (
     _NO_EFFECT,
     _REFUSED,
     COMPAT_FLAGS,
+    EQUIVALENT_CHOICES,
+    EQUIVALENT_FLAGS,
     FLAG_PATTERNS,
     TRANSLATIONS,
     UNSUPPORTED_CHOICES,
@@ -58,7 +60,8 @@ tiktoken-special-tokens reset-position-ids reset-attention-mask eod-mask-loss
 save load save-interval save-retain-interval async-save pretrained-checkpoint keep-last ckpt-step
 no-save-optim no-load-optim finetune use-checkpoint-args exit-on-missing-checkpoint
 
-log-interval eval-interval eval-iters log-throughput log-params-norm log-num-zeros-in-grad timing-log-level timing-log-option
+log-interval eval-interval eval-iters full-validation multiple-validation-sets skip-train
+log-throughput log-params-norm log-num-zeros-in-grad timing-log-level timing-log-option
 tensorboard-dir tensorboard-log-interval log-timers-to-tensorboard log-memory-to-tensorboard wandb-project wandb-exp-name
 exit-interval exit-duration-in-mins deterministic-mode manual-gc manual-gc-interval profile profile-step-start profile-step-end
 profile-ranks
@@ -66,7 +69,7 @@ profile-ranks
 
 REFUSED = shlex.split("""
 num-distributed-optimizer-instances distribute-saved-activations offload-optimizer-states
-multiple-validation-sets full-validation no-fp8-wgrad fp4-format
+no-fp8-wgrad fp4-format
 moe-router-force-load-balancing moe-router-padding-for-fp8
 batch-size use-legacy-models init-method-xavier-uniform deepspeed zero-stage cpu-optimizer
 rl-prompts-per-eval retro-num-neighbors
@@ -162,10 +165,18 @@ def test_families_that_change_nothing_are_named() -> None:
         (["--dataloader-type", "external"], ["external is refused", "indexed files"]),
         (["--ckpt-format", "orbax"], ["--ckpt-format orbax", "torch or torch_dist or"]),
         (["--no-position-embedding"], ["--no-position-embedding is refused", "--position-embedding-type none"]),
-        (["--attention-backend", "local"], ["local is not supported", "unfused (math)"]),
-        (["--recompute-modules", "core_attn", "moe_act"], ["moe_act is not supported;", "mlp includes experts"]),
+        (["--attention-backend", "local"], ["local is not supported", "--attention-backend unfused computes the same"]),
+        (["--recompute-modules", "core_attn", "moe_act"], ["moe_act is not supported;", "--recompute-modules mlp_act computes"]),
         (["--rerun-mode", "validate_results"], ["disabled only"]),
-        (["--moe-token-dispatcher-type", "flex"], ["flex is not supported", "alltoall and allgather are"]),
+        (["--recompute-modules", "shared_experts"], ["shared_experts is not supported;", "mlp includes experts"]),
+        (
+            ["--moe-token-dispatcher-type", "flex"],
+            ["flex is not supported", "--moe-token-dispatcher-type alltoall computes the same"],
+        ),
+        (["--position-embedding-type", "yarn"], ["yarn is not", "--position-embedding-type rope --rope-type yarn computes"]),
+        (["--moe-enable-deepep"], ["--moe-enable-deepep is refused", "Use --moe-token-dispatcher-type alltoall, which computes"]),
+        (["--moe-deepep-num-sms", "20"], ["Use --moe-token-dispatcher-type alltoall, which computes the same"]),
+        (["--moe-layer-recompute"], ["Use --recompute-granularity selective --recompute-modules mlp, which"]),
         (["--exp-avg-sq-dtype", "fp16"], ["--exp-avg-sq-dtype fp16", "--optimizer adam8bit"]),
         (["--no-mock-data", "--data-path", "0.3", "a", "b", "0.7"], ["value 3, 'b'", "should be a weight"]),
         (["--no-mock-data", "--data-path", "1.0", "b", "2"], ["the last weight, 2, has no prefix", "./2"]),
@@ -180,6 +191,7 @@ def test_a_value_outside_what_is_built_is_refused(words: list[str], parts: list[
 
 def test_every_name_has_one_fate() -> None:
     names = [name for table in (_NO_EFFECT, _REFUSED) for name, _, _ in _parse_table(table)]
+    names += EQUIVALENT_FLAGS
     assert len(names) == len(set(names)) and set(names) == {*COMPAT_FLAGS, *FLAG_PATTERNS} and not {*COMPAT_FLAGS} & {*TRANSLATIONS}
     for name, known in COMPAT_FLAGS.items():
         assert find_flag(name) is None, name
@@ -187,6 +199,14 @@ def test_every_name_has_one_fate() -> None:
     for (name, value), reason in UNSUPPORTED_CHOICES.items():
         assert reason
         assert name not in get_flags() or value not in get_flags()[name].choices, (name, value)
+
+
+def test_what_computes_the_same_is_accepted_here() -> None:
+    """Each replacement has settings and values of this project, and its remark is part of a sentence."""
+    words = "--num-experts 4 --disable-bias-linear --recompute-granularity selective"
+    for equivalent in (*EQUIVALENT_FLAGS.values(), *EQUIVALENT_CHOICES.values()):
+        assert load([*BASE, *words.split(), *equivalent.flags.split()], 1).config
+        assert equivalent.remark and not equivalent.remark.endswith("."), equivalent
 
 
 def test_no_setting_belongs_to_a_family() -> None:

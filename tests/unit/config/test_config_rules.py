@@ -724,6 +724,15 @@ CASES: list[Case] = [
         ["--data-path", "--data-args-path None"],
     ),
     (
+        "--skip-train --eval-iters 0",
+        1,
+        {"--skip-train", "--eval-iters"},
+        ["has nothing to evaluate"],
+        ["--no-skip-train"],
+    ),
+    ("--full-validation", 1, {"--full-validation", "--mock-data"}, ["cannot be used with --mock-data"], ["--no-full-validation"]),
+    ("--no-mock-data --train-data-path a --valid-data-path b c=d", 1, {"--valid-data-path"}, ["b has no name, but c has one"], []),
+    (
         "--no-mock-data --train-data-path a --eval-iters 2",
         1,
         {"--train-data-path", "--valid-data-path", "--eval-iters"},
@@ -736,6 +745,27 @@ CASES: list[Case] = [
         {"--train-data-path", "--valid-data-path"},
         ["--valid-data-path is given, but --train-data-path is not"],
         [],
+    ),
+    (
+        "--hf-dataset a",
+        1,
+        {"--mock-data", "--hf-dataset"},
+        ["--mock-data and --hf-dataset exclude each other"],
+        ["--no-mock-data"],
+    ),
+    (
+        "--no-mock-data --hf-dataset a --eval-iters 2",
+        1,
+        {"--hf-dataset", "--hf-valid-documents", "--eval-iters"},
+        ["without validation data"],
+        ["--hf-valid-documents 1000"],
+    ),
+    (
+        "--no-mock-data --hf-dataset a --eval-iters 0 --data-order megatron",
+        1,
+        {"--data-order", "--hf-dataset"},
+        ["--data-order megatron cannot be used with --hf-dataset"],
+        ["--data-order epoch"],
     ),
     ("--split 1,2,3,4", 1, {"--split"}, ["is not a list of fractions"], ["--split 969,30,1"]),
     ("--split 90,-5", 1, {"--split"}, ["is not a list of fractions"], []),
@@ -1190,6 +1220,9 @@ IDLE = """
 --lr-rewarm-samples 5
 --lr-rewarm-factor 2
 --data-order megatron
+--multiple-validation-sets
+--no-mock-data --data-path corpus --full-validation --eval-iters 3
+--skip-train --save x
 --num-query-groups 4
 --rotary-base 500
 --rotary-percent 0.5
@@ -1250,6 +1283,9 @@ IDLE = """
 --log-memory-to-tensorboard
 --log-layer-norms
 --wandb-exp-name x
+--sample-prompts p
+--sample-tokens 3
+--sample-temperature 0.5
 --trace-steps 3
 --save-interval 5
 --save-retain-interval 5
@@ -1267,6 +1303,14 @@ IDLE = """
 --tiktoken-num-special-tokens 3
 --tiktoken-special-tokens a
 --data-cache-path c
+--hf-subset x
+--hf-revision x
+--hf-split x
+--hf-text-column x
+--hf-shuffle-buffer 5
+--no-hf-streaming
+--hf-valid-split x
+--hf-valid-documents 5
 --normalization RMSNorm --no-norm-bias
 --no-norm-weight --apply-layernorm-1p
 --qk-clip-threshold 50
@@ -1301,6 +1345,10 @@ IDLE = """
 --grad-reduce-in-bf16
 --wandb-entity x
 --wandb-save-dir x
+--mlflow-tracking-uri http://host:5000
+--mlflow-run-name x
+--trackio-run-name x
+--trackio-space-id me/space
 --resume-schedule new
 --tensorboard-tags megatron
 """
@@ -1391,6 +1439,8 @@ VALID = [
     ("--optimizer-cpu-offload --optimizer-offload-fraction 0.25", 1),
     (f"{DATA} --split '969, 30, 1'", 1),
     (f"{DATA} --split 1 --eval-iters 0", 1),
+    ("--no-mock-data --hf-dataset a --hf-valid-documents 5 --eval-iters 2", 1),
+    ("--no-mock-data --hf-dataset a --valid-data-path b --test-data-path c --eval-iters 2", 1),
     ("--split 100,0,0", 1),
     ("--save s --save-interval 10 --save-retain-interval 30 --keep-last 2 --no-save-optim", 1),
     ("--load l --ckpt-step best", 1),
@@ -1410,6 +1460,8 @@ VALID = [
     ("--sentinel-interval 5 --sentinel-action warn", 1),
     ("--tensorboard-dir t --log-timers-to-tensorboard --wandb-project p --wandb-exp-name n", 1),
     ("--wandb-project p --tensorboard-log-interval 5 --log-layer-norms", 1),
+    ("--mlflow-experiment x --mlflow-tracking-uri u --mlflow-run-name n --tensorboard-log-interval 5 --log-layer-norms", 1),
+    ("--trackio-project p --trackio-run-name n --trackio-space-id s --tensorboard-log-interval 5 --log-layer-norms", 1),
     ("--metrics-file f --log-layer-norms", 1),
 ]
 
@@ -1525,6 +1577,7 @@ NOTES = [
     ("--multi-latent-attention --position-embedding-type rope --rotary-percent 0.5", 1, "--rotary-percent 0.5"),
     ("--position-embedding-type rope --max-position-embeddings 32", 1, "--max-position-embeddings 32"),
     ("--eval-iters 0 --eval-interval 10", 1, "--eval-interval 10"),
+    (f"{DATA} --eval-iters 0 --multiple-validation-sets", 1, "--multiple-validation-sets"),
     ("--split 99,1,0", 1, "--split 99,1,0"),
     ("--timing-log-option all", 1, "--timing-log-option all"),
     ("--log-timers-to-tensorboard --tensorboard-dir t", 1, "--log-timers-to-tensorboard"),

@@ -50,18 +50,18 @@ def test_words_that_are_no_blend(words: list[str], message: str) -> None:
 
 def test_one_path_serves_all_splits(tmp_path: Path) -> None:
     (tmp_path / "blend").write_text("0.3 a\n7\tb\n")
-    assert read_split_blends(DataConfig(data_path=("0.3", "a", "7", "b"))) == (False, [BLEND] * 3)
-    assert read_split_blends(DataConfig(data_args_path=str(tmp_path / "blend"))) == (False, [BLEND] * 3)
-    assert read_split_blends(DataConfig(mock_data=True)) == (False, [[], [], []])
+    assert read_split_blends(DataConfig(data_path=("0.3", "a", "7", "b"))) == (False, [{"": BLEND}] * 3)
+    assert read_split_blends(DataConfig(data_args_path=str(tmp_path / "blend"))) == (False, [{"": BLEND}] * 3)
+    assert read_split_blends(DataConfig(mock_data=True)) == (False, [{"": []}] * 3)
 
 
 def test_splits_with_paths_of_their_own(tmp_path: Path) -> None:
     file = tmp_path / "splits.json"
     file.write_text(json.dumps({"train": [0.3, "a", 7, "b"], "test": ["t"]}))
     alone = [WeightedPrefix(None, "t")]
-    assert read_split_blends(DataConfig(per_split_data_args_path=str(file))) == (True, [BLEND, [], alone])
+    assert read_split_blends(DataConfig(per_split_data_args_path=str(file))) == (True, [{"": BLEND}, {}, {"": alone}])
     given = DataConfig(train_data_path=("0.3", "a", "7", "b"), valid_data_path=("t",))
-    assert read_split_blends(given) == (True, [BLEND, alone, []])
+    assert read_split_blends(given) == (True, [{"": BLEND}, {"": alone}, {}])
 
 
 @pytest.mark.parametrize(

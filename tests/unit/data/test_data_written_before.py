@@ -47,8 +47,7 @@ def read_samples(cache: str) -> None:
         assert [phase.to_json() for phase in phases] == [{**phase, "parts": tuple(phase["parts"])} for phase in case["history"]]
         if phases:
             assert phases[-1].parts == opened.train.blend_entries(), f"{name}: the datasets are known again"
-        assert opened.valid is not None
-        for split, count in ((opened.train, 700), (opened.valid, 150)):
+        for split, count in ((opened.train, 700), (opened.valid[""], 150)):
             history = phases if split is opened.train else []
             first = history[-1].first_sample if history else 0
             samples = split.build_source(count, history).get_samples(first, count - first)

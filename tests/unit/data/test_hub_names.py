@@ -14,7 +14,7 @@ import pytest
 
 from megatron.checkpoint.errors import MismatchError
 from megatron.config.cli import load
-from megatron.config.data import DataConfig, TokenizerType
+from megatron.config.data import DataConfig, TokenizerType, parse_blend
 from megatron.config.errors import ConfigError
 from megatron.config.outputs import CheckpointConfig
 from megatron.data.datasets import open_split
@@ -46,7 +46,7 @@ def refusal(action: Callable[[], object]) -> str:
 
 def open_dataset(prefix: str, config: DataConfig = BYTES) -> object:
     config = replace(config, data_path=(prefix,))
-    return open_split(0, config, seed=1, seq_length=8, tokenizer=ByteTokenizer(), datasets_by_prefix={})
+    return open_split(0, parse_blend((prefix,)), config, seed=1, seq_length=8, tokenizer=ByteTokenizer(), datasets_by_prefix={})
 
 
 def commands_of(message: str) -> list[str]:

@@ -140,3 +140,16 @@ def test_lines_of_other_types_are_skipped(tmp_path: Path, changes: dict[str, obj
     found = read_history(tmp_path)
     assert [step.iteration for step in found.steps] == [1, 2, 3, 4] and found.num_unreadable == 2
     assert not (found.logs or found.events or found.evaluations or found.starts)
+
+
+def test_samples_after_a_return_do_not_count(tmp_path: Path) -> None:
+    file = HistoryFile(tmp_path, SEQUENCE, Clock())
+    file.write_start(0, 0, 0, {})
+    for iteration in (2, 4):
+        file.write_line("samples", iteration, 0, {"samples": [{"prompt": "a", "text": f"of {iteration}"}]})
+    file.write_line("event", 3, 0, {"event": "rewind", "words": "", "left": 4})
+    file.write_line("samples", 4, 0, {"samples": [{"prompt": "a", "text": "again"}]})
+    file.write_line("samples", 5, 0, {"samples": [{"prompt": "a"}, "no object"]})
+    file.close()
+    found = read_history(tmp_path)
+    assert [line["samples"][0]["text"] for line in found.samples] == ["of 2", "again"] and found.num_unreadable == 1

@@ -40,6 +40,7 @@ def test_every_row_is_a_feature_and_a_flag() -> None:
         ("--plan-report", {"plan_report": "report"}),
         ("--sentinel-interval", {"sentinel_interval": 2}),
         ("--compile", {"compile": True}),
+        ("--sample-interval", {"sample_interval": 5}),
         ("--profile", {"profile": True, "profile_step_start": 1, "profile_step_end": 2}),
         ("--profile-pipeline", {"profile_pipeline": True, "profile_step_start": 1}),
         ("--spike-policy", {"spike_policy": "warn"}),
