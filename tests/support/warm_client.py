@@ -13,6 +13,7 @@ import sys
 HERE = os.path.dirname(os.path.abspath(__file__))
 WITH_TORCH = ("megatron_lab.monitoring.rehearsal_child",)
 """Of the modules that a run starts with -P, those that import torch; for others a fresh interpreter is as quick."""
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def wanted(words: list[str], root: str) -> bool:
@@ -36,6 +37,7 @@ def main() -> None:
     numbers = [0, 1, 2, *handed_on()]
     job = {"words": words, "numbers": numbers, "cwd": os.getcwd(), "env": dict(os.environ), "executable": os.path.abspath(__file__)}
     content = json.dumps(job).encode()
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # the program may run before its process id arrives here
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(os.path.join(HERE, "socket"))
         connection.sendall(len(content).to_bytes(4, "little"))
@@ -45,8 +47,9 @@ def main() -> None:
         connection.sendall(content[1:])
         with connection.makefile() as answers:
             pid = int(answers.readline())
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            for number in FORWARDED:
                 signal.signal(number, lambda number, _: forward(pid, number))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
             status = int(answers.readline() or -signal.SIGKILL)
     if status < 0:  # as it has ended
         with contextlib.suppress(OSError):
