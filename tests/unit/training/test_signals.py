@@ -178,6 +178,7 @@ def test_a_program_that_trains_gets_its_ctrl_c_back(tmp_path: Path) -> None:
 
 def test_the_signal_of_the_settings_and_one_that_nohup_ignores() -> None:
     def body(_: int) -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where nohup started the tests
         assert get_exit_signals("SIGQUIT") == (*EXIT_SIGNALS, signal.SIGQUIT) and get_exit_signals("SIGINT") == EXIT_SIGNALS
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         with ExitSignals(85, get_exit_signals("SIGQUIT")) as exits, exits.deferred():
