@@ -7,6 +7,7 @@ Texts that come from the user are escaped with `html.escape`. Parameters and att
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -34,6 +35,7 @@ h3 { font-size: 15px; margin: 16px 0 4px; }
 p { margin: 6px 0; max-width: 80ch; }
 .faint, figcaption { color: var(--faint); font-size: 13px; }
 pre { background: var(--panel); padding: 12px; border-radius: 6px; overflow-x: auto; font-size: 12.5px; line-height: 1.4; }
+pre.command { white-space: pre-wrap; overflow-wrap: anywhere; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px; }
 th, td { padding: 4px 14px 4px 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
@@ -54,7 +56,10 @@ h1, h2 { text-wrap: balance; } td { overflow-wrap: break-word; }
   body { max-width: none; padding: 0; } .wide { overflow: visible; } pre { white-space: pre-wrap; }
   figure, tr { break-inside: avoid; } h2, h3 { break-after: avoid; }
 }
-@media (max-width: 600px) { body { padding: 10px 12px 32px; } h1 { font-size: 20px; } .roomy { display: none; } }
+@media (max-width: 600px) { body { padding: 10px 12px 32px; } h1 { font-size: 20px; } .roomy { display: none; }
+  th, td { padding-right: 10px; } td:first-child:not(.number) { white-space: normal; min-width: 14ch; }
+  td:last-child:not(:first-child, .number) { min-width: 10ch; }
+  td:nth-child(2):not(:last-child, .number) { min-width: 12ch; overflow-wrap: anywhere; } }
 """
 
 
@@ -95,12 +100,17 @@ def build_table(header: Sequence[str], rows: Sequence[Sequence[str]], numeric_co
 
     def build_cells(tag: str, row: Sequence[str]) -> str:
         return "".join(
-            f'<{tag} class="number">{escape(cell)}</{tag}>' if column in numeric_columns else f"<{tag}>{escape(cell)}</{tag}>"
+            f'<{tag} class="number">{escape(cell)}</{tag}>' if column in numeric_columns else f"<{tag}>{_escape_path(cell)}</{tag}>"
             for column, cell in enumerate(row)
         )
 
     body = "".join(f"<tr>{build_cells('td', row)}</tr>" for row in rows)
     return f'<div class="wide"><table><thead><tr>{build_cells("th", header)}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _escape_path(text: str) -> str:
+    """Return a text as HTML. A path in it may continue on the next line after a slash."""
+    return re.sub(r"(?<=\w)/(?=\w)", "/<wbr>", escape(text))
 
 
 def build_facts(facts: Mapping[str, str]) -> str:

@@ -11,6 +11,9 @@ from functools import partial
 from html import escape
 from typing import Any
 
+from megatron.checkpoint.save_folder import get_checkpoint_name, read_best
+from megatron.checkpoint.storage_url import open_storage
+from megatron.config.data import PATH_FIELDS, SPLIT_FIELDS
 from megatron.config.flags import get_flags
 from megatron.metrics.history import History
 from megatron.metrics.log_line import format_compact, format_duration
@@ -33,8 +36,10 @@ from megatron_lab.pages.run_facts import (
 )
 from megatron_lab.pages.samples import build_samples_sections
 from megatron_lab.planner.units import format_bytes
+from megatron_lab.terminal import wrap_command
 
 _MAX_EVENTS = 200
+_COMMAND_WIDTH = 110
 _NO_PLAN_HTML = "<p>tools/report.py with --plan also shows the planned memory and the grid of the ranks.</p>"
 
 
@@ -248,7 +253,8 @@ def _build_data(history: History) -> str:
     start = history.starts[-1] if history.starts else {}
     data = start.get("config", {}).get("data", {})
     last_step = history.steps[-1] if history.steps else None
-    names = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "split", "data_order", "tokenizer_type", "seed")
+    is_divided = any(data.get(name) for name in ("data_path", "data_args_path")) and not any(map(data.get, SPLIT_FIELDS))
+    names = (*PATH_FIELDS, *(["split"] if is_divided else []), "data_order", "tokenizer_type")
     rows = [[name.replace("_", " "), _format_value(data[name])] for name in names if data.get(name)]
     if data.get("mock_data"):
         rows.append(["data", "mock data (--mock-data)"])
@@ -289,6 +295,9 @@ def _build_checkpoints(run: Run) -> str:
         if rows
         else f"<p>{len(saves):,} checkpoints were saved; none is in this folder now.</p>"
     )
+    best = read_best(open_storage(run.folder))
+    if best is not None:
+        saves_text += f"<p>{get_checkpoint_name(best)} has the lowest validation loss (--keep-best).</p>"
     return saves_text + (build_table(["checkpoint", "created", "size", "files"], rows, (2, 3)) if rows else "")
 
 
@@ -328,8 +337,9 @@ def _build_settings(history: History) -> str:
     config = start.get("config", {})
     rows = [[name, value, default] for name, value, default in list_changed_settings(config)]
     everything = json.dumps(config, indent=1)
+    flags = wrap_command(shlex.join(map(str, start.get("command", []))), _COMMAND_WIDTH)
     return (
-        f"<p>The command of the last start:</p><pre>{escape(shlex.join(map(str, start.get('command', []))))}</pre>"
+        f'<p>The flags of the last start:</p><pre class="command">{escape(chr(10).join(flags))}</pre>'
         "<p>Settings that differ from their defaults:</p>"
         + build_table(["flag", "value", "default"], rows)
         + f"<details><summary>All settings, and versions</summary><pre>{escape(everything)}\n\n"
@@ -363,7 +373,7 @@ def _build_different_settings(runs: Sequence[Run]) -> str:
 
 
 def _format_value(value: Any) -> str:
-    if value is None:
+    if value is None or value in ((), []):
         return "not set"
     if isinstance(value, bool):
         return "on" if value else "off"

@@ -19,7 +19,7 @@ from megatron_lab.planner.plan_text import format_plan
 from megatron_lab.planner.units import format_bytes
 from tests.support.planned import kind_of, plans_of, settings
 
-_EMPTY = {"meta", "rect", "line"}
+_EMPTY = {"meta", "rect", "line", "wbr"}
 
 
 class Checked(HTMLParser):
