@@ -81,7 +81,7 @@ def save_loss_plot(history: History, path: Path) -> None:
     loss_ax.plot(iterations, smoothed_loss, color=COLOURS[0], linewidth=2, label="training, smoothed")
     validation_losses = _plot_validation_losses(loss_ax, history)
     loss_ax.set_xlim(*_add_margin(iterations[0], iterations[-1]))
-    _set_loss_range(loss_ax, iterations, loss, smoothed_loss, validation_losses)
+    _set_loss_range(loss_ax, iterations, loss, validation_losses)
     _draw_marks((loss_ax, rate_ax), history)
     loss_ax.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 2.5, 5, 10]))
     loss_ax.set_ylabel("loss (nats per token)")
@@ -172,15 +172,14 @@ def _set_loss_range(
     ax: Any,
     iterations: NDArray[Any],
     loss: NDArray[Any],
-    smoothed_loss: NDArray[Any],
     validation_losses: Sequence[Sequence[float]],
 ) -> None:
     """Set the vertical range of the plot so that all losses are visible, except for outliers among the step losses and the start of
     a long run (`find_limits`). Triangles at the edges mark what is not visible."""
     import numpy as np
 
-    lower, upper = find_limits([loss.tolist(), smoothed_loss.tolist(), *validation_losses])
-    values = np.concatenate([loss, smoothed_loss, *validation_losses])
+    lower, upper = find_limits([loss.tolist(), *validation_losses])
+    values = np.concatenate([loss, *validation_losses])
     values = values[np.isfinite(values)]
     if not values.size:
         return

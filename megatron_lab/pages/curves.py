@@ -97,6 +97,8 @@ class Curve:
     dash: str = ""
     """Dash pattern of the line, as in SVG; empty for a solid line."""
     has_dots: bool = False
+    raw_values: Sequence[float | None] | None = None
+    """Values before smoothing, which decide what is an outlier: smoothing spreads one over many points. None if not smoothed."""
 
 
 def find_limits(curves: Iterable[Sequence[float | None]]) -> tuple[float | None, float | None]:
@@ -143,7 +145,13 @@ def _select_finite(values: Sequence[float | None]) -> list[float]:
 
 
 def build_chart(
-    title: str, curves: Sequence[Curve], *, is_wide: bool = False, includes_zero: bool = False, has_log_button: bool = False
+    title: str,
+    curves: Sequence[Curve],
+    *,
+    is_wide: bool = False,
+    includes_zero: bool = False,
+    has_log_button: bool = False,
+    has_outliers: bool = True,
 ) -> str:
     """Return the HTML of a chart with curves, or an empty string if no curve has a point.
 
@@ -152,16 +160,17 @@ def build_chart(
         is_wide: give the chart the full width of the page.
         includes_zero: extend the vertical axis to zero.
         has_log_button: add a button that makes the vertical axis logarithmic.
+        has_outliers: leave values far from the others outside the visible range.
     """
     curves = [curve for curve in curves if _select_finite(curve.values)]
     if not curves:
         return ""
-    limits = find_limits([curve.values for curve in curves])
+    limits = find_limits([curve.raw_values or curve.values for curve in curves]) if has_outliers else (None, None)
     data: dict[str, object] = {"title": title, "is_wide": is_wide, "from_zero": includes_zero, "limits": limits}
     data["start"] = max(_select_finite(curve.values)[0] for curve in curves)
     data |= {"curves": [_thin(curve) for curve in curves]}
     button = '<button data-scale aria-pressed="false">log scale</button>' if has_log_button else ""
-    legend = _build_legend([curve for curve in curves if not curve.is_faint]) if len(curves) > 1 else ""
+    legend = _build_legend(curves) if len(curves) > 1 else ""
     return (
         f'<figure class="chart{" wide" if is_wide else ""}"><figcaption>{escape(title)}{button}</figcaption>{legend}'
         f'<div class="area" tabindex="0" role="group" aria-label="{escape(title, quote=True)}: arrow keys read values, '
@@ -173,7 +182,8 @@ def build_chart(
 def _build_legend(curves: Sequence[Curve]) -> str:
     entries = (
         '<span><svg aria-hidden="true"><line x1="0" x2="26" y1="4" y2="4" '
-        f'stroke="{curve.colour}" stroke-dasharray="{curve.dash}"/></svg>{escape(curve.name)}</span>'
+        f'stroke="{curve.colour}" stroke-dasharray="{curve.dash}" stroke-opacity="{0.5 if curve.is_faint else 1}"/></svg>'
+        f"{escape(curve.name)}</span>"
         for curve in curves
     )
     return f'<div class="curve-legend">{"".join(entries)}</div>'

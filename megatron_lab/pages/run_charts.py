@@ -28,7 +28,13 @@ def build_run_charts(runs: Sequence[Run]) -> str:
         keys = dict.fromkeys(key for run in runs for key in list_validation_sets(run.history) if key != VALIDATION)
         charts += [_build_set_chart(runs, key) for key in keys]
     charts += [
-        build_chart("learning rate", _build_step_curves(runs, "learning_rate"), includes_zero=True, has_log_button=True),
+        build_chart(
+            "learning rate",
+            _build_step_curves(runs, "learning_rate"),
+            includes_zero=True,
+            has_log_button=True,
+            has_outliers=False,  # a learning rate is set, so a single high value is no noise
+        ),
         build_chart("gradient norm", _build_step_curves(runs, "grad_norm", is_noisy=True), has_log_button=True),
         build_chart("tokens per second", _build_log_curves(runs, "tokens_per_s"), includes_zero=True),
         build_chart("memory (GB), first rank, peak so far", _build_log_curves(runs, "memory_bytes", 1e-9), includes_zero=True),
@@ -47,7 +53,7 @@ def _build_loss_chart(runs: Sequence[Run]) -> str:
             curves.append(Curve("each step", get_curve_colour(index), *steps.positions, losses, is_faint=True))
         smoothed = _smooth(losses)
         label = f"{name}training" + (" (smoothed)" if len(runs) == 1 else "")
-        curves.append(Curve(label, get_curve_colour(index), *steps.positions, smoothed))
+        curves.append(Curve(label, get_curve_colour(index), *steps.positions, smoothed, raw_values=losses))
         keys = list_validation_sets(run.history)
         for set_index, key in enumerate(keys if len(runs) == 1 else [key for key in keys if key == VALIDATION]):
             colour = get_curve_colour(1 + set_index if len(runs) == 1 else index)
@@ -103,9 +109,10 @@ def _build_step_curves(runs: Sequence[Run], name: str, *, is_noisy: bool = False
         if is_noisy and len(runs) == 1:
             curves.append(Curve("each step", colour, *steps.positions, values, is_faint=True))
         label = run.name if len(runs) > 1 else name.replace("grad_", "gradient ").replace("_", " ")
-        curves.append(
-            Curve(f"{label} (smoothed)" if is_noisy else label, colour, *steps.positions, _smooth(values) if is_noisy else values)
-        )
+        if is_noisy:
+            curves.append(Curve(f"{label} (smoothed)", colour, *steps.positions, _smooth(values), raw_values=values))
+        else:
+            curves.append(Curve(label, colour, *steps.positions, values))
     return curves
 
 

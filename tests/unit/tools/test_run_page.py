@@ -86,6 +86,60 @@ def test_a_run_is_told_in_one_page(tmp_path: Path, capsys: pytest.CaptureFixture
     assert steps["y"] == [4.0, 3.5, None, 3.0] and steps["tokens"] == [128, 256, 384, 512]
 
 
+def test_a_report_shows_what_the_run_used(tmp_path: Path) -> None:
+    """The best checkpoint; no --split beside datasets for each split; a learning rate that was high for two steps; all flags."""
+    data_flags: dict[str, Any] = {"mock_data": False, "train_data_path": ("data/a",), "valid_data_path": ("data/b",)}
+    folder = record(tmp_path / "a", [4.0] * 200, **data_flags)
+    file = HistoryFile(folder, 64)
+    file.write_start(200, 400, 12800, read_history(folder).starts[-1] | {"command": ["--some-long-flag", "value"] * 20})
+    for iteration in range(201, 301):
+        lr = 0.5 if iteration < 203 else 1e-3
+        file.add_step(iteration, 2 * iteration, 2, lm_loss=4.0, grad_norm=1.0, learning_rate=lr, seconds=0.1)
+    file.close()
+    (folder / "best_checkpoint.json").write_text('{"iteration": 4}')
+    assert report.main([str(folder)]) == 0
+    page = (folder / "report.html").read_text()
+    text = text_of(page)
+    assert "iter_0000004 has the lowest validation loss" in text
+    assert "train data path data/ a" in text and "valid data path data/ b" in text and " split 969" not in text
+    assert "--train-data-path data/ a not set" in text
+    (flags,) = re.findall(r'<pre class="command">(.*?)</pre>', page, re.DOTALL)
+    lines = flags.split("\n")
+    assert flags.count("--some-long-flag value") == 20 and len(lines) > 1 and all(line.endswith(" \\") for line in lines[:-1])
+    charts = [json.loads(found) for found in re.findall(r'<script type="application/json">(.*?)</script>', page)]
+    (rates,) = [chart for chart in charts if chart["title"] == "learning rate"]
+    assert rates["limits"] == [None, None], "all learning rates are visible"
+    assert "each step training (smoothed)" in text, "the pale curve has a legend"
+
+
+@pytest.mark.parametrize("num_runs", [1, 2])
+def test_an_outlier_flattens_no_smoothed_curve(tmp_path: Path, num_runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single huge loss and gradient norm: both are outside the visible range, although the smoothed curve spreads them."""
+    for name in ("a", "b")[:num_runs]:
+        file = HistoryFile(tmp_path / name, 64)
+        file.write_start(0, 0, 0, {})
+        for iteration in range(1, 241):
+            value = 500.0 if iteration == 107 else 3.0 + math.sin(iteration)
+            file.add_step(iteration, 2 * iteration, 2, lm_loss=value, grad_norm=value, learning_rate=1e-3, seconds=0.1)
+        file.close()
+    output = tmp_path / "report.html"
+    assert report.main([*(str(tmp_path / name) for name in ("a", "b")[:num_runs]), "--output", str(output)]) == 0
+    charts = [json.loads(found) for found in re.findall(r'<script type="application/json">(.*?)</script>', output.read_text())]
+    for title in ("loss (nats per token)", "gradient norm"):
+        (limits,) = [chart["limits"] for chart in charts if chart["title"] == title]
+        assert limits[1] is not None and limits[1] < 5, title
+    axes, tops = pytest.importorskip("matplotlib.axes").Axes, list[float]()
+    set_ylim = axes.set_ylim
+
+    def record_ylim(ax: Any, *limits: Any, **options: Any) -> Any:
+        tops.extend(limits[1:2])
+        return set_ylim(ax, *limits, **options)
+
+    monkeypatch.setattr(axes, "set_ylim", record_ylim)
+    assert plot_loss.main([str(tmp_path / "a"), "--output", str(tmp_path / "loss.svg")]) == 0
+    assert 3.5 < max(tops) < 5, "nor in the picture"
+
+
 def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [
         record(tmp_path / name / "checkpoints", losses, lr=lr)
