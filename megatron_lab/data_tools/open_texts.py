@@ -39,6 +39,8 @@ class OpenedTexts(NamedTuple):
     content_hash: str
     """Hash of the data files, or of their addresses with the revision if they are on the Hub."""
     has_random_access: bool
+    has_one_document_per_shard: bool = False
+    """Whether each shard of a stream is one document: a text file."""
 
 
 def open_texts(config: DataConfig, split: str) -> OpenedTexts:
@@ -70,7 +72,8 @@ def open_texts(config: DataConfig, split: str) -> OpenedTexts:
             _check_column(config, name, dataset)
             dataset = dataset.select_columns([config.hf_text_column])
         files = [str(file) for file in builder.config.data_files[split]]
-        return OpenedTexts(dataset.with_format("arrow"), name, _hash_files(files), not config.hf_streaming)
+        is_text = getattr(builder.config, "sample_by", None) == "document"
+        return OpenedTexts(dataset.with_format("arrow"), name, _hash_files(files), not config.hf_streaming, is_text)
     except DatasetError:
         raise
     except Exception as error:  # the library and its stores raise exceptions of many classes
@@ -185,6 +188,8 @@ _NETWORK_ADVICE = (
 
 def _explain(config: DataConfig, error: Exception) -> str:
     """Return the message for an error of the library when it opens a dataset."""
+    if isinstance(error.__cause__, Exception) and type(error).__name__ == "DatasetGenerationError":
+        error = error.__cause__  # the error of the library says only that there is one
     path, problem = config.hf_dataset, str(error).strip().rstrip(".")
     if isinstance(error, ValueError) and ("BuilderConfig" in problem or "Config name is missing" in problem):
         return f"--hf-dataset {path}: {problem}.\n  Give one of the names with --hf-subset."

@@ -91,6 +91,8 @@ def _build_texts(opened: OpenedTexts, config: DataConfig, num_reserved: int, key
     reserved: dict[str, Any] = {"num_validation_documents": num_reserved, "reads_validation": bool(num_reserved) and key[1] == 1}
     if opened.has_random_access:
         return StoredTexts(opened.name, config.hf_text_column, opened.dataset, key, **reserved)
+    if opened.has_one_document_per_shard:
+        reserved["max_reserved_per_shard"] = 1
     return StreamedTexts(
         opened.name, config.hf_text_column, opened.dataset, key, shuffle_buffer=config.hf_shuffle_buffer, **reserved
     )

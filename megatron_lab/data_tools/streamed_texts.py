@@ -169,6 +169,7 @@ class StreamedTexts(TextLanes):
         num_validation_documents: number of documents that are reserved for validation. They are the first documents of
             at least 16 shards, as far as the dataset has so many, and of each shard only documents of its first part.
         reads_validation: read these documents instead of all others.
+        max_reserved_per_shard: number of reserved documents for which one shard suffices.
     """
 
     def __init__(
@@ -181,10 +182,11 @@ class StreamedTexts(TextLanes):
         shuffle_buffer: int,
         num_validation_documents: int = 0,
         reads_validation: bool = False,
+        max_reserved_per_shard: int = _VALIDATION_DOCUMENTS_PER_SHARD,
     ) -> None:
         self._dataset = dataset
         num_shards = dataset.num_shards
-        num_reserved = -(-num_validation_documents // _VALIDATION_DOCUMENTS_PER_SHARD)
+        num_reserved = -(-num_validation_documents // max_reserved_per_shard)
         num_reserved = min(num_shards, max(num_reserved, _MIN_VALIDATION_SHARDS)) if num_validation_documents else 0
         self._reserved = dict.fromkeys(
             (i * num_shards // num_reserved for i in range(num_reserved)), -(-num_validation_documents // max(num_reserved, 1))

@@ -222,6 +222,16 @@ def test_reserved_documents_are_only_for_validation(stream: tuple[str, dict[str,
     assert count <= len(splits[1]) < count + 16 or (count == 100 and "hf_streaming" not in settings)
 
 
+def test_each_text_file_can_be_reserved(tmp_path: Path) -> None:
+    """A text file is one document, so 16 files are not enough for 30 documents."""
+    (tmp_path / "texts").mkdir()
+    for number, text in enumerate(build_texts(80)):
+        (tmp_path / f"texts/{number:02d}.txt").write_text(text)
+    settings: dict[str, Any] = {"hf_valid_documents": 30, "seq_length": 5}
+    train, valid = (read_epoch(open_texts_of(str(tmp_path / "texts"), split=split, **settings)) for split in (0, 1))
+    assert len(valid) == 30 and sorted(train + valid) == build_texts(80)
+
+
 def test_a_split_of_the_dataset_is_the_validation_data(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     for name in ("train", "validation"):
@@ -338,6 +348,9 @@ def test_errors_name_what_is_wrong_and_what_to_do(tmp_path: Path, monkeypatch: p
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged/a.parquet").write_bytes(b"PAR1 and no more")
     assert "A file is damaged" in _explain(tmp_path / "damaged", **kind)
+    for file in (tmp_path / "lines").iterdir():
+        file.write_text('{"text": "no end\n')
+    assert "JSON" in _explain(tmp_path / "lines", **kind), "the cause, not only that there is an error"
 
 
 def test_documents_without_text_are_left_out(tmp_path: Path) -> None:
