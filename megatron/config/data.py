@@ -98,7 +98,14 @@ class DataConfig:
     """JSON file {"train": [...], "valid": [...], "test": [...]} with the values of --train-data-path, --valid-data-path and
     --test-data-path; {"valid": {NAME: [...], ...}} for several validation sets."""
     multiple_validation_sets: bool = setting(
-        False, active_if=_USES_DATASET, idle_if=idle_condition("--eval-iters 0 switches evaluation off", eval_iters=0)
+        False,
+        active_if=_USES_DATASET,
+        idle_if=(
+            idle_condition("--eval-iters 0 switches evaluation off", eval_iters=0),
+            idle_condition(
+                "the validation texts of --hf-dataset are one set", require_all=True, hf_dataset=IS_SET, valid_data_path=((),)
+            ),
+        ),
     )
     """Make a validation set, with its own loss, of each dataset of --valid-data-path (or of the validation part of each dataset of
     --data-path). Its name is the end of its path that differs from the others. Weights have no effect on the sets."""

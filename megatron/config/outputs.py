@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.config.setting import IS_SET, condition, idle_condition, setting
+from megatron.config.training import WITHOUT_SKIP_TRAIN
 
 DEFAULT_SAVE_MINUTES = 30
 """Minutes between checkpoints of a run without --save-interval."""
@@ -19,9 +20,7 @@ _REQUIRES_SAVE, _REQUIRES_LOAD = condition(save=IS_SET, strict=True), condition(
 class CheckpointConfig:
     """Checkpoints: where and when to save them, and what to load."""
 
-    save: str | None = setting(
-        None, is_path=True, active_if=condition("without --skip-train, which saves nothing", fix={}, skip_train=False)
-    )
+    save: str | None = setting(None, is_path=True, active_if=WITHOUT_SKIP_TRAIN)
     """Folder in which to save checkpoints, or a URL such as s3://bucket/run."""
     load: str | None = setting(None, is_path=True)
     """Folder or URL from which to resume: the newest valid checkpoint is loaded."""
@@ -106,7 +105,7 @@ class LoggingConfig:
     report: bool = True
     """Write report.html in the folder of --save, or else of --tensorboard-dir, when the run ends: curves, time breakdown, memory,
     events and settings in one page that needs no network. tools/report.py writes it at any other time, and compares runs."""
-    sample_interval: int | None = setting(None, min_value=1, unit="steps")
+    sample_interval: int | None = setting(None, min_value=1, unit="steps", active_if=WITHOUT_SKIP_TRAIN)
     """Steps between samples: texts with which the model continues a few prompts. They are written to the log, TensorBoard, Weights
     & Biases, the history file and report.html, also at the end of the run. Samples do not change the training."""
     sample_prompts: str | None = setting(None, active_if=_SAMPLES, is_path=True)

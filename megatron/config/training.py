@@ -11,6 +11,8 @@ from typing import Literal, NamedTuple
 
 from megatron.config.setting import IS_SET, NotEqual, condition, idle_condition, setting
 
+WITHOUT_SKIP_TRAIN = condition("without --skip-train, which trains and saves nothing", fix={}, skip_train=False)
+
 ExitSignalName = Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGQUIT", "SIGCONT"]
 
 # ---- Parser of --step-batch-size-schedule, in the syntax of Megatron-LM.
@@ -138,7 +140,7 @@ class TrainingConfig:
     skip_train: bool = False
     """Evaluate the weights of --load (without it, the initial weights) on the validation and test data, and exit without training.
     Settings of the optimizer, --train-iters and training data are not needed, and nothing is saved."""
-    early_stopping_patience: int | None = setting(None, min_value=1, unit="evaluations")
+    early_stopping_patience: int | None = setting(None, min_value=1, unit="evaluations", active_if=WITHOUT_SKIP_TRAIN)
     """End the run after this many evaluations in a row (see --eval-interval) without a new lowest validation loss. A loss that
     is not finite is no improvement. --keep-best keeps the checkpoint of the lowest loss."""
     early_stopping_min_delta: float = setting(

@@ -20,6 +20,7 @@ def adapt_settings(config: Config, notes: list[str]) -> Config:
     """
     notes.append("--skip-train evaluates only: settings of the optimizer have no effect, and no optimizer state is loaded.")
     training, checkpoint = config.training, config.checkpoint
+    training = replace(training, train_epochs=None)  # without training data, their length is not known
     if training.train_iters is None and training.train_samples is None:
         training = replace(training, train_iters=1)
     return replace(

@@ -78,7 +78,7 @@ def _select_resume_checkpoint(config: Config, vocab_size: int, *, ignores_missin
         if selected is not None:
             return None if checkpoint.finetune else selected
         if not ignores_missing:
-            check_missing_checkpoint(checkpoint)
+            check_missing_checkpoint(checkpoint, skips_training=config.training.skip_train)
     if checkpoint.pretrained_checkpoint is not None and not ignores_missing:
         select_base_checkpoint(config, checkpoint.pretrained_checkpoint, vocab_size, {})
     return None

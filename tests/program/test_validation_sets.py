@@ -22,6 +22,7 @@ from megatron.training.callbacks import Callback
 from megatron.training.progress import Progress
 from megatron.training.trainer import Trainer
 from megatron_lab.data_tools.complete_sets import CompleteSet
+from megatron_lab.resilience.resume_check import find_resume_problem
 from tests.support.byte_dataset import FLAGS
 from tests.support.equality import number_differences
 from tests.support.reference_runs import gpt2_like, mean_loss
@@ -204,8 +205,10 @@ def test_skip_train_writes_nothing(data: dict[str, str], tmp_path: Path) -> None
     assert len(lines) == 4 and lines == [line for line in said.splitlines() if "loss at iteration" in line]
     assert "evaluated after 2 iterations" in said and "--save-interval 1" in said
     assert complete_checkpoints(save) == ["iter_0000002"] and not (tmp_path / "board" / HISTORY_FILE).exists()
-    (ended,) = launch(arguments(**flags, load=tmp_path / "nothing", skip_train=True))
-    assert ended.code == 1 and "holds no checkpoint, but --skip-train requires a checkpoint" in ended.stderr
+    missing, message = arguments(**flags, load=tmp_path / "nothing", skip_train=True), "but --skip-train requires a checkpoint"
+    (ended,) = launch(missing)
+    assert ended.code == 1 and message in ended.stderr
+    assert message in (find_resume_problem(load(missing, 1).config, 1) or ""), "the launcher says the same before it starts ranks"
 
 
 def test_a_program_gets_the_losses_of_the_sets(data: dict[str, str], start: tuple[Path, dict[str, float]]) -> None:
@@ -219,7 +222,7 @@ def test_a_program_gets_the_losses_of_the_sets(data: dict[str, str], start: tupl
         def on_evaluation(self, progress: Progress, values: Mapping[str, float]) -> None:
             evaluations.append(dict(values))
 
-    flags = settings(data, full_validation=True, skip_train=True, lr=None, load=folder)
+    flags = settings(data, full_validation=True, skip_train=True, lr=None, load=folder, train_iters=None, train_epochs=2)
     with Trainer(load(arguments(**flags), 1), quiet=True, callbacks=[Recorder()]) as trainer:
         losses = trainer.evaluate_sets()
         assert losses == pytest.approx({name: expected[f"validation_loss/{name}"] for name in ("books", "code")}, rel=1e-10)

@@ -72,11 +72,17 @@ def check_split_datasets(config: Config, world_size: int) -> Iterator[Finding]:
         )
 
 
-@rule("full_validation", "mock_data")
+@rule("full_validation", "mock_data", depends_on=("hf_dataset", "valid_data_path"))
 def check_full_validation(config: Config, world_size: int) -> Iterator[Finding]:
-    """--full-validation reads all samples of each validation set, but the generated samples of --mock-data have no end."""
-    if config.training.full_validation and config.data.mock_data:
-        yield Finding("--full-validation cannot be used with --mock-data.", [create_change(full_validation=False)])
+    """--full-validation reads all samples of each validation set, but the generated samples of --mock-data have no end, and the
+    number of samples of texts that are tokenized during the run (--hf-dataset) is not known. With --hf-dataset, it needs
+    --valid-data-path."""
+    training, data, changes = config.training, config.data, [create_change(full_validation=False)]
+    if training.full_validation and data.mock_data:
+        yield Finding("--full-validation cannot be used with --mock-data.", changes)
+    elif training.full_validation and data.hf_dataset is not None and not data.valid_data_path:
+        message = "--full-validation cannot be used with validation texts of --hf-dataset."
+        yield Finding(message, changes, fields=("full_validation", "hf_dataset"))
 
 
 @rule("skip_train", "eval_iters", depends_on=("split", *PATH_FIELDS, "mock_data"))

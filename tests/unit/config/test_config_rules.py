@@ -731,6 +731,13 @@ CASES: list[Case] = [
         ["--no-skip-train"],
     ),
     ("--full-validation", 1, {"--full-validation", "--mock-data"}, ["cannot be used with --mock-data"], ["--no-full-validation"]),
+    (
+        "--no-mock-data --hf-dataset a --hf-valid-documents 5 --eval-iters 2 --full-validation",
+        1,
+        {"--full-validation", "--hf-dataset"},
+        ["--full-validation cannot be used with validation texts of --hf-dataset"],
+        ["--no-full-validation"],
+    ),
     ("--no-mock-data --train-data-path a --valid-data-path b c=d", 1, {"--valid-data-path"}, ["b has no name, but c has one"], []),
     (
         "--no-mock-data --train-data-path a --eval-iters 2",
@@ -1223,6 +1230,8 @@ IDLE = """
 --multiple-validation-sets
 --no-mock-data --data-path corpus --full-validation --eval-iters 3
 --skip-train --save x
+--skip-train --sample-interval 5
+--skip-train --early-stopping-patience 2
 --num-query-groups 4
 --rotary-base 500
 --rotary-percent 0.5
@@ -1441,6 +1450,7 @@ VALID = [
     (f"{DATA} --split 1 --eval-iters 0", 1),
     ("--no-mock-data --hf-dataset a --hf-valid-documents 5 --eval-iters 2", 1),
     ("--no-mock-data --hf-dataset a --valid-data-path b --test-data-path c --eval-iters 2", 1),
+    ("--no-mock-data --hf-dataset a --valid-data-path b --full-validation", 1),
     ("--split 100,0,0", 1),
     ("--save s --save-interval 10 --save-retain-interval 30 --keep-last 2 --no-save-optim", 1),
     ("--load l --ckpt-step best", 1),
@@ -1578,6 +1588,11 @@ NOTES = [
     ("--position-embedding-type rope --max-position-embeddings 32", 1, "--max-position-embeddings 32"),
     ("--eval-iters 0 --eval-interval 10", 1, "--eval-interval 10"),
     (f"{DATA} --eval-iters 0 --multiple-validation-sets", 1, "--multiple-validation-sets"),
+    (
+        "--no-mock-data --hf-dataset a --hf-valid-documents 5 --eval-iters 2 --multiple-validation-sets",
+        1,
+        "--multiple-validation-sets",
+    ),
     ("--split 99,1,0", 1, "--split 99,1,0"),
     ("--timing-log-option all", 1, "--timing-log-option all"),
     ("--log-timers-to-tensorboard --tensorboard-dir t", 1, "--log-timers-to-tensorboard"),
@@ -1599,6 +1614,7 @@ def test_what_changes_nothing_is_noted(extra: str, world_size: int, setting: str
         ("--fp32-residual-connection --bf16 --add-qkv-bias --disable-bias-linear", 1),
         ("--max-position-embeddings 64 --eval-interval 10", 1),
         (f"{DATA} --split 99,1,0", 1),
+        ("--no-mock-data --hf-dataset a --valid-data-path b --eval-iters 2 --multiple-validation-sets", 1),
         ("--timing-log-level 1 --timing-log-option all --log-timers-to-tensorboard --tensorboard-dir t", 1),
         ("--log-memory-to-tensorboard --tensorboard-dir t --device cuda", 1),
     ],
