@@ -7,8 +7,10 @@ case.
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import functools
+import gc
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -357,6 +359,10 @@ def connect(config: ParallelConfig) -> ParallelContext:
         # separate communicator for each direction.
         store = import_object("megatron.parallel.rendezvous:rendezvous")(job, timeout.total_seconds(), config.init_method)
         dist.init_process_group(get_world_backend(backend), timeout=timeout, store=store, rank=job.rank, world_size=job.world_size)
+        # Deletes the process groups that `disconnect` has destroyed (contexts are part of reference cycles). This ends the threads
+        # of gloo. Such a thread may still hold tensors of the last collective. If it released them while the interpreter is
+        # finalized, the process would abort: "terminate called without an active exception" (pytorch issue 190489).
+        atexit.register(gc.collect)
     topology = Topology.of(config, job.world_size)
     return make_context(
         topology,

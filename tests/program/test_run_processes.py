@@ -54,6 +54,36 @@ def test_torchrun_ends_all_ranks_of_a_run_that_fails(tmp_path: Path, full: bool)
     assert [path.name for path in (tmp_path / "save").glob("*.json")] == ["run.json"]
 
 
+LEAVES = """
+import atexit
+from pathlib import Path
+
+atexit.register(lambda: print("threads at the end:", *sorted(name.read_text() for name in Path("/proc/self/task").glob("*/comm"))))
+from megatron.config.parallel import ParallelConfig
+from megatron.parallel.collectives import broadcast_object
+from megatron.parallel.context import connect, disconnect
+
+
+def main() -> None:
+    cycle: list = [connect(ParallelConfig(device="cpu"))]
+    cycle.append(cycle)
+    broadcast_object(1, cycle[0].world)
+    disconnect()
+
+
+main()
+"""
+
+
+def test_no_thread_of_gloo_is_left_when_the_interpreter_ends(tmp_path: Path) -> None:
+    """Such a thread would abort the process if it then released a tensor."""
+    script = tmp_path / "leaves.py"
+    script.write_text(LEAVES)
+    done = spawn_cli([str(script)], nproc=2, fresh=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("threads at the end:") == 2 and "gloo" not in done.stdout
+
+
 def _start_torchrun(words: list[str], python: str, said: TextIO) -> multiprocessing.process.BaseProcess:
     """Start a torchrun as a fork of this process, in which torch is imported already. Its ranks are its children, as always.
 
