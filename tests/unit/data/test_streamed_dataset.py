@@ -7,6 +7,7 @@ import random
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -272,7 +273,7 @@ def test_a_failed_read_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     data = open_texts_of(path)
     expected = read_epoch(data)
     pauses: list[float] = []
-    monkeypatch.setattr(streamed_texts.time, "sleep", pauses.append)
+    monkeypatch.setattr(streamed_texts, "time", SimpleNamespace(sleep=pauses.append))
     split_shard, failures = StreamedTexts._split_shard, [0]
 
     def fail(self: StreamedTexts, shard: int) -> list[Any]:
@@ -295,7 +296,7 @@ def test_a_failed_read_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_read_that_fails_in_the_middle_continues_after_the_last_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = open_texts_of(write_folder(tmp_path / "texts", "jsonl"))
     expected = read_epoch(data)
-    monkeypatch.setattr(streamed_texts.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(streamed_texts, "time", SimpleNamespace(sleep=lambda seconds: None))
     get_texts, calls = StreamedTexts._get_texts, [0]
 
     def fail(self: StreamedTexts, table: Any) -> Any:
@@ -364,7 +365,7 @@ def test_documents_without_text_are_left_out(tmp_path: Path) -> None:
 
 
 def test_a_damaged_line_ends_the_run_after_a_second_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streamed_texts.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(streamed_texts, "time", SimpleNamespace(sleep=lambda seconds: None))
     path = Path(write_folder(tmp_path / "texts", "jsonl"))
     with (path / "part-03.jsonl").open("a") as file:
         file.write('{"text": "cut')
