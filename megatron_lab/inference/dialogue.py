@@ -53,8 +53,9 @@ class AnswerStream:
         self.has_ended = self._stop.has_ended
 
     def finish(self) -> Answer:
-        """Return the complete answer, after the last token."""
-        self._show(self._stop.add(self._stream.finish()) + self._stop.finish())
+        """Return the complete answer, after the last token. If it was stopped within a character, that character is dropped."""
+        end = self._stream.finish()
+        self._show(self._stop.add(end if self.has_ended else end.rstrip("\ufffd")) + self._stop.finish())
         return Answer(self._text, self._num_tokens, self.has_ended)
 
     def _show(self, text: str) -> None:
@@ -202,11 +203,11 @@ class Completion:
         """Forget the text."""
         self._prompt: str | None = None
         self._continuation: str | None = None
-        self._previous: tuple[str | None, str | None] = (None, None)
+        self._previous: list[tuple[str | None, str | None]] = []
 
     def start_turn(self, entry: str) -> None:
         """Start a new text, or with an empty entry continue the last one."""
-        self._previous = (self._prompt, self._continuation)
+        self._previous.append((self._prompt, self._continuation))
         self._prompt = entry or (self._prompt or "") + (self._continuation or "")
         self._continuation = None
         self.num_turns += 1
@@ -225,9 +226,9 @@ class Completion:
 
     def undo_turn(self) -> bool:
         """Return to the text before the last entry."""
-        if self._prompt is None:
+        if not self._previous:
             return False
-        (self._prompt, self._continuation), self._previous = self._previous, (None, None)
+        self._prompt, self._continuation = self._previous.pop()
         return True
 
     def remove_answer(self) -> bool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.config.data import DataConfig
 from megatron.data.tokenizer import build_tokenizer
@@ -27,6 +29,8 @@ from tests.support.reference_runs import llama_like
 
 LINES = ["the cat?", "that hat", "more"]
 NUM_POSITIONS = 4096
+WORD = "ü東 "
+"""Text of different bytes, with characters of two and of three bytes."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +56,24 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*model, "--temperature", "0", "--device", "cpu", "--dtype", "float64"]
 
 
-def enter(lines: list[str], words: list[str], monkeypatch: pytest.MonkeyPatch | None = None) -> tuple[int, str]:
+@pytest.fixture(scope="module")
+def two_words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags of a model of bytes that continues every text by WORD again and again."""
+    folder, word = tmp_path_factory.mktemp("words"), WORD.encode()
+    shape = llama_like(vocab=257, seq=NUM_POSITIONS)
+    weights = {name: torch.zeros_like(weight) for name, weight in build_random_weights(shape, seed=4, std=0.3).items()}
+    weights["final_norm.weight"][:] = 1.0
+    # The layers add nothing. The embedding of a byte is the axis of the byte after it; axis 0 is that of the first byte.
+    weights["embedding.word.weight"][:, 0] = 1.0
+    for place, byte in enumerate(word):
+        axis = (place + 1) % len(word)
+        weights["embedding.word.weight"][byte] = torch.eye(shape.hidden)[axis]
+        weights["output.weight"][byte, place] = 1.0
+    write_legacy(folder, shape, weights, LegacyLayout(1, 1))
+    return ["--load", str(folder), "--tokenizer-type", "ByteTokenizer", "--temperature", "0", "--device", "cpu"]
+
+
+def enter(lines: list[str], words: list[str]) -> tuple[int, str]:
     """Run the tool with these lines in its stdin. Return its status and what it printed."""
     stdin, sys.stdin = sys.stdin, io.TextIOWrapper(io.BytesIO("".join(f"{line}\n" for line in lines).encode()))
     try:
@@ -69,8 +90,6 @@ def expected_answers(flags: list[str], num_tokens: int, system: str | None = Non
     messages = [] if system is None else [{"role": "system", "content": system}]
     for line in LINES:
         messages.append({"role": "user", "content": line})
-        import torch
-
         with LanguageModel.load(flags[1], tokenizer=config, dtype=torch.float64) as model:
             answers.append(model.chat(messages, num_tokens, sampling=Sampling(temperature=0)))
         messages.append({"role": "assistant", "content": answers[-1]})
@@ -108,6 +127,22 @@ def test_commands_change_the_dialogue(flags: list[str], capsys: pytest.CaptureFi
     assert "is reserved" in told and "cannot be written" in told and third
 
 
+def test_warnings_come_before_the_conversation(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The tokenizer is built at its first use, and warns if it is a slow one."""
+    path = write_tokenizer(tmp_path / "tokenizer", PLAIN)
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps({**document, "pre_tokenizer": None}))
+    words = [str(path.parent) if word == flags[5] else word for word in flags]
+    handler = logging.StreamHandler(sys.stderr)
+    logging.getLogger().addHandler(handler)
+    try:
+        assert enter(LINES[:1], [*words, "--chat", "--max-new-tokens", "2"])[0] == 0
+    finally:
+        logging.getLogger().removeHandler(handler)
+    messages = capsys.readouterr().err
+    assert 0 <= messages.find("slower tokenizers library") < messages.find("/help lists") < messages.find("> the cat?")
+
+
 def test_a_long_conversation_goes_on(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     lines = ["the cat " * 400] * 6
     status, out = enter(lines, [*flags, "--chat", "--max-new-tokens", "3"])
@@ -137,12 +172,11 @@ def test_texts_are_continued(flags: list[str]) -> None:
     """Each line; an empty line continues the last text."""
     words = [*flags, "--interactive", "--max-new-tokens", "6"]
     config = DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=flags[5])
-    import torch
-
     with LanguageModel.load(flags[1], tokenizer=config, dtype=torch.float64) as model:
         first = model.generate("the cat", 6, sampling=Sampling(temperature=0))
         second = model.generate("the cat" + first, 6, sampling=Sampling(temperature=0))
-    assert enter(["the cat", "", "the cat"], words) == (0, shown([first, second, first]))
+    complete = second.rstrip("\ufffd")  # the last token begins a character
+    assert complete != second and enter(["the cat", "", "the cat"], words) == (0, shown([first, complete, first]))
 
 
 Terminal = Callable[..., PseudoTerminal]
@@ -152,8 +186,10 @@ Terminal = Callable[..., PseudoTerminal]
 def terminal(flags: list[str]) -> Terminal:
     """Start the tool at a terminal."""
 
-    def start(*words: str, launcher: tuple[str, ...] = (), columns: int = 80, **environment: str) -> PseudoTerminal:
-        program = [sys.executable, *launcher, "tools/generate_text.py", *flags, *words]
+    def start(
+        *words: str, model: list[str] = flags, launcher: tuple[str, ...] = (), columns: int = 80, **environment: str
+    ) -> PseudoTerminal:
+        program = [sys.executable, *launcher, "tools/generate_text.py", *model, *words]
         settings = {"OMP_NUM_THREADS": "1", "NO_COLOR": "1", **environment}
         return PseudoTerminal(program, {**os.environ, **settings}, columns)
 
@@ -178,11 +214,29 @@ def test_a_conversation_at_a_terminal(terminal: Terminal, tmp_path: Path) -> Non
         screen.press("half a line\x03")
         screen.wait_for("leaves\\)\n> $")
         screen.press("\x03")
-        assert screen.wait_for_end() == 0
+        assert screen.wait_for_end() == 0 and screen.is_restored()
         assert "\x1b[" not in screen.output.replace("\x1b[?2004h", "").replace("\x1b[?2004l", "").replace("\x1b[K", "")
     (record,) = map(json.loads, saved.read_text().splitlines())
     question, written = (message["content"] for message in record["messages"])
     assert question == "the cat \nthat" and written and "Traceback" not in answer
+
+
+def test_only_complete_characters_appear(terminal: Terminal, two_words: list[str]) -> None:
+    """Each token is one byte. Words appear while the model writes, and lines break between them."""
+    with terminal("--interactive", "--max-new-tokens", "4000", model=two_words, columns=40) as screen:
+        screen.wait_for("> $")
+        screen.press("größe \n")
+        line = " ".join([WORD.strip()] * 10)  # 39 of 40 columns: a character of three bytes has two
+        screen.wait_for(f"größe \n{line}\n{line}\n")
+        screen.press("\x03")
+        screen.wait_for("stays\\)\n> $")
+        screen.press("\n")  # continues the text, wherever it was stopped
+        screen.wait_for(WORD)
+        screen.press("\x03")
+        screen.wait_for("stays\\)\n> $")
+        screen.press("\x04")
+        assert screen.wait_for_end() == 0 and screen.is_restored()
+        assert "\ufffd" not in screen.output and "Traceback" not in screen.output
 
 
 def test_colours_only_where_they_are_wanted(terminal: Terminal) -> None:
@@ -206,7 +260,7 @@ def test_ctrl_c_on_several_ranks(terminal: Terminal) -> None:
         screen.wait_for("leaves\\)\n> $")
         screen.press("\x04")
         assert screen.wait_for_end() == 0, screen.output
-        assert "Traceback" not in screen.output
+        assert "Traceback" not in screen.output and screen.is_restored()
 
 
 REFUSED = {

@@ -34,6 +34,11 @@ class PseudoTerminal:
         self.output = ""
         """All that the program has printed, with the keys that the terminal echoes."""
         self._num_read, self._bytes = 0, b""
+        self._first_settings = termios.tcgetattr(self._descriptor)
+
+    def is_restored(self) -> bool:
+        """Return whether the settings of the terminal, such as echo and the key that interrupts, are those before the start."""
+        return termios.tcgetattr(self._descriptor) == self._first_settings
 
     def press(self, keys: str) -> None:
         """Press keys: text, "\\n" for Enter, "\\x03" for Ctrl-C, "\\x04" for Ctrl-D."""

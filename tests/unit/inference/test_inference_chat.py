@@ -97,6 +97,17 @@ def test_an_answer_ends_at_a_text() -> None:
     assert stream.has_ended and (answer.text, answer.num_tokens, answer.has_ended) == ("ja#ü", 8, True)
 
 
+@pytest.mark.parametrize("has_ended", [False, True], ids=["stopped", "ended"])
+def test_an_answer_that_is_stopped_within_a_character(has_ended: bool) -> None:
+    """The next turn would read a replacement character as something that the model has said."""
+    stream = AnswerStream(ByteTokenizer(), [], None, lambda _: None)
+    for id in "jaü".encode()[:-1]:
+        stream.add(id)
+    if has_ended:
+        stream.add(None)
+    assert stream.finish().text == ("ja\ufffd" if has_ended else "ja")
+
+
 def conversation(folder: Path, context_length: int, system: str | None = None) -> Conversation:
     return Conversation(ChatFormat(tokenizer_with(folder, PLAIN)), context_length, system)
 
@@ -160,5 +171,9 @@ def test_a_text_that_is_continued() -> None:
     text.start_turn("x" * 50 + "end")
     prompt, note = text.build_prompt(10)
     assert bytes(prompt) == (b"x" * 50 + b"end")[-30:] and note == "the model sees only the last 30 of 53 tokens"
+    for before in ("once", None):
+        assert text.undo_turn() and text._prompt == before
+    assert not text.undo_turn(), "every entry can be removed, the last one first"
+    text.start_turn("twice")
     text.reset()
     assert text.to_record() is None and not text.undo_turn()
