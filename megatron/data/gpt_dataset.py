@@ -216,7 +216,10 @@ def _check_size(selection: Selection, seq_length: int) -> None:
     """
     dataset, split = selection.dataset, selection.split
     if selection.num_tokens <= seq_length:
-        advice = f", give this split its own data ({_PATH_FLAGS[split]}), or do without evaluation (--eval-iters 0)."
+        advice = (
+            ", cut long texts with --cut-documents of tools/preprocess_data.py, give this split its own data "
+            f"({_PATH_FLAGS[split]}), or do without evaluation (--eval-iters 0)."
+        )
         raise DatasetError(
             f"the {SPLIT_NAMES[split]} split of {dataset.prefix} has {len(selection.documents):,} of {dataset.num_documents:,} "
             f"documents and {selection.num_tokens:,} tokens, but one sample needs {seq_length + 1:,} tokens "

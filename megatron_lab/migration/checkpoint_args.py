@@ -201,6 +201,11 @@ def _read_config(folder: Storage) -> Config:
         raise _build_error(
             f"{file} was altered since it was saved: its checksum differs from that in the manifest. Copy the checkpoint again."
         )
+    if isinstance(record, dict) and "config" not in record and {"architectures", "model_type"} & set(record):
+        raise _build_error(
+            f"{file} belongs to a model of Hugging Face, not to a checkpoint of this project. Import the model, and name the "
+            f"folder of the result:\n  python tools/checkpoint.py import {file.removesuffix(CONFIG).rstrip('/')} imported --verify"
+        )
     if not isinstance(record, dict) or not isinstance(record.get("config"), dict):
         raise _build_error(f"{file} holds no settings: it has no mapping named config. Copy the checkpoint again.")
     # Parse only the settings that are used: other topics may come from another version of this project.

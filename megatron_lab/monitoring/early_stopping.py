@@ -40,14 +40,18 @@ class EarlyStopping:
         else:
             self.num_without_improvement += 1
 
-    def describe(self) -> str:
-        """Return why the run ends, for the log."""
-        best = (
-            "it was never finite"
-            if self.best_loss == math.inf
-            else f"the lowest was {self.best_loss:.6E} at iteration {self.best_iteration}"
-        )
-        return f"no lower validation loss in {self.num_without_improvement} evaluations (--early-stopping-patience), {best}"
+    def describe(self, min_delta: float) -> str:
+        """Return why the run ends, for the log.
+
+        Args:
+            min_delta: smallest decrease of the loss that counts as an improvement (--early-stopping-min-delta).
+        """
+        required = f"lower by more than {min_delta:g} (--early-stopping-min-delta)" if min_delta else "lower"
+        compared = "it was never finite"
+        if math.isfinite(self.best_loss):
+            compared = f"compared with {self.best_loss:.6E} at iteration {self.best_iteration}"
+        count = f"{self.num_without_improvement} evaluations (--early-stopping-patience)"
+        return f"the validation loss was not {required} in {count}, {compared}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the state as JSON values. The best loss is None before the first finite loss."""
@@ -89,7 +93,7 @@ class EarlyStoppingCallback(Callback):
 
     def _set_end_reason(self) -> None:
         has_ended = self._state.num_without_improvement >= self._patience
-        self._control.end_reason = f"early stopping: {self._state.describe()}" if has_ended else None
+        self._control.end_reason = f"early stopping: {self._state.describe(self._min_delta)}" if has_ended else None
 
     def on_evaluation(self, progress: Progress, values: Mapping[str, float]) -> None:
         """Add the validation loss of an evaluation during the run, and end the run if it is time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shlex
 from collections.abc import Callable
@@ -43,6 +44,7 @@ PAGE = (ROOT / "docs/checkpoints.md").read_text()
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))  # a dialogue ends after its first entry
     write_corpus(ROOT / "megatron/config", tmp_path / "corpus.jsonl")
     (tmp_path / "book.txt").write_text("def load(path):\n    return path\n")
     sentencepiece(tmp_path / "corpus.jsonl", tmp_path / "tokenizer.model", 500)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shlex
 from collections.abc import Callable
@@ -62,6 +63,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     transformers.LlamaForCausalLM(settings).save_pretrained(tmp_path / "model")
     write_chats(tmp_path / "chats.jsonl", CHATS * 20)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))  # a conversation ends after its first entry
     return tmp_path
 
 

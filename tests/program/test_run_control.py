@@ -246,8 +246,8 @@ def test_a_run_ends_when_its_validation_loss_no_longer_falls(tmp_path: Path, lay
     argv = arguments(**{**STOPS, **flags}, save=tmp_path, load=tmp_path, metrics_file=tmp_path / "metrics")
     said = run(argv, ranks, before=scripted())
     reason = (
-        "early stopping: no lower validation loss in 2 evaluations (--early-stopping-patience), "
-        "the lowest was 2.000000E+00 at iteration 4"
+        "early stopping: the validation loss was not lower in 2 evaluations (--early-stopping-patience), "
+        "compared with 2.000000E+00 at iteration 4"
     )
     assert f"done after 6 iterations: {reason}" in said and "exiting" not in said
     assert complete_checkpoints(tmp_path)[-1] == "iter_0000006"
@@ -285,7 +285,12 @@ def test_a_rewind_goes_back_to_the_state_of_its_checkpoint(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "flags, losses, expected",
     [
-        ({"early_stopping_min_delta": 1.5}, LOSSES, "done after 4 iterations: early stopping"),
+        (
+            {"early_stopping_min_delta": 1.5},
+            LOSSES,
+            "done after 4 iterations: early stopping: the validation loss was not lower by more than 1.5 (--early-stopping-"
+            "min-delta) in",
+        ),
         ({}, dict.fromkeys(LOSSES, math.nan), "done after 2 iterations: early stopping"),
         ({}, {iteration: -iteration for iteration in LOSSES}, f"done after {STEPS} iterations\n"),
         ({"early_stopping_patience": STEPS}, LOSSES, f"done after {STEPS} iterations\n"),

@@ -305,6 +305,7 @@ def test_a_checkpoint_from_before_a_setting_existed(tmp_path: Path) -> None:
         ("{", "100", "is not valid JSON"),
         ("[]", "100", "no mapping named config"),
         ('{"config": 3}', "100", "no mapping named config"),
+        ('{"model_type": "llama"}', "100", "belongs to a model of Hugging Face"),
         ('{"config": {"model": {}}}', "100", "no settings of the model and the data"),
         ('{"config": {"model": {"num_layers": "4"}, "data": {}}}', "100", "model.num_layers must be a whole number"),
     ],
