@@ -227,7 +227,7 @@ def _run_dialogue(args: argparse.Namespace) -> None:
             follow_dialogue(session, loaded.context)
             return
         assert loaded.tokenizer is not None
-        loaded.tokenizer.decode([])  # reads its files, which takes a while and may print a warning, before the first entry
+        loaded.tokenizer.decode([])  # reads its files, which takes a while, before the first entry
         if args.chat:
             dialogue: Dialogue = Conversation(chat_formats[0], session.num_positions, args.system)
             print_to_stderr(f"chat template: {chat_formats[0].origin}")

@@ -29,6 +29,9 @@ from megatron_lab.tokenizers.tokenizer_json import (
     split_merge,
 )
 
+_CHARACTERS_BEFORE_WARNING = 10**6
+"""Number of encoded characters after which a warning says that the tokenizer is slow. Its speed matters only for long texts."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -57,6 +60,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self._special = find_special_ids(path, file.ids)
         self.vocab_size = max(file.ids.values()) + 1
         self.eod, self.bos, self.pad = self._special.eod, self._special.bos, self._special.pad
+        self._slow_reason: str | None = None  # why the slower library is used, until the warning
+        self._num_characters = 0
         with suppress(NotExactError):
             # Report errors at once. The vocabulary is not kept, because a training run does not need it.
             build_byte_vocabulary(file, self._special)
@@ -73,12 +78,17 @@ class HuggingFaceTokenizer(Tokenizer):
             vocab = build_byte_vocabulary(file, self._special)
             return ByteBPETokenizer(vocab, TiktokenEncoder(vocab))
         except NotExactError as error:
-            tokenizer = LibraryTokenizer(file, self._special, str(error))
-            _log.warning("--tokenizer-model %s: %s.", self.path, error)
-            return tokenizer
+            self._slow_reason = str(error)
+            return LibraryTokenizer(file, self._special, self._slow_reason)
 
     def encode_array(self, text: str) -> NDArray[np.integer]:
-        return self.backend.encode_array(text)
+        ids = self.backend.encode_array(text)
+        if self._slow_reason is not None:
+            self._num_characters += len(text)
+            if self._num_characters >= _CHARACTERS_BEFORE_WARNING:
+                _log.warning("--tokenizer-model %s: %s.", self.path, self._slow_reason)
+                self._slow_reason = None
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.backend.decode(ids)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import logging
 import os
 import sys
 from collections.abc import Callable
@@ -127,20 +126,14 @@ def test_commands_change_the_dialogue(flags: list[str], capsys: pytest.CaptureFi
     assert "is reserved" in told and "cannot be written" in told and third
 
 
-def test_warnings_come_before_the_conversation(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The tokenizer is built at its first use, and warns if it is a slow one."""
+def test_a_conversation_has_no_warnings(flags: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With a tokenizer that needs the slower library."""
     path = write_tokenizer(tmp_path / "tokenizer", PLAIN)
     document = json.loads(path.read_text())
     path.write_text(json.dumps({**document, "pre_tokenizer": None}))
     words = [str(path.parent) if word == flags[5] else word for word in flags]
-    handler = logging.StreamHandler(sys.stderr)
-    logging.getLogger().addHandler(handler)
-    try:
-        assert enter(LINES[:1], [*words, "--chat", "--max-new-tokens", "2"])[0] == 0
-    finally:
-        logging.getLogger().removeHandler(handler)
-    messages = capsys.readouterr().err
-    assert 0 <= messages.find("slower tokenizers library") < messages.find("/help lists") < messages.find("> the cat?")
+    assert enter(LINES[:1], [*words, "--chat", "--max-new-tokens", "2"])[0] == 0
+    assert not caplog.records
 
 
 def test_a_long_conversation_goes_on(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
