@@ -159,7 +159,8 @@ def _validate(config: Config, parsed: ParsedFlags, world_size: int, dry_run: Dry
         problems += find_missing_packages(config)
     if problems:
         raise ConfigError(problems)
-    notes += [*list_idle_settings(config, world_size), *(list_plan_caveats(config) if dry_run else ()), *note_missing_packages()]
+    notes += list_idle_settings(config, world_size, parsed.fixed_fields - parsed.explicit_fields)
+    notes += [*(list_plan_caveats(config) if dry_run else ()), *note_missing_packages()]
     return LoadedConfig(config, (*parsed.notes, *notes), dry_run)
 
 

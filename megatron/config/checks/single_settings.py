@@ -134,9 +134,13 @@ def check_strict_conditions(config: Config, world_size: int) -> Iterator[Finding
             )
 
 
-def list_idle_settings(config: Config, world_size: int) -> list[str]:
+def list_idle_settings(config: Config, world_size: int, checkpoint_fields: Collection[str] = ()) -> list[str]:
     """Return one line for each setting that has no effect, or less effect than expected, with the reason. The settings must be
-    valid."""
+    valid.
+
+    Args:
+        checkpoint_fields: fields whose values come from a checkpoint, not from the user. They get no line.
+    """
     parallel = config.parallel
     data_ranks = get_data_parallel_size(config, world_size) or 1
     chunks = parallel.pipeline_model_parallel_size * parallel.get_chunks_per_stage(config.model.num_layers)
@@ -148,7 +152,7 @@ def list_idle_settings(config: Config, world_size: int) -> list[str]:
     lines = [
         f"{format_setting(config, flag.field)} {idle.effect}: {idle.description}."
         for flag in get_flags().values()
-        if is_set(config, flag.field)
+        if is_set(config, flag.field) and flag.field not in checkpoint_fields
         for idle in flag.metadata.idle_if
         if idle.is_met(lambda name: derived[name] if name in derived else get_value(config, name))
     ]

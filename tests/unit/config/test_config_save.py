@@ -233,6 +233,16 @@ def test_flags_that_agree_with_the_checkpoint_are_fine(tmp_path: Path) -> None:
     assert load([*words, "--ffn-hidden-size", "None"], 1) == load(words, 1)
 
 
+def test_settings_of_the_checkpoint_get_no_note(tmp_path: Path) -> None:
+    """The user has not set them, so "has no effect" would tell him nothing."""
+    length = "--max-position-embeddings 64"
+    _checkpoint(tmp_path, f"{MODEL} --position-embedding-type rope {length}")
+    words = [*RUN.split(), "--load", str(tmp_path), "--use-checkpoint-args"]
+    assert load(words, 1).notes == ()
+    (note,) = load([*words, *length.split()], 1).notes
+    assert note == f"{length} has no effect: there is no learned position table."
+
+
 @pytest.mark.parametrize(
     ("extra", "name", "mine", "theirs"),
     [
