@@ -195,7 +195,9 @@ def describe_length(run: RunComponents) -> str:
     total_tokens = plan.total_samples * seq_length
     length = f"{plan.total_iterations:,} steps of {seq_length * plan.final_global_batch_size:,} tokens"
     if num_tokens is not None:
-        text = f"{num_tokens:,} training tokens: {length}, {total_tokens / num_tokens:,.3g} epochs"
+        text = f"{num_tokens:,} training tokens: {length}"
+        if not run.config.data.whole_documents:  # samples of whole documents contain padding; a line about the data has the epochs
+            text += f", {total_tokens / num_tokens:,.3g} epochs"
     else:
         text = f"{'made-up training tokens (--mock-data)' if run.config.data.mock_data else 'training tokens'}: {length}"
     folder = get_run_folder(run.config.checkpoint, run.config.logging)

@@ -209,7 +209,8 @@ def test_whole_conversations_train_as_if_each_were_alone(folder: Path, tmp_path:
     flags = {**_flags(folder), "whole_documents": True, "reset_attention_mask": True, "reset_position_ids": True}
     flags |= {"seq_length": length, "max_position_embeddings": length, "global_batch_size": 4}
     vocabulary = HuggingFaceTokenizer(folder / "tokenizer" / "tokenizer.json").vocab_size
-    run(arguments(**flags, train_iters=1, iterations_to_skip=(1,), save=tmp_path))
+    said = run(arguments(**flags, train_iters=1, iterations_to_skip=(1,), save=tmp_path))
+    assert " steps of 384 tokens\n" in said and said.count(" epochs") == said.count("; epochs 0.00 to ") > 0, "without padding"
     dataset, size = IndexedDataset(prefix), flags["global_batch_size"]
     settings: dict[str, Any] = {"split": 0, "seed": SEED, "seq_length": length, "vocab_size": vocabulary, "eod": 0}
     samples, marks = PackedDataset(dataset, range(dataset.num_documents), **settings), open_loss_mask(dataset)
