@@ -145,7 +145,8 @@ class DataConfig:
             idle_condition("--valid-data-path names the validation data", valid_data_path=IS_SET),
         ),
     )
-    """Documents of --hf-split that are reserved for validation, instead of --hf-valid-split. Training never reads them."""
+    """Documents of --hf-split that are reserved for validation, instead of --hf-valid-split. Training never reads them. If a
+    streamed dataset has many shards with few documents, fewer are reserved."""
     data_cache_path: str | None = setting(None, active_if=_USES_DATASET, is_path=True)
     """Folder for the indexes of large datasets; by default a folder `cache` next to each dataset. For --hf-dataset: folder for the
     positions of the reading, by default a folder `stream` in --save. It may be deleted."""
