@@ -109,8 +109,8 @@ class LoggingConfig:
     """Steps between samples: texts with which the model continues a few prompts. They are written to the log, TensorBoard, Weights
     & Biases, the history file and report.html, also at the end of the run. Samples do not change the training."""
     sample_prompts: str | None = setting(None, active_if=_SAMPLES, is_path=True)
-    """File with the prompts of --sample-interval: one prompt per line, with \\n for a newline; or, if its name ends with .jsonl,
-    one object {"prompt": "..."} per line. By default a few short prompts, one of them empty."""
+    """File with the prompts of --sample-interval. Each line is a prompt, with \\n for a newline, or an object {"prompt": "..."} if
+    the name of the file ends with .jsonl. By default, the run uses a few short prompts, and one of them is empty."""
     sample_tokens: int = setting(64, min_value=1, unit="tokens", active_if=_SAMPLES)
     """Maximum number of tokens of a sample, without its prompt. A sample also ends at --seq-length tokens with its prompt, and at
     the end-of-document token."""

@@ -109,8 +109,8 @@ def check_streamed_order(config: Config, world_size: int) -> Iterator[Finding]:
 
 @rule(depends_on=("hf_dataset", "hf_valid_split", "hf_valid_documents", "valid_data_path", "eval_iters"))
 def check_streamed_validation(config: Config, world_size: int) -> Iterator[Finding]:
-    """With --hf-dataset, the validation data must be named: a split of the dataset, a number of reserved documents, or indexed
-    datasets. --eval-iters 0 switches evaluations off."""
+    """A run with --hf-dataset that evaluates must name its validation data: a split of the dataset, a number of reserved documents,
+    or indexed datasets."""
     data, eval_iters = config.data, config.training.eval_iters
     if data.hf_dataset is None or eval_iters <= 0 or data.hf_valid_split or data.hf_valid_documents or data.valid_data_path:
         return
