@@ -58,7 +58,12 @@ LEAVES = """
 import atexit
 from pathlib import Path
 
-atexit.register(lambda: print("threads at the end:", *sorted(name.read_text() for name in Path("/proc/self/task").glob("*/comm"))))
+
+def print_threads(when: str) -> None:
+    print(when, *(file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")))
+
+
+atexit.register(print_threads, "at the end:")
 from megatron.config.parallel import ParallelConfig
 from megatron.parallel.collectives import broadcast_object
 from megatron.parallel.context import connect, disconnect
@@ -69,6 +74,7 @@ def main() -> None:
     cycle.append(cycle)
     broadcast_object(1, cycle[0].world)
     disconnect()
+    print_threads("before:")
 
 
 main()
@@ -81,7 +87,9 @@ def test_no_thread_of_gloo_is_left_when_the_interpreter_ends(tmp_path: Path) -> 
     script.write_text(LEAVES)
     done = spawn_cli([str(script)], nproc=2, fresh=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("threads at the end:") == 2 and "gloo" not in done.stdout
+    before, after = ([line for line in done.stdout.splitlines() if line.startswith(when)] for when in ("before:", "at the end:"))
+    assert len(before) == 2 and all("gloo" in line for line in before)
+    assert len(after) == 2 and not any("gloo" in line for line in after)
 
 
 def _start_torchrun(words: list[str], python: str, said: TextIO) -> multiprocessing.process.BaseProcess:
