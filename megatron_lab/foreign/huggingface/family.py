@@ -24,6 +24,7 @@ from megatron.spec.layers import build_layer_specs, build_norm_spec
 from megatron.spec.weights import iter_weights, split_layer_name
 from megatron_lab.foreign.huggingface.fields import Fields
 from megatron_lab.foreign.huggingface.layout import WeightLayout, build_qkv_row_order, merge_shared_tensors
+from megatron_lab.foreign.huggingface.neutral_fields import NeutralFields, judge_unread_fields
 
 Settings = dict[str, Any]
 """Some settings of `ModelConfig` by name."""
@@ -60,6 +61,9 @@ class Family:
     """Converters of the config.json fields that vary between models of this architecture."""
     ignored_fields: tuple[str, ...] = ()
     """Names of config.json fields of this architecture that do not change the logits."""
+    neutral_fields: tuple[NeutralFields, ...] = ()
+    """Config.json fields of this architecture that change nothing at some values, in addition to those of all architectures
+    (`NEUTRAL_FIELDS`)."""
     mtp_fields: tuple[str, ...] = ()
     """Possible names of the field with the number of multi-token-prediction layers.
 
@@ -105,6 +109,7 @@ class Family:
             for rule in (*collect_rules(model_rules), *collect_rules(expert_rules)):
                 for finding in rule(Config(model=model), 1):
                     fields.errors.append(f"the described model cannot be built: {finding.message}")
+        judge_unread_fields(fields, model, self.architecture, self.neutral_fields)
         return model
 
     def write(self, model: ModelConfig) -> dict[str, Any]:

@@ -22,13 +22,19 @@ IGNORED_FIELDS = frozenset(
         *("use_bfloat16", "tf_legacy_loss", "gradient_checkpointing", "attn_implementation", "_attn_implementation"),
         *("_attn_implementation_autoset", "_attn_implementation_internal", "use_flash_attn", "pretraining_tp"),
         *("chunk_size_feed_forward", "keys_to_ignore_at_inference", "is_llama_config", "transformers.js_config"),
+        *("_flash_attn_2_enabled", "use_flash_attention", "use_flash_attention_2", "use_deepspeed_checkpointing"),
+        *("cache_implementation", "_experts_implementation", "experts_implementation", "output_past", "custom_pipelines"),
+        # start of training
+        *("initializer_cutoff_factor", "init_device"),
         # intended sequence lengths
-        *("max_sequence_length", "model_max_length"),
+        *("max_sequence_length", "model_max_length", "max_seq_len", "max_seq_length", "seq_length"),
         # special tokens and tokenizer
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id"),
         *("tokenizer_class", "prefix"),
         # heads for other tasks
         *("finetuning_task", "id2label", "label2id", "num_labels", "problem_type", "task_specific_params", "classifier_dropout"),
+        *("_num_labels", "n_special", "predict_special_tokens", "summary_type", "summary_use_proj", "summary_activation"),
+        *("summary_proj_to_labels", "summary_first_dropout"),
         # sampling
         *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty"),
         *("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size"),
@@ -39,24 +45,9 @@ IGNORED_FIELDS = frozenset(
 )
 """Fields of all architectures that do not change the logits."""
 
-_EXPECTED: dict[str, tuple[Any, ...]] = {
-    "is_encoder_decoder": (False,),
-    "is_decoder": (False, True),
-    "is_causal": (True,),
-    "add_cross_attention": (False,),
-    "cross_attention_hidden_size": (None,),
-    "tie_encoder_decoder": (False,),
-    "pruned_heads": ({},),
-    "rope_interleaved": (False,),
-    "use_mrope": (False,),
-}
-"""Fields of all architectures, with the values at which they have no effect."""
-
 _UNKNOWN_REASON = "unknown field, which may change what the model computes; if it does not, remove it from the file"
-_SPECIAL_REASONS = {
-    "auto_map": "the folder contains a program that defines the model, which may compute something else than the class of "
-    "transformers; if it does not, remove the field from the file",
-}
+FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
+"""Names of the types of layers in `layer_types`: without and with an attention window."""
 
 
 class Fields:
@@ -69,7 +60,7 @@ class Fields:
     """
 
     def __init__(self, name: str, values: Mapping[str, Any], ignored_fields: Collection[str] = ()) -> None:
-        self._name, self._values = name, values
+        self._name, self.values = name, values
         self._used: set[str] = {"model_type", "architectures", *IGNORED_FIELDS, *ignored_fields}
         self.errors: list[str] = []
         """Messages about unsupported values."""
@@ -79,7 +70,11 @@ class Fields:
     def get_raw(self, name: str, default: Any = None) -> Any:
         """Return the value of a config.json field without checking it, or `default` if the field is absent."""
         self._used.add(name)
-        return self._values.get(name, default)
+        return self.values.get(name, default)
+
+    def get_unread(self) -> dict[str, Any]:
+        """Return the fields that were not read, except those known to be ignored and those whose value is `null`."""
+        return {name: value for name, value in self.values.items() if name not in self._used and value is not None}
 
     def refuse(self, name: str, reason: str) -> None:
         """Record the error that the value of a field is not supported.
@@ -89,7 +84,7 @@ class Fields:
             reason: why the value is not supported, for the end of the error message.
         """
         self._used.add(name)
-        self.errors.append(f"{name} = {self._values.get(name)!r}: {reason}")
+        self.errors.append(f"{name} = {self.values.get(name)!r}: {reason}")
 
     def get_size(self, name: str, default: int | None = None) -> int:
         """Return the value of a field that must be a positive integer. For any other value, record an error and return 1.
@@ -147,13 +142,7 @@ class Fields:
         Raises:
             CheckpointError: fields have unsupported values or are unknown. The message lists all of them.
         """
-        for name, allowed in _EXPECTED.items():
-            if name in self._values and name not in self._used:
-                self.expect(name, allowed, None)
-        unused = {name: value for name, value in self._values.items() if name not in self._used and value is not None}
-        errors = self.errors + [
-            f"{name} = {value!r}: {_SPECIAL_REASONS.get(name, _UNKNOWN_REASON)}" for name, value in unused.items()
-        ]
+        errors = self.errors + [f"{name} = {value!r}: {_UNKNOWN_REASON}" for name, value in self.get_unread().items()]
         if errors:
             raise CheckpointError(
                 f"{self._name} describes a model that is not supported. Correct these fields, or choose another model:\n  "

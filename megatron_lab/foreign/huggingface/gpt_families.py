@@ -85,7 +85,6 @@ GPT2 = Family(
     ignored_fields=(
         "n_ctx",  # the former name of n_positions
         "reorder_and_upcast_attn",  # float32 attention scores, which this framework always uses
-        *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
     ),
     prefix="transformer.",
     layer_name="h.{}",

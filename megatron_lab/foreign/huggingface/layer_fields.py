@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from megatron.config.model import ModelConfig
 from megatron.spec.layer_pattern import format_pattern
-from megatron.spec.layers import LayerSpec, build_layer_specs
+from megatron.spec.layers import build_layer_specs
 from megatron_lab.foreign.huggingface.family import Settings
-from megatron_lab.foreign.huggingface.fields import Fields
-from megatron_lab.foreign.huggingface.rotary_fields import FULL_ATTENTION, SLIDING_ATTENTION
+from megatron_lab.foreign.huggingface.fields import FULL_ATTENTION, SLIDING_ATTENTION, Fields
+from megatron_lab.foreign.huggingface.neutral_fields import list_windows
 
 
 @dataclass(frozen=True)
@@ -106,20 +106,14 @@ class WindowFields:
         return [layer >= first_layer for layer in range(num_layers)] if isinstance(first_layer, int) else [False] * num_layers
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        specs = build_layer_specs(model)
-        windows = {window for layer in specs if (window := _get_window(layer)) is not None}
-        has_window = [_get_window(layer) is not None for layer in specs]
+        windows = {window for window in list_windows(model) if window is not None}
+        has_window = [window is not None for window in list_windows(model)]
         if self.applies_to == "everywhere":
             return {"sliding_window": max(windows) + 1 if all(has_window) else None}
         fields: dict[str, Any] = {"sliding_window": max(windows) + 1 if windows else None}
         if self.applies_to == "switched":
             fields["use_sliding_window"] = bool(windows)
         return fields | {"layer_types": [SLIDING_ATTENTION if is_local else FULL_ATTENTION for is_local in has_window]}
-
-
-def _get_window(layer: LayerSpec) -> int | None:
-    """Return the attention window of a layer: the number of earlier tokens to which a token attends; None without a window."""
-    return layer.attention.scores.window
 
 
 def _format_skip_freq(has_window: list[bool]) -> str | None:

@@ -19,6 +19,7 @@ from megatron_lab.foreign.huggingface.groups import (
 )
 from megatron_lab.foreign.huggingface.latent_fields import LatentSizeFields
 from megatron_lab.foreign.huggingface.layer_fields import NoRotaryLayers, WindowFields
+from megatron_lab.foreign.huggingface.neutral_fields import NeutralFields
 from megatron_lab.foreign.huggingface.rotary_fields import RotaryFields
 
 _SILU = ActivationField("hidden_act", is_gated=True, default="silu")
@@ -37,6 +38,7 @@ def build_llama_family(
     fixed_settings: Settings | None = None,
     module_names: dict[str, str] | None = None,
     ignored_fields: tuple[str, ...] = (),
+    neutral_fields: tuple[NeutralFields, ...] = (),
     mtp_fields: tuple[str, ...] = (),
 ) -> Family:
     """Describe an architecture that has the features of Llama except for the differences given as arguments.
@@ -57,6 +59,7 @@ def build_llama_family(
         fixed_settings: settings that all models of the architecture share.
         module_names: Hugging Face module names by module name of this framework.
         ignored_fields: fields that do not change the logits.
+        neutral_fields: fields that change nothing at some values, in addition to those of all architectures.
         mtp_fields: possible names of the field with the number of multi-token-prediction layers.
     """
     return Family(
@@ -79,6 +82,7 @@ def build_llama_family(
             *field_groups,
         ),
         ignored_fields=(*ignored_fields, *mtp_fields),
+        neutral_fields=neutral_fields,
         mtp_fields=mtp_fields,
         prefix="model.",
         layer_name="layers.{}",

@@ -20,6 +20,7 @@ from megatron_lab.foreign.huggingface.groups import (
 )
 from megatron_lab.foreign.huggingface.layer_fields import WindowFields
 from megatron_lab.foreign.huggingface.llama_families import ATTENTION_BIAS, build_llama_family
+from megatron_lab.foreign.huggingface.neutral_fields import NeutralFields, accept_activation
 from megatron_lab.foreign.huggingface.rotary_fields import DEFAULT_THETA, RotaryFields
 
 _NESTED_SCALING_TYPES = ("linear", "llama3", "yarn")
@@ -88,13 +89,13 @@ def _build_gemma_family(name: str, architecture: str, *field_groups: FieldGroup,
 _SANDWICH_OPTIONS: dict[str, Any] = dict(
     activation=ActivationField("hidden_activation", is_gated=True, default="gelu_pytorch_tanh"),
     module_names={**_POST_NORM_NAMES, "mlp_norm": "pre_feedforward_layernorm"},
-    # hidden_activation replaces hidden_act. Files with _sliding_window_pattern also have layer_types.
-    ignored_fields=("hidden_act", "cache_implementation", "_sliding_window_pattern"),
+    neutral_fields=(
+        NeutralFields(("hidden_act",), accept_activation("gelu"), "differs from hidden_activation, which replaces it"),
+    ),
 )
 GEMMA = _build_gemma_family(
     "gemma",
     "GemmaForCausalLM",
-    FixedField("hidden_activation", None),
     sizes=SizeFields(max_positions=8192, num_kv_heads=16, head_size=256),
     activation=ActivationField("hidden_act", is_gated=True, default="gelu_pytorch_tanh", synonyms={"gelu": "gelu_pytorch_tanh"}),
 )

@@ -27,12 +27,10 @@ from megatron.spec.rotary import (
     get_yarn_mscale,
 )
 from megatron_lab.foreign.huggingface.family import Settings
-from megatron_lab.foreign.huggingface.fields import Fields
+from megatron_lab.foreign.huggingface.fields import FULL_ATTENTION, SLIDING_ATTENTION, Fields
 from megatron_lab.foreign.huggingface.groups import get_max_positions
 
 DEFAULT_THETA = 10000.0
-FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
-"""Names of the layer types: without and with an attention window."""
 _ORIGINAL_CONTEXT = "original_max_position_embeddings"
 
 
