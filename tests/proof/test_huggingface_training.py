@@ -12,14 +12,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimizerConfig
-from megatron.model.build import build_model
-from megatron.model.inputs import ModelInputs
-from megatron.optimizer.grad_scaler import GradScaler
 from megatron.parallel.tensor_slice import TensorSlice
-from megatron.pipeline_parallel.partition import build_layer_table
-from megatron.training.step import TrainStep
 from megatron_lab.foreign.huggingface.expert_families import GPT_OSS
 from megatron_lab.foreign.huggingface.families import FAMILIES
 from megatron_lab.foreign.huggingface.family import Family
@@ -27,9 +21,8 @@ from megatron_lab.foreign.huggingface.folder import HuggingFaceFolder
 from megatron_lab.foreign.huggingface.groups import UnsupportedFields
 from megatron_lab.inference.forward import compute_sequence_logits
 from megatron_lab.verification.observation import LocalTensor
-from megatron_lab.verification.recording import set_weights
 from tests.support.covering import full_but
-from tests.support.huggingface_models import BIAS_OF_CHOICES, CASES, SMALL, YARN, library, saved, some_ids
+from tests.support.huggingface_models import BIAS_OF_CHOICES, CASES, SMALL, YARN, inputs_of, library, saved, some_ids, train_step
 from tests.support.layout import keep_gradients
 from tests.support.lone_rank import lone_rank
 
@@ -89,36 +82,12 @@ def their_step(folder: Path, ids: torch.Tensor) -> tuple[torch.Tensor, float, di
 
 def our_step(folder: HuggingFaceFolder, ids: torch.Tensor) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
     """The same of ours: one process, one microbatch."""
-    context, dtype = lone_rank(), torch.float64
-    model = dataclasses.replace(folder.model, attention_dropout=0.0, hidden_dropout=0.0, make_vocab_size_divisible_by=1)
-    parallel = ParallelConfig()
-    built = build_model(
-        model,
-        context,
-        dtype=dtype,
-        vocab_size=folder.vocab_size,
-        sequence_parallel=False,
-        seed=1,
-        table=build_layer_table(model, parallel, folder.vocab_size),
-    )
-    step = TrainStep(
-        built,
-        context,
-        GradScaler(1.0),
-        parallel=parallel,
-        optimizer=OptimizerConfig(lr=0.1, optimizer="sgd"),
-        micro_batch_size=len(ids),
-        skip_overflow=False,
-    )
-    set_weights(step, {name: folder.read(name).double() for name in folder.weights})
+    step = train_step(folder, torch.float64, OptimizerConfig(lr=0.1, optimizer="sgd"))
     kept: list[LocalTensor] = []
     keep_gradients(step, kept)
-    tokens, labels = ids[:, :-1], ids[:, 1:]
     with torch.no_grad():
-        logits = compute_sequence_logits(built, context, tokens)
-    positions = torch.arange(tokens.shape[1]).unsqueeze(1).expand(-1, len(tokens))
-    inputs = ModelInputs(positions, tokens.t().contiguous(), labels.t().contiguous(), torch.ones(tokens.t().shape))
-    result = step.run([inputs], iteration=1, learning_rate=0.1, weight_decay=0.0)
+        logits = compute_sequence_logits(step.model, lone_rank(), ids[:, :-1])
+    result = step.run([inputs_of(ids)], iteration=1, learning_rate=0.1, weight_decay=0.0)
     return logits, result.loss, {part.name: part.values for part in kept}
 
 

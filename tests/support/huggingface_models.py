@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from megatron.config.parallel import ParallelConfig
+from megatron.config.training import OptimizerConfig
+from megatron.model.build import build_model
+from megatron.model.inputs import ModelInputs
+from megatron.optimizer.grad_scaler import GradScaler
+from megatron.pipeline_parallel.partition import build_layer_table
+from megatron.training.step import TrainStep
+from megatron_lab.foreign.huggingface.folder import HuggingFaceFolder
+from megatron_lab.verification.recording import set_weights
+from tests.support.lone_rank import lone_rank
 
 VOCAB = 5003
 BIAS_OF_CHOICES = "e_score_correction_bias"
@@ -173,20 +185,26 @@ def library(kind: str) -> Any:
 
 
 def saved(case: str, folder: Path, *, shard: str = "5GB", **changes: Any) -> Any:
-    """Save a model of transformers in float32, in which every weight and bias is away from its usual start; returns the model."""
+    """Save a `random_model` of a case; returns the model."""
     kind, settings = CASES[case]
     transformers = library(kind)
     torch.manual_seed(1)
     # The special tokens of the defaults lie outside small vocabularies.
     config = transformers.AutoConfig.for_model(kind, **(settings | {"bos_token_id": 1, "eos_token_id": 2} | changes))
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    model = random_model(config)
+    model.save_pretrained(folder, max_shard_size=shard)
+    return model
+
+
+def random_model(config: Any) -> Any:
+    """The model of transformers with a configuration, in float32, in which every weight and bias is away from its usual start."""
+    model = library(config.model_type).AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for param in model.parameters():
             param.add_(torch.randn_like(param) * 0.1)
         for name, buffer in model.named_buffers():
             if name.endswith(BIAS_OF_CHOICES):
                 buffer.add_(torch.randn_like(buffer) * 0.1)
-    model.save_pretrained(folder, max_shard_size=shard)
     return model
 
 
@@ -194,6 +212,33 @@ def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = model(ids).logits
     return found
+
+
+def train_step(source: HuggingFaceFolder, dtype: torch.dtype, optimizer: OptimizerConfig) -> TrainStep:
+    """The step of one process that trains the weights of a folder, without dropout."""
+    context, parallel = lone_rank(), ParallelConfig()
+    model = dataclasses.replace(source.model, attention_dropout=0.0, hidden_dropout=0.0, make_vocab_size_divisible_by=1)
+    built = build_model(
+        model,
+        context,
+        dtype=dtype,
+        vocab_size=source.vocab_size,
+        sequence_parallel=False,
+        seed=1,
+        table=build_layer_table(model, parallel, source.vocab_size),
+    )
+    step = TrainStep(
+        built, context, GradScaler(1.0), parallel=parallel, optimizer=optimizer, micro_batch_size=2, skip_overflow=False
+    )
+    set_weights(step, {name: source.read(name).to(dtype) for name in source.weights})
+    return step
+
+
+def inputs_of(ids: torch.Tensor) -> ModelInputs:
+    """The inputs of a step of `train_step` on token ids [b, s + 1]."""
+    tokens = ids[:, :-1]
+    positions = torch.arange(tokens.shape[1]).unsqueeze(1).expand(-1, len(tokens))
+    return ModelInputs(positions, tokens.t().contiguous(), ids[:, 1:].t().contiguous(), torch.ones(tokens.t().shape))
 
 
 def some_ids(vocab: int = VOCAB, shape: tuple[int, int] = (2, 40)) -> torch.Tensor:

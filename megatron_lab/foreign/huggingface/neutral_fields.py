@@ -34,6 +34,8 @@ class NeutralFields:
     """Why another value is refused, for the end of the error message."""
     needs_model: bool = True
     """Whether `accepts` uses the described model, which must then be valid."""
+    is_noted: bool = True
+    """Whether the note about accepted fields names these. False for fields that transformers itself writes for every model."""
 
 
 def judge_unread_fields(fields: Fields, model: ModelConfig, architecture: str, own: tuple[NeutralFields, ...] = ()) -> None:
@@ -58,7 +60,7 @@ def judge_unread_fields(fields: Fields, model: ModelConfig, architecture: str, o
             fields.get_raw(name)  # other fields must be corrected first
         elif entry.accepts(value, model, fields.values):
             fields.get_raw(name)
-            accepted.append(_format_field(name, value))
+            accepted += [_format_field(name, value)] if entry.is_noted else []
         else:
             fields.refuse(name, entry.reason)
     if isinstance(programs := fields.get_unread().get(_PROGRAMS), dict):
@@ -193,19 +195,27 @@ NEUTRAL_FIELDS = (
         needs_model=False,
     ),
     NeutralFields(("full_attn_mod", "interpolate_factor"), accept_values(1), _NO_EFFECT, needs_model=False),
-    NeutralFields(("is_causal", "causal"), accept_values(True), "attention is causal here", needs_model=False),
+    NeutralFields(("is_causal", "causal"), accept_values(True), "attention is causal here", needs_model=False, is_noted=False),
     NeutralFields(
-        ("is_decoder",), accept_values(False, True), "must be true or false: the model is a decoder in any case", needs_model=False
+        ("is_decoder",),
+        accept_values(False, True),
+        "must be true or false: the model is a decoder in any case",
+        needs_model=False,
+        is_noted=False,
     ),
     NeutralFields(
         ("is_encoder_decoder", "add_cross_attention", "tie_encoder_decoder"),
         accept_values(False),
         "only models without an encoder are supported",
         needs_model=False,
+        is_noted=False,
     ),
     NeutralFields(("use_bidirectional_attention",), accept_values(False), "attention is causal here", needs_model=False),
-    NeutralFields(("pruned_heads",), accept_values({}), "models with pruned heads are not supported", needs_model=False),
-    NeutralFields(("alibi", "use_alibi", "use_mrope", "use_moe"), accept_values(False), _NO_EFFECT, needs_model=False),
+    NeutralFields(
+        ("pruned_heads",), accept_values({}), "models with pruned heads are not supported", needs_model=False, is_noted=False
+    ),
+    NeutralFields(("alibi", "use_alibi", "use_moe"), accept_values(False), _NO_EFFECT, needs_model=False),
+    NeutralFields(("use_mrope",), accept_values(False), _NO_EFFECT, needs_model=False, is_noted=False),
     NeutralFields(("scale_attn_weights",), accept_values(True), _NO_EFFECT, needs_model=False),
     NeutralFields(("scale_attn_by_inverse_layer_idx",), accept_values(False), _NO_EFFECT, needs_model=False),
     NeutralFields(
@@ -214,7 +224,9 @@ NEUTRAL_FIELDS = (
     NeutralFields(("head_dim", "kv_channels"), accept_stated(lambda model: model.head_size), _DIFFERS),
     NeutralFields(("num_key_value_heads",), accept_stated(lambda model: model.num_key_value_heads), _DIFFERS),
     # rotary positions
-    NeutralFields(("rope_interleaved", "rope_interleave"), accept_stated(lambda model: model.rotary_interleaved), _DIFFERS),
+    NeutralFields(
+        ("rope_interleaved", "rope_interleave"), accept_stated(lambda model: model.rotary_interleaved), _DIFFERS, is_noted=False
+    ),
     NeutralFields(("rope_theta", "rotary_emb_base", "rotary_base"), accept_stated(lambda model: model.rotary_base), _DIFFERS),
     NeutralFields(
         ("partial_rotary_factor", "rotary_pct", "rope_pct", "rotary_percent"),

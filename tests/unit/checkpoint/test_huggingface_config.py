@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +16,20 @@ from megatron.checkpoint.errors import CheckpointError
 from megatron.config.flags import get_flag
 from megatron.config.model import ModelConfig
 from megatron.model.rope import compute_frequencies
+from megatron.spec.counts import count_parameters
 from megatron.spec.layers import build_layer_specs
 from megatron.spec.rotary import YarnScaling, build_rotary_spec
 from megatron_lab.foreign.huggingface.families import FAMILIES, select_family
 from megatron_lab.foreign.huggingface.family import SPEC_FIELDS, compute_signature
 from megatron_lab.foreign.huggingface.fields import Fields
+from megatron_lab.foreign.huggingface.neutral_fields import NEUTRAL_FIELDS
 from megatron_lab.foreign.huggingface.rotary_fields import RotaryFields
 from megatron_lab.verification.reference.experts import ExpertsShape
 from megatron_lab.verification.reference.rotary import RotaryScaling
 from tests.support.huggingface_models import library
 from tests.support.layout import model_config
 from tests.support.lone_rank import CPU
+from tests.support.published_configs import published, read_config
 from tests.support.reference_runs import deepseek_like, gpt2_like, llama_like
 
 LLAMA = {
@@ -64,13 +69,10 @@ LLAMA3 = {
 }
 
 
-def read(config: dict[str, Any]) -> tuple[ModelConfig, list[str]]:
-    family = FAMILIES[config["model_type"]]
-    fields = Fields("config.json", config, family.ignored_fields)
-    fields.get_size("vocab_size")
-    model = family.parse(fields)
-    fields.finish()
-    return model, fields.notes
+read = read_config
+MODELS = published()
+FIRST = {model.config["model_type"]: name for name, model in reversed(MODELS.items())}
+"""Of each family, the first published model of the file."""
 
 
 @pytest.mark.parametrize(
@@ -208,7 +210,8 @@ def test_a_size_must_be_there(name: str) -> None:
         {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
         {"rope_parameters": {"rope_theta": 10000.0}, "rope_scaling": {"type": "default"}},
         {"attention_bias": False, "mlp_bias": False, "head_dim": None, "attention_dropout": 0.0, "initializer_range": 0.02},
-        {"partial_rotary_factor": 1.0, "hidden_act": "swish"},
+        {"partial_rotary_factor": 1.0, "is_decoder": True, "pruned_heads": {}, "hidden_act": "swish", "use_mrope": False},
+        {"rope_interleaved": False, "is_encoder_decoder": False, "add_cross_attention": False, "seq_length": 32},
         {"head_dim": 8, "original_max_position_embeddings": 17},
     ],
 )
@@ -216,149 +219,154 @@ def test_what_changes_nothing_changes_nothing(neutral: dict[str, Any]) -> None:
     assert read(LLAMA | neutral) == read(LLAMA)
 
 
-PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "gpt2": (
-        {"model_type": "gpt2", "activation_function": "gelu_new", "attn_pdrop": 0.1, "embd_pdrop": 0.1, "layer_norm_epsilon": 1e-05}
-        | {"n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "resid_pdrop": 0.1, "vocab_size": 50257}
-        | {"summary_activation": None, "summary_first_dropout": 0.1, "summary_proj_to_labels": True, "summary_type": "cls_index"}
-        | {"summary_use_proj": True, "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}},
-        {"num_layers": 12, "ffn_size": 3072, "has_tied_embeddings": True, "norm_epsilon": 1e-5},
-    ),
-    "Llama 2 7B": (
-        {"model_type": "llama", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
-        | {"max_position_embeddings": 4096, "num_hidden_layers": 32, "num_key_value_heads": 32, "pretraining_tp": 1}
-        | {
-            "rms_norm_eps": 1e-05,
-            "rope_scaling": None,
-            "tie_word_embeddings": False,
-            "torch_dtype": "float16",
-            "vocab_size": 32000,
-        },
-        {"head_size": 128, "num_key_value_heads": 32, "rotary_base": 1e4, "use_rope_scaling": False, "seq_length": 4096},
-    ),
-    "Llama 3.2 1B": (
-        {"model_type": "llama", "attention_bias": False, "attention_dropout": 0.0, "head_dim": 64, "hidden_size": 2048}
-        | {"intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False, "num_attention_heads": 32}
-        | {"num_hidden_layers": 16, "num_key_value_heads": 8, "rope_scaling": LLAMA3, "rope_theta": 500000.0, "vocab_size": 128256}
-        | {"tie_word_embeddings": True, "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009]},
-        {
-            "has_tied_embeddings": True,
-            "use_rope_scaling": True,
-            "rope_scaling_factor": 32.0,
-            "rotary_base": 5e5,
-            "num_key_value_heads": 8,
-        },
-    ),
-    "Mistral 7B v0.1": (
-        {"model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768}
-        | {"num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "vocab_size": 32000}
-        | {"rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False},
-        {"seq_length": 32768, "head_size": 128, "window_size": "4095,0", "window_attn_skip_freq": None},
-    ),
-    "Qwen2.5 7B": (
-        {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 131072}
-        | {"max_window_layers": 28, "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4}
-        | {"rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 131072, "tie_word_embeddings": False}
-        | {"use_cache": True, "use_mrope": False, "use_sliding_window": False, "vocab_size": 152064},
-        {"add_qkv_bias": True, "seq_length": 131072, "rotary_base": 1e6, "head_size": 128, "has_tied_embeddings": False},
-    ),
-    "Qwen3 0.6B": (
-        {"model_type": "qwen3", "attention_bias": False, "head_dim": 128, "hidden_size": 1024, "intermediate_size": 3072}
-        | {"max_position_embeddings": 40960, "max_window_layers": 28, "num_attention_heads": 16, "num_hidden_layers": 28}
-        | {"num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None}
-        | {"tie_word_embeddings": True, "use_sliding_window": False, "vocab_size": 151936},
-        {"qk_layernorm": True, "head_size": 128, "hidden_size": 1024, "has_tied_embeddings": True},
-    ),
-    "DeepSeek-V2-Lite": (
-        {
-            "model_type": "deepseek_v2",
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "aux_loss_alpha": 0.001,
-            "hidden_act": "silu",
-        }
-        | {"first_k_dense_replace": 1, "hidden_size": 2048, "intermediate_size": 10944, "kv_lora_rank": 512, "n_routed_experts": 64}
-        | {
-            "max_position_embeddings": 163840,
-            "moe_intermediate_size": 1408,
-            "moe_layer_freq": 1,
-            "n_group": 1,
-            "n_shared_experts": 2,
-        }
-        | {
-            "norm_topk_prob": False,
-            "num_attention_heads": 16,
-            "num_experts_per_tok": 6,
-            "num_hidden_layers": 27,
-            "q_lora_rank": None,
-        }
-        | {"num_key_value_heads": 16, "pretraining_tp": 1, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06}
-        | {"rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax", "seq_aux": True, "topk_group": 1}
-        | {
-            "rope_scaling": {
-                "type": "yarn",
-                "factor": 40,
-                "mscale": 0.707,
-                "mscale_all_dim": 0.707,
-                "beta_fast": 32,
-                "beta_slow": 1,
-            }
-        }
-        | {"original_max_position_embeddings": 4096, "topk_method": "greedy", "v_head_dim": 128, "vocab_size": 102400},
-        {"head_size": 192, "value_size": 128, "q_lora_rank": None, "mscale_all_dim": 0.707, "rotary_scaling_factor": 40.0}
-        | {"num_experts": 64, "moe_router_topk": 6, "moe_shared_expert_intermediate_size": 2816, "moe_router_pre_softmax": True},
-    ),
-    "DeepSeek-V3": (
-        {"model_type": "deepseek_v3", "attention_bias": False, "attention_dropout": 0.0, "ep_size": 1, "hidden_act": "silu"}
-        | {
-            "first_k_dense_replace": 3,
-            "hidden_size": 7168,
-            "intermediate_size": 18432,
-            "kv_lora_rank": 512,
-            "n_routed_experts": 256,
-        }
-        | {
-            "max_position_embeddings": 163840,
-            "moe_intermediate_size": 2048,
-            "moe_layer_freq": 1,
-            "n_group": 8,
-            "n_shared_experts": 1,
-        }
-        | {
-            "norm_topk_prob": True,
-            "num_attention_heads": 128,
-            "num_experts_per_tok": 8,
-            "num_hidden_layers": 61,
-            "q_lora_rank": 1536,
-        }
-        | {"num_key_value_heads": 128, "num_nextn_predict_layers": 1, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
-        | {"rms_norm_eps": 1e-06, "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_group": 4}
-        | {
-            "rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}
-            | {"original_max_position_embeddings": 4096}
-        }
-        | {"topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280, "tie_word_embeddings": False},
-        {"num_experts": 256, "moe_router_topk": 8, "moe_shared_expert_intermediate_size": 2048, "moe_router_num_groups": 8}
-        | {"moe_router_group_topk": 4, "moe_router_topk_scaling_factor": 2.5, "moe_router_score_function": "sigmoid"}
-        | {"moe_router_enable_expert_bias": True, "moe_ffn_hidden_size": 2048, "ffn_size": 18432}
-        | {"moe_layer_freq": f"[{','.join('0' * 3 + '1' * 58)}]"},
-    ),
-    "SmolLM2 135M": (
-        {"model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "is_llama_config": True, "rope_interleaved": False}
-        | {"max_position_embeddings": 8192, "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3}
-        | {"rope_theta": 100000, "tie_word_embeddings": True, "vocab_size": 49152, "rms_norm_eps": 1e-05},
-        {"num_query_groups": 3, "head_size": 64},
-    ),
+MEANT: dict[str, dict[str, Any]] = {
+    "GPT-2": {"num_layers": 12, "ffn_size": 3072, "has_tied_embeddings": True, "norm_epsilon": 1e-05},
+    "Llama 2 7B": {
+        "head_size": 128,
+        "num_key_value_heads": 32,
+        "rotary_base": 10000.0,
+        "use_rope_scaling": False,
+        "seq_length": 4096,
+    },
+    "Llama 3.2 1B": {
+        "has_tied_embeddings": True,
+        "use_rope_scaling": True,
+        "rope_scaling_factor": 32.0,
+        "rotary_base": 500000.0,
+        "num_key_value_heads": 8,
+    },
+    "Mistral 7B v0.1": {"seq_length": 32768, "head_size": 128, "window_size": "4095,0", "window_attn_skip_freq": None},
+    "Qwen2.5 7B": {
+        "add_qkv_bias": True,
+        "seq_length": 131072,
+        "rotary_base": 1000000.0,
+        "head_size": 128,
+        "has_tied_embeddings": False,
+    },
+    "Qwen3 0.6B": {"qk_layernorm": True, "head_size": 128, "hidden_size": 1024, "has_tied_embeddings": True},
+    "DeepSeek-V2-Lite": {
+        "head_size": 192,
+        "value_size": 128,
+        "q_lora_rank": None,
+        "mscale_all_dim": 0.707,
+        "rotary_scaling_factor": 40.0,
+        "num_experts": 64,
+        "moe_router_topk": 6,
+        "moe_shared_expert_intermediate_size": 2816,
+        "moe_router_pre_softmax": True,
+    },
+    "DeepSeek-V3": {
+        "num_experts": 256,
+        "moe_router_topk": 8,
+        "moe_shared_expert_intermediate_size": 2048,
+        "moe_router_num_groups": 8,
+        "moe_router_group_topk": 4,
+        "moe_router_topk_scaling_factor": 2.5,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_ffn_hidden_size": 2048,
+        "ffn_size": 18432,
+        "moe_layer_freq": f"[{','.join('0' * 3 + '1' * 58)}]",
+    },
+    "SmolLM2 135M": {"num_query_groups": 3, "head_size": 64},
 }
-"""What their config.json say, but for names and versions, and what that means."""
+"""What the files of published models mean."""
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", MODELS)
 def test_published_models_are_read(name: str) -> None:
-    config, fields = PUBLISHED[name]
-    model, notes = read(config)
+    """As published, at their true sizes."""
+    config, parameters = MODELS[name]
+    model, notes = read_config(config)
+    assert parameters is None or count_parameters(model, config["vocab_size"]) == parameters
+    fields = MEANT.get(name, {})
     assert {field: getattr(model, field) for field in fields} == fields
-    assert not notes
+    assert len(notes) <= 2 and ("auto_map" in config) == any("program (auto_map) is not run" in note for note in notes)
+
+
+@pytest.mark.parametrize("name", FIRST.values())
+def test_a_field_that_nobody_knows_is_refused_beside_published_ones(name: str) -> None:
+    with pytest.raises(CheckpointError, match="some_new_field = 1: unknown field"):
+        read_config(MODELS[name].config | {"some_new_field": 1})
+
+
+NEUTRAL_NOTES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (LLAMA, {"use_bias": False, "mlp_only_layers": []}, "2 fields of config.json not used, since no logit changes at these values"),
+    (LLAMA, {"attention_probs_dropout_prob": 0.1}, "at this value: attention_probs_dropout_prob 0.1"),
+    (LLAMA, {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}, "sliding_window 4096"),
+    (LLAMA, {"layer_types": ["full_attention"] * 3}, "at this value: layer_types"),
+    (LLAMA, {"lm_head_bias": False, "full_attn_mod": 1, "interpolate_factor": 1.0}, "lm_head_bias false, full_attn_mod 1"),
+    (LLAMA, {"qk_layernorm": False, "use_parallel_residual": False, "alibi": False}, "use_parallel_residual false"),
+    (LLAMA, {"layer_norm_eps": 1e-6, "activation_function": "swish", "residual_multiplier": 1}, "layer_norm_eps 1e-06"),
+    (QWEN2, {"attention_bias": True, "mlp_bias": False}, "attention_bias true, mlp_bias false"),
+    (MISTRAL, {"sliding_window": 32, "sliding_window_size": 32, "use_sliding_window": True}, "sliding_window_size 32"),
+    (GEMMA3, {"hidden_act": "gelu", "sliding_window": 32, "_sliding_window_pattern": 6}, "_sliding_window_pattern 6"),
+    (GPT2, {"head_dim": 8, "num_key_value_heads": 6, "use_bias": True, "embedding_multiplier": 1.0}, "head_dim 8"),
+    (DEEPSEEK_V2, {"rope_interleave": True, "num_nextn_predict_layers": 0}, "at this value: num_nextn_predict_layers 0"),
+    (
+        LLAMA,
+        {"auto_map": {"AutoModelForCausalLM": "a.B"}},
+        "own program (auto_map) is not run: the model is LlamaForCausalLM of tr",
+    ),
+]
+
+
+@pytest.mark.parametrize(("base", "changes", "told"), NEUTRAL_NOTES)
+def test_what_changes_nothing_at_its_value_is_told_in_one_note(base: dict[str, Any], changes: dict[str, Any], told: str) -> None:
+    meaningful = {name: value for name, value in changes.items() if base is not LLAMA and name == "sliding_window"}
+    model, notes = read(base | changes)
+    assert model == read(base | meaningful)[0]
+    assert len(notes) == 1 and told in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("base", "changes"),
+    [
+        (LLAMA, {"lm_head_bias": True}),
+        (LLAMA, {"full_attn_mod": 2}),
+        (LLAMA, {"full_attn_mod": True}),
+        (LLAMA, {"interpolate_factor": 2}),
+        (LLAMA, {"use_sliding_window": True}),
+        (LLAMA, {"use_sliding_window": True, "sliding_window": 32}),
+        (LLAMA, {"max_window_layers": "all"}),
+        (LLAMA, {"layer_types": ["full_attention"] * 2}),
+        (LLAMA, {"qk_layernorm": True}),
+        (LLAMA, {"layer_norm_eps": 1e-5}),
+        (LLAMA, {"num_nextn_predict_layers": 1}),
+        (LLAMA, {"embedding_multiplier": 12.0}),
+        (LLAMA, {"hidden_dropout_prob": 1.5}),
+        (LLAMA, {"use_bias": True}),
+        (MISTRAL, {"attention_bias": True}),
+        (MISTRAL, {"mlp_bias": True}),
+        (MISTRAL, {"sliding_window": 32, "use_sliding_window": False}),
+        (MISTRAL, {"sliding_window": 32, "sliding_window_size": 16}),
+        (PHI3, {"attention_bias": True}),
+        (GEMMA3, {"hidden_act": "silu"}),
+        (GEMMA3, {"_sliding_window_pattern": 2}),
+        (GEMMA3, {"sliding_window_size": 16}),
+        (GPT2, {"num_key_value_heads": 1}),
+        (GPT2, {"hidden_act": "relu"}),
+    ],
+)
+def test_the_same_fields_are_refused_at_other_values(base: dict[str, Any], changes: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError) as error:
+        read(base | changes)
+    assert f"{[*changes][-1]} = " in str(error.value) and "unknown field" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_transformers_does_not_read_what_is_judged_by_its_value(name: str) -> None:
+    """Else the family would have to read it too. Two fields are read of which other values are refused or only warned of."""
+    transformers = library(name)
+    config = transformers.AutoConfig.for_model(name)
+    fields = Fields(name, json.loads(config.to_json_string(use_diff=False)), FAMILIES[name].ignored_fields)
+    for group in FAMILIES[name].field_groups:
+        group.parse(fields)
+    judged = fields.get_unread().keys() & {field for entry in NEUTRAL_FIELDS for field in entry.names}
+    program = inspect.getsource(inspect.getmodule(transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]) or transformers)
+    assert "config.hidden_size" in program
+    read_there = {field for field in judged if re.search(rf"config\.{field}\b", program)}
+    assert not read_there - {"is_decoder", "add_cross_attention"}
 
 
 def test_sizes_and_parts_of_a_llama() -> None:
