@@ -31,7 +31,7 @@ class NeutralFields:
     accepts: Callable[[Any, ModelConfig, Mapping[str, Any]], bool]
     """Function that returns whether a field changes nothing, from its value, the described model, and all fields of the file."""
     reason: str
-    """Why another value is refused, for the end of the error message."""
+    """End of the error message for all other values: why they are refused."""
     needs_model: bool = True
     """Whether `accepts` uses the described model, which must then be valid."""
     is_noted: bool = True
