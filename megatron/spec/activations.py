@@ -73,15 +73,15 @@ class Activation:
     """
 
 
-_TANH_GELU_NAMES = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_python_tanh")
-"""Names of GELU with tanh in transformers. The functions differ only in rounding."""
+_TANH_GELU_NAMES = ("gelu_fast", "gelu_accurate", "gelu_python_tanh")
+"""Further names of GELU with tanh in transformers. The functions differ only in rounding."""
 ACTIVATIONS = (
-    Activation("gelu", None, is_gated=False, hf_names=("gelu_new", *_TANH_GELU_NAMES)),
+    Activation("gelu", None, is_gated=False, hf_names=("gelu_new", "gelu_pytorch_tanh", *_TANH_GELU_NAMES)),
     Activation("gelu_exact", "gelu_exact", is_gated=False, hf_names=("gelu", "gelu_python")),
     Activation("relu", "relu", is_gated=False, hf_names=("relu",)),
     Activation("squared_relu", "squared_relu", is_gated=False, hf_names=("relu2",)),
     Activation("swiglu", "swiglu", is_gated=True, hf_names=("silu", "swish")),
-    Activation("geglu", "geglu", is_gated=True, hf_names=("gelu_pytorch_tanh", *_TANH_GELU_NAMES)),
+    Activation("geglu", "geglu", is_gated=True, hf_names=("gelu_pytorch_tanh", "gelu_new", *_TANH_GELU_NAMES)),
     Activation("geglu_exact", "geglu_exact", is_gated=True, hf_names=("gelu", "gelu_python")),
     Activation("quick_geglu", "quick_geglu", is_gated=True, hf_names=("quick_gelu",)),
 )
