@@ -27,6 +27,8 @@ FAMILIES = (
     "qwen2",
     "qwen3",
     "mistral",
+    "ministral",
+    "ministral3",
     "phi3",
     "smollm3",
     "stablelm",
@@ -42,6 +44,14 @@ FAMILIES = (
     "mixtral",
     "qwen2_moe",
     "qwen3_moe",
+    "starcoder2",
+    "nemotron",
+    "olmo",
+    "arcee",
+    "seed_oss",
+    "glm",
+    "glm4",
+    "ernie4_5",
 )
 DTYPES = ("float32", "bfloat16", "float16")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}

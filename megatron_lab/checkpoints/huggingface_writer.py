@@ -27,7 +27,7 @@ from megatron_lab.checkpoints.export_result import Export
 from megatron_lab.checkpoints.model_card import UNKNOWN, build_model_card
 from megatron_lab.foreign.huggingface.families import select_family
 from megatron_lab.foreign.huggingface.family import Family
-from megatron_lab.foreign.huggingface.fields import CONFIG
+from megatron_lab.foreign.huggingface.fields import CONFIG, Fields
 from megatron_lab.foreign.huggingface.layout import WeightLayout, convert_to_hf
 from megatron_lab.foreign.huggingface.weight_files import INDEX, SINGLE
 from megatron_lab.foreign.source import WeightSource, find_mismatches
@@ -233,8 +233,9 @@ def _describe_unsupported(source: WeightSource, family: Family) -> list[str]:
         notes.append(
             "the residual stream was float32 (--fp32-residual-connection); in transformers it has the dtype of the weights"
         )
-    if source.model.hidden_dropout and "resid_pdrop" not in family.write(source.model):
-        notes.append(f"the dropout of hidden states ({source.model.hidden_dropout:g}) has no field in {family.model_type}")
+    dropout = source.model.hidden_dropout
+    if family.parse(Fields(family.model_type, family.write(source.model))).hidden_dropout != dropout:
+        notes.append(f"the dropout of hidden states ({dropout:g}) has no field in {family.model_type}")
     return notes
 
 

@@ -49,7 +49,7 @@ def test_the_flags_of_a_family_make_a_model_that_fits_it() -> None:
         own[family] = [word for part in spelled(flags) for word in (shlex.split(part) if part.startswith("--") else own[part])]
         words = [] if family == "gpt2" else [*llama, *own[family]]
         assert select_family(parse([*SIZES.split(), *words]).model, family).model_type == family
-        if family not in ("gpt2", "llama"):
+        if family not in ("gpt2", "llama", "ministral3"):  # without its scale of queries, Ministral 3 is a Llama
             assert FAMILIES["llama"].describe_mismatches(parse([*SIZES.split(), *words]).model), "the flags make no difference"
 
 

@@ -25,6 +25,7 @@ BANDS = {
     # A norm on what layers give makes it as large as the residual stream from the first step, and with it its rounding.
     "olmo2": Band(greatest=0.15, mean=3e-2),
     "olmo3": Band(greatest=0.15, mean=3e-2),
+    "glm4": Band(greatest=6e-2, mean=1.6e-2),
 }
 START_BANDS = {
     "deepseek": Band(greatest=3.6e-3, mean=1.5e-3),  # measured 1.2e-3 and 4.9e-4

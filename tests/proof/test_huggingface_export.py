@@ -94,7 +94,7 @@ def test_a_folder_that_holds_something_is_not_touched(tmp_path: Path) -> None:
 
 def test_a_model_that_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no supported architecture of transformers"):
-        export(source_of(llama_like(activation="squared_relu")), tmp_path / "x")
+        export(source_of(llama_like(embedding_norm=True)), tmp_path / "x")
     assert not list(tmp_path.iterdir())
 
 

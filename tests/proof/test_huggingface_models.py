@@ -36,6 +36,7 @@ _GEMMA: dict[str, Any] = {
     "tied": True,
     "embedding_multiplier": 32**0.5,
 }
+_UNGATED: dict[str, Any] = {"vocab": 131, "activation": "squared_relu"}
 SHAPES: dict[str, tuple[str, ReferenceShape]] = {
     "gpt2": ("gpt2", gpt2_like(vocab=VOCAB, heads=6, kv_heads=6, hidden=48, ffn=56)),
     "llama": ("llama", llama_like(vocab=131, heads=6, kv_heads=3, hidden=48)),
@@ -142,6 +143,15 @@ SHAPES: dict[str, tuple[str, ReferenceShape]] = {
             rope_scaling=RotaryScaling("yarn", 4.0, 12, 0.05, 1.0, False, 1.2),
         ),
     ),
+    "starcoder2": ("starcoder2", gpt2_like(vocab=131, positions="rope", kv_heads=2, windows=(4, 4))),
+    "nemotron": ("nemotron", llama_like(**_UNGATED, norm="LayerNorm", zero_centred=True, rotary_percent=0.5)),
+    "olmo": ("olmo", llama_like(vocab=131, norm="LayerNorm", norm_weight=False)),
+    "arcee": ("arcee", llama_like(**_UNGATED, mlp_bias=True)),
+    "seed-oss": ("seed_oss", llama_like(vocab=131, qkv_bias=True, mlp_bias=True)),
+    "ministral": ("ministral", llama_like(vocab=131, windows=(4, None))),
+    "glm": ("glm", llama_like(vocab=131, rotary_interleaved=True, rotary_percent=0.5, qkv_bias=True)),
+    "glm4": ("glm4", llama_like(vocab=131, rotary_interleaved=True, rotary_percent=0.5, norms="sandwich")),
+    "ernie4-5": ("ernie4_5", llama_like(vocab=131, rotary_interleaved=True, bias=True, tied=True)),
 }
 """Our models, and the architecture that each must become. Mistral's has heads that do not divide the hidden size."""
 
@@ -167,12 +177,14 @@ NORMAL = (
     *("gpt2-untied-relu2", "llama-tied-biases-all-heads", "llama-linear", "llama3", "llama-dynamic", "llama-yarn"),
     *("mistral-window", "qwen3-windows-biases", "smollm3-windows", "olmo3-yarn", "gemma3-linear", "gpt-neox", "gpt-neox-in-turn"),
     *("phi3-longrope", "deepseek-v2-yarn", "deepseek-v2-groups", "deepseek-v3", "deepseek-v3-halves", "deepseek-v3-one-group"),
+    *("starcoder2-no-biases", "nemotron-biases", "olmo-biases", "arcee-biases-yarn", "seed-oss-biases", "ministral-some-windows"),
+    *("ministral3-short", "glm4-no-biases", "ernie4-5-biases"),
 )
 """Without --full: of architectures with several cases those that differ most. The others make a step like transformers in
 test_huggingface_training.py, and are written below."""
 WRITTEN = (
     *("mistral", "qwen2", "phi3", "llama-longrope", "stablelm", "olmo2", "granite", "gemma", "gemma2"),
-    *("mixtral", "qwen2-moe", "qwen3-moe"),
+    *("mixtral", "qwen2-moe", "qwen3-moe", "glm"),
 )
 """Without --full: what no case of `NORMAL` writes."""
 
@@ -216,6 +228,7 @@ def test_our_models_have_the_same_logits_there_and_come_back_bit_for_bit(name: s
         ("gpt2", {}, Layout(tp=2, pp=2)),
         ("llama-tied-biases-all-heads", {}, Layout(tp=2, pp=2)),
         ("llama", {}, Layout(tp=3)),
+        ("starcoder2", {"vocab_size": VOCAB, "num_key_value_heads": 2}, Layout(tp=2, pp=2)),
         ("deepseek-v3-experts", {"vocab_size": VOCAB}, Layout(tp=2, pp=2, ep=2, etp=1)),
         *(
             pytest.param(*case, marks=pytest.mark.full("deepseek-v3-experts and llama"))
@@ -223,6 +236,9 @@ def test_our_models_have_the_same_logits_there_and_come_back_bit_for_bit(name: s
                 ("qwen2-tied", {"vocab_size": VOCAB, "num_key_value_heads": 2}, Layout(tp=2, pp=2)),
                 ("qwen3-moe", {"vocab_size": VOCAB, "num_key_value_heads": 2}, Layout(tp=2, pp=2)),
                 ("mixtral", {"vocab_size": VOCAB}, Layout(dp=4, ep=2, etp=2)),
+                ("nemotron", {"vocab_size": VOCAB}, Layout(tp=3)),
+                ("olmo", {"vocab_size": VOCAB, "num_key_value_heads": 2}, Layout(tp=2, pp=2)),
+                ("glm4", {"vocab_size": VOCAB, "num_key_value_heads": 2}, Layout(tp=2, pp=2)),
             )
         ),
     ],

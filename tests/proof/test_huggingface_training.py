@@ -19,6 +19,7 @@ from megatron_lab.foreign.huggingface.families import FAMILIES
 from megatron_lab.foreign.huggingface.family import Family
 from megatron_lab.foreign.huggingface.folder import HuggingFaceFolder
 from megatron_lab.foreign.huggingface.groups import UnsupportedFields
+from megatron_lab.foreign.huggingface.mixture_fields import MixtureFields
 from megatron_lab.inference.forward import compute_sequence_logits
 from megatron_lab.verification.observation import LocalTensor
 from tests.support.covering import full_but
@@ -29,7 +30,9 @@ from tests.support.lone_rank import lone_rank
 VOCAB = 131
 GPT_OSS_CASE: tuple[str, dict[str, Any]] = (
     "gpt_oss",
-    SMALL | {"head_dim": 12, "sliding_window": 6, "rope_scaling": YARN | {"truncate": False}, "rope_theta": 150000.0},
+    SMALL
+    | {"head_dim": 12, "sliding_window": 6, "rope_scaling": YARN | {"truncate": False}, "rope_theta": 150000.0}
+    | {"swiglu_limit": 0.7},
 )
 
 
@@ -91,7 +94,10 @@ def our_step(folder: HuggingFaceFolder, ids: torch.Tensor) -> tuple[torch.Tensor
     return logits, result.loss, {part.name: part.values for part in kept}
 
 
-ONE_OF_THEIR_KIND = ("gpt2", "qwen2-tied", "stablelm", "olmo2", "granite", "gemma", "gemma2", "mixtral", "qwen2-moe", "qwen3-moe")
+ONE_OF_THEIR_KIND = (
+    *("gpt2", "qwen2-tied", "stablelm", "olmo2", "granite", "gemma", "gemma2", "mixtral", "qwen2-moe", "qwen3-moe", "starcoder2"),
+    *("nemotron", "olmo", "arcee", "seed-oss", "ministral", "ministral3", "glm", "glm4", "ernie4-5"),
+)
 NORMAL = (*ONE_OF_THEIR_KIND, "deepseek-v3-experts")
 """Without --full. Of architectures with several cases test_huggingface_models.py has those that differ most."""
 
@@ -134,24 +140,28 @@ def _of_experts(name: str, values: torch.Tensor, family: Family) -> Iterator[tup
 
 
 class _DenseMLP(torch.nn.Module):
-    """A gated MLP in the place of GPT-OSS's experts, with Llama's names."""
+    """One MLP with GPT-OSS's activation in the place of its experts, with Llama's names."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         sizes = config.hidden_size, config.intermediate_size
         self.gate_proj, self.up_proj = (torch.nn.Linear(*sizes, bias=False) for _ in range(2))
         self.down_proj = torch.nn.Linear(*sizes[::-1], bias=False)
+        self.alpha, self.limit = config.swiglu_alpha, config.swiglu_limit
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return self.down_proj(torch.nn.functional.silu(self.gate_proj(x)) * self.up_proj(x)), None
+        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+        halves = torch.stack((self.gate_proj(x), self.up_proj(x)), dim=-1)
+        return self.down_proj(GptOssExperts._apply_gate(self, halves.flatten(-2))), None  # type: ignore[arg-type]
 
 
 def test_a_step_of_gpt_oss_without_its_experts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Sinks, windows in every second layer, YaRN without rounding, biases of attention alone."""
+    """Sinks, windows in every second layer, YaRN without rounding, biases of attention alone, and the activation with its limit."""
     modeling = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
     monkeypatch.setattr(modeling, "GptOssMLP", _DenseMLP)
-    groups = tuple(group for group in GPT_OSS.field_groups if not isinstance(group, UnsupportedFields))
-    ignored = next(group.names for group in GPT_OSS.field_groups if isinstance(group, UnsupportedFields))
+    groups = tuple(group for group in GPT_OSS.field_groups if not isinstance(group, UnsupportedFields | MixtureFields))
+    ignored = (*GPT_OSS.ignored_fields, "num_local_experts", "num_experts_per_tok")
     monkeypatch.setitem(FAMILIES, "gpt_oss", dataclasses.replace(GPT_OSS, field_groups=groups, ignored_fields=ignored))
     monkeypatch.setitem(CASES, "gpt_oss", GPT_OSS_CASE)
     check_step("gpt_oss", tmp_path)

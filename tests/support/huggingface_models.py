@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -64,6 +65,8 @@ _NEOX = {
 }
 _GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 6, "pad_token_id": None}
 SMALL = _LLAMA | {"vocab_size": 131}
+_UNPADDED = SMALL | {"pad_token_id": None}
+"""For architectures with a padding token by default, whose embedding would get no gradient."""
 _DEEPSEEK = SMALL | {
     "num_key_value_heads": 6,
     "first_k_dense_replace": 3,
@@ -170,6 +173,54 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True, "head_dim": 12}
         | {"decoder_sparse_step": 2, "attention_bias": True},
     ),
+    "starcoder2": ("starcoder2", SMALL | {"sliding_window": 7}),
+    "starcoder2-no-biases": (
+        "starcoder2",
+        SMALL | {"use_bias": False, "tie_word_embeddings": False, "head_dim": 10, "hidden_act": "relu", "rope_scaling": YARN},
+    ),
+    "nemotron": ("nemotron", SMALL | {"head_dim": 12}),
+    "nemotron-biases": (
+        "nemotron",
+        SMALL
+        | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "partial_rotary_factor": 0.25}
+        | {"head_dim": 16, "norm_eps": 1e-3, "rope_scaling": {"type": "linear", "factor": 3.0}},
+    ),
+    "olmo": ("olmo", _UNPADDED | {"tie_word_embeddings": True}),
+    "olmo-biases": ("olmo", _UNPADDED | {"attention_bias": True, "rope_scaling": {"type": "dynamic", "factor": 3.0}}),
+    "arcee": ("arcee", SMALL | {"head_dim": 12}),
+    "arcee-biases-yarn": (
+        "arcee",
+        SMALL | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "rope_scaling": YARN},
+    ),
+    "seed-oss": ("seed_oss", _UNPADDED | {"head_dim": 12}),
+    "seed-oss-biases": (
+        "seed_oss",
+        _UNPADDED
+        | {"head_dim": 10, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "ministral": ("ministral", SMALL | {"sliding_window": 7, "head_dim": 12}),
+    "ministral-some-windows": (
+        "ministral",
+        SMALL | {"head_dim": 8, "sliding_window": 5, "layer_types": _WINDOW_LAST, "rope_scaling": YARN},
+    ),
+    "ministral3": (
+        "ministral3",
+        _UNPADDED | {"head_dim": 12, "rope_parameters": YARN | {"rope_theta": 1e6, "llama_4_scaling_beta": 0.0}},
+    ),
+    "ministral3-short": (
+        "ministral3",
+        _UNPADDED
+        | {"head_dim": 10, "sliding_window": 7, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_type": "default", "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.1}},
+    ),
+    "glm": ("glm", _UNPADDED | {"head_dim": 12}),
+    "glm4": ("glm4", _UNPADDED | {"head_dim": 12}),
+    "glm4-no-biases": (
+        "glm4",
+        _UNPADDED | {"head_dim": 16, "attention_bias": False, "partial_rotary_factor": 0.25, "rope_scaling": YARN},
+    ),
+    "ernie4-5": ("ernie4_5", _UNPADDED | {"head_dim": 12}),
+    "ernie4-5-biases": ("ernie4_5", _UNPADDED | {"head_dim": 10, "use_bias": True, "tie_word_embeddings": False}),
 }
 """Name -> architecture and settings; grouped queries of 6 heads over 3 unless they say otherwise."""
 
@@ -190,6 +241,7 @@ def saved(case: str, folder: Path, *, shard: str = "5GB", **changes: Any) -> Any
     transformers = library(kind)
     torch.manual_seed(1)
     # The special tokens of the defaults lie outside small vocabularies.
+    settings = copy.deepcopy(settings)  # transformers writes into the rotary parameters
     config = transformers.AutoConfig.for_model(kind, **(settings | {"bos_token_id": 1, "eos_token_id": 2} | changes))
     model = random_model(config)
     model.save_pretrained(folder, max_shard_size=shard)

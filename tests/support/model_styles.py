@@ -79,5 +79,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "add_mlp_bias": True,
     },
     "deepseek": _LATENT,
+    "starcoder2": {**_GROUPED, "position_embedding_type": "rope", "window_size": "5,0"},
+    "nemotron": {
+        **_LLAMA,
+        **_GROUPED,
+        "normalization": "LayerNorm",
+        "apply_layernorm_1p": True,
+        "swiglu": False,
+        "squared_relu": True,
+        "rotary_percent": 0.5,
+    },
+    "olmo": {**_LLAMA, "normalization": "LayerNorm", "no_norm_weight": True},
+    "glm4": {
+        **_LLAMA,
+        **_GROUPED,
+        "rotary_interleaved": True,
+        "rotary_percent": 0.5,
+        "add_qkv_bias": True,
+        "norm_placement": "sandwich",
+    },
 }
 """Flags of small models of today's families (docs/models.md)."""

@@ -1,16 +1,21 @@
-"""Mixture-of-experts architectures of transformers: Mixtral, Qwen and DeepSeek. For GPT-OSS only the attention is supported, not
-the experts.
+"""Mixture-of-experts architectures of transformers: Mixtral, Qwen and DeepSeek. The description of GPT-OSS is complete except for
+the biases of its experts, which are not supported yet.
 
 If a field is absent in config.json, it has the default of the configuration class in transformers.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+from megatron.config.model import ModelConfig
 from megatron_lab.foreign.huggingface.family import Settings
+from megatron_lab.foreign.huggingface.fields import Fields
 from megatron_lab.foreign.huggingface.groups import (
     BiasFields,
     BoolField,
     FixedField,
+    RepeatedField,
     SizeFields,
     UnsupportedFields,
 )
@@ -20,6 +25,8 @@ from megatron_lab.foreign.huggingface.llama_families import build_llama_family
 from megatron_lab.foreign.huggingface.mixture_fields import DeepSeekMixtureFields, MixtureFields
 from megatron_lab.foreign.huggingface.rotary_fields import RotaryFields
 
+_GATE_FACTOR = 1.702
+"""Factor of the gate in the sigmoid of GPT-OSS's activation."""
 _GPT_OSS_YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -28,25 +35,49 @@ _GPT_OSS_YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
+_TRAINING_FIELDS = ("output_router_logits", "router_aux_loss_coef")
+
+
+class _ClampedGateFields:
+    """Converter of the config.json fields for the activation of GPT-OSS: gate x sigmoid(1.702 gate) x (up + 1), with limits for
+    gate and up."""
+
+    def parse(self, fields: Fields) -> Settings:
+        fields.expect("hidden_act", ("silu",), "silu")  # transformers does not use the field
+        fields.expect("swiglu_alpha", (_GATE_FACTOR,), _GATE_FACTOR, f"in this framework, the factor is always {_GATE_FACTOR}")
+        limit = fields.get_number("swiglu_limit", 7.0)
+        if not limit:
+            fields.refuse("swiglu_limit", "must be above 0")
+        return {"quick_geglu": True, "glu_linear_offset": 1.0, "activation_func_clamp_value": limit}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        return {"hidden_act": "silu", "swiglu_alpha": _GATE_FACTOR, "swiglu_limit": model.activation_func_clamp_value}
+
+
 GPT_OSS = build_llama_family(
     "gpt_oss",
     "GptOssForCausalLM",
     BiasFields(layers_by_field={"attention_bias": ("qkv", "output")}, default=True),
     WindowFields(default=128, applies_to="layer_types", interval=2),
+    MixtureFields(num_experts_field="num_local_experts", num_experts=128, top_k=4),
+    RepeatedField("experts_per_token", "num_experts_per_tok", default=4),
     UnsupportedFields(
-        (
-            *("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef", "output_router_logits", "swiglu_alpha"),
-            *("swiglu_limit", "experts_per_token", "initial_context_length"),
-        ),
-        "its attention is supported, but not its mixture of experts",
+        ("num_local_experts",),
+        "the biases of experts and router are not supported yet; all other features of the architecture are",
     ),
     sizes=SizeFields(max_positions=131072, num_kv_heads=8, head_size=64),
-    rotary=RotaryFields(max_positions=131072, theta=150000.0, default_scaling=_GPT_OSS_YARN),
+    rotary=RotaryFields(
+        max_positions=131072,
+        theta=150000.0,
+        default_scaling=_GPT_OSS_YARN,
+        original_context_field="initial_context_length",
+    ),
     epsilon=1e-5,
+    activation=_ClampedGateFields(),
     fixed_settings={"softmax_type": "learnable"},
+    ignored_fields=_TRAINING_FIELDS,
 )
 
-_TRAINING_FIELDS = ("output_router_logits", "router_aux_loss_coef")
 _QWEN_EXPERT_NAMES = {
     "mlp.router": "mlp.gate",
     "mlp.experts.up": "mlp.experts.{}.gate_proj mlp.experts.{}.up_proj",

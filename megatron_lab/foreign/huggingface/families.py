@@ -7,8 +7,11 @@ from megatron.config.model import ModelConfig
 from megatron_lab.foreign.huggingface.expert_families import DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from megatron_lab.foreign.huggingface.family import Family
 from megatron_lab.foreign.huggingface.gpt_families import GPT2, GPT_NEOX
+from megatron_lab.foreign.huggingface.interleaved_families import ERNIE4_5, GLM, GLM4
+from megatron_lab.foreign.huggingface.layernorm_families import NEMOTRON, OLMO, STARCODER2
 from megatron_lab.foreign.huggingface.llama_families import GRANITE, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM3, STABLELM
 from megatron_lab.foreign.huggingface.norm_families import GEMMA, GEMMA2, GEMMA3, OLMO2, OLMO3
+from megatron_lab.foreign.huggingface.variant_families import ARCEE, MINISTRAL, MINISTRAL3, SEED_OSS
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -18,6 +21,8 @@ FAMILIES: dict[str, Family] = {
         QWEN2,
         QWEN3,
         MISTRAL,
+        MINISTRAL,
+        MINISTRAL3,
         PHI3,
         SMOLLM3,
         STABLELM,
@@ -34,12 +39,21 @@ FAMILIES: dict[str, Family] = {
         MIXTRAL,
         QWEN2_MOE,
         QWEN3_MOE,
+        STARCODER2,
+        NEMOTRON,
+        OLMO,
+        ARCEE,
+        SEED_OSS,
+        GLM,
+        GLM4,
+        ERNIE4_5,
     )
 }
 """Architectures by `model_type`. A model is written as the first architecture that supports it."""
 
 UNSUPPORTED = {
     "gemma3": "a vision model; the text model has the type gemma3_text",
+    "mistral3": "a vision model; the text model has the type mistral or ministral3",
 }
 """Known architectures that cannot be converted, with the unsupported feature."""
 

@@ -34,8 +34,8 @@ class HuggingFaceFolder:
         path: folder on a local disk.
 
     Raises:
-        CheckpointError: the architecture is not supported, config.json has a field whose effect is not known, or the tensors belong
-            to a different model. The message lists all reasons.
+        CheckpointError: the architecture or the quantization is not supported, config.json has a field whose effect is not known,
+            or the tensors belong to a different model. The message lists all reasons.
         DamagedCheckpointError: files are missing, truncated, or do not match the index.
     """
 
@@ -50,10 +50,18 @@ class HuggingFaceFolder:
         config = _read_config(folder / CONFIG)
         family = _detect_family(folder, config)
         fields = Fields(str(folder / CONFIG), config, (*family.ignored_fields, "quantization_config"))
+        quantization = config.get("quantization_config")
+        block_size = get_block_size(quantization)
+        if quantization is not None and block_size is None:
+            fields.refuse(
+                "quantization_config",
+                "the weights are quantized. Only floating-point weights are supported, and fp8 (e4m3) with one scale per block: "
+                "use the original model before its quantization, or let transformers dequantize it",
+            )
         self.vocab_size = fields.get_size("vocab_size")
         self.model: ModelConfig = family.parse(fields)
         fields.finish()
-        tensors, block_size = open_tensors(folder), get_block_size(config.get("quantization_config"))
+        tensors = open_tensors(folder)
         tensors = tensors if block_size is None else apply_scales(tensors, block_size)
         self._tensors = {family.aliases.get(name, name): tensor for name, tensor in tensors.items()}
         if not any(name.startswith(family.prefix) for name in self._tensors):  # the model was saved without the output layer
@@ -158,7 +166,7 @@ def _detect_family(folder: Path, config: dict[str, Any]) -> Family:
     """Return the description of the architecture that a config.json names.
 
     Raises:
-        CheckpointError: the architecture or the quantization is not supported.
+        CheckpointError: the architecture is not supported.
     """
     supported = "; ".join(f"{family.model_type} ({family.architecture})" for family in FAMILIES.values())
     family = FAMILIES.get(str(config.get("model_type")))
@@ -167,12 +175,6 @@ def _detect_family(folder: Path, config: dict[str, Any]) -> Family:
         raise CheckpointError(
             f"{folder}: model_type {config.get('model_type')!r} (architectures {config.get('architectures')}) is not "
             f"supported{f', since it has {reason}' if reason else ''}. Choose a model of a supported type: {supported}"
-        )
-    quantization = config.get("quantization_config")
-    if quantization is not None and get_block_size(quantization) is None:
-        raise CheckpointError(
-            f"{folder} holds quantized weights (quantization_config = {quantization!r}). Only floating-point weights are "
-            "supported, and fp8 (e4m3) with one scale per block: use the original model before its quantization"
         )
     base_class = f"{family.architecture.removesuffix('ForCausalLM').removesuffix('LMHeadModel')}Model"
     architectures = config.get("architectures")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -160,8 +160,31 @@ class ActivationField:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         activation = get_activation(model)
-        # transformers cannot read an activation without a transformers name, whatever is written.
-        return {self.field_name: activation.hf_names[0] if activation.hf_names else activation.name}
+        # Of several names, the usual name in the architecture. transformers cannot read a name of this framework.
+        names = (*activation.hf_names, activation.name)
+        return {self.field_name: self.default if self.default in names else names[0]}
+
+
+@dataclass(frozen=True)
+class RepeatedField:
+    """Converter of a config.json field of older files that repeats the value of another field. Written files do not contain it."""
+
+    field_name: str
+    repeated: str
+    """Name of the field with the same value."""
+    default: float | Callable[[Fields], float]
+    """Value of the repeated field if config.json does not contain it, or a function that computes this value from the fields."""
+
+    def parse(self, fields: Fields) -> Settings:
+        value = fields.get_raw(self.repeated)
+        if value is None:
+            value = self.default(fields) if callable(self.default) else self.default
+        if fields.get_raw(self.field_name) not in (None, value):
+            fields.refuse(self.field_name, f"differs from {self.repeated} = {value!r}")
+        return {}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -221,23 +244,26 @@ class BiasFields:
 class DropoutFields:
     """Converter of the config.json fields for the dropout of the embedding and of the layers.
 
-    This framework has one dropout setting for both. If the two fields differ, the value for the layers applies, and a note tells
+    This framework has one dropout setting for both. If the two values differ, the value for the layers applies, and a note tells
     the user.
     """
 
     layers_field: str
-    embedding_field: str
+    embedding_field: str | None
+    """Name of the field for the embedding; None if the embedding of the architecture has no dropout."""
     default: float
 
     def parse(self, fields: Fields) -> Settings:
-        dropout, embedding = (fields.get_number(name, self.default) for name in (self.layers_field, self.embedding_field))
+        dropout = fields.get_number(self.layers_field, self.default)
+        embedding = 0.0 if self.embedding_field is None else fields.get_number(self.embedding_field, self.default)
         if embedding != dropout:
+            source = "none in transformers" if self.embedding_field is None else f"{self.embedding_field} {embedding:g}"
             consequence = f"becomes that of the layers ({self.layers_field} {dropout:g})"
-            fields.notes.append(f"the dropout of the embedding ({self.embedding_field} {embedding:g}) {consequence}")
+            fields.notes.append(f"the dropout of the embedding ({source}) {consequence}")
         return {"hidden_dropout": dropout}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        return {self.layers_field: model.hidden_dropout, self.embedding_field: model.hidden_dropout}
+        return {name: model.hidden_dropout for name in (self.layers_field, self.embedding_field) if name is not None}
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,8 @@ class WindowFields:
     layers only if `use_sliding_window` is true ("switched")."""
     interval: int | None = None
     """Interval N of layers with full attention in files without `layer_types`: every N-th layer has full attention, all other
-    layers have the window. None: the layers from `max_window_layers` on have the window."""
+    layers have the window. None: all layers have the window, or only those from `max_window_layers` on if `applies_to` is
+    "switched"."""
     interval_field: str | None = None
     """Name of the config.json field that contains N; None if the architecture has no such field. If config.json lacks the field, N
     is `interval`."""
@@ -102,6 +103,8 @@ class WindowFields:
         if self.interval is not None:
             interval = self.interval if self.interval_field is None else fields.get_size(self.interval_field, self.interval)
             return [(layer + 1) % interval != 0 for layer in range(num_layers)]
+        if self.applies_to == "layer_types":
+            return [True] * num_layers
         first_layer = fields.get_raw("max_window_layers", 28)
         return [layer >= first_layer for layer in range(num_layers)] if isinstance(first_layer, int) else [False] * num_layers
 

@@ -33,8 +33,10 @@ def build_llama_family(
     is_tied: bool = False,
     epsilon: float = 1e-6,
     rotary: RotaryFields | None = None,
-    epsilon_name: str = "rms_norm_eps",
-    activation: ActivationField = _SILU,
+    epsilon_name: str | None = "rms_norm_eps",
+    init_std: float = 0.02,
+    attention_dropout: float = 0.0,
+    activation: FieldGroup = _SILU,
     fixed_settings: Settings | None = None,
     module_names: dict[str, str] | None = None,
     ignored_fields: tuple[str, ...] = (),
@@ -54,8 +56,10 @@ def build_llama_family(
         is_tied: value of tie_word_embeddings if config.json does not contain it.
         epsilon: epsilon of the norms if config.json does not contain it.
         rotary: converter of the rotary fields, if they differ from Llama's.
-        epsilon_name: name of the field for epsilon.
-        activation: converter of the field of the activation function.
+        epsilon_name: name of the field for epsilon; None if the architecture always uses `epsilon`.
+        init_std: standard deviation of the initial weights if config.json does not contain it.
+        attention_dropout: dropout of the attention weights if config.json does not contain it.
+        activation: converter of the fields of the activation function.
         fixed_settings: settings that all models of the architecture share.
         module_names: Hugging Face module names by module name of this framework.
         ignored_fields: fields that do not change the logits.
@@ -69,15 +73,16 @@ def build_llama_family(
             "position_embedding_type": "rope",
             "normalization": "RMSNorm",
             "hidden_dropout": 0.0,
+            "norm_epsilon": epsilon,
             **(fixed_settings or {}),
         },
         field_groups=(
             sizes,
             rotary or RotaryFields(max_positions=sizes.max_positions),
             activation,
-            NumberField(epsilon_name, "norm_epsilon", epsilon),
-            NumberField("attention_dropout", "attention_dropout", 0.0),
-            NumberField("initializer_range", "init_method_std", 0.02),
+            *(() if epsilon_name is None else (NumberField(epsilon_name, "norm_epsilon", epsilon),)),
+            NumberField("attention_dropout", "attention_dropout", attention_dropout),
+            NumberField("initializer_range", "init_method_std", init_std),
             build_tied_embeddings_field(is_tied),
             *field_groups,
         ),

@@ -61,6 +61,12 @@ class RotaryFields:
     default_original_context: int | None = None
     """Sequence length for which the unscaled frequencies were chosen, if config.json does not contain the top-level field
     `original_max_position_embeddings`. None if the architecture has no such field."""
+    original_context_field: str = _ORIGINAL_CONTEXT
+    """Name of a top-level field with this sequence length. Files may contain it in addition to the entry of the mapping."""
+    query_scaling_key: str | None = None
+    """Key of the rotary parameter b of architectures (Ministral 3) that multiply the query at position p by 1 + b ln(1 + floor(p /
+    original_max_position_embeddings)), with positions counted from 0. None if the architecture never scales queries by position.
+    This framework does not scale them. So a model is supported if b is 0, or if it has no position with another factor than 1."""
 
     def parse(self, fields: Fields) -> Settings:
         num_positions = get_max_positions(fields, self.max_positions)
@@ -88,7 +94,11 @@ class RotaryFields:
             )
         elif fraction != 1.0:
             parsed["rotary_percent"] = fraction
-        original_context = parameters.pop(_ORIGINAL_CONTEXT, self.default_original_context or num_positions)
+        original_context = parameters.pop(
+            _ORIGINAL_CONTEXT, self.default_original_context or num_positions, self.original_context_field
+        )
+        if self.query_scaling_key is not None:
+            parameters.refuse_query_scaling(self.query_scaling_key, num_positions, original_context)
         if parameters.rope_type not in self.scaling_types:
             supported = f"default, {', '.join(self.scaling_types)}"
             if parameters.rope_type != "default":
@@ -130,6 +140,9 @@ class RotaryFields:
         if spec is None:
             return {}
         scaling = _build_scaling_fields(spec.scaling, model)
+        num_positions = spec.scaling.original_context if isinstance(spec.scaling, DynamicScaling) else model.num_positions
+        if self.query_scaling_key is not None:  # transformers requires both parameters
+            scaling = {_ORIGINAL_CONTEXT: num_positions, **scaling, self.query_scaling_key: 0.0}
         parameters = {"rope_theta": model.rotary_base, **scaling}
         fields: dict[str, Any] = {}
         if self.rotary_fraction is not None:
@@ -137,9 +150,10 @@ class RotaryFields:
         if self.default_original_context is not None:
             fields[_ORIGINAL_CONTEXT] = scaling.get(_ORIGINAL_CONTEXT, self.default_original_context)
         if isinstance(spec.scaling, DynamicScaling):
-            fields["max_position_embeddings"] = spec.scaling.original_context
+            fields["max_position_embeddings"] = num_positions
         fields[self.theta_field] = model.rotary_base
-        fields["rope_scaling"] = None if spec.scaling is None else scaling
+        has_defaults = spec.scaling is None and not self.default_scaling  # else an absent mapping means other parameters
+        fields["rope_scaling"] = None if has_defaults else scaling
         if self.local_theta is None:
             return fields | {"rope_parameters": parameters}
         local_theta = model.rotary_base if model.rotary_base_local is None else model.rotary_base_local
@@ -364,6 +378,33 @@ class _RopeParameters:
             self.refuse(f"{key} is {value!r}, but must be a positive number")
             return 1.0
         return float(value)
+
+    def refuse_query_scaling(self, key: str, num_positions: int, original_context: Any) -> None:
+        """Record an error if queries are multiplied by a factor that depends on their position, and mark the parameters of the
+        factor as read by removing them.
+
+        Args:
+            key: key of the parameter that determines the factor; 0 for the factor 1.
+            num_positions: maximum sequence length.
+            original_context: number of positions from the start whose factor is 1.
+        """
+        coefficient, repeated_length = self.pop(key, 0.0), self._unread.pop("max_position_embeddings", None)
+        if repeated_length not in (None, num_positions):
+            self.refuse(f"max_position_embeddings {repeated_length!r} differs from the top-level field, {num_positions}")
+        if not coefficient:
+            return
+        context = self.check_length(original_context)
+        if num_positions > context:
+            self.refuse(
+                f"{key} {coefficient!r}: the factor of the queries after the first {context} tokens ({_ORIGINAL_CONTEXT}), which "
+                "depends on the position, is not supported. To use the model for sequences up to this length, set "
+                f"max_position_embeddings to {context}"
+            )
+        else:
+            self._fields.notes.append(
+                f"{key} {coefficient!r} is not kept. It has no effect, since it changes only the queries after the first {context} "
+                f"tokens, and max_position_embeddings is {num_positions}"
+            )
 
     def finish(self) -> None:
         """Record an error if the file contains rotary parameters that were not read, because they may change the model."""

@@ -59,6 +59,12 @@ DEEPSEEK_V3 = DEEPSEEK_V2 | {"model_type": "deepseek_v3"}
 DEEPSEEK_EXPERTS = {"first_k_dense_replace": 1, "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 8, "topk_group": 2}
 DEEPSEEK_V2_EXPERTS = DEEPSEEK_V2 | DEEPSEEK_EXPERTS
 DEEPSEEK_V3_EXPERTS = DEEPSEEK_V3 | DEEPSEEK_EXPERTS
+_NO_EPSILON = {k: v for k, v in LLAMA.items() if k not in ("rms_norm_eps", "hidden_act")}
+STARCODER2, NEMOTRON, OLMO, ARCEE = (_NO_EPSILON | {"model_type": name} for name in ("starcoder2", "nemotron", "olmo", "arcee"))
+MINISTRAL3 = LLAMA | {"model_type": "ministral3", "rope_parameters": {"rope_type": "default"}}
+MINISTRAL = LLAMA | {"model_type": "ministral"}
+GLM4 = LLAMA | {"model_type": "glm4", "head_dim": 8}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
 GPT2 = {"model_type": "gpt2", "vocab_size": 128, "n_embd": 48, "n_head": 6, "n_layer": 3, "n_positions": 64}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -167,6 +173,26 @@ FIRST = {model.config["model_type"]: name for name, model in reversed(MODELS.ite
         (DEEPSEEK_V3, {"mlp_bias": True}, "mlp_bias = True: the biases of the MLP differ"),
         (DEEPSEEK_V3, {"q_lora_rank": 0}, "q_lora_rank = 0"),
         (DEEPSEEK_V3, {"rope_interleave": 1}, "rope_interleave = 1"),
+        (STARCODER2, {"mlp_type": "gated"}, "mlp_type = 'gated'"),
+        (STARCODER2, {"norm_type": "rms_norm"}, "norm_type = 'rms_norm'"),
+        (STARCODER2, {"hidden_act": "silu"}, "hidden_act = 'silu'"),
+        (STARCODER2, {"rms_norm_eps": 1e-6}, "rms_norm_eps = 1e-06: unknown"),
+        (NEMOTRON, {"kv_channels": 16}, "kv_channels = 16: differs from head_dim = 8"),
+        (NEMOTRON, {"head_dim": 16, "kv_channels": 8}, "kv_channels = 8: differs from head_dim = 16"),
+        (NEMOTRON, {"rope_percent": 1.0}, "rope_percent = 1.0: differs from partial_rotary_factor = 0.5"),
+        (NEMOTRON, {"layer_norm_eps": 1e-6}, "layer_norm_eps = 1e-06: differs from norm_eps = 1e-05"),
+        (OLMO, {"clip_qkv": 8.0}, "clip_qkv = 8.0: limits of the values of queries, keys and values"),
+        (OLMO, {"rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-05: unknown"),
+        (ARCEE, {"hidden_act": "silu"}, "hidden_act = 'silu'"),
+        (ARCEE, {"hidden_size": 50, "head_dim": 8}, "hidden_size = 50"),
+        (MINISTRAL3, {"rope_parameters": {"llama_4_scaling_beta": 0.1} | YARN}, "queries after the first 32 tokens"),
+        (MINISTRAL3, {"rope_parameters": None, "max_position_embeddings": 16385}, "llama_4_scaling_beta 0.1: the factor"),
+        (
+            MINISTRAL3,
+            {"rope_parameters": {"rope_type": "default", "max_position_embeddings": 8}},
+            "max_position_embeddings 8 differs from the top-level field, 64",
+        ),
+        (MINISTRAL3, {"layer_types": ["full_attention"] * 3}, "layer_types"),
         (GPT2, {"activation_function": "silu"}, "activation_function = 'silu'"),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
         (GPT2, {"scale_attn_weights": False}, "scale_attn_weights = False"),
@@ -436,6 +462,21 @@ def test_sizes_and_parts_of_a_llama() -> None:
         ),
         (GPT2, {"activation_function": "gelu_pytorch_tanh", "reorder_and_upcast_attn": True}, {"squared_relu": False}),
         (GPT2, {"activation_function": "relu2"}, {"squared_relu": True}),
+        (
+            STARCODER2,
+            {"mlp_type": "default", "norm_type": "layer_norm"},
+            {"disable_bias_linear": False, "normalization": "LayerNorm", "norm_epsilon": 1e-5, "swiglu": False},
+        ),
+        (STARCODER2, {"use_bias": False}, {"disable_bias_linear": True, "add_qkv_bias": False, "add_mlp_bias": False}),
+        (
+            NEMOTRON,
+            {"kv_channels": 8, "rope_percent": 0.5, "layer_norm_eps": 1e-5},
+            {"squared_relu": True, "rotary_percent": 0.5, "apply_layernorm_1p": True, "norm_bias": True, "norm_epsilon": 1e-5},
+        ),
+        (OLMO, {"clip_qkv": None}, {"norm_weight": False, "norm_epsilon": 1e-5, "swiglu": True, "disable_bias_linear": True}),
+        (ARCEE, {"mlp_bias": True}, {"squared_relu": True, "add_mlp_bias": True, "normalization": "RMSNorm"}),
+        (MINISTRAL3, {}, {"rotary_base": 1e4, "rope_type": "rope", "head_size": 128, "window_size": None}),
+        (GLM4, {}, {"norm_placement": "sandwich", "rotary_percent": 0.5, "rotary_interleaved": True, "add_qkv_bias": True}),
     ],
 )
 def test_what_the_fields_mean(base: dict[str, Any], changes: dict[str, Any], fields: dict[str, Any]) -> None:
@@ -512,6 +553,9 @@ def test_llama3_scaling_keeps_its_factor() -> None:
     [
         (MISTRAL, {"sliding_window": 32}, "111"),
         (MISTRAL, {"sliding_window": None}, "000"),
+        (MINISTRAL, {"sliding_window": 32}, "111"),
+        (MINISTRAL, {"sliding_window": None}, "000"),
+        (MINISTRAL, {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}, "100"),
         (QWEN2, {}, "000"),
         (QWEN2, {"use_sliding_window": True}, "001"),
         (QWEN2, {"use_sliding_window": True, "max_window_layers": 3}, "000"),
@@ -538,9 +582,6 @@ def test_windows_of_layers(base: dict[str, Any], changes: dict[str, Any], slides
 def test_a_mistral_without_the_field_has_a_window_of_4096() -> None:
     model, _ = read({k: v for k, v in MISTRAL.items() if k != "sliding_window"} | {"max_position_embeddings": 32768})
     assert (model.seq_length, model.window_size) == (32768, "4095,0")
-
-
-YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
 
 
 @pytest.mark.parametrize(
@@ -578,9 +619,23 @@ def test_layers_without_rotary_positions(changes: dict[str, Any], rotated: str) 
     assert [layer.attention.rotary is not None for layer in build_layer_specs(model)] == [each == "1" for each in rotated]
 
 
-def test_one_dropout_for_two_is_told() -> None:
-    model, notes = read(GPT2 | {"embd_pdrop": 0.3, "resid_pdrop": 0.2})
-    assert model.hidden_dropout == 0.2 and "embd_pdrop 0.3" in notes[0]
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (GPT2 | {"embd_pdrop": 0.3, "resid_pdrop": 0.2}, "embd_pdrop 0.3"),
+        (STARCODER2 | {"embedding_dropout": 0.3, "residual_dropout": 0.2}, "embedding_dropout 0.3"),
+        (LLAMA | {"model_type": "seed_oss", "residual_dropout": 0.2}, "none in transformers"),
+    ],
+)
+def test_one_dropout_for_two_is_told(config: dict[str, Any], told: str) -> None:
+    model, notes = read(config)
+    assert model.hidden_dropout == 0.2 and len(notes) == 1 and told in notes[0]
+
+
+def test_a_scale_of_queries_that_no_position_reaches_is_told() -> None:
+    model, notes = read(MINISTRAL3 | {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}, "max_position_embeddings": 32})
+    assert model.seq_length == 32 and "llama_4_scaling_beta 0.1 is not kept" in notes[0]
+    assert not read(MINISTRAL3 | {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.0}})[1]
 
 
 @pytest.mark.parametrize(
@@ -592,13 +647,13 @@ def test_one_dropout_for_two_is_told() -> None:
         ),
         (model_config(llama_like(positions="learned")), "llama: --position-embedding-type is learned_absolute, there rope"),
         (model_config(llama_like(norm="LayerNorm", qk_norm=True)), "qwen3: --normalization is LayerNorm, there RMSNorm"),
-        (model_config(llama_like(activation="squared_relu")), "--swiglu is off, there on"),
+        (model_config(llama_like(activation="relu", qk_norm=True)), "--swiglu is off, there on"),
         (model_config(llama_like(rotary_percent=0.5, qk_norm=True)), "qwen3: --rotary-percent is 0.5, there 1"),
         (model_config(llama_like(qk_norm=True, qkv_bias=True)), "qwen3: --add-qkv-bias is on, there off"),
         (model_config(gpt2_like(heads=4, kv_heads=2)), "gpt2: --group-query-attention is on, there off"),
         (model_config(gpt2_like(head_size=16)), "gpt2: --kv-channels is 16, there by default"),
         (model_config(gpt2_like(bias=False)), "gpt2: --disable-bias-linear is on, there off"),
-        (model_config(llama_like(), rotary_interleaved=True), "llama: --rotary-interleaved is on, there off"),
+        (model_config(llama_like(qk_norm=True), rotary_interleaved=True), "qwen3: --rotary-interleaved is on, there off"),
         (model_config(llama_like(), no_rope_freq="2", rotary_percent=0.5), "smollm3: --rotary-percent is 0.5, there 1"),
     ],
 )
@@ -677,6 +732,23 @@ PARTS: dict[str, dict[str, Any]] = {
     | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_ffn_hidden_size": 12}
     | {"moe_layer_freq": "[0,1]", "moe_shared_expert_intermediate_size": 24, "moe_router_topk_scaling_factor": 1.5},
     "smollm3": {"no_rope_freq": "2", "window_size": "7,0", "window_attn_skip_freq": "[0,1]", "add_mlp_bias": True},
+    "starcoder2": {"normalization": "LayerNorm", "swiglu": False, "disable_bias_linear": False, "window_size": "7,0"},
+    "nemotron": {
+        "normalization": "LayerNorm",
+        "apply_layernorm_1p": True,
+        "swiglu": False,
+        "squared_relu": True,
+        "rotary_percent": 0.5,
+        "add_mlp_bias": True,
+    },
+    "olmo": {"normalization": "LayerNorm", "norm_weight": False, "norm_epsilon": 1e-5},
+    "arcee": {"swiglu": False, "squared_relu": True, "add_mlp_bias": True},
+    "seed_oss": {"add_qkv_bias": True, "add_mlp_bias": True},
+    "ministral": {"window_size": "7,0", "window_attn_skip_freq": "[0,1]"},
+    "ministral3": {"window_size": "7,0"},
+    "glm": {"rotary_interleaved": True, "rotary_percent": 0.5, "add_qkv_bias": True},
+    "glm4": {"rotary_interleaved": True, "rotary_percent": 0.5, "norm_placement": "sandwich"},
+    "ernie4_5": {"rotary_interleaved": True, "disable_bias_linear": False},
 }
 """Of each family, something that it has and Llama has not."""
 
@@ -723,16 +795,6 @@ def _tells(name: str) -> bool:
         if any(compute_signature(dataclasses.replace(model, **{name: other})) != compute_signature(model) for other in others):
             return True
     return False
-
-
-def test_experts_are_refused_by_name_and_nothing_else_of_a_gpt_oss() -> None:
-    transformers = library("gpt_oss")
-    config = json.loads(transformers.AutoConfig.for_model("gpt_oss", num_local_experts=32).to_json_string())
-    with pytest.raises(CheckpointError) as error:
-        read(config)
-    assert "num_local_experts = 32: its attention is supported" in str(error.value) and len(str(error.value).splitlines()) == 2
-    with pytest.raises(CheckpointError, match="gpt_oss: .*num_local_experts"):
-        select_family(model_config(llama_like(sink="learned")), "gpt_oss")
 
 
 @pytest.mark.parametrize("case", sorted((FAMILIES.keys() | PARTS.keys()) - {"gpt_oss"}))
