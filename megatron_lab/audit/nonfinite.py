@@ -268,6 +268,12 @@ def _move_inputs(inputs: ModelInputs, move: Callable[[torch.Tensor], torch.Tenso
         inputs,
         **tensors,
         documents=documents
-        and Documents(documents.cu_seqlens, move(documents.cu_seqlens_device), documents.batch_size, documents.sequence_split),
+        and Documents(
+            documents.cu_seqlens,
+            move(documents.cu_seqlens_device),
+            documents.batch_size,
+            documents.sequence_split,
+            documents.data_lengths,
+        ),
         mtp_targets=[(move(labels), move(mask)) for labels, mask in inputs.mtp_targets],
     )
