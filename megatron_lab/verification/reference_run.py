@@ -164,7 +164,8 @@ class _ReferenceRunner:
             count_terms = [router_losses.count_terms[name] for _, _, router_losses in results]
             num_assignments = max(1.0, sum(count.item() for _, count in count_terms))
             objectives = [objective + term / num_assignments for objective, (term, _) in zip(objectives, count_terms, strict=True)]
-        gradients = [torch.autograd.grad(loss, list(trained.values())) for loss in objectives]
+        # A layer of multi-token prediction that reads only padding uses none of its experts.
+        gradients = [torch.autograd.grad(loss, list(trained.values()), materialize_grads=True) for loss in objectives]
         contributions = {name: torch.stack(grads) for name, grads in zip(trained, zip(*gradients, strict=True), strict=True)}
         losses, counts = [loss_sum.item() for loss_sum, _, _ in results], [count.item() for _, count, _ in results]
         return losses, counts, contributions, {name: torch.cat(values) for name, values in outputs.items()}
