@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,9 +21,6 @@ from megatron.parallel.context import Group
 from megatron.parallel.params import ParamRecord
 from megatron.spec.mlps import RouterSpec, has_experts
 from megatron.spec.weights import parse_mtp_depth, split_layer_name
-
-if TYPE_CHECKING:
-    from megatron.attention.documents import DataTokens
 
 # ---- Selection of the experts of each token and their weights (docs/moe.md, "What is computed").
 #
@@ -202,7 +199,7 @@ class RouterTracker:
         layer: int,
         spec: RouterSpec,
         previous_load: torch.Tensor | None = None,
-        data_tokens: DataTokens | None = None,
+        data_tokens: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Record the experts assigned to the tokens of a microbatch, and add the gradients of its load-balancing loss and z-loss in
         backward.
@@ -214,21 +211,21 @@ class RouterTracker:
             layer: row of the layer in `totals`.
             previous_load: number of tokens assigned to each expert in the global batch of the previous update, divided by the mean
                 over the experts: [E]. Replaces the numbers of this microbatch in the load-balancing loss (`global_aux_loss`).
-            data_tokens: the tokens that count; None if all do, because the samples have no padding. With padding, a mean over
-                tokens is the mean over the sequences of the means over their tokens, except in the load-balancing loss of a
-                microbatch (`aux_loss`).
+            data_tokens: whether each token counts, bool [s, b], and the number of these tokens in each complete sequence, int64
+                [b]. None if all count, because the samples have no padding. With padding, a mean over tokens is the mean over the
+                sequences of the means over their tokens, except in the load-balancing loss of a microbatch (`aux_loss`).
 
         Returns:
             `router_weights` unchanged. Backward through the returned tensor adds the gradients of the losses.
         """
         if self._loss_scale is None:
             return router_weights
-        is_data = None if data_tokens is None else data_tokens.is_data
+        is_data = None if data_tokens is None else data_tokens[0]
         assignment_counts = reuse_in_recompute(lambda: self._count_assignments(expert_ids, layer, spec, is_data))
         num_tokens = logits[..., 0].numel() * self._sequence_group.size
         if data_tokens is not None:
             # Sums over tokens are divided by the number of all tokens below, so scale them as if padding had not been there.
-            counts = data_tokens.counts.double()
+            counts = data_tokens[1].double()
             sequence_scale = num_tokens / len(counts) / counts.clamp(min=1.0)
             scale = num_tokens / counts.sum().clamp(min=1.0).expand_as(counts) if spec.balancing == "aux_loss" else sequence_scale
             assignment_counts = assignment_counts * scale.unsqueeze(1)
@@ -239,12 +236,12 @@ class RouterTracker:
         else:
             assignment_fractions = assignment_counts * len(assignment_counts) / (spec.top_k * num_tokens)
         token_terms = compute_balancing_probs(logits, spec) * assignment_fractions.to(logits.dtype)
-        if data_tokens is not None:
-            token_terms = token_terms * (data_tokens.is_data * scale).to(logits.dtype).unsqueeze(-1)
+        if is_data is not None:
+            token_terms = token_terms * (is_data * scale).to(logits.dtype).unsqueeze(-1)
         balancing_loss = token_terms.sum() * (spec.num_experts / num_tokens)
         z_terms = logits.logsumexp(-1).square()
-        if data_tokens is not None:
-            z_terms = z_terms * (data_tokens.is_data * sequence_scale).to(logits.dtype)
+        if is_data is not None:
+            z_terms = z_terms * (is_data * sequence_scale).to(logits.dtype)
         z_loss = z_terms.sum() / num_tokens
         if not is_recomputing():
             self.totals[layer, -3:-1] += torch.stack([balancing_loss, z_loss]).detach()

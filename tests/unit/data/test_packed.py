@@ -84,6 +84,18 @@ def test_what_fits_is_whole_and_what_was_read_is_one_number(tmp_path: Path) -> N
         dataset(tmp_path / "..", marked=False, sizes=[1, 0])
 
 
+def test_a_microbatch_knows_where_padding_begins(tmp_path: Path) -> None:
+    """Only if attention stops at documents; microbatches of full samples have none."""
+    source, count = dataset(tmp_path, marked=False), 0
+    for number in range(source.samples_per_epoch):
+        filled = sum(piece.num_tokens for piece in source.get_lineage(number))
+        apart = read_microbatch(source, number, 1, DocumentRules(EOD, reset_attention_mask=True))
+        assert apart.data_lengths == (None if filled == LENGTH + 1 else (filled,))
+        assert read_microbatch(source, number, 1, DocumentRules(EOD, reset_position_ids=True)).data_lengths is None
+        count += filled == LENGTH + 1
+    assert 0 < count < source.samples_per_epoch
+
+
 def test_little_room_is_left() -> None:
     """Best fit needs no more samples than 11/9 of the fewest, and one (Johnson 1973)."""
     lengths = np.random.default_rng(1).integers(2, 400, 3000)
