@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -31,6 +31,15 @@ TokenRange = tuple[int, int]
 T = TypeVar("T")
 
 
+class DataTokens(NamedTuple):
+    """Tokens of a microbatch that are data, not padding at the end of a sample."""
+
+    is_data: torch.Tensor
+    """Whether each local token is data, bool [s, b]."""
+    counts: torch.Tensor
+    """Number of tokens of each complete sample that are data, int64 [b]."""
+
+
 class Documents:
     """Boundaries of the documents in the packed samples of one microbatch. All layers share one object.
 
@@ -40,6 +49,7 @@ class Documents:
         cu_seqlens_device: `cu_seqlens` on the device of the model.
         batch_size: samples of the microbatch.
         sequence_split: which context ranks hold which tokens; None without context parallelism.
+        data_lengths: number of tokens of each sample before its padding, including the last label; None without padding.
     """
 
     def __init__(
@@ -48,7 +58,9 @@ class Documents:
         cu_seqlens_device: torch.Tensor,
         batch_size: int,
         sequence_split: SequenceSplit | None = None,
+        data_lengths: Sequence[int] | None = None,
     ) -> None:
+        self.data_lengths = data_lengths
         self.cu_seqlens, self.cu_seqlens_device, self.batch_size, self.sequence_split = (
             cu_seqlens,
             cu_seqlens_device,
@@ -57,6 +69,8 @@ class Documents:
         )
         self.max_seqlen = int(np.diff(cu_seqlens).max())
         self._pair_cache: dict[tuple[TokenRange, TokenRange], Any] = {}
+        self._data_tokens: dict[tuple[int, int, int], DataTokens] = {}
+        self._documents_without_padding: dict[int, Documents] = {}
 
     @property
     def sample_length(self) -> int:
@@ -79,6 +93,46 @@ class Documents:
         assert self.sequence_split is not None, "without context parallelism, tokens have no order of context ranks"
         order, device = self.sequence_split.order, self.cu_seqlens_device.device
         return copy_to_device(order, device), copy_to_device(np.argsort(order), device)
+
+    def find_data_tokens(self, num_ahead: int, rank: int, num_ranks: int) -> DataTokens | None:
+        """Find the tokens that are data. Return None if the microbatch has no padding. The result is cached for all layers.
+
+        Args:
+            num_ahead: number of positions between a token and the last token that the layer reads at its position; 0 except in
+                multi-token prediction. A position at which the layer reads padding does not count as data.
+            rank: index of this rank among the `num_ranks` ranks that share a sequence, each with equally many of its tokens.
+        """
+        if self.data_lengths is None:
+            return None
+        key = num_ahead, rank, num_ranks
+        if key not in self._data_tokens:
+            counts, device = self._count_data_tokens(num_ahead), self.cu_seqlens_device.device
+            positions = np.arange(self.sample_length) if self.sequence_split is None else self.sequence_split.order
+            is_data = positions.reshape(num_ranks, -1, 1)[rank] < counts
+            self._data_tokens[key] = DataTokens(copy_to_device(is_data, device), copy_to_device(counts, device))
+        return self._data_tokens[key]
+
+    def mask_padding(self, num_ahead: int) -> Documents:
+        """Return documents of the same tokens in which padding attends to no token, not even to itself.
+
+        Args:
+            num_ahead: as for `find_data_tokens`.
+        """
+        if self.data_lengths is None:
+            return self
+        if num_ahead not in self._documents_without_padding:
+            masked = Documents(self.cu_seqlens, self.cu_seqlens_device, self.batch_size, self.sequence_split)
+            is_data = np.arange(self.sample_length)[:, None] < self._count_data_tokens(num_ahead)
+            starts = np.where(is_data, self._host_document_starts, np.int32(self.sample_length))
+            masked._host_document_starts = starts
+            self._documents_without_padding[num_ahead] = masked
+        return self._documents_without_padding[num_ahead]
+
+    def _count_data_tokens(self, num_ahead: int) -> NDArray[np.int64]:
+        """Return the number of positions of each sample that are data, [b]. A sample without padding has no position at which a
+        layer reads padding, because the tokens beyond its last label are not padding."""
+        lengths = np.array(self.data_lengths, dtype=np.int64)
+        return np.where(lengths > self.sample_length, self.sample_length, np.maximum(lengths - num_ahead, 0))
 
     def find_document_starts(self, start: int, end: int) -> NDArray[np.int64]:
         """Return at which offsets documents begin, strictly between the offsets `start` and `end` of the concatenated samples. The
@@ -345,7 +399,7 @@ def _load_varlen_attn() -> tuple[Callable[..., Any], bool]:
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def copy_to_device(array: NDArray[np.int64] | NDArray[np.int32], device: torch.device) -> torch.Tensor:
+def copy_to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     """Copy a host array to the device. For a CUDA device the copy is asynchronous, through pinned memory, and the host does not
     wait."""
     tensor = torch.from_numpy(array)

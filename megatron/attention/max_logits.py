@@ -73,7 +73,7 @@ class MaxLogitTracker:
         score_spec: ScoreSpec,
         documents: Documents | None,
         context_group: Group,
-        num_padding_tokens: int = 0,
+        num_ahead: int = 0,
     ) -> None:
         """Update the maxima with the logits of one layer and microbatch. Does nothing when backward recomputes the layer.
 
@@ -85,7 +85,8 @@ class MaxLogitTracker:
             k: keys [s, b, g, d].
             documents: documents that attention does not cross; None for complete samples.
             context_group: ranks that share the sequence; each has some of the tokens.
-            num_padding_tokens: tokens at the end of the sequence that do not belong to the sample; their queries do not count.
+            num_ahead: number of positions between a token and the last token that the layer reads at its position. The queries of
+                positions at which it reads padding, or a token beyond the last label, do not count.
         """
         if not self._is_recording or is_recomputing():
             return
@@ -101,9 +102,10 @@ class MaxLogitTracker:
                 documents.sequence_split.get_token_ranges(context_group.rank),
             )
         uncapped_spec, window, offset = replace(score_spec, softcap=None), score_spec.get_effective_window(len(k)), 0
+        documents, num_counted = None if documents is None else documents.mask_padding(num_ahead), len(k) - max(num_ahead - 1, 0)
         layer_max = self.max_logits[row, first_head : first_head + q.shape[2] * q.shape[3]]
         for start, end in token_ranges:
-            range_q, offset = q[offset : offset + min(end, len(k) - num_padding_tokens) - start], offset + end - start
+            range_q, offset = q[offset : offset + min(end, num_counted) - start], offset + end - start
             if not len(range_q):
                 continue
             range_max = compute_max_logits(range_q, k, BlockAttentionOptions(uncapped_spec, CausalMask(window, documents, start)))
@@ -116,9 +118,9 @@ class LayerLogitTracker:
 
     tracker: MaxLogitTracker
     row: int
-    num_padding_tokens: int = 0
-    """Padding tokens at the end of the sequence, which do not belong to the sample. The logits of their queries are left out of the
-    maxima."""
+    num_ahead: int = 0
+    """Number of positions between a token and the last token that the layer reads at its position; 0 except in multi-token
+    prediction."""
 
 
 def _to_sequence_order(gathered: torch.Tensor, sequence_split: SequenceSplit) -> torch.Tensor:

@@ -186,7 +186,7 @@ class DataConfig:
     also marks the ends of documents."""
     whole_documents: bool = setting(False, active_if=condition(reset_attention_mask=True, strict=True))
     """Fill each sample with as many complete documents, such as conversations, as fit; only documents longer than a sample are cut.
-    The padding at the end of a sample does not count in the loss."""
+    The padding at the end of a sample does not count in the loss, and is not sent to experts."""
     tokenizer_type: TokenizerType | None = setting(None, required=True)
     """Type of the tokenizer. Required, unless other tokenizer flags determine it."""
     tokenizer_model: str | None = setting(None, active_if=_build_tokenizer_condition("tokenizer_model"), is_path=True)

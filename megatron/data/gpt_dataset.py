@@ -26,6 +26,7 @@ from megatron.data.samples import (
     DOCUMENT_END,
     DOCUMENT_ORDER,
     IN_LOSS,
+    PADDING,
     WINDOW_ORDER,
     DocumentSpan,
     SampleSource,
@@ -372,7 +373,7 @@ class PackedDataset(SampleSource):
         return samples
 
     def get_marks(self, first: int, count: int) -> NDArray[np.uint8]:
-        rows = np.zeros((count, self.seq_length + 1), dtype=MARK_TYPE)
+        rows = np.full((count, self.seq_length + 1), PADDING, dtype=MARK_TYPE)
         for row, sample_index in zip(rows, range(first, first + count), strict=True):
             offset = 0
             for item in self._get_items_of_sample(sample_index):

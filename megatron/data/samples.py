@@ -26,6 +26,8 @@ DOCUMENT_END_IF_EOD = 4
 
 Files never contain this mark. It applies to the tokens of datasets without a mask.
 """
+PADDING = 8
+"""Mark: the token is padding, which fills a sample after its last document. Files never contain this mark."""
 DEFAULT_MARKS = IN_LOSS | DOCUMENT_END_IF_EOD
 """Marks of a token in a dataset without a mask."""
 
@@ -62,7 +64,8 @@ class SampleSource(Protocol):
         """Return a byte with marks for each token of these samples, [count, s + 1], or None if the source has no marks.
 
         The marks are bits. `IN_LOSS`: the token counts in the loss as a label. `DOCUMENT_END`: the token ends a document.
-        `DOCUMENT_END_IF_EOD`: the token ends a document if it is the end-of-document token.
+        `DOCUMENT_END_IF_EOD`: the token ends a document if it is the end-of-document token. `PADDING`: the token and all later
+        tokens of the sample are padding.
 
         Raises:
             ValueError: the source has no samples with these indices.
@@ -129,6 +132,9 @@ class Microbatch:
 
     Entry d is the token at which document d starts. The last entry is b * s, the number of tokens.
     """
+    data_lengths: tuple[int, ...] | None = None
+    """Number of tokens of each sample before its padding, of s + 1 tokens with the last label. None without padding, or if a token
+    attends to its whole sample."""
 
 
 def read_microbatch(source: SampleSource, first_sample: int, size: int, rules: DocumentRules) -> Microbatch:
@@ -144,14 +150,16 @@ def read_microbatch(source: SampleSource, first_sample: int, size: int, rules: D
         loss_mask[marks[:, 1:] & IN_LOSS == 0] = 0.0
     if rules.eod_mask_loss:
         loss_mask[_find_ends(tokens, marks, rules.eod)] = 0.0
-    positions = cu_seqlens = None
+    positions = cu_seqlens = data_lengths = None
     if rules.needed_by_all_stages:
         document_offsets = compute_cu_seqlens(_find_ends(tokens, marks, rules.eod))
         if rules.reset_position_ids:
             starts = document_offsets[:-1].astype(np.int64)
             positions = (np.arange(tokens.size) - np.repeat(starts, np.diff(document_offsets))).reshape(tokens.shape)
         cu_seqlens = document_offsets if rules.reset_attention_mask else None
-    return Microbatch(tokens, labels, loss_mask, first_sample, positions, cu_seqlens)
+        if cu_seqlens is not None and marks is not None and (marks[:, -1] & PADDING).any():
+            data_lengths = tuple((marks & PADDING == 0).sum(axis=1).tolist())
+    return Microbatch(tokens, labels, loss_mask, first_sample, positions, cu_seqlens, data_lengths)
 
 
 def _find_ends(tokens: NDArray[np.int64], marks: NDArray[np.uint8] | None, eod: int) -> NDArray[np.bool_]:

@@ -162,7 +162,7 @@ class CoreAttention(nn.Module):
                 self.score_spec,
                 documents,
                 self.context_group,
-                layer_tracker.num_padding_tokens,
+                layer_tracker.num_ahead,
             )
         if cache is not None:
             all_k, all_v = self.gather_for_cache(cache, documents, k, v)

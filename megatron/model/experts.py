@@ -26,7 +26,7 @@ from megatron.spec.mlps import ExpertsSpec, MLPSpec, RouterSpec
 from megatron.tensor_parallel.linear import RecomputableInput
 
 if TYPE_CHECKING:
-    from megatron.attention.documents import Documents
+    from megatron.attention.documents import DataTokens, Documents
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -45,6 +45,9 @@ class Router(nn.Module):
     def __init__(self, scope: Scope, spec: RouterSpec, layer: int) -> None:
         super().__init__()
         self.spec, self.layer = spec, layer
+        self.num_ahead = 0
+        """Number of positions between a token and the last token that the layer reads at its position. Above 0 only in multi-token
+        prediction."""
         self.tracker: RouterTracker | None = None
         """Records assignments and attaches the router losses in training steps; None to do neither."""
         scope.register_param(self, "weight")
@@ -62,12 +65,13 @@ class Router(nn.Module):
 
         Args:
             x: hidden states [s, b, h].
-            documents: contains the split of the sequence over context ranks; read only if experts have a capacity.
+            documents: contains the padding of the samples, which is assigned to no expert and not counted, and the split of the
+                sequence over context ranks.
             key: key of the random input jitter; None switches the jitter off (evaluation).
 
         Returns:
             the router weights and the expert ids, both [s, b, k] for k experts per token. The id E, the number of experts, marks an
-            assignment that is dropped.
+            assignment that is dropped or of a padding token.
         """
         dtype = x.dtype if self.spec.dtype is None else torch.promote_types(x.dtype, _DTYPES[self.spec.dtype])
         x = x.to(dtype)
@@ -80,12 +84,19 @@ class Router(nn.Module):
         selection_scores = scores.detach() if self.bias is None else scores.detach() + self.bias.detach()
         expert_ids = reuse_in_recompute(lambda: select_experts(selection_scores, self.spec))
         router_weights = compute_router_weights(logits, scores, expert_ids, self.spec)
+        data_tokens = (
+            None
+            if documents is None
+            else documents.find_data_tokens(self.num_ahead, self.sequence_group.rank, self.sequence_group.size)
+        )
         if self.tracker is not None:
             router_weights = self.tracker.attach_losses(
-                router_weights, logits, expert_ids, self.layer, self.spec, self._previous_load
+                router_weights, logits, expert_ids, self.layer, self.spec, self._previous_load, data_tokens
             )
+        if data_tokens is not None:
+            expert_ids = expert_ids.where(data_tokens.is_data.unsqueeze(-1), self.spec.num_experts)
         if self.spec.capacity_factor is not None:
-            expert_ids = reuse_in_recompute(lambda: self._drop_over_capacity(router_weights, expert_ids, documents))
+            expert_ids = reuse_in_recompute(lambda: self._drop_over_capacity(router_weights, expert_ids, documents, data_tokens))
         return router_weights, expert_ids
 
     @property
@@ -93,12 +104,21 @@ class Router(nn.Module):
         return None if self.shares is None else self.shares.detach()
 
     def _drop_over_capacity(
-        self, router_weights: torch.Tensor, expert_ids: torch.Tensor, documents: Documents | None
+        self,
+        router_weights: torch.Tensor,
+        expert_ids: torch.Tensor,
+        documents: Documents | None,
+        data_tokens: DataTokens | None,
     ) -> torch.Tensor:
         """Replace the expert id by the number of experts for each assignment of a token that exceeds the capacity of its expert.
         The id then marks the assignment as dropped."""
         token_order = None if documents is None or documents.sequence_split is None else documents.context_rank_order
-        is_accepted = select_within_capacity(router_weights, expert_ids, self.spec, self.sequence_group, token_order)
+        num_data_tokens = None if data_tokens is None else data_tokens.counts
+        is_accepted = select_within_capacity(
+            router_weights, expert_ids, self.spec, self.sequence_group, token_order, num_data_tokens
+        )
+        if data_tokens is not None:  # padding is not dropped
+            is_accepted |= data_tokens.is_data.logical_not().unsqueeze(-1)
         if self.tracker is not None:
             self.tracker.record_drops(self.layer, is_accepted)
         return expert_ids.where(is_accepted, self.spec.num_experts)
@@ -166,7 +186,7 @@ class MoELayer(nn.Module):
         """Map hidden states [s, b, h] (or [s/tp, b, h] under sequence parallelism) to the same shape.
 
         Args:
-            documents: contains the split of the sequence over context ranks.
+            documents: contains the padding of the samples, and the split of the sequence over context ranks.
             key: key of the router's random input jitter; None in evaluation.
         """
         x = x.value if isinstance(x, RecomputableInput) else x

@@ -209,7 +209,7 @@ class GPTChunk(nn.Module):
         for block in self.blocks:
             block.attention.logit_tracker = LayerLogitTracker(tracker, get_score_row(f"layers.{block.layer}"))
         for k, block in enumerate([] if self.mtp is None else self.mtp.blocks):
-            block.attention.logit_tracker = LayerLogitTracker(tracker, get_score_row(f"mtp.{k}.layer"), num_padding_tokens=k)
+            block.attention.logit_tracker = LayerLogitTracker(tracker, get_score_row(f"mtp.{k}.layer"), k + 1)
 
     def forward(self, inputs: ModelInputs, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """Run the chunk on one microbatch.

@@ -91,6 +91,9 @@ class MultiTokenPrediction(nn.Module):
             for k, (spec, (segment, _)) in enumerate(zip(specs, segment_policies, strict=True))
         ]
         self.depths = nn.ModuleList(self._depths)
+        for num_ahead, block in enumerate(self.blocks, start=1):
+            if block.has_experts:
+                block.mlp.router.num_ahead = num_ahead  # type: ignore[union-attr]
         self._policies, self._rotary = [policy for _, policy in segment_policies], specs[0].attention.rotary
         self.loss_scale = output.options.mtp_factor / len(specs)
         self.final_norm, self.output = final_norm, output

@@ -199,6 +199,7 @@ class RouterTracker:
         layer: int,
         spec: RouterSpec,
         previous_load: torch.Tensor | None = None,
+        data_tokens: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Record the experts assigned to the tokens of a microbatch, and add the gradients of its load-balancing loss and z-loss in
         backward.
@@ -210,24 +211,38 @@ class RouterTracker:
             layer: row of the layer in `totals`.
             previous_load: number of tokens assigned to each expert in the global batch of the previous update, divided by the mean
                 over the experts: [E]. Replaces the numbers of this microbatch in the load-balancing loss (`global_aux_loss`).
+            data_tokens: whether each token counts, bool [s, b], and the number of these tokens in each complete sequence, int64
+                [b]. None if all count, because the samples have no padding. With padding, a mean over tokens is the mean over the
+                sequences of the means over their tokens, except in the load-balancing loss of a microbatch (`aux_loss`).
 
         Returns:
             `router_weights` unchanged. Backward through the returned tensor adds the gradients of the losses.
         """
         if self._loss_scale is None:
             return router_weights
-        assignment_counts = reuse_in_recompute(lambda: self._count_assignments(expert_ids, layer, spec))
+        is_data = None if data_tokens is None else data_tokens[0]
+        assignment_counts = reuse_in_recompute(lambda: self._count_assignments(expert_ids, layer, spec, is_data))
         num_tokens = logits[..., 0].numel() * self._sequence_group.size
+        if data_tokens is not None:
+            # Sums over tokens are divided by the number of all tokens below, so scale them as if padding had not been there.
+            counts = data_tokens[1].double()
+            sequence_scale = num_tokens / len(counts) / counts.clamp(min=1.0)
+            scale = num_tokens / counts.sum().clamp(min=1.0).expand_as(counts) if spec.balancing == "aux_loss" else sequence_scale
+            assignment_counts = assignment_counts * scale.unsqueeze(1)
         if previous_load is not None:
             assignment_fractions = previous_load / spec.num_experts
         elif spec.balancing == "aux_loss":
             assignment_fractions = assignment_counts.sum(0) / (spec.top_k * num_tokens)
         else:
             assignment_fractions = assignment_counts * len(assignment_counts) / (spec.top_k * num_tokens)
-        balancing_loss = (compute_balancing_probs(logits, spec) * assignment_fractions.to(logits.dtype)).sum() * (
-            spec.num_experts / num_tokens
-        )
-        z_loss = logits.logsumexp(-1).square().sum() / num_tokens
+        token_terms = compute_balancing_probs(logits, spec) * assignment_fractions.to(logits.dtype)
+        if is_data is not None:
+            token_terms = token_terms * (is_data * scale).to(logits.dtype).unsqueeze(-1)
+        balancing_loss = token_terms.sum() * (spec.num_experts / num_tokens)
+        z_terms = logits.logsumexp(-1).square()
+        if is_data is not None:
+            z_terms = z_terms * (is_data * sequence_scale).to(logits.dtype)
+        z_loss = z_terms.sum() / num_tokens
         if not is_recomputing():
             self.totals[layer, -3:-1] += torch.stack([balancing_loss, z_loss]).detach()
         if spec.balancing != "none" and spec.aux_loss_coeff:
@@ -246,12 +261,17 @@ class RouterTracker:
         if self._loss_scale is not None:
             self.totals[layer, -1] += is_accepted.logical_not().sum()
 
-    def _count_assignments(self, expert_ids: torch.Tensor, layer: int, spec: RouterSpec) -> torch.Tensor:
+    def _count_assignments(
+        self, expert_ids: torch.Tensor, layer: int, spec: RouterSpec, is_data: torch.Tensor | None
+    ) -> torch.Tensor:
         """Count the tokens assigned to each of E experts in each of b full sequences of a microbatch: float64 [b, E]. Also add the
-        counts of this rank's tokens to `totals`."""
+        counts of this rank's tokens to `totals`. Only tokens of `is_data` count, bool [s, b]; None for all."""
         flat_ids = expert_ids.transpose(0, 1).flatten(1)
         counts = self.totals.new_zeros(len(flat_ids), spec.num_experts)
-        counts.scatter_add_(1, flat_ids, torch.ones_like(flat_ids, dtype=counts.dtype))
+        increments = torch.ones_like(flat_ids, dtype=counts.dtype)
+        if is_data is not None:
+            increments *= is_data.t().repeat_interleave(spec.top_k, 1)
+        counts.scatter_add_(1, flat_ids, increments)
         self.totals[layer, :-3] += counts.sum(0)
         return all_reduce(counts, self._sequence_group)
 
@@ -268,7 +288,9 @@ class RouterTracker:
         totals = all_reduce(self.totals, world)
         self._assignment_counts, moe_totals = totals[:, :-3], totals.index_select(0, self._moe_layer_rows)
         counts, losses = moe_totals[:, :-3], (moe_totals[:, -3:-1] / num_microbatches).mean(0)
-        return torch.cat([losses, (moe_totals[:, -1] / counts.sum(1)).mean(0, keepdim=True), counts.amax(1) / counts.mean(1)])
+        num_assignments = counts.sum(1).clamp(min=1.0)  # 0 if a layer of multi-token prediction reads padding at every position
+        busiest = counts.amax(1) / counts.mean(1).clamp(min=1.0 / counts.shape[1])
+        return torch.cat([losses, (moe_totals[:, -1] / num_assignments).mean(0, keepdim=True), busiest])
 
     def compute_excess_load(self, record: ParamRecord) -> torch.Tensor:
         """Return for each expert by how much its number of assigned tokens exceeds the mean, count / mean - 1: [experts]. Call it
@@ -284,7 +306,7 @@ class RouterTracker:
         row = layer_index if depth is None else self._num_layers + depth
         assert self._assignment_counts is not None and row is not None
         counts, total = self._assignment_counts[row], self._assignment_counts[row].sum()
-        return (counts * len(counts) - total) / total  # integers, so exactly 0 at the mean; CUDA's `mean` may round
+        return (counts * len(counts) - total) / total.clamp(min=1.0)  # integers, so exactly 0 at the mean; CUDA's `mean` may round
 
     @property
     def num_values(self) -> int:

@@ -22,6 +22,7 @@ expert group; `s` local tokens and `S` all tokens of a sequence, `b` microbatch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -95,7 +96,7 @@ class Dispatcher:
         Args:
             x: t tokens [t, h].
             router_weights: [t, k] for k experts per token.
-            expert_ids: int64 [t, k]; the number of experts as an id marks a dropped assignment.
+            expert_ids: int64 [t, k]; the number of experts as an id marks an assignment that is dropped or of a padding token.
             apply_experts: applies the local experts to rows sorted by expert.
             overlapped: function that is called while the tokens are in flight, for example to compute a shared expert.
             capacity: largest number of tokens that one expert accepts from all ranks of the expert group; None for no limit.
@@ -407,6 +408,7 @@ def select_within_capacity(
     spec: RouterSpec,
     sequence_group: Group,
     token_order: tuple[torch.Tensor, torch.Tensor] | None = None,
+    num_data_tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return for each (token, expert) assignment of local tokens whether it fits into the capacity of its expert: bool [s, b, k].
 
@@ -416,20 +418,31 @@ def select_within_capacity(
 
     Args:
         router_weights: [s, b, k] for k experts per token.
-        expert_ids: int64 [s, b, k].
+        expert_ids: int64 [s, b, k]; the number of experts as an id marks an assignment of a padding token.
         sequence_group: ranks that share each sequence.
         token_order: position in the sequence of each token in the order of the ranks, and the inverse permutation; [tokens of the
             sequence] each. None if the ranks hold consecutive tokens in order.
+        num_data_tokens: number of tokens of each sequence that are not padding, from which the capacity is computed, int64 [b].
+            None for all tokens.
     """
     local_slice = slice(sequence_group.rank * len(expert_ids), (sequence_group.rank + 1) * len(expert_ids))
     router_weights, expert_ids = all_gather(router_weights.detach(), sequence_group), all_gather(expert_ids, sequence_group)
     if token_order is not None:
         router_weights, expert_ids = router_weights[token_order[1]], expert_ids[token_order[1]]
-    capacity = spec.get_capacity(len(expert_ids))
+    capacity: int | torch.Tensor | None = spec.get_capacity(len(expert_ids))
+    if num_data_tokens is not None:
+        capacity = _build_capacity_table(spec, len(expert_ids), expert_ids.device)[num_data_tokens].unsqueeze(1)
     assert capacity is not None
     by_sequence = (router_weights.transpose(0, 1).flatten(1), expert_ids.transpose(0, 1).flatten(1))  # [b, S k]
     is_accepted = _is_within_capacity(*by_sequence, capacity, spec).unflatten(1, (-1, spec.top_k)).transpose(0, 1)
     return (is_accepted if token_order is None else is_accepted[token_order[0]])[local_slice]
+
+
+@functools.lru_cache(maxsize=8)
+def _build_capacity_table(spec: RouterSpec, seq_length: int, device: torch.device) -> torch.Tensor:
+    """Return the capacity of an expert for sequences of 0 to `seq_length` tokens that are not padding: int64 [seq_length + 1]. With
+    this table on the device, the host needs no wait and no copy to find the capacities of a microbatch."""
+    return torch.tensor([spec.get_capacity(num_tokens) for num_tokens in range(seq_length + 1)], device=device)
 
 
 _NUM_WEIGHT_STEPS = 1 << 12
@@ -437,12 +450,14 @@ _NUM_WEIGHT_STEPS = 1 << 12
 weights up to rounding, and rounding differs between layouts. Steps hide it, so the earlier token goes first at every layout."""
 
 
-def _is_within_capacity(router_weights: torch.Tensor, expert_ids: torch.Tensor, capacity: int, spec: RouterSpec) -> torch.Tensor:
+def _is_within_capacity(
+    router_weights: torch.Tensor, expert_ids: torch.Tensor, capacity: int | torch.Tensor, spec: RouterSpec
+) -> torch.Tensor:
     """Return for each (token, expert) assignment of full sequences whether it fits into the capacity of its expert.
 
     Args:
         router_weights, expert_ids: [sequences, tokens * experts per token], in the order of the tokens.
-        capacity: number of assignments that an expert accepts from a sequence.
+        capacity: number of assignments that an expert accepts from a sequence, or from each of the sequences: [sequences, 1].
 
     Returns:
         bool, of the shape of `expert_ids`.
@@ -452,7 +467,7 @@ def _is_within_capacity(router_weights: torch.Tensor, expert_ids: torch.Tensor, 
     else:
         priority_order = (router_weights * _NUM_WEIGHT_STEPS).round().sort(dim=1, descending=True, stable=True).indices
     sorted_expert_ids, expert_order = expert_ids.gather(1, priority_order).sort(dim=1, stable=True)
-    assignments_per_expert = torch.zeros(len(expert_ids), spec.num_experts, dtype=torch.int64, device=expert_ids.device)
+    assignments_per_expert = torch.zeros(len(expert_ids), spec.num_experts + 1, dtype=torch.int64, device=expert_ids.device)
     assignments_per_expert.scatter_add_(1, sorted_expert_ids, torch.ones_like(sorted_expert_ids))
     starts = assignments_per_expert.cumsum(1) - assignments_per_expert
     queue_position = torch.arange(expert_ids.shape[1], device=expert_ids.device) - starts.gather(1, sorted_expert_ids)

@@ -240,7 +240,7 @@ class BatchBuilder:
             self._unpacked_documents
             if cu_seqlens is None
             else import_object("megatron.attention.documents:Documents")(
-                cu_seqlens, tensors["cu_seqlens"], self.micro_batch_size, host.sequence_split
+                cu_seqlens, tensors["cu_seqlens"], self.micro_batch_size, host.sequence_split, host.microbatch.data_lengths
             ),
             mtp_targets=[
                 (tensors[f"labels ahead {k + 1}"], tensors[f"mask ahead {k + 1}"])

@@ -85,6 +85,16 @@ def raise_nonfinite(step: RepeatableStep, batch: Sequence[ModelInputs], iteratio
         NonFiniteError: always.
     """
     context = step.context
+    weights = _describe_nonfinite_state(step)
+    if weights:
+        listed = format_list(weights, "\n  ")
+        raise NonFiniteError(
+            f"iteration {iteration}: the loss or the gradient is not finite, so training stops before the update.\n"
+            "  The cause is neither the data nor a device: these tensors had values that are not finite before this step:\n  "
+            f"{listed}\n"
+            "  They come from the checkpoint with which the run began (--load, --pretrained-checkpoint), or from an update after "
+            "it. Begin with another copy of the weights, or resume from an earlier checkpoint (--ckpt-step)."
+        )
     nonfinite_params = sorted(set().union(*(provider.find_nonfinite_params() for provider in step.providers)))
     initial_states = gather_objects((math.isfinite(loss_sum), nonfinite_params), context.world)
     results = gather_objects(_rerun_step(step, batch), context.world)
@@ -110,6 +120,33 @@ def raise_nonfinite(step: RepeatableStep, batch: Sequence[ModelInputs], iteratio
     remedies = f"a lower --lr or a smaller --clip-grad, or skip the batch with --iterations-to-skip {iteration}."
     lines.append(f"  Resume from the last checkpoint with {remedies}")
     raise NonFiniteError("\n".join([*lines, *details]))
+
+
+def _describe_nonfinite_state(step: RepeatableStep) -> list[str]:
+    """Return a line for each parameter that has weights or optimizer states that are not finite, with the number of values. Weights
+    come first. All ranks must call this function together."""
+    shards = [shard for provider in step.providers for group in provider.groups for shard in group.shards]
+    shards += [shard for provider in step.providers for shard in provider.frozen]
+    counts: dict[tuple[bool, str], int] = {}
+    for shard in shards:
+        # Each element is counted on one rank, but a copy on another rank may be the only one that is not finite.
+        own = slice(shard.norm_range.start, shard.norm_range.stop)
+        counted = {shard.record.name: (shard.weights, shard.weights[own])}
+        if shard.main_param is not shard.weights:
+            counted[f"the main parameter of {shard.record.name}"] = (shard.main_param, shard.main_param[own])
+        for state, values in shard.moments.items():
+            is_per_element = values.shape == shard.weights.shape
+            counted[f"{state} of {shard.record.name}"] = (values, values[own] if is_per_element else values)
+        for name, (all_values, own_values) in counted.items():
+            if not torch.isfinite(all_values).all():
+                counts[name != shard.record.name, name] = own_values.numel() - int(own_values.isfinite().sum())
+    counts_of_ranks = gather_objects(counts, step.context.world)
+    lines = []
+    for key in sorted({key for counts in counts_of_ranks for key in counts}):
+        ranks = [rank for rank, counts in enumerate(counts_of_ranks) if key in counts]
+        count = sum(counts_of_ranks[rank][key] for rank in ranks)
+        lines.append(f"{key[1]} on {format_ranks(ranks)}" + (f": {count:,} of its values" if count else ""))
+    return lines
 
 
 def _diagnose_with_shifted_data(step: RepeatableStep, batch: Sequence[ModelInputs], results: Sequence[_RerunResult]) -> str:
@@ -268,6 +305,12 @@ def _move_inputs(inputs: ModelInputs, move: Callable[[torch.Tensor], torch.Tenso
         inputs,
         **tensors,
         documents=documents
-        and Documents(documents.cu_seqlens, move(documents.cu_seqlens_device), documents.batch_size, documents.sequence_split),
+        and Documents(
+            documents.cu_seqlens,
+            move(documents.cu_seqlens_device),
+            documents.batch_size,
+            documents.sequence_split,
+            documents.data_lengths,
+        ),
         mtp_targets=[(move(labels), move(mask)) for labels, mask in inputs.mtp_targets],
     )

@@ -317,14 +317,16 @@ class Sentinel(Callback):
         return self._gradients.stop()
 
 
-_DocumentArgs = tuple[NDArray[np.int32], int, SequenceSplit | None]
+_DocumentArgs = tuple[NDArray[np.int32], int, SequenceSplit | None, Sequence[int] | None]
 
 
 def _to_host(inputs: ModelInputs) -> tuple[ModelInputs, _DocumentArgs | None]:
     """Return a copy of a microbatch that can be sent to another rank: its tensors in host memory, and separately the constructor
     arguments of its `Documents`."""
     documents = inputs.documents
-    document_args = None if documents is None else (documents.cu_seqlens, documents.batch_size, documents.sequence_split)
+    document_args = None
+    if documents is not None:
+        document_args = (documents.cu_seqlens, documents.batch_size, documents.sequence_split, documents.data_lengths)
     return _move_inputs(replace(inputs, documents=None), torch.Tensor.cpu), document_args
 
 

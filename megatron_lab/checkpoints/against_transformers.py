@@ -19,6 +19,7 @@ from megatron.data.tokenizer import build_tokenizer
 from megatron.parallel.context import make_context
 from megatron.parallel.tensor_slice import TensorSlice
 from megatron.parallel.topology import Topology
+from megatron_lab.checkpoints.finite_values import count_nonfinite, describe_nonfinite_weights
 from megatron_lab.foreign.source import TensorInfo, WeightSource
 from megatron_lab.inference.forward import compute_sequence_logits
 from megatron_lab.inference.model_from_source import load_model
@@ -85,7 +86,8 @@ def compare_logits(source: WeightSource, folder: Path, dtype: torch.dtype, *, se
         A sentence with the largest difference between the logits.
 
     Raises:
-        CheckpointError: logits differ by more than `MAX_LOGIT_DIFFERENCE`, or transformers reports missing or unexpected tensors.
+        CheckpointError: logits differ by more than `MAX_LOGIT_DIFFERENCE`, both models give logits that are not finite, or
+            transformers reports missing or unexpected tensors.
         ValueError: transformers is not installed, or cannot open the folder.
     """
     transformers = _import_transformers()
@@ -101,6 +103,14 @@ def compare_logits(source: WeightSource, folder: Path, dtype: torch.dtype, *, se
         raise CheckpointError(
             f"internal error: {folder}: the logits of transformers have shape {list(expected.shape)}, those of this framework "
             f"{list(logits.shape)}: the conversion is wrong. Please report this"
+        )
+    if count_nonfinite(logits) and (num_nonfinite := count_nonfinite(expected)):
+        weights = describe_nonfinite_weights(source)
+        raise CheckpointError(
+            f"the model itself gives NaN or infinity: {num_nonfinite:,} of {expected.numel():,} logits of transformers "
+            f"{transformers.__version__} on random ids are not finite, nor are those of this framework, and cannot be compared.\n"
+            f"  {weights or f'All weights of {source.name} are finite: they are so large that logits overflow in float32'}\n"
+            "  Use another copy of the model, or an earlier checkpoint"
         )
     max_difference = (logits - expected).abs().max().item()
     result = (

@@ -4,7 +4,8 @@ OUTPUT becomes a --save folder, with the tokenizer's files next to its checkpoin
 checkpoint of iteration 0 with only weights, in their original dtype. A run starts from it with --use-checkpoint-args and either
 --pretrained-checkpoint OUTPUT or --load OUTPUT --finetune. The import from Megatron-LM (format torch or torch_dist) also contains
 the iteration, optimizer state, counters, schedules and loss scale of the run. That run continues with --use-checkpoint-args --load
-OUTPUT. Peak memory: one parameter; with --verify the complete model in float32.
+OUTPUT. Peak memory: one parameter; with --verify the complete model in float32. If tensors have values that are NaN or
+infinite, they are listed and nothing is written.
 """
 
 from __future__ import annotations
@@ -65,11 +66,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compare logits with transformers first, and write nothing if they differ by more than 1e-4",
     )
+    parser.add_argument(
+        "--allow-nonfinite",
+        action="store_true",
+        help="write a checkpoint even if tensors of SOURCE have values that are NaN or infinite",
+    )
     add_tokenizer_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand `import`: write the checkpoint and print a summary. Returns the exit status."""
+    from megatron_lab.checkpoints.finite_values import FiniteCheck
     from megatron_lab.checkpoints.stream import write_checkpoint
     from megatron_lab.foreign.huggingface.folder import HuggingFaceFolder
 
@@ -89,14 +96,15 @@ def run(args: argparse.Namespace) -> int:
     try:
         data = DataConfig() if tokenizer is None else _copy_tokenizer(tokenizer, output / _TOKENIZER)
         content = _build_content(source, data, weights_only=args.weights_only)
-        record = run_record(content.settings, sys.argv[1:])
+        record, check = run_record(content.settings, sys.argv[1:]), FiniteCheck(source)
         path = write_checkpoint(
             output,
             content.iteration,
             content.tensors,
-            content.read,
+            check.wrap(content.read),
             {**record, "vocab_size": source.vocab_size},
             content.state,
+            before_commit=None if args.allow_nonfinite else check.raise_if_found,
         )
     except BaseException:
         shutil.rmtree(output / _TOKENIZER, ignore_errors=True)
@@ -109,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
         f"{content.description} ({format_bytes(sum(num_bytes.values()))}); "
         f"at most {format_bytes(max(num_bytes.values()))} of a tensor in memory at a time"
     )
-    for note in source.notes:
+    for note in [*source.notes, *filter(None, [check.describe()])]:
         print(f"note: {note}")
     print(verification)
     if content.iteration:

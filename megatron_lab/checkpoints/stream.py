@@ -33,6 +33,7 @@ def write_checkpoint(
     rank_slices: Sequence[Sequence[tuple[str, TensorSlice]]] | None = None,
     max_file_bytes: int | None = 5 << 30,
     content_digest: str | None = None,
+    before_commit: Callable[[], None] | None = None,
 ) -> str:
     """Write the checkpoint `<folder>/iter_<iteration>/`, and name it as the newest in the save folder's latest file. If writing
     fails, no incomplete checkpoint remains.
@@ -49,6 +50,8 @@ def write_checkpoint(
             list is written once. By default complete tensors are written, in order.
         max_file_bytes: start another data file when the current file would exceed this size. A slice is never split.
         content_digest: expected digest of the content; None for no check.
+        before_commit: called when all tensors are read and written, but the checkpoint is not yet complete. An error that it raises
+            discards the checkpoint.
 
     Returns:
         Path or URL of the checkpoint's folder.
@@ -80,6 +83,8 @@ def write_checkpoint(
                 f"the tensors that were read have the content digest {actual_digest}, but should have {content_digest}: the source "
                 "is damaged, or has changed in the meantime. Nothing is written. Copy the source again, or try again"
             )
+        if before_commit is not None:
+            before_commit()
         commit(save, draft, iteration, rank_manifests, small_files)
     except OSError as error:
         draft.discard()

@@ -66,3 +66,7 @@ class _MergedSource(DerivedSource):
         b_rows = self._source.read(b_name, TensorSlice((*tensor_slice.offsets[:-1], 0), (*tensor_slice.sizes[:-1], rank)))
         a_cols = self._source.read(a_name, TensorSlice((0, tensor_slice.offsets[-1]), (rank, tensor_slice.sizes[-1])))
         return (weight.double() + self._scale * (b_rows.double() @ a_cols.double())).to(self.weights[name].dtype)
+
+    def read_parts(self, name: str) -> Mapping[str, torch.Tensor]:
+        names = [part for part in (name, *get_adapter_names(name)) if part in self._source.weights]
+        return {key: tensor for part in names for key, tensor in super(_MergedSource, self).read_parts(part).items()}

@@ -19,7 +19,7 @@ from megatron.parallel.params import ParamRecord, build_global_records
 from megatron.parallel.tensor_slice import TensorSlice
 from megatron.spec.weights import pad_vocab_size, split_layer_name
 from megatron_lab.foreign.legacy_settings import build_model_config, build_tokenizer_config, describe_differences, infer_vocab_size
-from megatron_lab.foreign.source import TensorInfo
+from megatron_lab.foreign.source import TensorInfo, are_equal
 
 EMBEDDING_KEY, OUTPUT_KEY = "embedding.word_embeddings.weight", "output_layer.weight"
 _MEGATRON_PREFIXES = {
@@ -191,7 +191,7 @@ class MegatronSource(ABC):
             return self.read(name, tensor_slice)
         tensor = self._read_state(state_type, name, tensor_slice)
         has_full_main_param = state_type == WEIGHT and not any(vars(self.args).get(arg) for arg in _LOW_PRECISION_ARGS)
-        if has_full_main_param and not torch.equal(tensor.to(self.weights[name].dtype), self.read(name, tensor_slice)):
+        if has_full_main_param and not are_equal(tensor.to(self.weights[name].dtype), self.read(name, tensor_slice)):
             raise DamagedCheckpointError(
                 f"{self.name}: the weight {name} differs from its float32 copy in the optimizer state, rounded to the dtype of "
                 "the weight. The optimizer state belongs to another run or step, or it is divided among the ranks in a way that "

@@ -8,7 +8,7 @@ needs memory for only one tensor, and every tool works with every format.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -112,6 +112,27 @@ class DerivedSource:
 
     def read(self, name: str, tensor_slice: TensorSlice | None = None) -> torch.Tensor:
         return self._source.read(name, tensor_slice)
+
+    def read_parts(self, name: str) -> Mapping[str, torch.Tensor]:
+        """Read the stored tensors of a parameter, by their names in the files (see `megatron_lab.foreign.source.read_parts`)."""
+        return read_parts(self._source, name)
+
+
+def read_parts(source: WeightSource, name: str) -> Mapping[str, torch.Tensor]:
+    """Read the stored tensors from which a source computes a parameter, by their names in the files of the source.
+
+    A source without a method `read_parts` stores the parameter itself.
+
+    Args:
+        name: global name of the parameter.
+    """
+    read: Callable[[str], Mapping[str, torch.Tensor]] | None = getattr(source, "read_parts", None)
+    return {name: source.read(name)} if read is None else read(name)
+
+
+def are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors have the same shape and values. A NaN equals a NaN."""
+    return torch.equal(a, b) or (a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all()))
 
 
 def find_mismatches(tensors: Mapping[str, TensorInfo], expected_shapes: Mapping[str, tuple[int, ...]]) -> list[str]:

@@ -50,7 +50,9 @@ _REMOVABLE_FEATURES: dict[str, dict[str, Any]] = {
         "reset_attention_mask": False,
         "reset_position_ids": False,
         "eod_mask_loss": False,
+        "whole_documents": False,
     },
+    "--whole-documents": {"whole_documents": False},
     "--clip-grad": {"clip_grad": 0.0},
     "--fp8-format": {
         "fp8_format": None,

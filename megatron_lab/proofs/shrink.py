@@ -232,24 +232,27 @@ def _reduce_bucket_size(
 
 def _build_data_config(data: DataConfig, rows: int) -> DataConfig:
     """Build the data settings of the small run: mock data with tokens of NullTokenizer. The end-of-document token of NullTokenizer
-    is its vocabulary size V, so the word embedding has V + 1 rows.
+    is its vocabulary size V, so the word embedding has V + 1 rows. A proof reads random samples in place of any data, and
+    --whole-documents, which cannot be used with mock data, pads them.
 
     Args:
         rows: rows of the word embedding.
     """
     return DataConfig(
-        mock_data=True,
+        mock_data=not data.whole_documents,
+        data_path=("random",) if data.whole_documents else (),
         tokenizer_type="NullTokenizer",
         vocab_size=rows - 1,
         num_workers=data.num_workers,
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,
+        whole_documents=data.whole_documents,
     )
 
 
 _TOPICS = ("model", "training", "optimizer", "parallel", "precision", "memory")
-_PACKING = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+_PACKING = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "whole_documents")
 _UNLISTED_FIELDS = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers", "make_vocab_size_divisible_by"),
     *("num_attention_heads", "num_query_groups"),

@@ -83,7 +83,13 @@ def prove(
     micro = config.training.micro_batch_size
     has_many_microbatches = config.training.get_first_batch_size(data_size) > micro
     samples = RandomSamples(
-        _SAMPLES_SEED, config.model.seq_length, vocab_size, tokenizer.eod, micro, allows_empty_masks=has_many_microbatches
+        _SAMPLES_SEED,
+        config.model.seq_length,
+        vocab_size,
+        tokenizer.eod,
+        micro,
+        allows_empty_masks=has_many_microbatches,
+        has_padding=data.whole_documents,
     )
     eval_samples = dataclasses.replace(samples, seed=_EVAL_SEED)
     initial = _build_initial_weights(config, vocab_size)

@@ -123,10 +123,7 @@ class _ReferenceRunner:
     def _evaluate(self) -> float:
         micro, size = self.config.training.micro_batch_size, EVALUATED_BATCHES * self.final_batch_size
         with torch.no_grad():
-            results = [
-                self._compute_losses(self.state.weights, _build_batch(self.task.eval_samples, first, micro))
-                for first in range(0, size, micro)
-            ]
+            results = [self._compute_losses(self.state.weights, self.task.eval_samples, first) for first in range(0, size, micro)]
         losses, tokens, _ = zip(*results, strict=True)
         return (sum(losses) / sum(tokens)).item()
 
@@ -159,24 +156,44 @@ class _ReferenceRunner:
         micro = self.config.training.micro_batch_size
         weights = {**frozen, **trained}
         results = [
-            self._compute_losses(weights, _build_batch(self.task.samples, start, micro), record_output)
-            for start in range(first, first + size, micro)
+            self._compute_losses(weights, self.task.samples, start, record_output) for start in range(first, first + size, micro)
         ]
         tokens = torch.stack([count for _, count, _ in results]).sum()
-        objectives = [loss_sum / tokens + router_loss / len(results) for loss_sum, _, router_loss in results]
-        gradients = [torch.autograd.grad(loss, list(trained.values())) for loss in objectives]
+        objectives = [loss_sum / tokens + router_losses.total / len(results) for loss_sum, _, router_losses in results]
+        for name in results[0][2].count_terms:
+            count_terms = [router_losses.count_terms[name] for _, _, router_losses in results]
+            num_assignments = max(1.0, sum(count.item() for _, count in count_terms))
+            objectives = [objective + term / num_assignments for objective, (term, _) in zip(objectives, count_terms, strict=True)]
+        # A layer of multi-token prediction that reads only padding uses none of its experts.
+        gradients = [torch.autograd.grad(loss, list(trained.values()), materialize_grads=True) for loss in objectives]
         contributions = {name: torch.stack(grads) for name, grads in zip(trained, zip(*gradients, strict=True), strict=True)}
-        losses, counts, _ = ([value.item() for value in column] for column in zip(*results, strict=True))
+        losses, counts = [loss_sum.item() for loss_sum, _, _ in results], [count.item() for _, count, _ in results]
         return losses, counts, contributions, {name: torch.cat(values) for name, values in outputs.items()}
 
-    def _compute_losses(self, weights: Weights, batch: Batch, hook: OutputHook = no_hook) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sum of (mask x loss), the sum of the mask, and the auxiliary losses of the routers, which training also
-        minimizes."""
+    def _compute_losses(
+        self, weights: Weights, samples: RandomSamples, first: int, hook: OutputHook = no_hook
+    ) -> tuple[Tensor, Tensor, RouterLossHook]:
+        """Compute the losses of a microbatch.
+
+        Args:
+            first: index of the first sample of the microbatch in `samples`.
+
+        Returns:
+            The sum of (mask x loss), the sum of the mask, and the auxiliary losses of the routers, which training also minimizes.
+        """
+        micro = self.config.training.micro_batch_size
         data = self.config.data
         eod_rules = EodRules(self.task.samples.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
         router_loss_hook = RouterLossHook(hook)
-        token_losses, mask = compute_packed_losses(self.shape, weights, batch, eod_rules, router_loss_hook)
-        return (token_losses * mask).sum(), mask.sum(), router_loss_hook.total
+        token_losses, mask = compute_packed_losses(
+            self.shape,
+            weights,
+            _build_batch(samples, first, micro),
+            eod_rules,
+            router_loss_hook,
+            samples.get_data_lengths(first, micro) if samples.has_padding else None,
+        )
+        return (token_losses * mask).sum(), mask.sum(), router_loss_hook
 
 
 def _build_batch(samples: RandomSamples, first: int, size: int) -> Batch:

@@ -416,8 +416,11 @@ def shape_of(case: Case) -> ReferenceShape:
     )
 
 
-def documents(shape: ReferenceShape, steps: int, samples: int) -> list[Batch]:
-    """Batches of samples in which documents end otherwise: nowhere, everywhere, at the edges, beside the places where ranks cut."""
+def documents(shape: ReferenceShape, steps: int, samples: int, *, has_padding: bool = False) -> list[Batch]:
+    """Batches of samples in which documents end otherwise: nowhere, everywhere, at the edges, beside the places where ranks cut.
+
+    With padding, samples end after all of their tokens, most of them, half, two, or all but the last label.
+    """
     generator = torch.Generator().manual_seed(7)
     last = shape.seq - 1
     quarter = shape.seq // 4
@@ -428,7 +431,11 @@ def documents(shape: ReferenceShape, steps: int, samples: int) -> list[Batch]:
         window = torch.randint(EOD + 1, shape.vocab, (samples, shape.seq + 1), generator=generator)
         for sample in range(samples):
             window[sample, places[(sample + 3 * step) % len(places)]] = EOD  # a batch of one sample has tokens that count
-        batches.append((window[:, :-1], window[:, 1:], torch.ones(samples, shape.seq, dtype=torch.float64)))
+        mask = torch.ones(samples, shape.seq, dtype=torch.float64)
+        for sample in range(samples if has_padding else 0):
+            length = (last, shape.seq + 1, shape.seq // 2 + 1, 2, shape.seq)[(sample + step) % 5]
+            window[sample, length:], mask[sample, length - 1 :] = EOD, 0.0
+        batches.append((window[:, :-1], window[:, 1:], mask))
     return batches
 
 
@@ -448,12 +455,15 @@ def recipe_of(case: Case, steps: int | None = None) -> Recipe:
     steps = steps or steps_of(case)
     rules = None
     if case["documents"]:
-        every = case["documents"] == "all"
+        every = case["documents"] != "attention"
         rules = DocumentRules(EOD, every, True, every)
-    batches = documents(shape, steps, batch) if rules else random_batches(shape, steps, batch, micro, seed=2)
+    has_padding = case["documents"] == "padded"
+    batches = random_batches(shape, steps, batch, micro, seed=2)
+    if rules:
+        batches = documents(shape, steps, batch, has_padding=has_padding)
     optimizer, settings = RULES[case["rule"]]
     weights = build_random_weights(shape, seed=5, std=0.3 if shape.experts else 0.1)
-    return Recipe(shape, weights, batches, rules=rules, optimizer=optimizer, update=settings)
+    return Recipe(shape, weights, batches, rules=rules, has_padding=has_padding, optimizer=optimizer, update=settings)
 
 
 def layout_of(case: Case) -> Layout:
@@ -504,9 +514,11 @@ def reference_of(recipe: Recipe) -> ReferenceRun:
     if recipe.rules is not None:
         rules = recipe.rules
         loss = functools.partial(
-            loss_with_rules, rules=EodRules(EOD, rules.reset_position_ids, rules.reset_attention_mask, rules.eod_mask_loss)
+            loss_with_rules,
+            rules=EodRules(EOD, rules.reset_position_ids, rules.reset_attention_mask, rules.eod_mask_loss),
+            has_padding=recipe.has_padding,
         )
-        joined = shape.experts or shape.mtp_depths or shape.z_loss or shape.smoothing
+        joined = shape.experts or shape.mtp_depths or shape.z_loss or shape.smoothing or recipe.has_padding
         if rules.reset_position_ids and not joined:
             loss = functools.partial(loss_of_documents_apart, eod=EOD)
     return train(

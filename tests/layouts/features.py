@@ -192,7 +192,7 @@ FEATURES: dict[str, Feature] = {
             "schedule": schedules("1f1b", "interleaved", "zb-h1", "zb-v"),
             "sharding": SHARDING,
             "memory": each("memory", ["kept", "full", "norms and the mlp", "host"]),
-            "documents": each("documents", [None, "all"]),
+            "documents": each("documents", [None, "all", "padded"]),
             "micro_batch_size": each("micro_batch_size", [1, 2]),
             "depths": each("depths", [0, 1, 2]),
             "fsdp": [

@@ -522,6 +522,28 @@ FAULTS = {
         "data",
         ("the data ranks hold different values",),
     ),
+    "padding that counts in the balance": Fault(
+        (("token_terms = token_terms * (is_data * scale)", "token_terms = token_terms * scale"),),
+        f"--world-size 2 {EXPERTS} --whole-documents --reset-attention-mask",
+        "gradient",
+        "mlp.router.weight",
+        None,
+        (),
+    ),
+    "padding that takes the places of tokens": Fault(
+        (
+            (
+                "expert_ids = expert_ids.where(data_tokens.is_data.unsqueeze(-1), self.spec.num_experts)",
+                "expert_ids = expert_ids.where(expert_ids >= 0, self.spec.num_experts)",
+            ),
+        ),
+        f"--world-size 2 --expert-model-parallel-size 2 {EXPERTS} --moe-expert-capacity-factor 1 --whole-documents "
+        "--reset-attention-mask",
+        "forward",
+        "layers.0.mlp",
+        None,
+        ("the output of the MLP",),
+    ),
     "the residual of tokens that all their experts have dropped": Fault(
         (("y = y.view_as(x)", "y = y.view_as(x) - x * (expert_ids == self.router.spec.num_experts).all(-1, keepdim=True)"),),
         f"--world-size 2 --expert-model-parallel-size 2 {EXPERTS} --moe-router-topk 1 --moe-router-pre-softmax "

@@ -38,7 +38,7 @@ from megatron_lab.verification.reference.experts import ExpertsShape
 from megatron_lab.verification.reference.model import Batch
 from megatron_lab.verification.reference.rotary import RotaryScaling
 from megatron_lab.verification.reference.shape import LatentShape, ReferenceShape, Weights
-from tests.support.reference_runs import ReferenceRun
+from tests.support.reference_runs import ReferenceRun, count_data
 from tests.support.warm import run_warm_ranks
 from tests.support.windows import Windows
 
@@ -119,6 +119,8 @@ class Recipe:
     scaler: GradScaler = field(default_factory=lambda: GradScaler(1.0))
     rules: DocumentRules | None = None
     """Read the batches as a run reads its data, by these rules. The rules make the loss mask: that of the batches is to be ones."""
+    has_padding: bool = False
+    """Whether the samples end with padding: the labels that the masks of the batches leave out. With rules alone."""
 
 
 def model_config(shape: ReferenceShape, **changes: Any) -> ModelConfig:
@@ -361,12 +363,16 @@ def microbatches(batch: Batch, context: ParallelContext, micro_batch_size: int, 
     return found
 
 
-def read_microbatches(batch: Batch, step: TrainStep, micro_batch_size: int, rules: DocumentRules) -> list[ModelInputs]:
+def read_microbatches(
+    batch: Batch, step: TrainStep, micro_batch_size: int, rules: DocumentRules, *, has_padding: bool = False
+) -> list[ModelInputs]:
     """The same by way of the loader, on stages that read nothing without."""
     tokens, labels, mask = batch
-    assert mask.all(), "masks come from the rules"
+    assert has_padding or mask.all(), "masks come from the rules"
     stages = [chunk.stage for chunk in step.model.layer_table]
-    source = Windows(torch.cat([tokens, labels[:, -1:]], dim=1).numpy()) if needs_samples(step.context, stages, rules) else None
+    source = None
+    if needs_samples(step.context, stages, rules):
+        source = Windows(torch.cat([tokens, labels[:, -1:]], dim=1).numpy(), count_data(batch) if has_padding else None)
     maker = BatchBuilder.for_model(step.model.config, step.context, 1, micro_batch_size, rules)
     return next(maker.iter_evaluation_batches(source, global_batch_size=len(tokens), num_batches=1))
 
@@ -403,7 +409,7 @@ def _rank_run(rank: int, recipe: Recipe, layout: Layout, evaluate: Batch | None)
     def inputs_of(batch: Batch) -> list[ModelInputs]:
         if recipe.rules is None:
             return microbatches(batch, context, layout.micro_batch_size, recipe.shape.mtp_depths)
-        return read_microbatches(batch, step, layout.micro_batch_size, recipe.rules)
+        return read_microbatches(batch, step, layout.micro_batch_size, recipe.rules, has_padding=recipe.has_padding)
 
     def evaluation() -> list[float]:
         if evaluate is None:

@@ -154,7 +154,7 @@ def loss_and_gradients(
     """The loss of a batch and its gradient with respect to every weight that is trained."""
     leaves = {name: w.detach().requires_grad_() for name, w in weights.items() if is_trained(shape, name)}
     value = loss(shape, {name: leaves.get(name, w) for name, w in weights.items()}, batch)
-    gradients = torch.autograd.grad(value, list(leaves.values()))
+    gradients = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)  # experts that have only padding
     return value.item(), dict(zip(leaves, gradients, strict=True))
 
 
@@ -170,8 +170,15 @@ def loss_of_documents_apart(shape: ReferenceShape, weights: Weights, batch: Batc
     return total / count
 
 
-def loss_with_rules(shape: ReferenceShape, weights: Weights, batch: Batch, rules: EodRules) -> Tensor:
-    """Mean loss of a batch of packed samples, each rule by itself."""
-    added = RouterLossHook()
-    losses, kept = compute_packed_losses(shape, weights, batch, rules, added)
+def count_data(batch: Batch) -> list[int]:
+    """The number of tokens of each sample before its padding, which has the labels that the mask leaves out."""
+    return [int(kept) + 1 for kept in batch[2].sum(1).tolist()]
+
+
+def loss_with_rules(
+    shape: ReferenceShape, weights: Weights, batch: Batch, rules: EodRules, *, has_padding: bool = False, seen: OutputHook = no_hook
+) -> Tensor:
+    """Mean loss of a batch of packed samples, each rule by itself; with padding where the mask leaves out labels."""
+    added = RouterLossHook(seen)
+    losses, kept = compute_packed_losses(shape, weights, batch, rules, added, count_data(batch) if has_padding else None)
     return (losses * kept).sum() / kept.sum() + added.gradient_only

@@ -22,7 +22,7 @@ from megatron_lab.foreign.huggingface.families import FAMILIES, UNSUPPORTED
 from megatron_lab.foreign.huggingface.family import Family
 from megatron_lab.foreign.huggingface.fields import CONFIG, Fields
 from megatron_lab.foreign.huggingface.weight_files import WEIGHT_DTYPES, open_tensors
-from megatron_lab.foreign.source import TensorInfo, find_mismatches
+from megatron_lab.foreign.source import TensorInfo, are_equal, find_mismatches
 
 
 class HuggingFaceFolder:
@@ -87,6 +87,10 @@ class HuggingFaceFolder:
         tensor_slice = tensor_slice or TensorSlice.full(info.shape)
         return self._layouts[name].read_param(tensor_slice, info.dtype, lambda hf_name: self._tensors[hf_name].read())
 
+    def read_parts(self, name: str) -> Mapping[str, torch.Tensor]:
+        """Read the tensors of the files that form a parameter, by their names in the files."""
+        return {hf_name: self._tensors[hf_name].read() for hf_name in self._layouts[name].row_counts}
+
     def _check_tensors(self, family: Family, fields: Fields) -> None:
         """Check that the folder has every tensor of the model with the right shape, and that each other tensor is known not to be a
         weight of the model.
@@ -111,7 +115,7 @@ class HuggingFaceFolder:
         if self.model.has_tied_embeddings and output_name in unexpected:
             buffers.append(output_name)  # old files contain the tied weight twice
             (embedding,) = self._layouts[WORD_EMBEDDING].row_counts
-            if embedding in tensors and not torch.equal(tensors[embedding].read(), tensors[output_name].read()):
+            if embedding in tensors and not are_equal(tensors[embedding].read(), tensors[output_name].read()):
                 raise CheckpointError(
                     f"{self.name}: {CONFIG} ties the output layer to the embedding (tie_word_embeddings), but the values of "
                     f"{output_name} differ from those of the embedding.\n"

@@ -78,6 +78,20 @@ def select_experts(shape: ExpertsShape, logits: list[float], bias: list[float] |
     return sorted(candidates, key=lambda expert: (-scores[expert], expert))[: shape.top_k]
 
 
+def mark_data(data_lengths: list[int], seq: int, num_ahead: int = 0) -> Tensor:
+    """Return which positions of a layer are data and not padding, bool [B, s]. A position is padding if the layer reads a padding
+    token there.
+
+    Args:
+        data_lengths: number of tokens of each sample before its padding, of s + 1 tokens with the last label.
+        seq: tokens s of a sample.
+        num_ahead: in multi-token prediction, number of positions between a token and the last token that the layer reads at its
+            position. Beyond the last label it reads no padding.
+    """
+    is_data = [[min(position + num_ahead, seq) < length for position in range(seq)] for length in data_lengths]
+    return torch.tensor(is_data)
+
+
 def compute_router_weights(shape: ExpertsShape, logits: Tensor, expert_ids: list[int]) -> Tensor:
     """Compute the router weights [k]: factors by which the outputs of a token's k experts are multiplied.
 
@@ -103,12 +117,13 @@ def find_dropped(shape: ExpertsShape, expert_ids: list[list[int]], weights: list
     equal weights the later assignment is dropped.
 
     Args:
-        expert_ids: indices of the selected experts of each token.
+        expert_ids: indices of the selected experts of each token; none for padding, from which no capacity is computed.
         weights: router weights of these experts.
     """
     if shape.capacity_factor is None:
         return set()
-    capacity = math.ceil(shape.capacity_factor * len(expert_ids) * shape.top_k / shape.num_experts)
+    num_tokens = sum(bool(experts) for experts in expert_ids)
+    capacity = math.ceil(shape.capacity_factor * num_tokens * shape.top_k / shape.num_experts)
     dropped: set[tuple[int, int]] = set()
     for expert in range(shape.num_experts):
         assignments = [
@@ -122,23 +137,33 @@ def find_dropped(shape: ExpertsShape, expert_ids: list[list[int]], weights: list
 
 
 def combine_experts(
-    shape: ExpertsShape, weights: Mapping[str, Tensor], x: Tensor, apply_expert: Callable[[int, Tensor], Tensor]
+    shape: ExpertsShape,
+    weights: Mapping[str, Tensor],
+    x: Tensor,
+    apply_expert: Callable[[int, Tensor], Tensor],
+    is_data: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, list[list[list[int]]]]:
-    """Apply the selected experts to each token and sum their outputs, multiplied by the router weights.
+    """Apply the selected experts to each token and sum their outputs, multiplied by the router weights. Padding has no experts, and
+    its sum is zero.
 
     Args:
         weights: weights of the layer. Used are "mlp.router.weight" [E, h], and if they exist "mlp.router.bias" [E] (for balance)
             and "mlp.router.shares" [E] (share of the assignments at the previous update, as a multiple of the mean).
         x: [B, s, h].
         apply_expert: applies the expert with a given index to a token [h].
+        is_data: whether each token is data, not padding, bool [B, s]; None for no padding.
 
     Returns:
         The weighted sums [B, s, h]; the router losses, multiplied by their coefficients, as a mean over the microbatches; and the
         indices of the experts of each token.
     """
+    is_data = torch.ones(x.shape[:2], dtype=torch.bool) if is_data is None else is_data
     logits = x @ weights["mlp.router.weight"].T
     bias = weights["mlp.router.bias"].tolist() if "mlp.router.bias" in weights else None
-    expert_ids = [[select_experts(shape, token, bias) for token in sequence] for sequence in logits.tolist()]
+    expert_ids = [
+        [select_experts(shape, token, bias) if counts else [] for token, counts in zip(sequence, sequence_counts, strict=True)]
+        for sequence, sequence_counts in zip(logits.tolist(), is_data.tolist(), strict=True)
+    ]
     rows = []
     for sequence, sequence_logits, sequence_experts in zip(x, logits, expert_ids, strict=True):
         router_weights = [
@@ -159,30 +184,52 @@ def combine_experts(
 def compute_router_losses(
     shape: ExpertsShape, weights: Mapping[str, Tensor], logits: Tensor, expert_ids: list[list[list[int]]]
 ) -> Tensor:
-    """Compute the sum of load-balancing loss and z-loss, multiplied by their coefficients, as a mean over the microbatches.
-
-    Terms with the value zero give "mlp.router.bias" and "mlp.router.shares" [E] a gradient: for each expert, its number of
-    assignments divided by the mean, minus 1. The update rule of these two parameters uses this number instead of a true gradient.
+    """Compute the sum of load-balancing loss and z-loss, multiplied by their coefficients, as a mean over the microbatches. Padding
+    does not count. The z-loss, and the load-balancing loss except that of a microbatch, are means over the sequences of the means
+    over their tokens.
 
     Args:
         weights: weights of the layer.
         logits: router logits [B, s, E].
-        expert_ids: indices of the selected experts of each token.
+        expert_ids: indices of the selected experts of each token; none for padding.
     """
-    scope_size = 1 if shape.aux_loss_scope == "sequence" else shape.micro_batch_size
+    scope_size = shape.micro_batch_size if shape.aux_loss_scope == "microbatch" else 1
     previous_shares = weights["mlp.router.shares"].detach() / shape.num_experts if shape.aux_loss_scope == "update before" else None
     losses = [
         compute_aux_loss(shape, logits[i : i + scope_size], expert_ids[i : i + scope_size], previous_shares)
         for i in range(0, len(logits), scope_size)
     ]
-    z_loss = logits.exp().sum(-1).log().square().mean()
+    z_terms = logits.exp().sum(-1).log().square()
+    z_losses = [
+        torch.stack([*(term for term, experts in zip(terms, sequence, strict=True) if experts), 0 * terms[0]]).sum()
+        / max(1, sum(bool(experts) for experts in sequence))
+        for terms, sequence in zip(z_terms, expert_ids, strict=True)
+    ]
     aux_loss = shape.aux_loss_coeff * torch.stack(losses).mean() if shape.aux_loss_scope != "none" else 0.0
-    total = aux_loss + shape.z_loss_coeff * z_loss
-    for name in ("mlp.router.bias", "mlp.router.shares"):
-        if name in weights:
-            count_term = (weights[name] * (compute_expert_shares(shape, expert_ids) * shape.num_experts - 1)).sum()
-            total = total + (count_term - count_term.detach())
-    return total
+    return aux_loss + shape.z_loss_coeff * torch.stack(z_losses).mean()
+
+
+def compute_count_term(shape: ExpertsShape, weights: Mapping[str, Tensor], expert_ids: list[list[list[int]]]) -> Tensor | None:
+    """Compute a term with the value zero that gives "mlp.router.bias" and "mlp.router.shares" [E] a gradient: for each expert, its
+    number of assignments times E, minus the number of all assignments. Return the term and the number of all assignments, [2].
+    Return None if the layer has no such weights.
+
+    Divided by the number of all assignments of the global batch, the gradient is the number that the update rule of these two
+    weights uses instead of a true gradient.
+
+    Args:
+        weights: weights of the layer.
+        expert_ids: indices of the selected experts of each token; none for padding.
+    """
+    counted_weights = [weights[name] for name in ("mlp.router.bias", "mlp.router.shares") if name in weights]
+    if not counted_weights:
+        return None
+    flat_ids = [expert for sequence in expert_ids for token in sequence for expert in token]
+    excess = [flat_ids.count(expert) * shape.num_experts - len(flat_ids) for expert in range(shape.num_experts)]
+    terms = [(weight * torch.tensor(excess, dtype=torch.float64)).sum() for weight in counted_weights]
+    return torch.stack(
+        [sum((term - term.detach() for term in terms), torch.zeros_like(terms[0])), torch.tensor(len(flat_ids)).double()]
+    )
 
 
 def compute_expert_shares(shape: ExpertsShape, expert_ids: list[list[list[int]]]) -> Tensor:
@@ -199,10 +246,13 @@ def compute_aux_loss(
 
     Args:
         logits: router logits [B, s, E].
-        expert_ids: indices of the selected experts of each token.
+        expert_ids: indices of the selected experts of each token; none for padding. Without any tokens the loss is zero.
         shares: share of the assignments of each expert [E]; by default computed from `expert_ids`.
     """
+    logits = logits[torch.tensor([[bool(token) for token in sequence] for sequence in expert_ids])]  # [tokens, E]
+    if not len(logits):
+        return logits.sum()
     scores = 1 / (1 + torch.exp(-logits)) if shape.score_function == "sigmoid" else logits.exp()
-    scores = (scores / scores.sum(-1, keepdim=True)).flatten(0, 1)
+    scores = scores / scores.sum(-1, keepdim=True)
     shares = compute_expert_shares(shape, expert_ids) if shares is None else shares
     return shape.num_experts * (shares * scores.mean(0)).sum()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_lab.verification.reference.eight_bits import Fp8Spec, fp8_linear
-from megatron_lab.verification.reference.experts import ExpertsShape, combine_experts
+from megatron_lab.verification.reference.experts import ExpertsShape, combine_experts, compute_count_term, mark_data
 from megatron_lab.verification.reference.rotary import compute_rotary_frequencies
 from megatron_lab.verification.reference.shape import ReferenceShape, Weights
 
@@ -23,8 +23,8 @@ OutputHook = Callable[[str, Tensor], None]
 
 It gets the outputs [B, s, h] of the embedding, of each layer ("layers.3") and of its attention and MLP ("layers.3.attention",
 "layers.3.mlp"), and of the projection and layer of each MTP depth. ("layers.3.scores", tensor) is the largest attention score
-of each head and query [B, n, s], before any cap. ("layers.3.balance", tensor) is the router loss of the layer's experts, as a
-mean over the microbatches.
+of each head and query [B, n, s], before any cap; minus infinity for padding. ("layers.3.balance", tensor) is the router loss of
+the layer's experts, as a mean over the microbatches. ("layers.3.counts", tensor) is the result of `compute_count_term`.
 """
 
 
@@ -39,18 +39,24 @@ class RouterLossHook:
     def __init__(self, hook: OutputHook = no_hook) -> None:
         self._hook = hook
         self.total = torch.zeros((), dtype=torch.float64)
+        self.count_terms: dict[str, Tensor] = {}
+        """Result of `compute_count_term` for each layer that has one, by name."""
 
     def __call__(self, name: str, values: Tensor) -> None:
         if name.endswith(".balance"):
             self.total = self.total + values
+        elif name.endswith(".counts"):
+            self.count_terms[name] = values
         else:
             self._hook(name, values)
 
     @property
     def gradient_only(self) -> Tensor:
         """Sum of the router losses minus the same value without gradient: zero, but with the gradient of the sum. Added to the
-        loss, it changes only the gradients."""
-        return self.total - self.total.detach()
+        loss, it changes only the gradients. It includes the terms for weights that are updated from expert counts, as for a global
+        batch of which all samples were processed at once."""
+        count_terms = [term / num_assignments.clamp(min=1) for term, num_assignments in self.count_terms.values()]
+        return sum(count_terms, self.total - self.total.detach())
 
 
 def compute_token_losses(
@@ -62,6 +68,7 @@ def compute_token_losses(
     document_ids: Tensor | None = None,
     hook: OutputHook = no_hook,
     mask: Tensor | None = None,
+    data_lengths: list[int] | None = None,
 ) -> Tensor:
     """Compute the cross entropy of each token [B, s], for tokens and labels [B, s].
 
@@ -74,14 +81,15 @@ def compute_token_losses(
             document.
         hook: called with the outputs of layers.
         mask: loss mask [B, s]; by default all tokens count. It limits which tokens multi-token prediction predicts.
+        data_lengths: number of tokens of each sample before its padding, including the last label; None for no padding.
     """
-    x = compute_hidden_states(shape, weights, tokens, positions, document_ids, hook)
+    x = compute_hidden_states(shape, weights, tokens, positions, document_ids, hook, data_lengths)
     logits = project_to_vocab(shape, weights, x)
     log_z = logits.logsumexp(dim=-1)
     cross_entropy = log_z - logits.gather(-1, labels[..., None])[..., 0]
     objective = smoothed_cross_entropy(shape, logits, labels) + shape.z_loss * log_z.square()
     if shape.mtp_depths:
-        objective = objective + compute_mtp_losses(shape, weights, x, labels, positions, document_ids, mask, hook)
+        objective = objective + compute_mtp_losses(shape, weights, x, labels, positions, document_ids, mask, hook, data_lengths)
     return cross_entropy.detach() + (
         objective - objective.detach()
     )  # the value of the cross entropy, the gradient of the objective
@@ -108,6 +116,7 @@ def compute_mtp_losses(
     document_ids: Tensor | None,
     mask: Tensor | None,
     hook: OutputHook = no_hook,
+    data_lengths: list[int] | None = None,
 ) -> Tensor:
     """Compute the multi-token-prediction (MTP) loss of each position [B, s], multiplied by its weight in the training loss
     (DeepSeek-V3, section 2.2).
@@ -119,6 +128,7 @@ def compute_mtp_losses(
     Args:
         x: output of the last layer [B, s, h].
         labels: [B, s].
+        data_lengths: number of tokens of each sample before its padding, including the last label; None for no padding.
     """
     samples, seq = labels.shape
     total = torch.zeros(samples, seq, dtype=x.dtype)
@@ -137,7 +147,8 @@ def compute_mtp_losses(
         x = mtp_input @ mtp_weights["projection.weight"].T
         hook(f"mtp.{depth - 1}.projection", x)
         layer_hook = partial(_call_mtp_hook, hook, f"mtp.{depth - 1}.layer", seq - depth + 1)
-        x = layer(shape, last, layer_weights, x, positions, document_ids, shape.get_fp8(last), layer_hook)
+        is_data = None if data_lengths is None else mark_data(data_lengths, seq, depth)
+        x = layer(shape, last, layer_weights, x, positions, document_ids, shape.get_fp8(last), layer_hook, is_data)
         hook(f"mtp.{depth - 1}.layer", x)
         losses = smoothed_cross_entropy(shape, project_to_vocab(shape, weights, x)[:, : seq - depth], labels[:, depth:])
         is_counted = torch.ones(samples, seq - depth, dtype=x.dtype)
@@ -182,8 +193,10 @@ def compute_hidden_states(
     positions: Tensor | None = None,
     document_ids: Tensor | None = None,
     hook: OutputHook = no_hook,
+    data_lengths: list[int] | None = None,
 ) -> Tensor:
     """Apply the embedding and all layers to tokens [B, s], and return the output of the last layer [B, s, h]."""
+    is_data = None if data_lengths is None else mark_data(data_lengths, tokens.shape[1])
     x = shape.embedding_multiplier * weights["embedding.word.weight"][tokens]
     if shape.positions == "learned":
         position_embeddings = weights["embedding.position.weight"]
@@ -206,6 +219,7 @@ def compute_hidden_states(
             document_ids,
             shape.get_fp8(layer_index),
             partial(_call_layer_hook, hook, f"layers.{layer_index}"),
+            is_data,
         )
         hook(f"layers.{layer_index}", x)
     return x
@@ -214,6 +228,11 @@ def compute_hidden_states(
 def _call_mtp_hook(hook: OutputHook, layer_name: str, num_tokens: int, output_name: str, values: Tensor) -> None:
     # Of the attention scores, keep only queries that read a token of the sample.
     hook(f"{layer_name}.{output_name}", values[:, :, :num_tokens] if output_name == "scores" else values)
+
+
+def _mask_scores(hook: OutputHook, is_data: Tensor, output_name: str, values: Tensor) -> None:
+    # Of the attention scores, keep only queries that are not padding.
+    hook(output_name, values.masked_fill(~is_data[:, None], -math.inf) if output_name == "scores" else values)
 
 
 def _call_layer_hook(hook: OutputHook, layer_name: str, output_name: str, values: Tensor) -> None:
@@ -229,6 +248,7 @@ def layer(
     document_ids: Tensor | None = None,
     fp8: Fp8Spec | None = None,
     hook: OutputHook = no_hook,
+    is_data: Tensor | None = None,
 ) -> Tensor:
     """Apply a transformer layer to its input x [B, s, h].
 
@@ -236,6 +256,7 @@ def layer(
         layer_index: index of the layer, which determines its window, rotary positions and experts.
         weights: weights of the layer.
         hook: called with the outputs of attention and MLP.
+        is_data: whether each token is data, not padding, bool [B, s]; None for no padding.
     """
     has_input_norm, has_output_norm = shape.norms != "post", shape.norms != "pre"
     layer_input = x
@@ -248,7 +269,7 @@ def layer(
         positions,
         document_ids,
         fp8,
-        hook,
+        hook if is_data is None else partial(_mask_scores, hook, is_data),
     )
     x = x + shape.residual_multiplier * (
         norm(shape, weights, "attention_post_norm", attention_output) if has_output_norm else attention_output
@@ -256,7 +277,7 @@ def layer(
     mlp_input = layer_input if shape.parallel else x
     mlp_input = norm(shape, weights, "mlp_norm", mlp_input) if has_input_norm else mlp_input
     if shape.experts is not None and shape.experts.layers[layer_index]:
-        mlp_output = moe(shape, shape.experts, weights, mlp_input, hook)
+        mlp_output = moe(shape, shape.experts, weights, mlp_input, hook, is_data)
     else:
         mlp_output = mlp(shape, weights, mlp_input, fp8)
     hook("attention", attention_output)
@@ -412,15 +433,25 @@ def mlp(shape: ReferenceShape, weights: Weights, x: Tensor, fp8: Fp8Spec | None 
     return linear(shape, weights, "mlp.down", activate(shape.activation, gate) * (up + shape.offset), fp8)
 
 
-def moe(shape: ReferenceShape, experts_shape: ExpertsShape, weights: Weights, x: Tensor, hook: OutputHook = no_hook) -> Tensor:
-    """Apply the experts of a mixture-of-experts layer, including the shared expert, to x [B, s, h]."""
+def moe(
+    shape: ReferenceShape,
+    experts_shape: ExpertsShape,
+    weights: Weights,
+    x: Tensor,
+    hook: OutputHook = no_hook,
+    is_data: Tensor | None = None,
+) -> Tensor:
+    """Apply the experts of a mixture-of-experts layer, including the shared expert, to x [B, s, h]. Only the shared expert
+    processes padding."""
 
     def apply_expert(expert_index: int, rows: Tensor) -> Tensor:
         up, down = weights["mlp.experts.up.weight"][expert_index], weights["mlp.experts.down.weight"][expert_index]
         return mlp(shape, {"mlp.up.weight": up, "mlp.down.weight": down}, rows)
 
-    y, router_loss, _ = combine_experts(experts_shape, weights, x, apply_expert)
+    y, router_loss, expert_ids = combine_experts(experts_shape, weights, x, apply_expert, is_data)
     hook("balance", router_loss)
+    if (count_term := compute_count_term(experts_shape, weights, expert_ids)) is not None:
+        hook("counts", count_term)
     if experts_shape.shared_ffn_size is None:
         return y
     shared_output = mlp(shape, {name.replace("mlp.shared.", "mlp."): w for name, w in weights.items() if "mlp.shared." in name}, x)
@@ -495,7 +526,12 @@ def split_documents(tokens: list[int], eod: int) -> list[tuple[int, int]]:
 
 
 def compute_packed_losses(
-    shape: ReferenceShape, weights: Weights, batch: Batch, eod_rules: EodRules, hook: OutputHook = no_hook
+    shape: ReferenceShape,
+    weights: Weights,
+    batch: Batch,
+    eod_rules: EodRules,
+    hook: OutputHook = no_hook,
+    data_lengths: list[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the cross entropy of each token of samples that contain several documents. Return the cross entropy and the mask of
     the tokens that count in the loss, both [B, s].
@@ -504,11 +540,15 @@ def compute_packed_losses(
         batch: tokens, labels and loss mask.
         eod_rules: effects of an end-of-document token on positions, attention and loss.
         hook: called with the outputs of layers.
+        data_lengths: number of tokens of each sample before its padding, including the last label; None for no padding. The padding
+            of a sample is one more document.
     """
     tokens, labels, mask = batch
     positions, document_ids = torch.zeros_like(tokens), torch.zeros_like(tokens)
     for sample, row in enumerate(tokens.tolist()):
-        for document_index, (start, end) in enumerate(split_documents(row, eod_rules.eod)):
+        length = len(row) if data_lengths is None else min(data_lengths[sample], len(row))
+        documents = split_documents(row[:length], eod_rules.eod)
+        for document_index, (start, end) in enumerate([*documents, (length, len(row))]):
             positions[sample, start:end] = torch.arange(end - start)
             document_ids[sample, start:end] = document_index
     counted_mask = mask * (tokens != eod_rules.eod) if eod_rules.masks_loss else mask
@@ -516,4 +556,7 @@ def compute_packed_losses(
         positions if eod_rules.resets_positions else None,
         document_ids if eod_rules.resets_attention else None,
     )
-    return compute_token_losses(shape, weights, tokens, labels, used_positions, used_document_ids, hook, counted_mask), counted_mask
+    losses = compute_token_losses(
+        shape, weights, tokens, labels, used_positions, used_document_ids, hook, counted_mask, data_lengths
+    )
+    return losses, counted_mask

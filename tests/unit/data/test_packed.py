@@ -13,7 +13,7 @@ from megatron.data.blend import Blend, BlendedDataset
 from megatron.data.gpt_dataset import PackedDataset, pack_best_fit, split_into_items
 from megatron.data.indexed_dataset import MARK_TYPE, DatasetError, IndexedDataset, get_loss_mask_prefix, open_loss_mask
 from megatron.data.indexed_writer import write_dataset
-from megatron.data.samples import DOCUMENT_END, IN_LOSS, DocumentRules, read_microbatch
+from megatron.data.samples import DOCUMENT_END, IN_LOSS, PADDING, DocumentRules, read_microbatch
 
 EOD, LENGTH = 0, 9
 SIZES = [3, 10, 4, 1, 6, 2, 7, 25, 5, 3, 0, 8, 2, 11, 4]
@@ -78,9 +78,22 @@ def test_what_fits_is_whole_and_what_was_read_is_one_number(tmp_path: Path) -> N
     assert np.array_equal(later.get_samples(0, 20), source.get_samples(5, 20))
     blend = BlendedDataset([source, dataset(tmp_path, marked=True)], Blend([1.0, 1.0]))
     marks = blend.get_marks(0, 8)
-    assert marks is not None and (marks & DOCUMENT_END > 0).any() and (marks & ~MARK_TYPE(IN_LOSS | DOCUMENT_END) == 0).all()
+    assert marks is not None and (marks & DOCUMENT_END > 0).any()
+    assert (marks & ~MARK_TYPE(IN_LOSS | DOCUMENT_END) == PADDING * (blend.get_samples(0, 8) == EOD)).all()
     with pytest.raises(DatasetError, match="no document of two tokens"):
         dataset(tmp_path / "..", marked=False, sizes=[1, 0])
+
+
+def test_a_microbatch_knows_where_padding_begins(tmp_path: Path) -> None:
+    """Only if attention stops at documents; microbatches of full samples have none."""
+    source, count = dataset(tmp_path, marked=False), 0
+    for number in range(source.samples_per_epoch):
+        filled = sum(piece.num_tokens for piece in source.get_lineage(number))
+        apart = read_microbatch(source, number, 1, DocumentRules(EOD, reset_attention_mask=True))
+        assert apart.data_lengths == (None if filled == LENGTH + 1 else (filled,))
+        assert read_microbatch(source, number, 1, DocumentRules(EOD, reset_position_ids=True)).data_lengths is None
+        count += filled == LENGTH + 1
+    assert 0 < count < source.samples_per_epoch
 
 
 def test_little_room_is_left() -> None:
