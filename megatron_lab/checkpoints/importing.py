@@ -72,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the subcommand `import`: write the checkpoint and print a summary. Returns the exit status."""
     from megatron_lab.checkpoints.stream import write_checkpoint
     from megatron_lab.foreign.huggingface.folder import HuggingFaceFolder
+    from megatron_lab.tokenizers.fingerprint import build_config_entry
 
     output: Path = args.output
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -95,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
             content.iteration,
             content.tensors,
             content.read,
-            {**record, "vocab_size": source.vocab_size},
+            {**record, "vocab_size": source.vocab_size, **build_config_entry(data)},
             content.state,
         )
     except BaseException:
