@@ -235,11 +235,15 @@ def read_dataset_fingerprint(prefix: str) -> TokenizerFingerprint | None:
     return TokenizerFingerprint.from_json(content, path)
 
 
-def write_dataset_fingerprint(prefix: str, fingerprint: TokenizerFingerprint) -> None:
-    """Write PREFIX.tokenizer of a local dataset. It is written after the dataset, so it is never next to an older dataset."""
+def write_dataset_fingerprint(prefix: str, fingerprint: TokenizerFingerprint, folder: str | None = None) -> None:
+    """Write PREFIX.tokenizer of a local dataset. It is written after the dataset, so it is never next to an older dataset.
+
+    Args:
+        folder: folder of the file until it is complete, on the same disk; None for the folder of the dataset.
+    """
     from megatron.data.indexed_writer import write_atomically
 
-    with write_atomically(get_tokenizer_file(prefix)) as (file,):
+    with write_atomically(get_tokenizer_file(prefix), folder=folder) as (file,):
         file.write(format_dataset_fingerprint(fingerprint).encode())
 
 

@@ -24,7 +24,7 @@ from megatron_lab.data_tools.preprocess.shard_work import (
 )
 from megatron_lab.data_tools.preprocess.storage import explain_disk_full
 from megatron_lab.data_tools.preprocess.text_records import FileFormat, InputRange
-from megatron_lab.tokenizers.fingerprint import compute_fingerprint, format_dataset_fingerprint
+from megatron_lab.tokenizers.fingerprint import compute_fingerprint, format_dataset_fingerprint, write_dataset_fingerprint
 
 _RESUME = "Continue with --resume: finished shards are kept."
 _FREE_SPACE = f"Make room there. {_RESUME}"
@@ -253,7 +253,7 @@ def _join_parts(reports: JobReports, job: PreprocessJob, summary: Summary, log: 
     # Old loss masks are removed and new ones written first, so that a dataset never exists without its mask or with an older mask.
     # The fingerprint is removed first and written last, so that it is never next to an older dataset.
     text_prefixes = summary.prefixes[: len(job.keys)]
-    fingerprint = format_dataset_fingerprint(compute_fingerprint(get_tokenizer(job)[0], job.tokenizer))
+    fingerprint = compute_fingerprint(get_tokenizer(job)[0], job.tokenizer)
     for prefix in text_prefixes:
         storage.remove(get_tokenizer_file(prefix))
         for suffix in (".idx", ".bin"):
@@ -287,4 +287,7 @@ def _join_parts(reports: JobReports, job: PreprocessJob, summary: Summary, log: 
             for suffix in (".bin", ".idx"):
                 storage.upload(f"{folder}/joined{suffix}", prefix + suffix)
     for prefix in text_prefixes:
-        storage.write_text(get_tokenizer_file(prefix), fingerprint)
+        if storage.is_url(prefix):
+            storage.write_text(get_tokenizer_file(prefix), format_dataset_fingerprint(fingerprint))
+        else:
+            write_dataset_fingerprint(prefix, fingerprint, job_folder.folder)
