@@ -117,7 +117,7 @@ class TokenizerFingerprint:
         return self.probes is not None and other.probes is not None and self.version == other.version
 
     def find_difference(self, other: TokenizerFingerprint) -> str | None:
-        """Return a text that says for which probe texts two comparable tokenizers have different ids; None if there are none."""
+        """Describe the probe texts for which two comparable tokenizers have different ids. Return None if all ids are equal."""
         assert self.probes is not None and other.probes is not None, "comparable"
         names = [name for name, digest in self.probes.items() if other.probes.get(name) != digest]
         if not names:
@@ -276,7 +276,7 @@ def merge_fingerprints(prefixes: Sequence[str]) -> tuple[TokenizerFingerprint | 
             raise ValueError(
                 f"{prefix} was written with another tokenizer than {first_prefix}: {difference}.\n"
                 f"  {prefix}: {fingerprint}\n  {first_prefix}: {first}\n"
-                "  Write one of them again with the tokenizer of the other (tools/preprocess_data.py)."
+                "  Preprocess the text of one dataset again, with the tokenizer of the other (tools/preprocess_data.py)."
             )
     if len(known) < len(stored):
         missing = next(prefix for prefix in prefixes if prefix not in known)
