@@ -130,7 +130,7 @@ def compare_dataset(
         a problem, or None if the tokenizers fit; and a warning, or None.
     """
     if not stored.is_comparable(current):
-        is_equal = stored.probes == current.probes and (stored.vocab_size, stored.eod) == (current.vocab_size, current.eod)
+        is_equal = stored.probes == current.probes and (stored.num_ids, stored.eod) == (current.num_ids, current.eod)
         reason = "of another version" if stored.version != current.version else "without ids of texts"
         return None, None if is_equal else f"written with {stored}, which is not compared with {current}, {reason}"
     if (difference := stored.find_difference(current)) is not None:
@@ -138,8 +138,8 @@ def compare_dataset(
     if stored.eod != current.eod:
         text = f"{stored}, but documents end with the id {current.eod:,} here"
         return (text, None) if uses_eod else (None, text)
-    if stored.vocab_size > current.vocab_size:
-        return None, f"{stored}; the {current.vocab_size:,} ids here lack tokens that the dataset may contain"
+    if stored.num_ids > current.num_ids:
+        return None, f"{stored}; the {current.num_ids:,} ids here lack tokens that the dataset may contain"
     return None, None
 
 
@@ -173,7 +173,7 @@ def check_weights(config: Config, config_json: Mapping[str, Any], source: str) -
     except (ValueError, OSError) as error:
         return [f"the tokenizer is not compared with that of the checkpoint: {error}"]
     if not stored.is_comparable(current):
-        if stored.vocab_size == current.vocab_size and stored.probes == current.probes:
+        if stored.num_ids == current.num_ids and stored.probes == current.probes:
             return []
         return [f"weights of the tokenizer {stored}, which is not compared with {current}"]
     if (difference := stored.find_difference(current)) is not None:

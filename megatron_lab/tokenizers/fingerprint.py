@@ -71,7 +71,7 @@ class TokenizerFingerprint:
     """Value of --tokenizer-type, for messages. Tokenizers of different types can have the same ids."""
     file: str
     """Name of the tokenizer's file with that of its folder, for messages; empty for a tokenizer without files."""
-    vocab_size: int
+    num_ids: int
     """Number of ids."""
     eod: int
     """Id that ends a document."""
@@ -110,7 +110,7 @@ class TokenizerFingerprint:
         return f"{self.tokenizer_type} {self.file}".rstrip()
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.vocab_size:,} ids, end of document {self.eod:,})"
+        return f"{self.name} ({self.num_ids:,} ids, end of document {self.eod:,})"
 
     def is_comparable(self, other: TokenizerFingerprint) -> bool:
         """Return whether the ids of both tokenizers are known for the same texts."""
@@ -263,7 +263,7 @@ def merge_fingerprints(prefixes: Sequence[str]) -> tuple[TokenizerFingerprint | 
     first_prefix, first = next(iter(known.items()))
     for prefix, fingerprint in known.items():
         if not fingerprint.is_comparable(first):
-            if (fingerprint.tokenizer_type, fingerprint.vocab_size) == (first.tokenizer_type, first.vocab_size):
+            if (fingerprint.tokenizer_type, fingerprint.num_ids) == (first.tokenizer_type, first.num_ids):
                 continue
             return (
                 None,
@@ -281,4 +281,4 @@ def merge_fingerprints(prefixes: Sequence[str]) -> tuple[TokenizerFingerprint | 
     if len(known) < len(stored):
         missing = next(prefix for prefix in prefixes if prefix not in known)
         return None, f"{missing} has no fingerprint of its tokenizer, so the result has none"
-    return max(known.values(), key=lambda fingerprint: fingerprint.vocab_size), None
+    return max(known.values(), key=lambda fingerprint: fingerprint.num_ids), None

@@ -69,7 +69,7 @@ def test_the_same_ids_have_the_same_fingerprint_in_every_format(tmp_path: Path) 
     converted = get_fingerprint(hugging_face(tmp_path / "json"))
     assert files.probes == converted.probes and files.probes is not None and len(set(files.probes.values())) == len(PROBE_TEXTS)
     assert files.is_comparable(converted) and files.find_difference(converted) is None
-    assert (files.name, files.eod, files.vocab_size) == ("GPT2BPETokenizer gpt2/vocab.json", END, END + 1)
+    assert (files.name, files.eod, files.num_ids) == ("GPT2BPETokenizer gpt2/vocab.json", END, END + 1)
     assert converted.name == "HuggingFaceTokenizer json/tokenizer.json"
 
 
@@ -107,10 +107,10 @@ def test_another_vocabulary_pattern_or_normalization_is_another_fingerprint(tmp_
 def test_added_tokens_keep_old_datasets_readable(tmp_path: Path) -> None:
     old = get_fingerprint(hugging_face(tmp_path / "old"))
     new = get_fingerprint(hugging_face(tmp_path / "new", add_tokens("<|im_start|>", "<|im_end|>")))
-    assert new.vocab_size == old.vocab_size + 2
+    assert new.num_ids == old.num_ids + 2
     assert compare_dataset(old, new, uses_eod=True) == (None, None)
     problem, warning = compare_dataset(new, old, uses_eod=True)
-    assert problem is None and warning is not None and f"the {old.vocab_size} ids here lack tokens" in warning
+    assert problem is None and warning is not None and f"the {old.num_ids} ids here lack tokens" in warning
 
 
 def test_another_end_of_document_is_a_problem_only_where_it_is_used(tmp_path: Path) -> None:
