@@ -24,6 +24,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.context import connect as join
 from megatron.training import startup, trainer
 from megatron_lab.inference.language_model import LanguageModel
+from megatron_lab.tokenizers.fingerprint import get_fingerprint, write_dataset_fingerprint
 
 if TYPE_CHECKING:
     from megatron_lab.proofs.report import Proof
@@ -66,7 +67,8 @@ def write_dataset(prefix: str | os.PathLike[str], texts: str | Iterable[str], **
     Raises:
         ValueError: the files exist with other content, or the tokenizer cannot be built.
     """
-    built_tokenizer = build_tokenizer(DataConfig(**tokenizer))
+    config = DataConfig(**tokenizer)
+    built_tokenizer = build_tokenizer(config)
     documents = [
         np.append(built_tokenizer.encode_array(text), built_tokenizer.eod)
         for text in ([texts] if isinstance(texts, str) else texts)
@@ -84,6 +86,7 @@ def write_dataset(prefix: str | os.PathLike[str], texts: str | Iterable[str], **
     with writing(path, get_token_dtype(built_tokenizer.vocab_size)) as file:
         for document in documents:
             file.add_documents(document)
+    write_dataset_fingerprint(path, get_fingerprint(config, built_tokenizer))
     return path
 
 

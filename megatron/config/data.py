@@ -75,6 +75,9 @@ def _build_tokenizer_condition(field: str) -> Condition:
 _USES_LOSS_MASK = condition("without --mock-data, whose tokens all count in the loss", mock_data=False)
 _USES_DATASET = condition("without --mock-data, whose samples are generated", mock_data=False)
 _USES_HF = condition(hf_dataset=IS_SET)
+_COMPARES_TOKENIZERS = condition(
+    "with datasets or a checkpoint to load", fix={}, mock_data=False, load=IS_SET, pretrained_checkpoint=IS_SET
+)
 
 
 @dataclass(frozen=True)
@@ -209,6 +212,9 @@ class DataConfig:
         ("<unk>", "<s>", "</s>"), active_if=_build_tokenizer_condition("tiktoken_special_tokens")
     )
     """Names of TikTokenizer's first special tokens."""
+    allow_tokenizer_mismatch: bool = setting(False, active_if=_COMPARES_TOKENIZERS)
+    """Train even if a dataset was written, or the loaded weights were trained, with a tokenizer that has other ids than that of the
+    run. Also read documents whose end-of-document id differs, although a flag acts at the ends of documents."""
 
 
 SPLIT_FIELDS = ("train_data_path", "valid_data_path", "test_data_path")

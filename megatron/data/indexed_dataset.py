@@ -278,6 +278,11 @@ def fingerprint(dataset: IndexedDataset) -> str:
     return state.hexdigest()
 
 
+def get_tokenizer_file(prefix: str) -> str:
+    """Return the path of the file with the fingerprint of a dataset's tokenizer, PREFIX.tokenizer."""
+    return f"{prefix}.tokenizer"
+
+
 # ---- Loss masks of datasets: which tokens count in the loss, and where conversations end.
 #
 # The loss mask of a dataset PREFIX is the indexed dataset PREFIX_loss_mask. It has one byte of marks per token, in the same

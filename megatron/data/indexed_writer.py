@@ -36,6 +36,7 @@ from megatron.data.indexed_dataset import (
     VERSION,
     DatasetError,
     IndexedDataset,
+    get_tokenizer_file,
     iter_blocks,
 )
 from megatron.data.samples import SHUFFLED_FILE, compute_permutation
@@ -111,6 +112,7 @@ def write_dataset(prefix: str, dtype: DTypeLike, sync: bool = True, folder: str 
         writer = IndexedDatasetWriter(prefix, np.dtype(dtype).newbyteorder("<"), tokens, index)
         yield writer
         writer.finish()
+        Path(get_tokenizer_file(prefix)).unlink(missing_ok=True)  # it describes the dataset that is replaced
 
 
 class IndexedDatasetWriter:
@@ -246,6 +248,7 @@ def join_datasets(
                 f"a .bin file was changed while it was copied to {output}.bin. Join the datasets again when they are complete."
             )
         _write_index(prefixes, index, dtype, joined_size)
+        Path(get_tokenizer_file(output)).unlink(missing_ok=True)  # it describes the dataset that is replaced
     return joined_size
 
 

@@ -329,6 +329,8 @@ class RunData:
     validation_sets: tuple[str, ...] = ()
     """Names of the validation sets, the same on every rank. A single set without a name is ""."""
     has_test: bool = False
+    tokenizer_warnings: Sequence[str] = ()
+    """Warnings, on the first rank, about datasets that were not written with the tokenizer of the run."""
 
     @property
     def corpus(self) -> Corpus:
@@ -455,7 +457,7 @@ class RunBatches:
             lines += import_object("megatron_lab.data_tools.validation_sets:list_set_notes")(config)
         splits = (datasets.train, *datasets.valid.values(), *datasets.test.values())
         warnings = [text for split in splits for text in split.find_warnings(self.data.batch_builder.document_rules)]
-        return lines + list(dict.fromkeys(f"WARNING: {text}" for text in warnings))
+        return lines + list(dict.fromkeys(f"WARNING: {text}" for text in (*warnings, *self.data.tokenizer_warnings)))
 
     def _build_evaluations(self, split: str, names: Sequence[str], sources: Mapping[str, SampleSource]) -> BatchesBySet:
         config = self.data.config
@@ -502,7 +504,10 @@ def open_data(config: Config, context: ParallelContext) -> RunData:
             )
         maker = BatchBuilder.for_model(config.model, context, training.seed, training.micro_batch_size, document_rules)
         validation_sets = tuple(blends[1] or {"": ()}) if needs_validation else ()
-        return RunData(config, compute_embedding_rows(tokenizer, data), maker, datasets, validation_sets, needs_test)
+        warnings = []
+        if context.rank == 0 and not data.mock_data:
+            warnings = import_object("megatron_lab.data_tools.tokenizer_checks:check_run_datasets")(data, datasets, tokenizer)
+        return RunData(config, compute_embedding_rows(tokenizer, data), maker, datasets, validation_sets, needs_test, warnings)
 
     return run_on_all_ranks(context, build)
 

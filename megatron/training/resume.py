@@ -421,6 +421,7 @@ def check_checkpoint(
         raise DamagedCheckpointError(f"{config_path} has no entry {min(missing)}; copy the file again")
     saved = from_dict(config_json["config"], config_path)
     notes = notes + check_model(config, config_json, vocab_size, path, continues_run=continues_run)
+    notes += import_object("megatron_lab.data_tools.tokenizer_checks:check_weights")(config, config_json, path)
     saved_names = {weight.name for weight in iter_weights(saved.model, vocab_size)}
     missing_weights = [weight for weight in iter_weights(config.model, vocab_size) if weight.name not in saved_names]
     new_weights = [weight for weight in missing_weights if weight.count_update is not None]
@@ -485,6 +486,7 @@ _COMPARED_TOPICS = ("data", "training", "optimizer", "precision", "parallel")
 _UNREPORTED_SETTINGS = {
     "num_workers",
     "data_cache_path",
+    "allow_tokenizer_mismatch",
     "exit_interval",
     "exit_duration_in_mins",
     "override_opt_param_scheduler",

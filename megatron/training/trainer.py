@@ -386,6 +386,8 @@ class Trainer:
             return NoSaver()
         from megatron.training.saver import Saver
 
+        build_entry = import_object("megatron_lab.tokenizers.fingerprint:build_config_entry")
+        record = {**record, **build_entry(self.config.data, is_writer=self.context.rank == 0)}
         patience_s = (
             60 * self.config.parallel.distributed_timeout_minutes / 2
         )  # so that the writer fails before a collective of the other ranks times out

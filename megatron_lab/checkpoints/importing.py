@@ -79,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_lab.checkpoints.finite_values import FiniteCheck
     from megatron_lab.checkpoints.stream import write_checkpoint
     from megatron_lab.foreign.huggingface.folder import HuggingFaceFolder
+    from megatron_lab.tokenizers.fingerprint import build_config_entry
 
     output: Path = args.output
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -102,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
             content.iteration,
             content.tensors,
             check.wrap(content.read),
-            {**record, "vocab_size": source.vocab_size},
+            {**record, "vocab_size": source.vocab_size, **build_config_entry(data)},
             content.state,
             before_commit=None if args.allow_nonfinite else check.raise_if_found,
         )

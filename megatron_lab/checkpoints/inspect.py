@@ -71,7 +71,7 @@ def format_lines(description: dict[str, Any]) -> list[str]:
         )
         header.append(("digest of the files", description["digest"]))
         header.append(("files", f"{description['files']}, {format_bytes(description['bytes'])}"))
-    for name in ("layout", "progress", "command", "versions"):
+    for name in ("layout", "progress", "tokenizer", "command", "versions"):
         if description.get(name):
             value = description[name]
             header.append((name, ", ".join(f"{key} {item}" for key, item in value.items()) if isinstance(value, dict) else value))
@@ -87,6 +87,8 @@ def format_lines(description: dict[str, Any]) -> list[str]:
 
 
 def _describe_run(checkpoint: StoredCheckpoint) -> dict[str, Any]:
+    from megatron_lab.tokenizers.fingerprint import read_config_entry
+
     parallel, state = checkpoint.settings.parallel, checkpoint.state
     layout = {
         "TP": parallel.tensor_model_parallel_size,
@@ -96,6 +98,7 @@ def _describe_run(checkpoint: StoredCheckpoint) -> dict[str, Any]:
     }
     progress = {name: value for name, value in state.get("progress", {}).items() if name != "phases"}
     files = checkpoint.manifest.files
+    fingerprint = read_config_entry(checkpoint.config, checkpoint.name)
     return {
         "digest": checkpoint.manifest.digest,
         "content_digest": checkpoint.manifest.content_digest,
@@ -104,6 +107,7 @@ def _describe_run(checkpoint: StoredCheckpoint) -> dict[str, Any]:
         "layout": layout,
         "progress": {name.replace("_", " "): value for name, value in progress.items()},
         "has_optimizer": bool(state.get("has_optimizer")),
+        "tokenizer": None if fingerprint is None else str(fingerprint),
         "command": " ".join(checkpoint.config.get("command", [])),
         "versions": checkpoint.config.get("versions", {}),
     }

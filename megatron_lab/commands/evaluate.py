@@ -7,7 +7,7 @@
 --load names a model as for tools/generate_text.py: a --save folder, one checkpoint in it, a Hugging Face folder, or a checkpoint of
 Megatron-LM. A file is a text, which is one document, JSON lines with a "text" each (.jsonl), or an indexed dataset (its path
 without .bin and .idx). Documents are evaluated independently. The first token of a document is predicted from the token that begins
-a text (bos, or else the end-of-document token).
+a text (bos, or else the end-of-document token). A dataset that was written with another tokenizer is refused.
 
 A document longer than the window is evaluated in several windows. Each window scores the next --stride tokens, and its other tokens
 are context. A smaller stride gives each token more context, and takes longer. Perplexity per byte is comparable between models with
@@ -63,6 +63,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--limit", type=int, metavar="N", help="With --tasks, evaluate only the first N questions of each task.")
     parser.add_argument("--include-path", metavar="FOLDER", help="With --tasks, also load your own tasks (YAML) from this folder.")
+    parser.add_argument(
+        "--allow-tokenizer-mismatch",
+        action="store_true",
+        help="With --files, also evaluate datasets that were written with another tokenizer than that of the model.",
+    )
     parser.add_argument("--json", action="store_true", help="Print one JSON object with a key for each file or task.")
     add_encoding_flags(parser, strict_effect="refuses the file")
     add_computing_flags(parser)
@@ -76,6 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name, group in {
         "stride": "files",
         "max_documents": "files",
+        "allow_tokenizer_mismatch": "files",
         "encoding": "files",
         "errors": "files",
         "num_fewshot": "tasks",
@@ -110,10 +116,12 @@ def _compute_perplexities(args: argparse.Namespace, loaded: OpenedModel) -> dict
     from megatron_lab.evaluation.scores import Scorer
     from megatron_lab.evaluation.texts import read_documents
 
+    log = print_to_stderr if loaded.context.rank == 0 else lambda line: None
+    for warning in _check_tokenizers(args, loaded):
+        log(f"warning: {warning}")
     scorer = Scorer(loaded.model, loaded.context, args.batch_size, args.window, args.stride)
     results = {}
     for path in args.files:
-        log = print_to_stderr if loaded.context.rank == 0 else lambda line: None
         documents = itertools.islice(read_documents(path, loaded.tokenizer, get_text_encoding(args), log), args.max_documents)
         try:
             result = compute_perplexity(scorer, documents, loaded.tokenizer)
@@ -121,6 +129,33 @@ def _compute_perplexities(args: argparse.Namespace, loaded: OpenedModel) -> dict
             raise ValueError(f"{path}: {error}") from error
         results[path] = result.to_json() | {"told": str(result)}
     return results
+
+
+def _check_tokenizers(args: argparse.Namespace, loaded: OpenedModel) -> list[str]:
+    """Check that the datasets of --files were written with the tokenizer of the model. Return warnings. All ranks come to the same
+    result.
+
+    Raises:
+        ValueError: a dataset was written with another tokenizer, and --allow-tokenizer-mismatch is not set.
+    """
+    from megatron_lab.data_tools.tokenizer_checks import check_datasets
+    from megatron_lab.evaluation.texts import get_dataset_prefix
+    from megatron_lab.foreign.source import StoredCheckpoint
+    from megatron_lab.tokenizers.fingerprint import TokenizerFingerprint, get_fingerprint, read_config_entry
+
+    config, source = loaded.tokenizer_config, loaded.source
+    stored = read_config_entry(source.config, source.name) if isinstance(source, StoredCheckpoint) else None
+
+    def get_current() -> TokenizerFingerprint | None:
+        return stored if config is None else get_fingerprint(config, loaded.tokenizer)
+
+    prefixes = [prefix for path in args.files if (prefix := get_dataset_prefix(path)) is not None]
+    return check_datasets(
+        dict.fromkeys(prefixes, False),
+        get_current,
+        has_texts=config is not None and config.tokenizer_type != "NullTokenizer",
+        allows_mismatch=args.allow_tokenizer_mismatch,
+    )
 
 
 def _run_tasks(args: argparse.Namespace, loaded: OpenedModel) -> dict[str, Any]:

@@ -4,6 +4,7 @@
     python tools/inspect_data.py PREFIX --histogram lengths.svg     the histogram also as a picture
     python tools/inspect_data.py PREFIX --document 0 17             token ids of documents; with tokenizer flags also their text
     python tools/inspect_data.py PREFIX --verify                    check sizes, order of the index, and the range of token ids
+    python tools/inspect_data.py PREFIX --write-fingerprint         with tokenizer flags: record which tokenizer wrote the dataset
     python tools/inspect_data.py --run checkpoints --step 1200      documents and token ranges in the batch of a step
     python tools/inspect_data.py --run checkpoints --sample 38400   one sample of the run, with its text
 
@@ -61,6 +62,12 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="With PREFIX, also write the histogram of document lengths to FILE (.svg, .png or .pdf).",
     )
+    action.add_argument(
+        "--write-fingerprint",
+        action="store_true",
+        help="With PREFIX, record in PREFIX.tokenizer that the tokenizer of the flags wrote this dataset, so that training refuses "
+        "another tokenizer. For datasets of other programs; the first text is printed for a check.",
+    )
     action.add_argument("--step", type=int, metavar="N", help="With --run, list the samples of this step.")
     action.add_argument("--sample", type=int, metavar="N", help="With --run, print this sample.")
     parser.add_argument(
@@ -102,6 +109,7 @@ def _check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         "json": True,
         "document": False,
         "verify": False,
+        "write_fingerprint": False,
     }.items():
         if getattr(args, name) not in (None, False) and needs_run != (args.run is not None):
             parser.error(f"--{name.replace('_', '-')} can only be used with {'--run FOLDER' if needs_run else 'PREFIX'}")
@@ -113,6 +121,8 @@ def _check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         )
     if args.run is not None and args.step is None and args.sample is None:
         parser.error("--run needs --step N or --sample N")
+    if args.write_fingerprint and args.tokenizer_type is None:
+        parser.error("--write-fingerprint needs the flags of the dataset's tokenizer (--tokenizer-type and its files)")
     if args.max_tokens < 0:
         parser.error(f"--max-tokens must be 0 or more, not {args.max_tokens}")
 
@@ -130,6 +140,10 @@ def _show_dataset(args: argparse.Namespace, config: DataConfig) -> int:
         for document_index in args.document:
             _show_document(dataset, document_index, tokenizer, args.max_tokens)
         return 0
+    if args.write_fingerprint:
+        assert tokenizer is not None, "checked with the flags"
+        _write_fingerprint(dataset, tokenizer, config, args.max_tokens)
+        return 0
     print(_format_sizes(dataset))
     if args.verify:
         return _report_problems(dataset, find_problems(dataset, tokenizer.vocab_size if tokenizer else _ANY_ID), tokenizer)
@@ -143,13 +157,40 @@ def _show_dataset(args: argparse.Namespace, config: DataConfig) -> int:
 
 def _format_sizes(dataset: IndexedDataset) -> str:
     from megatron.data.indexed_dataset import fingerprint, get_loss_mask_prefix, has_loss_mask
+    from megatron_lab.tokenizers.fingerprint import read_dataset_fingerprint
 
+    written_with = read_dataset_fingerprint(dataset.prefix) or "unknown (no PREFIX.tokenizer)"
     tokens = dataset.count_tokens(range(dataset.num_documents))
     masked = f", with a loss mask ({get_loss_mask_prefix(dataset.prefix)})" if has_loss_mask(dataset.prefix) else ""
     return (
         f"{dataset.prefix}: {dataset.num_documents:,} documents in {len(dataset.lengths):,} sequences, {tokens:,} tokens of "
-        f"{dataset.dtype.name}, fingerprint {fingerprint(dataset)}{masked}"
+        f"{dataset.dtype.name}, fingerprint {fingerprint(dataset)}{masked}\n"
+        f"tokenizer: {written_with}"
     )
+
+
+def _write_fingerprint(dataset: IndexedDataset, tokenizer: Tokenizer, config: DataConfig, max_tokens: int) -> None:
+    """Write the fingerprint of the tokenizer with which another program has written a dataset, and print the first text.
+
+    Raises:
+        ValueError: the dataset has ids that the tokenizer lacks, or has the fingerprint of another tokenizer.
+    """
+    from megatron.data.indexed_dataset import get_tokenizer_file
+    from megatron_lab.data_tools.dataset_check import find_problems
+    from megatron_lab.tokenizers.fingerprint import get_fingerprint, read_dataset_fingerprint, write_dataset_fingerprint
+
+    path, fingerprint = get_tokenizer_file(dataset.prefix), get_fingerprint(config, tokenizer)
+    stored = read_dataset_fingerprint(dataset.prefix)
+    if stored is not None and stored != fingerprint:
+        raise ValueError(f"{path} exists, for the tokenizer {stored}.\n  If it is wrong, remove this file first.")
+    if (problem := next(find_problems(dataset, tokenizer.vocab_size), None)) is not None:
+        raise ValueError(
+            f"{problem.message}\n  The dataset is damaged, or was written with another tokenizer: no fingerprint is written."
+        )
+    if dataset.num_documents:
+        _show_document(dataset, 0, tokenizer, max_tokens)
+    write_dataset_fingerprint(dataset.prefix, fingerprint)
+    print(f"wrote {path}: {fingerprint}. If the text above is not that of the dataset, remove the file")
 
 
 def _show_document(dataset: IndexedDataset, document_index: int, tokenizer: Tokenizer | None, max_tokens: int) -> None:

@@ -1,5 +1,5 @@
-"""Concatenate indexed datasets: all documents in the order of the inputs, with unchanged tokens, and their loss masks if they have
-any.
+"""Concatenate indexed datasets: all documents in the order of the inputs, with unchanged tokens. Their loss masks, if they have
+any, and the fingerprint of their tokenizer are kept. Datasets of different tokenizers are refused.
 
     python tools/merge_data.py --input data/part_00000 data/part_00001 --output-prefix data/all
     python tools/merge_data.py --input 'data/part_*' --output-prefix data/all
@@ -65,6 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     from megatron.data.indexed_dataset import get_loss_mask_prefix, has_loss_mask
     from megatron.data.indexed_writer import join_datasets  # imports numpy, which --help does not need
     from megatron_lab.data_tools.preprocess.storage import explain_disk_full
+    from megatron_lab.tokenizers.fingerprint import merge_fingerprints, write_dataset_fingerprint
 
     try:
         inputs, output = resolve_prefixes(args.input), Path(args.output_prefix)
@@ -78,6 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
                 f"{inputs[masked.index(True)]} has a loss mask, and {inputs[masked.index(False)]} has none.\n"
                 "  Merge the datasets with a loss mask separately; --data-path of training accepts both."
             )
+        fingerprint, message = merge_fingerprints(inputs)
         with explain_disk_full(str(output.parent), "Make room there, or write to another disk. Nothing is written."):
             # Write the masks first: the dataset never exists without its mask, or with the mask of an earlier dataset.
             for suffix in (".idx", ".bin"):
@@ -85,9 +87,13 @@ def main(arguments: list[str] | None = None) -> int:
             if any(masked):
                 join_datasets([get_loss_mask_prefix(prefix) for prefix in inputs], get_loss_mask_prefix(str(output)))
             totals = join_datasets(inputs, str(output))
+            if fingerprint is not None:
+                write_dataset_fingerprint(str(output), fingerprint)
     except (ValueError, OSError) as error:
         print(f"merge_data.py: error: {error}", file=sys.stderr)
         return 1
+    if message is not None:
+        print(f"note: {message}", file=sys.stderr)
     print(
         f"wrote {output}.bin and {output}.idx: {totals.num_documents:,} documents in {totals.num_sequences:,} sequences, "
         f"{totals.num_tokens:,} tokens from {len(inputs):,} datasets",

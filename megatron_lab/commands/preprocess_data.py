@@ -5,8 +5,9 @@ For example::
     python tools/preprocess_data.py --input 'corpus/*.jsonl.zst' --output-prefix data/corpus --tokenizer-type GPT2BPETokenizer \
         --vocab-file vocab.json --merge-file merges.txt --append-eod --workers 16
 
-writes data/corpus_text_document.bin and .idx, which training reads with --data-path data/corpus_text_document. An interrupted job
-continues with --resume. With --engine ray a cluster does the work.
+writes data/corpus_text_document.bin and .idx, which training reads with --data-path data/corpus_text_document. The file
+data/corpus_text_document.tokenizer contains a fingerprint of the tokenizer: training refuses a dataset of another tokenizer. An
+interrupted job continues with --resume. With --engine ray a cluster does the work.
 
     python tools/preprocess_data.py --build-index data/corpus_text_document --seq-length 2048
 
@@ -251,6 +252,7 @@ def _check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
 
 def _preprocess(args: argparse.Namespace, config: DataConfig, screen: Screen) -> Summary:
     """Write a dataset for each key of the input (--json-keys), print a summary and return it."""
+    from megatron.data.indexed_dataset import get_tokenizer_file
     from megatron.data.tokenizer import require_tokenizer_json
     from megatron_lab.data_tools.preprocess.chat import ChatTemplate, describe_named_template
     from megatron_lab.data_tools.preprocess.engines import Engine
@@ -306,8 +308,9 @@ def _preprocess(args: argparse.Namespace, config: DataConfig, screen: Screen) ->
         screen.log(
             f"{summary.num_loss_tokens:,} tokens ({answer_share:.1%}) are answers, which count in the loss with --data-loss-mask"
         )
-    for prefix in summary.prefixes:
-        screen.log(f"wrote {prefix}.bin and {prefix}.idx")
+    for dataset_index, prefix in enumerate(summary.prefixes):
+        is_mask = dataset_index >= len(args.json_keys)
+        screen.log(f"wrote {prefix}.bin and {prefix}.idx" + ("" if is_mask else f", and {get_tokenizer_file(prefix)}"))
     return summary
 
 

@@ -23,6 +23,7 @@ from megatron_lab.data_tools.tokenizer_flags import add_tokenizer_flags
 if TYPE_CHECKING:
     import torch
 
+    from megatron.config.data import DataConfig
     from megatron.data.tokenizer import Tokenizer
     from megatron.model.build import Model
     from megatron.parallel.context import ParallelContext
@@ -97,12 +98,14 @@ def check_layout(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """Model that is loaded on this rank, with the source of its weights, the process groups (`context`) and the tokenizer."""
+    """Model that is loaded on this rank, with the source of its weights, the process groups (`context`), the tokenizer and its
+    settings."""
 
     source: WeightSource
     model: Model
     context: ParallelContext
     tokenizer: Tokenizer | None
+    tokenizer_config: DataConfig | None
 
 
 @contextmanager
@@ -154,7 +157,7 @@ def open_model(
         model = load_model(source, context, _select_dtype(args, source, context))
         if context.rank == 0:
             print_to_stderr(*source.notes, f"{args.load} read in {time.perf_counter() - start:.1f} s: {_describe_model(model)}")
-        yield OpenedModel(source, model, context, tokenizer)
+        yield OpenedModel(source, model, context, tokenizer, tokenizer_config)
     finally:
         disconnect()
 

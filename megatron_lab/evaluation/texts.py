@@ -29,6 +29,13 @@ class Document:
     num_bytes: int | None
 
 
+def get_dataset_prefix(path: str) -> str | None:
+    """Return the path without .bin and .idx of the dataset that a path names; None for the path of a text file."""
+    if Path(path).is_file() and not path.endswith((".bin", ".idx")):
+        return None
+    return path.removesuffix(".bin").removesuffix(".idx")
+
+
 def read_documents(
     path: str,
     tokenizer: Tokenizer | None,
@@ -46,7 +53,8 @@ def read_documents(
     Raises:
         ValueError: there is neither a file nor a dataset, the text has invalid bytes, or a text file has no tokenizer.
     """
-    if Path(path).is_file() and not path.endswith((".bin", ".idx")):
+    prefix = get_dataset_prefix(path)
+    if prefix is None:
         if tokenizer is None:
             raise ValueError(
                 f"{path} contains text, not token ids, and the tokenizer of the model is unknown: set --tokenizer-type and the "
@@ -66,7 +74,6 @@ def read_documents(
         for document_text in _split_documents(path, decoded):
             yield Document(tokenizer.encode(document_text), len(document_text.encode("utf-8")))
         return
-    prefix = path.removesuffix(".bin").removesuffix(".idx")
     if not Path(f"{prefix}.idx").exists():
         raise ValueError(f"{path}: there is no text file of this name, and no indexed dataset ({prefix}.idx). Check the path")
     dataset = IndexedDataset(prefix)

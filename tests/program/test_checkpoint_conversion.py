@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.config.data import DataConfig
 from megatron.data.indexed_writer import write_dataset
 from megatron.data.tokenizer import ByteTokenizer, build_tokenizer
 from megatron_lab.checkpoints.model_card import strip_folders
@@ -23,6 +24,7 @@ from megatron_lab.commands.checkpoint import main
 from megatron_lab.foreign.huggingface.folder import HuggingFaceFolder
 from megatron_lab.foreign.open_source import open_source
 from megatron_lab.foreign.source import StoredCheckpoint
+from megatron_lab.tokenizers.fingerprint import CONFIG_ENTRY, get_fingerprint
 from tests.support.byte_dataset import FLAGS, write_bytes
 from tests.support.huggingface_models import logits, opened, saved, some_ids
 from tests.support.model_styles import STYLES
@@ -129,6 +131,8 @@ def test_what_an_import_writes(huggingface: Path, tmp_path: Path, capsys: Texts)
     assert record["vocab_size"] == data["vocab_size"] == 400 and record["config"]["model"]["add_qkv_bias"] is True
     assert data["tokenizer_model"] == str(tmp_path / "base" / "tokenizer" / "tokenizer.json")
     assert (tmp_path / "base" / "tokenizer" / "tokenizer_config.json").exists()
+    copied = DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=data["tokenizer_model"])
+    assert record[CONFIG_ENTRY] == get_fingerprint(copied).to_json()
     stored = open_source(tmp_path / "base")
     assert isinstance(stored, StoredCheckpoint) and stored.state == {"has_optimizer": False}
     assert {info.dtype for info in stored.weights.values()} == {torch.float32}

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
 from megatron.config.data import DataConfig
+from megatron.data.tokenizer import ByteTokenizer
 from megatron_lab.commands.preprocess_data import Screen, main
 from megatron_lab.data_tools.preprocess.input_shards import InputShard
 from megatron_lab.data_tools.preprocess.job import preprocess
@@ -24,6 +25,7 @@ from megatron_lab.data_tools.preprocess.part_files import ShardCounts, ShardRepo
 from megatron_lab.data_tools.preprocess.reports import ProgressMeter
 from megatron_lab.data_tools.preprocess.shard_work import PreprocessJob
 from megatron_lab.data_tools.preprocess.text_records import InputRange
+from megatron_lab.tokenizers.fingerprint import compute_fingerprint, read_dataset_fingerprint
 from tests.support.bpe_trainer import encode_plainly, train_bpe, write_bpe
 from tests.support.cli import ROOT, spawn_cli
 from tests.support.corpora import BYTES, FORMS, JOB, TEXTS, documents, expected_of, files_of, json_lines, write_lines, written
@@ -44,7 +46,13 @@ def test_the_tool_writes_bytes_end_to_end(tmp_path: Path) -> None:
     for part in ("5 documents, 12 tokens", "1 empty, 0 bad lines", f"wrote {tmp_path / 'out_text_document'}.bin"):
         assert part in done.stderr
     assert done.stdout == ""
-    assert written(tmp_path) == {f"out_{key}_document.{suffix}" for key in ("text", "title") for suffix in ("bin", "idx")}
+    assert written(tmp_path) == {
+        f"out_{key}_document.{suffix}" for key in ("text", "title") for suffix in ("bin", "idx", "tokenizer")
+    }
+    for key in ("text", "title"):
+        assert f"and {tmp_path}/out_{key}_document.tokenizer" in done.stderr
+        fingerprint = read_dataset_fingerprint(str(tmp_path / f"out_{key}_document"))
+        assert fingerprint == compute_fingerprint(ByteTokenizer(), DataConfig(tokenizer_type="ByteTokenizer"))
 
 
 def test_sentencepiece_end_to_end(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_lost_workers_do_not_show_in_the_bytes(tmp_path: Path, monkeypatch: pyte
     preprocess([write_lines(tmp_path / "in.jsonl")], str(tmp_path / "out"), JOB, engine=Engine("ray", 2), shard_size=1000)
     assert (tmp_path / "lost").exists() and (tmp_path / "failed").exists()
     assert files_of(tmp_path / "out_text_document") == expected_of(TEXTS)
-    assert written(tmp_path) == {"lost", "failed", "out_text_document.bin", "out_text_document.idx"}
+    assert written(tmp_path) == {"lost", "failed", *(f"out_text_document.{suffix}" for suffix in ("bin", "idx", "tokenizer"))}
 
 
 def test_bad_lines_are_told_as_by_processes_and_not_tried_again(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from megatron_lab.data_tools.preprocess.job import preprocess
 from megatron_lab.data_tools.preprocess.part_files import ShardCounts, ShardReport
 from megatron_lab.data_tools.preprocess.shard_work import PreprocessJob
 from megatron_lab.data_tools.preprocess.text_encoding import TextEncoding
+from megatron_lab.tokenizers.fingerprint import read_dataset_fingerprint
 from tests.support.bpe_trainer import train_bpe, write_bpe
 from tests.support.cli import ROOT
 from tests.support.corpora import BYTES, JOB, SKIP, TEXTS, documents, expected_of, files_of, write_gz, write_lines, written
@@ -76,15 +77,21 @@ def test_killed_at_every_change_of_a_name(tmp_path: Path) -> None:
         dataset = tmp_path / "out_text_document"
         for suffix, content in zip((".bin", ".idx"), expected_of(OTHERS), strict=True):
             dataset.with_suffix(suffix).write_bytes(content)
+        dataset.with_suffix(".tokenizer").write_text("old")
         code = run_and_exit(source, prefix, end_at(number))
         if dataset.with_suffix(".idx").exists():
             assert files_of(dataset) in (expected_of(OTHERS), expected_of(TEXTS)), "the old one or the new one, never a mixture"
+            if dataset.with_suffix(".tokenizer").exists():
+                is_old = dataset.with_suffix(".tokenizer").read_text() == "old"
+                assert is_old == (files_of(dataset) == expected_of(OTHERS)), "no dataset beside the fingerprint of another"
         if not code:
             break
         assert code == 9
         if (tmp_path / "out.parts").exists():  # it is not where only its removal was cut short
             preprocess(source, prefix, JOB, start_mode="resume")
-            assert written(tmp_path) == {"out_text_document.bin", "out_text_document.idx"}, "and no rubbish"
+            assert written(tmp_path) == {f"out_text_document.{suffix}" for suffix in ("bin", "idx", "tokenizer")}, "and no rubbish"
+            fingerprint = read_dataset_fingerprint(str(dataset))
+            assert fingerprint is not None and fingerprint.tokenizer_type == JOB.tokenizer.tokenizer_type
         assert files_of(dataset) == expected_of(TEXTS)
     assert 15 < number < 99
 

@@ -8,16 +8,23 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from megatron.data.indexed_dataset import get_loss_mask_prefix
+from megatron.data.indexed_dataset import get_loss_mask_prefix, get_tokenizer_file
 from megatron.data.indexed_writer import join_datasets, write_shuffled
 from megatron_lab.data_tools.preprocess import storage
 from megatron_lab.data_tools.preprocess.engines import Engine
 from megatron_lab.data_tools.preprocess.input_shards import InputShard, find_sources, select_shard_size, split_into_shards
 from megatron_lab.data_tools.preprocess.part_files import JobFolder, ShardCounts, ShardReport
 from megatron_lab.data_tools.preprocess.reports import DiskSpaceMonitor, JobReports, ProgressMeter, Summary
-from megatron_lab.data_tools.preprocess.shard_work import BadShardError, PreprocessJob, compute_file_digests, get_job_settings
+from megatron_lab.data_tools.preprocess.shard_work import (
+    BadShardError,
+    PreprocessJob,
+    compute_file_digests,
+    get_job_settings,
+    get_tokenizer,
+)
 from megatron_lab.data_tools.preprocess.storage import explain_disk_full
 from megatron_lab.data_tools.preprocess.text_records import FileFormat, InputRange
+from megatron_lab.tokenizers.fingerprint import compute_fingerprint, format_dataset_fingerprint, write_dataset_fingerprint
 
 _RESUME = "Continue with --resume: finished shards are kept."
 _FREE_SPACE = f"Make room there. {_RESUME}"
@@ -38,7 +45,8 @@ def preprocess(
     log_progress: Callable[[str], None] = lambda line: None,
 ) -> Summary:
     """Convert input texts to datasets: ``<output_prefix>_<key>_document.bin`` and ``.idx`` for each JSON key (--json-keys).
-    Conversations also get datasets with their loss masks.
+    Conversations also get datasets with their loss masks. ``<output_prefix>_<key>_document.tokenizer`` has the fingerprint of the
+    tokenizer.
 
     The bytes of the datasets do not depend on the engine or the shard size. Unfinished work is stored in the folder
     ``<output_prefix>.parts``, which remains if the job is interrupted. The memory of a worker is bounded by its longest record (for
@@ -243,7 +251,11 @@ def _join_parts(reports: JobReports, job: PreprocessJob, summary: Summary, log: 
             raise ValueError(message)
     log(f"joining the parts into {' and '.join(summary.prefixes)}")
     # Old loss masks are removed and new ones written first, so that a dataset never exists without its mask or with an older mask.
-    for prefix in summary.prefixes[: len(job.keys)]:
+    # The fingerprint is removed first and written last, so that it is never next to an older dataset.
+    text_prefixes = summary.prefixes[: len(job.keys)]
+    fingerprint = compute_fingerprint(get_tokenizer(job)[0], job.tokenizer)
+    for prefix in text_prefixes:
+        storage.remove(get_tokenizer_file(prefix))
         for suffix in (".idx", ".bin"):
             storage.remove(f"{get_loss_mask_prefix(prefix)}{suffix}")
     for dataset_index, prefix in reversed(list(enumerate(summary.prefixes))):
@@ -274,3 +286,8 @@ def _join_parts(reports: JobReports, job: PreprocessJob, summary: Summary, log: 
             storage.remove(f"{prefix}.idx")
             for suffix in (".bin", ".idx"):
                 storage.upload(f"{folder}/joined{suffix}", prefix + suffix)
+    for prefix in text_prefixes:
+        if storage.is_url(prefix):
+            storage.write_text(get_tokenizer_file(prefix), format_dataset_fingerprint(fingerprint))
+        else:
+            write_dataset_fingerprint(prefix, fingerprint, job_folder.folder)

@@ -1227,6 +1227,7 @@ IDLE = """
 --lr-rewarm-samples 5
 --lr-rewarm-factor 2
 --data-order megatron
+--allow-tokenizer-mismatch
 --multiple-validation-sets
 --no-mock-data --data-path corpus --full-validation --eval-iters 3
 --skip-train --save x

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import random
 from pathlib import Path
@@ -256,11 +257,13 @@ def test_files_behind_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     found = tuple(memory.cat_file(f"/made/out_text_document{suffix}") for suffix in (".bin", ".idx"))
     assert found == expected_of([*TEXTS[0::2], *TEXTS[1::2]])
     assert [name for name in memory.find("/made") if "_text_document." not in name] == []
+    assert json.loads(memory.cat_file("/made/out_text_document.tokenizer"))["tokenizer_type"] == "ByteTokenizer"
     assert summary.num_documents == 40
     with monkeypatch.context() as patch, pytest.raises(ValueError, match="not today"):
         patch.setattr(storage, "upload", lambda local, path: refuse() if path.endswith("document.bin") else upload(local, path))
         preprocess(["memory://corpus"], "memory://made/out", JOB)
     assert not memory.exists("/made/out_text_document.idx"), "an index never lies beside the .bin of another dataset"
+    assert not memory.exists("/made/out_text_document.tokenizer"), "nor the fingerprint of another tokenizer"
     preprocess(["memory://corpus"], f"file://{tmp_path}/out", PreprocessJob(BYTES, ("title",), True))
     assert len(files_of(tmp_path / "out_title_document")[0]) == 2 * sum(len(str(n)) + 1 for n in range(20)) * 2
     memory.rm("/corpus", recursive=True)
