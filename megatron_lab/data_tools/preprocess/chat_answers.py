@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lab.data_tools.preprocess.chat_records import ASSISTANT_ROLE, Chat, Messages
+from megatron_lab.data_tools.preprocess.chat_records import ASSISTANT_ROLE, Chat
 from megatron_lab.data_tools.preprocess.chat_rendering import ANSWER_END, ANSWER_START, REASONING_FIELDS, ChatRenderer
 from megatron_lab.data_tools.preprocess.errors import BadRecordError
 
@@ -35,11 +35,28 @@ class ChatDocument:
     answers: list[CharacterSpan]
 
 
-def is_empty_answer(message: dict[str, object]) -> bool:
-    """Return whether a message is an answer without text and without tool calls. A model must not learn to write such an answer."""
-    content = message.get("content")
-    is_blank = content is None or (isinstance(content, str) and not content.strip())
-    return message["role"] == ASSISTANT_ROLE and is_blank and not message.get("tool_calls")
+def find_empty_answers(renderer: ChatRenderer, chat: Chat) -> frozenset[int]:
+    """Return the indices of the answers without text and without tool calls that the template writes.
+
+    A model must not learn to write such an answer.
+    """
+    return frozenset(i for i in range(len(chat.messages)) if _is_empty_answer(renderer, chat.take(i + 1)))
+
+
+def _is_empty_answer(renderer: ChatRenderer, chat: Chat) -> bool:
+    """Return whether the last message of a conversation is an empty answer."""
+    *previous, message = chat.messages
+    content = message.get("content", "")
+    if message["role"] != ASSISTANT_ROLE or not isinstance(content, str) or content.strip():
+        return False
+    if not message.get("tool_calls"):
+        return True
+    without_calls = {**message, "content": content}
+    del without_calls["tool_calls"]
+    try:
+        return renderer.render(chat.replace_messages([*previous, without_calls])) == renderer.render(chat)
+    except BadRecordError:
+        return False
 
 
 def split_into_documents(renderer: ChatRenderer, chat: Chat) -> list[ChatDocument]:
@@ -48,9 +65,10 @@ def split_into_documents(renderer: ChatRenderer, chat: Chat) -> list[ChatDocumen
     Raises:
         BadRecordError: the template refuses the conversation, or an answer cannot be found in its text.
     """
+    empty_answers = find_empty_answers(renderer, chat)
     if renderer.marks_answers(chat):
-        return [_read_marked(renderer, chat)]
-    return _DocumentBuilder(renderer, chat).build()
+        return [_read_marked(renderer, chat, empty_answers)]
+    return _DocumentBuilder(renderer, chat, empty_answers).build()
 
 
 def remove_marks(text: str) -> str:
@@ -63,10 +81,10 @@ def _split_marked(text: str) -> list[str]:
     return text.replace(ANSWER_END, ANSWER_START).split(ANSWER_START)
 
 
-def _read_marked(renderer: ChatRenderer, chat: Chat) -> ChatDocument:
+def _read_marked(renderer: ChatRenderer, chat: Chat, empty_answers: frozenset[int]) -> ChatDocument:
     """Render a conversation by a template that marks the answers."""
     segments = _split_marked(renderer.render(chat))
-    left_out = _find_empty_answers(renderer, chat, len(segments))
+    left_out = _find_empty_segments(renderer, chat, empty_answers, len(segments)) if empty_answers else set()
     text, spans = "", []
     for i, segment in enumerate(segments):
         if i % 2 and i not in left_out:
@@ -75,25 +93,21 @@ def _read_marked(renderer: ChatRenderer, chat: Chat) -> ChatDocument:
     return ChatDocument(chat, text, spans)
 
 
-def _find_empty_answers(renderer: ChatRenderer, chat: Chat, num_segments: int) -> set[int]:
+def _find_empty_segments(renderer: ChatRenderer, chat: Chat, empty_answers: frozenset[int], num_segments: int) -> set[int]:
     """Return the indices of the marked segments that belong to empty answers.
 
     Args:
+        empty_answers: indices of these answers among the messages.
         num_segments: number of segments into which the markers split the text of the conversation.
 
     Raises:
         BadRecordError: the template does not mark these answers if they have a content.
     """
-    is_empty = [is_empty_answer(message) for message in chat.messages]
-    if not any(is_empty):
-        return set()
-    messages = [
-        {**message, "content": _PROBE} if empty else message for message, empty in zip(chat.messages, is_empty, strict=True)
-    ]
-    segments = _split_marked(renderer.render(Chat(messages, chat.tools, chat.documents, chat.template_kwargs)))
+    messages = [{**message, "content": _PROBE} if i in empty_answers else message for i, message in enumerate(chat.messages)]
+    segments = _split_marked(renderer.render(chat.replace_messages(messages)))
     if len(segments) != num_segments:
         raise BadRecordError(
-            f"message {is_empty.index(True)} is an answer without text, and the chat template marks other answers because of it. "
+            f"message {min(empty_answers)} is an answer without text, and the chat template marks other answers because of it. "
             "Remove this message"
         )
     return {i for i, segment in enumerate(segments) if i % 2 and _PROBE in segment}
@@ -105,10 +119,11 @@ class _DocumentBuilder:
     Args:
         renderer: renderer of the template.
         chat: conversation.
+        empty_answers: indices of the answers that are not learned.
     """
 
-    def __init__(self, renderer: ChatRenderer, chat: Chat) -> None:
-        self._renderer, self._chat = renderer, chat
+    def __init__(self, renderer: ChatRenderer, chat: Chat, empty_answers: frozenset[int]) -> None:
+        self._renderer, self._chat, self._empty_answers = renderer, chat, empty_answers
         self._texts: dict[int, str] = {}
         # Some templates end a text that is no prompt with this token, which does not belong to the last message.
         self._end_of_text = renderer.special_tokens.get("eos_token")
@@ -116,7 +131,7 @@ class _DocumentBuilder:
     def build(self) -> list[ChatDocument]:
         """Return the documents, in the order of their last answers."""
         messages = self._chat.messages
-        remaining = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT_ROLE and not is_empty_answer(message)]
+        remaining = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT_ROLE and i not in self._empty_answers]
         starts = {i: self._find_start(i) for i in remaining}
         documents: list[ChatDocument] = []
         num_messages, has_answers = len(messages), bool(remaining)
@@ -156,7 +171,8 @@ class _DocumentBuilder:
         answer = {
             name: value for name, value in self._chat.messages[index].items() if name not in ("tool_calls", *REASONING_FIELDS)
         }
-        probed_text = self._render_messages([*self._chat.messages[:index], {**answer, "content": _PROBE}])
+        probed_chat = self._chat.replace_messages([*self._chat.messages[:index], {**answer, "content": _PROBE}])
+        probed_text = self._renderer.render(probed_chat)
         if _PROBE not in probed_text:
             raise BadRecordError(
                 f"message {index}: the text that the chat template writes does not begin with the prompt of this answer, and does "
@@ -178,10 +194,6 @@ class _DocumentBuilder:
             return prompt, None if self._render_first(index + 1).startswith(prompt) else self._render_first(index)
         except BadRecordError:  # for example because there is no message
             return None, None
-
-    def _render_messages(self, messages: Messages) -> str:
-        chat = self._chat
-        return self._renderer.render(Chat(messages, chat.tools, chat.documents, chat.template_kwargs))
 
     def _find_end(self, index: int, text: str) -> int | None:
         """Return the character after the end of an answer in the text of a document, or None if the text contains the answer in

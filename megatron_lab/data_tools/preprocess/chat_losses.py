@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_lab.data_tools.preprocess.chat_answers import ChatDocument, is_empty_answer, remove_marks
+from megatron_lab.data_tools.preprocess.chat_answers import ChatDocument, find_empty_answers, remove_marks
 from megatron_lab.data_tools.preprocess.chat_records import ASSISTANT_ROLE, Chat
 from megatron_lab.data_tools.preprocess.chat_rendering import ChatRenderer
 from megatron_lab.data_tools.preprocess.errors import BadRecordError
@@ -32,15 +32,17 @@ def find_losses(renderer: ChatRenderer, chat: Chat, documents: Sequence[ChatDocu
         documents: its documents.
     """
     yield from chat.notes
-    num_empty = sum(map(is_empty_answer, chat.messages))
-    yield from ["{answer} without text and without tool calls: not learned, also not the token that ends it"] * num_empty
+    num_empty = len(find_empty_answers(renderer, chat))
+    yield from [
+        "{answer} without a text or a tool call that the template renders: not learned, also not the token that ends it"
+    ] * num_empty
     if not any(document.answers for document in documents):
         yield "{conversation} without an answer to learn: its tokens do not count in the loss"
     if len(documents) > 1:
         yield "{conversation} written as several documents: the template changes earlier answers if messages follow them"
     if documents[-1].chat.messages != chat.messages:
         yield "{conversation} cut after the last answer: the template changes this answer if messages follow it"
-    yield from _LossFinder(renderer, chat, documents).iter_notes()
+    yield from _LossFinder(renderer, documents).iter_notes()
 
 
 @dataclass
@@ -71,8 +73,15 @@ class _MarkedTexts:
 
 
 class _LossFinder:
-    def __init__(self, renderer: ChatRenderer, chat: Chat, documents: Sequence[ChatDocument]) -> None:
-        self._renderer, self._chat, self._documents = renderer, chat, documents
+    """Searcher for the fields of messages, and the other variables of a conversation, that reach none of its documents.
+
+    Args:
+        renderer: renderer of the template.
+        documents: documents of the conversation. The last one is the longest.
+    """
+
+    def __init__(self, renderer: ChatRenderer, documents: Sequence[ChatDocument]) -> None:
+        self._renderer, self._chat, self._documents = renderer, documents[-1].chat, documents
         self._texts = [document.text for document in reversed(documents)]
         self._num_markers = 0
 
@@ -208,7 +217,7 @@ class _LossFinder:
                 {key: value for key, value in message.items() if key != name or i not in indices}
                 for i, message in enumerate(chat.messages)
             ]
-            return Chat(messages, chat.tools, chat.documents, chat.template_kwargs)
+            return chat.replace_messages(messages)
 
         try:
             changed_texts = self._iter_changed_texts(remove)

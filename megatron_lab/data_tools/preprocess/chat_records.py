@@ -62,7 +62,11 @@ class Chat:
 
     def take(self, num_messages: int) -> Chat:
         """Return the conversation with only its first messages."""
-        return dataclasses.replace(self, messages=self.messages[:num_messages])
+        return self.replace_messages(self.messages[:num_messages])
+
+    def replace_messages(self, messages: Messages) -> Chat:
+        """Return a conversation with other messages."""
+        return Chat(messages, self.tools, self.documents, self.template_kwargs, self.notes)
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ class PairForm:
         return self.prompt, self.answer
 
 
-PAIR_FORMS = {
+PAIR_FORMS: dict[tuple[str, ...], PairForm] = {
     form.keys: form
     for form in (
         PairForm("instruction", "output", ("input", "context"), "history"),
@@ -145,7 +149,7 @@ class ChatReader:
     @property
     def form(self) -> PairForm | None:
         """Form of the records, or None if each key contains a list of messages."""
-        return PAIR_FORMS.get(self.keys)  # type: ignore[call-overload, no-any-return]
+        return PAIR_FORMS.get(self.keys)
 
     @property
     def optional_keys(self) -> tuple[str, ...]:
@@ -180,12 +184,9 @@ class ChatReader:
             for name, value in record.items()
             if name not in used and not _is_absent(value)
         ]
-        shared = {
-            "tools": _read_objects(record.get("tools"), "tools"),
-            "documents": _read_objects(record.get("documents"), "documents"),
-            "template_kwargs": _read_kwargs(record.get("chat_template_kwargs")),
-        }
-        return [self._add_system(Chat(messages, **shared, notes=tuple(notes)), record) for messages in chats]
+        tools, documents = (_read_objects(record.get(key), key) for key in ("tools", "documents"))
+        kwargs = _read_kwargs(record.get("chat_template_kwargs"))
+        return [self._add_system(Chat(messages, tools, documents, kwargs, tuple(notes)), record) for messages in chats]
 
     def _add_system(self, chat: Chat, record: Mapping[str, object]) -> Chat:
         """Put the system text of a record, if it has one, before the messages."""
