@@ -22,7 +22,7 @@ from megatron.config.regular_file import read_regular, read_text
 from megatron.data.indexed_dataset import MARK_TYPE
 from megatron.data.samples import IN_LOSS
 from megatron_lab.data_tools.preprocess.chat_answers import ChatDocument, remove_marks, split_into_documents
-from megatron_lab.data_tools.preprocess.chat_losses import find_losses
+from megatron_lab.data_tools.preprocess.chat_omissions import find_omissions
 from megatron_lab.data_tools.preprocess.chat_records import ASSISTANT_ROLE, Chat
 from megatron_lab.data_tools.preprocess.chat_rendering import ANSWER_END, ANSWER_START, ChatRenderer
 from megatron_lab.data_tools.preprocess.errors import BadRecordError
@@ -186,7 +186,7 @@ class ChatEncoder:
         """
         self._check_chat(chat, checks_answers=True)
         documents = split_into_documents(self._renderer, chat)
-        notes = Counter(find_losses(self._renderer, chat, documents))
+        notes = Counter(find_omissions(self._renderer, chat, documents))
         return EncodedChat([self._encode_document(document) for document in documents], notes)
 
     def _encode_document(self, document: ChatDocument) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:

@@ -24,7 +24,7 @@ _MARKER = "Q7zx{}xz7Q"
 """Marker of letters and digits, which no template changes. It contains the index of the text that is marked."""
 
 
-def find_losses(renderer: ChatRenderer, chat: Chat, documents: Sequence[ChatDocument]) -> Iterator[str]:
+def find_omissions(renderer: ChatRenderer, chat: Chat, documents: Sequence[ChatDocument]) -> Iterator[str]:
     """Yield a note for each part of a conversation that reaches no document, or that is not learned.
 
     Args:
@@ -42,7 +42,7 @@ def find_losses(renderer: ChatRenderer, chat: Chat, documents: Sequence[ChatDocu
         yield "{conversation} written as several documents: the template changes earlier answers if messages follow them"
     if documents[-1].chat.messages != chat.messages:
         yield "{conversation} cut after the last answer: the template changes this answer if messages follow it"
-    yield from _LossFinder(renderer, documents).iter_notes()
+    yield from _OmissionFinder(renderer, documents).iter_notes()
 
 
 @dataclass
@@ -67,12 +67,12 @@ class _MarkedTexts:
         self.markers = missing
 
     @property
-    def is_lost(self) -> bool:
+    def is_omitted(self) -> bool:
         """Whether the note must be given, as far as it is known."""
         return bool(self.markers) and (self.needs_all or not self.is_written)
 
 
-class _LossFinder:
+class _OmissionFinder:
     """Searcher for the fields of messages, and the other variables of a conversation, that reach none of its documents.
 
     Args:
@@ -108,7 +108,7 @@ class _LossFinder:
                 group = _MarkedTexts(f"{key} of {{conversation}} are not rendered by the template", key, needs_all=False)
                 values[key] = self._mark_values(objects, group, None)
                 marked.append(group)
-        yield from self._find_unwritten([group for group in marked if group.is_lost], values)
+        yield from self._find_unwritten([group for group in marked if group.is_omitted], values)
         for name, indices in plain_fields.items():
             unused = indices if self._is_unused(name, indices) else [i for i in indices if self._is_unused(name, [i])]
             yield from [f"{name} of {{message}} is not rendered by the template"] * len(unused)
@@ -124,16 +124,16 @@ class _LossFinder:
         """
         message = self._chat.messages[index]
         note = f"content of {{message}} with the role {message['role']} is not rendered by the template"
-        pieces = _THOUGHT_TAG.split(content) if message["role"] == ASSISTANT_ROLE else [content]
-        for i, piece in enumerate(pieces):
-            if i % 2 or not piece.strip():
+        segments = _THOUGHT_TAG.split(content) if message["role"] == ASSISTANT_ROLE else [content]
+        for i, segment in enumerate(segments):
+            if i % 2 or not segment.strip():
                 continue
-            is_thought = i + 1 < len(pieces) and pieces[i + 1] == "</think>"
-            piece_note = "thoughts (before </think>) in the content of {message} are not rendered by the template"
-            group = _MarkedTexts(piece_note if is_thought else note, (index, "content"))
-            pieces[i] = self._mark_text(piece, group)
+            is_thought = i + 1 < len(segments) and segments[i + 1] == "</think>"
+            segment_note = "thoughts (before </think>) in the content of {message} are not rendered by the template"
+            group = _MarkedTexts(segment_note if is_thought else note, (index, "content"))
+            segments[i] = self._mark_text(segment, group)
             marked.append(group)
-        return "".join(pieces)
+        return "".join(segments)
 
     def _mark_values(self, value: Any, group: _MarkedTexts, only: tuple[str, ...] | None) -> Any:
         """Return a value with markers in the texts that may not be written. Add the markers to `group`.
@@ -195,7 +195,7 @@ class _LossFinder:
         for text in self._iter_changed_texts(change):
             for group in missing:
                 group.find_in(text)
-            missing = [group for group in missing if group.is_lost]
+            missing = [group for group in missing if group.is_omitted]
             if not missing:
                 break
         return [group.note for group in missing]
