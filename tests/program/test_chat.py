@@ -138,7 +138,7 @@ def test_forms_of_records_give_the_same_datasets(tmp_path: Path, file_format: st
     """Each by the keys of the first record, and its dataset named by the key of the list."""
     argv = _argv(tmp_path, WITH_TOOLS)
     texts = [("1 + 1", "2"), ("more?", "no")]
-    forms = {
+    forms: dict[str, list[dict[str, Any]]] = {
         "messages": [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]} for a, b in texts],
         "conversations": [{"conversations": [{"from": "human", "value": a}, {"from": "gpt", "value": b}]} for a, b in texts],
         "alpaca": [{"instruction": a, "input": "", "output": b} for a, b in texts],
@@ -188,7 +188,13 @@ def test_keys_of_a_prompt_and_an_answer_can_be_chosen(tmp_path: Path, capsys: py
 def test_every_record_has_the_form_of_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = _argv(tmp_path, PLAIN, "--on-error", "skip")
     good = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
-    others = [{"text": "x"}, good, {"messages": []}, {"conversations": [{"from": "narrator", "value": "a"}]}, good]
+    others: list[dict[str, Any]] = [
+        {"text": "x"},
+        good,
+        {"messages": []},
+        {"conversations": [{"from": "narrator", "value": "a"}]},
+        good,
+    ]
     argv[1] = _write_records(tmp_path / "in.jsonl", others)
     assert main(argv) == 0
     told = capsys.readouterr().err
@@ -201,7 +207,10 @@ def test_what_the_template_leaves_out_is_reported(tmp_path: Path, capsys: pytest
     """On the terminal and in a file, with the counts of all workers; a later job without such removes the file."""
     argv = _argv(tmp_path, WITH_TOOLS, "--workers", "2", "--shard-size", "1K")
     call = {"type": "function", "function": {"name": "w", "arguments": {"city": "Paris"}}}
-    answers = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "assistant", "content": "b", "reasoning": "c"}]
+    answers: list[dict[str, Any]] = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "assistant", "content": "b", "reasoning": "c"},
+    ]
     record = {"messages": [{"role": "user", "content": "a"}, *answers], "tools": TOOLS, "enable_thinking": True}
     argv[1] = _write_records(tmp_path / "in.jsonl", [record] * 7)
     assert main(argv) == 0

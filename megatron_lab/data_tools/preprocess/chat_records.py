@@ -153,7 +153,7 @@ class ChatReader:
 
     @property
     def optional_keys(self) -> tuple[str, ...]:
-        """Other keys of a record that are read if they are present."""
+        """Keys that a record may have besides `keys`. Their values are read too."""
         names = (*_TEMPLATE_KEYS, *_SYSTEM_KEYS, *_UNUSED_KEYS, *sorted(self.variables))
         return tuple(name for name in dict.fromkeys(names) if name not in self.keys)
 
@@ -185,7 +185,7 @@ class ChatReader:
             if name not in used and not _is_absent(value)
         ]
         tools, documents = (_read_objects(record.get(key), key) for key in ("tools", "documents"))
-        kwargs = _read_kwargs(record.get("chat_template_kwargs"))
+        kwargs = read_template_kwargs(record.get("chat_template_kwargs"))
         return [self._add_system(Chat(messages, tools, documents, kwargs, tuple(notes)), record) for messages in chats]
 
     def _add_system(self, chat: Chat, record: Mapping[str, object]) -> Chat:
@@ -224,7 +224,7 @@ def _parse_json(text: str, label: str) -> Any:
 
 
 def _read_objects(value: object, key: str) -> list[Any] | None:
-    """Return the tools or documents of a record: a list of objects, or None if there are none."""
+    """Return the tools or documents of a record as a list of objects; None for a record without tools or documents."""
     if value is None or value == "":
         return None
     if isinstance(value, str):
@@ -234,8 +234,12 @@ def _read_objects(value: object, key: str) -> list[Any] | None:
     return value  # type: ignore[return-value]
 
 
-def _read_kwargs(value: object) -> dict[str, Any]:
-    """Return the variables of the template that a record sets under the key `chat_template_kwargs`."""
+def read_template_kwargs(value: object) -> dict[str, Any]:
+    """Return the variables of the template in the value of the key `chat_template_kwargs`: an object, or its JSON.
+
+    Raises:
+        BadRecordError: the value is not an object, or sets a variable that is a key of its own, such as `tools`.
+    """
     if isinstance(value, str) and value:
         value = _parse_json(value, "the value of key 'chat_template_kwargs'")
     if _is_absent(value):

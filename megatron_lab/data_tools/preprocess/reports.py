@@ -51,7 +51,7 @@ class Summary:
     """Notes about conversations, for example about fields that the template does not write, with the number of times that each was
     given. `format_chat_notes` makes lines of them."""
     chat_notes_file: str | None = None
-    """Path of the list of these notes; None if there are none."""
+    """Path of the list of `chat_notes`; None if the list is empty."""
     encodings_file: str | None = None
     """Path of the list of files that are not UTF-8 and of records whose invalid bytes were replaced; None if this list is empty."""
 
@@ -240,7 +240,7 @@ class JobReports:
     def write_chat_notes(self, path: str, summary: Summary) -> None:
         """Write the notes about conversations to a file, and add the notes and the path to the summary.
 
-        If there are none, remove the list of an earlier job.
+        An empty list is not written, and the list of an earlier job is removed.
 
         Args:
             path: path or URL of the list.

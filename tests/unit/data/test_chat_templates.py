@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_lab.commands.generate_text import _parse_template_kwargs
 from megatron_lab.data_tools.preprocess.chat import ChatEncoder, ChatTemplate, EncodedChat
 from megatron_lab.data_tools.preprocess.chat_records import Chat
 from megatron_lab.data_tools.preprocess.errors import BadRecordError
@@ -229,3 +231,15 @@ def test_an_empty_answer_is_not_learned(tmp_path: Path, template: str) -> None:
 def test_special_tokens_in_tools_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadRecordError, match=r"key 'tools' contains '<\|im_end\|>'"):
         encoder(tmp_path, chat_templates.QWEN3).encode(Chat(TALK, [{"name": "<|im_end|>"}]))
+
+
+def test_variables_of_a_dialogue_reach_the_template(tmp_path: Path) -> None:
+    """As in training, from the command line and from Python."""
+    path = write_tokenizer(tmp_path, chat_templates.QWEN3)
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    kwargs = _parse_template_kwargs('{"enable_thinking": false}')
+    wanted = theirs.apply_chat_template(TALK[:1], tools=TOOLS, **kwargs, add_generation_prompt=True, return_dict=False)
+    assert ChatFormat(HuggingFaceTokenizer(path), None, kwargs).encode(TALK[:1], TOOLS) == wanted
+    for text in ("[1]", "{", '{"tools": []}'):
+        with pytest.raises(argparse.ArgumentTypeError, match="chat_template_kwargs"):
+            _parse_template_kwargs(text)
